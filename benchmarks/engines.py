@@ -36,7 +36,7 @@ from pathlib import Path
 
 from marft_trl import MARFTConfig, MARFTTrainer, Workflow
 from marft_trl.episodes.collector import collect, collecting
-from marft_trl.episodes.records import Setting
+from marft_trl.episodes.records import TeamContext
 from marft_trl.extras.engines.replicas import Replicas
 from marft_trl.extras.engines.server import Order, VLLMServer
 from marft_trl.system.event_loop import run_coroutine
@@ -281,7 +281,7 @@ class Timed:
     def __init__(self, table, engine):
         self._table, self._count, self._engine = table, table.shape[1], engine
         self._rows = [{"prompt": str(index)} for index in range(len(table))]
-        self._setting = Setting(("a",))
+        self._setting = TeamContext(("a",))
 
     def _length(self, request):
         return int(self._table[request.episode.index, len(request.episode.turns)])

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from .agents import AgentSpec
 from .episodes.collector import Request, collect
 from .episodes.live import LiveEpisode
-from .episodes.records import Completion, Seen, Setting, Turn
+from .episodes.records import Completion, Seen, TeamContext, Turn
 from .prompts.builder import PromptBuilder
 from .workflows import Workflow
 
@@ -189,13 +189,13 @@ def scripted_turns(
         said: list[tuple[list[int], list[int]]] = []
 
         def answer(requests: Sequence[Request], said: list = said) -> list[Completion]:
-            queries = [(specs[one.agent], one.episode.prompt, one.seen) for one in requests]
-            texts = [reply(one.episode, one.agent, one.seen, draw) for one in requests]
+            queries = [(specs[request.agent], request.episode.prompt, request.seen) for request in requests]
+            texts = [reply(item.episode, item.agent, item.seen, draw) for item in requests]
             for observation, text in zip(builder.build(queries), texts, strict=True):
                 said.append((observation.ids, [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]))
-            return [one.completed(text) for one, text in zip(requests, texts, strict=True)]
+            return [value.completed(text) for value, text in zip(requests, texts, strict=True)]
 
-        collect(workflow, [rows(draw) for _ in range(64)], Setting(tuple(specs)), answer)
+        collect(workflow, [rows(draw) for _ in range(64)], TeamContext(tuple(specs)), answer)
         draw.shuffle(said)
         yield from said
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.episodes import collector
-from marft_trl.episodes.records import Setting
+from marft_trl.episodes.records import TeamContext
 from marft_trl.episodes.tools import ToolLimits
 from marft_trl.rollout.generator import Observed
 from marft_trl.system.event_loop import finished
@@ -195,7 +195,7 @@ def ended(episodes, cut=()):
 
 def collect(workflow, rows, agents, answer, reruns=None, tools=None, limits=None, aliases=None, patience=None):
     """Runs a workflow on rows with agents of these names."""
-    setting = Setting(tuple(agents), tools or {}, limits or ToolLimits(), aliases or {})
+    setting = TeamContext(tuple(agents), tools or {}, limits or ToolLimits(), aliases or {})
     return collector.collect(workflow, rows, setting, answer, reruns, patience)
 
 

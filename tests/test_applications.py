@@ -21,7 +21,7 @@ from marft_trl import AgentSpec, Sequential, Team, Workflow
 from marft_trl.episodes import collector
 from marft_trl.episodes.collector import collecting
 from marft_trl.episodes.guard import EpisodeError
-from marft_trl.episodes.records import EndOfEpisode, Given, Setting
+from marft_trl.episodes.records import EndOfEpisode, RequestedTurn, TeamContext
 from marft_trl.episodes.rerun import Rerun
 from marft_trl.episodes.tools import ToolCall
 from marft_trl.extras.apps import AppEndpoint, ExternalApp
@@ -89,7 +89,7 @@ class InPython(Workflow):
 
     async def run(self, episode):
         async def ask(agent, *messages, after=None):
-            return await episode.turn_on(agent, Given(list(messages)), sees=after)
+            return await episode.turn_on(agent, RequestedTurn(list(messages)), sees=after)
 
         await self.talk(episode, ask)
 
@@ -600,7 +600,7 @@ def two_endpoints():
         async def answer(requests):
             return said_to(requests)
 
-        rows, setting = [{"prompt": "x", "number": number} for number in range(2)], Setting(("ann", "ben"))
+        rows, setting = [{"prompt": "x", "number": number} for number in range(2)], TeamContext(("ann", "ben"))
         # As with servers: no episode waits for another one
         found.extend(asyncio.run(collecting(ExternalApp(app, together=0, earns=True), rows, setting, answer)))
 
@@ -1233,7 +1233,10 @@ def test_an_application_that_asks_again_after_each_refusal_is_ended(why, rows):
         return said_to(requests)
 
     most, together = 1 if why == "by the episode" else None, 0.5 if why == "given up" else 0.0
-    setting, given = Setting(("ann",), max_turns=most), [{"prompt": "x", "number": number} for number in range(rows)]
+    setting, given = (
+        TeamContext(("ann",), max_turns=most),
+        [{"prompt": "x", "number": number} for number in range(rows)],
+    )
     began = time.monotonic()
     with pytest.raises(EpisodeError, match="has waited for `.*app` for 0.5 seconds|asked 1000 times without"):
         collector.collect(ExternalApp(app, together=together), given, setting, answer, patience=0.5)

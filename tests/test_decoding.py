@@ -10,7 +10,7 @@ from marft_trl.shared_prefix import decoding, forward
 from marft_trl.shared_prefix import decoding as steps
 from marft_trl.shared_prefix import kv_cache as room
 from marft_trl.shared_prefix.decoding import Recorder, can_decode, decode
-from marft_trl.shared_prefix.kv_cache import RoomyLayer
+from marft_trl.shared_prefix.kv_cache import PreallocatedLayer
 
 import pytest
 import torch
@@ -290,7 +290,7 @@ def test_no_layer_keeps_more_than_its_room(monkeypatch):
 
 
 def test_the_last_rows_take_the_places_of_finished_ones():
-    layer = RoomyLayer(8, 3)
+    layer = PreallocatedLayer(8, 3)
     layer.update(*(torch.arange(8.0).reshape(8, 1, 1, 1) for _ in range(2)))
     place = layer.keys.data_ptr()
     done = torch.tensor([False, True, False, False, True, False, True, False])
@@ -457,7 +457,7 @@ def test_what_the_loop_cannot_do_is_left_to_transformers(settings):
 
 
 def test_room_for_more_is_there_from_the_start():
-    layer = RoomyLayer(1, 5)
+    layer = PreallocatedLayer(1, 5)
     first = torch.arange(4.0).reshape(1, 1, 2, 2)
     layer.update(first, -first)
     place = layer.keys.data_ptr()

@@ -14,7 +14,7 @@ from marft_trl import MARFTConfig
 from marft_trl.config.checks import check_timeouts
 from marft_trl.episodes import collector
 from marft_trl.episodes.guard import EpisodeError
-from marft_trl.episodes.records import EndOfEpisode, Setting
+from marft_trl.episodes.records import EndOfEpisode, TeamContext
 from marft_trl.rollout import reward_scorer
 from marft_trl.rollout.failures import Failures, OnFailure
 from marft_trl.rollout.reward_scorer import check_scores, checked_reward
@@ -249,7 +249,7 @@ def test_code_that_cannot_be_interrupted_ends_the_process():
         "import signal, time\nfrom marft_trl.system import watchdog\n"
         "watchdog.GRACE = 0.5\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMAX, signal.SIGALRM])\n"
-        "said = []\nwatchdog.LAST_WORDS.append(lambda message: print('last words:', message, flush=True))\n"
+        "said = []\nwatchdog.ON_EXIT.append(lambda message: print('last words:', message, flush=True))\n"
         "with watchdog.time_limit(0.3, lambda where: f'{where} hangs.'):\n"
         "    time.sleep(60)\n"
     )
@@ -497,7 +497,7 @@ def test_a_turn_of_a_task_that_its_workflow_has_left_is_an_error(failures):
         with pytest.raises(EpisodeError, match=words):
             collect(Leaves(_late), [{"prompt": "q"}] * 2, ["a"], echo())
     else:
-        setting = Setting(("a",))
+        setting = TeamContext(("a",))
         collector.collect(Leaves(_late), [{"prompt": "q"}] * 2, setting, echo(), failures=failures)
         assert failures.keys() == {0} and re.search(words, str(failures[0]))
 

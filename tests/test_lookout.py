@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from marft_trl.system import processes as lookout
-from marft_trl.system.processes import Lookout, Place
+from marft_trl.system.processes import PeerMonitor, Place
 
 import pytest
 from torch.distributed import HashStore
@@ -37,7 +37,7 @@ class Silent:
 def test_nobody_waits_for_a_store_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(lookout, "_NEWS", 0.3)
     monkeypatch.setattr(lookout, "_EVERY", 0.1)
-    watch = Lookout(Silent(), 1, [Place("node0", 7), Place.here()])
+    watch = PeerMonitor(Silent(), 1, [Place("node0", 7), Place.here()])
     start = time.monotonic()
     watch.say("a failure")
     assert "the machine of process 0 (node0), which keeps their list, does not answer" in watch.news()
@@ -49,14 +49,14 @@ def test_the_process_that_is_silent_is_named_with_its_machine(monkeypatch, speak
     monkeypatch.setattr(lookout, "_NEWS", 4.0)
     monkeypatch.setattr(lookout, "_EVERY", 0.1)
     store, places = HashStore(), [Place.here(), Place("node1", 11), Place("node2", 12)]
-    Lookout(store, 1, [Place.here(), *places[1:]]).say("what an earlier run has left in the store")
-    living, dead = Lookout(store, 1, places), Lookout(store, 2, places)
+    PeerMonitor(store, 1, [Place.here(), *places[1:]]).say("what an earlier run has left in the store")
+    living, dead = PeerMonitor(store, 1, places), PeerMonitor(store, 2, places)
     with living:
         with dead:
             time.sleep(0.05)  # it is killed before it has said more than once that it is there
         if speaks:
             dead.say("KeyError: 'the judge is gone'")
-        found = Lookout(store, 0, places).news()
+        found = PeerMonitor(store, 0, places).news()
     expected = "Process 2 of the run on node2 failed: KeyError" if speaks else "Process 2 (pid 12 on node2) is silent"
     assert expected in found and "node1" not in found
 
@@ -64,7 +64,7 @@ def test_the_process_that_is_silent_is_named_with_its_machine(monkeypatch, speak
 def test_a_process_of_this_machine_that_was_killed_is_named(monkeypatch):
     monkeypatch.setattr(lookout, "_NEWS", 5.0)
     child = subprocess.Popen(["sleep", "60"])
-    watch = Lookout(HashStore(), 0, [Place.here(), Place(socket.gethostname(), child.pid)])
+    watch = PeerMonitor(HashStore(), 0, [Place.here(), Place(socket.gethostname(), child.pid)])
     child.kill()
     child.wait()
     assert f"Process 1 of the run (pid {child.pid}) has ended without an error of its own" in watch.news()
@@ -112,12 +112,12 @@ def test_what_an_earlier_run_has_said_ends_no_later_one(monkeypatch):
 
     monkeypatch.setattr(lookout.os, "_exit", leave)
     store = HashStore()
-    Lookout(store, 1, [Place.here(), Place("node1", 11)]).say("ValueError: in the first attempt")
-    with Lookout(store, 0, places := [Place.here(), Place("node1", 12)]):
+    PeerMonitor(store, 1, [Place.here(), Place("node1", 11)]).say("ValueError: in the first attempt")
+    with PeerMonitor(store, 0, places := [Place.here(), Place("node1", 12)]):
         time.sleep(1.0)
     assert not ended
-    Lookout(store, 1, places).say("ValueError: in the second")
-    with Lookout(store, 0, places):
+    PeerMonitor(store, 1, places).say("ValueError: in the second")
+    with PeerMonitor(store, 0, places):
         end = time.monotonic() + 60
         while not ended and time.monotonic() < end:
             time.sleep(1.0)
@@ -134,5 +134,5 @@ def test_a_killed_process_is_named_where_the_store_went_with_it(monkeypatch):
         def check(self, keys):
             raise RuntimeError("Connection reset by peer")
 
-    watch = Lookout(Gone(), 1, [Place(socket.gethostname(), child.pid), Place.here()])
+    watch = PeerMonitor(Gone(), 1, [Place(socket.gethostname(), child.pid), Place.here()])
     assert f"Process 0 of the run (pid {child.pid}) has ended" in watch.news()

@@ -5,7 +5,7 @@ import dataclasses
 
 from marft_trl import AgentSpec, Sequential
 from marft_trl.algorithms.rows import MicroBatch, Row
-from marft_trl.learning.losses import MixedPasses
+from marft_trl.learning.losses import MixedPass
 from marft_trl.seams.lora_layers import MixedLora
 from marft_trl.tiny import tiny_model
 from marft_trl.workflows import Debate
@@ -211,7 +211,7 @@ class Bounds:
 
 
 def joined(batches, always=False, **bounds):
-    found = MixedPasses(None, type("", (Bounds,), bounds)(), always).plan(batches)
+    found = MixedPass(None, type("", (Bounds,), bounds)(), always).plan(batches)
     return sorted(len(group) for group in found)
 
 

@@ -17,7 +17,7 @@ from marft_trl.config.team_setup import RunContext
 from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.records import SampledBy
 from marft_trl.extras.engines.library import AdapterLibrary, Entry, MismatchError, Probe
-from marft_trl.extras.engines.prefetch import LookAhead, Overlap
+from marft_trl.extras.engines.prefetch import Prefetcher, UpcomingRows
 from marft_trl.extras.engines.replicas import ServerSettings
 from marft_trl.extras.engines.server import RefusedError
 from marft_trl.extras.engines.vllm_generator import FidelityError, SamplingCorrection
@@ -220,10 +220,10 @@ def overlapped(passes, every, accumulation, staleness, seed, delay=0.0, fails=No
     """What each batch was sampled from, in the order of training."""
     state = SimpleNamespace(micro_step=0)
     schedule = Schedule(("a",), every)
-    ahead, runner = LookAhead(state, schedule, staleness), FakeRunner(seed, fails)
+    ahead, runner = UpcomingRows(state, schedule, staleness), FakeRunner(seed, fails)
     found, largest = [], 0
     args = SimpleNamespace(max_staleness=staleness, on_episode_error="raise", reward_timeout=None)
-    overlap = Overlap(RunContext(args, None, state, None, one_process()), runner, ahead, Failures())
+    overlap = Prefetcher(RunContext(args, None, state, None, one_process()), runner, ahead, Failures())
     number = 0
     try:
         for count in passes:

@@ -7,7 +7,7 @@ from marft_trl import AgentSpec, Team
 from marft_trl.adapters.manifest import Inference
 from marft_trl.config.team_setup import Sampling
 from marft_trl.rollout.transformers_generator import Decoding, TransformersGenerator
-from marft_trl.rollout.turn_reader import EndAtStopText, StopTexts
+from marft_trl.rollout.turn_reader import StopTextCriterion, StopTexts
 from marft_trl.seams.generation import TrlEngine
 from marft_trl.team.saved_team import known_settings
 from marft_trl.tiny import tiny_tokenizer
@@ -88,7 +88,7 @@ def test_nothing_that_was_not_sampled_is_part_of_a_turn(trainer, data, seed):
 def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(trainer):
     """The prompt ends in `a`: a turn `b...` does not hold `ab`, so it goes on."""
     tokenizer = trainer.processing_class
-    criterion = EndAtStopText(StopTexts(tokenizer, ["ab"]))
+    criterion = StopTextCriterion(StopTexts(tokenizer, ["ab"]))
     a, b, c = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abc")
     rows = torch.tensor([[c, a, b], [a, c, a]])
     assert criterion(rows, None).tolist() == [False, False]

@@ -8,7 +8,7 @@ import time
 from marft_trl import Workflow
 from marft_trl.episodes import collector
 from marft_trl.episodes.guard import EpisodeError
-from marft_trl.episodes.records import EndOfEpisode, Setting
+from marft_trl.episodes.records import EndOfEpisode, TeamContext
 from marft_trl.episodes.rerun import Rerun
 from marft_trl.episodes.tools import ToolCall, ToolLimits
 from marft_trl.system.event_loop import run_coroutine
@@ -27,7 +27,7 @@ from .test_environment import Countdown
 
 
 ROWS = [{"prompt": f"question {index}", "number": index} for index in range(12)]
-SETTING = Setting(("a", "b", "c"))
+SETTING = TeamContext(("a", "b", "c"))
 
 
 @contextlib.asynccontextmanager
@@ -109,7 +109,7 @@ def calling(requests):
     return completions
 
 
-TOOLS = Setting(("a", "b", "c"), {"b": (add,), "c": (add,)}, ToolLimits(calls=3))
+TOOLS = TeamContext(("a", "b", "c"), {"b": (add,), "c": (add,)}, ToolLimits(calls=3))
 WORKFLOWS = {
     "chain": (Sequential(), echo(), SETTING),
     "branches": (Branches(), echo(), SETTING),

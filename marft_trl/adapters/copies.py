@@ -36,9 +36,9 @@ class PastCopies:
     def __init__(self, policies: Policies, agents: Sequence[AgentSpec]):
         self._policies = policies
         specs = {agent.name: agent for agent in agents}
-        self._adapters = {one.name: one.adapter for one in agents if one.copy_of is not None}
-        self._specs = {one.adapter: one for one in agents if one.copy_of is not None}
-        self._sources = {name: specs[str(one.copy_of)].adapter for name, one in self._specs.items()}
+        self._adapters = {item.name: item.adapter for item in agents if item.copy_of is not None}
+        self._specs = {value.adapter: value for value in agents if value.copy_of is not None}
+        self._sources = {name: specs[str(spec.copy_of)].adapter for name, spec in self._specs.items()}
         self._pools: dict[str, dict[int, list[torch.Tensor]]] = {name: {} for name in self._specs}
         self._places: dict[str, dict[int, int]] = {name: {} for name in self._specs}  # of copies on servers
 

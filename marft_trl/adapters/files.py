@@ -190,7 +190,7 @@ def add_from(model: PeftModel, agent: AgentSpec, folder: Path) -> None:
 
 def warn_of_leftovers(folder: Path, adapters: Sequence[str]) -> None:
     """Warn of adapters of an earlier team, which are pushed with the folder and which no loaded team reads."""
-    others = sorted(one.parent.name for one in folder.glob(f"*/{CONFIG_NAME}") if one.parent.name not in adapters)
+    others = sorted(item.parent.name for item in folder.glob(f"*/{CONFIG_NAME}") if item.parent.name not in adapters)
     if others:
         logger.warning(
             f"{folder} also holds {', '.join(map(repr, others))}, the adapters of an earlier team: this team does not "
@@ -373,9 +373,13 @@ def alone(model: PeftModel, adapter: str) -> PeftModel:
         model ([`~peft.PeftModel`]): the base with the adapters of the team.
         adapter (`str`): the adapter that stays. Its weights are copied.
     """
-    own = {id(one) for name in model.peft_config for one in adapter_parameters(model, name).values()}
+    own = {
+        id(adapter_parameter)
+        for name in model.peft_config
+        for adapter_parameter in adapter_parameters(model, name).values()
+    }
     shared = [*model.named_parameters(), *model.named_buffers()]
-    found = _only(copy.deepcopy(model, {id(one): one for _, one in shared if id(one) not in own}), adapter)
+    found = _only(copy.deepcopy(model, {id(item): item for _, item in shared if id(item) not in own}), adapter)
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
@@ -471,13 +475,15 @@ def drop_adapters(model: PeftModel, agents: Sequence[AgentSpec]) -> None:
 
 def has_own_adapter(agent: AgentSpec, agents: Sequence[AgentSpec]) -> bool:
     """`True` if no other agent acts with the adapter of an agent."""
-    return agent.has_policy and not any(one.adapter == agent.adapter for one in agents if one is not agent)
+    return agent.has_policy and not any(item.adapter == agent.adapter for item in agents if item is not agent)
 
 
 def replaced(agents: Sequence[AgentSpec], old: AgentSpec, new: AgentSpec) -> list[AgentSpec]:
     """A team in which an agent has another name. Those who act with its past copies know it by the new one."""
     known = [
-        dataclasses.replace(one, copy_of=new.name) if one.copy_of is not None and one.copy_of == old.name else one
-        for one in agents
+        dataclasses.replace(agent, copy_of=new.name)
+        if agent.copy_of is not None and agent.copy_of == old.name
+        else agent
+        for agent in agents
     ]
-    return [new if its is old else one for its, one in zip(agents, known, strict=True)]
+    return [new if value is old else item for value, item in zip(agents, known, strict=True)]

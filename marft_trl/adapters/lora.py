@@ -125,7 +125,7 @@ def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftCo
     missing = {agent.adapter: agent for agent in agents if agent.adapter not in model.peft_config}
     configs = {name: config_of(agent, agents, peft_config) for name, agent in missing.items()}
     for name, agent in missing.items():  # a copy has the shape of an adapter that may be there already
-        source = next((one.adapter for one in agents if one.name == agent.copy_of), None)
+        source = next((item.adapter for item in agents if item.name == agent.copy_of), None)
         if source is not None and source not in missing:
             configs[name] = model.peft_config[source]
     has_default = "default" in model.peft_config
@@ -169,7 +169,7 @@ def _check_copies(model: PeftModel, agents: Sequence[AgentSpec]) -> None:
     """Raise if an adapter that is there already cannot hold copies of another one."""
     left_out = {"inference_mode", "base_model_name_or_path", "revision", "init_lora_weights", "lora_dropout"}
     adapters = {agent.name: agent.adapter for agent in agents}
-    for agent in (one for one in agents if one.copy_of is not None):
+    for agent in (item for item in agents if item.copy_of is not None):
         mine, theirs = (model.peft_config[name].to_dict() for name in (agent.adapter, adapters[str(agent.copy_of)]))
         other = sorted(key for key in mine if key not in left_out and mine[key] != theirs.get(key))
         if other:
@@ -182,7 +182,7 @@ def _check_copies(model: PeftModel, agents: Sequence[AgentSpec]) -> None:
 
 def config_of(agent: AgentSpec, agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> PeftConfig | None:
     """Config of an agent's adapter: its own, or the team's; of a copy, that of the agent that it is a copy of."""
-    source = next((one for one in agents if one.name == agent.copy_of), agent)
+    source = next((item for item in agents if item.name == agent.copy_of), agent)
     return source.peft_config or peft_config
 
 
@@ -244,7 +244,7 @@ def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, base: PreT
     if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
         raise ValueError(f"`r` of agent {agent.name!r} must be an integer of at least 1, got {config.r!r}.")
     scales = [config.lora_alpha, *(config.alpha_pattern or {}).values()]
-    if not all(isinstance(one, (int, float)) and math.isfinite(one) for one in scales):
+    if not all(isinstance(scale, (int, float)) and math.isfinite(scale) for scale in scales):
         raise ValueError(f"`lora_alpha` of agent {agent.name!r} must be a finite number, got {config.lora_alpha!r}.")
     start = config.init_lora_weights
     if start is not False and start not in _IDENTITY_STARTS:

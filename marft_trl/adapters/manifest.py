@@ -75,7 +75,7 @@ def hash_of_config(config: PreTrainedConfig) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(its) for key, its in value.items() if key not in _NOT_HASHED}
+        return {key: _plain(item) for key, item in value.items() if key not in _NOT_HASHED}
     return value
 
 
@@ -373,7 +373,7 @@ def _read(kind: type, data: Any) -> Any:
             raise TypeError(f"{item.name!r} is {value!r}")
         for inner in value.values() if of is not object and not is_open else ():
             texts = [] if not isinstance(inner, list) else inner
-            if not isinstance(inner, of) or not all(isinstance(one, str) for one in texts):
+            if not isinstance(inner, of) or not all(isinstance(text, str) for text in texts):
                 raise TypeError(f"{item.name!r} holds {inner!r}")
     return part
 

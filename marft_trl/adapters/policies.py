@@ -49,8 +49,10 @@ class Policies:
     ):
         self._model, self._origins = model, dict(origins or {})
         self.has_adapters = isinstance(model, PeftModel)
-        policy_of = {one.name: one.adapter if self.has_adapters else SHARED_POLICY for one in agents if one.has_policy}
-        self._adapter_of = {one.name: policy_of.get(one.name, NO_POLICY) for one in agents}
+        policy_of = {
+            item.name: item.adapter if self.has_adapters else SHARED_POLICY for item in agents if item.has_policy
+        }
+        self._adapter_of = {value.name: policy_of.get(value.name, NO_POLICY) for value in agents}
         if self.has_adapters:
             self.trained = sorted({agent.adapter for agent in agents if agent.trainable})
         else:
@@ -82,7 +84,7 @@ class Policies:
 
     def agents_of(self, adapter: str) -> list[str]:
         """Names of the agents that act with an adapter, in team order."""
-        return [agent for agent, its in self._adapter_of.items() if its == adapter]
+        return [agent for agent, value in self._adapter_of.items() if value == adapter]
 
     @property
     def trained_in_order(self) -> list[str]:
@@ -161,7 +163,7 @@ class Policies:
 
     def references(self) -> dict[str, torch.Tensor]:
         """The copied references, keyed by adapter name and position of the tensor."""
-        return {f"{name}.{i}": tensor for name, its in self._starts.items() for i, tensor in enumerate(its)}
+        return {f"{name}.{i}": tensor for name, start in self._starts.items() for i, tensor in enumerate(start)}
 
     def starts_as_base(self, agent: str) -> bool:
         """Return `True` if the reference of an agent is the base without any adapter."""

@@ -72,7 +72,7 @@ class RunningBaselines:
             weights (`torch.Tensor` of shape `(N,)`): their weights in the mean of the batch.
         """
         for key in sorted(set(keys)):
-            mine = torch.tensor([one == key for one in keys]) & ~returns.isnan()
+            mine = torch.tensor([item == key for item in keys]) & ~returns.isnan()
             if not mine.any():
                 continue
             total, part = weights[mine].double(), returns[mine].double()

@@ -103,7 +103,7 @@ def normalized_objectives(
     normalized = ((grouped - mean) / (std + STD_EPS)).view_as(rewards_per_func)
     if not to_the_bit:
         groups = torch.arange(len(normalized), device=normalized.device) // group_size
-        equal = torch.stack([are_equal(one, groups) for one in rewards_per_func.T], dim=1)
+        equal = torch.stack([are_equal(item, groups) for item in rewards_per_func.T], dim=1)
         normalized = normalized.masked_fill(equal & ~normalized.isnan(), 0.0)
     return team_rewards(normalized, weights)
 
@@ -462,11 +462,11 @@ def _of_steps(gamma: float | Sequence[float], num_steps: int) -> Sequence[float]
 def _inside_turns(values, lengths, rest, gamma, gae_lambda) -> torch.Tensor:
     """Advantages `(K, T)` of the tokens of simultaneous turns. `rest` is the estimated return from their end on."""
     rows = []  # plain numbers: with so few turns, a recursion over tokens is many times slower on tensors
-    for its, length in zip(values.double().tolist(), lengths.tolist(), strict=True):
-        advantages = [0.0] * len(its)
-        advantage = advantages[length - 1] = float(rest) - its[length - 1]
+    for value, length in zip(values.double().tolist(), lengths.tolist(), strict=True):
+        advantages = [0.0] * len(value)
+        advantage = advantages[length - 1] = float(rest) - value[length - 1]
         for i in range(length - 2, -1, -1):
-            advantage = advantages[i] = gamma * its[i + 1] - its[i] + gamma * gae_lambda * advantage
+            advantage = advantages[i] = gamma * value[i + 1] - value[i] + gamma * gae_lambda * advantage
         rows.append(advantages)
     return values.new_tensor(rows)
 

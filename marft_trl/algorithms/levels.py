@@ -156,7 +156,7 @@ class TokenLevel:
         return SeenByLoss(entropies, None, (logps - old)[inputs["completion_mask"].bool()])
 
     def estimate(self, rewards, values, steps, discounts, last_value):
-        lengths = torch.tensor([len(its) for its in values])
+        lengths = torch.tensor([len(value) for value in values])
         padded = torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True)
         factors = discounts.gamma, discounts.gae_lambda, discounts.token_gamma, discounts.token_gae_lambda
         pair = functional.token_gae(rewards, padded, lengths, steps, *factors, last_value)

@@ -55,7 +55,7 @@ class Rule:
     @property
     def known(self) -> list[str | None]:
         """The known values."""
-        first, last = [None] if None in self.also else [], [one for one in self.also if one is not None]
+        first, last = [None] if None in self.also else [], [item for item in self.also if item is not None]
         return [*first, *(self.choices or ()), *last]
 
 
@@ -87,7 +87,7 @@ def option(
     is_number = bool(bounds) or integer
     needed = is_number and default is not None and none is None
     rule = Rule(bounds, integer, needed, none, choices, also, tuple(only_if), about)
-    shown = {"choices": [one for one in rule.known if one is not None]} if choices is not None else {}
+    shown = {"choices": [item for item in rule.known if item is not None]} if choices is not None else {}
     given = dataclasses.field(default=default, metadata=shown)
     made = object.__new__(Option)
     for slot in dataclasses.Field.__slots__:

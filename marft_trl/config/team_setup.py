@@ -75,7 +75,7 @@ def general_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of `generate` that an agent can override, with their names in `AgentSpec`."""
-    return {ours: settings[theirs] for theirs, ours in _OF_AGENTS.items()}
+    return {ours: settings[of_agent] for of_agent, ours in _OF_AGENTS.items()}
 
 
 def decoding(sampling: Mapping[str, float] | None) -> dict[str, Any]:

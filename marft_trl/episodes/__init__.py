@@ -2,7 +2,18 @@
 """Episodes: the record of what happened, the handle that a workflow holds, and what runs many of them at once."""
 
 from .live import LiveEpisode
-from .records import TOOL, Completion, EndOfEpisode, Episode, Feedback, Given, Seen, Turn, joint_actions, joint_steps
+from .records import (
+    TOOL,
+    Completion,
+    EndOfEpisode,
+    Episode,
+    Feedback,
+    RequestedTurn,
+    Seen,
+    Turn,
+    joint_actions,
+    joint_steps,
+)
 
 
 __all__ = [
@@ -11,8 +22,8 @@ __all__ = [
     "EndOfEpisode",
     "Episode",
     "Feedback",
-    "Given",
     "LiveEpisode",
+    "RequestedTurn",
     "Seen",
     "Turn",
     "joint_actions",

@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from ..system.event_loop import Around, Result, run_coroutine, surrounding
+from ..system.event_loop import Result, StepContext, run_coroutine, surrounding
 from ..system.watchdog import TimeLimit, time_limit
-from .guard import EpisodeError, Guard, Runs, Watch, brief
+from .guard import EpisodeError, EpisodeGuard, HangDetector, RunsEpisodes, brief
 from .live import LiveEpisode
-from .records import Ask, Completion, EndOfEpisode, Episode, Function, Given, Seen, Setting, Turn
+from .records import Completion, EndOfEpisode, Episode, Function, RequestedTurn, Seen, TeamContext, Turn, TurnRequest
 from .rerun import Found, Rerun
 
 
@@ -32,11 +32,11 @@ _QUIET_ROUNDS = 4
 # Seconds between two checks of episodes that wait for something other than a turn
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 # Seconds after which code that blocks the event loop is interrupted, beyond the patience with code that waits
-_LATER = 5.0
+BLOCKED_EXTRA_SECONDS = 5.0
 # The time limit of code that blocks the event loop, in [`collecting`]
 _LIMIT: contextvars.ContextVar[TimeLimit | None] = contextvars.ContextVar("marft_limit", default=None)
 # Seconds between two signs of life of the event loop
-_BEAT = 1.0
+HEARTBEAT_SECONDS = 1.0
 # Maximum time in seconds for the clean-up of a cancelled workflow
 _CLEAN_UP = 1.0
 
@@ -53,7 +53,7 @@ class Request:
     """
 
     episode: LiveEpisode
-    ask: Ask
+    ask: TurnRequest
     waiter: asyncio.Future[Turn]
     fed: int = 0
     by_reference: bool = False
@@ -76,7 +76,7 @@ class Request:
         return self.ask.functions
 
     @property
-    def given(self) -> Given | None:
+    def given(self) -> RequestedTurn | None:
         return self.ask.given
 
     def completed(self, text: str, seen: Sequence[Seen] | None = None, **fields: Any) -> Completion:
@@ -100,9 +100,9 @@ AsyncAnswer = Callable[[Sequence[Request]], Awaitable[Sequence["Completion | End
 
 
 def collect(
-    workflow: Runs,
+    workflow: RunsEpisodes,
     rows: Sequence[dict[str, Any]],
-    setting: Setting,
+    setting: TeamContext,
     answer: Answer,
     reruns: Sequence[Rerun] | None = None,
     patience: float | None = None,
@@ -119,7 +119,7 @@ def collect(
             Decides who acts next and what each sees.
         rows (`Sequence[dict]`):
             Dataset rows with a `prompt`. Each row gives one episode.
-        setting ([`Setting`]):
+        setting ([`TeamContext`]):
             Names of the agents, the functions that they may call, and the limits of these calls.
         answer (`Callable`):
             Turns requests into completions, in order.
@@ -148,14 +148,14 @@ def collect(
 
 
 async def collecting(
-    workflow: Runs,
+    workflow: RunsEpisodes,
     rows: Sequence[dict[str, Any]],
-    setting: Setting,
+    setting: TeamContext,
     answer: AsyncAnswer,
     reruns: Sequence[Rerun] | None = None,
     patience: float | None = None,
     failures: dict[int, EpisodeError] | None = None,
-    around: Callable[[int], Around] | None = None,
+    around: Callable[[int], StepContext] | None = None,
     together: bool = False,
 ) -> list[Episode]:
     """
@@ -182,14 +182,14 @@ async def collecting(
         with limit.paused() if limit is not None and together else contextlib.nullcontext():
             return await answer(requests)
 
-    guard = Guard(workflow, patience, limit, failures, around)
+    guard = EpisodeGuard(workflow, patience, limit, failures, around)
     collection = _Collection(rows, setting, answered, reruns, guard)
     positions = range(len(rows))
     return await collection.run([positions] if together else [[index] for index in positions])
 
 
 def run_unblocked(
-    workflow: Runs, patience: float | None, function: Callable[[], Coroutine[Any, Any, Result]]
+    workflow: RunsEpisodes, patience: float | None, function: Callable[[], Coroutine[Any, Any, Result]]
 ) -> Result:
     """
     Run episodes to their end, from code that is not asynchronous.
@@ -211,7 +211,7 @@ def run_unblocked(
 
 
 @contextlib.asynccontextmanager
-async def limiting(workflow: Runs, patience: float | None) -> AsyncIterator[TimeLimit | None]:
+async def limiting(workflow: RunsEpisodes, patience: float | None) -> AsyncIterator[TimeLimit | None]:
     """
     Asynchronous context manager: within [`collecting`] and [`limited_by`], in any task of the event loop, code that
     blocks the loop has a time limit. It may be left by another task than it was entered by.
@@ -231,9 +231,9 @@ def limited_by(limit: TimeLimit | None) -> Iterator[None]:
         _LIMIT.reset(before)
 
 
-def _time_limit(workflow: Runs, patience: float | None) -> contextlib.AbstractContextManager[TimeLimit | None]:
+def _time_limit(workflow: RunsEpisodes, patience: float | None) -> contextlib.AbstractContextManager[TimeLimit | None]:
     blocks = functools.partial(_blocks, workflow, patience)
-    return time_limit(None if patience is None else patience + _LATER, blocks)
+    return time_limit(None if patience is None else patience + BLOCKED_EXTRA_SECONDS, blocks)
 
 
 @contextlib.asynccontextmanager
@@ -250,10 +250,10 @@ async def _heartbeat(limit: TimeLimit) -> None:
     """Restart a time limit as long as nothing blocks the event loop."""
     while True:
         limit.restart()
-        await asyncio.sleep(_BEAT)
+        await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
-def _blocks(workflow: Runs, patience: float | None, where: str) -> str:
+def _blocks(workflow: RunsEpisodes, patience: float | None, where: str) -> str:
     return (
         f"The workflow `{type(workflow).__name__}` blocks: {where} has not returned for {patience:g} seconds, so no "
         "other episode can go on. Call functions that take long with `await episode.call(function, ...)`, await "
@@ -267,23 +267,23 @@ class _Collection:
     def __init__(
         self,
         rows: Sequence[dict[str, Any]],
-        setting: Setting,
+        setting: TeamContext,
         answer: AsyncAnswer,
         reruns: Sequence[Rerun] | None,
-        guard: Guard,
+        guard: EpisodeGuard,
     ):
         self._answer, self._reruns, self._guard = answer, reruns, guard
         self._waiting: list[list[Request]] = [[] for _ in rows]  # by episode
         self._scripts = setting.scripts
-        copies = [one.copies for one in reruns] if reruns is not None else [None] * len(rows)
+        copies = [item.copies for item in reruns] if reruns is not None else [None] * len(rows)
         self._episodes = [
-            LiveEpisode(row, index, self._speak, setting, its)
-            for index, (row, its) in enumerate(zip(rows, copies, strict=True))
+            LiveEpisode(row, index, self._speak, setting, value)
+            for index, (row, value) in enumerate(zip(rows, copies, strict=True))
         ]
         self._tasks: list[asyncio.Task] = []
         self._left: set[int] = set()  # episodes that the others do not wait for
 
-    async def _speak(self, episode: LiveEpisode, ask: Ask) -> Turn:
+    async def _speak(self, episode: LiveEpisode, ask: TurnRequest) -> Turn:
         waiter: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         request = Request(episode, ask, waiter, fed=episode.num_fed)
         if ask.agent in self._scripts:
@@ -328,7 +328,7 @@ class _Collection:
         is_over = asyncio.Event()
         # For good: other batches of this loop may go on when this one has ended
         asyncio.get_running_loop().set_task_factory(surrounding)
-        self._tasks = [asyncio.ensure_future(self._guard.run(one, is_over)) for one in self._episodes]
+        self._tasks = [asyncio.ensure_future(self._guard.run(episode, is_over)) for episode in self._episodes]
         drivers = [asyncio.ensure_future(self._drive(group)) for group in groups]
         try:
             await _all_or_first_error(drivers)
@@ -347,8 +347,8 @@ class _Collection:
         self._check_tasks()
         failed = self._guard.failed
         return [
-            Episode(one.prompt, one.row, index, failure=str(failed[index])) if index in failed else one.record()
-            for index, one in enumerate(self._episodes)
+            Episode(item.prompt, item.row, index, failure=str(failed[index])) if index in failed else item.record()
+            for index, item in enumerate(self._episodes)
         ]
 
     def _check_tasks(self) -> None:
@@ -390,12 +390,12 @@ class _Collection:
         batch = []
         for index in group:
             # If a branch has ended its episode, requests of its other branches are cancelled or obsolete
-            live = [one for one in self._waiting[index] if not one.waiter.done() and not self._tasks[index].done()]
+            live = [item for item in self._waiting[index] if not item.waiter.done() and not self._tasks[index].done()]
             batch += sorted(live, key=lambda request: request.ask.order)
             self._waiting[index].clear()
         return batch
 
-    async def _settle(self, group: Sequence[int], watch: Watch) -> None:
+    async def _settle(self, group: Sequence[int], watch: HangDetector) -> None:
         """Run the event loop until all unfinished episodes wait for a turn, or an episode has failed."""
         quiet, pause, since = 0, _SHORTEST_PAUSE, math.inf
         watch.begin()
@@ -446,7 +446,7 @@ class _Collection:
         """Numbers of requests that wait, of functions that are running, and of episodes that have not begun."""
         episodes = [self._episodes[index] for index in group]
         waiting = sum(len(self._waiting[index]) for index in group)
-        return waiting, sum(one.busy for one in episodes), sum(one.is_queued for one in episodes)
+        return waiting, sum(episode.busy for episode in episodes), sum(item.is_queued for item in episodes)
 
     async def _answer_all(self, batch: list[Request]) -> None:
         """Answer requests in order, with recorded completions if there are any, else with generated ones."""

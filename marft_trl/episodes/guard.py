@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from ..system.event_loop import STARTED, Around, Stepped
+from ..system.event_loop import STARTED, StepContext, Stepped
 from ..system.watchdog import TimeLimit
 from .live import LiveEpisode
 from .records import Call, EndOfEpisode, Messages, Turn
 
 
-class Runs(Protocol):
+class RunsEpisodes(Protocol):
     """Interface of a workflow that is run."""
 
     async def run(self, episode: LiveEpisode) -> None:
@@ -30,7 +30,7 @@ class EpisodeError(RuntimeError):
         self.episode = episode
 
 
-class Guard:
+class EpisodeGuard:
     """
     Runs a workflow, which is users' code, so that its errors name the episode.
 
@@ -40,11 +40,11 @@ class Guard:
 
     def __init__(
         self,
-        workflow: Runs,
+        workflow: RunsEpisodes,
         patience: float | None,
         limit: TimeLimit | None,
         failures: dict[int, EpisodeError] | None,
-        around: Callable[[int], Around] | None,
+        around: Callable[[int], StepContext] | None,
     ):
         self._workflow, self._patience, self._limit = workflow, patience, limit
         self._failures, self._around = failures, around
@@ -65,9 +65,9 @@ class Guard:
         """Errors by the positions of the episodes that failed."""
         return self._failures or {}
 
-    def watch(self) -> Watch:
+    def watch(self) -> HangDetector:
         """Notices that episodes do not go on."""
-        return Watch(self._workflow, self._patience, self._limit)
+        return HangDetector(self._workflow, self._patience, self._limit)
 
     def run(self, episode: LiveEpisode, is_over: asyncio.Event) -> Coroutine[Any, Any, None]:
         """The coroutine of an episode."""
@@ -90,7 +90,7 @@ class Guard:
             self._failures[error.episode] = error
 
 
-async def _run_one(workflow: Runs, episode: LiveEpisode, is_over: asyncio.Event) -> None:
+async def _run_one(workflow: RunsEpisodes, episode: LiveEpisode, is_over: asyncio.Event) -> None:
     STARTED.set(episode.started)
     try:
         returned = await _unwrapped(workflow.run(episode))
@@ -158,10 +158,10 @@ async def _unwrapped(run: Coroutine[Any, Any, Any]) -> Any:
     return returned
 
 
-class Watch:
+class HangDetector:
     """Detects episodes that hang. Tool calls are not watched, since they have their own time limit."""
 
-    def __init__(self, workflow: Runs, patience: float | None, limit: TimeLimit | None):
+    def __init__(self, workflow: RunsEpisodes, patience: float | None, limit: TimeLimit | None):
         self._workflow, self._limit = workflow, limit
         self._patience = patience
         # Waits by episode and kind, each with the number of turns and the state at which it began

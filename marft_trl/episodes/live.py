@@ -13,21 +13,21 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from ..system.event_loop import Around, in_thread, one_at_a_time
+from ..system.event_loop import StepContext, in_thread, one_at_a_time
 from ..system.hints import NearNames
 from .records import (
     TOOL,
-    Ask,
     Call,
     Episode,
     Feedback,
-    Given,
     Horizon,
     Messages,
+    RequestedTurn,
     Seen,
-    Setting,
+    TeamContext,
     Turn,
     TurnLimitError,
+    TurnRequest,
     unknown_agent,
 )
 from .tools import call_tools, tool_name
@@ -40,7 +40,7 @@ _LAST_ROUNDS = 20
 class Speak(Protocol):
     """Takes a turn for a running episode. The collector supplies it."""
 
-    async def __call__(self, episode: LiveEpisode, ask: Ask) -> Turn: ...
+    async def __call__(self, episode: LiveEpisode, ask: TurnRequest) -> Turn: ...
 
 
 class LiveEpisode(NearNames):
@@ -54,7 +54,7 @@ class LiveEpisode(NearNames):
             Position of the episode in its batch.
         speak ([`Speak`]):
             Takes a turn.
-        setting ([`Setting`]):
+        setting ([`TeamContext`]):
             The team.
         copies (`Mapping[str, int]`, *optional*):
             The past copies that agents act with. Drawn if left out.
@@ -85,7 +85,7 @@ class LiveEpisode(NearNames):
         row: dict[str, Any],
         index: int,
         speak: Speak,
-        setting: Setting,
+        setting: TeamContext,
         copies: Mapping[str, int] | None = None,
     ):
         self.row, self.index = row, index
@@ -101,13 +101,13 @@ class LiveEpisode(NearNames):
         self.answered_calls = 0
         self.waits_for: str | None = None
         self.is_queued = False
-        self.around: Around = contextlib.nullcontext
+        self.around: StepContext = contextlib.nullcontext
         self.limits, self._max_turns, self.trains = setting.limits, setting.max_turns, setting.trains
         self._requested: list[Coroutine[Any, Any, Turn]] = []
         self.has_ended, self.num_late = False, 0  # turns that were requested after the end
         self.started: list[tuple[asyncio.Task, str]] = []  # tasks, and what they run
         self._speak, self._tools, self._scripts = speak, setting.tools, setting.scripts
-        self._asks: list[Ask] = []
+        self._asks: list[TurnRequest] = []
         self.history: list[Seen] = []
         self._fed: list[int] = []
         self._earned: Counter[int] = Counter()
@@ -138,7 +138,7 @@ class LiveEpisode(NearNames):
             given=tuple(ask.given for ask in self._asks),
             fed=tuple(self._fed),
             earned=tuple(self._earned[turn.index] for turn in self.turns),
-            own={name: tuple(its[turn.index] for turn in self.turns) for name, its in self._own.items()},
+            own={name: tuple(value[turn.index] for turn in self.turns) for name, value in self._own.items()},
             horizons=self._horizons,
             counts=Counter(self._counts),
             overflowed=self.overflowed,
@@ -183,7 +183,9 @@ class LiveEpisode(NearNames):
         """
         return self._request(agent, self._take_turn(agent, sees, tools, rounds))
 
-    def turn_on(self, agent: str, given: Given, sees: Sequence[Seen] | None = None) -> Coroutine[Any, Any, Turn]:
+    def turn_on(
+        self, agent: str, given: RequestedTurn, sees: Sequence[Seen] | None = None
+    ) -> Coroutine[Any, Any, Turn]:
         """
         Request a turn from an agent on messages that are not made by its view, and wait for it. Calls of tools in it
         are for the caller to answer, with the results in the messages of a further request.
@@ -191,7 +193,7 @@ class LiveEpisode(NearNames):
         Args:
             agent (`str`):
                 Name of the agent.
-            given ([`Given`]):
+            given ([`RequestedTurn`]):
                 The messages, and how the agent is asked.
             sees (`Sequence[Turn]`, *optional*):
                 Earlier turns that the messages depend on. Defaults to all turns and feedback so far.
@@ -209,7 +211,7 @@ class LiveEpisode(NearNames):
             self.num_late += 1
             requested.close()
             raise RuntimeError(f"A task asks {agent!r} for a turn after the workflow has returned. Await the task.")
-        waiting = [one for one in self._requested if inspect.getcoroutinestate(one) != inspect.CORO_CLOSED]
+        waiting = [item for item in self._requested if inspect.getcoroutinestate(item) != inspect.CORO_CLOSED]
         self._requested = [*waiting, requested]
         return requested
 
@@ -217,14 +219,14 @@ class LiveEpisode(NearNames):
         """Number of turns that were requested and that nobody has waited for. They are given up."""
         states = (inspect.CORO_CREATED, inspect.CORO_SUSPENDED)
         for _ in range(_LAST_ROUNDS):
-            unfinished = any(inspect.getcoroutinestate(one) in states for one in self._requested)
+            unfinished = any(inspect.getcoroutinestate(value) in states for value in self._requested)
             if not unfinished or not any(task.cancelling() and not task.done() for task, _ in self.started):
                 break
             await asyncio.sleep(0)  # tasks that have just been cancelled end
-        left = [one for one in self._requested if inspect.getcoroutinestate(one) in states]
-        for one in left:
-            if inspect.getcoroutinestate(one) == inspect.CORO_CREATED:
-                one.close()
+        left = [item for item in self._requested if inspect.getcoroutinestate(item) in states]
+        for entry in left:
+            if inspect.getcoroutinestate(entry) == inspect.CORO_CREATED:
+                entry.close()
         return len(left)
 
     async def _take_turn(
@@ -236,12 +238,12 @@ class LiveEpisode(NearNames):
         of_environment = list(tools or ()) if agent not in self._scripts else []  # a script calls what it likes
         functions = (*self._tools.get(agent, ()), *of_environment)
         self._orders += 1
-        ask = Ask(agent, seen, functions, order=self._orders)
+        ask = TurnRequest(agent, seen, functions, order=self._orders)
         if not functions:
             return await self._speak(self, ask)
         return await self._with_tools(ask, functions, of_environment, rounds)
 
-    async def _take_given(self, agent: str, given: Given, sees: Sequence[Seen] | None) -> Turn:
+    async def _take_given(self, agent: str, given: RequestedTurn, sees: Sequence[Seen] | None) -> Turn:
         self._check_room(agent)
         seen = tuple(self._seen(agent, sees, "turn_on"))
         if self._tools.get(agent):
@@ -253,7 +255,7 @@ class LiveEpisode(NearNames):
         self._orders += 1
         # A copy for the record: the caller may go on with its list
         given = dataclasses.replace(given, messages=[dict(message) for message in given.messages])
-        return await self._speak(self, Ask(agent, seen, tuple(given.tools), order=self._orders, given=given))
+        return await self._speak(self, TurnRequest(agent, seen, tuple(given.tools), order=self._orders, given=given))
 
     def _check_room(self, agent: str) -> None:
         if self._max_turns is not None and len(self.turns) >= self._max_turns:
@@ -263,7 +265,7 @@ class LiveEpisode(NearNames):
             )
 
     async def _with_tools(
-        self, ask: Ask, functions: Sequence[Callable], of_environment: list[Callable], rounds: int | None
+        self, ask: TurnRequest, functions: Sequence[Callable], of_environment: list[Callable], rounds: int | None
     ) -> Turn:
         """Request turns from an agent until one calls no tool or a limit is reached. Returns the final turn."""
         most = min((limit for limit in (rounds, self.limits.rounds) if limit is not None), default=math.inf)
@@ -300,8 +302,8 @@ class LiveEpisode(NearNames):
                 self.count(f"tools/{result.problem}")
         names = {tool_name(function) for function in functions}
         said = [  # an invented name is not shown, since names are tokenized as template text
-            Feedback(one.text, TOOL, tool=one.name if one.name in names else "unknown", audience=turn.agent)
-            for one in results
+            Feedback(item.text, TOOL, tool=item.name if item.name in names else "unknown", audience=turn.agent)
+            for item in results
         ]
         went_in = {tool_name(function) for function in of_environment} & {result.name for result in results}
         noted: asyncio.Future[list[Feedback]] = asyncio.get_running_loop().create_future()
@@ -318,7 +320,7 @@ class LiveEpisode(NearNames):
         for _, index, said, noted in returned:
             if index is not None:
                 self._fed.append(index)
-            results = [self._note(one) for one in said]
+            results = [self._note(item) for item in said]
             # Not immediately, since then the branch whose tool returned last would continue first
             asyncio.get_running_loop().call_soon(_settle, noted, results)
 
@@ -437,9 +439,9 @@ class LiveEpisode(NearNames):
             self.earn(after[-1], reward)
         self._fed += [turn.index for turn in after]
         if isinstance(text, Mapping):
-            for agent, its in text.items():
+            for agent, value in text.items():
                 self._check_agent(agent, "observe")
-                self._say(its, source, agent)
+                self._say(value, source, agent)
             return None
         return self._say(text, source)
 
@@ -469,9 +471,9 @@ class LiveEpisode(NearNames):
         if not isinstance(reward, Mapping):
             self._earned[turn.index] += self._number(turn, reward)  # type: ignore[assignment]  # a Counter of floats
             return
-        for agent, its in reward.items():
+        for agent, item in reward.items():
             self._check_agent(agent, "earn")
-            value = self._number(turn, its)
+            value = self._number(turn, item)
             self._earned[turn.index] += value  # type: ignore[assignment]
             self._own.setdefault(agent, Counter())[turn.index] += value  # type: ignore[assignment]
 
@@ -521,7 +523,7 @@ class LiveEpisode(NearNames):
             for name in names
         )
 
-    def add(self, turn: Turn, ask: Ask) -> None:
+    def add(self, turn: Turn, ask: TurnRequest) -> None:
         """Append a finished turn. Called by what runs the episode, not by workflows."""
         self.turns.append(turn)
         self.history.append(turn)

@@ -18,7 +18,7 @@ Function = Callable | dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class RequestedTurn:
     """
     A request for a turn as another program writes it.
 
@@ -38,7 +38,7 @@ class Given:
     max_tokens: int | None = None
 
 
-class Ask(NamedTuple):
+class TurnRequest(NamedTuple):
     """
     A turn that a workflow asks for.
 
@@ -47,7 +47,7 @@ class Ask(NamedTuple):
         order (`int`): position among the requests of its episode; a turn and those that go on from it share one.
         is_final (`bool`): whether it is the agent's last turn of the request; calls of functions in it are not
             answered.
-        given ([`Given`], *optional*): what the agent is shown in place of its view, and how it is asked.
+        given ([`RequestedTurn`], *optional*): what the agent is shown in place of its view, and how it is asked.
     """
 
     agent: str
@@ -56,7 +56,7 @@ class Ask(NamedTuple):
     after: Turn | None = None
     order: int = 0
     is_final: bool = True
-    given: Given | None = None
+    given: RequestedTurn | None = None
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class TeamContext:
     """
     What all episodes of a team have in common.
 
@@ -315,7 +315,8 @@ class Episode(NearNames):
         history (`tuple[Turn | Feedback, ...]`): turns and feedback together, in the order in which they came.
         asked (`tuple[tuple[Turn | Feedback, ...], ...]`): for each turn the items that the workflow asked to show,
             whether or not they fitted into the model's window.
-        given (`tuple[Given, ...]`): for each turn the messages that another program had written for it, or `None`.
+        given (`tuple[RequestedTurn, ...]`): for each turn the messages that another program had written
+            for it, or `None`.
         fed (`tuple[int, ...]`): positions of the turns that went into the environment, in that order.
         earned (`tuple[float, ...]`): reward that each turn earned in the workflow, `K` numbers.
         own (`Mapping[str, tuple[float, ...]]`): for agents that were rewarded by name, the part of `earned` that was

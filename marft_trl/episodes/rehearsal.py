@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from .collector import Request, collect
-from .guard import EpisodeError, Runs
-from .records import Completion, EndOfEpisode, Episode, Messages, Seen, Setting
+from .guard import EpisodeError, RunsEpisodes
+from .records import Completion, EndOfEpisode, Episode, Messages, Seen, TeamContext
 from .tools import ToolCall
 
 
-class Rehearsed(Runs, Protocol):
+class Rehearsed(RunsEpisodes, Protocol):
     """Interface of a workflow that is rehearsed."""
 
     def check(self, agents: Sequence[str]) -> None:
@@ -75,10 +75,13 @@ def rehearse(
             "`rehearse(workflow, agents, reply)` takes a list of names and a function `reply(agent, seen)`."
         )
     workflow.check(agents)
-    setting = Setting(tuple(agents), dict(tools or {}))
+    setting = TeamContext(tuple(agents), dict(tools or {}))
     try:
         (episode,) = collect(
-            workflow, [{"prompt": prompt, **row}], setting, lambda requests: [completed(one) for one in requests]
+            workflow,
+            [{"prompt": prompt, **row}],
+            setting,
+            lambda requests: [completed(request) for request in requests],
         )
     except EpisodeError as error:
         if isinstance(error.__cause__, Exception):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .records import Ask, Completion, Episode, Feedback, Given, Seen, Turn
+from .records import Completion, Episode, Feedback, RequestedTurn, Seen, Turn, TurnRequest
 
 
 class Found(NamedTuple):
@@ -62,7 +62,7 @@ class Rerun:
         episode: Episode,
         changed: int | None = None,
         removed: int | None = None,
-        candidate: tuple[Ask, Completion] | None = None,
+        candidate: tuple[TurnRequest, Completion] | None = None,
         skip: int = 0,
         keys: Sequence[tuple] | None = None,
     ):
@@ -87,12 +87,12 @@ class Rerun:
             found = Found(completion, ask.seen, None, True)
             self._recorded[observation_key(ask.agent, ask.seen, ask.given)] += [*[None] * skip, found]
 
-    def find(self, ask: Ask) -> Found | None:
+    def find(self, ask: TurnRequest) -> Found | None:
         """What was recorded for a request of the re-run; `None` if it has to be generated."""
         waiting = self._recorded.get(observation_key(ask.agent, ask.seen, ask.given, self._origins))
         return waiting.pop(0) if waiting else None
 
-    def completion(self, found: Found, ask: Ask) -> Completion | None:
+    def completion(self, found: Found, ask: TurnRequest) -> Completion | None:
         """The completion of what was found, as shown in the re-run."""
         if found.completion is None:
             return None
@@ -119,14 +119,14 @@ def keys_of(episode: Episode) -> list[tuple]:
 
 
 def observation_key(
-    agent: str, seen: Sequence[Seen], given: Given | None = None, origins: Mapping[int, int] | None = None
+    agent: str, seen: Sequence[Seen], given: RequestedTurn | None = None, origins: Mapping[int, int] | None = None
 ) -> tuple:
     """
     What two requests have in common that show an agent the same.
 
     Args:
-        given ([`Given`], *optional*): messages to show in their place. When answers have arrived decides what has been
-            seen, but not what is shown.
+        given ([`RequestedTurn`], *optional*): messages to show in their place. When answers have arrived decides what
+            has been seen, but not what is shown.
         origins (`Mapping[int, int]`, *optional*): positions in the record of the turns of a re-run that are as they
             were recorded; a request that shows another turn is like no recorded one.
     """

@@ -224,8 +224,8 @@ class SequentialFactors:
             return torch.zeros(len(actions))
         with self._log_probs.scoring():
             new = self._log_probs.of_policy(updated)
-        pairs = [(row.old_per_token_logps, its) for row, its in zip(updated, new, strict=True)]
-        sums = torch.stack([(its - then).sum() for then, its in pairs if then is not None])
+        pairs = [(row.old_per_token_logps, value) for row, value in zip(updated, new, strict=True)]
+        sums = torch.stack([(now - then).sum() for then, now in pairs if then is not None])
         places = torch.tensor([actions[row.episode, row.joint_action] for row in updated])
         return functional.sequential_log_factors(sums / self._level.divisors(updated), places, len(actions))
 
@@ -234,8 +234,10 @@ class SequentialFactors:
         Metrics of the factors of joint actions `(J,)` after an adapter's update, and a warning where they vary much
         before they are clipped.
         """
-        pair = [its.double() for its in (factors, unclipped)]
-        sums = torch.stack([torch.stack([torch.tensor(len(its)).double(), its.sum(), (its**2).sum()]) for its in pair])
+        pair = [value.double() for value in (factors, unclipped)]
+        sums = torch.stack(
+            [torch.stack([torch.tensor(len(item)).double(), item.sum(), (item**2).sum()]) for item in pair]
+        )
         totals = self._processes.sum(sums)
         count, total, squares = totals[0].tolist()
         mean, share = total / max(count, 1), functional.effective_share(totals[1])
@@ -476,7 +478,7 @@ class AdapterUpdates:
             FloatingPointError: the gradient of an adapter was not finite several times in a row.
         """
         trained = self.trained_parameters()
-        if any(parameter.grad is not None for its in trained.values() for parameter in its.values()):
+        if any(parameter.grad is not None for value in trained.values() for parameter in value.values()):
             self._accelerator.unscale_gradients()
         norms: dict[str, torch.Tensor] = {}
         for adapter, parameters in trained.items():

@@ -91,7 +91,7 @@ class BaselineEstimator:
 
     def turns(self, rollout: Rollout, training: bool) -> list[list[Turn]]:
         if self.baseline(training).uses_candidates:
-            return [[turn for node in its for turn in node.turns] for its in _by_episode(rollout)]
+            return [[turn for node in value for turn in node.turns] for value in _by_episode(rollout)]
         if self.gives_one_advantage_to_all(training) and not rollout.has_own_returns:
             is_trained = self._policies.is_trained
             return [[turn for turn in episode.turns if is_trained(turn.agent)] for episode in rollout.episodes]
@@ -132,7 +132,7 @@ class BaselineEstimator:
                 std = std if scale == "batch" else std.masked_fill(is_equal, 0.0)
             own = by_episode[rollout.first : rollout.first + len(rows)].tolist()
             pairs = zip(rows, own, strict=True)
-            filled = [[replace(row, advantage=its) for row in its_rows] for its_rows, its in pairs]
+            filled = [[replace(row, advantage=advantage) for row in its_rows] for its_rows, advantage in pairs]
         else:
             filled = self._compare(replace(rollout, rewards=rewards), rows, baseline, group_size, scale, training)
         # For the warning that no reward reaches an agent; a baseline may make all of them 0
@@ -151,7 +151,7 @@ class BaselineEstimator:
         """Compare the returns of the turns of all processes."""
         nodes = _by_episode(rollout)
         if baseline.uses_candidates:
-            returns = [torch.tensor([worth for node in its for worth in node.returns]) for its in nodes]
+            returns = [torch.tensor([worth for node in value for worth in node.returns]) for value in nodes]
         else:
             returns = self._returns(rollout, credit_rule(self._args, training))
         samples = list(self._samples(rollout, rows, returns, nodes))
@@ -181,7 +181,10 @@ class BaselineEstimator:
         if rollout.has_own_returns and not as_returns:
             streams = self._credit.streams(rollout, credit)
             # Streams of an agent go on while others act, so its turns are discounted by joint steps
-            return [own_returns_to_go(one, its, gamma) for one, its in zip(rollout.episodes, streams, strict=True)]
+            return [
+                own_returns_to_go(episode, value, gamma)
+                for episode, value in zip(rollout.episodes, streams, strict=True)
+            ]
         credits = self._credit.assign(rollout, credit)
         if as_returns:
             return credits
@@ -227,7 +230,7 @@ def own_returns_to_go(episode: Episode, streams: Mapping[str, torch.Tensor], gam
         gamma (`float`): discount per joint step.
     """
     steps = torch.tensor(episode.joint_steps())
-    of_agents = {agent: functional.returns_to_go(its, steps, gamma) for agent, its in streams.items()}
+    of_agents = {agent: functional.returns_to_go(stream, steps, gamma) for agent, stream in streams.items()}
     return torch.stack([of_agents[turn.agent][turn.index] for turn in episode.turns])
 
 
@@ -252,8 +255,8 @@ class CriticEstimator:
         rule, is_stream = credit_rule(self._args, training), self._args.credit_kind == "rewards"
         if rollout.has_own_returns and is_stream:
             streams = self._credit.streams(rollout, rule)
-            filled = [self._own_gae(*its) for its in zip(rollout.episodes, rows, streams, strict=True)]
-            gone = [own_returns_to_go(one, its, 1.0) for one, its in zip(rollout.episodes, streams, strict=True)]
+            filled = [self._own_gae(*value) for value in zip(rollout.episodes, rows, streams, strict=True)]
+            gone = [own_returns_to_go(item, entry, 1.0) for item, entry in zip(rollout.episodes, streams, strict=True)]
             return self._normalized_all(filled, self._credited(rollout, gone), training)
         if rollout.has_own_returns and not CREDITS[rule].reruns:
             credits = self._credit.own_returns(rollout, rule)
@@ -271,8 +274,8 @@ class CriticEstimator:
         if is_stream:
             pairs = zip(rollout.episodes, credits, strict=True)
             credits = [
-                functional.returns_to_go(its.nan_to_num(nan=0.0), torch.tensor(one.joint_steps()), 1.0)
-                for one, its in pairs
+                functional.returns_to_go(credit.nan_to_num(nan=0.0), torch.tensor(episode.joint_steps()), 1.0)
+                for episode, credit in pairs
             ]
         return self._normalized_all(filled, self._credited(rollout, credits), training)
 
@@ -290,8 +293,8 @@ class CriticEstimator:
     def _credited(self, rollout: Rollout, returns: Sequence[torch.Tensor]) -> set[str]:
         """Agents with a turn whose return is not 0. Advantages do not tell: errors of a critic make them non-zero."""
         found = set()
-        for episode, its in zip(rollout.episodes, returns, strict=True):
-            pairs = zip(episode.turns, its.nan_to_num(nan=0.0).tolist(), strict=True)
+        for episode, value in zip(rollout.episodes, returns, strict=True):
+            pairs = zip(episode.turns, value.nan_to_num(nan=0.0).tolist(), strict=True)
             found |= {turn.agent for turn, worth in pairs if worth}
         return found
 
@@ -333,7 +336,7 @@ class CriticEstimator:
             # Rows that the loss leaves out must not move the mean of the others
             mine = [row for row in rows if name in (None, row.agent) and row.is_trained and row.num_loss_tokens]
             values = [torch.as_tensor(self._advantage_of(row)).reshape(-1) for row in mine]
-            known = [its[~its.isnan()] for its in values]
+            known = [value[~value.isnan()] for value in values]
             if known:
                 totals[index] = functional.moments(torch.cat(known))
         return self._processes.sum(totals)
@@ -357,7 +360,7 @@ class CriticEstimator:
         if known:
             targets = torch.cat([row.value_targets for row in known if row.value_targets is not None])
             values = torch.cat([row.old_values for row in known if row.old_values is not None])
-            totals = torch.stack([functional.moments(one) for one in (targets, targets - values, values)])
+            totals = torch.stack([functional.moments(item) for item in (targets, targets - values, values)])
         totals = self._processes.sum(totals)
         if totals[0, 0] == 0:
             return

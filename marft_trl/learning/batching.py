@@ -29,7 +29,7 @@ from .memory import (
     optimizer_size,
     size_of,
 )
-from .passes import Passes
+from .passes import ModelPass
 
 
 logger = get_logger(__name__)
@@ -41,7 +41,7 @@ KNOWN_METRICS: dict[str, list[float]] = {f"clip_ratio/{name}": [0.0] for name in
 WITHOUT_SIGNAL = "frac_rows_without_signal"
 
 
-class Signal:
+class ZeroGradientFilter:
     """
     Tells rows that have a gradient from those that have none.
 
@@ -101,7 +101,7 @@ class MicroBatcher:
 
     def __init__(
         self,
-        passes: Passes,
+        passes: ModelPass,
         policies: Policies,
         args: MARFTConfig,
         trained: Callable[[], Sequence[nn.Parameter]],
@@ -271,7 +271,7 @@ class Pools:
     def weights(self, rows: Mapping[str, int]) -> dict[str, float]:
         """Weight of each agent in the loss of its adapter, by its number of rows in the generation batch."""
         speakers = Counter(self.agents[agent] for agent in self.agents if rows[agent])
-        return {agent: 1 / speakers[its] for agent, its in self.agents.items() if rows[agent]}
+        return {agent: 1 / speakers[value] for agent, value in self.agents.items() if rows[agent]}
 
 
 def count_rows(slices: Sequence[list[Row]], pools: Pools) -> torch.Tensor:
@@ -334,7 +334,7 @@ def together(order: torch.Tensor, groups: Sequence[int]) -> torch.Tensor:
     members: dict[int, list[int]] = {}
     for index in order.tolist():
         members.setdefault(groups[index], []).append(index)
-    return torch.tensor([index for its in members.values() for index in its], dtype=torch.long)
+    return torch.tensor([index for member in members.values() for index in member], dtype=torch.long)
 
 
 def micro_batches(

@@ -60,22 +60,22 @@ class CreditAssigner:
         if rule.reruns:
             others = cast(Alternatives, self._alternatives).counterfactual_rewards(episodes)
             pairs = zip(rewards, others, episodes, strict=True)
-            return [functional.counterfactual_credit(self._by_turn(r, one), other) for r, other, one in pairs]
+            return [functional.counterfactual_credit(self._by_turn(r, pair), other) for r, other, pair in pairs]
         # As rewards, or with a rule that scores turns, earned rewards stay with the turns that earned them
         earned = [torch.zeros(len(episode.turns)) for episode in episodes]
         if as_rewards or rule.scores_turns:
             earned = [self._earned(episode) for episode in episodes]
             # What was earned must not be counted again in what the team received
-            rewards = [reward - its.sum().item() for reward, its in zip(rewards, earned, strict=True)]
+            rewards = [reward - entry.sum().item() for reward, entry in zip(rewards, earned, strict=True)]
         team = [
-            rule.share(reward, one.turns, torch.tensor(one.joint_steps()), args.credit_discount, as_rewards)
-            for reward, one in zip(rewards, episodes, strict=True)
+            rule.share(reward, item.turns, torch.tensor(item.joint_steps()), args.credit_discount, as_rewards)
+            for reward, item in zip(rewards, episodes, strict=True)
         ]
         if rule.scores_turns:
             weight = args.own_reward_weight
             own = self._of_turns(rollout, as_rewards or self._earns)
             team = [weight * o + (1 - weight) * t if weight < 1 else o for o, t in zip(own, team, strict=True)]
-        return [its + gained for its, gained in zip(team, earned, strict=True)]
+        return [value + gained for value, gained in zip(team, earned, strict=True)]
 
     def streams(self, rollout: Rollout, credit: str) -> list[dict[str, torch.Tensor]]:
         """
@@ -143,20 +143,20 @@ class CreditAssigner:
         """Own rewards of turns `(K,)`. `is_sum`: they are added to other rewards."""
         episodes = rollout.episodes
         pairs = [(episode, turn) for episode in episodes for turn in episode.turns]
-        scores, by_function = self._scorer.of_turns([one for one, _ in pairs], [turn for _, turn in pairs])
+        scores, by_function = self._scorer.of_turns([item for item, _ in pairs], [turn for _, turn in pairs])
         counts = [len(episode.turns) for episode in episodes]
         sums, named = list(scores.split(counts)), iter(by_function)
         self._own_rewards = [[next(named) for _ in range(count)] for count in counts]
         # Means over all turns, not over processes with different numbers of them
         scored = [
-            OwnReward(turn.agent, (rollout.first + episode.index, turn.agent), value, its)
-            for (episode, turn), value, its in zip(pairs, scores.tolist(), by_function, strict=True)
+            OwnReward(turn.agent, (rollout.first + episode.index, turn.agent), value, pair)
+            for (episode, turn), value, pair in zip(pairs, scores.tolist(), by_function, strict=True)
         ]
         metrics = own_reward_metrics(self._processes.gather(scored), returns=not rollout.has_own_returns)
         for name, value in metrics.items():
             self._metrics.add(name, value)
         if is_sum:  # NaN (unscored) counts as 0, so that it does not erase the other rewards
-            sums = [its.nan_to_num(nan=0.0) for its in sums]
+            sums = [entry.nan_to_num(nan=0.0) for entry in sums]
         return sums
 
 
@@ -183,12 +183,12 @@ def own_reward_metrics(scored: Sequence[OwnReward], returns: bool) -> dict[str, 
     `agents/<name>/rewards/<function>/mean` and `std`; and with `returns` `agents/<name>/return`, the mean over its
     episodes of what the agent's turns received from them.
     """
-    known = [one for one in scored if one.value == one.value]
+    known = [item for item in scored if item.value == item.value]
     if not known:
         return {}
     metrics = {"own_reward": sum(one.value for one in known) / len(known)}
-    for agent in dict.fromkeys(one.agent for one in known):
-        mine = [one for one in known if one.agent == agent]
+    for agent in dict.fromkeys(value.agent for value in known):
+        mine = [entry for entry in known if entry.agent == agent]
         for function in dict.fromkeys(name for one in mine for name in one.by_function):
             values = torch.tensor([one.by_function[function] for one in mine])
             metrics[f"agents/{agent}/rewards/{function}/mean"] = torch.nanmean(values).item()

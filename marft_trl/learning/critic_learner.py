@@ -51,12 +51,12 @@ class ValueScale:
 
     def state_dict(self) -> dict[str, Any]:
         """State that a resumed run goes on with; JSON-serializable."""
-        return {"decay": self._decay, "moments": {part: list(its) for part, its in self._moments.items()}}
+        return {"decay": self._decay, "moments": {part: list(moment) for part, moment in self._moments.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a [`state_dict`]."""
         moments, decay = state.get("moments", state), state.get("decay", _EARLIER_DECAY)
-        self._moments |= {part: self._rescaled(its, decay) for part, its in moments.items()}
+        self._moments |= {part: self._rescaled(moment, decay) for part, moment in moments.items()}
 
     def _rescaled(self, moments: Sequence[float], decay: float) -> list[float]:
         """Moments with the weight that as many batches have under the present decay."""
@@ -64,7 +64,7 @@ class ValueScale:
         if decay == self._decay or not 0 < weight < 1:
             return list(moments)
         batches = math.log1p(-weight) / math.log(decay)
-        return [its * (1 - self._decay**batches) / weight for its in moments]
+        return [moment * (1 - self._decay**batches) / weight for moment in moments]
 
     def of(self, part: str) -> tuple[float, float]:
         """Mean and standard deviation of the value targets of a part; 0 and 1 before the first."""
@@ -92,7 +92,7 @@ class ValueScale:
         for index, part in enumerate(self._parts):
             targets = [row.value_targets for row in rows if row.critic == part and row.num_value_targets]
             if targets:
-                totals[index] = functional.moments(torch.cat([its for its in targets if its is not None]))
+                totals[index] = functional.moments(torch.cat([target for target in targets if target is not None]))
         for part, (count, total, squares) in zip(self._parts, self._processes.sum(totals).tolist(), strict=True):
             if not count:
                 continue
@@ -214,12 +214,12 @@ class CriticLearner:
             for turn in episode.turns:
                 before = episode.history[: episode.history.index(turn)]
                 now = steps[turn.index]
-                seen = [one for one in before if not isinstance(one, Turn) or steps[one.index] < now]
+                seen = [value for value in before if not isinstance(value, Turn) or steps[value.index] < now]
                 queries.append((self._specs[turn.agent], episode.prompt, _with_messages(episode, seen, turn), ()))
         observations = self._runner.observe(queries)
         return [
-            replace(row, critic_prompt_ids=torch.tensor(one.ids, dtype=torch.long))
-            for row, one in zip(rows, observations, strict=True)
+            replace(row, critic_prompt_ids=torch.tensor(item.ids, dtype=torch.long))
+            for row, item in zip(rows, observations, strict=True)
         ]
 
     def num_features_of_reference(self, row: Row) -> int:
@@ -235,7 +235,7 @@ class CriticLearner:
         the agent that would have acted, or by all if each has its own return.
         """
         count = None if rollout.has_own_returns else 1
-        cut = [(index, its) for index, one in enumerate(rollout.episodes) for its in one.horizons[:count]]
+        cut = [(index, value) for index, episode in enumerate(rollout.episodes) for value in episode.horizons[:count]]
         sees_all = self._args.critic_sees == "history"
         observations = self._runner.observe(
             (
@@ -273,12 +273,12 @@ class CriticLearner:
                 values = self._critic.values(batch.agent, features, [row.agent for row in batch.rows])
             outputs = values.detach().cpu()
             read = self._scale.read(batch.agent, outputs)
-            for row, raw, its, states in zip(batch.rows, outputs, read, features.detach(), strict=True):
+            for row, raw, value, states in zip(batch.rows, outputs, read, features.detach(), strict=True):
                 length = len(row.completion_ids)
                 count, of_row = self._critic.num_kept_features(length), self._critic.num_values(length)
                 filled[row.number] = replace(
                     originals[row.number],
-                    old_values=its[:of_row].clone(),
+                    old_values=value[:of_row].clone(),
                     old_outputs=raw[:of_row].clone() if self._scale.is_on else None,
                     features=states[:count].cpu().clone() if count else row.features,
                 )
@@ -321,7 +321,7 @@ class CriticLearner:
         """Micro-batches that the critic learns from, of rows with value targets. Those that were kept stay as cut."""
         with_targets = {row.number: row for row in self._as_seen(rows) if row.num_value_targets}
         kept, self._kept, self._known = self._kept, [], {}
-        if not with_targets or not with_targets.keys() <= {number for one in kept for number in one.numbers}:
+        if not with_targets or not with_targets.keys() <= {number for item in kept for number in item.numbers}:
             return list(self._by_part(list(with_targets.values())))
         for part, numbers, values in kept:
             places = [place for place, number in enumerate(numbers) if number in with_targets]

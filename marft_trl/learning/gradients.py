@@ -45,7 +45,7 @@ def _average(gradients: list[torch.Tensor], world_size: int) -> None:
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     torch.distributed.all_reduce(flat)
     flat /= world_size
-    for gradient, averaged in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+    for gradient, averaged in zip(gradients, flat.split([item.numel() for item in gradients]), strict=True):
         gradient.copy_(averaged.view_as(gradient))
 
 

@@ -18,7 +18,7 @@ from ..seams.models import ScoringTemperature
 from ..shared_prefix import forward
 from ..system.processes import Processes
 from .batching import Collator, MicroBatcher
-from .passes import Passes
+from .passes import ModelPass
 
 
 # Makes of log-probabilities and entropies `(B, T)` those that TRL's loss is given
@@ -39,7 +39,7 @@ class LogProbs:
         team: TeamSetup,
         temperature: ScoringTemperature,
         plain: Callable[..., tuple[torch.Tensor, Any, Any]],
-        passes: Passes,
+        passes: ModelPass,
         batcher: MicroBatcher,
         collate: Collator,
     ):
@@ -127,8 +127,8 @@ class LogProbs:
                     logps, _, hidden = self._placed(model, ids, mask, width)
                 else:
                     logps, hidden = self._plain(model, ids, mask, width)[0], [None] * len(batch.rows)
-            for row, its, states in zip(batch.rows, logps.cpu(), hidden, strict=True):
-                yield row, its[: len(row.completion_ids)].clone(), states
+            for row, value, states in zip(batch.rows, logps.cpu(), hidden, strict=True):
+                yield row, value[: len(row.completion_ids)].clone(), states
 
     # ---- Passes that several losses read ----
 
@@ -195,17 +195,21 @@ class LogProbs:
         base, device = self._passes.base_of(model), input_ids.device
         # Read from the device at once: on a GPU, each look would wait for what was launched before
         ids, are_there = input_ids.tolist(), attention_mask.tolist()
-        prompts = [_chosen(row[:-width], its[:-width]) for row, its in zip(ids, are_there, strict=True)]
-        completions = [_chosen(row[-width:], its[-width:]) for row, its in zip(ids, are_there, strict=True)]
+        prompts = [_chosen(row[:-width], value[:-width]) for row, value in zip(ids, are_there, strict=True)]
+        completions = [_chosen(row[-width:], item[-width:]) for row, item in zip(ids, are_there, strict=True)]
         with self._passes.autocast():
             hidden = self._hidden
             if hidden is None:
                 hidden = forward.hidden_states(base.base_model, prompts, completions, self._passes.share)
-            read = [row * hidden.size(1) + place for row, its in enumerate(completions) for place in range(len(its))]
+            read = [
+                row * hidden.size(1) + place
+                for row, completion in enumerate(completions)
+                for place in range(len(completion))
+            ]
             states = hidden.flatten(0, 1).index_select(0, torch.tensor(read, dtype=torch.long, device=hidden.device))
             tokens = [token for its in completions for token in its]
             logps, entropies = forward.score(base, states, torch.tensor(tokens, dtype=torch.long, device=device))
-        columns = [_chosen(range(width), its[-width:]) for its in are_there]
+        columns = [_chosen(range(width), entry[-width:]) for entry in are_there]
         written = [row * width + column for row, its in enumerate(columns) for column in its]
         places = torch.tensor(written, dtype=torch.long, device=device)
 
@@ -251,10 +255,10 @@ class LogProbs:
         for batch in self._batcher.cut(rows):
             batches[batch.agent].append(batch)
         thresholds = {}
-        for agent, its in batches.items():
-            if processes.count == 1 and len(its) < 2:
+        for agent, item in batches.items():
+            if processes.count == 1 and len(item) < 2:
                 continue
-            own = [torch.cat([self.entropies(batch) for batch in its]).tolist()] if its else []
+            own = [torch.cat([self.entropies(batch) for batch in item]).tolist()] if item else []
             everywhere = [value for of_process in processes.gather(own) for value in of_process]
             if everywhere:
                 values = torch.tensor(everywhere, device=processes.device)

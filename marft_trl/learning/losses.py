@@ -26,7 +26,7 @@ from ..shared_prefix.forward import plan_passes
 from ..system.randomness import RandomStates
 from ..system.run_metrics import StepMetrics
 from .adapter_updates import AdapterUpdates, Divergence
-from .batching import KNOWN_METRICS, WITHOUT_SIGNAL, Collator, MicroBatcher, Signal, loss_weights
+from .batching import KNOWN_METRICS, WITHOUT_SIGNAL, Collator, MicroBatcher, ZeroGradientFilter, loss_weights
 from .critic_learner import CriticLearner, ValueSums
 from .log_probs import LogProbs
 from .memory import MemoryPlan, readable, size_of
@@ -44,7 +44,7 @@ _SMALL = 512
 _PADDING = 1.25
 
 
-class MixedPasses:
+class MixedPass:
     """
     Decides which micro-batches share a pass. Every row goes through the LoRA of its own adapter.
 
@@ -66,7 +66,7 @@ class MixedPasses:
         batcher: MicroBatcher,
         places_rows: bool,
         has_shards: bool,
-    ) -> MixedPasses | None:
+    ) -> MixedPass | None:
         """
         The mixed passes of a run, or `None` if every micro-batch has a pass of its own.
 
@@ -98,7 +98,7 @@ class MixedPasses:
         for batch in sorted(batches, key=lambda one: max(row.length for row in one.rows)):
             shape = _Shape.of(batch.rows)
             for group, shapes in groups:
-                if batch.adapter not in [one.adapter for one in group] and self._fit([*shapes, shape]):
+                if batch.adapter not in [item.adapter for item in group] and self._fit([*shapes, shape]):
                     group.append(batch)
                     shapes.append(shape)
                     break
@@ -153,8 +153,8 @@ class _Shape(NamedTuple):
     @staticmethod
     def tokens(shapes: Sequence[_Shape]) -> int:
         """Number of tokens of a pass of several micro-batches, padding included."""
-        prefixes = sum(one.prefixes for one in shapes) * max(one.prefix for one in shapes)
-        return prefixes + sum(one.rows for one in shapes) * max(one.rest for one in shapes)
+        prefixes = sum(shape.prefixes for shape in shapes) * max(item.prefix for item in shapes)
+        return prefixes + sum(value.rows for value in shapes) * max(entry.rest for entry in shapes)
 
 
 # Bytes of gradients that are copied before each micro-step but the first, so that it can be taken again
@@ -226,10 +226,14 @@ class OutOfMemory:
 
     def _gradients(self) -> tuple[list[tuple[Any, torch.Tensor | None]], str | None]:
         """Copies of what earlier micro-steps have added to gradients, and why there are none, if so."""
-        trained = [one for its in self._updates.trained_parameters().values() for one in its.values()]
-        if size_of([one.grad for one in trained if one.grad is not None]) > _MOST_COPIED:
+        trained = [
+            item
+            for trained_parameter in self._updates.trained_parameters().values()
+            for item in trained_parameter.values()
+        ]
+        if size_of([entry.grad for entry in trained if entry.grad is not None]) > _MOST_COPIED:
             return [], "the gradients of the micro-steps before it are too large for a copy"
-        return [(one, None if one.grad is None else one.grad.detach().clone()) for one in trained], None
+        return [(value, None if value.grad is None else value.grad.detach().clone()) for value in trained], None
 
     def _smaller(self, rows: Sequence[Row], problem: str) -> bool:
         """Halve micro-batches, or checkpoint gradients where a single row is too long; `False` if neither is left."""
@@ -332,7 +336,7 @@ class TeamLoss(TrainerCallback):
         log_probs ([`LogProbs`]): computes log-probabilities and passes them to TRL's loss.
         critic ([`CriticLearner`], *optional*): has losses of its own.
         updates ([`AdapterUpdates`]): coefficients of entropy bonuses.
-        mixing ([`MixedPasses`], *optional*): which micro-batches share a pass.
+        mixing ([`MixedPass`], *optional*): which micro-batches share a pass.
         out_of_memory ([`OutOfMemory`]): takes a micro-step again that does not fit.
     """
 
@@ -346,7 +350,7 @@ class TeamLoss(TrainerCallback):
         collate: Collator,
         critic: CriticLearner | None,
         updates: AdapterUpdates,
-        mixing: MixedPasses | None,
+        mixing: MixedPass | None,
         out_of_memory: OutOfMemory,
     ):
         self._trl_loss, self._log_probs, self._batcher, self._collate = trl_loss, log_probs, batcher, collate
@@ -354,7 +358,7 @@ class TeamLoss(TrainerCallback):
         self._samplings, self._agents = team.samplings, team.names
         self._args, self._state, self._metrics, self._processes = run.args, run.state, run.metrics, run.processes
         self.mixing, self.out_of_memory = mixing, out_of_memory
-        self._settings, self._signal = run.settings, Signal(run.args, run.settings, run.state)
+        self._settings, self._signal = run.settings, ZeroGradientFilter(run.args, run.settings, run.state)
         self._waiting: list[_Waiting] = []  # of the present optimizer step, until they have had their passes
         self._unlogged: list[Notes] = []
         has_one_ratio = (team.level.ratio or run.args.importance_sampling_level) == "sequence"
@@ -391,13 +395,13 @@ class TeamLoss(TrainerCallback):
                 total += loss.detach()
             return total.requires_grad_()  # the Trainer runs a backward pass of it, in which nothing is left to do
 
-        self._unlogged += (notes := [one.notes for one in waiting])
-        kept = [it for one in notes for it in (one.metrics, one.values)]
+        self._unlogged += (notes := [item.notes for item in waiting])
+        kept = [it for note in notes for it in (note.metrics, note.values)]
         snapshots = [it.snapshot for it in (*kept, self._updates.divergence, self._updates.shares)]
         # Thresholds are gathered within, and passes through shards are those of all processes
         alone = not self._processes.have_shards
         alone &= self._processes.count == 1 or self._settings.top_entropy_quantile >= 1.0
-        rows = dict.fromkeys(row for one in waiting for row in one.slice.rows)
+        rows = dict.fromkeys(row for value in waiting for row in value.slice.rows)
         if self._critic is None:  # else it has passes over all of them
             rows = dict.fromkeys(self._signal.split([row for row in rows if row.is_trained])[0])
         return self.out_of_memory.guard(learn, list(rows), snapshots, alone)
@@ -443,14 +447,14 @@ class TeamLoss(TrainerCallback):
         # The critic comes first: its kept passes are gone before the policies need memory
         parts = self._of_critic(self._critic, waiting) if self._critic is not None else []
         learned = []
-        for one in waiting:
-            trained = [row for row in one.slice.rows if row.is_trained and row.adapter in one.learning]
-            one.thresholds = self._log_probs.high_entropy_thresholds(
+        for item in waiting:
+            trained = [row for row in item.slice.rows if row.is_trained and row.adapter in item.learning]
+            item.thresholds = self._log_probs.high_entropy_thresholds(
                 trained, self._settings.top_entropy_quantile, self._processes
             )
             trained, others = self._signal.split(trained)
-            self._note_without_signal(model, one.slice, trained, others, one.notes)
-            learned.append((one, trained))
+            self._note_without_signal(model, item.slice, trained, others, item.notes)
+            learned.append((item, trained))
         # An optimizer step may train on the same rows several times
         for owners in _grouped(learned, key=lambda row: row):
             batches = list(self._batcher.cut([row for row, _ in owners.values()]))
@@ -465,7 +469,7 @@ class TeamLoss(TrainerCallback):
     def _of_critic(self, critic: CriticLearner, waiting: Sequence[_Waiting]) -> list[Part]:
         """The losses of the micro-batches of the critic."""
         parts, steps = [], self._state.accumulation_steps
-        learned = [(one, [row for row in one.slice.rows if row.critic in one.learning]) for one in waiting]
+        learned = [(item, [row for row in item.slice.rows if row.critic in item.learning]) for item in waiting]
         # The critic knows rows by their numbers in a generation batch, and an optimizer step may have several
         for owners in _grouped(learned, key=lambda row: row.number):
             for batch in critic.batches([row for row, _ in owners.values()]):
@@ -474,8 +478,8 @@ class TeamLoss(TrainerCallback):
                 def loss(batch: MicroBatch = batch, pieces: Sequence[_Piece] = pieces) -> torch.Tensor:
                     values = critic.values_of(batch)
                     losses = [
-                        critic.loss(its.batch, its.of(values), its.owner.slice, steps, its.owner.notes.values)
-                        for its in pieces
+                        critic.loss(piece.batch, piece.of(values), piece.owner.slice, steps, piece.owner.notes.values)
+                        for piece in pieces
                     ]
                     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
@@ -488,8 +492,8 @@ class TeamLoss(TrainerCallback):
         """The sum of the losses of the pieces of micro-batches that share a pass."""
         lora = self.mixing.lora if self.mixing is not None and len(batches) > 1 else None
         losses = []
-        for hidden, its in zip(self._log_probs.states_of(batches, lora), pieces, strict=True):
-            for piece in its:
+        for hidden, value in zip(self._log_probs.states_of(batches, lora), pieces, strict=True):
+            for piece in value:
                 with self._log_probs.reading(piece.of(hidden)):
                     losses.append(self._of_piece(model, piece))
         return torch.stack(losses).sum()
@@ -569,8 +573,8 @@ def _grouped(
 ) -> list[dict[Hashable, tuple[Row, _Waiting]]]:
     """The rows that are learned from, with their slices, by key: in groups in which each key occurs once."""
     groups: list[dict[Hashable, tuple[Row, _Waiting]]] = [{}]
-    for one, rows in learned:
-        found = {key(row): (row, one) for row in rows}
+    for item, rows in learned:
+        found = {key(row): (row, item) for row in rows}
         if found.keys() & groups[-1].keys():
             groups.append({})
         groups[-1].update(found)
@@ -585,8 +589,8 @@ def _pieces(batch: MicroBatch, owners: Sequence[_Waiting]) -> list[_Piece]:
     if len(places) == 1:
         return [_Piece(owners[0], batch, list(range(len(owners))))]
     return [
-        _Piece(owner, MicroBatch(batch.agent, [batch.rows[place] for place in its]), its)
-        for owner, its in places.items()
+        _Piece(owner, MicroBatch(batch.agent, [batch.rows[place] for place in value]), value)
+        for owner, value in places.items()
     ]
 
 

@@ -137,7 +137,7 @@ def measure_activations(model: PreTrainedModel, share: bool = True) -> Activatio
     fixed = _without(sizes, prefix, rest)
     if others and fixed > _FIXED * sum(size for _, size in sizes):
         shorter = others[0]
-        tokens, fewer = (share * one + 2 * other for one, other in ((prefix, rest), shorter))
+        tokens, fewer = (share * item + 2 * other for item, other in ((prefix, rest), shorter))
         growth = (fixed - _without(_kept_sizes(model, *shorter, share), *shorter)) / (tokens - fewer)
         linear, fixed = linear + max(growth, 0.0), max(fixed - max(growth, 0.0) * tokens, 0.0)
     layers = config.num_hidden_layers
@@ -160,7 +160,7 @@ def _lengths_for(model: PreTrainedModel) -> list[tuple[int, int]]:
 
 def _without(sizes: Sequence[tuple[int, int]], prefix: int, rest: int) -> float:
     """Bytes of the tensors that grow with none of the lengths."""
-    return sum(size for numel, size in sizes if all(numel % one for one in (prefix, rest, (prefix + rest) // 2)))
+    return sum(size for numel, size in sizes if all(numel % item for item in (prefix, rest, (prefix + rest) // 2)))
 
 
 def _of(sizes: Sequence[tuple[int, int]], factors: Sequence[int], without: Sequence[int]) -> int:

@@ -22,7 +22,7 @@ from ..shared_prefix import forward
 logger = get_logger(__name__)
 
 
-class Passes:
+class ModelPass:
     """
     How rows go through a model: whether they share what they have in common, whether they are given positions, and
     what is kept for the backward pass.

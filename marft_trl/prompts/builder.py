@@ -75,7 +75,7 @@ class Query(NamedTuple):
         seen (`Sequence[Turn]`): turns and feedback to show to the agent.
         functions (`tuple[Callable, ...]`): functions that the agent may call.
         after ([`Turn`], *optional*): the agent's own turn with tool calls, whose results are the last items of `seen`.
-        messages (`list[dict]`, *optional*): what the agent is shown in place of its view, see [`Given`].
+        messages (`list[dict]`, *optional*): what the agent is shown in place of its view, see [`RequestedTurn`].
     """
 
     agent: AgentSpec
@@ -201,7 +201,7 @@ class PromptBuilder:
             first = batch[0]
             with contextlib.nullcontext() if isinstance(first, str) else naming_templates(self.tokenizer, first):
                 tokenized = self._tokenize(batch, *([functions] if functions else []))
-            ids |= {index: list(one) for index, one in zip(indices, tokenized, strict=True)}
+            ids |= {index: list(indice) for index, indice in zip(indices, tokenized, strict=True)}
         for index, query in enumerate(asked):
             if index in built:
                 continue
@@ -218,7 +218,7 @@ class PromptBuilder:
         if agent.system_prompt is not None and all(message["role"] != "system" for message in given):
             given.insert(0, {"role": "system", "content": agent.system_prompt})
         turns = [message["content"] if isinstance(message["content"], Turn) else None for message in given]
-        shown = [one if turn is None else self._as_turn(one, turn) for one, turn in zip(given, turns, strict=True)]
+        shown = [item if turn is None else self._as_turn(item, turn) for item, turn in zip(given, turns, strict=True)]
         observation = Observation(shown, [], list(query.seen))
         try:
             if (first := self._first_tokens(agent, shown)) is not None:
@@ -466,7 +466,8 @@ class PromptBuilder:
             shown = self._reasoning.shown(query.seen, query.after)
         if self._view_of(query.agent) is team_view:
             shown = [
-                one if isinstance(one, Feedback) or self._shows(calls_in(one)) else _uncalled(one) for one in shown
+                item if isinstance(item, Feedback) or self._shows(calls_in(item)) else _uncalled(item)
+                for item in shown
             ]
         agent, seen = renamed(query.agent, shown, self.aliases)
         messages = shown_by(self._view_of(query.agent), agent, self._quoted(asked), seen)
@@ -478,7 +479,11 @@ class PromptBuilder:
 
     def _quoted(self, messages: Messages) -> Messages:
         """Quote lines that look like the name of a speaker, unless there are no speakers."""
-        return messages if self._alone else [one | {"content": quoted(one.get("content") or "")} for one in messages]
+        return (
+            messages
+            if self._alone
+            else [message | {"content": quoted(message.get("content") or "")} for message in messages]
+        )
 
     def _check(self, prompt: Messages) -> None:
         """
@@ -496,7 +501,7 @@ class PromptBuilder:
                     f"Message {number} of a prompt has the content {str(message.get('content'))[:80]!r}, which is not "
                     "a string. Agents of a team are shown texts: join the parts of the content to one string."
                 )
-            fields = {} if self._alone else {name: its for name, its in message.items() if name != "content"}
+            fields = {} if self._alone else {name: item for name, item in message.items() if name != "content"}
             name = next(
                 (name for name, value in fields.items() if self._encode.spells_control_token(_spelled(value))), None
             )
@@ -516,7 +521,7 @@ class PromptBuilder:
     def _own_messages(self, query: Query, turn: Turn) -> Messages:
         """Return a turn with tool calls, and the results, as messages."""
         results = [item for item in query.seen[query.seen.index(turn) + 1 :] if isinstance(item, Feedback)]
-        said = [{"role": "tool", "name": one.tool, "content": one.text} for one in results]
+        said = [{"role": "tool", "name": result.tool, "content": result.text} for result in results]
         return [{"role": "assistant", "content": turn.raw_text}, *self._quoted(said)]
 
     def _join(self, observation: str | Messages, functions: Sequence[Function] = ()) -> list[int]:

@@ -368,7 +368,7 @@ class EarlierReasoning:
         """
         if not self.is_cut:
             return list(seen)
-        return [self._answered(one) if isinstance(one, Turn) and one is not whole else one for one in seen]
+        return [self._answered(item) if isinstance(item, Turn) and item is not whole else item for item in seen]
 
     def _answered(self, turn: Turn) -> Turn:
         before = turn.without_calls

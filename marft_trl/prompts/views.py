@@ -65,14 +65,14 @@ def _read(line: str) -> tuple[str, list[int]]:
     positions: list[int] = []
     begin = 0
     for position, character in enumerate(line):
-        for one in _folded(character):
-            if one in _SOFT_BREAKS:
+        for item in _folded(character):
+            if item in _SOFT_BREAKS:
                 if read[-1:] != ["\x85"]:
                     read.append("\x85")
                     positions.append(begin)
                 begin = position + 1
             else:
-                read.append(one)
+                read.append(item)
                 positions.append(begin)
                 begin = position + 1
     return "".join(read), positions
@@ -80,7 +80,7 @@ def _read(line: str) -> tuple[str, list[int]]:
 
 def _folded(character: str) -> str:
     for change in (str, str.casefold):
-        kept = (one for one in unicodedata.normalize("NFKD", change(character)) if not _is_removed(one))
+        kept = (item for item in unicodedata.normalize("NFKD", change(character)) if not _is_removed(item))
         character = "".join(kept)
     return character
 

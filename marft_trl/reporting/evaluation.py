@@ -105,13 +105,13 @@ def by_question(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, fl
     for row in rows:
         samples[row["question"]].append(row)
     found = {}
-    for question, its in samples.items():
-        right = [row["right"] for row in its]
-        k = int(number) if number else len(its)
+    for question, sample in samples.items():
+        right = [row["right"] for row in sample]
+        k = int(number) if number else len(sample)
         if kind == "pass":
-            found[question] = pass_at_k(len(its), int(sum(right)), k)
+            found[question] = pass_at_k(len(sample), int(sum(right)), k)
         elif kind == "maj":
-            found[question] = maj_at_k([row["vote"] for row in its], right, k)
+            found[question] = maj_at_k([row["vote"] for row in sample], right, k)
         else:
             found[question] = avg_at_k(right, k)
     return found
@@ -137,10 +137,14 @@ def write_samples(folder: Path, rows: Sequence[Mapping[str, Any]], name: str, st
         step (`int`): optimizer steps so far.
     """
     file = folder / FILE
-    kept = [one for one in read_samples(file) if one["set"] != name or one["step"] < step] if file.exists() else []
+    kept = (
+        [read_sample for read_sample in read_samples(file) if read_sample["set"] != name or read_sample["step"] < step]
+        if file.exists()
+        else []
+    )
     everything = [*kept, *({"set": name, "step": step, "seed": seed, **row} for row in rows)]
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in everything))
+    write_atomically(file, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in everything))
     return file
 
 
@@ -282,7 +286,7 @@ def question_means(records: Sequence[dict[str, Any]], size: int) -> dict[str, li
         size (`int`): number of episodes of a question.
     """
     scores = {"reward": [record["reward"] for record in records]}
-    scores |= {f"rewards/{name}/mean": [one["rewards"][name] for one in records] for name in records[0]["rewards"]}
+    scores |= {f"rewards/{name}/mean": [item["rewards"][name] for item in records] for name in records[0]["rewards"]}
     means = {
         name: [_mean(values[start : start + size]) for start in range(0, len(values), size)]
         for name, values in scores.items()

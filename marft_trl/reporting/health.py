@@ -89,8 +89,8 @@ class Health(TrainerCallback):
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self._norms, before = self._measure(), self._samples
-        self._samples = {name: _sample(its) for name, its in self._parameters().items()}
-        self._still = {name: name in before and before[name].equal(its) for name, its in self._samples.items()}
+        self._samples = {name: _sample(parameter) for name, parameter in self._parameters().items()}
+        self._still = {name: name in before and before[name].equal(sample) for name, sample in self._samples.items()}
         for name, norm in self._norms.items():
             if not math.isfinite(norm):
                 raise FloatingPointError(
@@ -119,7 +119,9 @@ class Health(TrainerCallback):
         parameters = self._parameters()
         if not parameters:
             return {}
-        norms = [torch.nn.utils.get_total_norm(p.detach() for p in its.values()) for its in parameters.values()]
+        norms = [
+            torch.nn.utils.get_total_norm(p.detach() for p in parameter.values()) for parameter in parameters.values()
+        ]
         return dict(zip(parameters, torch.stack([norm.double().cpu() for norm in norms]).tolist(), strict=True))
 
     def _whose(self, adapter: str) -> str:
@@ -129,8 +131,8 @@ class Health(TrainerCallback):
     def _of_precision(self) -> list[Symptom]:
         halves = {
             name: dtype
-            for name, its in self._parameters().items()
-            for dtype in {p.dtype for p in its.values()} & {torch.float16, torch.bfloat16}
+            for name, parameter in self._parameters().items()
+            for dtype in {p.dtype for p in parameter.values()} & {torch.float16, torch.bfloat16}
         }
         return [
             Symptom(
@@ -166,7 +168,7 @@ class Health(TrainerCallback):
         for name, is_still in self._still.items():
             is_policy = name in self._policies.trained
             names = [f"agents/{agent}" for agent in self._policies.agents_of(name)] if is_policy else ["critic"]
-            if not any(f"{one}/grad_norm" in latest for one in names):
+            if not any(f"{item}/grad_norm" in latest for item in names):
                 continue  # its turn to learn has not come
             rate = "learning_rate" if is_policy else "critic_learning_rate"
             message = (
@@ -194,7 +196,7 @@ class Health(TrainerCallback):
         found = []
         for agent in self._agents:
             prefix = f"agents/{agent}/"
-            its = {name.removeprefix(prefix): its for name, its in latest.items() if name.startswith(prefix)}
+            its = {name.removeprefix(prefix): value for name, value in latest.items() if name.startswith(prefix)}
             found += self._of_turns(agent, its)
             if agent in self._trained:
                 found += self._of_policy(agent, its)

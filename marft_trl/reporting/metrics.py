@@ -89,10 +89,10 @@ def maj_at_k(answers: Sequence[Hashable | None], scores: Sequence[float], k: int
     for answer, score in zip(answers, scores, strict=True):
         if answer is not None:
             of_answer[answer].append(score)
-    sizes = sorted(len(its) for its in of_answer.values())
+    sizes = sorted(len(value) for value in of_answer.values())
     silent = len(answers) - sum(sizes)
     wins = {size: _share_of_wins(size, sizes, silent, k) for size in set(sizes)}
-    return math.fsum(float(wins[len(its)]) * math.fsum(its) / len(its) for its in of_answer.values())
+    return math.fsum(float(wins[len(item)]) * math.fsum(item) / len(item) for item in of_answer.values())
 
 
 def _check_counts(n: int, k: int) -> None:
@@ -115,8 +115,8 @@ def _share_of_wins(size: int, sizes: Sequence[int], silent: int, k: int) -> Frac
         for other in others:
             following: dict[tuple[int, int], int] = defaultdict(int)
             for (drawn, ties), count in ways.items():
-                for its in range(min(other, votes, k - votes - drawn) + 1):
-                    following[drawn + its, ties + (its == votes)] += count * math.comb(other, its)
+                for value in range(min(other, votes, k - votes - drawn) + 1):
+                    following[drawn + value, ties + (value == votes)] += count * math.comb(other, value)
             ways = following
         total += math.comb(size, votes) * sum(
             Fraction(count, 1 + ties) for (drawn, ties), count in ways.items() if drawn == k - votes

@@ -117,7 +117,7 @@ class Planner:
             "Batches": self._describe_batches(rehearsal),
             "Memory of a process, with every turn as long as it may be": self._describe_memory(),
         }
-        lines = [line for title, its in parts.items() for line in ["", title, *(f"  {one}" for one in its)]]
+        lines = [line for title, part in parts.items() for line in ["", title, *(f"  {item}" for item in part)]]
         for agent in self._agents:
             note = "" if agent.name in {turn.agent for turn in episode.turns} else " (not reached in the rehearsal)"
             lines += ["", f"What {agent.name} is shown: {len(shown[agent.name].ids)} tokens{note}"]
@@ -156,10 +156,10 @@ class Planner:
         rehearsal = self.rehearse(next(iter(self._dataset())))
         prompts = rehearsal.prompts
         read = {agent.name for agent in self._agents if agent.has_policy or critic is not None}  # by a model
-        prompts = [one for one in prompts if one[0] in read]
+        prompts = [prompt for prompt in prompts if prompt[0] in read]
         turn = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
         cost = self._batcher.measure(turn)
-        at_once = self._turns_at_once([one[0] for one in prompts], rehearsal.waves)
+        at_once = self._turns_at_once([item[0] for item in prompts], rehearsal.waves)
         keeps = self._runner.generator.keeps_cache
         cache = cache_size(config, at_once, turn + keeps * (-turn % ROOM), width)
         return MemoryPlan(
@@ -191,9 +191,12 @@ class Planner:
         work = [self._work_of(*prompt) for prompt in prompts]
         if self._batcher.joins_slices:  # all turns of an agent
             agents = dict.fromkeys(agent for agent, *_ in prompts)
-            turns = {name: [its for one, its in zip(prompts, work, strict=True) if one[0] == name] for name in agents}
+            turns = {
+                name: [value for item, value in zip(prompts, work, strict=True) if item[0] == name] for name in agents
+            }
             work = [
-                (sum(t for t, *_ in its), sum(r for _, r, _ in its), sum(s for *_, s in its)) for its in turns.values()
+                (sum(t for t, *_ in turn), sum(r for _, r, _ in turn), sum(s for *_, s in turn))
+                for turn in turns.values()
             ]
         for tokens, repeated, scored in work:
             limit, checkpointing = self._batcher.limits(
@@ -267,20 +270,20 @@ class Planner:
         waves: list[list[str]] = []
 
         async def answer(requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
-            waves.append([one.agent for one in requests])
-            built = self._runner.observe(self._runner.query(one)._replace(after=None) for one in requests)
+            waves.append([value.agent for value in requests])
+            built = self._runner.observe(self._runner.query(entry)._replace(after=None) for entry in requests)
             for request, observation in zip(requests, built, strict=True):
                 shown.setdefault(request.agent, observation)
                 prompts.append((request.agent, self._longest(observation), self._same(request, observation)))
             if len(requests[0].episode.turns) >= _LONGEST_REHEARSAL:
                 return [EndOfEpisode("the rehearsal is long enough")] * len(requests)
-            return [one.completed(self._made_up(one.agent)) for one in requests]
+            return [item.completed(self._made_up(item.agent)) for item in requests]
 
         with self._runner.rehearsing():
             (episode,) = self._runner.run([row], answer)
         rest = [agent for agent in self._agents if agent.name not in shown]
         alone = self._runner.observe(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
-        shown |= {agent.name: one for agent, one in zip(rest, alone, strict=True)}
+        shown |= {agent.name: item for agent, item in zip(rest, alone, strict=True)}
         return Rehearsal(episode, shown, prompts, waves)
 
     def _spec_of(self, name: str) -> AgentSpec:

@@ -210,9 +210,9 @@ def _say_going_on(state) -> None:
 def team_callbacks(trainer: Trainer, agents: Sequence[str]) -> None:
     """Replace the callbacks by which transformers prints every metric by those of the team. Other callbacks stay."""
     ours: dict[type, Callable] = {ProgressCallback: TeamProgressCallback, PrinterCallback: TeamPrinterCallback}
-    for theirs in {type(one) for one in trainer.callback_handler.callbacks} & ours.keys():
-        trainer.remove_callback(theirs)
-        trainer.add_callback(ours[theirs](agents))
+    for value in {type(callback) for callback in trainer.callback_handler.callbacks} & ours.keys():
+        trainer.remove_callback(value)
+        trainer.add_callback(ours[value](agents))
 
 
 def announce(agents: Sequence[str], accelerator: Accelerator) -> None:

@@ -100,10 +100,10 @@ class GameMetrics:
         if not rollout.has_own_returns:
             return [None] * len(rollout.episodes)
         return [
-            Played({name: self._own.of_agent(reward, one, name) for name in self._agents}, dict(one.copies))
-            if reward == reward and one.turns
+            Played({name: self._own.of_agent(reward, episode, name) for name in self._agents}, dict(episode.copies))
+            if reward == reward and episode.turns
             else None
-            for one, reward in zip(rollout.episodes, rollout.own_rewards, strict=True)
+            for episode, reward in zip(rollout.episodes, rollout.own_rewards, strict=True)
         ]
 
     def metrics(self, played: Iterable[Played | None]) -> dict[str, float]:
@@ -114,7 +114,7 @@ class GameMetrics:
         return of a trained agent is above that of another one, or the same; of an agent that acts with past copies
         `agents/<name>/copies`, their number, and win rates against each, `copy_1` being the newest.
         """
-        known = [one for one in played if one is not None]
+        known = [item for item in played if item is not None]
         metrics: dict[str, float] = {}
         if self._copies is not None:
             for name in self._copies.agents:
@@ -122,7 +122,7 @@ class GameMetrics:
         if not known:
             return metrics
         for name in self._agents:
-            metrics[f"agents/{name}/return"] = sum(one.returns[name] for one in known) / len(known)
+            metrics[f"agents/{name}/return"] = sum(value.returns[name] for value in known) / len(known)
         for name in self._trained:
             for other in (other for other in self._agents if other != name):
                 metrics |= _against(known, name, other, f"agents/{name}", other)
@@ -133,16 +133,16 @@ class GameMetrics:
         steps = self._copies.steps(other) if self._copies is not None and other in self._copies.agents else []
         metrics: dict[str, float] = {}
         for age, step in enumerate(reversed(steps), 1):
-            its = [one for one in known if one.copies.get(other) == step]
+            its = [item for item in known if item.copies.get(other) == step]
             if its:
                 metrics |= _against(its, name, other, f"agents/{name}", f"{other}/copy_{age}")
         return metrics
 
 
 def _against(played: Sequence[Played], name: str, other: str, prefix: str, label: str) -> dict[str, float]:
-    pairs = [(one.returns[name], one.returns[other]) for one in played]
+    pairs = [(item.returns[name], item.returns[other]) for item in played]
     equal = [math.isclose(*pair, rel_tol=1e-5, abs_tol=1e-6) for pair in pairs]  # rewards add up in float32
-    wins = sum(mine > theirs and not same for (mine, theirs), same in zip(pairs, equal, strict=True))
+    wins = sum(mine > value and not same for (mine, value), same in zip(pairs, equal, strict=True))
     draws = sum(equal)
     return {
         f"{prefix}/win_rate/{label}": wins / len(played),
@@ -207,7 +207,7 @@ class Reporter:
     ):
         self._games = games
         self._agents, self._rewards, self._eval_metrics = team.names, rewards, list(eval_metrics)
-        self._adapters = {one.name: one.adapter for one in team.agents if one.has_policy}
+        self._adapters = {agent.name: agent.adapter for agent in team.agents if agent.has_policy}
         self._tokenizer, self._randomness = tokenizer, randomness
         self._args, self._settings = run.args, run.settings
         self._metrics, self._state, self._processes = run.metrics, run.state, run.processes
@@ -285,9 +285,9 @@ class Reporter:
             self._metrics.add(f"branches/{name}", float(sum(one.get(name, 0) for one in extra)))
         self._report_reruns(*(sum(one.get(name, 0) for one in extra) for name in ("reruns", "lost")))
         self._state.see_tokens(sum(turn.prompt_tokens + turn.tokens for turn in turns))
-        self._state.see_tokens(sum(one.get("tokens", 0) for one in extra))
+        self._state.see_tokens(sum(item.get("tokens", 0) for item in extra))
         sampled = sum(turn.tokens for turn in turns if turn.agent in self._adapters)  # functions write others
-        self.generated_tokens += sampled + sum(one.get("tokens", 0) for one in extra)
+        self.generated_tokens += sampled + sum(entry.get("tokens", 0) for entry in extra)
         if rollout.drawn is not None:
             drawn = self._processes.gather([(rollout.drawn.tokens, rollout.drawn.generated)])
             self._state.see_tokens(sum(tokens for tokens, _ in drawn))
@@ -325,8 +325,8 @@ class Reporter:
         """Values that reward functions passed to `log_metric`, averaged over processes."""
         own = {name: (sum(values), len(values)) for name, values in self._state.take_user_metrics().items()}
         everywhere = self._processes.gather([own])
-        for name in sorted({name for one in everywhere for name in one}):
-            totals = [one[name] for one in everywhere if name in one]
+        for name in sorted({name for item in everywhere for name in item}):
+            totals = [value[name] for value in everywhere if name in value]
             self._metrics.add(name, sum(total for total, _ in totals) / sum(count for _, count in totals))
 
     # ---- Evaluation ----
@@ -531,7 +531,7 @@ class Reporter:
     def _reference_of(self, row: Mapping[str, Any]) -> str:
         """The right answer of a row, where its dataset has one."""
         known = (row.get(name) for name in (self._args.eval_reference_column, "solution", "answer"))
-        return next((one for one in known if isinstance(one, str) and one), "")
+        return next((item for item in known if isinstance(item, str) and item), "")
 
 
 def _standard_error(rewards: Sequence[float | None]) -> float:

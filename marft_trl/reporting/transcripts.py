@@ -391,7 +391,7 @@ def log_traces(transcripts: Sequence[Transcript], adapters: Mapping[str, str]) -
 
     if not hasattr(trackio, "Trace") or trackio.context_vars.current_run.get() is None:
         return  # an older version, or an evaluation before any log
-    traces = {f"episodes/{number}": as_trace(one, adapters) for number, one in enumerate(transcripts)}
+    traces = {f"episodes/{number}": as_trace(transcript, adapters) for number, transcript in enumerate(transcripts)}
     trackio.log({name: trackio.Trace(**parts) for name, parts in traces.items()})
 
 

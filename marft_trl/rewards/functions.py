@@ -103,7 +103,7 @@ def get_planner_reward(outcome: Reward, steps: int = 2) -> Reward:
     """
 
     def planner_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
-        plans = [min(len(_STEP.findall(one.text)) / steps, 1.0) for one in turn]
+        plans = [min(len(_STEP.findall(item.text)) / steps, 1.0) for item in turn]
         ends = _outcomes(outcome, _answers(columns, "planner"), columns)
         return [None if end is None else 0.5 * plan + 0.5 * end for plan, end in zip(plans, ends, strict=True)]
 
@@ -129,7 +129,7 @@ def get_solver_reward(outcome: Reward, floor: float = 0.1) -> Reward:
     """Make a reward function for solvers: the outcome, at least `floor`, for turns with `\\boxed{}`, else 0."""
 
     def solver_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
-        return _if_formed(floor, outcome, turn, [boxed(one.text) is not None for one in turn], columns)
+        return _if_formed(floor, outcome, turn, [boxed(item.text) is not None for item in turn], columns)
 
     return solver_reward
 
@@ -138,7 +138,7 @@ def get_coder_reward(outcome: Reward, floor: float = 0.1) -> Reward:
     """Make a reward function for coders: the outcome, at least `floor`, for turns with a Python block, else 0."""
 
     def coder_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
-        return _if_formed(floor, outcome, turn, [last_python_block(one.text) is not None for one in turn], columns)
+        return _if_formed(floor, outcome, turn, [last_python_block(item.text) is not None for item in turn], columns)
 
     return coder_reward
 
@@ -165,7 +165,7 @@ def _answers_or_own(turn: Sequence[Turn], columns: dict[str, Any]) -> list[Turn]
 
 
 def _answers(columns: dict[str, Any], whose: str) -> list[Turn]:
-    answers = [one for one in columns["answer_turn"] if one is not None]
+    answers = [column for column in columns["answer_turn"] if column is not None]
     if len(answers) < len(columns["answer_turn"]):
         raise ValueError(
             f"The {whose} reward needs the answer of the episode, which a candidate turn does not have yet. With "
@@ -175,5 +175,8 @@ def _answers(columns: dict[str, Any], whose: str) -> list[Turn]:
 
 
 def _outcomes(outcome: Reward, turns: Sequence[Turn], columns: dict[str, Any]) -> Sequence[float | None]:
-    own = {"completions": [one.text for one in turns], "completion_ids": [list(one.completion_ids) for one in turns]}
+    own = {
+        "completions": [turn.text for turn in turns],
+        "completion_ids": [list(item.completion_ids) for item in turns],
+    }
     return outcome(**{**columns, **own})

@@ -152,7 +152,7 @@ class _OfAgent:
         self._agent, self._scale = agent, scale
 
     async def __call__(self, completions: Sequence[Any], turns: Sequence[Any], **columns: Any) -> list[float | None]:
-        last = [[turn.text for turn in its if turn.agent == self._agent][-1:] for its in turns]
+        last = [[turn.text for turn in value if turn.agent == self._agent][-1:] for value in turns]
         if not any(last):
             raise ValueError(
                 f"`judge_reward({self._agent!r})` reads the turn of this agent, and it has none in any episode. Let "

@@ -68,13 +68,15 @@ class Alternatives:
         """Sample several candidates for each turn of a trained agent and go on from one; all are kept as nodes."""
         count = self._args.turn_candidates
         learns = [self._policies.is_trained(request.agent) for request in requests]
-        asked = [request for request, its in zip(requests, learns, strict=True) for _ in range(count if its else 1)]
+        asked = [
+            request for request, value in zip(requests, learns, strict=True) for _ in range(count if value else 1)
+        ]
         completions = iter(await self._runner.answer(asked, key))
-        drawn = [[next(completions) for _ in range(count if its else 1)] for its in learns]
-        candidates = [[one for one in its if isinstance(one, Completion)] for its in drawn]
-        branching = [index for index, its in enumerate(learns) if its and candidates[index]]
+        drawn = [[next(completions) for _ in range(count if learn else 1)] for learn in learns]
+        candidates = [[one for one in item if isinstance(one, Completion)] for item in drawn]
+        branching = [index for index, entry in enumerate(learns) if entry and candidates[index]]
         turns = {  # scored as if their agents went no further
-            index: [replace(requests[index].turn(one), audience=None) for one in candidates[index]]
+            index: [replace(requests[index].turn(candidate), audience=None) for candidate in candidates[index]]
             for index in branching
         }
         returns = await self._returns(requests, candidates, turns, key)
@@ -179,9 +181,9 @@ class Alternatives:
         return completions
 
     def _count(self, completions: Sequence[Completion | EndOfEpisode]) -> None:
-        generated = [one for one in completions if isinstance(one, Completion)]
+        generated = [completion for completion in completions if isinstance(completion, Completion)]
         self._generated["turns"] += len(generated)
-        self._generated["tokens"] += sum(len(one.completion_ids) for one in generated)
+        self._generated["tokens"] += sum(len(item.completion_ids) for item in generated)
 
 
 def _pending_before(requests: Sequence[Request]) -> list[int]:

@@ -170,8 +170,8 @@ class DynamicSampling:
                 if self._processes.count > 1:  # it may be another process that trains on it
                     episode = replace(episode, environment=None)
                 moved.append(_Moved(place_of[group] * size + member, episode, nodes, dict(columns[index])))
-        for one in self._processes.gather(moved):
-            batch.put(one)
+        for item in self._processes.gather(moved):
+            batch.put(item)
         for group, place in pairs:
             batch.score(place, further, group)
 
@@ -199,7 +199,7 @@ class _Batch:
 
     def __init__(self, rollout: Rollout, columns: Sequence[Mapping[str, Any]], size: int):
         self._first, self.size = rollout, size
-        self._episodes, self._columns = list(rollout.episodes), [dict(its) for its in columns]
+        self._episodes, self._columns = list(rollout.episodes), [dict(column) for column in columns]
         self._nodes = [[node for node in rollout.nodes if node.episode == index] for index in range(len(columns))]
         self._rewards, self._per_func = rollout.rewards.clone(), rollout.rewards_per_func.clone()
         self.open: list[int] = []
@@ -215,13 +215,13 @@ class _Batch:
 
     def score(self, place: int, further: Rollout, group: int) -> None:
         """Take the rewards of a group of a further rollout, for a group of the batch."""
-        to, of = (slice(its * self.size, (its + 1) * self.size) for its in (place, group))
+        to, of = (slice(value * self.size, (value + 1) * self.size) for value in (place, group))
         self._rewards[to], self._per_func[to] = further.rewards[of], further.rewards_per_func[of]
 
     def user_columns(self) -> dict[str, list]:
         """Values that reward functions logged, by column."""
-        names = dict.fromkeys(name for its in self._columns for name in its)
-        return {name: [its.get(name) for its in self._columns] for name in names}
+        names = dict.fromkeys(name for column in self._columns for name in column)
+        return {name: [value.get(name) for value in self._columns] for name in names}
 
     def rollout(self, rounds: Sequence[Rollout], with_signal: float) -> Rollout:
         """
@@ -231,10 +231,10 @@ class _Batch:
             rounds (`Sequence[Rollout]`): all that was sampled for it.
             with_signal (`float`): share of the sampled groups that have a signal.
         """
-        everything = [episode for one in rounds for episode in one.episodes]
+        everything = [episode for item in rounds for episode in item.episodes]
         tokens = [count(everything) - count(self._episodes) for count in (_tokens, _generated)]
-        rewards = torch.cat([one.rewards for one in rounds])
-        drawn = Drawn(rewards, torch.cat([one.rewards_per_func for one in rounds]), 1 - with_signal, *tokens)
+        rewards = torch.cat([value.rewards for value in rounds])
+        drawn = Drawn(rewards, torch.cat([entry.rewards_per_func for entry in rounds]), 1 - with_signal, *tokens)
         return replace(
             self._first,
             episodes=self._episodes,

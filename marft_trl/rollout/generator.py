@@ -182,9 +182,9 @@ class LiveRows(StoppingCriteria):
     def look(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], done: Sequence[bool]) -> list[bool]:
         """Pass new tokens on, and tell which rows end here, see `Watch`."""
         heard: dict[asyncio.AbstractEventLoop, list[tuple[LiveTurn, list[int]]]] = {}
-        for row, its, is_done in zip(rows, tokens, done, strict=True):
+        for row, value, is_done in zip(rows, tokens, done, strict=True):
             turn = self._turns[row]
-            new = [] if self._over[row] else self._up_to_end(row, its)
+            new = [] if self._over[row] else self._up_to_end(row, value)
             self._over[row] = self._over[row] or is_done or turn.is_gone
             if new and turn.hear is not None and not turn.is_gone:
                 heard.setdefault(turn.loop, []).append((turn, new))

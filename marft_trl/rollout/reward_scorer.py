@@ -69,7 +69,7 @@ class OwnReturns:
     def note(self, episodes: Sequence[Episode]) -> bool:
         """Look at the episodes of this process in a batch. Returns whether every agent learns from its own return."""
         if self._setting is None and not self._were_named:
-            named = torch.tensor([float(any(one.own for one in episodes))], dtype=torch.float64)
+            named = torch.tensor([float(any(episode.own for episode in episodes))], dtype=torch.float64)
             self._were_named = bool(self._processes.max(named).item())
             if self._were_named:
                 logger.info(
@@ -105,7 +105,7 @@ class OwnReturns:
         """
         if self._setting == "team" or not episode.own:
             return reward
-        others = sum(sum(its) for name, its in episode.own.items() if name != agent)
+        others = sum(sum(value) for name, value in episode.own.items() if name != agent)
         return reward - self.weight * others
 
 
@@ -164,8 +164,8 @@ class RewardReach:
             ValueError: the team gets no other rewards, and the rewards of its agents have cancelled in all of the last
                 eight or more episodes in which any were earned.
         """
-        some = [its for its in earned if any(its.values())]
-        names = sorted({name for its in some for name, value in its.items() if value})
+        some = [item for item in earned if any(item.values())]
+        names = sorted({name for entry in some for name, value in entry.items() if value})
         if len(names) < 2:
             return
         cancel = all(abs(sum(its.values())) <= 1e-6 * sum(map(abs, its.values())) for its in some)
@@ -180,14 +180,14 @@ class RewardReach:
         if len(some) < _ENOUGH_EPISODES:
             return
         values = torch.tensor([[its.get(name, 0.0) for its in some] for name in names], dtype=torch.float64)
-        for (i, one), (j, other) in itertools.combinations(enumerate(names), 2):
-            if (one, other) in self._warned or not (values[i].std() > 0 and values[j].std() > 0):
+        for (i, first), (j, other) in itertools.combinations(enumerate(names), 2):
+            if (first, other) in self._warned or not (values[i].std() > 0 and values[j].std() > 0):
                 continue
             correlation = torch.corrcoef(values[[i, j]])[0, 1].item()
             if correlation < _OPPOSED:
-                self._warned.add((one, other))
+                self._warned.add((first, other))
                 logger.warning(
-                    f"THE REWARDS OF THE AGENTS {one!r} AND {other!r} ARE OPPOSED (correlation {correlation:.2f} over "
+                    f"THE REWARDS OF THE AGENTS {first!r} AND {other!r} ARE OPPOSED (correlation {correlation:.2f} over "
                     f"{len(some)} episodes), but both learn from the team's sum, in which they cancel. Set "
                     "`returns='agent'`, so that each learns from its own."
                 )
@@ -200,7 +200,7 @@ class RewardReach:
             named (`Sequence[Mapping[str, float]]`): what agents received, for every episode of all processes.
             acted (`Sequence[str]`): names of the agents that acted in them.
         """
-        known = {name for its in named for name in its}
+        known = {name for value in named for name in value}
         for name in acted:
             if known and name in self._in_a_row and name not in known and (name, "") not in self._warned:
                 self._warned.add((name, ""))
@@ -325,7 +325,9 @@ def _takes(func: Callable, name: str) -> bool:
         parameters = inspect.signature(func).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return True
-    return name in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return name in parameters or any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 def _required_arguments(func: Callable) -> list[str]:
@@ -598,9 +600,11 @@ class RewardScorer:
         self._rewards, self._randomness, self._processes = rewards, randomness, run.processes
         self._policy = policy = OnFailure.of(run.args)
         self._of_agents = {
-            name: [checked_reward(func, policy, failures) for func in its] for name, its in of_agents.items()
+            name: [checked_reward(func, policy, failures) for func in of_agent] for name, of_agent in of_agents.items()
         }
-        self._names = {agent: numbered([get_callable_name(one) for one in its]) for agent, its in of_agents.items()}
+        self._names = {
+            agent: numbered([get_callable_name(item) for item in value]) for agent, value in of_agents.items()
+        }
 
     def of_batch(self, episodes: Sequence[Episode]) -> torch.Tensor:
         """Rewards `(E, F)` of a generation batch, of all processes; NaN where a function does not apply."""

@@ -32,7 +32,7 @@ from .runner import EpisodeRunner
 logger = get_logger(__name__)
 
 
-class Ahead(Protocol):
+class Prefetching(Protocol):
     """Episodes of generation batches, begun before they are due."""
 
     def episodes(self, rows: Sequence[dict[str, Any]]) -> list[Episode]:
@@ -98,7 +98,7 @@ class Rollouts:
         own ([`OwnReturns`]): whether every agent learns from its own return.
         failures ([`Failures`]): what was skipped or tried again.
         alternatives ([`Alternatives`], *optional*): candidates and re-runs, where credit or the baseline needs some.
-        ahead ([`Ahead`], *optional*): has begun episodes while training runs.
+        ahead ([`Prefetching`], *optional*): has begun episodes while training runs.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Rollouts:
         reach: RewardReach,
         failures: Failures,
         alternatives: Alternatives | None = None,
-        ahead: Ahead | None = None,
+        ahead: Prefetching | None = None,
     ):
         self._ahead = ahead
         self._failures, self._policy = failures, OnFailure.of(run.args)
@@ -218,12 +218,12 @@ class Rollouts:
         weights = zip(self._rewards.names, self._rewards.weights.tolist(), strict=True)
         others = [name for name, weight in weights if weight and name != environment_reward.__name__]
         if self._own.are_on:
-            own = [{name: sum(its) for name, its in episode.own.items()} for episode in episodes]
-            has_more = bool(others) or any(self._own.shared(one).any() for one in episodes)
+            own = [{name: sum(value) for name, value in episode.own.items()} for episode in episodes]
+            has_more = bool(others) or any(self._own.shared(item).any() for item in episodes)
             everywhere = self._processes.gather([(own, has_more, {t.agent for one in episodes for t in one.turns})])
             if not any(has_more for _, has_more, _ in everywhere):
                 acted = sorted({name for *_, names in everywhere for name in names})
-                self._reach.check_named([its for own, *_ in everywhere for its in own], acted)
+                self._reach.check_named([entry for own, *_ in everywhere for entry in own], acted)
             return
         earned = self._processes.gather([_earned_by_agent(episode) for episode in episodes])
         self._reach.check_earned(earned, is_all=not others)
@@ -243,7 +243,7 @@ class Rollouts:
         if self._args.context_overflow == "end_episode":
             self._metrics.add("context/ended_episodes", float(sum(ended for _, _, ended, *_ in everywhere)))
         if training:
-            self._reach.check_acted({name for *_, its, _ in everywhere for name in its})
+            self._reach.check_acted({name for *_, item, _ in everywhere for name in item})
         total: Counter[str] = Counter()
         for its_counts, *_ in everywhere:
             total.update(its_counts)
@@ -289,7 +289,7 @@ class Rollouts:
 
 def _earned_by_agent(episode: Episode) -> dict[str, float]:
     """What each agent earned: by its name, whoever acted, or by its turns."""
-    earned: Counter[str] = Counter({name: sum(its) for name, its in episode.own.items()})  # type: ignore[arg-type]
+    earned: Counter[str] = Counter({name: sum(value) for name, value in episode.own.items()})  # type: ignore[arg-type]
     for k, (turn, reward) in enumerate(zip(episode.turns, episode.earned, strict=True)):
-        earned[turn.agent] += reward - sum(its[k] for its in episode.own.values())  # type: ignore[assignment]
+        earned[turn.agent] += reward - sum(item[k] for item in episode.own.values())  # type: ignore[assignment]
     return {name: reward for name, reward in earned.items() if abs(reward) > 1e-9}

@@ -17,12 +17,12 @@ from ..agents import AgentSpec
 from ..config.team_setup import decoding
 from ..episodes.collector import Request, collecting, limited_by, limiting, run_unblocked
 from ..episodes.guard import EpisodeError
-from ..episodes.records import Completion, EndOfEpisode, Episode, PromptError, Setting, unknown_agent
+from ..episodes.records import Completion, EndOfEpisode, Episode, PromptError, TeamContext, unknown_agent
 from ..episodes.rerun import Rerun
 from ..episodes.tools import ToolLimits, tool_name
 from ..prompts.builder import Observation, PromptBuilder, Query
 from ..prompts.views import team_view
-from ..system.event_loop import Around
+from ..system.event_loop import StepContext
 from ..system.randomness import EpisodeRandomness, UserRandomness, UserState, seed_of
 from ..workflows import Workflow
 from .generator import Generator, LiveTurn, Observed, Sampled, check_sampled
@@ -249,7 +249,7 @@ class EpisodeRunner:
             with self.randomness.ours() if self._waits else contextlib.nullcontext():
                 return await ask(requests, key)
 
-        def around(index: int) -> Around:
+        def around(index: int) -> StepContext:
             place = (*key[:-1], key[-1] + index)
             return EpisodeRandomness(seed_of(("users", *place)), is_beside=self._trains_beside).active
 
@@ -265,13 +265,13 @@ class EpisodeRunner:
             together=self._waits,
         )
 
-    def _setting(self, key: tuple) -> Setting:
+    def _setting(self, key: tuple) -> TeamContext:
         tools = {name: agent.functions for name, agent in self._specs.items() if agent.functions}
-        scripts = {} if self._rehearses else {name: self._write for name, one in self._specs.items() if one.reply}
+        scripts = {} if self._rehearses else {name: self._write for name, spec in self._specs.items() if spec.reply}
         limits, aliases = self._limits, self.prompts.aliases
         draw = functools.partial(self._drawn, key)
         trains = self.trains and not self._rehearses
-        return Setting(tuple(self._specs), tools, limits.tools, aliases, limits.max_turns, scripts, draw, trains)
+        return TeamContext(tuple(self._specs), tools, limits.tools, aliases, limits.max_turns, scripts, draw, trains)
 
     def _drawn(self, key: tuple, index: int) -> Mapping[str, int]:
         """The past copies that agents act with in an episode of a run."""
@@ -353,7 +353,7 @@ class EpisodeRunner:
         Args:
             key (`tuple`): place of their episodes in the run.
         """
-        undeclared = next((one for one in requests if one.functions and not self.uses_tools), None)
+        undeclared = next((value for value in requests if value.functions and not self.uses_tools), None)
         if undeclared is not None:
             raise ValueError(
                 f"The workflow `{type(self._workflow).__name__}` gives agent {undeclared.agent!r} tools "
@@ -369,7 +369,7 @@ class EpisodeRunner:
         sampled = await self._sample(requests, observations, key)
         self.dropped_turns += sum(observation.dropped for observation in observations)
         completed = await self._unblocked(self._reader.sampled, requests, observations, sampled, self.generator)
-        return [self._audible(request, one) for request, one in zip(requests, completed, strict=True)]
+        return [self._audible(request, item) for request, item in zip(requests, completed, strict=True)]
 
     async def _sample(
         self, requests: Sequence[Request], observations: Sequence[Observation], key: tuple
@@ -394,7 +394,7 @@ class EpisodeRunner:
         for kind, indices in kinds.items():
             options, some = {**self.options, **decoding(dict(kind))}, [asked[index] for index in indices]
             sampled = await self.generator.generate(some, **options)
-            check_sampled(sampled, [one.agent for one in some], self._limits.vocabulary)
+            check_sampled(sampled, [item.agent for item in some], self._limits.vocabulary)
             found |= zip(indices, sampled, strict=True)
         return [found.get(index, Sampled([])) for index in range(len(requests))]
 

@@ -22,7 +22,7 @@ from ..seams.lora_layers import DecodingLayers, MixedLora
 from ..shared_prefix.decoding import Recorder, StepStore, can_decode, decode
 from ..shared_prefix.forward import RowAdapters
 from .generator import DrawnByRow, Generator, LiveRows, Observed, Sampled
-from .turn_reader import EndAtStopText, StopTexts
+from .turn_reader import StopTextCriterion, StopTexts
 
 
 logger = get_logger(__name__)
@@ -165,8 +165,8 @@ class TransformersGenerator(Generator):
         self._store, self._layers = StepStore(), DecodingLayers(lambda: engine.model)
         # A tokenizer of its own: turns may be sampled in another thread than texts are tokenized in, and a tokenizer
         # refuses to be used by two
-        stops = {one.stop for one in samplings.values()}
-        self._stops = {one: StopTexts(copy.deepcopy(engine.tokenizer) if one else None, one) for one in stops}
+        stops = {sampling.stop for sampling in samplings.values()}
+        self._stops = {stop: StopTexts(copy.deepcopy(engine.tokenizer) if stop else None, stop) for stop in stops}
 
     async def generate(
         self, observed: Sequence[Observed], greedy: bool = False, sampling: Mapping[str, float] | None = None
@@ -175,10 +175,10 @@ class TransformersGenerator(Generator):
         completions: list[Sampled] = [Sampled([]) for _ in observed]
         for by_reference in (False, True):
             groups: dict[_Group, list[int]] = {}
-            for index, one in enumerate(observed):
-                if one.by_reference == by_reference:
-                    its: Sampling = dataclasses.replace(self._samplings[one.agent], **given)
-                    group = _Group(self._policies.adapter_of(one.agent), its, one.copy)
+            for index, item in enumerate(observed):
+                if item.by_reference == by_reference:
+                    its: Sampling = dataclasses.replace(self._samplings[item.agent], **given)
+                    group = _Group(self._policies.adapter_of(item.agent), its, item.copy)
                     groups.setdefault(group, []).append(index)
             for group, indices in (groups if by_reference else self._joined(groups)).items():
                 sampled = self._of_group(group, [observed[index] for index in indices], given, greedy)
@@ -198,7 +198,7 @@ class TransformersGenerator(Generator):
         recorder = Recorder() if self.records and not by_reference else None
         settings = self._engine.settings(own) | given | (GREEDY if greedy else {})
         live = self._live_rows(observed, settings)
-        adapters = [self._policies.adapter_of(one.agent) for one in observed]
+        adapters = [self._policies.adapter_of(item.agent) for item in observed]
         is_mixed = len(set(adapters)) > 1 and self._mixed is not None
         if is_mixed:
             speaker = cast(MixedLora, self._mixed).on()
@@ -212,7 +212,7 @@ class TransformersGenerator(Generator):
             if loop is not None:
                 loop.keywords["key"] = key
             try:
-                sampled = self._engine.generate([one.ids for one in observed], settings, options)
+                sampled = self._engine.generate([value.ids for value in observed], settings, options)
             except torch.OutOfMemoryError:
                 self.drop_cache()  # a smaller batch is tried with less room
                 raise
@@ -254,7 +254,7 @@ class TransformersGenerator(Generator):
         return None if self._share else "`share_prefixes=False`, or the base cannot share prefixes"
 
     def _live_rows(self, observed: Sequence[Observed], settings: Mapping[str, Any]) -> LiveRows | None:
-        turns = [one.live for one in observed if one.live is not None]
+        turns = [item.live for item in observed if item.live is not None]
         if not turns:
             return None
         device, ends = self._engine.model.device, settings["eos_token_id"]
@@ -265,7 +265,7 @@ class TransformersGenerator(Generator):
         """Groups with the same settings, and few rows each, in one."""
         joined: dict[_Group, list[int]] = {}
         for group, indices in groups.items():
-            alike = [its for one, its in groups.items() if one[1:] == group[1:]]
+            alike = [value for item, value in groups.items() if item[1:] == group[1:]]
             is_small = sum(map(len, alike)) <= MIXED_ROWS * len(alike)
             may_be = self._mixed is not None and group.copied is None and len(alike) > 1 and is_small
             if may_be and self._can_decode(group.sampling):
@@ -292,7 +292,7 @@ class TransformersGenerator(Generator):
         """Arguments of `generate` that make it stop at stop texts and decode the fast way."""
         options: dict[str, Any] = {}
         if sampling.stop:
-            options["stopping_criteria"] = [EndAtStopText(self._stops[sampling.stop])]
+            options["stopping_criteria"] = [StopTextCriterion(self._stops[sampling.stop])]
         if self._share and can_decode(GenerationConfig(**settings)):
             # `generation_kwargs` may set a sampling temperature that differs from the temperature of scoring
             sampled_at = settings["temperature"] if settings["do_sample"] else None

@@ -68,7 +68,7 @@ class StopTexts:
         return any(stop in text for stop in self.texts)
 
 
-class EndAtStopText(LateCriterion):
+class StopTextCriterion(LateCriterion):
     """
     Stopping criterion that applies [`StopTexts`] during one call of `generate`, whose prompts are padded to one width.
 

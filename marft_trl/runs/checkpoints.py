@@ -195,8 +195,8 @@ class BestAdapters:
     def save(self, folder: str | Path) -> None:
         """Write the copies into a checkpoint."""
         tensors, plain = {}, {}
-        for name, its in self._weights.items():
-            for position, (weight, moments) in enumerate(zip(its, self._moments[name], strict=True)):
+        for name, item in self._weights.items():
+            for position, (weight, moments) in enumerate(zip(item, self._moments[name], strict=True)):
                 tensors[f"{name}.{position}"] = weight.contiguous()
                 for key, value in moments.items():
                     if isinstance(value, torch.Tensor):

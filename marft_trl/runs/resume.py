@@ -159,7 +159,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if isinstance(value, Mapping):
-        return {str(key): plain(its) for key, its in value.items()}
+        return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
     if is_dataclass(value) and not isinstance(value, type):
@@ -371,7 +371,7 @@ def tunables(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple
     another version has not recorded.
     """
     differences = _differences("", saved.get("tunable"), present.get("tunable"), ResumeChanges())
-    return [its for its in differences if _UNKNOWN not in its or not its[0].isidentifier()]
+    return [difference for difference in differences if _UNKNOWN not in difference or not difference[0].isidentifier()]
 
 
 def _differences(part: str, saved: Any, present: Any, changes: ResumeChanges) -> Iterable[tuple[str, str, str]]:

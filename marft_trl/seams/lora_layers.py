@@ -153,7 +153,7 @@ class MixedLora:
         device = stacked[0].device.type
         if torch.is_autocast_enabled(device) and not torch.is_grad_enabled():
             # Autocast would cast them for every token: it remembers casts of parameters alone
-            return tuple(one.to(torch.get_autocast_dtype(device)) for one in stacked)
+            return tuple(item.to(torch.get_autocast_dtype(device)) for item in stacked)
         return stacked
 
     @staticmethod
@@ -232,7 +232,11 @@ class DecodingLayers:
                 return None
         embeddings = self._model().get_input_embeddings().weight
         # Other weights, and those of a model that was moved, are elsewhere. Those of adapters are copied
-        others = [its.data_ptr() for name, its in self._model().named_parameters() if "lora_" not in name]
+        others = [
+            named_parameter.data_ptr()
+            for name, named_parameter in self._model().named_parameters()
+            if "lora_" not in name
+        ]
         place = (*others, self._model().training)
         if not adapters:
             return "", place

@@ -212,8 +212,11 @@ class AdapterLayers:
         if len(configs) != len(self._configs) or any(a is not b for a, b in zip(configs, self._configs, strict=True)):
             # The two kinds of layers that PEFT's functions look for
             kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-            self._configs, self._layers = configs, [one for one in self._model.modules() if isinstance(one, kinds)]
-            self._are_plain = all(_is_plain(one) for one in self._layers)
+            self._configs, self._layers = (
+                configs,
+                [module for module in self._model.modules() if isinstance(module, kinds)],
+            )
+            self._are_plain = all(_is_plain(layer) for layer in self._layers)
             self._places = {}
         return iter(self._layers)
 
@@ -285,7 +288,9 @@ def _places(layer: Any, adapter: str) -> Iterator[tuple[dict[str, Any], str]]:
             yield holder._parameters, adapter
             continue
         for module in holder[adapter].modules():
-            yield from ((module._parameters, name) for name, its in module._parameters.items() if its is not None)
+            yield from (
+                (module._parameters, name) for name, parameter in module._parameters.items() if parameter is not None
+            )
 
 
 def expert_parameters(base: PreTrainedModel) -> set[str]:

@@ -226,7 +226,7 @@ def step_without_gradients(scaler: Any) -> None:
 
     def step_if(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         nonlocal had_gradients
-        had_gradients = any(one.grad is not None for group in optimizer.param_groups for one in group["params"])
+        had_gradients = any(item.grad is not None for group in optimizer.param_groups for item in group["params"])
         return step(optimizer, *args, **kwargs) if had_gradients else optimizer.step(*args, **kwargs)
 
     def update_if(*args: Any, **kwargs: Any) -> None:

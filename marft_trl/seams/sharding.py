@@ -52,8 +52,8 @@ class WholeAdapters:
     def _shard_model(self, *args: Any) -> tuple[Any, ...]:
         for module in self._whole:
             module.to(self._accelerator.device)  # upstream moves what it shards, and no more
-        optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
-        kept = [[group["params"] for group in one.param_groups] for one in optimizers]
+        optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+        kept = [[group["params"] for group in item.param_groups] for item in optimizers]
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = []
@@ -142,7 +142,7 @@ def shard_sizes(
         return sum(p.numel() * (width or p.element_size()) for p in cut)
 
     layers = sorted((gathered(layer) for layer in _layers(model)), reverse=True)
-    before_layers, of_head = (gathered(one()) for one in (model.get_input_embeddings, model.get_output_embeddings))
+    before_layers, of_head = (gathered(item()) for item in (model.get_input_embeddings, model.get_output_embeddings))
     parameters = [p for p in model.parameters() if id(p) not in apart]
     return ShardSizes(
         sum(held(p) if p.dim() else p.element_size() for p in parameters) + constants(model),
@@ -156,9 +156,9 @@ def constants(model: nn.Module) -> int:
     for module in model.modules():
         state = getattr(module, "quant_state", None)  # sharded weights have none themselves
         while state is not None:
-            tensors += [one for one in (state.absmax, state.code, state.offset) if isinstance(one, torch.Tensor)]
+            tensors += [item for item in (state.absmax, state.code, state.offset) if isinstance(item, torch.Tensor)]
             state = state.state2
-    return sum(one.numel() * one.element_size() for one in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def storage_of_4bit(model: nn.Module) -> torch.dtype | None:

@@ -279,7 +279,7 @@ class TrlState:
         trainer = self._trainer
         return {
             "metrics": {
-                mode: {name: list(its) for name, its in names.items()} for mode, names in self.metrics.items()
+                mode: {name: list(value) for name, value in names.items()} for mode, names in self.metrics.items()
             },
             "loss": trainer._tr_loss.item() if hasattr(trainer, "_tr_loss") else 0.0,
             "total_loss": getattr(trainer, "_total_loss_scalar", 0.0),
@@ -291,7 +291,7 @@ class TrlState:
         trainer = self._trainer
         for mode, names in window["metrics"].items():
             self.metrics[mode].clear()
-            self.metrics[mode].update({name: list(its) for name, its in names.items()})
+            self.metrics[mode].update({name: list(value) for name, value in names.items()})
         trainer._tr_loss = torch.full_like(trainer._tr_loss, window["loss"])
         trainer._total_loss_scalar, trainer._globalstep_last_logged = window["total_loss"], window["last_logged"]
 

@@ -31,7 +31,7 @@ from transformers.generation import GenerationMode, logits_process
 from ..seams.generation import GraphMemory, captured, masks_what_comes_later, pad_token_of, why_not_captured
 from ..seams.libraries import get_logger
 from .forward import RowAdapters
-from .kv_cache import FixedLayer, RoomyLayer, fill
+from .kv_cache import FixedLayer, PreallocatedLayer, fill
 
 
 logger = get_logger(__name__)
@@ -93,8 +93,8 @@ class GrowingSteps:
             layer.keep_rows(len(stay), free, moved)
         self._mask, self._positions = self._mask[stay], self._positions[stay]
 
-    def _layer(self, rows: int, size: int) -> RoomyLayer:
-        layer = RoomyLayer(rows, size)
+    def _layer(self, rows: int, size: int) -> PreallocatedLayer:
+        layer = PreallocatedLayer(rows, size)
         # With padding there is always a mask. transformers (5.23) would look in every step whether it is needed, and
         # wait for the device
         layer.is_compileable = self._is_padded
@@ -174,7 +174,7 @@ class FixedSteps(GrowingSteps):
     def _use(self, count: int) -> None:
         """Go on with the first rows."""
         parts = (self._all_tokens, self._all_positions, self._all_masks)
-        self._tokens, self._positions, self._mask = (one[:count] for one in parts)
+        self._tokens, self._positions, self._mask = (part[:count] for part in parts)
         self._taken = 0  # steps with the present rows
 
     def _forward(self) -> torch.Tensor:
@@ -281,7 +281,7 @@ class Recorder:
         self.logps: torch.Tensor | None = None  # (B, T), or `None` if they have to be computed later
 
     def start(self, shape: tuple[int, int], logits: torch.Tensor, processors: LogitsProcessorList) -> None:
-        is_scored = all(isinstance(one, logits_process.TemperatureLogitsWarper) for one in processors)
+        is_scored = all(isinstance(processor, logits_process.TemperatureLogitsWarper) for processor in processors)
         is_exact = logits.dtype == torch.float32
         self.logps = torch.zeros(shape, device=logits.device) if is_scored and is_exact else None
 
@@ -297,7 +297,7 @@ class LateCriterion(StoppingCriteria):
         """The completions of a call begin at this column."""
 
 
-class Watch(Protocol):
+class RowFollower(Protocol):
     """
     What follows the rows of a call of [`decode`] while it runs.
 
@@ -331,7 +331,7 @@ def decode(
     is_fixed: bool = False,
     store: StepStore | None = None,
     key: Hashable | None = None,
-    watch: Watch | None = None,
+    watch: RowFollower | None = None,
     **kwargs,
 ) -> torch.Tensor:
     """
@@ -344,7 +344,7 @@ def decode(
         is_fixed (`bool`, *optional*, defaults to `False`): whether steps keep their shapes, see [`FixedSteps`].
         store ([`StepStore`], *optional*): keeps fixed steps for the next call.
         key (`Hashable`, *optional*): see [`~FixedSteps.start`].
-        watch ([`Watch`], *optional*): follows the rows, and may end them.
+        watch ([`RowFollower`], *optional*): follows the rows, and may end them.
         kwargs: `attention_mask` `(B, P)`, if there is padding. Other arguments are ignored.
 
     Returns: prompts followed by completions `(B, P + T)`, padded on the right.
@@ -372,7 +372,7 @@ def decode(
     result = input_ids.new_full((batch, size), 0 if pad is None else int(pad))
     result[:, :width] = input_ids
     tokens = result.clone()
-    can_leave = all(type(one) in _BY_ROW for one in logits_processor)
+    can_leave = all(type(item) in _BY_ROW for item in logits_processor)
     done = torch.zeros_like(rows, dtype=torch.bool)
     failed = torch.zeros_like(rows[:1], dtype=torch.bool)
     draws, looked = watch.draws if watch is not None else None, width
@@ -406,7 +406,7 @@ def decode(
         if count < len(rows):
             stay, free, moved = _leave(logits_processor, done, count)
             steps.keep_rows(stay, free, moved)
-            tokens, rows, done = (one[stay] for one in (tokens, rows, done))
+            tokens, rows, done = (value[stay] for value in (tokens, rows, done))
             _use(adapters, rows)
     return result
 
@@ -421,10 +421,10 @@ def _split(
     criteria: StoppingCriteriaList, width: int, is_late: bool
 ) -> tuple[StoppingCriteriaList, list[LateCriterion]]:
     """Criteria of every step, and those that wait until the host looks at the tokens anyway."""
-    late = [one for one in criteria if is_late and isinstance(one, LateCriterion)]
+    late = [item for item in criteria if is_late and isinstance(item, LateCriterion)]
     for criterion in late:
         criterion.begin(width)
-    return StoppingCriteriaList([one for one in criteria if one not in late]), late
+    return StoppingCriteriaList([value for value in criteria if value not in late]), late
 
 
 def _prompts(input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:

@@ -103,9 +103,11 @@ def plan_passes(
 def _clusters_by_kind(sequences: Sequence[Sequence[int]], kinds: Sequence[str]) -> list[Cluster]:
     found = []
     for kind in dict.fromkeys(kinds):
-        places = [place for place, its in enumerate(kinds) if its == kind]
+        places = [place for place, value in enumerate(kinds) if value == kind]
         its_clusters = clusters([sequences[place] for place in places])
-        found += [Cluster(one.length, tuple(places[row] for row in one.rows)) for one in its_clusters]
+        found += [
+            Cluster(its_cluster.length, tuple(places[row] for row in its_cluster.rows)) for its_cluster in its_clusters
+        ]
     return sorted(found, key=lambda cluster: cluster.rows)
 
 
@@ -351,8 +353,8 @@ def why_not(model: PreTrainedModel) -> str | None:
     if kinds:
         return f"it has layers ({', '.join(sorted(kinds))}) whose state is not a list of keys and values"
     rope = getattr(config, "rope_parameters", None) or {}
-    parts = [rope, *(one for one in rope.values() if isinstance(one, dict))]  # by layer type, in some models
-    ropes = {str(one.get("rope_type")) for one in parts} & {"dynamic", "longrope"}
+    parts = [rope, *(item for item in rope.values() if isinstance(item, dict))]  # by layer type, in some models
+    ropes = {str(part.get("rope_type")) for part in parts} & {"dynamic", "longrope"}
     if ropes:
         return f"its positions are encoded by the length of the whole row (rope_type={sorted(ropes)})"
     if getattr(config, "output_router_logits", False):

@@ -19,7 +19,7 @@ from .forward import Cluster, KeptLayer, RepeatedLayer, RowAdapters, plan_passes
 PREFILL_TOKENS = 2**14
 
 
-class RoomyLayer(DynamicLayer):
+class PreallocatedLayer(DynamicLayer):
     """
     Cache layer with preallocated memory, which grows in use: a pass attends to what is in it so far.
 
@@ -70,10 +70,10 @@ class RoomyLayer(DynamicLayer):
             self.is_initialized = True
 
 
-class FixedLayer(RoomyLayer):
+class FixedLayer(PreallocatedLayer):
     """
-    A [`RoomyLayer`] whose shapes and addresses stay the same from step to step: a pass attends to all of its memory,
-    where later columns are masked, and where it writes is a number on the device.
+    A [`PreallocatedLayer`] whose shapes and addresses stay the same from step to step: a pass attends to all of its
+    memory, where later columns are masked, and where it writes is a number on the device.
 
     Args:
         place (`torch.Tensor` of shape `(1,)`): the column that the next token goes to. All layers have the same.
@@ -119,7 +119,7 @@ class FixedLayer(RoomyLayer):
 class _Storing(KeptLayer):
     """Layer of a pass over whole prompts: stores its keys and values in the room, and keeps nothing."""
 
-    def __init__(self, room: RoomyLayer, rows: torch.Tensor, end: int):
+    def __init__(self, room: PreallocatedLayer, rows: torch.Tensor, end: int):
         super().__init__()
         self._room, self._rows, self._end = room, rows, end
 
@@ -138,7 +138,7 @@ class _Joining(RepeatedLayer):
         self,
         kept: KeptLayer,
         index: torch.Tensor,
-        room: RoomyLayer,
+        room: PreallocatedLayer,
         rows: torch.Tensor,
         end: int,
         source: torch.Tensor,
@@ -149,7 +149,7 @@ class _Joining(RepeatedLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         joined = super().update(key_states, value_states)
         source = self._source.to(key_states.device)[:, None, :, None]
-        aligned = [one.gather(2, source.expand(-1, one.size(1), -1, one.size(3))) for one in joined]
+        aligned = [item.gather(2, source.expand(-1, item.size(1), -1, item.size(3))) for item in joined]
         self._room.put(self._rows, self._end - self._source.size(1), *aligned)
         return joined
 

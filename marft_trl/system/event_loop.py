@@ -128,7 +128,7 @@ async def in_thread(function: Callable[[], Any], lane: Lane) -> tuple[Any, BaseE
     return outcome
 
 
-def _surrounded(function: Callable[[], Any], around: Around | None) -> Any:
+def _surrounded(function: Callable[[], Any], around: StepContext | None) -> Any:
     with contextlib.nullcontext() if around is None else around():
         return function()
 
@@ -142,8 +142,8 @@ def give_up(lane: Lane) -> None:
 
 
 # Context manager around each piece of users' code that does not wait: a step of a coroutine, a function in a thread
-Around = Callable[[], contextlib.AbstractContextManager[None]]
-_AROUND: contextvars.ContextVar[Around | None] = contextvars.ContextVar("marft_around", default=None)
+StepContext = Callable[[], contextlib.AbstractContextManager[None]]
+_AROUND: contextvars.ContextVar[StepContext | None] = contextvars.ContextVar("marft_around", default=None)
 # Resolved when the function returns that runs in a thread
 _IN_THREAD: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[None]] = weakref.WeakKeyDictionary()
 
@@ -157,7 +157,7 @@ class Stepped(Coroutine[Any, Any, Any]):
         around (`Callable`): `around()` makes the context manager.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], around: Around):
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], around: StepContext):
         self._coroutine, self._around = coroutine, around
         self._steps = self._run()
 

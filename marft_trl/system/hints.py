@@ -17,7 +17,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """`" Did you mean 'solver'?"`, to be put behind an error message; empty where no known name is near."""
     known = list(known)
     # As an abbreviation (`lr`) or a part of the name (`dataset`), else misspelt
-    near = [one for one in known if str(name) in (_initials(one), *one.split("_"))]
+    near = [item for item in known if str(name) in (_initials(item), *item.split("_"))]
     near = near or difflib.get_close_matches(str(name), known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -62,7 +62,11 @@ def checked_names(
     def decorate(init: Function) -> Function:
         parameters = inspect.signature(init).parameters
         known = list(parameters)[1:]
-        needed = [one.name for one in parameters.values() if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
+        needed = [
+            parameter.name
+            for parameter in parameters.values()
+            if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        ]
 
         def check(kwargs: Mapping[str, Any]) -> None:
             unknown = next((name for name in kwargs if name not in known), None)

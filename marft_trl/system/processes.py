@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 
 from ..seams.libraries import get_logger
 from ..seams.runs import store_of_processes, use_one_device
-from .watchdog import LAST_WORDS
+from .watchdog import ON_EXIT
 
 
 logger = get_logger(__name__)
@@ -42,9 +42,9 @@ def other_devices(model: nn.Module, device: torch.device) -> list[torch.device]:
     """The devices that a spread model has layers on, besides that of the process."""
     if not is_spread(model):
         return []
-    places = {one for one in model.hf_device_map.values() if one != "disk"}  # type: ignore[union-attr]
-    found = {torch.device(device.type, one) if isinstance(one, int) else torch.device(one) for one in places}
-    whole = {torch.device(one.type, one.index or 0) for one in found if one.type == device.type}
+    places = {item for item in model.hf_device_map.values() if item != "disk"}  # type: ignore[union-attr]
+    found = {torch.device(device.type, place) if isinstance(place, int) else torch.device(place) for place in places}
+    whole = {torch.device(value.type, value.index or 0) for value in found if value.type == device.type}
     return sorted(whole - {torch.device(device.type, device.index or 0)}, key=lambda one: one.index)
 
 
@@ -86,7 +86,7 @@ class Place(NamedTuple):
         return cls(socket.gethostname(), os.getpid(), secrets.token_hex(8))
 
 
-class Lookout:
+class PeerMonitor:
     """
     Looks at the key-value store of the processes in a thread of its own, and lets it know that this one is alive.
 
@@ -107,7 +107,7 @@ class Lookout:
         self._ended = threading.Event()
         self._watched = threading.get_ident()
 
-    def __enter__(self) -> Lookout:
+    def __enter__(self) -> PeerMonitor:
         threading.Thread(target=self._look_out, name="marft-lookout", daemon=True).start()
         return self
 
@@ -148,13 +148,13 @@ class Lookout:
                 beats = self._beats(store)
                 before = beats if before is None else before
                 if time.monotonic() >= end:
-                    return self._silent([one for one in self._others if beats.get(one) == before.get(one)])
+                    return self._silent([item for item in self._others if beats.get(item) == before.get(item)])
             if time.monotonic() >= end:
                 return None
             time.sleep(0.2)
 
     def _silent(self, others: Sequence[int]) -> str:
-        named = ", ".join(f"{one} (pid {self._places[one].pid} on {self._places[one].host})" for one in others)
+        named = ", ".join(f"{other} (pid {self._places[other].pid} on {self._places[other].host})" for other in others)
         which = f"Process {named} is silent" if named else "None of them has said why"
         return (
             f"The connection to the other processes of the run is lost. {which}: it was killed, hangs, or its machine "
@@ -400,8 +400,8 @@ class Processes:
         if store is None:
             yield
             return
-        lookout = Lookout(store, self.index, self.gather([Place.here()]))
-        LAST_WORDS.append(lookout.say)
+        lookout = PeerMonitor(store, self.index, self.gather([Place.here()]))
+        ON_EXIT.append(lookout.say)
         try:
             with lookout:
                 yield
@@ -413,7 +413,7 @@ class Processes:
                 raise
             raise OtherProcessError(lookout.news()) from error
         finally:
-            LAST_WORDS.remove(lookout.say)
+            ON_EXIT.remove(lookout.say)
 
     def _store(self) -> Any:
         if self.count == 1 or not torch.distributed.is_initialized():

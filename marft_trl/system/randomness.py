@@ -30,7 +30,7 @@ class UserState:
     """
 
     def __init__(self, objects: Mapping[str, Any]):
-        self._objects = {name: one for name, one in objects.items() if _has_state(name, one)}
+        self._objects = {name: item for name, item in objects.items() if _has_state(name, item)}
 
     @property
     def names(self) -> list[str]:
@@ -45,8 +45,8 @@ class UserState:
             TypeError: a state is not JSON-serializable. The message names the object.
         """
         states = {}
-        for name, one in self._objects.items():
-            state = one.state_dict()
+        for name, item in self._objects.items():
+            state = item.state_dict()
             try:
                 states[name] = json.loads(json.dumps(state, allow_nan=False))
             except (TypeError, ValueError, RecursionError) as error:
@@ -131,7 +131,7 @@ class RandomStates:
         if self._device_module is not None:
             states["device"] = self._of_device("get_rng_state")
         if self._others and self._device_module is not None:
-            states["others"] = [self._device_module.get_rng_state(one) for one in self._others]
+            states["others"] = [self._device_module.get_rng_state(other) for other in self._others]
         return states
 
     def restore(self, states: dict[str, Any]) -> None:

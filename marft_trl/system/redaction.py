@@ -55,7 +55,7 @@ def without_secrets(value: Any) -> Any:
     if isinstance(value, str):
         return _QUERY.sub(r"\1=", _FORMS.sub("", _CREDENTIALS.sub("", value)))
     if isinstance(value, Mapping):
-        kept = {key: without_secrets(its) for key, its in value.items() if not _is_secret(key, its)}
+        kept = {key: without_secrets(item) for key, item in value.items() if not _is_secret(key, item)}
         return kept if type(value) is dict or kept != dict(value) else value
     return _of_items(without_secrets, value)
 
@@ -69,7 +69,7 @@ def without_paths(value: Any) -> Any:
         is_path = os.path.isabs(path) and (path != value or os.path.lexists(path) or path.count("/") > 1)
         return os.path.basename(os.path.normpath(path)) if is_path else value
     if type(value) is dict:
-        return {key: without_paths(its) for key, its in value.items()}
+        return {key: without_paths(item) for key, item in value.items()}
     return _of_items(without_paths, value)
 
 

@@ -61,7 +61,7 @@ class Metrics:
 
     def means(self, mode: str) -> dict[str, float]:
         """Means of the values that are not NaN, by name."""
-        known = {name: [value for value in its if value == value] for name, its in self._store[mode].items()}
+        known = {name: [value for value in item if value == value] for name, item in self._store[mode].items()}
         return {name: sum(values) / len(values) for name, values in known.items() if values}
 
     def replace(self, values: Mapping[str, float], mode: str) -> None:

@@ -22,7 +22,7 @@ _PATIENCE = 3
 # Exit code of a process that was ended because code could not be interrupted
 EXIT_CODE = 124
 # Called with the message before the process is ended
-LAST_WORDS: list[Callable[[str], None]] = []
+ON_EXIT: list[Callable[[str], None]] = []
 _SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
 _INTERNAL = (os.sep + "marft_trl" + os.sep, os.sep + "asyncio" + os.sep, os.sep + "threading.py")
 
@@ -123,7 +123,7 @@ def _end_process(message: str) -> None:
         with contextlib.suppress(Exception):
             os.write(2, f"\n{message}\n".encode())
             faulthandler.dump_traceback(sys.__stderr__ or 2)
-        for say in LAST_WORDS:
+        for say in ON_EXIT:
             words = threading.Thread(target=say, args=(message,), daemon=True)
             words.start()
             words.join(5.0)
@@ -159,7 +159,7 @@ def time_limit(seconds: float | None, message: Callable[[str], str]) -> Iterator
         return
     limit = TimeLimit(seconds, message, threading.get_ident())
     with contextlib.ExitStack() as outer:
-        for other in [one for one in _ACTIVE if one.thread == limit.thread]:
+        for other in [item for item in _ACTIVE if item.thread == limit.thread]:
             outer.enter_context(other.paused())
         _ACTIVE.append(limit)
         uninstall = _install()
@@ -206,7 +206,7 @@ def _install() -> Callable[[], None]:
 
 def _set_timer() -> None:
     """Set the system's timer to the next end of a limit of the main thread."""
-    left = [one.left() for one in _ACTIVE if one.thread == threading.main_thread().ident and not one.is_ending]
+    left = [item.left() for item in _ACTIVE if item.thread == threading.main_thread().ident and not item.is_ending]
     signal.setitimer(signal.ITIMER_REAL, max(min(left), 0.01) if left else 0)
 
 

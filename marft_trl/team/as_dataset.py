@@ -71,7 +71,7 @@ def to_dataset(
                 turns = [turn for turn in _turns(episodes[index], names) if not turn.truncated]
                 rows += [{**_shaped(turn, kind), "agent": turn.agent, "reward": scores[index]} for turn in turns]
     if not rows:
-        raise ValueError(_nothing_left(kind, names, [turn for one in episodes for turn in _turns(one, names)]))
+        raise ValueError(_nothing_left(kind, names, [turn for item in episodes for turn in _turns(item, names)]))
     if template:
         rows = [{**row, "chat_template_kwargs": dict(template)} for row in rows]
     return Dataset.from_list(rows)
@@ -79,7 +79,7 @@ def to_dataset(
 
 def _check(episodes: list[Episode], kind: str, agents: Sequence[str], agent: str | None, best: int | None) -> None:
     if kind not in KINDS:
-        known = ", ".join(f"{one!r} ({trainer})" for one, trainer in KINDS.items())
+        known = ", ".join(f"{item!r} ({trainer})" for item, trainer in KINDS.items())
         raise ValueError(f"`kind` must be one of {known}, got {kind!r}.{did_you_mean(kind, KINDS)}")
     if agent is not None and agent not in agents:
         raise ValueError(
@@ -90,7 +90,7 @@ def _check(episodes: list[Episode], kind: str, agents: Sequence[str], agent: str
         raise ValueError(f"`best` must be an integer of at least 1, got {best!r}.")
     if best is not None and kind in ("dpo", "kto"):
         raise ValueError(f"`best` keeps the best episodes, and `kind={kind!r}` needs worse ones too. Leave it out.")
-    wrong = [one for one in episodes if not isinstance(one, Episode)]
+    wrong = [episode for episode in episodes if not isinstance(episode, Episode)]
     if wrong or not episodes:
         got = type(wrong[0]).__name__ if wrong else "none"
         raise ValueError(f"`episodes` must be what `team.run(...)` returns, got {got}.")

@@ -97,7 +97,7 @@ class DeviceThread(Generator):
         self, observed: Sequence[Observed], greedy: bool = False, sampling: Mapping[str, float] | None = None
     ) -> list[Sampled]:
         loop = asyncio.get_running_loop()
-        jobs = [_Job(one, greedy, sampling, loop, loop.create_future()) for one in observed]
+        jobs = [_Job(item, greedy, sampling, loop, loop.create_future()) for item in observed]
         for job in jobs:
             self._jobs.put(job)
         return await asyncio.gather(*[job.turn for job in jobs])
@@ -168,7 +168,7 @@ def _settle(turn: asyncio.Future[Sampled], result: Sampled | BaseException) -> N
 
 
 @dataclass(frozen=True)
-class Ask:
+class Question:
     """
     What a team is asked, and how.
 
@@ -234,12 +234,12 @@ class LiveTeam:
                 self._connections.pop(loop, None)
                 await connection.stack.aclose()
 
-    async def run(self, ask: Ask, tell: Callable[[Event], None] | None = None) -> list[Episode]:
+    async def run(self, ask: Question, tell: Callable[[Event], None] | None = None) -> list[Episode]:
         """
         Finished episodes, in order.
 
         Args:
-            ask ([`Ask`]): the questions. Cancel the task to end them: their turns end with the next token.
+            ask ([`Question`]): the questions. Cancel the task to end them: their turns end with the next token.
             tell (`Callable[[Event], None]`, *optional*): is told what happens, of an ask with one row.
         """
         narrator = Narrator(self._runner.prompts.tokenizer, tell, ask.max_tokens)
@@ -255,7 +255,7 @@ class LiveTeam:
                 self.running -= 1
                 narrator.leave()
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Event]:
+    async def stream(self, ask: Question) -> AsyncIterator[Event]:
         """Events of an episode, the last of them an [`Answer`]. Whoever stops listening ends it."""
         events: asyncio.Queue[Event | None] = asyncio.Queue()
         task = asyncio.ensure_future(self.run(ask, events.put_nowait))

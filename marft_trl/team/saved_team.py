@@ -283,10 +283,10 @@ class SavedTeam:
         Args:
             names (`Mapping[str, str]`): names that agents had before, by their present ones.
         """
-        before, given = self.inference, {one.name: one for one in self.manifest.agents}
+        before, given = self.inference, {item.name: item for item in self.manifest.agents}
         general = SimpleNamespace(**vars(_DEFAULTS))
         for name in vars(_DEFAULTS):  # what agents have that set nothing themselves
-            theirs = [its[name] for agent, its in before.sampling.items() if getattr(given[agent], name) is None]
+            theirs = [value[name] for agent, value in before.sampling.items() if getattr(given[agent], name) is None]
             setattr(general, name, theirs[0] if theirs else getattr(_DEFAULTS, name))
         sampling: dict[str, dict[str, Any]] = {}
         for agent in agents:

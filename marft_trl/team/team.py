@@ -44,7 +44,7 @@ from ..system.randomness import UserRandomness
 from ..workflows import Workflow, rebuild
 from .as_dataset import to_dataset
 from .events import SET_ELSEWHERE, Event, check_count, check_one, questions
-from .live import Ask, DeviceThread, LiveTeam, from_thread
+from .live import DeviceThread, LiveTeam, Question, from_thread
 from .saved_team import (
     SavedTeam,
     load_base,
@@ -359,16 +359,16 @@ class Team:
             self._live = LiveTeam(self._runner, generator)
         return self._live
 
-    def _ask(self, prompts, num_samples, greedy, seed, sampling) -> Ask:
+    def _ask(self, prompts, num_samples, greedy, seed, sampling) -> Question:
         rows, options = questions(prompts, num_samples, greedy, sampling)
         if seed is None:
             seed = secrets.randbits(62) if self._seeds is None else self._seeds.getrandbits(62)
-        return Ask(rows, seed, options)
+        return Question(rows, seed, options)
 
     def _episodes_that_fit(self, rows: Sequence[Mapping[str, Any]]) -> int:
         if not self._runner.generator.batches:
             return len(rows)
-        lengths = [self._runner.generator.settings(one.name)["max_new_tokens"] for one in self.agents]
+        lengths = [self._runner.generator.settings(agent.name)["max_new_tokens"] for agent in self.agents]
         longest = max(len(str(row.get("prompt", ""))) for row in rows)  # a token has a character at least
         return turns_that_fit(self.model, longest + sum(lengths))
 
@@ -415,7 +415,7 @@ class Team:
         Raises:
             ValueError: an argument cannot be, or nothing is left; the message says what to change.
         """
-        names = [one.name for one in self.agents if one.has_policy]
+        names = [item.name for item in self.agents if item.has_policy]
         template = self._runner.prompts.template.options
         return to_dataset(episodes, kind, names, agent, rewards, best, threshold, template)
 
@@ -469,7 +469,7 @@ class Team:
         place = len(self.agents) if before is None else self.agents.index(self._agent(before))
         agents = check_team([*self.agents[:place], agent, *self.agents[place:]])
         workflow = workflow or self.workflow
-        workflow.check([one.name for one in agents])
+        workflow.check([item.name for item in agents])
         with self._acting():
             known = set(self.model.peft_config) if isinstance(self.model, PeftModel) else set()
             if known and agent.has_policy:
@@ -495,7 +495,7 @@ class Team:
         new = dataclasses.replace(old, name=name, adapter=name if has_its_own else old.adapter)
         agents = check_team(replaced(self.agents, old, new))
         workflow = workflow or self.workflow
-        workflow.check([one.name for one in agents])
+        workflow.check([item.name for item in agents])
         with self._acting(), renaming(self.model, str(old.adapter), name if has_its_own else str(old.adapter)):
             self._become(agents, workflow, saved.of(agents, workflow, {name: agent}))
 
@@ -508,11 +508,11 @@ class Team:
             workflow ([`Workflow`], *optional*): workflow of the new team, if the present one names the agent.
         """
         saved, old = self._loaded("drop_agent"), self._agent(agent)
-        agents = [one for one in self.agents if one is not old]
-        if not any(one.has_policy for one in agents):
+        agents = [item for item in self.agents if item is not old]
+        if not any(entry.has_policy for entry in agents):
             raise ValueError(f"{agent!r} is the last agent that a model speaks for; a team needs one.")
         agents, workflow = check_team(agents), workflow or self.workflow
-        workflow.check([one.name for one in agents])
+        workflow.check([value.name for value in agents])
         with self._acting():
             self._become(agents, workflow, saved.of(agents, workflow, {}))
             if isinstance(self.model, PeftModel):
@@ -552,9 +552,9 @@ class Team:
             return saved.push(self.model, HfApi(token=token), repo_id, private, revision, commit_message)
 
     def _agent(self, name: str) -> AgentSpec:
-        found = next((one for one in self.agents if one.name == name), None)
+        found = next((agent for agent in self.agents if agent.name == name), None)
         if found is None:
-            raise KeyError(unknown_agent(name, [one.name for one in self.agents], "the team"))
+            raise KeyError(unknown_agent(name, [item.name for item in self.agents], "the team"))
         return found
 
     def _loaded(self, method: str) -> SavedTeam:

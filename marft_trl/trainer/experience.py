@@ -215,7 +215,7 @@ _OF_ADVANTAGES = "Look at the size of the rewards, of the values of the critic, 
 _BEFORE_ADVANTAGES = dict.fromkeys(("old_per_token_logps", "ref_per_token_logps", "old_values"), _OF_WEIGHTS)
 
 
-class Experience:
+class BatchMaker:
     """
     Makes slices of training rows out of dataset rows.
 
@@ -278,7 +278,7 @@ class Experience:
             rows = fill(rollout, rows, training)
         # Fills take rows as one list, because passes do not care for episodes; estimators do
         filled = iter(rows)
-        by_episode = [[next(filled) for _ in its] for its in turns]
+        by_episode = [[next(filled) for _ in turn] for turn in turns]
         if not training:
             return self._estimator.estimate(rollout, by_episode, training)
         # Looked at in two steps, so that the error names what was wrong first
@@ -286,7 +286,7 @@ class Experience:
             check_finite(rows, _BEFORE_ADVANTAGES)
         estimated = self._estimator.estimate(rollout, by_episode, training)
         with self._processes.together():
-            check_finite([row for its in estimated.rows for row in its], {"advantage": _OF_ADVANTAGES})
+            check_finite([row for value in estimated.rows for row in value], {"advantage": _OF_ADVANTAGES})
         return estimated
 
     def _rows(self, rollout: Rollout, turns: Sequence[Sequence[Any]], training: bool) -> list[Row]:
@@ -355,9 +355,9 @@ def check_finite(rows: Sequence[Row], fields: Mapping[str, str]) -> None:
     for field, advice in fields.items():
         # One look at all numbers; which row it was is only asked if one is not finite
         values = [(row, torch.as_tensor(its)) for row in rows if (its := getattr(row, field)) is not None]
-        if not values or torch.cat([its.reshape(-1) for _, its in values]).isfinite().all():
+        if not values or torch.cat([item.reshape(-1) for _, item in values]).isfinite().all():
             continue
-        row = next(row for row, its in values if not its.isfinite().all())
+        row = next(row for row, value in values if not value.isfinite().all())
         raise FloatingPointError(
             f"`{field}` of a turn of {row.agent!r} (episode {row.episode} of this process) is not finite, so nothing "
             f"was trained on its batch. {advice}"

@@ -26,8 +26,8 @@ from ..learning.batching import Collator, MicroBatcher
 from ..learning.credit import CreditAssigner
 from ..learning.critic_learner import CriticLearner, ValueScale
 from ..learning.log_probs import LogProbs
-from ..learning.losses import MixedPasses, OutOfMemory, TeamLoss
-from ..learning.passes import Passes
+from ..learning.losses import MixedPass, OutOfMemory, TeamLoss
+from ..learning.passes import ModelPass
 from ..prompts import preparing
 from ..prompts.builder import PromptBuilder, is_plain
 from ..prompts.chat_template import ChatTemplate
@@ -58,12 +58,12 @@ from ..system.processes import Processes, other_devices
 from ..system.randomness import RandomStates, UserRandomness, UserState
 from ..system.run_metrics import Metrics
 from . import setup
-from .experience import Evaluations, Experience, fills_of
+from .experience import BatchMaker, Evaluations, fills_of
 from .team_files import TeamFiles
 
 
 if TYPE_CHECKING:
-    from ..extras.engines.prefetch import LookAhead
+    from ..extras.engines.prefetch import UpcomingRows
     from ..extras.engines.setup import Engine
     from ..extras.engines.vllm_generator import SamplingCorrection
 
@@ -94,15 +94,15 @@ class Parts:
 
     Args:
         runner ([`EpisodeRunner`]): runs episodes; has the prompts and the generator.
-        experience ([`Experience`]): from dataset rows to training data.
+        experience ([`BatchMaker`]): from dataset rows to training data.
         batcher ([`MicroBatcher`]): micro-batches that fit into memory.
-        passes ([`Passes`]): how rows go through the model.
+        passes ([`ModelPass`]): how rows go through the model.
         critic ([`CriticLearner`], *optional*): values and their loss.
         reporter ([`Reporter`]): metrics, tables, transcripts.
         planner ([`Planner`]): what the run will do.
         files ([`TeamFiles`]): manifest and model card.
         checkpoints ([`Checkpoints`]): state of a resumed run.
-        look_ahead ([`LookAhead`], *optional*): reads rows of later generation batches.
+        look_ahead ([`UpcomingRows`], *optional*): reads rows of later generation batches.
         health ([`Health`]): says when a run learns nothing.
         collapse ([`Collapse`], *optional*): says when a run falls, and may undo it.
         seeds (`random.Random`): source of seeds for samples without a seed.
@@ -113,9 +113,9 @@ class Parts:
     metrics: Metrics
     runner: EpisodeRunner
     rollouts: Rollouts
-    experience: Experience
+    experience: BatchMaker
     batcher: MicroBatcher
-    passes: Passes
+    passes: ModelPass
     log_probs: LogProbs
     critic: CriticLearner | None
     loss: TeamLoss
@@ -127,7 +127,7 @@ class Parts:
     files: TeamFiles
     checkpoints: Checkpoints
     run: Run
-    look_ahead: LookAhead | None
+    look_ahead: UpcomingRows | None
     health: Health
     collapse: Collapse | None
     seeds: random.Random
@@ -164,7 +164,7 @@ def assemble(
     sampling = DynamicSampling(*further) if args.dynamic_sampling else None
     source, reporter = sampling or rolling.rollouts, telling.reporter
     fills = fills_of(run, scoring.log_probs, learning.critic, learning.correction, scoring.needs_old)
-    experience = Experience(
+    experience = BatchMaker(
         team, run, schedule, source, fills, learning.estimator, scoring.batcher, reporter, rolling.reach, collapse
     )
     owners: dict[str, Stateful | None] = {
@@ -225,7 +225,7 @@ class _Scoring(NamedTuple):
     """How rows go through the model. `needs_old`: they need log-probabilities of the policy that sampled them."""
 
     base: PreTrainedModel
-    passes: Passes
+    passes: ModelPass
     updates: AdapterUpdates
     batcher: MicroBatcher
     collate: Collator
@@ -246,12 +246,16 @@ def _scoring_parts(trainer: GRPOTrainer, team: TeamSetup, run: RunContext, sched
     )
     check_fused_head(base, trainer.temperature)
     has_aux_loss = trainer.aux_loss_enabled
-    passes = Passes(trainer.model, policies.has_adapters, args, accelerator, trainer.ref_model, has_aux_loss)
+    passes = ModelPass(trainer.model, policies.has_adapters, args, accelerator, trainer.ref_model, has_aux_loss)
     warn_of_unused(args, passes.share)
     updates = AdapterUpdates(team, run, accelerator)
 
     def trained():
-        return [parameter for its in updates.trained_parameters().values() for parameter in its.values()]
+        return [
+            parameter
+            for trained_parameter in updates.trained_parameters().values()
+            for parameter in trained_parameter.values()
+        ]
 
     def has_optimizer_state():
         return trainer.optimizer is not None and bool(trainer.optimizer.state)
@@ -374,7 +378,7 @@ class _Rolling(NamedTuple):
     own: OwnReturns
     reach: RewardReach
     alternatives: Alternatives | None
-    look_ahead: LookAhead | None
+    look_ahead: UpcomingRows | None
 
 
 def _rollout_parts(
@@ -388,10 +392,10 @@ def _rollout_parts(
     others = Alternatives(team, run, acting.runner, scorer, own) if branches else None
     look_ahead, ahead = None, None
     if args.max_staleness:
-        from ..extras.engines.prefetch import LookAhead, Overlap
+        from ..extras.engines.prefetch import Prefetcher, UpcomingRows
 
-        look_ahead = LookAhead(run.state, schedule, args.max_staleness)
-        ahead = Overlap(run, acting.runner, look_ahead, code.failures)
+        look_ahead = UpcomingRows(run.state, schedule, args.max_staleness)
+        ahead = Prefetcher(run, acting.runner, look_ahead, code.failures)
     rollouts = Rollouts(
         run, acting.runner, team.workflow, scorer, rewards, own, reach, code.failures, alternatives=others, ahead=ahead
     )
@@ -436,7 +440,7 @@ def _learning_parts(
         estimator = BaselineEstimator(team, run, credit, rolling.rewards, running)
     model = trainer.accelerator.unwrap_model(trainer.model)
     places, shards = scoring.passes.give_positions, processes.have_shards
-    mixing = MixedPasses.of(model, team.policies, args, scoring.batcher, places, shards)
+    mixing = MixedPass.of(model, team.policies, args, scoring.batcher, places, shards)
     scores, batcher, collate, updates = scoring.log_probs, scoring.batcher, scoring.collate, scoring.updates
     randomness = RandomStates(processes.device, others=other_devices(model, processes.device))
     again = OutOfMemory(run, batcher, updates, randomness)

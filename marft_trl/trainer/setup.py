@@ -391,7 +391,7 @@ def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) 
             "`multi_objective_aggregation='normalize_then_sum'` changes what an episode earned in the workflow, so "
             "with `credit_kind='rewards'` it cannot stay with the turns that earned it. Set `credit_kind='returns'`."
         )
-    own = [one for one in functions if getattr(one, "__name__", "") == environment_reward.__name__]
+    own = [item for item in functions if getattr(item, "__name__", "") == environment_reward.__name__]
     if workflow.earns and any(function is not environment_reward for function in own):
         raise ValueError(
             "A function in `reward_funcs` is named 'environment_reward', as is the function that the trainer adds for "
@@ -541,7 +541,7 @@ def make_critic(
         return None
     if peft_config is None:
         # Layers and rank of a policy are known to fit the base
-        peft_config = copy.deepcopy(model.peft_config[next(one.adapter for one in agents if one.has_policy)])
+        peft_config = copy.deepcopy(model.peft_config[next(agent.adapter for agent in agents if agent.has_policy)])
         peft_config.inference_mode = False
         if hasattr(peft_config, "init_lora_weights"):
             peft_config.init_lora_weights = True  # other values may change the base, which the policies share

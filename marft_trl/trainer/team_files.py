@@ -90,9 +90,9 @@ class TeamFiles:
             tools={agent.name: list(map(tool_name, agent.functions)) for agent in self._agents if agent.functions},
             tool_limits=asdict(tool_limits(self._args)),
             view=None if view is team_view else callable_name(view),
-            agent_views={one.name: callable_name(one.view) for one in self._agents if one.view is not None},
+            agent_views={item.name: callable_name(item.view) for item in self._agents if item.view is not None},
             workflow_timeout=self._args.workflow_timeout,
-            replies={one.name: callable_name(one.reply) for one in self._agents if one.reply is not None},
+            replies={value.name: callable_name(value.reply) for value in self._agents if value.reply is not None},
             show_reasoning=self._args.show_reasoning,
         )
 

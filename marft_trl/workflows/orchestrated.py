@@ -166,7 +166,7 @@ class Orchestrated(Workflow):
     def system_prompts(self, agents: Sequence[AgentSpec], aliases: Mapping[str, str] | None = None) -> dict[str, str]:
         known = self._callable([agent.name for agent in agents])
         names = {agent.name: (aliases or {}).get(agent.name, agent.name) for agent in agents}
-        team = [f"- {names[one.name]}" + (f": {one.description}" if one.description else "") for one in agents]
+        team = [f"- {names[item.name]}" + (f": {item.description}" if item.description else "") for item in agents]
         lines = [line for line, agent in zip(team, agents, strict=True) if agent.name in known]
         return {self.orchestrator: PROMPT.format(team="\n".join(lines))}
 

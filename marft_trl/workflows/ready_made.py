@@ -363,15 +363,15 @@ class ByColumn(Workflow):
             if not isinstance(workflow, Workflow):
                 raise TypeError(f"`workflows` of `ByColumn` has no `Workflow` object for {name!r}, got {workflow!r}.")
         self.workflows, self.column = dict(workflows), column
-        self.functions = [function for one in self.workflows.values() for function in one.functions]
-        limits = [one.holds_up for one in self.workflows.values() if one.holds_up is not None]
+        self.functions = [function for item in self.workflows.values() for function in item.functions]
+        limits = [value.holds_up for value in self.workflows.values() if value.holds_up is not None]
         self.holds_up = min(limits, default=None)
-        self.acts_outside = any(one.acts_outside for one in self.workflows.values())
+        self.acts_outside = any(entry.acts_outside for entry in self.workflows.values())
         self.earns = any(one.earns for one in self.workflows.values())
 
     @property
     def uses_tools(self) -> bool:
-        return any(one.uses_tools for one in self.workflows.values())
+        return any(workflow.uses_tools for workflow in self.workflows.values())
 
     async def run(self, episode: LiveEpisode) -> None:
         await self.of(episode.row.get(self.column)).run(episode)
@@ -396,20 +396,20 @@ class ByColumn(Workflow):
             workflow.check(agents)
 
     def named_agents(self) -> list[str]:
-        return list(dict.fromkeys(name for one in self.workflows.values() for name in one.named_agents()))
+        return list(dict.fromkeys(name for workflow in self.workflows.values() for name in workflow.named_agents()))
 
     def links(self, agents: Sequence[str]) -> list[tuple[str, str]]:
-        return list(dict.fromkeys(pair for one in self.workflows.values() for pair in one.links(agents)))
+        return list(dict.fromkeys(pair for workflow in self.workflows.values() for pair in workflow.links(agents)))
 
     @classmethod
     def from_description(cls, arguments: Mapping[str, Any], environment_factory: Any = None) -> ByColumn:
         factories = environment_factory if isinstance(environment_factory, Mapping) else {}
-        workflows = {name: rebuild(one, factories.get(name)) for name, one in arguments["workflows"].items()}
+        workflows = {name: rebuild(argument, factories.get(name)) for name, argument in arguments["workflows"].items()}
         return cls(workflows, arguments["column"])
 
     def describe(self) -> dict:
         return {
             "class": self.class_name,
             "column": self.column,
-            "workflows": {name: one.describe() for name, one in self.workflows.items()},
+            "workflows": {name: workflow.describe() for name, workflow in self.workflows.items()},
         }

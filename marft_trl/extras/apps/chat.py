@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .requests import Asked, RequestError, Said, call_of, object_of, read_object, text_of, with_names
+from .requests import ChatReply, ChatRequest, RequestError, call_of, object_of, read_object, text_of, with_names
 
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def read(body: bytes, models: Sequence[str]) -> Asked:
+def read(body: bytes, models: Sequence[str]) -> ChatRequest:
     """
     Read the body of a request.
 
@@ -26,7 +26,7 @@ def read(body: bytes, models: Sequence[str]) -> Asked:
     def function(tool: dict[str, Any], where: str) -> tuple[Any, str]:
         return tool.get("function"), f"{where}.function"
 
-    return Asked.of(read_object(body), models, ("messages", "response_format"), _messages, function)
+    return ChatRequest.of(read_object(body), models, ("messages", "response_format"), _messages, function)
 
 
 def _messages(request: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -34,7 +34,7 @@ def _messages(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         form = '[{"role": "user", "content": "..."}]'
         raise RequestError(f"`messages` must be a list of messages such as `{form}`.", field="messages")
-    messages = [_message(one, f"messages[{number}]") for number, one in enumerate(given)]
+    messages = [_message(item, f"messages[{number}]") for number, item in enumerate(given)]
     return with_names(messages, "messages")
 
 
@@ -53,7 +53,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         "content": text_of(content, f"{where}.content", ("text", "refusal")),
     }
     if calls:
-        shown["tool_calls"] = [_call(one, f"{where}.tool_calls[{number}]") for number, one in enumerate(calls)]
+        shown["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]
     if role == "tool":
         shown["tool_call_id"] = message.get("tool_call_id")
     return shown
@@ -77,7 +77,7 @@ def model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "marft_trl"}
 
 
-def answer(identity: str, asked: Asked, messages: Sequence[Said]) -> dict[str, Any]:
+def answer(identity: str, asked: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:
     """The answer to a request as a whole."""
     choices = []
     for index, said in enumerate(messages):
@@ -96,7 +96,7 @@ def answer(identity: str, asked: Asked, messages: Sequence[Said]) -> dict[str, A
 class Stream:
     """The parts of a streamed answer."""
 
-    def __init__(self, identity: str, asked: Asked):
+    def __init__(self, identity: str, asked: ChatRequest):
         self._head, self._with_usage = _head(identity, asked, "chat.completion.chunk"), asked.with_usage
         self._has_text = False
 
@@ -110,7 +110,7 @@ class Stream:
         origin = {"agent": agent, "turn": turn} if agent else {}
         return [self._part({"content" if is_answer else "reasoning_content": text, **origin})]
 
-    def end(self, said: Said) -> list[dict[str, Any]]:
+    def end(self, said: ChatReply) -> list[dict[str, Any]]:
         """The last parts, with the text if none of it was sent."""
         parts = self.delta(said.text) if said.text and not self._has_text else []
         parts += [self._part({"tool_calls": [{"index": i, **call}]}) for i, call in enumerate(_said_calls(said))]
@@ -136,22 +136,22 @@ def failed(wrong: RequestError) -> dict[str, Any]:
     return wrong.body()
 
 
-def _head(identity: str, asked: Asked, kind: str) -> dict[str, Any]:
+def _head(identity: str, asked: ChatRequest, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{identity}", "object": kind, "created": int(time.time()), "model": asked.model}
 
 
-def _said_calls(said: Said) -> list[dict[str, Any]]:
+def _said_calls(said: ChatReply) -> list[dict[str, Any]]:
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in said.calls
     ]
 
 
-def _reason(said: Said) -> str:
+def _reason(said: ChatReply) -> str:
     return "tool_calls" if said.calls else "length" if said.is_cut else "stop"
 
 
-def _usage(messages: Sequence[Said]) -> dict[str, Any]:
+def _usage(messages: Sequence[ChatReply]) -> dict[str, Any]:
     read, written = sum(said.read for said in messages), sum(said.written for said in messages)
     agents: dict[str, Counter[str]] = {}
     for said in messages:

@@ -16,11 +16,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, cast
 
 from ...episodes.live import LiveEpisode
-from ...episodes.records import EndOfEpisode, Given, Turn
+from ...episodes.records import EndOfEpisode, RequestedTurn, Turn
 from ...system.watchdog import raise_in
 from ...workflows.base import Workflow, callable_name
 from .program import AppResult, arguments_of, parts_of, run_program
-from .requests import Asked, RequestError, Said, problem_of
+from .requests import ChatReply, ChatRequest, RequestError, problem_of
 from .session import AppEndpoint, Session, Waiting, shared_keys
 
 
@@ -87,7 +87,7 @@ class ExternalApp(Workflow):
         holds_up: float | None = 60.0,
         cwd: str | os.PathLike | None = None,
     ):
-        is_command = isinstance(app, str) or (isinstance(app, Sequence) and all(isinstance(one, str) for one in app))
+        is_command = isinstance(app, str) or (isinstance(app, Sequence) and all(isinstance(item, str) for item in app))
         if app is not None and not callable(app) and not (is_command and app):
             raise TypeError(
                 "`app` must be a command such as 'python my_app.py --question={prompt}', or a function `app(row, "
@@ -271,7 +271,7 @@ class _Conversation:
 
     def __init__(self, app: ExternalApp, episode: LiveEpisode, session: Session):
         self._app, self._episode, self._session = app, episode, session
-        self._said: list[tuple[Turn, Said, Asked]] = []
+        self._said: list[tuple[Turn, ChatReply, ChatRequest]] = []
         self._open: list[Waiting] = []
         self._refused = 0  # requests since the latest turn
         self._tasks: set[asyncio.Task] = set()
@@ -300,7 +300,7 @@ class _Conversation:
                 while not self._session.inbox.empty():
                     batch.append(self._session.inbox.get_nowait())
                 arrival = asyncio.ensure_future(self._session.inbox.get())
-                self._open = [one for one in self._open if not one.is_settled] + batch
+                self._open = [item for item in self._open if not item.is_settled] + batch
                 for waiting in sorted(batch, key=lambda one: one.order):
                     if not waiting.is_gone:
                         waiting.task = asyncio.ensure_future(self._answer(waiting))
@@ -321,7 +321,7 @@ class _Conversation:
         self._refused += 1
         try:
             turn = await self._turn(waiting.asked, waiting.seen)
-            said = Said.of(turn, waiting.asked.stop)
+            said = ChatReply.of(turn, waiting.asked.stop)
             self._said.append((turn, said, waiting.asked))
             self._refused = 0
             waiting.settle((said, turn))
@@ -331,7 +331,7 @@ class _Conversation:
         except (Exception, EndOfEpisode) as error:
             waiting.settle(problem_of(error))
 
-    async def _turn(self, asked: Asked, seen: tuple[Turn, ...]) -> Turn:
+    async def _turn(self, asked: ChatRequest, seen: tuple[Turn, ...]) -> Turn:
         episode = self._episode
         settings = {**asked.sampling, **({} if asked.max_tokens is None else {"max_tokens": asked.max_tokens})}
         ignored = [*(["seed"] if asked.seed is not None else []), *(settings if episode.trains else ())]
@@ -340,7 +340,7 @@ class _Conversation:
                 f"The application sends `{name}`, which is not obeyed in training, where agents sample with their own "
                 "settings and the seed of the run."
             )
-        given = Given(
+        given = RequestedTurn(
             self._with_turns(asked.model, asked.messages),
             asked.tools,
             asked.stop,
@@ -371,7 +371,7 @@ class _Conversation:
             for turn, said, asked in self._said
             if turn.agent == agent
             and said.text == message["content"]
-            and said.text == Said.of(turn).text  # not one that is shown without its stop text
+            and said.text == ChatReply.of(turn).text  # not one that is shown without its stop text
             and [(call.name, _sorted(call.arguments)) for call in said.calls] == calls
             and turn not in used
         ]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from aiohttp import web
 
 from . import chat, responses
-from .requests import Asked, RequestError, Said, problem_of
+from .requests import ChatReply, ChatRequest, RequestError, problem_of
 
 
 # A further form of the API is a module with `read`, `answer`, `Stream`, `encoded`, `failed` and `END`, and a line here
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
         lost (`Callable`, *optional*): called if the answer could not be sent.
     """
 
-    messages: Sequence[Said]
+    messages: Sequence[ChatReply]
     lost: Callable[[], None] = lambda: None
 
 
@@ -64,7 +64,7 @@ class Client(Protocol):
     def models(self) -> Sequence[str]:
         """Names that may be asked for."""
 
-    async def ask(self, asked: Asked, body: bytes, is_again: bool, tell: Tell | None) -> Answer:
+    async def ask(self, asked: ChatRequest, body: bytes, is_again: bool, tell: Tell | None) -> Answer:
         """
         Answer a request.
 
@@ -185,7 +185,7 @@ class HTTPApplication:
         return answer
 
     async def _streamed(
-        self, request: web.Request, dialect: Any, stream: Any, asked: Asked, body: bytes, is_again: bool
+        self, request: web.Request, dialect: Any, stream: Any, asked: ChatRequest, body: bytes, is_again: bool
     ) -> web.StreamResponse:
         """
         The answer as server-sent events. A client that reads slowly holds nobody up: what answers does not wait for

@@ -106,7 +106,7 @@ def parts_of(command: str | Sequence[str]) -> list[str]:
             list(string.Formatter().parse(part))
     except ValueError as error:
         raise ValueError(f"The command {command!r} cannot be read: {error}.") from error
-    shells = [one for one in parts if one in _OF_SHELLS or one.startswith("$")] if isinstance(command, str) else []
+    shells = [item for item in parts if item in _OF_SHELLS or item.startswith("$")] if isinstance(command, str) else []
     if shells or not parts:
         what = f"{shells[0]!r} would be an argument" if shells else "it is empty"
         raise ValueError(

@@ -125,7 +125,7 @@ def check_known(given: Mapping[str, Any], own: Collection[str]) -> None:
             hint = did_you_mean(name, [*_READ, *own])
             raise RequestError(f"`{name[:80]}` is no field that this server knows.{hint}", field=name[:80])
         nothing, why = _REFUSED[name]
-        if not any(value == one and type(value) is type(one) for one in nothing):
+        if not any(value == item and type(value) is type(item) for item in nothing):
             raise RequestError(f"`{name}` is not supported. {why}", field=name, code="unsupported_parameter")
 
 
@@ -150,8 +150,8 @@ def check_depth(value: Any) -> None:
     """Raise unless a value is nested as deep as programs nest them, and no deeper: later code goes through it."""
     level = [value]
     for _ in range(_DEEPEST):
-        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
-        level = [one for some in inner for one in some]
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
+        level = [entry for some in inner for entry in some]
     if level:
         raise ValueError(f"values are nested more than {_DEEPEST} deep")
 
@@ -252,7 +252,9 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
         kinds (`Sequence[str]`, *optional*): types of parts that have a text.
     """
     if isinstance(content, list):
-        texts = [one.get("text") if isinstance(one, dict) and one.get("type") in kinds else None for one in content]
+        texts = [
+            item.get("text") if isinstance(item, dict) and item.get("type") in kinds else None for item in content
+        ]
         if not all(isinstance(text, str) for text in texts):
             raise RequestError(f"`{where}` may have parts of type 'text' alone.", field=where)
         content = "".join(texts)  # type: ignore[arg-type]
@@ -278,7 +280,7 @@ def name_of(value: Any, where: str) -> str:
 _REFUSED_FORMAT = "Constrained decoding would sample from another policy. Ask for the form in a message, and parse."
 
 
-class SaidCall(NamedTuple):
+class ReplyCall(NamedTuple):
     """A call of a function."""
 
     id: str
@@ -287,7 +289,7 @@ class SaidCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatRequest:
     """
     A request for one message of a model.
 
@@ -324,7 +326,7 @@ class Asked:
         own: Collection[str],
         messages: Callable[[Mapping[str, Any]], list[dict[str, Any]]],
         tool: Callable[[dict[str, Any], str], tuple[Any, str]],
-    ) -> Asked:
+    ) -> ChatRequest:
         """
         Read a request. The forms of the API differ in how messages and tools are written, and in nothing else.
 
@@ -364,7 +366,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Said:
+class ChatReply:
     """
     A message of a model.
 
@@ -377,7 +379,7 @@ class Said:
     """
 
     text: str
-    calls: tuple[SaidCall, ...] = ()
+    calls: tuple[ReplyCall, ...] = ()
     is_cut: bool = False
     read: int = 0
     written: int = 0
@@ -386,7 +388,7 @@ class Said:
     agents: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, turn: Turn, stop: Sequence[str] = (), mark: str = "") -> Said:
+    def of(cls, turn: Turn, stop: Sequence[str] = (), mark: str = "") -> ChatReply:
         """
         A turn as a message.
 
@@ -396,9 +398,9 @@ class Said:
         """
         calls = _calls_of(turn)
         text = (turn.without_calls or "") if calls else turn.text if turn.tagged is None else turn.tagged
-        for one in stop:
-            text = text.partition(one)[0]
-        ids = [SaidCall(f"call_{mark}{turn.index}_{i}", *call) for i, call in enumerate(calls)]
+        for item in stop:
+            text = text.partition(item)[0]
+        ids = [ReplyCall(f"call_{mark}{turn.index}_{i}", *call) for i, call in enumerate(calls)]
         return cls(text, tuple(ids), turn.truncated, len(turn.prompt_ids), len(turn.completion_ids))
 
 

@@ -8,14 +8,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .requests import Asked, RequestError, Said, call_of, object_of, read_object, text_of, with_names
+from .requests import ChatReply, ChatRequest, RequestError, call_of, object_of, read_object, text_of, with_names
 
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
-def read(body: bytes, models: Sequence[str]) -> Asked:
+def read(body: bytes, models: Sequence[str]) -> ChatRequest:
     """
     Read the body of a request, see [`~marft_trl.extras.apps.chat.read`].
 
@@ -23,7 +23,7 @@ def read(body: bytes, models: Sequence[str]) -> Asked:
         RequestError: the message names the field, what it got and what it needs.
     """
     own = ("input", "instructions", "text")
-    asked = Asked.of(read_object(body), models, own, _messages, lambda tool, where: (tool, where))
+    asked = ChatRequest.of(read_object(body), models, own, _messages, lambda tool, where: (tool, where))
     if asked.count > 1:
         raise RequestError("`n` must be 1: a response is one answer. Ask again for another one.", field="n")
     return asked
@@ -69,7 +69,7 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 # ---- Answers ----
 
 
-def answer(identity: str, asked: Asked, messages: Sequence[Said]) -> dict[str, Any]:
+def answer(identity: str, asked: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:
     """
     The answer to a request. A message that was cut at its largest length is completed, with `incomplete_details`:
     clients take an incomplete response for an error, and turns of training are cut now and then.
@@ -81,7 +81,7 @@ def answer(identity: str, asked: Asked, messages: Sequence[Said]) -> dict[str, A
 class Stream:
     """The events of an answer that grows."""
 
-    def __init__(self, identity: str, asked: Asked):
+    def __init__(self, identity: str, asked: ChatRequest):
         self._identity, self._asked, self._count, self._has_text = identity, asked, 0, False
         self._place = {"item_id": f"msg_{identity}", "output_index": 0, "content_index": 0}
 
@@ -104,7 +104,7 @@ class Stream:
             found.append(self._event("response.output_text.delta", **self._place, delta=text, logprobs=[]))
         return found
 
-    def end(self, said: Said) -> list[dict[str, Any]]:
+    def end(self, said: ChatReply) -> list[dict[str, Any]]:
         """The last events, with the text if none of it was sent."""
         found = self.delta(said.text) if not self._has_text and (said.text or not said.calls) else []
         items = _output(self._identity, said)
@@ -144,7 +144,7 @@ def failed(wrong: RequestError) -> dict[str, Any]:
 
 
 def _response(
-    identity: str, asked: Asked, status: str, output: list[dict[str, Any]], said: Said | None = None
+    identity: str, asked: ChatRequest, status: str, output: list[dict[str, Any]], said: ChatReply | None = None
 ) -> dict[str, Any]:
     is_cut = said is not None and said.is_cut
     return {
@@ -167,7 +167,7 @@ def _response(
     }
 
 
-def _output(identity: str, said: Said) -> list[dict[str, Any]]:
+def _output(identity: str, said: ChatReply) -> list[dict[str, Any]]:
     calls = [
         {
             "type": "function_call",
@@ -191,7 +191,7 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(said: Said) -> dict[str, Any]:
+def _usage(said: ChatReply) -> dict[str, Any]:
     return {
         "input_tokens": said.read,
         "input_tokens_details": {"cached_tokens": 0},

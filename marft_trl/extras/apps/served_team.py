@@ -22,14 +22,14 @@ from yarl import URL
 
 from ...config.team_setup import decoding
 from ...episodes.live import LiveEpisode
-from ...episodes.records import EndOfEpisode, Episode, Given, PromptError
+from ...episodes.records import EndOfEpisode, Episode, PromptError, RequestedTurn
 from ...team import Event, Team, TextDelta
-from ...team.live import Ask
+from ...team.live import Question
 from ...workflows import Sequential, Workflow
 from ..engines.server import EngineDownError
 from .external_app import OUTPUT, ExternalApp
 from .http import DIALECTS, Answer, HTTPApplication, Outcome, Tell, key_of
-from .requests import Asked, RequestError, Said, problem_of
+from .requests import ChatReply, ChatRequest, RequestError, problem_of
 
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def is_loopback(host: str | None) -> bool:
         return host == "localhost"
 
 
-class Desk:
+class RequestQueue:
     """
     Places for answers that are written at the same time.
 
@@ -150,7 +150,7 @@ class Desk:
                 self._free.release()
 
 
-class Counts:
+class ServerMetrics:
     """What a gateway has done, in Prometheus' text format."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class Counts:
             self._tokens[turn.agent, "prompt"] += len(turn.prompt_ids)
             self._tokens[turn.agent, "completion"] += len(turn.completion_ids)
 
-    def text(self, desk: Desk) -> str:
+    def text(self, desk: RequestQueue) -> str:
         """All of it, with the present numbers of a desk."""
         lines = [
             "# TYPE marft_requests_running gauge",
@@ -232,7 +232,7 @@ def as_data(episode: Episode) -> dict[str, Any]:
             }
             for turn in episode.turns
         ],
-        "feedback": [{"source": one.agent, "text": one.text} for one in episode.feedback if one.agent != OUTPUT],
+        "feedback": [{"source": item.agent, "text": item.text} for item in episode.feedback if item.agent != OUTPUT],
     }
 
 
@@ -301,13 +301,13 @@ class _Alone(Workflow):
 class _OnMessages(Workflow):
     """An agent is asked on the messages of a request."""
 
-    def __init__(self, asked: Asked):
+    def __init__(self, asked: ChatRequest):
         self._asked = asked
 
     async def run(self, episode: LiveEpisode) -> None:
         asked = self._asked
         try:
-            await episode.turn_on(asked.model, Given(asked.messages, asked.tools, asked.stop))
+            await episode.turn_on(asked.model, RequestedTurn(asked.messages, asked.tools, asked.stop))
         except EndOfEpisode as end:
             raise PromptError(str(end), end.is_too_long) from end
 
@@ -323,7 +323,7 @@ class _Gateway:
         self.timeout, self.max_body, self.closes = settings.timeout, settings.max_body, False
         starts = isinstance(team.workflow, ExternalApp) and team.workflow.starts_programs
         places = min(settings.max_running, settings.max_programs) if starts else settings.max_running
-        self._desk, self._counts = Desk(places, settings.max_waiting), Counts()
+        self._desk, self._counts = RequestQueue(places, settings.max_waiting), ServerMetrics()
         self._page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
         self._ends = False
 
@@ -338,7 +338,7 @@ class _Gateway:
 
     def _is_direct(self, model: Any) -> bool:
         """Whether an agent is asked as in its training: on the messages that an application has written."""
-        return isinstance(self._team.workflow, ExternalApp) and model in [one.name for one in self._team.agents]
+        return isinstance(self._team.workflow, ExternalApp) and model in [agent.name for agent in self._team.agents]
 
     def application(self) -> web.Application:
         """The application."""
@@ -395,7 +395,7 @@ class _Gateway:
         """The team, and its agents."""
         return list(self._workflows)
 
-    async def ask(self, asked: Asked, body: bytes, is_again: bool, tell: Tell | None) -> Answer:
+    async def ask(self, asked: ChatRequest, body: bytes, is_again: bool, tell: Tell | None) -> Answer:
         """Answers of the team, or of an agent: of an application, on the messages as they are."""
         is_direct = self._is_direct(asked.model)
         if is_direct:
@@ -424,9 +424,9 @@ class _Gateway:
 
     # ---- Answers ----
 
-    async def _episodes(self, asked: Asked, tell: Callable[[Event], None] | None) -> list[Episode]:
+    async def _episodes(self, asked: ChatRequest, tell: Callable[[Event], None] | None) -> list[Episode]:
         is_direct = self._is_direct(asked.model)
-        ask = Ask(
+        ask = Question(
             [{**asked.row, "prompt": asked.messages} for _ in range(asked.count)],
             secrets.randbits(62) if asked.seed is None else asked.seed,
             decoding(asked.sampling),
@@ -444,7 +444,7 @@ class _Gateway:
         self._counts.episodes(episodes)
         return episodes
 
-    def _told(self, asked: Asked, tell: Tell) -> Callable[[Event], None]:
+    def _told(self, asked: ChatRequest, tell: Tell) -> Callable[[Event], None]:
         """What hears of the events of an episode: the answering turn is the answer, others come before it."""
         answering, speaks = self._answering_turn(asked.model), None
 
@@ -482,7 +482,7 @@ def _host_of(request: web.Request) -> str | None:
         return None
 
 
-def _check_question(asked: Asked) -> None:
+def _check_question(asked: ChatRequest) -> None:
     """
     Raises:
         RequestError: a request asks a team, or an agent of it, for what only applications have.
@@ -497,14 +497,14 @@ def _check_question(asked: Asked) -> None:
         raise RequestError("A message of the user is empty, so there is nothing to answer.", field="messages")
 
 
-def _message(episode: Episode, asked: Asked, is_direct: bool) -> Said:
+def _message(episode: Episode, asked: ChatRequest, is_direct: bool) -> ChatReply:
     """The answer of an episode."""
     turn, tokens = episode.answer, tokens_of(episode)
     mark = f"{secrets.token_hex(6)}_"
-    said = Said.of(turn, asked.stop, mark) if turn is not None else Said("")
+    said = ChatReply.of(turn, asked.stop, mark) if turn is not None else ChatReply("")
     read = sum(counts["prompt_tokens"] for counts in tokens.values())
     written = sum(counts["completion_tokens"] for counts in tokens.values())
     if is_direct:
         return dataclasses.replace(said, read=read, written=written)
     before, turns = (thoughts(episode), as_data(episode)) if asked.show_turns else ("", None)
-    return Said(answer_text(episode), (), said.is_cut, read, written, before, turns, tokens)
+    return ChatReply(answer_text(episode), (), said.is_cut, read, written, before, turns, tokens)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...episodes.records import Turn
-from .requests import Asked, RequestError, Said
+from .requests import ChatReply, ChatRequest, RequestError
 
 
 if TYPE_CHECKING:
@@ -114,9 +114,9 @@ class Waiting:
         seen (`tuple[Turn, ...]`): turns that were answered before it came.
     """
 
-    def __init__(self, asked: Asked, seen: tuple[Turn, ...]):
+    def __init__(self, asked: ChatRequest, seen: tuple[Turn, ...]):
         self.asked, self.seen = asked, seen
-        self.answer: asyncio.Future[tuple[Said, Turn]] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[tuple[ChatReply, Turn]] = asyncio.get_running_loop().create_future()
         self.loop = asyncio.get_running_loop()
         self.clients = 0
         self.is_gone = self.is_settled = False
@@ -128,7 +128,7 @@ class Waiting:
         asked = self.asked
         return json.dumps([asked.model, asked.messages, asked.tools, asked.stop], sort_keys=True)
 
-    def settle(self, result: tuple[Said, Turn] | BaseException) -> None:
+    def settle(self, result: tuple[ChatReply, Turn] | BaseException) -> None:
         """Answer the request, from the event loop of the episode, unless it is answered."""
         if self.is_settled:
             return
@@ -167,7 +167,7 @@ class Session:
 
     # ---- In the thread of the endpoint ----
 
-    async def ask(self, asked: Asked, body: bytes, is_again: bool, tell: Tell | None) -> Answer:
+    async def ask(self, asked: ChatRequest, body: bytes, is_again: bool, tell: Tell | None) -> Answer:
         """
         The answer to a request, as a whole. If the caller is cancelled, the request is given up. A client's further
         try is known by its body.
@@ -221,8 +221,8 @@ class Session:
         The request that a further try is of: one whose client is gone, else the latest if the client says so, and if
         each of the first tries has a turn already.
         """
-        there = [one for one in same if not one.is_gone]
-        left = [one for one in there if not one.clients]
+        there = [item for item in same if not item.is_gone]
+        left = [value for value in there if not value.clients]
         return left[0] if left else there[-1] if there and is_again and len(there) >= firsts else None
 
     def refuse(self, error: RequestError) -> None:
@@ -250,7 +250,7 @@ class Session:
                 )
         self.rewards.append((given, self._answered[-1] if self._answered else None))
 
-    def _check(self, asked: Asked) -> None:
+    def _check(self, asked: ChatRequest) -> None:
         asked.check_turn()
         if asked.tools and not self.takes_tools:
             raise RequestError(

@@ -161,7 +161,7 @@ def _tokens(action: argparse.Action, value: Any, key: str, parser: argparse.Argu
             raise UsageError(f"{key!r} of the YAML file must be true or false, got {value!r}.")
         return [option] if value else []
     values = value if isinstance(value, list) and action.nargs in ("*", "+") else [value]
-    texts = [json.dumps(one) if isinstance(one, (dict, list)) else str(one) for one in values]
+    texts = [json.dumps(item) if isinstance(item, (dict, list)) else str(item) for item in values]
     if action.nargs in ("*", "+"):
         return [option, *texts]
     return [f"{option}={texts[0]}"]  # so that a value may begin with "-"

@@ -274,8 +274,10 @@ def reward_named(name: Any) -> Callable:
         raise UsageError(f"A reward function must be named, got {name!r}.")
     if ":" in name:
         return _named(name)
-    every = {one: getattr(place, one) for place in (trl.rewards, rewards, sandbox) for one in place.__all__}
-    known = {one: its for one, its in every.items() if one.endswith("_reward") and not one.startswith("get_")}
+    every = {item: getattr(place, item) for place in (trl.rewards, rewards, sandbox) for item in place.__all__}
+    known = {
+        value: entry for value, entry in every.items() if value.endswith("_reward") and not value.startswith("get_")
+    }
     if name not in known:
         hint = did_you_mean(name, known) or f" There are {', '.join(sorted(known))}."
         raise UsageError(f"There is no reward function {name!r}.{hint} Your own is 'file.py:function'.")

@@ -35,7 +35,7 @@ class Launcher:
     def __init__(self, taken: Sequence[str]):
         self._parser = launch_command_parser()
         known = options_of(self._parser)
-        self._options = {name: one for name, one in known.items() if name not in taken and name not in _NOT_TAKEN}
+        self._options = {name: item for name, item in known.items() if name not in taken and name not in _NOT_TAKEN}
 
     @property
     def names(self) -> list[str]:
@@ -106,7 +106,7 @@ class TrainerCommand(BaseCommand):
             print(self._usage())
             return 0
         late = [
-            one for before, one in zip(["", *rest], rest, strict=False) if one.endswith(".py") and "-" not in before
+            item for before, item in zip(["", *rest], rest, strict=False) if item.endswith(".py") and "-" not in before
         ]
         if late and not is_named:
             raise UsageError(f"The file comes first: `marft {self.name} {late[0]} ...`.")

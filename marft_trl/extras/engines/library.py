@@ -119,7 +119,7 @@ class Probe:
         logps = logps.double().cpu()
         best = logps.topk(min(_MOST_LIKELY, len(logps))).indices
         hot = torch.log_softmax(logps / _HOT, dim=-1)
-        pairs = (dict(zip(best.tolist(), its[best].tolist(), strict=True)) for its in (logps, hot))
+        pairs = (dict(zip(best.tolist(), value[best].tolist(), strict=True)) for value in (logps, hot))
         return cls(tuple(ids), *pairs)
 
 
@@ -363,7 +363,7 @@ class AdapterLibrary:
             await server.unload(version.name, seconds)
             raise MismatchError(f"The adapter {version.entry!r} cannot be compared: {error}", version.entry) from error
         pairs = zip(found, version.probes, strict=True)
-        difference = sum(_difference(theirs, probe.logps) for theirs, probe in pairs) / len(found)
+        difference = sum(_difference(served, probe.logps) for served, probe in pairs) / len(found)
         if not difference <= self._tolerance:
             await server.unload(version.name, seconds)
             raise MismatchError(

@@ -21,7 +21,7 @@ from ...seams.trl import TrlState
 from .vllm_generator import VLLMGenerator
 
 
-class LookAhead:
+class UpcomingRows:
     """
     Reads dataloaders ahead. Batches come in the order of the dataloader, and none is read beyond the end of a pass.
 
@@ -102,7 +102,7 @@ class _Job(NamedTuple):
     episodes: concurrent.futures.Future[list[Episode]]
 
 
-class Overlap:
+class Prefetcher:
     """
     Episodes of generation batches, begun before they are due.
 
@@ -112,10 +112,10 @@ class Overlap:
 
     Args:
         runner ([`EpisodeRunner`]): runs episodes, on servers.
-        look_ahead ([`LookAhead`]): the number of the batch that is due, and the rows of later ones.
+        look_ahead ([`UpcomingRows`]): the number of the batch that is due, and the rows of later ones.
     """
 
-    def __init__(self, run: RunContext, runner: EpisodeRunner, look_ahead: LookAhead, failures: Failures):
+    def __init__(self, run: RunContext, runner: EpisodeRunner, look_ahead: UpcomingRows, failures: Failures):
         self._runner, self._look_ahead, self._staleness = runner, look_ahead, int(run.args.max_staleness)
         self._generator = cast(VLLMGenerator, runner.generator)
         self._policy, self._failures, self._processes = OnFailure.of(run.args), failures, run.processes

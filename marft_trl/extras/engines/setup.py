@@ -96,7 +96,7 @@ def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
             )
     own = None
     if args.vllm_mode == "colocate":
-        ranks = {name: model.peft_config[one.adapter].r for one in served for name in served_entries(one)}
+        ranks = {name: model.peft_config[item.adapter].r for item in served for name in served_entries(item)}
         own = start_own_server(args, model, ranks)
     elif is_quantized(model):
         logger.warning(

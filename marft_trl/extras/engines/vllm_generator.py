@@ -148,7 +148,7 @@ class SamplingCorrection:
             None if spread is None else tuple(map(float, spread)),
         )
         everywhere = self._processes.gather([mine])
-        self._report_differences([its for its, *_ in everywhere])
+        self._report_differences([value for value, *_ in everywhere])
         count = sum(number for _, number, *_ in everywhere)
         if count:
             name = "sampling/importance_sampling_ratio"
@@ -160,9 +160,9 @@ class SamplingCorrection:
 
     def _report_differences(self, everywhere: Sequence[dict[str, tuple[int, float, float]]]) -> None:
         name = "sampling/sampling_logp_difference"
-        agents = sorted({agent for its in everywhere for agent in its})
+        agents = sorted({agent for item in everywhere for agent in item})
         for agent in [None, *agents]:  # all of them together first
-            found = [value for its in everywhere for own, value in its.items() if agent in (None, own)]
+            found = [value for entry in everywhere for own, value in entry.items() if agent in (None, own)]
             count = sum(number for number, _, _ in found)
             if count:
                 prefix = "" if agent is None else f"agents/{agent}/"
@@ -280,7 +280,7 @@ class VLLMGenerator(Generator):
 
     def release(self, pin: dict[str, Version]) -> None:
         """Versions of [`~VLLMGenerator.pin`] are no longer used."""
-        self._pins = [one for one in self._pins if one is not pin]
+        self._pins = [item for item in self._pins if item is not pin]
 
     @contextlib.contextmanager
     def using(self, pin: dict[str, Version]) -> Iterator[None]:
@@ -338,7 +338,7 @@ class VLLMGenerator(Generator):
     async def generate(
         self, observed: Sequence[Observed], greedy: bool = False, sampling: Mapping[str, float] | None = None
     ) -> list[Sampled]:
-        return await asyncio.gather(*[self._sample(one, greedy, sampling) for one in observed])
+        return await asyncio.gather(*[self._sample(item, greedy, sampling) for item in observed])
 
     async def _sample(self, observed: Observed, greedy: bool, sampling: Mapping[str, float] | None) -> Sampled:
         agent, ids, key, by_reference, copy, live = observed

@@ -221,7 +221,7 @@ def _with_adapters(experiment: Experiment, name: Callable[[AgentSpec], str]) -> 
 def _frozen(name: str) -> Callable[[Experiment], Experiment]:
     def frozen(experiment: Experiment) -> Experiment:
         # Of agents that share an adapter, this one stays as the base is
-        others = {one.adapter for one in experiment.agents if one.name != name}
+        others = {agent.adapter for agent in experiment.agents if agent.name != name}
         adapter = next(
             free for free in (name + "-frozen" * count for count in itertools.count()) if free not in others
         )
@@ -237,8 +237,8 @@ def _without(name: str) -> Callable[[Experiment], Experiment]:
     def without(experiment: Experiment) -> Experiment:
         workflow = experiment.workflow
         if isinstance(workflow, Sequential) and workflow.agents is not None:
-            workflow = Sequential([one for one in workflow.agents if one != name], workflow.rounds)
-        agents = [one for one in experiment.agents if one.name != name]
+            workflow = Sequential([item for item in workflow.agents if item != name], workflow.rounds)
+        agents = [agent for agent in experiment.agents if agent.name != name]
         return experiment.changed(agents=agents, workflow=workflow)
 
     return without

@@ -140,7 +140,7 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
         cell ([`Cell`]): arm, seed and folder.
         emptied (`Sequence[str]`): agents whose messages are emptied in further evaluations of the trained team.
     """
-    (arm,) = (one for one in arms_of(experiment) if one.name == cell.arm)
+    (arm,) = (item for item in arms_of(experiment) if item.name == cell.arm)
     settings = {"seed": cell.seed, "output_dir": str(cell.folder), "eval_k": experiment.args.eval_k or [1]}
     settings |= {"report_to": [], "push_to_hub": False, "load_best_model_at_end": False, "eval_strategy": "no"}
     changed = arm.changed(experiment).with_args(**settings)
@@ -171,8 +171,8 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
         "tokens": trainer.parts.reporter.generated_tokens,
         "seconds": round(seconds, 1),
         "steps": trainer.state.global_step,
-        "curve": [[one["step"], one["reward"]] for one in trainer.state.log_history if "reward" in one],
-        "rewards_differ": any(one.get("reward_std") for one in trainer.state.log_history),  # within a batch
+        "curve": [[value["step"], value["reward"]] for value in trainer.state.log_history if "reward" in value],
+        "rewards_differ": any(entry.get("reward_std") for entry in trainer.state.log_history),  # within a batch
         "emptied": list(emptied),
         **({"budget": team["tokens"]} if arm.is_budgeted else {}),
     }

@@ -61,7 +61,7 @@ class Comparison:
     questions_in_both: int = 0
 
     def __getitem__(self, arm: str) -> ArmResult:
-        return next(one for one in self.results if one.arm.name == arm)
+        return next(result for result in self.results if result.arm.name == arm)
 
 
 def compare(
@@ -70,8 +70,8 @@ def compare(
     """Compare the runs of a report."""
     team = _scores(arms[0], runs, seeds)
     results = [ArmResult(arm) if arm.why_not else _result(arm, team, runs, seeds) for arm in arms]
-    found = {one.arm.name: one for one in results}
-    said = verdicts(found, [one.name for one in experiment.agents], margin)
+    found = {result.arm.name: result for result in results}
+    said = verdicts(found, [agent.name for agent in experiment.agents], margin)
     return Comparison(experiment.name, results, said, margin, experiment.questions_in_both())
 
 
@@ -92,10 +92,10 @@ def _result(arm: Arm, team, runs: Path, seeds: Sequence[int]) -> ArmResult:
         arm,
         _within(interval(its)),
         None if arm.name == "team" else paired_difference(team, its),
-        statistics.mean(one["tokens"] for one in done) if trains else None,
+        statistics.mean(entry["tokens"] for entry in done) if trains else None,
         statistics.mean(one["seconds"] for one in done) if trains else None,
-        [one["curve"] for one in done] if trains else (),
-        any(one.get("rewards_differ", True) for one in done),
+        [item["curve"] for item in done] if trains else (),
+        any(value.get("rewards_differ", True) for value in done),
     )
 
 
@@ -137,9 +137,9 @@ def verdicts(found: dict[str, ArmResult], agents: Sequence[str], margin: float) 
     """What the differences say, in plain sentences."""
     said = [_sentence(found, arm, margin, subject, words) for arm, subject, words in _QUESTIONS]
     said += [
-        _sentence(found, one.arm.name, margin, "The team", _compared(one.arm.name))
-        for one in found.values()
-        if one.arm.is_variant
+        _sentence(found, item.arm.name, margin, "The team", _compared(item.arm.name))
+        for item in found.values()
+        if item.arm.is_variant
     ]
     said.append(_too_few_tokens(found))
     for agent in agents:
@@ -149,7 +149,7 @@ def verdicts(found: dict[str, ArmResult], agents: Sequence[str], margin: float) 
             ("frozen", f"With {agent}, the team", _TRAINED),
         )
         said += [_sentence(found, f"{kind}:{agent}", margin, subject, words) for kind, subject, words in questions]
-    return [one for one in said if one is not None]
+    return [value for value in said if value is not None]
 
 
 def _too_few_tokens(found: dict[str, ArmResult]) -> str | None:
@@ -194,7 +194,7 @@ def _learned_nothing(result: ArmResult) -> str:
 def shown(value: Interval, signed: bool = False) -> str:
     """An interval in percent."""
     form = "{:+.1f}" if signed else "{:.1f}"
-    mean, low, high = (form.format(100 * one) for one in (value.mean, value.low, value.high))
+    mean, low, high = (form.format(100 * item) for item in (value.mean, value.low, value.high))
     return f"{mean} [{low}, {high}]"
 
 
@@ -224,8 +224,8 @@ def write_pages(comparison: Comparison, folder: Path) -> None:
 
 def as_markdown(comparison: Comparison) -> str:
     """Verdicts and the table of arms."""
-    accuracy = next(one.accuracy for one in comparison.results if one.accuracy is not None)
-    lines = [f"# {comparison.name}", "", *(f"- {one}" for one in comparison.verdicts), ""]
+    accuracy = next(value.accuracy for value in comparison.results if value.accuracy is not None)
+    lines = [f"# {comparison.name}", "", *(f"- {verdict}" for verdict in comparison.verdicts), ""]
     lines += [
         f"Accuracy in percent on {accuracy.questions} questions, mean of {accuracy.seeds} "
         f"seed{'s' * (accuracy.seeds > 1)} with its 95 % interval over questions"
@@ -236,13 +236,13 @@ def as_markdown(comparison: Comparison) -> str:
         "| arm | accuracy | team minus arm | generated tokens | seconds |",
         "|---|---|---|---|---|",
     ]
-    lines += [_line(one) for one in comparison.results if one.accuracy is not None]
+    lines += [_line(result) for result in comparison.results if result.accuracy is not None]
     if comparison.questions_in_both:
         count = comparison.questions_in_both
         lines += ["", f"{count} of the {accuracy.questions} questions are also training questions."]
-    left_out = [one for one in comparison.results if one.arm.why_not]
+    left_out = [item for item in comparison.results if item.arm.why_not]
     if left_out:
-        lines += ["", "Left out: " + "; ".join(f"{one.arm.what} ({one.arm.why_not})" for one in left_out) + "."]
+        lines += ["", "Left out: " + "; ".join(f"{entry.arm.what} ({entry.arm.why_not})" for entry in left_out) + "."]
     return "\n".join(lines) + "\n"
 
 
@@ -263,16 +263,16 @@ def as_csv(comparison: Comparison) -> str:
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(_COLUMNS)
-    for one in comparison.results:
-        accuracy, difference = one.accuracy, one.difference
+    for result in comparison.results:
+        accuracy, difference = result.accuracy, result.difference
         counts = [accuracy.seeds, accuracy.questions] if accuracy else ["", ""]
         table.writerow(
             [
-                one.arm.name,
+                result.arm.name,
                 *counts,
                 *_percent(accuracy),
                 *_percent(difference),
-                *("" if value is None else value for value in (one.tokens, one.seconds, one.arm.why_not)),
+                *("" if value is None else value for value in (result.tokens, result.seconds, result.arm.why_not)),
             ]
         )
     return text.getvalue()
@@ -290,8 +290,8 @@ def save_picture(comparisons: Sequence[Comparison], file: Path) -> None:
     figure = Figure(figsize=(11, (1.5 + 0.4 * longest) * len(comparisons)), layout="constrained")
     rows = figure.subplots(len(comparisons), 2, squeeze=False, width_ratios=(2, 3))
     for comparison, (bars, curves) in zip(comparisons, rows, strict=True):
-        results = [one for one in comparison.results if one.accuracy is not None]
-        colors = {one.arm.name: f"C{number}" for number, one in enumerate(one for one in results if one.curves)}
+        results = [result for result in comparison.results if result.accuracy is not None]
+        colors = {value.arm.name: f"C{number}" for number, value in enumerate(item for item in results if item.curves)}
         _draw_accuracies(bars, results, colors)
         _draw_curves(curves, results, colors)
         if len(comparisons) > 1:
@@ -300,11 +300,11 @@ def save_picture(comparisons: Sequence[Comparison], file: Path) -> None:
 
 
 def _draw_accuracies(axes: Any, results: Sequence[ArmResult], colors: Mapping[str, str]) -> None:
-    for place, one in enumerate(reversed(results)):
-        mean, low, high = (100 * value for value in (one.accuracy or (0.0, 0.0, 0.0))[:3])
-        error, color = [[max(mean - low, 0)], [max(high - mean, 0)]], colors.get(one.arm.name, "0.4")
+    for place, item in enumerate(reversed(results)):
+        mean, low, high = (100 * value for value in (item.accuracy or (0.0, 0.0, 0.0))[:3])
+        error, color = [[max(mean - low, 0)], [max(high - mean, 0)]], colors.get(item.arm.name, "0.4")
         axes.errorbar(mean, place, xerr=error, fmt="o", color=color, capsize=3)
-    axes.set_yticks(range(len(results)), [textwrap.fill(one.arm.what, 32) for one in reversed(results)])
+    axes.set_yticks(range(len(results)), [textwrap.fill(result.arm.what, 32) for result in reversed(results)])
     axes.set(xlabel="accuracy in percent, 95 % interval", xlim=(-2, 102), ylim=(-0.5, len(results) - 0.5))
     axes.grid(axis="x", alpha=0.3)
 

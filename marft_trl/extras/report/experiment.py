@@ -47,7 +47,7 @@ def settings_of(experiment: Experiment) -> dict[str, Any]:
         found[f"{place}.reward_funcs"] = _codes(agent.reward_funcs)
         found[f"{place}.peft_config"] = _peft(agent.peft_config)
         functions = {"view": agent.view, "reply": agent.reply, "tools": agent.tools}
-        found |= {f"{place}.{name}": _codes(its) for name, its in functions.items() if its is not None}
+        found |= {f"{place}.{name}": _codes(function) for name, function in functions.items() if function is not None}
     found |= {
         "model": str(experiment.model),
         "agents": list(agents),
@@ -88,9 +88,9 @@ def _value(value: Any) -> Any:
     if isinstance(value, Workflow):
         return _workflow(value)
     if isinstance(value, Mapping):
-        return {str(name): _value(one) for name, one in value.items()}
+        return {str(name): _value(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_value(one) for one in value]
+        return [_value(entry) for entry in value]
     return _code(value) if callable(value) else plain(value)
 
 
@@ -108,7 +108,7 @@ def _codes(functions: Any) -> list[str]:
     if functions is None:
         return []
     several = isinstance(functions, Sequence) and not isinstance(functions, str)
-    return [code_of(one) for one in (functions if several else [functions])]
+    return [code_of(item) for item in (functions if several else [functions])]
 
 
 def _peft(config: Any) -> Any:
@@ -234,8 +234,8 @@ class Experiment:
         if not isinstance(self.train_dataset, Dataset) or "prompt" not in self.train_dataset.column_names:
             return 0
         sets = (self.eval_dataset, self.train_dataset)
-        are_games = all("seed" in one.column_names for one in sets) and len({*_asked(sets[0], ["prompt"])}) == 1
-        evaluated, trained = (_asked(one, ["prompt", "seed"] if are_games else ["prompt"]) for one in sets)
+        are_games = all("seed" in value.column_names for value in sets) and len({*_asked(sets[0], ["prompt"])}) == 1
+        evaluated, trained = (_asked(item, ["prompt", "seed"] if are_games else ["prompt"]) for item in sets)
         known = {*trained}
         return sum(question in known for question in evaluated) if len({*evaluated}) > 1 else 0
 
@@ -280,7 +280,7 @@ def load_experiment(place: str, settings: Mapping[str, Any] | None = None) -> Ex
     module = _module(source)
     make: Callable | None = getattr(module, name, None)
     if make is None:
-        known = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+        known = [var for var, value in vars(module).items() if callable(value) and not var.startswith("_")]
         raise ValueError(f"{source} has no function {name!r}.{did_you_mean(name, known)}")
     try:
         inspect.signature(make).bind(**(settings or {}))

@@ -263,7 +263,7 @@ def _side_by_side(
                 running.append(pool.submit(wait_and_run, cell))
                 if cell.arm == "team":
                     teams[cell.seed] = running[-1]
-            return {arm: message for one in running for arm, message in one.result().items()}
+            return {arm: message for item in running for arm, message in item.result().items()}
         except BaseException:  # such as Ctrl+C
             pool.shutdown(wait=False, cancel_futures=True)
             raise

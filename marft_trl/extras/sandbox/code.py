@@ -62,7 +62,7 @@ def get_code_reward(
 
     def code_reward(completions: Sequence[Any], tests: Sequence[Any], **kwargs: Any) -> list[float | None]:
         programs = [last_python_block(last_text(completion)) for completion in completions]
-        texts = [its if isinstance(its, str) else json.dumps(its) for its in tests]
+        texts = [test if isinstance(test, str) else json.dumps(test) for test in tests]
         jobs = list(zip(programs, texts, strict=True))
         with lock, ThreadPoolExecutor(workers) as pool:
             fresh = [job for job in dict.fromkeys(jobs) if job not in known]
@@ -106,8 +106,8 @@ def pass_rate(
         limits = _with_room(limits, outputs)
         returned = run_python(program, function=function, arguments=inputs, limits=limits).returned
         right = [
-            "value" in one and (_equals(one["value"], output) or (wrapped and _equals([one["value"]], output)))
-            for one, output in zip(returned, outputs, strict=False)
+            "value" in item and (_equals(item["value"], output) or (wrapped and _equals([item["value"]], output)))
+            for item, output in zip(returned, outputs, strict=False)
         ]
     else:
         right, hung, end = [], 0, time.monotonic() + total_seconds
@@ -141,7 +141,7 @@ def _tests(tests: Any) -> tuple[Sequence[Any], Sequence[Any], str | None, bool]:
 
 
 def _check_items(name: str, items: Any, kinds: tuple[type, ...], what: str) -> None:
-    if not isinstance(items, (list, tuple)) or not all(isinstance(one, kinds) for one in items):
+    if not isinstance(items, (list, tuple)) or not all(isinstance(item, kinds) for item in items):
         raise ValueError(f"`{name}` in `tests` of a row has to be a list of {what}, got {str(items)[:200]!r}.")
 
 
@@ -178,9 +178,9 @@ def _same(got: Any, wanted: Any) -> bool:
     if isinstance(got, (list, tuple)) and isinstance(wanted, (list, tuple)):
         return len(got) == len(wanted) and all(map(_same, got, wanted))
     if isinstance(got, dict) and isinstance(wanted, dict):
-        return got.keys() == wanted.keys() and all(_same(got[key], its) for key, its in wanted.items())
+        return got.keys() == wanted.keys() and all(_same(got[key], value) for key, value in wanted.items())
     if isinstance(got, float) or isinstance(wanted, float):
-        if not all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (got, wanted)):
+        if not all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in (got, wanted)):
             return False
         try:
             return got == wanted or abs(got - wanted) <= 1e-9 * (abs(wanted) or 1.0) < math.inf

@@ -200,7 +200,7 @@ def _run(
         settings = {
             **{"folder": str(folder), "memory": limits.memory, "file_size": limits.output, "files": limits.files},
             **{"seconds": limits.seconds, "strict": limits.strict, "readable": readable, "packages": packages},
-            **{"function": function, "arguments": json.loads(json.dumps([list(one) for one in arguments]))},
+            **{"function": function, "arguments": json.loads(json.dumps([list(argument) for argument in arguments]))},
             **{"results": files.results.fileno(), "report": files.report.fileno()},
             "parent": 0 if command else os.getpid(),  # bubblewrap, which then is the parent, sees to the end of this
         }

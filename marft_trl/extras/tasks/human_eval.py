@@ -32,11 +32,11 @@ def human_eval() -> Dataset:
     return Dataset.from_list(
         [
             {
-                "prompt": [{"role": "user", "content": _REQUEST.format(one["prompt"])}],
-                "start": one["prompt"],
-                **{name: one[name] for name in ("test", "entry_point", "task_id")},
+                "prompt": [{"role": "user", "content": _REQUEST.format(problem["prompt"])}],
+                "start": problem["prompt"],
+                **{name: problem[name] for name in ("test", "entry_point", "task_id")},
             }
-            for one in problems
+            for problem in problems
         ]
     )
 

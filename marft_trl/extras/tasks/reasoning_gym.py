@@ -122,7 +122,7 @@ def reasoning_gym(
     load("reasoning_gym", "reasoning-gym", "`reasoning_gym`")
     family = json.dumps({"name": name, **settings}, sort_keys=True)
     # Of entries, since prompts may have been changed, as by a hint at the format
-    known = {str(entry_of(one)["question"]) for one in _entries(without)}
+    known = {str(entry_of(entry)["question"]) for entry in _entries(without)}
     given: dict[str, Any] = {
         "family": family,
         "size": size,
@@ -178,7 +178,7 @@ def _names_in(family: str) -> set[str]:
     """Names of a family and of what it is composed of."""
     settings = json.loads(family)
     parts = settings.get("datasets")
-    return {settings["name"], *(str(one.get("name")) for one in parts or () if isinstance(one, Mapping))}
+    return {settings["name"], *(str(item.get("name")) for item in parts or () if isinstance(item, Mapping))}
 
 
 @functools.lru_cache(maxsize=256)
@@ -186,13 +186,13 @@ def family_of(family: str, size: int = 1, seed: int = 0) -> Any:
     settings = json.loads(family)
     package = load("reasoning_gym", "reasoning-gym", "`reasoning_gym`")
     if settings.get("datasets"):
-        if not all(isinstance(one, Mapping) for one in settings["datasets"]):
+        if not all(isinstance(item, Mapping) for item in settings["datasets"]):
             raise ValueError(
                 '`datasets` of a composite must be a list such as [{"name": "gcd", "weight": 2}], got '
                 f"{settings['datasets']!r}."
             )
         spec = load("reasoning_gym.composite", "reasoning-gym", "`reasoning_gym`").DatasetSpec
-        settings["datasets"] = [spec(**{"weight": 1.0, "config": {}, **one}) for one in settings["datasets"]]
+        settings["datasets"] = [spec(**{"weight": 1.0, "config": {}, **setting}) for setting in settings["datasets"]]
     try:
         return package.create_dataset(settings.pop("name"), size=size, seed=seed, **settings)
     except (AssertionError, TypeError, ValueError) as error:
@@ -206,7 +206,8 @@ def _text_of(entry: Mapping[str, Any], entries: Any) -> str:
             text = write(dict(entry))
             again = read(text)
             if all(
-                entries.score_answer(one, again) == entries.score_answer(one, entry) for one in ("", entry["answer"])
+                entries.score_answer(item, again) == entries.score_answer(item, entry)
+                for item in ("", entry["answer"])
             ):
                 return text
         except (ValueError, TypeError, SyntaxError):
@@ -244,7 +245,7 @@ def get_reasoning_gym_reward(
     def reasoning_gym_reward(completions: Sequence[Any], family: Sequence[str], entry: Sequence[str], **kwargs: Any):
         """Scores of answers to questions of [`reasoning_gym`], by the family's own rules: a reward function."""
         texts = [answer(last_text(completion)) for completion in completions]
-        scores = [_score(*one) for one in zip(texts, family, entry, strict=True)]
+        scores = [_score(*text) for text in zip(texts, family, entry, strict=True)]
         return [float(score >= 1.0) for score in scores] if exact else scores
 
     reasoning_gym_reward.__name__ = "reasoning_gym_exact" if exact else "reasoning_gym_reward"

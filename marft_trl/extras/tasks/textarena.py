@@ -59,14 +59,14 @@ class TextArena(Workflow):
                 return
 
     def _seen(self, episode: LiveEpisode, seat: Sequence[str], name: str) -> list[Seen]:
-        mine = [one for one in episode.history if one.audience in (None, name)]
-        return [one for one in mine if isinstance(one, Feedback) or one.agent in seat]
+        mine = [item for item in episode.history if item.audience in (None, name)]
+        return [value for value in mine if isinstance(value, Feedback) or value.agent in seat]
 
     def _rewards(self, rewards: Mapping[int, float]) -> dict[str, float]:
         """Mean reward of the seats of each agent; of one name only where the team has them."""
         names = [self.seats[0][-1]] if len(self.seats) == 1 else dict.fromkeys(n for seat in self.seats for n in seat)
         places = {name: [player for player, seat in enumerate(self.seats) if name in seat] for name in names}
-        return {name: sum(rewards[player] for player in its) / len(its) for name, its in places.items()}
+        return {name: sum(rewards[player] for player in place) / len(place) for name, place in places.items()}
 
     def named_agents(self) -> list[str]:
         return list(dict.fromkeys(name for seat in self.seats for name in seat))
@@ -117,6 +117,6 @@ class _Game:
 
     def rewards(self) -> Mapping[int, float]:
         rewards = self._drawing(self._env.close)[0]
-        if not rewards or not all(isinstance(one, (int, float)) for one in rewards.values()):
+        if not rewards or not all(isinstance(reward, (int, float)) for reward in rewards.values()):
             raise ValueError(f"The game {self._name!r} of TextArena ended with the rewards {rewards!r}, not numbers.")
         return rewards
