@@ -27,7 +27,6 @@ from marft_trl.seams.libraries import (
     TESTED,
     checkpointing_fields,
     installed_version,
-    is_checkpointing,
     newer_than_tested,
     release,
     warn_of_newer_versions,
@@ -39,6 +38,7 @@ from marft_trl.seams.models import (
     commit_of,
     expert_parameters,
     fused_head,
+    is_checkpointing,
     keep_4bit_weights,
     without_adapter_name_warning,
 )

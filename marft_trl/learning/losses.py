@@ -289,10 +289,10 @@ class Notes:
         divergence ([`Divergence`], *optional*, defaults to a new one): sums that stop or steer the update.
     """
 
-    def __init__(self, agents: Sequence[str], divergence: Divergence | None = None):
+    def __init__(self, agents: Sequence[str], divergence: Divergence | None = None, critic: Any = None):
         self.metrics = StepMetrics(agents)
         self.divergence = divergence or Divergence()
-        self.values = ValueSums()
+        self.values: Any = ValueSums() if critic is not None else None
 
 
 @dataclass(eq=False)
@@ -380,7 +380,7 @@ class TeamLoss(TrainerCallback):
             backward (`Callable`): `backward(loss)` runs a backward pass.
         """
         self._updates.note_adapters(slice_.adapters & learning)
-        self._waiting.append(_Waiting(slice_, learning, Notes(self._agents, self._updates.divergence)))
+        self._waiting.append(_Waiting(slice_, learning, Notes(self._agents, self._updates.divergence, self._critic)))
         self._policies.rows_wait = self._batcher.joins_slices and not self._state.is_update
         if self._policies.rows_wait:
             return torch.zeros((), device=self._processes.device, requires_grad=True)
@@ -396,7 +396,7 @@ class TeamLoss(TrainerCallback):
             return total.requires_grad_()  # the Trainer runs a backward pass of it, in which nothing is left to do
 
         self._unlogged += (notes := [item.notes for item in waiting])
-        kept = [it for note in notes for it in (note.metrics, note.values)]
+        kept = [kept for note in notes for kept in (note.metrics, note.values) if kept is not None]
         snapshots = [it.snapshot for it in (*kept, self._updates.divergence, self._updates.shares)]
         # Thresholds are gathered within, and passes through shards are those of all processes
         alone = not self._processes.have_shards
@@ -417,7 +417,7 @@ class TeamLoss(TrainerCallback):
     @torch.no_grad()
     def in_evaluation(self, model: nn.Module, slice_: Slice, learning: frozenset[str]) -> torch.Tensor:
         """The loss of an evaluation batch, apart from what training takes note of."""
-        notes = Notes(self._agents)
+        notes = Notes(self._agents, critic=self._critic)
         total = torch.zeros((), device=self._processes.device)
         for part in self._parts(model, [_Waiting(slice_, learning, notes)]):
             total += part.loss()
@@ -437,7 +437,7 @@ class TeamLoss(TrainerCallback):
 
     def _log(self, notes: Notes) -> None:
         found = notes.metrics.join(loss_metrics(self._settings, self._state.has_entropy_bonus), self._processes)
-        if self._critic is not None:
+        if notes.values is not None:
             found |= notes.values.metrics(self._processes)
         for name, value in found.items():
             self._metrics.add(name, value)

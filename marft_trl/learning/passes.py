@@ -15,7 +15,8 @@ from trl.models.utils import disable_gradient_checkpointing
 from ..adapters.policies import Policies
 from ..config.marft_config import MARFTConfig
 from ..seams.generation import HALF
-from ..seams.libraries import get_logger, is_checkpointing
+from ..seams.libraries import get_logger
+from ..seams.models import is_checkpointing
 from ..shared_prefix import forward
 
 

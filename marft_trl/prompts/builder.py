@@ -469,7 +469,7 @@ class PromptBuilder:
                 item if isinstance(item, Feedback) or self._shows(calls_in(item)) else _uncalled(item)
                 for item in shown
             ]
-        agent, seen = renamed(query.agent, shown, self.aliases)
+        agent, seen = renamed(query.agent, shown, self.aliases) if self.aliases else (query.agent, shown)
         messages = shown_by(self._view_of(query.agent), agent, self._quoted(asked), seen)
         if not self.template.renders_results:
             messages = merge_neighbours(without_roles(messages, self.template.renders_called_results()))

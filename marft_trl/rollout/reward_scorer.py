@@ -187,8 +187,8 @@ class RewardReach:
             if correlation < _OPPOSED:
                 self._warned.add((first, other))
                 logger.warning(
-                    f"THE REWARDS OF THE AGENTS {first!r} AND {other!r} ARE OPPOSED (correlation {correlation:.2f} over "
-                    f"{len(some)} episodes), but both learn from the team's sum, in which they cancel. Set "
+                    f"THE REWARDS OF THE AGENTS {first!r} AND {other!r} ARE OPPOSED (correlation {correlation:.2f} "
+                    f"over {len(some)} episodes), but both learn from the team's sum, in which they cancel. Set "
                     "`returns='agent'`, so that each learns from its own."
                 )
 

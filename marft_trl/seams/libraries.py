@@ -109,12 +109,6 @@ def warn_of_newer_versions() -> None:
         )
 
 
-def is_checkpointing(model: Any) -> bool:
-    """Whether a model checkpoints gradients. transformers renamed the property in 5.23, like the field."""
-    name = "is_activation_checkpointing"
-    return bool(getattr(model, name) if hasattr(model, name) else model.is_gradient_checkpointing)
-
-
 def checkpointing_fields(args: Any) -> list[str]:
     """
     Names of the field of training arguments that turns gradient checkpointing on. transformers renamed it in 5.23 and

@@ -189,6 +189,12 @@ def commit_of(config: Any) -> str | None:
 # ---- PEFT and bitsandbytes ----
 
 
+def is_checkpointing(model: Any) -> bool:
+    """Whether a model checkpoints gradients. transformers renamed the property in 5.23, like the field."""
+    name = "is_activation_checkpointing"
+    return bool(getattr(model, name) if hasattr(model, name) else model.is_gradient_checkpointing)
+
+
 class AdapterLayers:
     """
     The layers of a model that hold its adapters, in place of the model for `set_adapter`, `set_requires_grad` and

@@ -222,7 +222,7 @@ class BatchMaker:
     Args:
         fills (`Sequence[Fill]`): what rows need before they have advantages, in order.
         batcher ([`MicroBatcher`]): bounds micro-batches by the memory that is free.
-        collapse ([`Collapse`], *optional*): may restore adapters before episodes are sampled.
+        collapse ([`Collapse`], *optional*): restores adapters before episodes are sampled.
     """
 
     def __init__(

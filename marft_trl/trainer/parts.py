@@ -149,7 +149,7 @@ def assemble(
         schedule ([`Schedule`]): which adapters learn in a step.
     """
     state, processes = TrlState(trainer), Processes(trainer.accelerator)
-    metrics = Metrics(state.metrics, lambda: state.is_training)
+    metrics = Metrics(state.metrics, functools.partial(getattr, state, "is_training"))
     run = RunContext(args, TrlSettings(trainer), state, metrics, processes)
     # In the order in which they need one another; nothing is set afterwards
     scoring = _scoring_parts(trainer, team, run, schedule)
@@ -165,7 +165,8 @@ def assemble(
     source, reporter = sampling or rolling.rollouts, telling.reporter
     fills = fills_of(run, scoring.log_probs, learning.critic, learning.correction, scoring.needs_old)
     experience = BatchMaker(
-        team, run, schedule, source, fills, learning.estimator, scoring.batcher, reporter, rolling.reach, collapse
+        *(team, run, schedule, source, fills, learning.estimator, scoring.batcher, reporter, rolling.reach),
+        collapse=collapse if best is not None else None,
     )
     owners: dict[str, Stateful | None] = {
         "user_randomness": acting.randomness,
