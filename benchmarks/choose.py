@@ -20,8 +20,8 @@ from marft_trl.extras.report import report
 from marft_trl.extras.report.arms import arms_of
 from marft_trl.extras.report.cells import Cell, run_cell
 from marft_trl.extras.report.comparison import shown
+from marft_trl.reporting import interval, paired_difference
 from marft_trl.reporting.evaluation import scores
-from marft_trl.reporting.metrics import interval, paired_difference
 
 import numpy as np
 from choose_grids import GRIDS

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, Workflow
-from marft_trl.prompts.views import team_view
+from marft_trl.prompts import team_view
 from marft_trl.rewards import math_answer
 from marft_trl.workflows import Debate, MixtureOfAgents, UntilApproved
 from marft_trl.workflows.base import together

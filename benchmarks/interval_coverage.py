@@ -11,7 +11,7 @@ width beside that of a normal interval with the true deviation.
 import argparse
 import itertools
 
-from marft_trl.reporting.metrics import interval
+from marft_trl.reporting import interval
 
 import numpy as np
 

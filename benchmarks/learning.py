@@ -31,7 +31,7 @@ from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
 from marft_trl.config.presets import PRESETS
-from marft_trl.reporting.metrics import team_exact_match
+from marft_trl.reporting import team_exact_match
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 
 import torch

@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 
 from marft_trl import MARFTConfig, MARFTTrainer
-from marft_trl.reporting.reporter import save_learning_curve
+from marft_trl.reporting import save_learning_curve
 from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
 
 from datasets import Dataset

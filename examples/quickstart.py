@@ -13,10 +13,8 @@ import dataclasses
 from pathlib import Path
 
 from marft_trl import MARFTConfig, MARFTTrainer, load_adapters
-from marft_trl.prompts.views import team_view
-from marft_trl.reporting.metrics import team_exact_match
-from marft_trl.reporting.reporter import save_learning_curve
-from marft_trl.reporting.transcripts import format_turns
+from marft_trl.prompts import team_view
+from marft_trl.reporting import format_turns, save_learning_curve, team_exact_match
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 
 from peft import LoraConfig

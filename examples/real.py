@@ -19,8 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig
-from marft_trl.extras.report import Experiment, report
-from marft_trl.extras.report.comparison import save_picture, shown
+from marft_trl.extras.report import Experiment, report, save_picture, shown
 from marft_trl.extras.tasks import get_reasoning_gym_reward, reasoning_gym, reasoning_gym_exact, smollm2
 from marft_trl.rewards import math_answer
 

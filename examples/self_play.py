@@ -16,8 +16,8 @@ import re
 from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team
-from marft_trl.prompts.views import team_view
-from marft_trl.reporting.reporter import save_learning_curve
+from marft_trl.prompts import team_view
+from marft_trl.reporting import save_learning_curve
 from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
 from marft_trl.workflows import EnvironmentLoop
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
 from marft_trl.extras.apps import ExternalApp
-from marft_trl.reporting.metrics import team_exact_match
+from marft_trl.reporting import team_exact_match
 from marft_trl.tiny import exact_answer, tiny_dataset, tiny_team_model
 
 from openai import AsyncOpenAI

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from marft_trl import AgentSpec, Workflow
-from marft_trl.prompts.views import team_view
+from marft_trl.prompts import team_view
 from marft_trl.workflows import EnvironmentLoop, together
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .config.marft_config import MARFTConfig
     from .episodes import Episode, LiveEpisode, Turn
     from .rewards.endpoint import endpoint_reply
+    from .runs.run import RunInterrupted
     from .team import Team
     from .trainer import MARFTTrainer, load_adapters
     from .workflows import Sequential, Workflow
@@ -33,6 +34,7 @@ _MODULES = {
     "MARFTConfig": "configs",
     "MARFTTrainer": "trainer",
     "endpoint_reply": "rewards.endpoint",
+    "RunInterrupted": "runs.run",
     "Sequential": "workflows",
     "Team": "team",
     "TeamManifest": "adapters.manifest",
@@ -46,6 +48,7 @@ __all__ = [
     "LiveEpisode",
     "MARFTConfig",
     "MARFTTrainer",
+    "RunInterrupted",
     "Sequential",
     "Team",
     "TeamManifest",

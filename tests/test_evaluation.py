@@ -1,6 +1,6 @@
 """Evaluation measures the team on every question once, whatever the batches."""
 
-from marft_trl.reporting.metrics import team_exact_match
+from marft_trl.reporting import team_exact_match
 from marft_trl.tiny import exact_answer, tiny_dataset
 
 import evaluate

@@ -10,8 +10,8 @@ from marft_trl.extras.engines.replicas import addresses
 from marft_trl.extras.report import Experiment
 from marft_trl.extras.report.comparison import ArmResult, verdicts
 from marft_trl.extras.report.runner import Arm
+from marft_trl.reporting import Interval
 from marft_trl.reporting.evaluation import scores
-from marft_trl.reporting.metrics import Interval
 from marft_trl.rollout.reward_scorer import numbered
 from marft_trl.runs.run_folder import DamagedCheckpoint
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset

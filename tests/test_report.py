@@ -14,9 +14,9 @@ from marft_trl.extras.report.arms import arms_of, check_arms
 from marft_trl.extras.report.comparison import ArmResult, compare, judged, verdicts, write_pages
 from marft_trl.extras.report.experiment import differences, settings_of
 from marft_trl.extras.tasks import game_seeds
-from marft_trl.prompts.views import team_view
+from marft_trl.prompts import team_view
+from marft_trl.reporting import Interval
 from marft_trl.reporting.evaluation import read_samples, write_samples
-from marft_trl.reporting.metrics import Interval
 from marft_trl.runs.resume import code_of
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 from marft_trl.workflows import Debate, EnvironmentLoop

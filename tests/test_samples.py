@@ -5,8 +5,8 @@ import math
 import statistics
 
 from marft_trl import AgentSpec
+from marft_trl.reporting import Interval, avg_at_k, interval, maj_at_k, paired_difference, pass_at_k
 from marft_trl.reporting.evaluation import by_question, interval_of, sample_rows, scores, write_samples
-from marft_trl.reporting.metrics import Interval, avg_at_k, interval, maj_at_k, paired_difference, pass_at_k
 from marft_trl.rollout.generator import Generator, Sampled
 from marft_trl.tiny import exact_answer, tiny_dataset
 

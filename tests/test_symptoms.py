@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from marft_trl import AgentSpec
-from marft_trl.prompts.views import team_view
+from marft_trl.prompts import team_view
 from marft_trl.reporting.evaluation import read_samples
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 from marft_trl.workflows import MixtureOfAgents, UntilApproved

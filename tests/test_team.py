@@ -4,7 +4,7 @@ import copy
 import json
 
 from marft_trl import AgentSpec, Sequential, Team, TeamManifest, Workflow, load_adapters
-from marft_trl.prompts.views import team_view
+from marft_trl.prompts import team_view
 from marft_trl.tiny import questions, tiny_agents, tiny_model
 from marft_trl.workflows import Debate, EnvironmentLoop, Graph, MixtureOfAgents, Orchestrated, UntilApproved, rebuild
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.episodes.tools import ToolCall, ToolLimits, call_tool, call_tools
+from marft_trl.prompts import team_view
 from marft_trl.prompts.builder import PromptBuilder, Query, Window
 from marft_trl.prompts.tool_calls import call_opening, call_pattern, parse_calls, prepare_template
-from marft_trl.prompts.views import team_view
 from marft_trl.rollout.generator import Sampled
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.workflows import EnvironmentLoop, rehearse, together

@@ -10,7 +10,7 @@ import copy
 import random
 
 from marft_trl import AgentSpec, Sequential
-from marft_trl.prompts.views import team_view
+from marft_trl.prompts import team_view
 from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
 from marft_trl.workflows import Debate, EnvironmentLoop, Graph, MixtureOfAgents, Orchestrated, UntilApproved
 from marft_trl.workflows.orchestrated import parse_route

@@ -169,7 +169,7 @@ class Runner:
 
     def _run(self, folder, options, record):
         """Train and evaluate a cell, and write its result. What is told to end leaves none, and ends the grid."""
-        from marft_trl.runs.run import RunInterrupted
+        from marft_trl import RunInterrupted
 
         from train import main as train
 

@@ -16,16 +16,6 @@ import numpy as np
 if TYPE_CHECKING:
     import evaluate
 
-__all__ = [
-    "Interval",
-    "avg_at_k",
-    "interval",
-    "maj_at_k",
-    "paired_difference",
-    "pass_at_k",
-    "team_exact_match",
-]
-
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """
