@@ -1116,7 +1116,7 @@ time.sleep(600)
 """
 RUN = """
 import os, signal, subprocess, sys
-from marft_trl.episodes.records import Setting
+from marft_trl.episodes.records import TeamContext
 from marft_trl.episodes.collector import collect
 from marft_trl.extras.apps import ExternalApp
 
@@ -1126,7 +1126,7 @@ def app(row, endpoint):
 
 app = app if sys.argv[1] == "function" else sys.argv[2:]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell begins with it ignored
-collect(ExternalApp(app), [{"prompt": "x"}], Setting(("ann",)), lambda requests: [], patience=600)
+collect(ExternalApp(app), [{"prompt": "x"}], TeamContext(("ann",)), lambda requests: [], patience=600)
 """
 
 
@@ -1154,7 +1154,7 @@ FEW_FILES = """
 import asyncio, json, resource, sys
 import aiohttp
 from marft_trl.extras.apps.server import Endpoint
-from marft_trl.episodes.records import Setting
+from marft_trl.episodes.records import TeamContext
 from marft_trl.episodes.collector import collect
 from marft_trl.extras.apps import ExternalApp
 
@@ -1171,7 +1171,7 @@ print(Endpoint.of_process().base_url, flush=True)
 for line in sys.stdin:
     rows = [{"prompt": "x"}] * int(line)
     answer = lambda requests: [one.completed("y") for one in requests]
-    episodes = collect(ExternalApp(app, together=0), rows, Setting(("ann",)), answer, patience=30)
+    episodes = collect(ExternalApp(app, together=0), rows, TeamContext(("ann",)), answer, patience=30)
     print(sum(len(one.turns) for one in episodes), flush=True)
 """
 

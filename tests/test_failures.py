@@ -456,7 +456,7 @@ class Exits(Workflow):
 
 
 def test_a_workflow_that_blocks_the_event_loop_is_named(monkeypatch):
-    monkeypatch.setattr(collector, "_LATER", 0.2)
+    monkeypatch.setattr(collector, "BLOCKED_EXTRA_SECONDS", 0.2)
     start = time.monotonic()
     with pytest.raises(
         EpisodeError, match=r"`Blocking` blocks: run \(test_failures.py:\d+\) has not returned.*episode.call"

@@ -221,8 +221,8 @@ def test_an_episode_that_hangs_is_given_up_while_others_go_on():
 
 
 def test_code_that_blocks_is_interrupted_and_slow_servers_are_no_block(monkeypatch):
-    monkeypatch.setattr(collector, "_LATER", 0.5)
-    monkeypatch.setattr(collector, "_BEAT", 0.05)
+    monkeypatch.setattr(collector, "BLOCKED_EXTRA_SECONDS", 0.5)
+    monkeypatch.setattr(collector, "HEARTBEAT_SECONDS", 0.05)
 
     class Blocks(Workflow):
         async def run(self, episode):
@@ -252,7 +252,7 @@ def test_an_episode_ends_where_the_window_is_full():
 
 def test_generation_that_blocks_the_loop_is_not_a_workflow_that_blocks(monkeypatch):
     """All episodes are answered at once by a model that computes here; that takes as long as it takes."""
-    monkeypatch.setattr(collector, "_LATER", 0.05)
+    monkeypatch.setattr(collector, "BLOCKED_EXTRA_SECONDS", 0.05)
 
     def answer(requests):
         time.sleep(0.5)
@@ -263,7 +263,7 @@ def test_generation_that_blocks_the_loop_is_not_a_workflow_that_blocks(monkeypat
 
 def test_a_workflow_that_blocks_in_a_notebook_is_an_error_and_not_the_end_of_the_process(monkeypatch):
     """A loop runs already, so episodes run in another thread, where `time.sleep` cannot be interrupted."""
-    monkeypatch.setattr(collector, "_LATER", 0.05)
+    monkeypatch.setattr(collector, "BLOCKED_EXTRA_SECONDS", 0.05)
 
     class Blocks(Workflow):
         async def run(self, episode):
