@@ -555,18 +555,6 @@ def test_a_server_of_its_own_gives_the_same_weights(model_folder, tmp_path, serv
 
 
 @pytest.mark.slow
-def test_one_of_two_servers_dies(model_folder, tmp_path, server):
-    expected = trained(model_folder, tmp_path / "one", server)
-    other = Server(model_folder, PORT + 1, tmp_path / "log").start().wait()
-    try:
-        with disturbed(20, other.kill):
-            found = trained(model_folder, tmp_path / "two", [server, other], vllm_max_inflight=4)
-    finally:
-        other.kill()
-    assert all(found[name].equal(value) for name, value in expected.items())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("staleness", "own"), [("0", False), ("1", False), ("0", True)])
 def test_two_processes_equal_one(model_folder, tmp_path, server, staleness, own, monkeypatch):
     """On one server, and on servers that the two start for themselves."""
