@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.runs import run_folder as commits
+from marft_trl.runs.resume import ResumeChanges, check_structure
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
 from marft_trl.workflows import Sequential
 
@@ -327,3 +328,9 @@ def test_an_accepted_change_goes_on(small_model, stopped, tmp_path, caplog):
     trainer.train(resume_from_checkpoint=True)
     assert began_at(trainer) == 2 and trainer.state.global_step == 4
     assert "dataset.rows: 64 -> 40" in caplog.text and "seed.seed: 42 -> 7" in caplog.text
+
+
+def test_workflows_that_have_moved_are_those_of_before():
+    """Of tasks, whose module is a part of the name that a checkpoint of version 0.3 has."""
+    saved, present = ({"workflow": {"class": f"marft_trl.{path}.TextArena"}} for path in ("tasks", "extras.tasks"))
+    assert check_structure(saved, present, ResumeChanges(), "folder") == []

@@ -381,6 +381,8 @@ def _differences(part: str, saved: Any, present: Any, changes: ResumeChanges) ->
     saved, present = dict(saved), dict(present)
     if part == "seed":
         saved.pop("data_seed", None)  # earlier versions recorded it; it has no effect
+    if part == "workflow" and isinstance(saved.get("class"), str):  # version 0.3 had another path
+        saved["class"] = saved["class"].replace("marft_trl.tasks.", "marft_trl.extras.tasks.", 1)
     if part == "workflow" and isinstance(present.get("team"), list):  # names in team order
         before = [changes.rename.get(name, name) for name in saved.get("team", ()) if name not in changes.remove]
         after = [name for name in present["team"] if name not in changes.add]
