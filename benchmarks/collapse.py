@@ -9,8 +9,8 @@ rest drawn at random. Three teams: `evaluator` (a solver whose drafts a critic a
 and their most frequent answer) and `orchestrator` (a boss that calls one of two workers), with one adapter for all
 agents (`shared`) or one for each (`own`). The learning rate is constant after ten steps, and too high on purpose.
 
-Arms: `plain` sums turns; `guarded` gives agents equal weight (`agent_weight="equal"`) and restores adapters that have
-fallen (`on_collapse="restore"`); `equal` and `restore` do one of the two. The run is evaluated every `--every` steps.
+Arms: `plain` sums turns; `guarded` gives agents equal weight (`agent_weight="equal"`) and restores adapters after a
+fall (`on_collapse="restore"`); `equal` and `restore` do one of the two. The run is evaluated every `--every` steps.
 The table has the reward of the team's sampled answers on 500 other questions, which the run never sees, in percent: at
 the start, its peak over the same steps, at the end, and what was lost, as medians and ranges over seeds.
 """

@@ -142,6 +142,12 @@ def test_a_base_that_is_trained_cannot_be_restored(model_folder, tmp_path):
         team_trainer(model_folder, tmp_path, peft_config=None, settings={"on_collapse": "restore", **EVALUATED})
 
 
+def test_several_evaluation_sets_have_no_reward_to_compare(model_folder, tmp_path):
+    sets = {"easy": tiny_dataset(4), "hard": tiny_dataset(4)}
+    with pytest.raises(ValueError, match="several evaluation sets have none in common"):
+        team_trainer(model_folder, tmp_path, settings={"on_collapse": "restore", **EVALUATED}, eval_dataset=sets)
+
+
 def test_evaluation_sets_are_no_series(model_folder, tmp_path, caplog):
     """Of two sets, one of which is harder, and of another one that a callback evaluates."""
 
@@ -210,3 +216,11 @@ def test_gradients_of_collapsed_policies_are_not_applied_to_restored_ones(model_
     watch.undo()
     watch.undo()
     assert best.restored == len(trainer.policies.trained)
+
+
+def test_what_is_due_is_restored_at_the_end(model_folder, tmp_path):
+    """Where no episodes are sampled between the evaluation and the last step."""
+    settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 4}
+    trainer, given = make(model_folder, tmp_path, {2: 100.0, 3: 0.2}, **settings)
+    trainer.train()
+    assert moved(given.weights[2], given.weights[4]) and not moved(given.weights[2], weights(trainer))

@@ -50,3 +50,14 @@ def test_what_a_function_remembers_is_no_part_of_it():
         return again(depth - 1) if depth else 0
 
     assert code_of(again) == code_of(again)
+
+
+def test_tables_and_variables_without_a_value_are_read():
+    assert code_of(functools.partial(plus, bonus={(1, 2): 3, None: 4})) != code_of(plus)
+
+    def early(completions):
+        return late
+
+    assert code_of(early).startswith("early (")
+    late = 1
+    assert early([]) == late

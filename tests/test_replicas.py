@@ -246,3 +246,14 @@ def test_a_streamed_turn_is_heard_once_also_if_it_is_asked_for_again(breaks_at):
         (generated, _), (ids,) = run_coroutine(run), expected([order])
         assert generated.ids == ids == [index for part in heard for index in part] and len(heard) > 2
         assert len(generated.logps) == len(ids) and len(tries) == (1 if breaks_at is None else 2)
+
+
+def test_a_server_whose_engine_has_died_ends_the_run():
+    """Its models are still listed, and nothing else works."""
+    with fake_servers() as (server,):
+        server.fault = lambda body: answered(500, "EngineCore encountered an issue")
+        server.is_ill = True
+        start = time.monotonic()
+        with pytest.raises(EngineDownError, match="has not answered for 1 seconds"):
+            generate([server], orders(2), server_timeout=1.0)
+        assert time.monotonic() - start < 10 and len(server.requests) < 20

@@ -71,7 +71,7 @@ def test_a_server_that_stays_away_ends_the_run_after_a_checkpoint_of_the_last_st
 
     cut = served(model_folder, tmp_path / "cut", server, callbacks=[Dies()])
     try:
-        with pytest.raises(EngineDownError, match=f"No vLLM server has worked for 2 seconds.*{server.url}") as error:
+        with pytest.raises(EngineDownError, match=f"{server.url} has not answered for 2 seconds") as error:
             cut.train()
     finally:
         server.start()

@@ -29,6 +29,7 @@ class FakeServer:
         self.fault, self.delay = lambda body: None, lambda body: 0.0
         self.logps = lambda adapter, ids, temperature: {5: -1.0 / temperature}
         self.breaks, self.streams = lambda count: False, 0
+        self.is_ill = False
         self.hangs = self.takes_adapters = False
         self.takes_adapters = True
         self.running = self.most = 0
@@ -71,6 +72,8 @@ class FakeServer:
             await asyncio.sleep(0.02)
 
     async def _health(self, request):
+        if self.is_ill:
+            return answered(503, "EngineDeadError")
         await self._still()
         return web.Response()
 

@@ -235,10 +235,10 @@ class EngineSettings:
             Addresses of the vLLM servers, such as `["http://node1:8000", "http://node2:8000"]`. Each has a whole copy
             of the base. If `None`, there is one server, at `vllm_server_host` and `vllm_server_port`.
         vllm_server_timeout (`float`, *optional*, defaults to `240.0`):
-            Time in seconds that training waits while no server works. After it, training stops with an error.
+            Time in seconds that training waits while a server does not answer. After it, training stops with an error.
         vllm_request_timeout (`float`, *optional*, defaults to `600.0`):
-            Maximum time in seconds of the generation of one turn. After it, the server counts as one that does not
-            work, and the turn is requested again.
+            Maximum time in seconds of the generation of one turn. After it, the turn is requested again, three times
+            in all.
         vllm_max_inflight (`int`, *optional*, defaults to `256`):
             Maximum number of turns that a server generates at the same time. Set it to the server's `--max-num-seqs`.
         vllm_adapter_dir (`str`, *optional*, defaults to `None`):

@@ -156,7 +156,7 @@ class Generator:
 
 class LiveRows(StoppingCriteria):
     """
-    The turns of one call of `generate`: a [`~marft_trl.shared_prefix.decoding.Watch`] of our own decoding loop, and a
+    The turns of one call of `generate`: a [`RowFollower`] of our own decoding loop, and a
     stopping criterion of that of transformers, whose rows keep their places.
 
     Args:

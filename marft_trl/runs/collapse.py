@@ -122,6 +122,11 @@ class RestoringCollapse(Collapse):
         if self._found and not any(self._processes.gather([self._policies.have_gradients])):
             self._restore()
 
+    def on_step_end(self, args, state, control, **kwargs):
+        # No episodes are sampled after the last step. A run that a signal stops keeps what is due in its checkpoint
+        if self._found and state.global_step >= state.max_steps and not control.should_evaluate:
+            self._restore()
+
     def _take_best(self) -> None:
         self._adapters.take()
         self._best_step, self._found = self._state.optimizer_step, ""

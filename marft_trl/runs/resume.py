@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -189,7 +190,10 @@ def code_of(function: Any) -> str:
         return name
     made += filter(None, (getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None)))
     if getattr(function, "__closure__", None):
-        kept = inspect.getclosurevars(function).nonlocals
+        kept = {}
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
+            with contextlib.suppress(ValueError):  # a variable without a value yet
+                kept[key] = cell.cell_contents
         counters = ",".join(re.findall(r"^\s*nonlocal (.+)$", source, re.MULTILINE))  # states, which change in a run
         made.append({key: value for key, value in kept.items() if not re.search(rf"\b{key}\b", counters)})
     content = source + (json.dumps([_fixed(value) for value in made], sort_keys=True) if made else "")
@@ -199,7 +203,7 @@ def code_of(function: Any) -> str:
 def _fixed(value: Any) -> Any:
     """A value that cannot change while a run goes on, JSON-serializable, or `None`."""
     if isinstance(value, Mapping):
-        return {key: _fixed(item) for key, item in value.items()}
+        return sorted([repr(key), repr(_fixed(item))] for key, item in value.items())
     if isinstance(value, tuple):
         return [_fixed(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type) and vars(type(value))["__dataclass_params__"].frozen:

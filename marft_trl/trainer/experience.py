@@ -278,7 +278,7 @@ class BatchMaker:
             rows = fill(rollout, rows, training)
         # Fills take rows as one list, because passes do not care for episodes; estimators do
         filled = iter(rows)
-        by_episode = [[next(filled) for _ in turn] for turn in turns]
+        by_episode = [[next(filled) for _ in its_turns] for its_turns in turns]
         if not training:
             return self._estimator.estimate(rollout, by_episode, training)
         # Looked at in two steps, so that the error names what was wrong first

@@ -104,7 +104,7 @@ class Parts:
         checkpoints ([`Checkpoints`]): state of a resumed run.
         look_ahead ([`UpcomingRows`], *optional*): reads rows of later generation batches.
         health ([`Health`]): says when a run learns nothing.
-        collapse ([`Collapse`], *optional*): says when a run falls, and may undo it.
+        collapse ([`Collapse`], *optional*): compares evaluations, and may restore adapters.
         seeds (`random.Random`): source of seeds for samples without a seed.
     """
 

@@ -287,12 +287,17 @@ def rewards_of(
 
 def check_best_metric(args: MARFTConfig, eval_dataset: Any) -> None:
     """
-    Check that `metric_for_best_model` names one of several evaluation sets.
+    Check that `metric_for_best_model` names one of several evaluation sets, and that no setting needs a single one.
 
     Raises:
         ValueError: it does not, so there would be no such metric.
     """
     metric = args.metric_for_best_model
+    if isinstance(eval_dataset, dict) and args.on_collapse == "restore":
+        raise ValueError(
+            "`on_collapse='restore'` compares `eval_reward`, and several evaluation sets have none in common. Pass "
+            "one `eval_dataset`, or set `on_collapse='warn'`."
+        )
     if not isinstance(eval_dataset, dict) or not eval_dataset or metric is None:
         return
     names = [f"{name}_" for name in eval_dataset]

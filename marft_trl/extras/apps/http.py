@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from aiohttp import web
@@ -32,7 +32,7 @@ class Answer(NamedTuple):
     What a client gets.
 
     Args:
-        messages (`Sequence[Said]`): as many as the client has asked for.
+        messages (`Sequence[ChatReply]`): as many as the client has asked for.
         lost (`Callable`, *optional*): called if the answer could not be sent.
     """
 
@@ -134,9 +134,12 @@ class HTTPApplication:
                 with self._backend.answering(request):
                     response = await handler(request)
             except web.HTTPException as error:
-                there = f" There are /v1/models, {', '.join(DIALECTS)} and /v1/reward." if error.status == 404 else ""
+                routes = {route.canonical for route in request.app.router.resources()}
+                there = f" There are {', '.join(sorted(routes))}." if error.status == 404 else ""
                 wrong = RequestError(f"{error.reason}.{there}", error.status)
                 headers = {key: value for key, value in error.headers.items() if key == "Allow"}
+            except _Gone:  # whoever asked has closed the connection
+                raise ConnectionResetError from None
             except Exception as error:
                 wrong = _described(error)
                 headers = {"Retry-After": "1"} if wrong.status == 503 else {}
@@ -177,7 +180,10 @@ class HTTPApplication:
             try:
                 await response.prepare(request)
                 await response.write_eof()
-            except (ConnectionError, asyncio.CancelledError):
+            except ConnectionError as error:
+                found.lost()
+                raise _Gone from error
+            except asyncio.CancelledError:
                 found.lost()
                 raise
             return response
@@ -200,35 +206,55 @@ class HTTPApplication:
         if self._backend.closes:
             response.force_close()
         try:
-            async with asyncio.timeout(self._backend.timeout):
-                first = await texts.get()
-                if first is None:  # nothing was sent yet, so an error has a status
-                    await work
-                await response.prepare(request)
-                await response.write(b"".join(map(dialect.encoded, stream.begin())))
-                await _write(response, texts, lambda text: map(dialect.encoded, stream.delta(*text)), first)
-                (said,) = (await work).messages
-                await response.write(b"".join(map(dialect.encoded, stream.end(said))))
-        except (ConnectionError, asyncio.CancelledError):
+            try:
+                async with asyncio.timeout(self._backend.timeout):
+                    first = await texts.get()
+                    if first is None:  # nothing was sent yet, so an error has a status
+                        await work
+                    with _sending():
+                        await response.prepare(request)
+                        await response.write(b"".join(map(dialect.encoded, stream.begin())))
+                    await _write(response, texts, lambda text: map(dialect.encoded, stream.delta(*text)), first)
+                    (said,) = (await work).messages
+                    with _sending():
+                        await response.write(b"".join(map(dialect.encoded, stream.end(said))))
+            except _Gone:
+                raise
+            except Exception as error:
+                if not response.prepared:
+                    raise
+                with _sending():
+                    await response.write(dialect.encoded(dialect.failed(_described(error))))
+            try:
+                async with asyncio.timeout(self._backend.timeout):
+                    with _sending():
+                        await response.write(dialect.END)
+                        await response.write_eof()
+            except TimeoutError:  # of a client that reads nothing
+                response.force_close()
+            return response
+        except (_Gone, asyncio.CancelledError):
             if work.done() and not work.cancelled() and work.exception() is None:
                 work.result().lost()
             raise
-        except Exception as error:
-            if not response.prepared:
-                raise
-            await response.write(dialect.encoded(dialect.failed(_described(error))))
         finally:
             work.cancel()
             await asyncio.wait([work])
             if not work.cancelled():
                 work.exception()  # else asyncio logs it
-        try:
-            async with asyncio.timeout(self._backend.timeout):
-                await response.write(dialect.END)
-                await response.write_eof()
-        except TimeoutError:  # of a client that reads nothing
-            response.force_close()
-        return response
+
+
+class _Gone(Exception):
+    """The client has closed its connection."""
+
+
+@contextlib.contextmanager
+def _sending() -> Iterator[None]:
+    """Context manager: errors of the connection are those of the client, and of nothing that answers it."""
+    try:
+        yield
+    except ConnectionError as error:
+        raise _Gone from error
 
 
 async def _write(response: web.StreamResponse, texts: asyncio.Queue, encoded: Callable[[Any], Any], text: Any) -> None:
@@ -238,7 +264,8 @@ async def _write(response: web.StreamResponse, texts: asyncio.Queue, encoded: Ca
         while len(written) < _AT_ONCE and not texts.empty() and (text := texts.get_nowait()) is not None:
             written += encoded(text)
         if written:
-            await response.write(b"".join(written))
+            with _sending():
+                await response.write(b"".join(written))
         while text is not None:
             try:
                 # Not `wait_for`: Python 3.11's forgets a cancellation that comes together with a text
@@ -246,7 +273,8 @@ async def _write(response: web.StreamResponse, texts: asyncio.Queue, encoded: Ca
                     text = await texts.get()
                 break
             except TimeoutError:
-                await response.write(b": still at it\n\n")
+                with _sending():
+                    await response.write(b": still at it\n\n")
 
 
 def client_of(request: web.Request) -> Any:

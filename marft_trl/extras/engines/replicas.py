@@ -41,7 +41,7 @@ class ServerSettings:
 
     Args:
         request_timeout (`float`): seconds after which a request for a turn is given up.
-        server_timeout (`float`): seconds that requests wait while no server works.
+        server_timeout (`float`): seconds that requests wait while a server does not answer.
         max_inflight (`int`): largest number of requests at a server at the same time.
         health_timeout (`float`): seconds after which a server that does not say that it is well is down.
         own ([`OwnServer`], *optional*): the only server, if this process has started it for itself.
@@ -188,6 +188,8 @@ class Replicas:
         start, is_back = time.monotonic(), False
         while not is_back:
             try:
+                with contextlib.suppress(RefusedError):  # a proxy that does not pass the question on
+                    await server.check_health(self._settings.health_timeout)
                 await self._make_ready(server)
                 is_back = True
             except ServerDownError as error:
