@@ -76,7 +76,6 @@ def outcome(place):
         **of_questions,
         **{key: result[key] for key in ("tokens", "steps", "seconds")},
         "rewards": [round(reward, 4) for _, reward in result["curve"]],
-        "below_best": round(max((entry.get("collapse/below_best", 0.0) for entry in log), default=0.0), 4),
         "grad_share": {agent: round(statistics.fmean(values), 4) for agent, values in shares.items()},
     }
 
