@@ -218,9 +218,14 @@ def test_gradients_of_collapsed_policies_are_not_applied_to_restored_ones(model_
     assert best.restored == len(trainer.policies.trained)
 
 
-def test_what_is_due_is_restored_at_the_end(model_folder, tmp_path):
-    """Where no episodes are sampled between the evaluation and the last step."""
-    settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 4}
-    trainer, given = make(model_folder, tmp_path, {2: 100.0, 3: 0.2}, **settings)
+def test_what_is_due_is_restored_where_a_callback_ends_the_run(model_folder, tmp_path):
+    """A budget of tokens, for example: no evaluation and no episodes follow."""
+
+    class Ends(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 3
+
+    trainer, given = make(model_folder, tmp_path, {1: 100.0, 3: 0.2}, [Ends()], max_steps=8)
     trainer.train()
-    assert moved(given.weights[2], given.weights[4]) and not moved(given.weights[2], weights(trainer))
+    assert trainer.state.global_step == 3
+    assert moved(given.weights[1], given.weights[3]) and not moved(given.weights[1], weights(trainer))

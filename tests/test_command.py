@@ -17,8 +17,10 @@ from marft_trl import MARFTConfig, Team, TeamManifest
 from marft_trl.extras.commands import COMMANDS, main
 from marft_trl.extras.commands.command import as_tokens, config_of
 from marft_trl.extras.commands.others import KINDS
-from marft_trl.extras.commands.scripts import Recipe
+from marft_trl.extras.commands.scripts import Recipe, reward_named
 from marft_trl.extras.commands.training import Launcher
+from marft_trl.extras.sandbox import code_reward
+from marft_trl.rewards import math_reward
 from marft_trl.seams.libraries import options_of
 
 import pytest
@@ -411,3 +413,7 @@ def test_a_gateway_as_a_process_ends_when_it_is_told_to(script, model_folder):
         assert process.returncode == 0 and "Traceback" not in said
     finally:
         process.kill()
+
+
+def test_rewards_and_workflows_of_the_extras_have_names_in_yaml_files():
+    assert reward_named("code_reward") is code_reward and reward_named("math_reward") is math_reward

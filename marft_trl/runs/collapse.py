@@ -123,8 +123,8 @@ class RestoringCollapse(Collapse):
             self._restore()
 
     def on_step_end(self, args, state, control, **kwargs):
-        # No episodes are sampled after the last step. A run that a signal stops keeps what is due in its checkpoint
-        if self._found and state.global_step >= state.max_steps and not control.should_evaluate:
+        # A callback ends the run here, so no episodes follow. One that a signal ends keeps this for its checkpoint
+        if self._found and control.should_training_stop and not control.should_evaluate:
             self._restore()
 
     def _take_best(self) -> None:

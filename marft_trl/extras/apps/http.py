@@ -92,6 +92,10 @@ class Backend(Protocol):
     def closes(self) -> bool:
         """Whether each request has a connection of its own."""
 
+    @property
+    def json_only(self) -> bool:
+        """Whether a request has to say that it is JSON, which a page of another server cannot without asking first."""
+
     def admit(self, request: web.Request) -> Any:
         """
         The [`Client`] of a request, by its key, before anything of its body is read.
@@ -165,6 +169,8 @@ class HTTPApplication:
 
     def _handler(self, dialect: Any) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(request: web.Request) -> web.StreamResponse:
+            if self._backend.json_only and request.content_type != "application/json":
+                raise RequestError("`Content-Type` must be `application/json`.", 415)
             client, body = client_of(request), await body_of(request)
             asked = dialect.read(body, client.models)
             request[_MODEL] = asked.model
@@ -258,23 +264,27 @@ def _sending() -> Iterator[None]:
 
 
 async def _write(response: web.StreamResponse, texts: asyncio.Queue, encoded: Callable[[Any], Any], text: Any) -> None:
-    """Write texts as they come. What has come meanwhile is written at once."""
+    """Write texts as they come. What has come meanwhile is written at once. Some forms leave texts out."""
+    loop = asyncio.get_running_loop()
+    silent_at = loop.time() + _SILENCE
     while text is not None:
         written = list(encoded(text))
         while len(written) < _AT_ONCE and not texts.empty() and (text := texts.get_nowait()) is not None:
             written += encoded(text)
-        if written:
-            with _sending():
-                await response.write(b"".join(written))
-        while text is not None:
+        while True:
+            if written:
+                with _sending():
+                    await response.write(b"".join(written))
+                silent_at = loop.time() + _SILENCE
+            if text is None:
+                return
             try:
                 # Not `wait_for`: Python 3.11's forgets a cancellation that comes together with a text
-                async with asyncio.timeout(_SILENCE):
+                async with asyncio.timeout_at(silent_at):
                     text = await texts.get()
                 break
             except TimeoutError:
-                with _sending():
-                    await response.write(b": still at it\n\n")
+                written = [b": still at it\n\n"]
 
 
 def client_of(request: web.Request) -> Any:

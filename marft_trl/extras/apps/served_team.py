@@ -28,7 +28,7 @@ from ...team.live import Question
 from ...workflows import Sequential, Workflow
 from ..engines.server import EngineDownError
 from .external_app import OUTPUT, ExternalApp
-from .http import DIALECTS, Answer, HTTPApplication, Outcome, Tell, key_of
+from .http import Answer, HTTPApplication, Outcome, Tell, key_of
 from .requests import ChatReply, ChatRequest, RequestError, problem_of
 
 
@@ -171,13 +171,13 @@ class ServerMetrics:
             self._tokens[turn.agent, "prompt"] += len(turn.prompt_ids)
             self._tokens[turn.agent, "completion"] += len(turn.completion_ids)
 
-    def text(self, desk: RequestQueue) -> str:
-        """All of it, with the present numbers of a desk."""
+    def text(self, queue: RequestQueue) -> str:
+        """All metrics, with the present lengths of a queue."""
         lines = [
             "# TYPE marft_requests_running gauge",
-            f"marft_requests_running {desk.running}",
+            f"marft_requests_running {queue.running}",
             "# TYPE marft_requests_waiting gauge",
-            f"marft_requests_waiting {desk.waiting}",
+            f"marft_requests_waiting {queue.waiting}",
             "# TYPE marft_requests_total counter",
             *(f'marft_requests_total{{model="{m}",status="{s}"}} {n}' for (m, s), n in self._requests.items()),
             "# TYPE marft_request_seconds_total counter",
@@ -285,7 +285,7 @@ def application(team: Team, settings: GatewaySettings | None = None) -> web.Appl
     Raises:
         ValueError: an agent has the name of the team.
     """
-    return _Gateway(team, settings or GatewaySettings()).application()
+    return _TeamBackend(team, settings or GatewaySettings()).application()
 
 
 class _Alone(Workflow):
@@ -312,18 +312,19 @@ class _OnMessages(Workflow):
             raise PromptError(str(end), end.is_too_long) from end
 
 
-class _Gateway:
-    """ """
+class _TeamBackend:
+    """Answers for a team: its own workflow, or one of its agents."""
 
     def __init__(self, team: Team, settings: GatewaySettings):
         names = [agent.name for agent in team.agents]
         if settings.name in names:
             raise ValueError(f"The team cannot be served as {settings.name!r}, the name of an agent. Set `name`.")
         self._team, self._settings = team, settings
-        self.timeout, self.max_body, self.closes = settings.timeout, settings.max_body, False
+        self.timeout, self.max_body = settings.timeout, settings.max_body
+        self.closes, self.json_only = False, True
         starts = isinstance(team.workflow, ExternalApp) and team.workflow.starts_programs
         places = min(settings.max_running, settings.max_programs) if starts else settings.max_running
-        self._desk, self._counts = RequestQueue(places, settings.max_waiting), ServerMetrics()
+        self._queue, self._counters = RequestQueue(places, settings.max_waiting), ServerMetrics()
         self._page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
         self._ends = False
 
@@ -359,7 +360,7 @@ class _Gateway:
 
     # ---- As a backend ----
 
-    def admit(self, request: web.Request) -> _Gateway:
+    def admit(self, request: web.Request) -> _TeamBackend:
         """
         Raises:
             RequestError: the request has no key, or comes from a page of another server.
@@ -377,18 +378,16 @@ class _Gateway:
                 raise RequestError(
                     "A key is needed: send it as `Authorization: Bearer ...`.", 401, code="invalid_api_key"
                 )
-        if request.method == "POST" and request.path in DIALECTS and request.content_type != "application/json":
-            raise RequestError("`Content-Type` must be `application/json`.", 415)
         return self
 
     def answering(self, request: web.Request) -> contextlib.AbstractContextManager[None]:
         """Nothing is done around a request."""
         return contextlib.nullcontext()
 
-    def ended(self, request: web.Request, client: _Gateway | None, outcome: Outcome) -> None:
+    def ended(self, request: web.Request, client: _TeamBackend | None, outcome: Outcome) -> None:
         """Count a request."""
         if request.method == "POST":
-            self._counts.request(outcome.model, outcome.status, outcome.seconds)
+            self._counters.request(outcome.model, outcome.status, outcome.seconds)
 
     @property
     def models(self) -> Sequence[str]:
@@ -420,7 +419,7 @@ class _Gateway:
         return web.json_response({"status": "ending" if self._ends else "ok"}, status=503 if self._ends else 200)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=self._counts.text(self._desk))
+        return web.Response(text=self._counters.text(self._queue))
 
     # ---- Answers ----
 
@@ -434,14 +433,14 @@ class _Gateway:
             asked.max_tokens,
             self._settings.max_turns,
         )
-        if asked.count > self._desk.places:
-            raise RequestError(f"`n` must be at most {self._desk.places} here, got {asked.count}.", field="n")
+        if asked.count > self._queue.places:
+            raise RequestError(f"`n` must be at most {self._queue.places} here, got {asked.count}.", field="n")
         try:
-            async with self._desk.place(asked.count):
+            async with self._queue.place(asked.count):
                 episodes = await self._team.live.run(ask, tell)
         except EngineDownError as error:
             raise RequestError(str(problem_of(error)), 503, code="engine_down") from error
-        self._counts.episodes(episodes)
+        self._counters.episodes(episodes)
         return episodes
 
     def _told(self, asked: ChatRequest, tell: Tell) -> Callable[[Event], None]:

@@ -48,7 +48,7 @@ class Endpoint:
         at_once (`int`): largest number of episodes at a time, by how many files this process may open.
     """
 
-    timeout, max_body, closes = None, 16 << 20, True
+    timeout, max_body, closes, json_only = None, 16 << 20, True, False
     _of_process: ClassVar[tuple[int, Endpoint] | None] = None
     _lock: ClassVar[threading.Lock] = threading.Lock()
 

@@ -1,0 +1,199 @@
+"""The HTTP room with a small backend: what holds for every backend and every form of the API."""
+
+import asyncio
+import contextlib
+import json
+
+from marft_trl.extras.apps import http
+from marft_trl.extras.apps.requests import ChatReply, RequestError
+
+import pytest
+from aiohttp import ClientSession, web
+
+
+BODIES = {
+    "/v1/chat/completions": {"model": "a", "messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"model": "a", "input": "x"},
+}
+both = pytest.mark.parametrize("path", BODIES)
+
+
+class Backend:
+    timeout, max_body, closes, json_only, models = 20.0, 1 << 20, False, True, ["a"]
+
+    def __init__(self, ask):
+        self._ask, self.outcomes, self.num_lost = ask, [], 0
+
+    def admit(self, request):
+        return self
+
+    def answering(self, request):
+        return contextlib.nullcontext()
+
+    def ended(self, request, client, outcome):
+        self.outcomes.append(outcome)
+
+    async def ask(self, asked, body, is_again, tell):
+        return http.Answer([await self._ask(tell)], self._lost)
+
+    def _lost(self):
+        self.num_lost += 1
+
+
+def served(backend, talk, prefix="", cancels=True):
+    """Runs `talk(session, url)` against a backend, whose application may be mounted below a prefix."""
+
+    async def run():
+        app = http.HTTPApplication(backend).application()
+        if prefix:
+            outer = web.Application()
+            outer.add_subapp(prefix, app)
+            app = outer
+        runner = web.AppRunner(app, handler_cancellation=cancels, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            async with ClientSession() as session:
+                return await asyncio.wait_for(talk(session, f"http://127.0.0.1:{runner.addresses[0][1]}{prefix}"), 20)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def streamed(backend, path):
+    async def talk(session, url):
+        async with session.post(url + path, json={**BODIES[path], "stream": True}) as response:
+            return response.status, (await response.read()).decode()
+
+    return served(backend, talk)
+
+
+def texts_of(stream):
+    """Texts of the answer, in both forms."""
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    chat = [part["choices"][0]["delta"].get("content") for part in events if part.get("choices")]
+    return [text for text in chat if text] + [
+        event["delta"] for event in events if event.get("type") == "response.output_text.delta"
+    ]
+
+
+@both
+def test_an_answer_grows_and_is_sent_once(path):
+    async def grows(tell):
+        tell("thought", False, "b", 0)
+        tell("one ", True, "a", 1)
+        await asyncio.sleep(0)
+        tell("two", True, "a", 1)
+        return ChatReply("one two")
+
+    async def at_once(tell):
+        return ChatReply("one two")
+
+    assert texts_of(streamed(Backend(grows), path)[1]) == ["one ", "two"]
+    assert texts_of(streamed(Backend(at_once), path)[1]) == ["one two"]
+
+
+@both
+def test_a_stream_says_that_it_is_alive_also_while_teammates_speak(path, monkeypatch):
+    """In a form that shows no teammates, nothing would be sent for minutes."""
+    monkeypatch.setattr(http, "_SILENCE", 0.05)
+
+    async def long(tell):
+        for _ in range(20):
+            tell("thought", False, "b", 0)
+            await asyncio.sleep(0.02)
+        return ChatReply("done")
+
+    stream = streamed(Backend(long), path)[1]
+    assert texts_of(stream) == ["done"] and stream.count(": still at it") >= (path == "/v1/responses")
+
+
+@both
+def test_a_connection_that_what_answers_has_lost_is_no_lost_client(path):
+    """A tool's database, after the first text: the client gets an error, and the stream ends."""
+
+    async def fails(tell):
+        tell("one", True, "a", 0)
+        await asyncio.sleep(0.1)
+        raise ConnectionError("the database is away")
+
+    backend = Backend(fails)
+    status, stream = streamed(backend, path)
+    assert status == 200 and "as error" in stream and "database" not in stream and not backend.num_lost
+
+    async def fails_at_once(tell):
+        raise ConnectionError("the database is away")
+
+    assert streamed(Backend(fails_at_once), path)[0] == 500
+
+
+@both
+@pytest.mark.parametrize("when", ["asked", "told", "written to"])
+def test_a_client_that_is_gone_is_not_refused(path, when):
+    gone = asyncio.Event()
+
+    async def waits(tell):
+        if when == "told":
+            tell("one", True, "a", 0)
+        gone.set()
+        for _ in range(100):
+            await asyncio.sleep(0.05 if when == "written to" else 0.6)
+            if when == "written to":
+                tell("more", True, "a", 0)
+
+    backend = Backend(waits)
+
+    async def talk(session, url):
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with asyncio.timeout(0.3):
+                async with session.post(url + path, json={**BODIES[path], "stream": True}) as response:
+                    await response.read()
+        for _ in range(200):
+            if backend.outcomes:
+                return
+            await asyncio.sleep(0.02)
+
+    served(backend, talk, cancels=when != "written to")
+    (outcome,) = backend.outcomes
+    assert outcome.status == 499 and outcome.wrong is None and gone.is_set()
+
+
+@both
+@pytest.mark.parametrize("prefix", ["", "/team"])
+def test_a_body_that_is_not_said_to_be_json_is_refused_wherever_the_application_is_mounted(path, prefix):
+    """A page of another server can send a text without asking first."""
+
+    async def never(tell):
+        raise AssertionError("was asked")
+
+    async def talk(session, url):
+        async with session.post(
+            url + path, data=json.dumps(BODIES[path]), headers={"Content-Type": "text/plain"}
+        ) as it:
+            return it.status
+
+    assert served(Backend(never), talk, prefix) == 415
+
+
+def test_a_path_that_is_not_there_names_those_that_are():
+    async def talk(session, url):
+        async with session.get(f"{url}/v1/nothing") as response:
+            return response.status, (await response.json())["error"]["message"]
+
+    status, message = served(Backend(None), talk)
+    assert status == 404 and all(path in message for path in BODIES) and "reward" not in message
+
+
+@both
+def test_what_a_backend_refuses_has_its_status(path):
+    async def refuses(tell):
+        raise RequestError("It is full.", 503, code="overloaded")
+
+    backend = Backend(refuses)
+
+    async def talk(session, url):
+        async with session.post(url + path, json=BODIES[path]) as response:
+            return response.status, response.headers["Retry-After"], (await response.json())["error"]["code"]
+
+    assert served(backend, talk) == (503, "1", "overloaded") and backend.outcomes[0].wrong.status == 503
