@@ -5,18 +5,46 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 
 from marft_trl.learning import batching as micro_batcher
 from marft_trl.learning.batching import Row, micro_batches
-from marft_trl.learning.memory import _kept_bytes, free_memory, measure_activations
+from marft_trl.learning.memory import free_memory, measure_activations
 from marft_trl.shared_prefix import forward
 from marft_trl.tiny import tiny_dataset
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .families import family_model
 from .helpers import moved, team_trainer, weights
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make and that are alive: `peak` is their largest number."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.alive = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **(kwargs or {}))
+        known = {item.untyped_storage()._cdata for item in tree_leaves(args) if isinstance(item, torch.Tensor)}
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.untyped_storage()._cdata not in known | self.alive:
+                storage = output.untyped_storage()
+                self.alive.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
+        return outputs
+
+    def freed(self, key, size):
+        self.alive.discard(key)
+        self.now -= size
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -28,10 +56,10 @@ def test_measured_costs_foretell_larger_passes(family, attention):
         cost = measure_activations(model).at(shared + own)
         prompts = [[3] * shared + [4, 5 + row] for row in range(rows)]
         replies = [[3] * (own - (row > 0)) for row in range(rows)]
-        kept = _kept_bytes(model, lambda p=prompts, r=replies: forward.hidden_states(model.base_model, p, r))
-        kept += kept / 3  # the gradients of one of three layers
+        with LiveBytes() as live:
+            forward.hidden_states(model.base_model, prompts, replies).sum().backward()
         foretold = cost.size(shared + rows * (own + 1), rows * shared, checkpointing=False)
-        assert 0.95 * kept <= foretold <= 1.3 * kept, (rows, shared, own, foretold / kept)
+        assert live.peak <= foretold <= 1.5 * live.peak, (rows, shared, own, foretold / live.peak)
 
 
 def room_for(monkeypatch, size):
@@ -240,4 +268,4 @@ def test_the_plan_is_a_close_bound_of_what_training_takes(tmp_path, settings, si
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)
-    assert found["measured"] < found["planned"] < 1.3 * found["measured"], found["plan"]
+    assert found["measured"] < found["planned"] < 1.25 * found["measured"], found["plan"]

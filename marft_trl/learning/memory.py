@@ -115,6 +115,8 @@ _LENGTHS = ((61, 73), (47, 59), (41, 53), (31, 43), (17, 29), (11, 23))
 # Share of what is kept that may seem to grow with none of them. If it is more, as with copies of weights and with the
 # tokens of experts, a second pass tells whether it grows
 _FIXED = 0.1
+# Gradients that live at once in the backward pass of a layer, as a share of what the layer keeps
+_GRADIENTS = 2 / 3
 
 
 def measure_activations(model: PreTrainedModel, share: bool = True) -> ActivationCost:
@@ -142,9 +144,12 @@ def measure_activations(model: PreTrainedModel, share: bool = True) -> Activatio
         linear, fixed = linear + max(growth, 0.0), max(fixed - max(growth, 0.0) * tokens, 0.0)
     layers = config.num_hidden_layers
     inputs = layers * config.hidden_size * model.get_input_embeddings().weight.element_size()
-    # During the backward pass of a layer, the gradients of its kept tensors take the same memory again
-    more = 1 + 1 / layers
-    return ActivationCost(linear * more, joined * more, inputs + 2 * linear / layers, fixed, squared * more)
+    # In the backward pass of a layer, gradients live next to the tensors that are not freed yet: a third of what a
+    # layer keeps, counted op by op, of which twice as much is planned. Those of attention scores exist before and
+    # after the softmax.
+    more = 1 + _GRADIENTS / layers
+    quadratic = squared * (1 + 1.5 / layers)
+    return ActivationCost(linear * more, joined * more, inputs + 2 * linear / layers, fixed, quadratic)
 
 
 def _lengths_for(model: PreTrainedModel) -> list[tuple[int, int]]:
@@ -179,12 +184,8 @@ def _kept_sizes(model: PreTrainedModel, prefix: int, rest: int, share: bool) -> 
     return _kept(model, lambda: hidden_states(model.base_model, prompts, replies, share))
 
 
-def _kept_bytes(model: PreTrainedModel, run: Callable[[], torch.Tensor]) -> int:
-    """Bytes of the tensors that autograd keeps in a pass, without the model's own parameters and buffers."""
-    return sum(size for _, size in _kept(model, run))
-
-
 def _kept(model: PreTrainedModel, run: Callable[[], torch.Tensor]) -> list[tuple[int, int]]:
+    """Elements and bytes of the tensors that autograd keeps in a pass, without the model's own."""
     own = {local(tensor).untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     sizes: dict[int, tuple[int, int]] = {}
 
