@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from .agents import AgentSpec
 from .episodes.collector import Request, collect
-from .episodes.live import LiveEpisode
 from .episodes.records import Completion, Seen, TeamContext, Turn
+from .episodes.state import EpisodeState
 from .prompts.builder import PromptBuilder
 from .workflows import Workflow
 
@@ -172,7 +172,7 @@ def scripted_turns(
     workflow: Workflow,
     agents: Sequence[AgentSpec],
     rows: Callable[[random.Random], dict[str, Any]],
-    reply: Callable[[LiveEpisode, str, Sequence[Seen], random.Random], str],
+    reply: Callable[[EpisodeState, str, Sequence[Seen], random.Random], str],
     seed: int = 0,
 ) -> Iterator[tuple[list[int], list[int]]]:
     """

@@ -186,7 +186,7 @@ def test_further_prompts_are_not_repeated_before_all_were_drawn(model_folder, tm
 
     inner = trainer.parts.rollouts.run
 
-    def noting(rows, training, further=False):
+    def noting(rows, training, further=False, mode=None):
         asked.append([row["prompt"] for row in rows])
         return inner(rows, training)
 

@@ -230,7 +230,7 @@ def test_the_loss_of_an_evaluation_is_that_of_training_on_the_same_episodes(mode
     rows = [dict(row) for row in tiny_dataset(8)]
     trainer.model.eval()
     rollout = trainer.parts.rollouts.run(rows, training=False)
-    trainer.parts.rollouts.run = lambda rows, training: rollout
+    trainer.parts.rollouts.run = lambda rows, training, mode=None: rollout
     loss, _, _ = trainer.prediction_step(trainer.model, rows, True)
     trainer.args.max_tokens_per_micro_batch = trainer.parts.batcher.max_tokens = 150
     again, _, _ = trainer.prediction_step(trainer.model, rows, True)

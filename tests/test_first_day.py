@@ -275,7 +275,7 @@ def test_evaluations_hold_whole_questions(model_folder, tmp_path):
         trainer.evaluate(sampling={"temprature": 1.0}, num_samples=4)
     with pytest.raises(ValueError, match="no evaluation set 'hard': the trainer's `eval_dataset` has no names"):
         trainer.evaluate("hard")
-    with pytest.raises(ValueError, match="Did you mean 'reasoner'"), trainer.parts.runner.silencing("resoner"):
+    with pytest.raises(ValueError, match="Did you mean 'reasoner'"), trainer.parts.evaluations.silencing("resoner"):
         pass
 
 

@@ -30,10 +30,9 @@ import launches
 # ---- Passes ----
 
 
-@pytest.mark.parametrize("split", [(8, 4), (4, 8)], ids=str)
-def test_passes_do_not_depend_on_how_a_batch_is_split(split):
-    whole = launches.passes_of_a_step(launches.make("duo", 32, 1))
-    assert launches.passes_of_a_step(launches.make("duo", *split)) == whole
+def test_passes_do_not_depend_on_how_a_batch_is_split():
+    whole, *others = (launches.passes_of_a_step(launches.make("duo", *split)) for split in ((16, 1), (8, 2), (4, 4)))
+    assert others == [whole, whole]
     assert whole["backward"] == 2  # one for each agent
 
 
@@ -60,7 +59,7 @@ def test_slices_that_go_through_together_teach_the_same(settings, model_folder, 
         if not joins:
             monkeypatch.setattr(MicroBatcher, "joins_slices", False)
         common = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "optim": "sgd"}
-        common |= {"max_grad_norm": 0.0, "learning_rate": 0.5, "max_steps": 3, "lr_scheduler_type": "constant"}
+        common |= {"max_grad_norm": 0.0, "learning_rate": 0.5, "max_steps": 2, "lr_scheduler_type": "constant"}
         rate = {"critic_learning_rate": 0.05} if "critic" in settings else {}
         trainer = team_trainer(model_folder, tmp_path, settings={**common, **rate, **settings})
         before = weights(trainer)
@@ -72,7 +71,7 @@ def test_slices_that_go_through_together_teach_the_same(settings, model_folder, 
     assert max(its.abs().max() for its in apart.values()) > 1e-3
     for name, its in apart.items():
         torch.testing.assert_close(together[name], its, atol=2e-5, rtol=1e-3, msg=lambda text, name=name: name + text)
-    assert len(logs) == len(others) == 3
+    assert len(logs) == len(others) == 2
     for one, other in zip(logs, others, strict=True):
         assert one.keys() == other.keys()
         for name in one.keys() - {"step_time"}:

@@ -23,6 +23,7 @@ from marft_trl.extras.engines.server import RefusedError
 from marft_trl.extras.engines.vllm_generator import FidelityError, SamplingCorrection
 from marft_trl.learning.adapter_updates import Schedule
 from marft_trl.rollout.failures import Failures
+from marft_trl.rollout.runner import RunKeys, RunMode
 from marft_trl.runs.checkpoints import load_rollouts, save_rollouts
 from marft_trl.system.run_metrics import Metrics
 
@@ -168,7 +169,8 @@ class FakeRunner:
 
     def __init__(self, seed, fails=None):
         self.version, self.pins, self.draw = -1, [], random.Random(seed)
-        self.dropped_turns, self._runs, self.fails, self.threads = 0, 0, fails, set()
+        self.dropped_turns, self.fails, self.threads = 0, fails, set()
+        self.keys, self.mode, self.randomness = RunKeys("seed"), RunMode(), SimpleNamespace()
         self.generator = self
 
     def publish(self):
@@ -181,11 +183,7 @@ class FakeRunner:
     def release(self, pin):
         self.pins.remove(pin)
 
-    def next_key(self, first):
-        self._runs += 1
-        return ("seed", self._runs - 1, first)
-
-    def in_background(self):
+    def changed(self, mode):
         return self
 
     def connected(self):

@@ -17,6 +17,7 @@ from marft_trl.extras.tasks import game_seeds
 from marft_trl.prompts import team_view
 from marft_trl.reporting import Interval
 from marft_trl.reporting.evaluation import read_samples, write_samples
+from marft_trl.rollout.runner import RunMode
 from marft_trl.runs.resume import code_of
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 from marft_trl.workflows import Debate, EnvironmentLoop
@@ -581,16 +582,14 @@ def test_an_agent_that_is_silent_is_so_for_all(model_folder, tmp_path):
     )
     runner, row = trainer.parts.runner, trainer.train_dataset[0]
     for silent in ("reasoner", "judge"):
-        with runner.silencing(silent):
-            (episode,) = runner.run([row])
+        (episode,) = runner.changed(RunMode(silent=frozenset([silent]))).run([row])
         for turn in episode.turns:
             assert (turn.text == turn.raw_text == "") == (turn.agent == silent) and turn.completion_ids
         shown = str(episode.turns[-1].observation)
         assert ("1+1=9" in shown) == (silent != "judge")
     (episode,) = runner.run([row])
     assert all(turn.text for turn in episode.turns)
-    with runner.silencing("actor"):
-        (episode,) = runner.run([row])
+    (episode,) = runner.changed(RunMode(silent=frozenset(["actor"]))).run([row])
     assert episode.answer.text == ""
 
 

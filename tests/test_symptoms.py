@@ -122,7 +122,7 @@ def test_a_message_that_nobody_reads(model_folder, tmp_path, view):
     set_seed(0)
     trainer.evaluate(metric_key_prefix="as_it_is")
     set_seed(0)
-    with trainer.parts.runner.silencing("reasoner"):
+    with trainer.parts.evaluations.silencing("reasoner"):
         trainer.evaluate(metric_key_prefix="emptied")
     samples = read_samples(tmp_path / "evaluations.jsonl")
     answers = {name: [one["vote"] for one in samples if one["set"] == name] for name in ("as_it_is", "emptied")}

@@ -398,6 +398,28 @@ def test_a_column_says_which_environment_a_row_has(model_folder, tmp_path):
     assert again.describe() == trainer.workflow.describe()
 
 
+def test_environments_of_trl_get_what_trl_gives_them(model_folder, tmp_path):
+    """Rows need no prompt, and the column that chooses the environment is not passed on."""
+    seen = []
+
+    class Shop:
+        def reset(self, prompt, size):
+            seen.append((prompt, size))
+            return f"Sell {size} apples."
+
+        def get_reward(self):
+            return 1.0
+
+    rows = Dataset.from_list([{"environment": "shop", "size": size} for size in range(8)])
+    trainer = team_trainer(
+        *(model_folder, tmp_path), environment_factory={"shop": Shop}, train_dataset=rows, eval_dataset=rows,
+        settings={"max_steps": 1},
+    )  # fmt: skip
+    trainer.train()
+    trainer.evaluate()
+    assert {size for _, size in seen} == set(range(8)) and all(prompt[0]["content"] == "" for prompt, _ in seen)
+
+
 def test_a_column_with_an_environment_that_there_is_not(model_folder, tmp_path):
     with pytest.raises(ValueError, match="'shopp'.*Did you mean 'shop'"):
         team_trainer(

@@ -5,6 +5,7 @@ import json
 
 from marft_trl import AgentSpec, Sequential, Team, TeamManifest, Workflow, load_adapters
 from marft_trl.prompts import team_view
+from marft_trl.rollout.runner import RunMode
 from marft_trl.tiny import questions, tiny_agents, tiny_model
 from marft_trl.workflows import Debate, EnvironmentLoop, Graph, MixtureOfAgents, Orchestrated, UntilApproved, rebuild
 
@@ -502,8 +503,7 @@ def test_a_lora_on_the_embeddings_makes_the_whole_round_trip(model_folder, tmp_p
     team = Team.from_pretrained(tmp_path / "team", model=model_folder)
     asked = [{"prompt": "3+4"}] * 4
     said = [turn.completion_ids for one in team.run(asked, greedy=True) for turn in one.turns]
-    runner = whole.parts.runner
-    runner.options = {"greedy": True}
+    runner = whole.parts.runner.changed(RunMode({"greedy": True}))
     assert said == [turn.completion_ids for one in runner.run(asked, runner.answer) for turn in one.turns]
     loaded = load_adapters(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "team")
     assert not moved(weights(whole), weights(team_trainer(loaded, tmp_path / "more", peft_config=None)))

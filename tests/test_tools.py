@@ -220,7 +220,7 @@ def test_an_agent_goes_on_after_its_calls_and_nobody_else_is_shown_them():
     class Kept(Sequential):
         async def run(self, episode):
             await super().run(episode)
-            assert episode.busy == 0 and not episode.calling
+            assert episode.state.busy == 0 and not episode.state.calling
 
     episode = rehearse(Kept(), ["planner", "solver", "judge"], calculates, "q", tools)
     assert [turn.agent for turn in episode.turns] == ["planner", "solver", "solver", "judge"]
@@ -245,7 +245,7 @@ def test_its_own_later_turns_see_the_calls_again():
 def test_an_agent_that_always_calls_comes_to_an_end(limits, turns, executed):
     class Limited(Sequential):
         async def run(self, episode):
-            episode.limits = ToolLimits(*limits)
+            episode.state.limits = ToolLimits(*limits)
             await super().run(episode)
 
     episode = rehearse(Limited(), ["solver"], lambda *_: ToolCall("double", {"a": 1}), "q", {"solver": [double]})

@@ -18,9 +18,9 @@ from typing import Any, cast
 from ..system.event_loop import Result, StepContext, run_coroutine, surrounding
 from ..system.watchdog import TimeLimit, time_limit
 from .guard import EpisodeError, EpisodeGuard, HangDetector, RunsEpisodes, brief
-from .live import LiveEpisode
 from .records import Completion, EndOfEpisode, Episode, Function, RequestedTurn, Seen, TeamContext, Turn, TurnRequest
 from .rerun import Found, Rerun
+from .state import EpisodeState
 
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Request:
         number (`int`): position that the turn will have in its episode, if those asked for before it are taken.
     """
 
-    episode: LiveEpisode
+    episode: EpisodeState
     ask: TurnRequest
     waiter: asyncio.Future[Turn]
     fed: int = 0
@@ -277,15 +277,15 @@ class _Collection:
         self._scripts = setting.scripts
         copies = [item.copies for item in reruns] if reruns is not None else [None] * len(rows)
         self._episodes = [
-            LiveEpisode(row, index, self._speak, setting, value)
+            EpisodeState(row, index, self._speak, setting, value)
             for index, (row, value) in enumerate(zip(rows, copies, strict=True))
         ]
         self._tasks: list[asyncio.Task] = []
         self._left: set[int] = set()  # episodes that the others do not wait for
 
-    async def _speak(self, episode: LiveEpisode, ask: TurnRequest) -> Turn:
+    async def _speak(self, episode: EpisodeState, ask: TurnRequest) -> Turn:
         waiter: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        request = Request(episode, ask, waiter, fed=episode.num_fed)
+        request = Request(episode, ask, waiter, fed=len(episode.fed))
         if ask.agent in self._scripts:
             return await self._write(request)
         self._waiting[episode.index].append(request)

@@ -13,6 +13,7 @@ from ..system.event_loop import STARTED, StepContext, Stepped
 from ..system.watchdog import TimeLimit
 from .live import LiveEpisode
 from .records import Call, EndOfEpisode, Messages, Turn
+from .state import EpisodeState
 
 
 class RunsEpisodes(Protocol):
@@ -69,7 +70,7 @@ class EpisodeGuard:
         """Notices that episodes do not go on."""
         return HangDetector(self._workflow, self._patience, self._limit)
 
-    def run(self, episode: LiveEpisode, is_over: asyncio.Event) -> Coroutine[Any, Any, None]:
+    def run(self, episode: EpisodeState, is_over: asyncio.Event) -> Coroutine[Any, Any, None]:
         """The coroutine of an episode."""
         coroutine = _run_one(self._workflow, episode, is_over)
         if self._around is None:
@@ -90,10 +91,10 @@ class EpisodeGuard:
             self._failures[error.episode] = error
 
 
-async def _run_one(workflow: RunsEpisodes, episode: LiveEpisode, is_over: asyncio.Event) -> None:
+async def _run_one(workflow: RunsEpisodes, episode: EpisodeState, is_over: asyncio.Event) -> None:
     STARTED.set(episode.started)
     try:
-        returned = await _unwrapped(workflow.run(episode))
+        returned = await _unwrapped(workflow.run(LiveEpisode(episode)))
         answer = episode.answer
         if isinstance(returned, (Turn, str)) and answer is not None and returned not in (answer, answer.text):
             raise TypeError("`run` returned an answer, which has no effect. Write `episode.answer = turn` in it.")
@@ -173,7 +174,7 @@ class HangDetector:
         if self._limit is not None:
             self._limit.restart()
 
-    def look(self, episodes: Sequence[LiveEpisode], elsewhere: Sequence[int]) -> None:
+    def look(self, episodes: Sequence[EpisodeState], elsewhere: Sequence[int]) -> None:
         """
         Check the episodes that wait for something other than a turn. Time in which they wait for a turn does not
         count, and does not begin a limit again: the turn may be refused.
@@ -203,7 +204,7 @@ class HangDetector:
                         episode.index,
                     )
 
-    def _waits_of(self, episode: LiveEpisode, answered: int, count: int) -> Iterator[tuple[Call, str, float]]:
+    def _waits_of(self, episode: EpisodeState, answered: int, count: int) -> Iterator[tuple[Call, str, float]]:
         """What an episode waits for: each wait, what it is for, and its limit in seconds."""
         patience = cast(float, self._patience)
         yield from ((call, f"`{call.name}`", patience) for call in episode.calling)
@@ -218,7 +219,7 @@ class HangDetector:
         yield self._wait(episode, "any", answered), what, patience
         yield self._wait(episode, "own", episode.answered_calls), what, patience * count
 
-    def _wait(self, episode: LiveEpisode, kind: str, state: int = 0) -> Call:
+    def _wait(self, episode: EpisodeState, kind: str, state: int = 0) -> Call:
         """The wait of an episode, which begins again when the episode has a further turn or the state has changed."""
         key, since = (episode.index, kind), (len(episode.turns), state)
         if key not in self._waits or self._waits[key][0] != since:

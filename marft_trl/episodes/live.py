@@ -1,46 +1,16 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The episode that is running: what a workflow holds. It makes the record."""
+"""The episode that is running, as a workflow holds it."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
-import functools
-import inspect
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
-from ..system.event_loop import StepContext, in_thread, one_at_a_time
 from ..system.hints import NearNames
-from .records import (
-    TOOL,
-    Call,
-    Episode,
-    Feedback,
-    Horizon,
-    Messages,
-    RequestedTurn,
-    Seen,
-    TeamContext,
-    Turn,
-    TurnLimitError,
-    TurnRequest,
-    unknown_agent,
-)
-from .tools import call_tools, tool_name
-
-
-# Rounds of the event loop in which a task that was cancelled comes to an end
-_LAST_ROUNDS = 20
-
-
-class Speak(Protocol):
-    """Takes a turn for a running episode. The collector supplies it."""
-
-    async def __call__(self, episode: LiveEpisode, ask: TurnRequest) -> Turn: ...
+from .records import Feedback, Horizon, RequestedTurn, Seen, Turn
+from .state import EpisodeState
 
 
 class LiveEpisode(NearNames):
@@ -48,109 +18,39 @@ class LiveEpisode(NearNames):
     One run of the workflow on one prompt, as the workflow sees it.
 
     Args:
-        row (`dict`):
-            The dataset row, with a `prompt`.
-        index (`int`):
-            Position of the episode in its batch.
-        speak ([`Speak`]):
-            Takes a turn.
-        setting ([`TeamContext`]):
-            The team.
-        copies (`Mapping[str, int]`, *optional*):
-            The past copies that agents act with. Drawn if left out.
+        state ([`EpisodeState`]):
+            What the engine knows of it, and makes the record of.
 
     Attributes:
+        row (`dict`): the dataset row, with a `prompt`.
+        index (`int`): position of the episode in its batch.
         prompt (`str` or `list[dict]`): the `prompt` of the row.
         agents (`tuple[str, ...]`): names of the agents of the team, in order.
         aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
+        copies (`Mapping[str, int]`): for agents that act with a past copy of an adapter, the step that it is from.
         turns (`list[Turn]`): turns so far.
         feedback (`list[Feedback]`): texts of environments and tools so far.
         history (`list[Turn | Feedback]`): turns and feedback together, in the order in which they came.
-        limits ([`ToolLimits`]): limits of calls of tools.
-        trains (`bool`): whether its turns are to be trained on.
         environment (`Any`): the environment that it is played in, which reward functions get. Set by the workflow.
-        copies (`Mapping[str, int]`): for agents that act with a past copy of an adapter, the step that it is from.
-        overflowed (`bool`): whether it is ended because the model's window is full.
-        busy (`int`): number of its branches that wait for tools or for functions in a thread.
-        calling (`list[Call]`): functions that it has called and waits for.
-        answered_calls (`int`): number of functions that have come back.
-        waits_for (`str`, *optional*): the program that decides whether the episode goes on, as messages name it. Only
-            a turn is progress of a program: a request may be refused, and made again without end.
-        is_queued (`bool`): whether it has not begun, since no more may run at a time. The others do not wait for it.
-        around (`Callable`): makes a context manager around users' code of this episode. Set by what runs it.
     """
 
-    def __init__(
-        self,
-        row: dict[str, Any],
-        index: int,
-        speak: Speak,
-        setting: TeamContext,
-        copies: Mapping[str, int] | None = None,
-    ):
-        self.row, self.index = row, index
-        self.copies = dict(setting.draw(index) if copies is None else copies)
-        self.prompt: str | Messages = row["prompt"]
-        self.agents, self.aliases = setting.agents, setting.aliases
-        self.turns: list[Turn] = []
-        self.feedback: list[Feedback] = []
-        self.environment: Any = None
-        self.overflowed = False
-        self.busy = 0
-        self.calling: list[Call] = []
-        self.answered_calls = 0
-        self.waits_for: str | None = None
-        self.is_queued = False
-        self.around: StepContext = contextlib.nullcontext
-        self.limits, self._max_turns, self.trains = setting.limits, setting.max_turns, setting.trains
-        self._requested: list[Coroutine[Any, Any, Turn]] = []
-        self.has_ended, self.num_late = False, 0  # turns that were requested after the end
-        self.started: list[tuple[asyncio.Task, str]] = []  # tasks, and what they run
-        self._speak, self._tools, self._scripts = speak, setting.tools, setting.scripts
-        self._asks: list[TurnRequest] = []
-        self.history: list[Seen] = []
-        self._fed: list[int] = []
-        self._earned: Counter[int] = Counter()
-        self._own: dict[str, Counter[int]] = {}
-        self._horizons: tuple[Horizon, ...] = ()
-        self._counts: Counter[str] = Counter()
-        self._answer: Turn | None = None
-        # Results of tools that are back before those of other branches; number of requests; final turns
-        self._returned: list[tuple[int, int | None, list[Feedback], asyncio.Future]] = []
-        self._orders = 0
-        self._final_turns: dict[int, int] = {}
+    def __init__(self, state: EpisodeState):
+        self.state = state
+        self.row, self.index, self.prompt = state.row, state.index, state.prompt
+        self.agents, self.aliases, self.copies = state.agents, state.aliases, state.copies
+        self.turns, self.feedback, self.history = state.turns, state.feedback, state.history
 
     def __repr__(self) -> str:
         # asyncio writes out what its tasks return, and every turn names all that it was shown
         return f"LiveEpisode(index={self.index}, prompt={str(self.prompt)[:40]!r}, turns={len(self.turns)})"
 
-    def record(self) -> Episode:
-        """The episode as far as it has come, as frozen data."""
-        return Episode(
-            self.prompt,
-            self.row,
-            self.index,
-            turns=tuple(self.turns),
-            answer=self.answer,
-            feedback=tuple(self.feedback),
-            history=tuple(self.history),
-            asked=tuple(ask.seen for ask in self._asks),
-            given=tuple(ask.given for ask in self._asks),
-            fed=tuple(self._fed),
-            earned=tuple(self._earned[turn.index] for turn in self.turns),
-            own={name: tuple(value[turn.index] for turn in self.turns) for name, value in self._own.items()},
-            horizons=self._horizons,
-            counts=Counter(self._counts),
-            overflowed=self.overflowed,
-            environment=self.environment,
-            final_turns=dict(self._final_turns),
-            copies=self.copies,
-        )
-
     @property
-    def num_fed(self) -> int:
-        """Number of turns that have gone into the environment."""
-        return len(self._fed)
+    def environment(self) -> Any:
+        return self.state.environment
+
+    @environment.setter
+    def environment(self, environment: Any) -> None:
+        self.state.environment = environment
 
     def turn(
         self,
@@ -181,7 +81,7 @@ class LiveEpisode(NearNames):
             ValueError: The agent is not in the team, or an item of `sees` belongs to another episode.
             RuntimeError: The episode has `max_episode_turns` turns already.
         """
-        return self._request(agent, self._take_turn(agent, sees, tools, rounds))
+        return self.state.request(agent, self.state.take_turn(agent, sees, tools, rounds))
 
     def turn_on(
         self, agent: str, given: RequestedTurn, sees: Sequence[Seen] | None = None
@@ -204,131 +104,7 @@ class LiveEpisode(NearNames):
             RuntimeError: The episode has `max_episode_turns` turns already.
             EndOfEpisode: The messages cannot be shown to the agent. The episode goes on if this is caught.
         """
-        return self._request(agent, self._take_given(agent, given, sees))
-
-    def _request(self, agent: str, requested: Coroutine[Any, Any, Turn]) -> Coroutine[Any, Any, Turn]:
-        if self.has_ended and not self.overflowed:
-            self.num_late += 1
-            requested.close()
-            raise RuntimeError(f"A task asks {agent!r} for a turn after the workflow has returned. Await the task.")
-        waiting = [item for item in self._requested if inspect.getcoroutinestate(item) != inspect.CORO_CLOSED]
-        self._requested = [*waiting, requested]
-        return requested
-
-    async def forgotten(self) -> int:
-        """Number of turns that were requested and that nobody has waited for. They are given up."""
-        states = (inspect.CORO_CREATED, inspect.CORO_SUSPENDED)
-        for _ in range(_LAST_ROUNDS):
-            unfinished = any(inspect.getcoroutinestate(value) in states for value in self._requested)
-            if not unfinished or not any(task.cancelling() and not task.done() for task, _ in self.started):
-                break
-            await asyncio.sleep(0)  # tasks that have just been cancelled end
-        left = [item for item in self._requested if inspect.getcoroutinestate(item) in states]
-        for entry in left:
-            if inspect.getcoroutinestate(entry) == inspect.CORO_CREATED:
-                entry.close()
-        return len(left)
-
-    async def _take_turn(
-        self, agent: str, sees: Sequence[Seen] | None, tools: Sequence[Callable] | None, rounds: int | None
-    ) -> Turn:
-        self._check_room(agent)
-        seen = tuple(self._seen(agent, sees, "turn"))
-        self._horizons = ()  # the episode continues after `cut`
-        of_environment = list(tools or ()) if agent not in self._scripts else []  # a script calls what it likes
-        functions = (*self._tools.get(agent, ()), *of_environment)
-        self._orders += 1
-        ask = TurnRequest(agent, seen, functions, order=self._orders)
-        if not functions:
-            return await self._speak(self, ask)
-        return await self._with_tools(ask, functions, of_environment, rounds)
-
-    async def _take_given(self, agent: str, given: RequestedTurn, sees: Sequence[Seen] | None) -> Turn:
-        self._check_room(agent)
-        seen = tuple(self._seen(agent, sees, "turn_on"))
-        if self._tools.get(agent):
-            raise ValueError(
-                f"Agent {agent!r} has tools of its own, and is asked on messages that are written elsewhere, so "
-                "nobody would call them. Leave `tools` out of its spec, and send them with the request."
-            )
-        self._horizons = ()
-        self._orders += 1
-        # A copy for the record: the caller may go on with its list
-        given = dataclasses.replace(given, messages=[dict(message) for message in given.messages])
-        return await self._speak(self, TurnRequest(agent, seen, tuple(given.tools), order=self._orders, given=given))
-
-    def _check_room(self, agent: str) -> None:
-        if self._max_turns is not None and len(self.turns) >= self._max_turns:
-            raise TurnLimitError(
-                f"the episode has {len(self.turns)} turns, and {agent!r} is to take another. If that is meant, set "
-                "`max_episode_turns` to a larger number, or to None; else give the workflow a condition to end."
-            )
-
-    async def _with_tools(
-        self, ask: TurnRequest, functions: Sequence[Callable], of_environment: list[Callable], rounds: int | None
-    ) -> Turn:
-        """Request turns from an agent until one calls no tool or a limit is reached. Returns the final turn."""
-        most = min((limit for limit in (rounds, self.limits.rounds) if limit is not None), default=math.inf)
-        left, number, called, was_refused = self.limits.calls, 0, [], False
-        turn = await self._speak(self, ask._replace(is_final=number >= most))
-        while turn.audience is not None:  # it calls functions and may go on from their results
-            was_refused = left <= 0
-            said = await self._call_tools(turn, functions, of_environment, max(left, 0), ask.order)
-            called.append(turn.index)
-            left, number = left - len(turn.tool_calls), number + 1
-            # Once told that no calls are left, an agent speaks for the last time
-            ask = ask._replace(seen=(*ask.seen, turn, *said), after=turn, is_final=was_refused or number >= most)
-            turn = await self._speak(self, ask)
-        self._final_turns |= dict.fromkeys(called, turn.index)
-        return turn
-
-    async def _call_tools(
-        self, turn: Turn, functions: Sequence[Callable], of_environment: Sequence[Callable], left: int, order: int
-    ) -> list[Feedback]:
-        """
-        Run the tool calls of a turn and return the results as feedback for its agent. Branches that call tools at the
-        same time continue together, so that results do not depend on how long tools take.
-        """
-        self.busy += 1
-        try:
-            results = await call_tools(functions, turn.tool_calls, self.limits, left, of_environment)
-        except BaseException:
-            self._is_back()
-            raise
-        self.count("tools/calls", len(results))
-        for result in results:
-            if result.problem is not None:
-                self.count("tools/failures")
-                self.count(f"tools/{result.problem}")
-        names = {tool_name(function) for function in functions}
-        said = [  # an invented name is not shown, since names are tokenized as template text
-            Feedback(item.text, TOOL, tool=item.name if item.name in names else "unknown", audience=turn.agent)
-            for item in results
-        ]
-        went_in = {tool_name(function) for function in of_environment} & {result.name for result in results}
-        noted: asyncio.Future[list[Feedback]] = asyncio.get_running_loop().create_future()
-        self._returned.append((order, turn.index if went_in else None, said, noted))
-        self._is_back()
-        return await noted
-
-    def _is_back(self) -> None:
-        """When the tools of all branches have returned, record their results in the order of the requests."""
-        self.busy -= 1
-        if self.busy:
-            return
-        returned, self._returned = sorted(self._returned, key=lambda one: one[0]), []
-        for _, index, said, noted in returned:
-            if index is not None:
-                self._fed.append(index)
-            results = [self._note(item) for item in said]
-            # Not immediately, since then the branch whose tool returned last would continue first
-            asyncio.get_running_loop().call_soon(_settle, noted, results)
-
-    def _note(self, said: Feedback) -> Feedback:
-        said = dataclasses.replace(said, index=len(self.feedback))
-        self.feedback.append(said)
-        self.history.append(said)
-        return said
+        return self.state.request(agent, self.state.take_requested(agent, given, sees))
 
     async def call(self, function: Callable, *arguments: Any, **named: Any) -> Any:
         """
@@ -338,71 +114,7 @@ class LiveEpisode(NearNames):
 
         Returns: the function's result, awaited if the function is asynchronous.
         """
-        if inspect.iscoroutinefunction(function):
-            return await self._called(function, function(*arguments, **named))
-        value = await self._in_order(self._threaded(function, functools.partial(function, *arguments, **named)))
-        if inspect.isawaitable(value):  # an asynchronous function behind a decorator
-            return await self._called(function, value)
-        return value
-
-    async def write(self, function: Callable, *arguments: Any) -> Any:
-        """
-        Call a function that writes a turn. Like [`~LiveEpisode.call`], but branches of this episode that wait for
-        asynchronous functions continue together as well, so that the order of turns does not depend on how long they
-        take. Called by what runs the episode, not by workflows.
-        """
-        return await self._in_order(self._written(function, arguments))
-
-    async def _in_order(self, outcome: Awaitable[tuple[Any, BaseException | None]]) -> Any:
-        """What a function returns or raises. Branches that wait at the same time go on in the order of their calls."""
-        self._orders += 1
-        order = self._orders
-        self.busy += 1
-        try:
-            value, error = await outcome
-        except BaseException:
-            self._is_back()
-            raise
-        noted: asyncio.Future[list[Feedback]] = asyncio.get_running_loop().create_future()
-        self._returned.append((order, None, [], noted))
-        self._is_back()
-        await noted
-        if error is not None:
-            raise error
-        return value
-
-    async def _threaded(self, function: Callable, job: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        async with one_at_a_time():
-            return await self._called(function, in_thread(job, "environments"))
-
-    async def _written(self, function: Callable, arguments: tuple) -> tuple[Any, BaseException | None]:
-        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-        if is_async:
-            job = function(*arguments)
-        else:
-            job, error = await self._threaded(function, functools.partial(function, *arguments))
-            if error is not None or not inspect.isawaitable(job):
-                return job, error
-        try:
-            return await self._called(function, job), None
-        except Exception as error:
-            return None, error
-
-    async def _called(self, function: Callable, outcome: Awaitable) -> Any:
-        """Await an outcome. Meanwhile, `calling` lists the function, so that a timeout can name it."""
-        with self.waiting_for(_name_of(function)):
-            return await outcome
-
-    @contextlib.contextmanager
-    def waiting_for(self, name: str) -> Iterator[None]:
-        """Context manager: the episode waits for something of this name, which a time limit can name."""
-        call = Call(name)
-        self.calling.append(call)
-        try:
-            yield
-        finally:
-            self.calling.remove(call)
-            self.answered_calls += 1
+        return await self.state.call(function, *arguments, **named)
 
     def observe(
         self,
@@ -432,25 +144,18 @@ class LiveEpisode(NearNames):
             ValueError: A turn belongs to another episode, `reward` is not finite or has no turn in `after`, or an
                 agent is not in the team.
         """
-        self._check_own(after, "observe", Turn)
+        self.state.check_own(after, "observe", Turn)
         if reward and not after:
             raise ValueError(f"`episode.observe` got the reward {reward!r}, but no turn that earned it. Set `after=`.")
         if after:
             self.earn(after[-1], reward)
-        self._fed += [turn.index for turn in after]
+        self.state.fed += [turn.index for turn in after]
         if isinstance(text, Mapping):
             for agent, value in text.items():
-                self._check_agent(agent, "observe")
-                self._say(value, source, agent)
+                self.state.check_agent(agent, "observe")
+                self.state.say(value, source, agent)
             return None
-        return self._say(text, source)
-
-    def _say(self, text: str | None, source: str, audience: str | None = None) -> Feedback | None:
-        if not text:
-            return None
-        if not isinstance(text, str):
-            raise TypeError(f"Feedback of {source!r} has to be a text, got {text!r} of type {type(text).__name__}.")
-        return self._note(Feedback(text, source, audience=audience))
+        return self.state.say(text, source)
 
     def earn(self, turn: Turn, reward: float | Mapping[str, float]) -> None:
         """
@@ -467,33 +172,19 @@ class LiveEpisode(NearNames):
             TypeError: The reward is not a number.
             ValueError: The reward is not finite, the turn belongs to another episode, or an agent is not in the team.
         """
-        self._check_own([turn], "earn", Turn)
+        self.state.check_own([turn], "earn", Turn)
         if not isinstance(reward, Mapping):
-            self._earned[turn.index] += self._number(turn, reward)  # type: ignore[assignment]  # a Counter of floats
+            self.state.earned[turn.index] += _number(turn, reward)  # type: ignore[assignment]  # a Counter of floats
             return
         for agent, item in reward.items():
-            self._check_agent(agent, "earn")
-            value = self._number(turn, item)
-            self._earned[turn.index] += value  # type: ignore[assignment]
-            self._own.setdefault(agent, Counter())[turn.index] += value  # type: ignore[assignment]
-
-    @staticmethod
-    def _number(turn: Turn, reward: Any) -> float:
-        if isinstance(reward, (str, bytes)):
-            raise TypeError(f"A reward has to be a number, got {reward!r} for the turn of {turn.agent!r}.")
-        try:
-            value = float(reward)
-        except OverflowError:  # an integer above all floats
-            value = math.inf
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"A reward has to be a number, got {reward!r} for the turn of {turn.agent!r}.") from error
-        if not math.isfinite(value):
-            raise ValueError(f"A reward has to be finite, got {reward!r} for the turn of {turn.agent!r}.")
-        return value
+            self.state.check_agent(agent, "earn")
+            value = _number(turn, item)
+            self.state.earned[turn.index] += value  # type: ignore[assignment]
+            self.state.own.setdefault(agent, Counter())[turn.index] += value  # type: ignore[assignment]
 
     def count(self, name: str, by: float = 1) -> None:
         """Count something for the metrics: `workflow/<name>` is its mean over episodes."""
-        self._counts[name] += by  # type: ignore[assignment]
+        self.state.count(name, by)
 
     def cut(
         self,
@@ -515,55 +206,21 @@ class LiveEpisode(NearNames):
             tools (`Sequence[Callable]`, *optional*):
                 Methods of an environment that the agent could have called.
         """
-
         seen = sees if isinstance(sees, Mapping) else {agent: sees}
         names = dict.fromkeys([agent, *(turn.agent for turn in self.turns)])
-        self._horizons = tuple(
-            Horizon(name, tuple(self._seen(name, seen.get(name), "cut")), (*self._tools.get(name, ()), *(tools or ())))
+        self.state.horizons = tuple(
+            Horizon(
+                name,
+                tuple(self.state.seen_by(name, seen.get(name), "cut")),
+                (*self.state.tools.get(name, ()), *(tools or ())),
+            )
             for name in names
         )
-
-    def add(self, turn: Turn, ask: TurnRequest) -> None:
-        """Append a finished turn. Called by what runs the episode, not by workflows."""
-        self.turns.append(turn)
-        self.history.append(turn)
-        self._asks.append(ask)
-
-    def _seen(self, agent: str, sees: Sequence[Seen] | None, method: str) -> list[Seen]:
-        self._check_agent(agent, method)
-        if sees is None:
-            return [item for item in self.history if item.audience in (None, agent)]
-        self._check_own(sees, f"{method}({agent!r})")
-        return list(sees)
-
-    def _check_agent(self, agent: str, method: str) -> None:
-        if agent not in self.agents:
-            raise ValueError(unknown_agent(agent, self.agents, f"`episode.{method}`"))
-
-    def _check_own(self, seen: Sequence[Seen], method: str, kind: Any = (Turn, Feedback)) -> None:
-        if isinstance(seen, (Turn, Feedback)):
-            raise TypeError(f"`episode.{method}` takes a list of turns, got a single one. Write `[turn]`.")
-        for item in seen:
-            if not isinstance(item, kind):
-                feedback = "" if kind is Turn else ", and feedback"
-                raise TypeError(
-                    f"`episode.{method}` takes turns, as returned by `episode.turn`{feedback}; got a "
-                    f"{type(item).__name__}."
-                )
-            known: Sequence[Seen] = self.turns if isinstance(item, Turn) else self.feedback
-            if item.index >= len(known) or known[item.index] is not item:
-                raise ValueError(
-                    f"`episode.{method}` got a turn of {item.agent!r} from another episode. "
-                    "Keep turns in local variables of `run`, not on the workflow: one workflow object runs many "
-                    "episodes at once."
-                )
 
     @property
     def answer(self) -> Turn | None:
         """The turn that answers for the team: the one set by the workflow, else the last one."""
-        if self._answer is not None:
-            return self._answer
-        return self.turns[-1] if self.turns else None
+        return self.state.answer
 
     @answer.setter
     def answer(self, turn: Turn) -> None:
@@ -572,14 +229,19 @@ class LiveEpisode(NearNames):
                 f"`episode.answer` has to be a turn, as returned by `episode.turn`; got a {type(turn).__name__}. "
                 "Rewards score the tokens of a turn, so a text made by the workflow cannot answer."
             )
-        self._check_own([turn], "answer", Turn)
-        self._answer = turn
+        self.state.check_own([turn], "answer", Turn)
+        self.state.chosen_answer = turn
 
 
-def _settle(noted: asyncio.Future, results: list[Feedback]) -> None:
-    if not noted.done():  # else its branch was cancelled
-        noted.set_result(results)
-
-
-def _name_of(function: Callable) -> str:
-    return getattr(function, "__qualname__", type(function).__name__)
+def _number(turn: Turn, reward: Any) -> float:
+    if isinstance(reward, (str, bytes)):
+        raise TypeError(f"A reward has to be a number, got {reward!r} for the turn of {turn.agent!r}.")
+    try:
+        value = float(reward)
+    except OverflowError:  # an integer above all floats
+        value = math.inf
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"A reward has to be a number, got {reward!r} for the turn of {turn.agent!r}.") from error
+    if not math.isfinite(value):
+        raise ValueError(f"A reward has to be finite, got {reward!r} for the turn of {turn.agent!r}.")
+    return value

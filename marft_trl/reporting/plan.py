@@ -271,18 +271,18 @@ class Planner:
 
         async def answer(requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
             waves.append([value.agent for value in requests])
-            built = self._runner.observe(self._runner.query(entry)._replace(after=None) for entry in requests)
+            built = runner.observe(runner.query(entry)._replace(after=None) for entry in requests)
             for request, observation in zip(requests, built, strict=True):
                 shown.setdefault(request.agent, observation)
-                prompts.append((request.agent, self._longest(observation), self._same(request, observation)))
+                prompts.append((request.agent, self._longest(observation), self._same(runner, request, observation)))
             if len(requests[0].episode.turns) >= _LONGEST_REHEARSAL:
                 return [EndOfEpisode("the rehearsal is long enough")] * len(requests)
             return [item.completed(self._made_up(item.agent)) for item in requests]
 
-        with self._runner.rehearsing():
-            (episode,) = self._runner.run([row], answer)
-        rest = [agent for agent in self._agents if agent.name not in shown]
-        alone = self._runner.observe(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
+        with self._runner.rehearsing() as runner:
+            (episode,) = runner.run([row], answer)
+            rest = [agent for agent in self._agents if agent.name not in shown]
+            alone = runner.observe(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
         shown |= {agent.name: item for agent, item in zip(rest, alone, strict=True)}
         return Rehearsal(episode, shown, prompts, waves)
 
@@ -301,7 +301,7 @@ class Planner:
                 longer += max(self._samplings[item.agent].max_completion_length - made_up, 0)
         return len(observation.ids) + longer
 
-    def _same(self, request: Request, observation: Observation) -> int:
+    def _same(self, runner: EpisodeRunner, request: Request, observation: Observation) -> int:
         """Number of tokens of an observation that do not depend on turns of teammates."""
         if not any(isinstance(item, Turn) for item in observation.seen):
             return len(observation.ids) - 1
@@ -309,7 +309,7 @@ class Planner:
             return 0
         others = [replace(item, text="?", raw_text="?") if isinstance(item, Turn) else item for item in request.seen]
         query = Query(self._spec_of(request.agent), request.episode.prompt, others, request.functions)
-        (other,) = self._runner.observe([query])
+        (other,) = runner.observe([query])
         (cluster, *_) = clusters([observation.ids, other.ids])
         return cluster.length if len(cluster.rows) > 1 else 0
 

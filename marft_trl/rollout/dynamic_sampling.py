@@ -18,6 +18,7 @@ from ..episodes.records import Episode
 from .alternatives import Node
 from .reward_scorer import OwnReturns
 from .rollouts import Drawn, Rollout, Rollouts
+from .runner import RunMode
 
 
 # Largest number of prompts that are drawn for a generation batch, as a multiple of its own prompts. Beyond it, groups
@@ -54,9 +55,9 @@ class DynamicSampling:
         """Go on from a [`state_dict`]."""
         self._drawn = state["drawn"]
 
-    def run(self, rows: Sequence[dict[str, Any]], training: bool) -> Rollout:
+    def run(self, rows: Sequence[dict[str, Any]], training: bool, mode: RunMode | None = None) -> Rollout:
         """Like [`Rollouts.run`]; in training, groups without a signal are replaced."""
-        rollout = self._rollouts.run(rows, training)
+        rollout = self._rollouts.run(rows, training, mode=mode)
         if not training:
             return rollout
         size = self._settings.group_size(training)

@@ -26,7 +26,7 @@ from ..workflows import Workflow
 from .alternatives import Alternatives, Node
 from .failures import Failures, OnFailure, run_episodes
 from .reward_scorer import OwnReturns, RewardReach, RewardScorer
-from .runner import EpisodeRunner
+from .runner import EpisodeRunner, RunMode
 
 
 logger = get_logger(__name__)
@@ -138,7 +138,9 @@ class Rollouts:
         self._counted = {mode: set(names) for mode, names in state["counted"].items()}
         self._failed = {mode: set(names) for mode, names in state.get("failed", self._failed).items()}
 
-    def run(self, rows: Sequence[dict[str, Any]], training: bool, further: bool = False) -> Rollout:
+    def run(
+        self, rows: Sequence[dict[str, Any]], training: bool, further: bool = False, mode: RunMode | None = None
+    ) -> Rollout:
         """
         One episode for each row, with its rewards.
 
@@ -146,24 +148,28 @@ class Rollouts:
             training (`bool`): whether they are trained on; else they are evaluated.
             further (`bool`, *optional*, defaults to `False`): whether they are a part of a batch. Limits
                 of what may fail in a generation batch are not applied to these.
+            mode ([`RunMode`], *optional*): what they are run for, where it is not training.
 
         Raises:
             ValueError: a row cannot be used, or rewards that nothing could be learned from.
         """
         check_prompts(rows, "the dataset")
         self._runner.dropped_turns = 0
+        runner = self._runner if mode is None else self._runner.changed(mode)
         others = self._alternatives
         if others is not None:
             others.take_nodes()
         branches = others is not None and self._uses_candidates and training
-        run = functools.partial(self._run, others.answer_with_candidates if others is not None and branches else None)
+        run = functools.partial(
+            self._run, runner, others.answer_with_candidates if others is not None and branches else None
+        )
         if training and self._ahead is not None:
             episodes = self._ahead.episodes(rows)
         else:
             self._runner.generator.publish()
             with self._processes.together(), ending_forks():
                 episodes = finished(run_episodes(run, rows, self._policy, self._failures))
-        self._log(episodes, training)
+        self._log(episodes, runner.dropped_turns, training)
         has_own_returns = self._own.note(episodes)
         self._check_earned(episodes, training)
         per_func = self._scorer.of_batch(episodes)
@@ -183,9 +189,11 @@ class Rollouts:
             self._ahead.close()
         self._runner.generator.close()
 
-    async def _run(self, answer: Any, rows: Sequence[dict[str, Any]], failures: dict | None) -> list[Episode]:
+    async def _run(
+        self, runner: EpisodeRunner, answer: Any, rows: Sequence[dict[str, Any]], failures: dict | None
+    ) -> list[Episode]:
         first = self._processes.index * len(rows)
-        return self._runner.run(rows, answer, failures=failures, first=first)
+        return runner.run(rows, answer, failures=failures, first=first)
 
     def _check_skipped(self, count: int, most: float) -> None:
         """Report what was skipped or tried again, and end the run if it is too much."""
@@ -228,7 +236,7 @@ class Rollouts:
         earned = self._processes.gather([_earned_by_agent(episode) for episode in episodes])
         self._reach.check_earned(earned, is_all=not others)
 
-    def _log(self, episodes: Sequence[Episode], training: bool) -> None:
+    def _log(self, episodes: Sequence[Episode], dropped_turns: int, training: bool) -> None:
         """Numbers that workflows counted, turns that did not fit the window, and who acted."""
         counts: Counter[str] = Counter()
         for episode in episodes:
@@ -237,7 +245,7 @@ class Rollouts:
         if self._runner.uses_tools:
             counts.update({"workflow/tools/calls": 0, "workflow/tools/failures": 0})
         acted = sorted({turn.agent for episode in episodes for turn in episode.turns})
-        own = (dict(counts), self._runner.dropped_turns, ended, acted, len(episodes))
+        own = (dict(counts), dropped_turns, ended, acted, len(episodes))
         everywhere = self._processes.gather([own])
         self._metrics.add("context/dropped_turns", float(sum(dropped for _, dropped, *_ in everywhere)))
         if self._args.context_overflow == "end_episode":

@@ -17,7 +17,7 @@ from ..agents import AgentSpec
 from ..config.team_setup import decoding
 from ..episodes.collector import Request, collecting, limited_by, limiting, run_unblocked
 from ..episodes.guard import EpisodeError
-from ..episodes.records import Completion, EndOfEpisode, Episode, PromptError, TeamContext, unknown_agent
+from ..episodes.records import Completion, EndOfEpisode, Episode, PromptError, TeamContext
 from ..episodes.rerun import Rerun
 from ..episodes.tools import ToolLimits, tool_name
 from ..prompts.builder import Observation, PromptBuilder, Query
@@ -34,7 +34,7 @@ Answering = Callable[[Sequence[Request], tuple], Coroutine[Any, Any, Sequence[Co
 
 
 def place_of(request: Request, key: tuple) -> tuple:
-    """Place of a turn in a run, the same for any number of processes. `key`: place of its episodes, see `next_key`."""
+    """Place of a turn in a run, the same for any number of processes. `key`: of its episodes, see [`RunKeys`]."""
     return (*key[:-1], key[-1] + request.episode.index, request.number)
 
 
@@ -67,6 +67,59 @@ class Limits:
     vocabulary: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class RunMode:
+    """
+    What episodes are run for.
+
+    Args:
+        options (`Mapping[str, Any]`, *optional*): further options of the generator.
+        trains (`bool`, *optional*, defaults to `False`): whether turns are trained on.
+        rehearses (`bool`, *optional*, defaults to `False`): whether turns are made up, and no server is asked.
+        next_to_training (`bool`, *optional*, defaults to `False`): whether other threads or tasks use the random
+            states of users' code meanwhile.
+        silent (`frozenset[str]`, *optional*): agents whose turns are empty for teammates, environments and answers.
+        follower ([`Follower`], *optional*): is told of turns while they are sampled.
+    """
+
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    trains: bool = False
+    rehearses: bool = False
+    next_to_training: bool = False
+    silent: frozenset[str] = frozenset()
+    follower: Follower | None = None
+
+
+class RunKeys:
+    """
+    Places of runs, from which seeds are made.
+
+    Args:
+        base: what the places begin with.
+    """
+
+    def __init__(self, *base: Any):
+        self._base, self._runs = base, 0
+
+    def next(self, first: int) -> tuple:
+        """
+        Place of the next run.
+
+        Args:
+            first (`int`): position of its first row among those of all processes, the last part of the place.
+        """
+        self._runs += 1
+        return (*self._base, self._runs - 1, first)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that a resumed run goes on with; JSON-serializable."""
+        return {"runs": self._runs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a [`state_dict`]."""
+        self._runs = state["runs"]
+
+
 class EpisodeRunner:
     """
     Runs the workflow on dataset rows.
@@ -77,6 +130,12 @@ class EpisodeRunner:
         randomness ([`UserRandomness`]): random states of workflows, environments, tools and views.
         users ([`UserState`], *optional*): state of users' objects, which a rehearsal leaves as it is.
         seed (`int`, *optional*, defaults to `0`): seed of turns that servers sample.
+        mode ([`RunMode`], *optional*): what episodes are run for. [`~EpisodeRunner.changed`] makes a runner with
+            another one.
+
+    Attributes:
+        dropped_turns (`int`): number of turns that were not shown because they did not fit the model's window.
+        device (`threading.RLock`): held while a model acts.
     """
 
     def __init__(
@@ -91,21 +150,47 @@ class EpisodeRunner:
         users: UserState | None = None,
         seed: int = 0,
         copies: PastCopies | None = None,
+        mode: RunMode | None = None,
     ):
         self._specs = {agent.name: agent for agent in agents}
         self._workflow, self._reader, self._limits, self.copies = workflow, reader, limits, copies
         self.prompts, self.generator, self.randomness = prompts, generator, randomness
         self._users = users or UserState({})
-        self.options: dict[str, Any] = {}  # further options of the generator
-        self.trains = False  # whether turns are to be trained on
-        self._silent: frozenset[str] = frozenset()
-        self._key: tuple = (seed,)  # what seeds of servers are made from, with the number of the run
-        self._runs, self._rehearses, self._trains_beside = 0, False, False
-        self._follower: Follower | None = None
+        self.mode, self.keys = mode or RunMode(), RunKeys(seed)
         self._begun: list[tuple[Query, Observation | PromptError]] = []  # first observations of a question
-        self.device = threading.RLock()  # held while a model acts
+        self.device = threading.RLock()
         self._lock = threading.RLock()  # of what is not made for several threads: tokenizers, and TRL's use of them
-        self.dropped_turns = 0  # number of turns not shown because they did not fit the model's window
+        self.dropped_turns = 0
+
+    def changed(
+        self,
+        mode: RunMode | None = None,
+        *,
+        randomness: UserRandomness | None = None,
+        keys: RunKeys | None = None,
+        generator: Generator | None = None,
+        workflow: Workflow | None = None,
+        max_turns: int | None = None,
+    ) -> EpisodeRunner:
+        """
+        A runner of the same team, which differs in what is given. It counts its own dropped turns.
+
+        Args:
+            max_turns (`int`, *optional*): largest number of turns, where it is below that of the team.
+        """
+        other = copy.copy(self)
+        limits = [limit for limit in (max_turns, self._limits.max_turns) if limit is not None]
+        vars(other).update(
+            mode=mode or self.mode,
+            keys=keys or self.keys,
+            randomness=randomness or self.randomness,
+            generator=generator or self.generator,
+            dropped_turns=0,
+            _begun=[],
+            _workflow=workflow or self._workflow,
+            _limits=dataclasses.replace(self._limits, max_turns=min(limits, default=None)),
+        )
+        return other
 
     @property
     def uses_tools(self) -> bool:
@@ -121,7 +206,7 @@ class EpisodeRunner:
     @property
     def _waits(self) -> bool:
         """`True` if episodes wait for one another, to be asked together."""
-        return self.generator.batches or self._rehearses
+        return self.generator.batches or self.mode.rehearses
 
     def run(
         self,
@@ -142,7 +227,7 @@ class EpisodeRunner:
                 go on. If left out, the first error ends all.
             first (`int`, *optional*, defaults to `0`): position of the first row among those of all processes.
         """
-        return self._run_here(rows, self.next_key(first), answer, reruns, failures)
+        return self._run_here(rows, self.keys.next(first), answer, reruns, failures)
 
     async def run_again(
         self, rows: Sequence[dict[str, Any]], reruns: Sequence[Rerun], key: tuple, answer: Answering | None = None
@@ -157,16 +242,6 @@ class EpisodeRunner:
             return self._run_here(rows, key, answer, reruns)
         return await self.collect(rows, key, answer, reruns)
 
-    def next_key(self, first: int) -> tuple:
-        """
-        Place of the next run.
-
-        Args:
-            first (`int`): position of its first row among those of all processes, the last part of the place.
-        """
-        self._runs += 1
-        return (*self._key, self._runs - 1, first)
-
     def _run_here(self, rows, key, answer=None, reruns=None, failures=None) -> list[Episode]:
         async def collected() -> list[Episode]:
             async with self._servers():
@@ -176,44 +251,6 @@ class EpisodeRunner:
             return run_unblocked(self._workflow, self._limits.patience, collected)
 
     # ---- Episodes in an event loop of the caller's ----
-
-    def in_background(self) -> EpisodeRunner:
-        """A copy of this runner for a background thread. It does not touch the training thread's random states."""
-        self.randomness.shares = True
-        other = copy.copy(self)
-        vars(other).update(options={}, dropped_turns=0, _trains_beside=True)
-        return other
-
-    def live(
-        self,
-        generator: Generator,
-        options: Mapping[str, Any],
-        follower: Follower | None = None,
-        workflow: Workflow | None = None,
-        max_turns: int | None = None,
-    ) -> EpisodeRunner:
-        """
-        A copy of this runner for one question among others that are answered at the same time.
-
-        Args:
-            generator ([`Generator`]): samples turns, without waiting for other episodes.
-            follower ([`Follower`], *optional*): is told of turns while they are sampled.
-            max_turns (`int`, *optional*): largest number of turns, where it is below that of the team.
-        """
-        other = copy.copy(self)  # not `in_background`: nobody trains meanwhile, and a lock would hold up event loops
-        limits = [limit for limit in (max_turns, self._limits.max_turns) if limit is not None]
-        vars(other).update(
-            dropped_turns=0,
-            _trains_beside=True,
-            trains=False,
-            generator=generator,
-            options=dict(options),
-            _follower=follower,
-            _begun=[],
-            _workflow=workflow or self._workflow,
-            _limits=dataclasses.replace(self._limits, max_turns=min(limits, default=None)),
-        )
-        return other
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
@@ -232,7 +269,7 @@ class EpisodeRunner:
             yield functools.partial(limited_by, limit)
 
     def _servers(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        return contextlib.nullcontext() if self._rehearses else self.generator.connected()
+        return contextlib.nullcontext() if self.mode.rehearses else self.generator.connected()
 
     async def collect(
         self,
@@ -242,7 +279,7 @@ class EpisodeRunner:
         reruns: Sequence[Rerun] | None = None,
         failures: dict[int, EpisodeError] | None = None,
     ) -> list[Episode]:
-        """Like [`~EpisodeRunner.run`], with a key of [`~EpisodeRunner.next_key`]."""
+        """Like [`~EpisodeRunner.run`], with a key of [`~RunKeys.next`]."""
         ask, patience = answer or self.answer, self._limits.patience
 
         async def answered(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
@@ -251,7 +288,7 @@ class EpisodeRunner:
 
         def around(index: int) -> StepContext:
             place = (*key[:-1], key[-1] + index)
-            return EpisodeRandomness(seed_of(("users", *place)), is_beside=self._trains_beside).active
+            return EpisodeRandomness(seed_of(("users", *place)), is_beside=self.mode.next_to_training).active
 
         return await collecting(
             self._workflow,
@@ -267,10 +304,11 @@ class EpisodeRunner:
 
     def _setting(self, key: tuple) -> TeamContext:
         tools = {name: agent.functions for name, agent in self._specs.items() if agent.functions}
-        scripts = {} if self._rehearses else {name: self._write for name, spec in self._specs.items() if spec.reply}
+        rehearses = self.mode.rehearses
+        scripts = {} if rehearses else {name: self._write for name, spec in self._specs.items() if spec.reply}
         limits, aliases = self._limits, self.prompts.aliases
         draw = functools.partial(self._drawn, key)
-        trains = self.trains and not self._rehearses
+        trains = self.mode.trains and not rehearses
         return TeamContext(tuple(self._specs), tools, limits.tools, aliases, limits.max_turns, scripts, draw, trains)
 
     def _drawn(self, key: tuple, index: int) -> Mapping[str, int]:
@@ -278,43 +316,24 @@ class EpisodeRunner:
         return self.copies.draw((*key[:-1], key[-1] + index)) if self.copies is not None else {}
 
     @contextlib.contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def rehearsing(self) -> Iterator[EpisodeRunner]:
         """
-        Context manager: a rehearsal leaves random states and the state of users' objects as they are, and asks no
-        server.
+        Context manager: a runner for a rehearsal, which leaves random states and the state of users' objects as they
+        are, and asks no server.
         """
-        kept, state, runs = self.randomness, self._users.state_dict(), self._runs
-        self.randomness, self._rehearses = UserRandomness(0, kept.device), True
+        state, randomness = self._users.state_dict(), UserRandomness(0, self.randomness.device)
+        mode = dataclasses.replace(self.mode, rehearses=True)
         try:
-            with self.randomness.theirs():
-                yield
+            with randomness.theirs():
+                yield self.changed(mode, randomness=randomness, keys=RunKeys(0))
         finally:
-            self.randomness, self._runs, self._rehearses = kept, runs, False
             self._users.load_state_dict(state)
-
-    @contextlib.contextmanager
-    def seeded(self, seed: int) -> Iterator[None]:
-        """Context manager: what servers sample depends on this seed alone."""
-        kept = self._key, self._runs
-        self._key, self._runs = ("seeded", seed), 0
-        try:
-            yield
-        finally:
-            self._key, self._runs = kept
-
-    def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run goes on with; JSON-serializable."""
-        return {"runs": self._runs}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a [`state_dict`]."""
-        self._runs = state["runs"]
 
     def observe(self, queries: Iterable[Query | tuple]) -> list[Observation]:
         """Build observations. Views are users' code, so they run with the random states for users' code."""
-        users = contextlib.nullcontext() if self._trains_beside else self.randomness.theirs()
+        users = contextlib.nullcontext() if self.mode.next_to_training else self.randomness.theirs()
         with self._lock, users:
-            return self.prompts.build(queries) if self._follower is None else list(map(self._observed, queries))
+            return self.prompts.build(queries) if self.mode.follower is None else list(map(self._observed, queries))
 
     def _observed(self, query: Query | tuple) -> Observation:
         """The observation of a query. Several answers to a question begin with the same one, which is built once."""
@@ -338,7 +357,7 @@ class EpisodeRunner:
             with self._lock:
                 return function(*arguments)
 
-        return locked() if self._follower is None else await asyncio.to_thread(locked)
+        return locked() if self.mode.follower is None else await asyncio.to_thread(locked)
 
     def query(self, request: Request) -> Query:
         """Return the inputs of the observation of a request."""
@@ -375,10 +394,11 @@ class EpisodeRunner:
         self, requests: Sequence[Request], observations: Sequence[Observation], key: tuple
     ) -> list[Sampled]:
         """A completion for each request. It is empty if the episode of the request ends instead."""
+        mode, follower = self.mode, self.mode.follower
 
         def observed(index: int, request: Request, observation: Observation) -> Observed:
             place, its_copy = (*place_of(request, key), index), request.episode.copies.get(request.agent)
-            live = self._follower.begins(request, seed_of(place)) if self._follower is not None else None
+            live = follower.begins(request, seed_of(place)) if follower is not None else None
             return Observed(request.agent, observation.ids, place, request.by_reference, its_copy, live)
 
         asked = {
@@ -390,32 +410,19 @@ class EpisodeRunner:
         kinds: dict[tuple, list[int]] = {}  # other programs may ask for settings of their own, but not in training
         for index in asked:
             given = requests[index].given
-            kinds.setdefault(tuple(given.sampling.items()) if given and not self.trains else (), []).append(index)
+            kinds.setdefault(tuple(given.sampling.items()) if given and not mode.trains else (), []).append(index)
         for kind, indices in kinds.items():
-            options, some = {**self.options, **decoding(dict(kind))}, [asked[index] for index in indices]
+            options, some = {**mode.options, **decoding(dict(kind))}, [asked[index] for index in indices]
             sampled = await self.generator.generate(some, **options)
             check_sampled(sampled, [item.agent for item in some], self._limits.vocabulary)
             found |= zip(indices, sampled, strict=True)
         return [found.get(index, Sampled([])) for index in range(len(requests))]
 
-    @contextlib.contextmanager
-    def silencing(self, *names: str) -> Iterator[None]:
-        """Context manager: turns of these agents are empty, for teammates, environments and answers."""
-        known = list(self._specs)
-        for name in names:
-            if name not in known:
-                raise ValueError(unknown_agent(name, known, "`silencing`"))
-        kept, self._silent = self._silent, frozenset(names)
-        try:
-            yield
-        finally:
-            self._silent = kept
-
     def _audible(self, request: Request, completion: Completion | EndOfEpisode) -> Completion | EndOfEpisode:
         """A completion, without its text if its agent is silent."""
-        if self._follower is not None:
-            self._follower.ended(request, completion)
-        if request.agent not in self._silent or isinstance(completion, EndOfEpisode):
+        if self.mode.follower is not None:
+            self.mode.follower.ended(request, completion)
+        if request.agent not in self.mode.silent or isinstance(completion, EndOfEpisode):
             return completion
         return dataclasses.replace(completion, text="", raw_text="", tool_calls=(), without_calls=None)
 

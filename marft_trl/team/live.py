@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import queue
 import threading
 import time
@@ -17,7 +18,7 @@ import torch
 
 from ..episodes.records import Episode
 from ..rollout.generator import Generator, Observed, Sampled
-from ..rollout.runner import EpisodeRunner
+from ..rollout.runner import EpisodeRunner, RunKeys, RunMode
 from ..system.event_loop import finished
 from ..workflows import Workflow
 from .events import Answer, Event, Narrator
@@ -25,6 +26,8 @@ from .events import Answer, Event, Narrator
 
 # Seconds that the thread waits for further turns when it has had nothing to do
 _PAUSE = 0.002
+# Of questions that are answered at the same time
+_ASKED = RunMode(next_to_training=True)
 
 
 class _Job(NamedTuple):
@@ -224,7 +227,7 @@ class LiveTeam:
         try:
             async with connection.opening:
                 if connection.within is None:
-                    runner = self._runner.live(self._generator, {})
+                    runner = self._runner.changed(_ASKED, generator=self._generator)
                     self._generator.publish(alone=True)
                     connection.within = await connection.stack.enter_async_context(runner.open())
             yield connection.within
@@ -243,9 +246,13 @@ class LiveTeam:
             tell (`Callable[[Event], None]`, *optional*): is told what happens, of an ask with one row.
         """
         narrator = Narrator(self._runner.prompts.tokenizer, tell, ask.max_tokens)
-        runner = self._runner.live(self._generator, ask.options, narrator, ask.workflow, ask.max_turns)
-        with runner.seeded(ask.seed):
-            key = runner.next_key(0)
+        runner = self._runner.changed(
+            dataclasses.replace(_ASKED, options=dict(ask.options), follower=narrator),
+            generator=self._generator,
+            workflow=ask.workflow,
+            max_turns=ask.max_turns,
+        )
+        key = RunKeys("seeded", ask.seed).next(0)
         async with self.connected() as within:
             self.running += 1
             try:

@@ -38,7 +38,7 @@ from ..adapters.manifest import TeamManifest
 from ..agents import AgentSpec, check_team
 from ..episodes.records import Episode, Messages, unknown_agent
 from ..prompts.views import View, team_view
-from ..rollout.runner import EpisodeRunner
+from ..rollout.runner import EpisodeRunner, RunKeys, RunMode
 from ..system.hints import checked_names
 from ..system.randomness import UserRandomness
 from ..workflows import Workflow, rebuild
@@ -576,21 +576,15 @@ class Team:
         model = self.model
         devices = [] if model.device.type == "cpu" else [model.device]
         with self._acting():
-            runner = self._runner  # that of the team as it is now: another thread may have changed it
-            before, randomness, dropped = runner.options, runner.randomness, runner.dropped_turns
-            trains, runner.trains, runner.options = runner.trains, False, options
-            try:
-                with torch.random.fork_rng(devices, enabled=seed is not None, device_type=model.device.type):
-                    if seed is not None:
-                        torch.manual_seed(seed)
-                        runner.randomness = UserRandomness(seed, model.device)
-                    runner.generator.publish(alone=True)
-                    with runner.seeded(seed or 0):
-                        yield runner
-                    self._finish()
-            finally:
-                runner.options, runner.randomness, runner.dropped_turns = before, randomness, dropped
-                runner.trains = trains
+            randomness = UserRandomness(seed, model.device) if seed is not None else None
+            # That of the team as it is now: another thread may have changed it
+            runner = self._runner.changed(RunMode(options), randomness=randomness, keys=RunKeys("seeded", seed or 0))
+            with torch.random.fork_rng(devices, enabled=seed is not None, device_type=model.device.type):
+                if seed is not None:
+                    torch.manual_seed(seed)
+                runner.generator.publish(alone=True)
+                yield runner
+                self._finish()
 
     @contextlib.contextmanager
     def _acting(self) -> Iterator[None]:

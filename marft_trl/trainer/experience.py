@@ -12,7 +12,7 @@ import torch
 from ..algorithms.rows import Row, Slice
 from ..config.marft_config import check_k, check_sampling
 from ..config.team_setup import RunContext, TeamSetup, decoding
-from ..episodes.records import Turn
+from ..episodes.records import Turn, unknown_agent
 from ..learning.adapter_updates import Schedule
 from ..learning.advantages import Estimated, Estimator
 from ..learning.batching import MicroBatcher, Pools, count_rows, cut_slices, together, weigh
@@ -24,7 +24,7 @@ from ..reporting.transcripts import Advantage
 from ..rollout.dynamic_sampling import DynamicSampling
 from ..rollout.reward_scorer import RewardReach
 from ..rollout.rollouts import Rollout, Rollouts
-from ..rollout.runner import EpisodeRunner
+from ..rollout.runner import RunMode
 from ..runs.collapse import Collapse
 
 
@@ -37,13 +37,15 @@ class Evaluations:
     Settings of evaluations: those of the training arguments, or of one call of `evaluate`.
 
     Args:
+        agents (`Sequence[str]`): names of the agents.
         reporter ([`Reporter`]): reports several episodes of a question.
         collapse ([`Collapse`], *optional*): looks at evaluations of the trainer's own set.
     """
 
-    def __init__(self, run: RunContext, runner: EpisodeRunner, reporter: Reporter, collapse: Collapse | None = None):
-        self._args, self._settings, self._runner, self._reporter = run.args, run.settings, runner, reporter
+    def __init__(self, run: RunContext, agents: Sequence[str], reporter: Reporter, collapse: Collapse | None = None):
+        self._args, self._settings, self._agents, self._reporter = run.args, run.settings, agents, reporter
         self._collapse = collapse
+        self._silent: frozenset[str] = frozenset()
         self._sampling: Mapping[str, Any] | None = run.args.eval_sampling  # type: ignore[assignment]
         self._k: Sequence[int] | None = run.args.eval_k
         self._with_losses = True
@@ -116,16 +118,25 @@ class Evaluations:
             )
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Context manager around an evaluation: turns are sampled with its settings."""
-        # An evaluation that failed before its end has left its episodes behind
-        self._reporter.begin_evaluation()
-        kept = self._runner.options, self._runner.trains
-        self._runner.options, self._runner.trains = {**kept[0], **decoding(self._sampling)}, False
+    def silencing(self, *names: str) -> Iterator[None]:
+        """Context manager: turns of these agents are empty, for teammates, environments and answers."""
+        for name in names:
+            if name not in self._agents:
+                raise ValueError(unknown_agent(name, self._agents, "`silencing`"))
+        kept, self._silent = self._silent, frozenset(names)
         try:
             yield
         finally:
-            self._runner.options, self._runner.trains = kept
+            self._silent = kept
+
+    @property
+    def mode(self) -> RunMode:
+        """How episodes are run."""
+        return RunMode(decoding(self._sampling), silent=self._silent)
+
+    def begin(self) -> None:
+        """Forget the episodes of an evaluation that failed before its end."""
+        self._reporter.begin_evaluation()
 
     def metrics(self, dataset: Any, prefix: str) -> dict[str, float]:
         """
@@ -259,9 +270,9 @@ class BatchMaker:
             order = together(order, [(first + index) // size for index in range(len(rows))])
         return self._weighed(cut_slices(rows, order, self._args.per_device_train_batch_size))
 
-    def for_evaluation(self, inputs: Sequence[dict[str, Any]]) -> Evaluated:
+    def for_evaluation(self, inputs: Sequence[dict[str, Any]], mode: RunMode) -> Evaluated:
         """Episodes for the dataset rows of an evaluation batch, as one slice, under the rules of training."""
-        rollout = self._rollouts.run(inputs, training=False)
+        rollout = self._rollouts.run(inputs, training=False, mode=mode)
         rows, std, *_ = self._estimated(rollout, training=False)
         (slice_,) = self._weighed([[row for its_rows in rows for row in its_rows]])
         return Evaluated(rollout, slice_, std if self._settings.group_size(training=False) > 1 else None)

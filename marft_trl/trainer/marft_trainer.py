@@ -159,7 +159,7 @@ class MARFTTrainer(GRPOTrainer):
         self.anonymous = anonymity(anonymous)
         self.agents = setup.prompted(self.agents, self.workflow, self.anonymous)
         eval_metrics = check_eval_metrics(eval_metrics)
-        train_dataset = setup.dataset_of(args, self.workflow, train_dataset, eval_dataset)
+        train_dataset, eval_dataset = setup.datasets_of(args, self.workflow, train_dataset, eval_dataset)
         reward_funcs, weights, turn_rewards = setup.rewards_of(
             args, self.agents, self.workflow, reward_funcs, train_dataset, eval_dataset
         )
@@ -348,15 +348,15 @@ class MARFTTrainer(GRPOTrainer):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        rollout, slice_, std = self.parts.experience.for_evaluation(inputs)
+        rollout, slice_, std = self.parts.experience.for_evaluation(inputs, self.parts.evaluations.mode)
         with self.compute_loss_context_manager():
             loss = self.parts.evaluations.loss(self.parts.loss, self.model, slice_, self.schedule.everyone)
         self.parts.reporter.evaluated(rollout, inputs, std)
         return loss, None, None
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs):
-        with self.parts.evaluations.running():
-            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        self.parts.evaluations.begin()
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         output.metrics.update(self.parts.evaluations.metrics(dataloader.dataset, metric_key_prefix))
         return output
 

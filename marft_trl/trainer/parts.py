@@ -42,7 +42,7 @@ from ..rollout.failures import Failures
 from ..rollout.generator import Generator
 from ..rollout.reward_scorer import OwnReturns, RewardReach, RewardScorer
 from ..rollout.rollouts import Rollouts
-from ..rollout.runner import EpisodeRunner, Limits
+from ..rollout.runner import EpisodeRunner, Limits, RunMode
 from ..rollout.transformers_generator import Decoding, TransformersGenerator
 from ..rollout.turn_reader import TurnReader
 from ..runs.checkpoints import BestAdapters, Checkpoints, Stateful
@@ -182,7 +182,7 @@ def assemble(
         "health": telling.health,
         "users": acting.users,
         "copies": acting.copies,
-        "runner": acting.runner,
+        "runner": acting.runner.keys,
         "reporter": telling.reporter,
     }
     # By name: checkpoints of earlier versions have the same names
@@ -210,7 +210,7 @@ def assemble(
         updates=scoring.updates,
         sequential=learning.sequential,
         reporter=telling.reporter,
-        evaluations=Evaluations(run, acting.runner, telling.reporter, collapse),
+        evaluations=Evaluations(run, [agent.name for agent in team.agents], telling.reporter, collapse),
         planner=telling.planner,
         files=files,
         checkpoints=checkpoints,
@@ -325,9 +325,9 @@ def _acting_parts(
     vocabulary = scoring.base.get_input_embeddings().weight.size(0)
     limits = Limits(setup.tool_limits(args), args.workflow_timeout, args.max_episode_turns, vocabulary)
     runner = EpisodeRunner(
-        team.agents, team.workflow, prompts, generator, reader, randomness, limits, users, args.seed, copies
+        *(team.agents, team.workflow, prompts, generator, reader, randomness, limits, users, args.seed, copies),
+        mode=RunMode(trains=True),
     )
-    runner.trains = True
     return _Acting(runner, randomness, users, copies)
 
 

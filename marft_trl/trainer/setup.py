@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
+_NO_PROMPT = [{"role": "user", "content": ""}]
 
 
 def as_marft_config(args: GRPOConfig | None, model: str | PreTrainedModel | PeftModel) -> MARFTConfig:
@@ -241,20 +242,33 @@ def check_votes(args: MARFTConfig, vote: Any, rewards: Sequence[str]) -> None:
         )
 
 
-def dataset_of(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> Any:
+def datasets_of(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
     """
-    The training set after all checks of the datasets, or placeholders where an environment owns the data.
+    The training and the evaluation set after all checks. Where environments own the data, missing prompts are empty.
 
     Raises:
         ValueError, TypeError: a dataset cannot be used, or does not go with the workflow.
     """
     if train_dataset is None and isinstance(workflow, EnvironmentLoop):
         train_dataset = placeholder_prompts(args)
+    played = workflow.workflows.values() if isinstance(workflow, ByColumn) else [workflow]
+    if all(isinstance(item, EnvironmentLoop) for item in played):
+        train_dataset = with_prompts(train_dataset)
+        if isinstance(eval_dataset, Mapping):
+            eval_dataset = {name: with_prompts(item) for name, item in eval_dataset.items()}
+        eval_dataset = with_prompts(eval_dataset)
     check_best_metric(args, eval_dataset)
     check_column(args, workflow, train_dataset, eval_dataset)
     check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
     check_stream(args, train_dataset)
-    return train_dataset
+    return train_dataset, eval_dataset
+
+
+def with_prompts(dataset: Any) -> Any:
+    """A dataset with empty prompts where it has none: environments give them, as in TRL."""
+    if not isinstance(dataset, (Dataset, IterableDataset)) or "prompt" in (column_names(dataset) or ["prompt"]):
+        return dataset
+    return dataset.map(lambda row: {"prompt": _NO_PROMPT})
 
 
 def rewards_of(
@@ -474,7 +488,7 @@ def placeholder_prompts(args: MARFTConfig) -> Dataset:
         )
     # The environment gives the prompts, so any number of rows would do
     count = args.generation_batch_size // args.num_generations
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * count})
+    return Dataset.from_dict({"prompt": [_NO_PROMPT] * count})
 
 
 def check_stream(args: MARFTConfig, train_dataset: Any) -> None:

@@ -142,9 +142,11 @@ class EnvironmentLoop(Workflow):
             self._in_use.discard(id(environment))
 
     async def _play(self, episode: LiveEpisode, agents: Sequence[str], environment: Environment) -> None:
-        # A copy, because rewards see the row too
+        row = copy.deepcopy(dict(episode.row))  # rewards see it too
+        if not _takes(environment.reset, "environment"):  # as in TRL, where it only chooses the environment
+            row.pop("environment", None)
         with _naming(environment, "reset", "the columns of the row by name", "Add `**row` to its arguments."):
-            observation = await episode.call(environment.reset, **copy.deepcopy(dict(episode.row)))
+            observation = await episode.call(environment.reset, **row)
         episode.observe(observation, source=self.source)
         is_done = False
         for number in range(self.horizon):
@@ -269,6 +271,11 @@ class EnvironmentLoop(Workflow):
             "tools": self.tools or None,
             "source": self.source,
         }
+
+
+def _takes(function: Callable, name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> str:

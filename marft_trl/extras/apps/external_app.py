@@ -153,9 +153,9 @@ class ExternalApp(Workflow):
                 f"{server.at_once} episodes of {self.name} run at a time, and the others wait: more might need more "
                 "open files than this process may have. Raise the limit (`ulimit -n`) to run more at a time."
             )
-        episode.is_queued = True
+        episode.state.is_queued = True
         async with places:
-            episode.is_queued = False
+            episode.state.is_queued = False
             yield
 
     async def _run(self, episode: LiveEpisode, server: Any) -> None:
@@ -283,7 +283,7 @@ class _Conversation:
         Raises:
             RuntimeError: it asks again and again, and is refused each time.
         """
-        self._episode.waits_for = self._app.name
+        self._episode.state.waits_for = self._app.name
         arrival = asyncio.ensure_future(self._session.inbox.get())
         try:
             while not running.done():
@@ -334,7 +334,7 @@ class _Conversation:
     async def _turn(self, asked: ChatRequest, seen: tuple[Turn, ...]) -> Turn:
         episode = self._episode
         settings = {**asked.sampling, **({} if asked.max_tokens is None else {"max_tokens": asked.max_tokens})}
-        ignored = [*(["seed"] if asked.seed is not None else []), *(settings if episode.trains else ())]
+        ignored = [*(["seed"] if asked.seed is not None else []), *(settings if episode.state.trains else ())]
         for name in ignored:
             self._app.say_once(
                 f"The application sends `{name}`, which is not obeyed in training, where agents sample with their own "

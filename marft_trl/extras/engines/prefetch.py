@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import threading
 from collections import deque
@@ -151,8 +152,8 @@ class Prefetcher:
         if number in self._jobs:
             return
         if self._worker is None:
-            self._worker = _Worker(self._runner.in_background(), self._policy)
-        key = self._runner.next_key(self._processes.index * len(rows))
+            self._worker = _Worker(self._runner, self._policy)
+        key = self._runner.keys.next(self._processes.index * len(rows))
         job = self._jobs[number] = _Job(
             list(rows), key, self._generator.pin(), Failures(), concurrent.futures.Future()
         )
@@ -175,7 +176,9 @@ class _Worker:
     """A thread with an event loop, in which all batches under way run."""
 
     def __init__(self, runner: EpisodeRunner, policy: OnFailure):
-        self._runner, self._policy, self._generator = runner, policy, cast(VLLMGenerator, runner.generator)
+        runner.randomness.shares = True  # the random states of the training thread are not touched
+        self._runner = runner.changed(dataclasses.replace(runner.mode, next_to_training=True))
+        self._policy, self._generator = policy, cast(VLLMGenerator, runner.generator)
         self._loop = asyncio.new_event_loop()
         self._wishes: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._thread = threading.Thread(target=self._run, name="marft-rollouts", daemon=True)

@@ -214,5 +214,5 @@ def _evaluate(trainer: MARFTTrainer, name: str) -> None:
 
 def _evaluate_emptied(trainer: MARFTTrainer, name: str) -> None:
     """Evaluate the team while an agent says nothing: teammates, environments and answers get an empty text."""
-    with trainer.parts.runner.silencing(name):
+    with trainer.parts.evaluations.silencing(name):
         _evaluate(trainer, f"emptied:{name}")
