@@ -26,7 +26,7 @@ SETTINGS = {
     "max_steps": 2,
     "logging_steps": 1,
     "learning_rate": 1e-3,
-    "max_completion_length": 12,
+    "max_completion_length": 8,
     "save_strategy": "no",
     "disable_tqdm": True,
     "report_to": [],

@@ -824,7 +824,7 @@ def test_a_saved_team_has_no_program_to_run(model_folder, tmp_path):
     assert [turn.agent for turn in again.run(["x"])[0].turns] == ["reasoner", "actor"]
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_episodes_on_servers_go_on_without_one_another(model_folder, tmp_path, server, staleness):  # noqa: F811
     """Whatever the delays of servers, and while training runs, what is sampled is the same."""
 
@@ -846,7 +846,7 @@ def test_episodes_on_servers_go_on_without_one_another(model_folder, tmp_path, s
 # ---- Served ----
 
 
-@pytest.mark.parametrize("tools", [[], [SCHEMA]], ids=["texts", "tools"])
+@pytest.mark.parametrize("tools", [pytest.param([], marks=pytest.mark.slow), [SCHEMA]], ids=["texts", "tools"])
 def test_the_same_application_runs_on_the_served_team(tools, model_folder, tmp_path):
     """Messages and tools are shown to the agents as in training, so that greedy answers are the same."""
     said, tokenizer = [], tool_tokenizer() if tools else tiny_tokenizer()
@@ -1196,7 +1196,7 @@ def test_clients_neither_stop_a_run_nor_fill_its_log(run_with_few_files):
     port = int(run_with_few_files.stdout.readline().split(":")[2].split("/")[0])
     endless = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n"
     with contextlib.ExitStack() as opened:
-        for number in range(300):
+        for number in range(150):
             client = opened.enter_context(socket.create_connection(("127.0.0.1", port)))
             client.sendall((b"", b"nothing\r\n\r\n", endless)[number % 3])
         said, errors = run_with_few_files.communicate("3\n", 60)

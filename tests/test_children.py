@@ -10,7 +10,7 @@ from pathlib import Path
 
 from marft_trl.extras.report import runner as reports
 from marft_trl.extras.report.cells import Cell
-from marft_trl.system.child_processes import Children
+from marft_trl.system.child_processes import ChildProcesses
 
 import pytest
 
@@ -29,8 +29,8 @@ time.sleep(60)
 PARENT = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from marft_trl.system.child_processes import Children
-with ThreadPoolExecutor(2) as pool, Children() as children:
+from marft_trl.system.child_processes import ChildProcesses
+with ThreadPoolExecutor(2) as pool, ChildProcesses() as children:
     list(pool.map(lambda name: children.run([sys.executable, "-c", sys.argv[1], name]), sys.argv[2:]))
 """
 
@@ -67,7 +67,7 @@ def test_an_owner_that_is_killed_at_once_ends_what_it_kept(by):
 
 def test_nothing_is_started_after_the_end():
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), Children() as children:
+    with pytest.raises(KeyboardInterrupt), ChildProcesses() as children:
         assert children.run([sys.executable, "-c", "raise SystemExit(3)"]) == 3
         raise KeyboardInterrupt
     with pytest.raises(RuntimeError, match="was told to end"):
@@ -86,8 +86,8 @@ def test_a_report_that_is_told_to_end_starts_no_more_runs(tmp_path, monkeypatch)
         assert ended.wait(60)
         return 143
 
-    monkeypatch.setattr(Children, "run", run)
-    monkeypatch.setattr(Children, "end", lambda children: ended.set())
+    monkeypatch.setattr(ChildProcesses, "run", run)
+    monkeypatch.setattr(ChildProcesses, "end", lambda children: ended.set())
     cells = [Cell("team", seed, tmp_path / str(seed)) for seed in range(6)]
     with pytest.raises(SystemExit) as stopped:
         reports._side_by_side("file.py:make", None, cells, [], 2)

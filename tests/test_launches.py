@@ -43,7 +43,7 @@ CASES = [
     {"loss_type": "grpo", "num_iterations": 2, "target_kl": 0.02},
     {"loss_type": "dr_grpo", "steps_per_generation": 1, "num_iterations": 2},  # a step has the same rows twice
     {"steps_per_generation": 1, "entropy_coef": 0.01, "agent_weight": "equal"},  # and rows of several batches
-    {"update_order": "sequential", "steps_per_generation": 4, "loss_type": "dapo"},
+    {"update_order": "sequential", "steps_per_generation": 2, "loss_type": "dapo"},
     {"top_entropy_quantile": 0.5},
     {**GAE},
     {**GAE, "steps_per_generation": 1, "num_iterations": 2},
@@ -58,7 +58,7 @@ def test_slices_that_go_through_together_teach_the_same(settings, model_folder, 
     for joins in (False, True):
         if not joins:
             monkeypatch.setattr(MicroBatcher, "joins_slices", False)
-        common = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "optim": "sgd"}
+        common = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "sgd"}
         common |= {"max_grad_norm": 0.0, "learning_rate": 0.5, "max_steps": 2, "lr_scheduler_type": "constant"}
         rate = {"critic_learning_rate": 0.05} if "critic" in settings else {}
         trainer = team_trainer(model_folder, tmp_path, settings={**common, **rate, **settings})

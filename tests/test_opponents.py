@@ -110,7 +110,9 @@ def test_what_a_function_writes_is_a_turn_that_is_never_trained(model_folder, tm
     ],
     ids=str,
 )
-@pytest.mark.parametrize("opponent", [AgentSpec("right", reply=parrot), COPY], ids=["function", "copy"])
+@pytest.mark.parametrize(
+    "opponent", [pytest.param(AgentSpec("right", reply=parrot), marks=SLOW), COPY], ids=["function", "copy"]
+)
 @pytest.mark.parametrize("is_last", [pytest.param(True, marks=SLOW), False], ids=["last", "first"])
 def test_every_setting_trains_beside_an_opponent(model_folder, tmp_path, opponent, is_last, settings):
     more = {"reward_funcs": letters} if settings.get("returns") == "team" else {}  # else the sum cancels

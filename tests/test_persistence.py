@@ -407,8 +407,7 @@ def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path, set
         assert owner.state_dict() == other.parts.checkpoints.owners[name].state_dict() != before[name], name
 
 
-def test_rows_of_a_checkpoint_of_an_older_version_are_numbered(tmp_path):
-    """Before rows had numbers, joint actions were named rounds and the entropy control stood alone."""
+def test_rows_of_a_checkpoint_are_those_that_were_saved(tmp_path):
     rows = [
         Row("a", "a", torch.tensor([5]), torch.tensor([6]), joint_action=index, number=index + 7, advantage=0.5)
         for index in range(3)
@@ -417,33 +416,9 @@ def test_rows_of_a_checkpoint_of_an_older_version_are_numbered(tmp_path):
     step, (first, second), extra = load_rollouts(tmp_path, 0, 1)
     assert (step, extra) == (4, {"x": 1}) and first.tokens == {"a": 2} and first.adapters == frozenset()
     assert [row.number for row in (*first.rows, *second.rows)] == [7, 8, 9]
-    path = tmp_path / "marft_rollouts_0.json"
-    state = json.loads(path.read_text())
-    for row in (row for slice_ in state["slices"] for row in slice_["rows"]):
-        row["round"] = row.pop("joint_action")
-        del row["number"]
-    path.write_text(json.dumps(state))
-    _, (first, second), _ = load_rollouts(tmp_path, 0, 1)
     loaded = [*first.rows, *second.rows]
-    assert [row.number for row in loaded] == [0, 1, 2] == [row.joint_action for row in loaded]
+    assert [row.joint_action for row in loaded] == [0, 1, 2]
     assert all(row.completion_ids.equal(torch.tensor([6])) and row.advantage == 0.5 for row in loaded)
-
-
-def test_entropy_control_of_an_older_checkpoint_is_gone_on_with(model_folder, tmp_path):
-    settings = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 0.0, "max_steps": 2}
-    settings |= {"save_strategy": "steps", "save_steps": 1}
-    trainer = team_trainer(model_folder, tmp_path, settings=settings)
-    trainer.train()
-    path = tmp_path / "checkpoint-2" / "marft_rollouts_0.json"
-    state = json.loads(path.read_text())
-    state["extra"] = {"entropy_control": state["extra"]["updates"]["entropy_control"]}
-    path.write_text(json.dumps(state))
-    resumed = team_trainer(model_folder, tmp_path, settings=settings)
-    resumed.parts.checkpoints.load(tmp_path / "checkpoint-2")
-    for adapter in ("reasoner", "actor"):
-        assert resumed.parts.updates.entropy_coef_of(adapter) == trainer.parts.updates.entropy_coef_of(adapter)
-    control = resumed.parts.updates.state_dict()["entropy_control"]
-    assert control == trainer.parts.updates.state_dict()["entropy_control"] and control["actor"][0] < 0.1
 
 
 def test_a_checkpoint_that_is_written_again_pushes_no_state_of_the_run(model_folder, tmp_path):

@@ -4,12 +4,10 @@ import copy
 import math
 
 from marft_trl import AgentSpec, Team
-from marft_trl.adapters.manifest import Inference
 from marft_trl.config.team_setup import Sampling
 from marft_trl.rollout.transformers_generator import Decoding, TransformersGenerator
 from marft_trl.rollout.turn_reader import StopTextCriterion, StopTexts
 from marft_trl.seams.generation import TrlEngine
-from marft_trl.team.saved_team import known_settings
 from marft_trl.tiny import tiny_tokenizer
 
 import pytest
@@ -161,16 +159,6 @@ def test_what_ends_a_turn_ends_it_wherever_it_was_set(model_folder, tmp_path, wh
 def test_the_first_token_may_end_turns(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, settings={"generation_kwargs": {"eos_token_id": 0}})
     assert 0 in trainer.eos_token_ids and 0 in trainer.generation_kwargs["eos_token_id"]
-
-
-def test_a_team_of_version_0_1_ends_its_turns_as_the_base_does(model_folder, tmp_path):
-    """Its manifest says nothing of end tokens."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), tiny_tokenizer()
-    model.generation_config.eos_token_id = others = tokenizer("+=;0123456789")["input_ids"]
-    settings = known_settings(Inference(generation={"do_sample": True}), model, tokenizer)
-    assert set(settings["eos_token_id"]) == {tokenizer.eos_token_id, *others}
-    kept = known_settings(Inference(generation={"eos_token_id": [7]}), model, tokenizer)
-    assert kept["eos_token_id"] == [7]
 
 
 def test_the_generation_config_of_the_base_gives_end_tokens_alone(model_folder, tmp_path, caplog):

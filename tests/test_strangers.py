@@ -8,7 +8,7 @@ import socket
 import subprocess
 
 from marft_trl import Team, load_adapters
-from marft_trl.adapters.manifest import BaseModel, TeamManifest
+from marft_trl.adapters.manifest import BaseModel, Inference, TeamManifest
 from marft_trl.reporting.model_card import team_card
 from marft_trl.reporting.transcripts import Entry, Transcript, html_page
 from marft_trl.tiny import tiny_agents
@@ -283,7 +283,7 @@ def card_with(attack):
     agents = [dataclasses.replace(agent, system_prompt=attack) for agent in tiny_agents()]
     adapters = {agent.adapter: {"folder": agent.adapter, "trained": True} for agent in agents}
     workflow = {"class": attack, "x": attack, attack: 1}
-    manifest = TeamManifest(agents, workflow, adapters, base=BaseModel(attack, is_local=False))
+    manifest = TeamManifest(agents, workflow, adapters, BaseModel(attack, is_local=False), Inference())
     picture = Sequential().mermaid(["a", attack], [("a", attack), (attack, attack)])
     return team_card(manifest, attack, attack, attack, metrics={attack: 1.0}, picture=picture)
 

@@ -161,11 +161,19 @@ def test_a_module_of_bitsandbytes_that_is_imported_first_is_loaded_once(module):
 
 
 @pytest.mark.timeout(600)
-def test_bitsandbytes_and_evaluate_are_loaded_when_they_are_used(tmp_path):
-    """`load_bitsandbytes_when_used` and `without_bitsandbytes`, where this package is imported first."""
+def test_a_fresh_process_loads_what_it_uses_and_may_warn_before_a_trainer(tmp_path):
+    """
+    `load_bitsandbytes_when_used` and `without_bitsandbytes`, where this package is imported first; and warnings that
+    need no state of accelerate.
+    """
     code = f"""if True:
         import os, sys
         from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team
+        assert MARFTConfig({str(tmp_path)!r}, report_to="none", loss_type="cispo").epsilon_high == 5.0
+        from marft_trl.adapters import lora
+        from marft_trl.team import saved_team
+        for module in (saved_team, lora):
+            module.logger.warning("early")
         from peft import LoraConfig
         from marft_trl.tiny import exact_answer, tiny_dataset, tiny_model, tiny_tokenizer
         tokenizer, folder = tiny_tokenizer(), {str(tmp_path)!r}
@@ -205,6 +213,7 @@ def test_bitsandbytes_and_evaluate_are_loaded_when_they_are_used(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout.split("not loaded")[0] + done.stderr.split("not loaded")[0]
     assert "bitsandbytes" not in said and "gemm" not in said, said
+    assert "`epsilon_high` is 5.0" in said and said.count("early") == 2, said
 
 
 # ---- The trainer and its parts ----

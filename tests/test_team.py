@@ -19,7 +19,7 @@ from .families import MIXTURES, family_base
 from .helpers import SIZES, add, lora, moved, team_trainer, weights
 
 
-QUESTIONS = [row["prompt"] for row in questions(100, seed=1)]
+QUESTIONS = [row["prompt"] for row in questions(40, seed=1)]
 ROOT = "base_model.model.model"
 QUICK = {"max_steps": 2, "learning_rate": 2e-2}
 
@@ -58,7 +58,7 @@ def test_a_saved_team_answers_bit_for_bit_as_its_trainer(model_folder, tmp_path,
         with pytest.raises(ValueError, match="share one fully trained policy.* Leave `model` out"):
             Team.from_pretrained(tmp_path, model=model_folder)
     found = team.run(QUESTIONS, greedy=True)
-    assert ids_of(found) == ids_of(expected) and len(found) == 100
+    assert ids_of(found) == ids_of(expected) and len(found) == 40
     assert ids_of(team.run(QUESTIONS[:8], seed=1)) == ids_of(trainer.team.run(QUESTIONS[:8], seed=1))
     assert ids_of(team.run(QUESTIONS[:8], seed=1)) != ids_of(team.run(QUESTIONS[:8], seed=2))
 
@@ -376,18 +376,6 @@ def test_manifests_with_values_of_another_kind_are_damaged(model_folder, tmp_pat
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=r"marft_team.json is damaged: TypeError"):
         Team.from_pretrained(tmp_path, model=model_folder)
-
-
-def test_a_manifest_of_version_0_1_is_read(model_folder, tmp_path, caplog):
-    team_trainer(model_folder, tmp_path).save_model()
-    path = tmp_path / "marft_team.json"
-    data = json.loads(path.read_text())
-    agents = [{**spec.to_dict(), "temperature": None} for spec in tiny_agents()]
-    old = {"format": 1, "agents": agents, "base_model": None, "base_model_revision": None}
-    path.write_text(json.dumps({**old, **{key: data[key] for key in ("workflow", "adapters", "versions")}}))
-    team = Team.from_pretrained(tmp_path, model=model_folder)
-    assert "was saved by version 0.1" in caplog.text
-    assert [turn.agent for turn in team.run(["x"])[0].turns] == ["reasoner", "actor"]
 
 
 # ---- A team grows ----

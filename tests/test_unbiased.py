@@ -1,5 +1,7 @@
 """The expected gradient of an estimator, over all episodes of a tiny team, against the exact gradient."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -33,10 +35,14 @@ def test_equal_credit_is_unbiased(tmp_path, workflow, settings, factor):
 
 
 @pytest.mark.parametrize(
-    ("critic", "level", "workflow"),
-    pairs(["shared", "frozen", "per_agent", "multi_head"], ["token", "action"], [None, Parallel()]),
+    ("critic", "kind"),
+    in_turn(
+        [(name,) for name in ("shared", "frozen", "per_agent", "multi_head")],
+        *itertools.product(["token", "action"], [None, Parallel()]),
+    ),
 )
-def test_gae_without_decay_is_unbiased_whatever_the_critic_says(tmp_path, workflow, critic, level):
+def test_gae_without_decay_is_unbiased_whatever_the_critic_says(tmp_path, critic, kind):
+    level, workflow = kind
     settings = {"advantage": "gae", "critic": critic, "level": level, "num_generations": 1}
     world = World(tmp_path, 2, workflow, **settings, gae_lambda=1.0, normalize_advantages="none")
     assert_same(world.of_groups(1), world.exact())

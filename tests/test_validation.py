@@ -3,8 +3,6 @@
 import dataclasses
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
@@ -331,21 +329,6 @@ def test_a_grpo_config_is_completed_and_checked_as_a_marft_config(settings):
         vars(bent).update(wrong)
         with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
             as_marft_config(bent, "m")
-
-
-def test_words_before_a_trainer_need_no_state_of_accelerate(tmp_path):
-    """The first line of a script."""
-    code = (
-        "from marft_trl import MARFTConfig\n"
-        f"args = MARFTConfig({str(tmp_path)!r}, report_to='none', use_cpu=True, loss_type='cispo')\n"
-        "assert args.epsilon_high == 5.0\n"
-        "from marft_trl.team import saved_team\n"
-        "saved_team.without_inference('x')\n"
-        "import marft_trl.adapters.lora as adapters\n"
-        "for module in (saved_team, adapters): module.logger.warning('said')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and "`epsilon_high` is 5.0" in done.stderr, done.stderr[-1500:]
 
 
 def test_cispo_bounds_ratios_above_one(tmp_path, caplog):

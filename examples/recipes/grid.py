@@ -26,7 +26,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from marft_trl.system.child_processes import Children
+from marft_trl.extras.report import ChildProcesses
 
 import yaml
 from grids import GRIDS, name_of
@@ -302,7 +302,7 @@ def run_side_by_side(own, further, workers):
     """Share the cells among processes, and end if one of them was refused."""
     command = [sys.executable, "-W", "ignore", __file__, *own, "--worker"]
     more = ["--", *further] if further else []
-    with ThreadPoolExecutor(workers) as pool, Children() as children:  # children end first
+    with ThreadPoolExecutor(workers) as pool, ChildProcesses() as children:  # children end first
         ended = list(
             pool.map(lambda number: children.run([*command, str(number), *more], environment(number)), range(workers))
         )

@@ -134,7 +134,7 @@ def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
             "`AutoModelForCausalLM.from_pretrained`, or with `Team.from_pretrained`."
         )
     for name, agent in owners.items():
-        check_adapter(folder / name, agent, model, manifest.base_name)
+        check_adapter(folder / name, agent, model, manifest.base.name)
     first, *others = dict.fromkeys(agent.adapter for agent in manifest.players)
     name = first
     try:

@@ -110,8 +110,6 @@ def _sha256(data: Any) -> str:
 
 MANIFEST_NAME = "marft_team.json"
 FORMAT = 2
-# Format 1 (version 0.1) contains neither the sampling settings of agents nor a description of the base.
-_READABLE = (1, FORMAT)
 _PACKAGES = ("marft-trl", "trl", "transformers", "peft", "torch")
 
 
@@ -186,10 +184,10 @@ class TeamManifest:
         adapters (`dict[str, dict]`):
             `folder` and `trained` of each adapter. Empty if the team shares one fully trained policy, whose weights
             are in the folder of the manifest.
-        base ([`BaseModel`], *optional*):
-            Base model; `None` in manifests of version 0.1.
-        inference ([`Inference`], *optional*):
-            Settings that episodes are run with; `None` in manifests of version 0.1.
+        base ([`BaseModel`]):
+            Base model.
+        inference ([`Inference`]):
+            Settings that episodes are run with.
         versions (`dict[str, str]`):
             Versions of the installed packages at the time of saving.
         anonymous (`str`, *optional*):
@@ -199,31 +197,20 @@ class TeamManifest:
     agents: list[AgentSpec]
     workflow: dict[str, Any]
     adapters: dict[str, dict[str, Any]]
-    base: BaseModel | None = None
-    inference: Inference | None = None
+    base: BaseModel
+    inference: Inference
     versions: dict[str, str] = field(default_factory=dict)
     anonymous: str | None = None
 
     @property
     def players(self) -> list[AgentSpec]:
         """The agents whose turns a model writes."""
-        scripted = self.inference.replies if self.inference is not None else {}
-        return [agent for agent in self.agents if agent.has_policy and agent.name not in scripted]
+        return [agent for agent in self.agents if agent.has_policy and agent.name not in self.inference.replies]
 
     @property
     def base_model(self) -> str | None:
         """Hub id of the base; `None` for a local one."""
-        return self.base.name if self.base is not None and not self.base.is_local else None
-
-    @property
-    def base_model_revision(self) -> str | None:
-        """Revision of the base on the Hub."""
-        return self.base.revision if self.base is not None else None
-
-    @property
-    def base_name(self) -> str | None:
-        """Name of the base, Hub or local, for messages."""
-        return self.base.name if self.base is not None else None
+        return None if self.base.is_local else self.base.name
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> TeamManifest:
@@ -239,10 +226,10 @@ class TeamManifest:
             raise FileNotFoundError(f"There is no {MANIFEST_NAME} in {folder}: not a folder saved by MARFTTrainer.")
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            if data["format"] not in _READABLE:
+            if data["format"] != FORMAT:
                 raise ValueError(
-                    f"{path} has format {data['format']!r}; this version of marft_trl reads the formats "
-                    f"{', '.join(map(str, _READABLE))}. Use the version that the team was saved with, or a newer one."
+                    f"{path} has format {data['format']!r}; this version of marft_trl reads format {FORMAT}. Use the "
+                    "version that the team was saved with, or a newer one."
                 )
             return cls._of(data, path)
         except (
@@ -271,15 +258,9 @@ class TeamManifest:
         workflow = data["workflow"]
         if not isinstance(workflow, dict) or not isinstance(workflow["class"], str):
             raise TypeError("the workflow is not a mapping with a class")
-        if data["format"] == 1:
-            hub_id = data["base_model"]
-            base = BaseModel(str(hub_id), is_local=False, revision=data["base_model_revision"]) if hub_id else None
-            inference = None
-        else:
-            base = _read(BaseModel, data["base"])
-            inference = _read(Inference, data["inference"])
-            _check_values(inference)
-        if base is not None and not base.is_local and not is_hub_id(base.name):
+        base, inference = _read(BaseModel, data["base"]), _read(Inference, data["inference"])
+        _check_values(inference)
+        if not base.is_local and not is_hub_id(base.name):
             raise ValueError(f"{path} names the base {base.name!r}, which cannot be the id of a model on the Hub.")
         anonymous = data.get("anonymous")
         if anonymous not in (None, "numbered", "none"):
@@ -299,8 +280,8 @@ class TeamManifest:
             "agents": [agent.to_dict() for agent in self.agents],
             "workflow": self.workflow,
             "adapters": self.adapters,
-            "base": asdict(self.base) if self.base is not None else None,
-            "inference": asdict(self.inference) if self.inference is not None else None,
+            "base": asdict(self.base),
+            "inference": asdict(self.inference),
             "versions": {name: installed_version(name) for name in _PACKAGES},
             **({"anonymous": self.anonymous} if self.anonymous else {}),
         }
@@ -378,7 +359,7 @@ def _read(kind: type, data: Any) -> Any:
     return part
 
 
-def _check_values(inference: Inference | None) -> None:
+def _check_values(inference: Inference) -> None:
     """
     Check values that would fail, or be ignored, only when the team answers.
 
@@ -386,8 +367,6 @@ def _check_values(inference: Inference | None) -> None:
         TypeError: A value has the wrong type, or a name is unknown.
         ValueError: A value is out of its range.
     """
-    if inference is None:
-        return
     for name, limit in asdict(ToolLimits(**inference.tool_limits)).items():
         rounds = name == "rounds" and limit is None
         if not rounds and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not 0 <= limit < 1e9):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -60,6 +61,7 @@ class Critic:
     name = "shared"
     has_adapters = True
     reads_reference_pass = False
+    settings: ClassVar[frozenset[str]] = frozenset()  # that have an effect with this critic alone
 
     def __init__(
         self,

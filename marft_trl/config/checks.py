@@ -118,9 +118,14 @@ def check_numbers(args: Any) -> None:
     for name, rule in rules_of(type(args), INHERITED).items():
         if rule.bounds or rule.integer:
             check_number(name, getattr(args, name), rule)
+    # Parsers of transformers replace the types of fields, but not the annotations
+    classes = reversed(type(args).__mro__)
+    kinds = {name: kind for cls in classes for name, kind in vars(cls).get("__annotations__", {}).items()}
     for item in fields(args):
-        if isinstance(item, Option) and isinstance(item.default, bool):
-            check_flag(item.name, getattr(args, item.name))
+        value = getattr(args, item.name)
+        is_flag = isinstance(item, Option) and kinds[item.name] in ("bool", "bool | None")
+        if is_flag and not (value is None and item.default is None):
+            check_flag(item.name, value)
     weights = args.reward_weights
     if weights is not None and not (
         isinstance(weights, Sequence) and all(isinstance(w, (int, float)) for w in weights)

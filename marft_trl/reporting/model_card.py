@@ -175,7 +175,7 @@ def team_card(
     of_application = (manifest.workflow or {}).get("class") == "ExternalApp"
     use = (_USE_APPLICATION if of_application else _USE_TEAM) + (_USE_ADAPTERS if manifest.adapters else _USE_POLICY)
     given = "" if base or not manifest.adapters else f', model="{base_name}"'
-    scripted = manifest.inference.replies if manifest.inference is not None else {}
+    scripted = manifest.inference.replies
     if scripted:
         given += f", replies={{{', '.join(f'{name!r}: ...' for name in scripted)}}}"
     card_data = ModelCardData(
@@ -217,7 +217,7 @@ def team_card(
 
 def _agents_table(manifest: TeamManifest) -> str:
     rows = ["| agent | adapter | trained | system prompt |", "|---|---|---|---|"]
-    scripted = manifest.inference.replies if manifest.inference is not None else {}
+    scripted = manifest.inference.replies
     for agent in manifest.agents:
         adapter = manifest.adapters.get(agent.adapter)
         folder = f"[`{agent.adapter}`](./{agent.adapter})" if adapter else "shared policy"

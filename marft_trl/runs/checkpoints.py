@@ -106,26 +106,16 @@ def load_rollouts(
     if state["slices"] is None:
         return state["step"], None, state.get("extra", {})
     tensors = load_file(stem.with_suffix(".safetensors"))
-    slices, number = [], 0
+    slices = []
     for s, described in enumerate(state["slices"]):
         rows = []
         for r, plain in enumerate(described.pop("rows")):
             names = [field.name for field in fields(Row) if f"{s}.{r}.{field.name}" in tensors]
-            saved = _of_this_version(plain, number)
-            rows.append(Row(**saved, **{name: tensors[f"{s}.{r}.{name}"] for name in names}))
-            number += 1
+            if plain.get("sampled_by") is not None:
+                plain["sampled_by"] = SampledBy(*plain["sampled_by"])
+            rows.append(Row(**plain, **{name: tensors[f"{s}.{r}.{name}"] for name in names}))
         slices.append(Slice(**{**described, "rows": rows, "adapters": frozenset(described["adapters"])}))
     return state["step"], slices, state.get("extra", {})
-
-
-def _of_this_version(row: dict[str, Any], number: int) -> dict[str, Any]:
-    """The fields of a saved row. Before version 0.2, rows had no number and another name for the joint action."""
-    row.setdefault("number", number)
-    if "round" in row:
-        row["joint_action"] = row.pop("round")
-    if row.get("sampled_by") is not None:
-        row["sampled_by"] = SampledBy(*row["sampled_by"])
-    return row
 
 
 BEST_NAME = "marft_best.safetensors"
@@ -513,8 +503,6 @@ class Checkpoints:
         self._load_owners(extra)
 
     def _load_owners(self, extra: dict[str, Any]) -> None:
-        if "entropy_control" in extra:  # of a version before 0.2
-            extra["updates"] = {"entropy_control": extra["entropy_control"]}
         for name, owner in self.owners.items():
             if name in extra:
                 owner.load_state_dict(extra[name])

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 
-class Children:
+class ChildProcesses:
     """
     Starts processes. If the block is left by an exception, by Ctrl+C or by SIGTERM, those that still run are sent
     SIGTERM, at which a trainer saves a checkpoint, and are waited for. They are also sent SIGTERM if this process is
@@ -32,7 +32,7 @@ class Children:
         self._has_ended = False
         self._before: Any = None
 
-    def __enter__(self) -> Children:
+    def __enter__(self) -> ChildProcesses:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._terminated)
         return self

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import CommitInfo, HfApi
@@ -72,17 +72,8 @@ def turns_that_fit(model: PreTrainedModel, tokens: int) -> int:
     return max(int(_PART * free_memory(model.device) / (of_cache + _OF_LOGIT * config.vocab_size)), 1)
 
 
-# TRL's defaults, for sampling settings that an agent does not set. Manifests of version 0.1 do not contain the
-# trainer's settings.
+# TRL's, for sampling settings that neither an agent nor its manifest has
 _DEFAULTS = SimpleNamespace(max_completion_length=512, temperature=1.0, top_p=1.0, top_k=0, min_p=None)
-
-
-def without_inference(folder: Path) -> Inference:
-    logger.warning(
-        f"The team in {folder} was saved by version 0.1, which did not save the sampling settings of the trainer. For "
-        "settings that an agent does not have, TRL's defaults are used (temperature 1, at most 512 tokens per turn)."
-    )
-    return Inference(generation={"do_sample": True})
 
 
 def views_of(inference: Inference, view: View | Mapping[str, View] | None) -> dict[str | None, View]:
@@ -198,16 +189,14 @@ def load_base(
         options["use_safetensors"] = True  # no pickles
         check_no_adapter(folder)
     elif model is None and manifest.base_model is not None:
-        model, options["revision"] = manifest.base_model, manifest.base_model_revision
+        model, options["revision"] = manifest.base_model, base.revision
     if model is None:
         raise ValueError(
-            "The team was trained on a local base"
-            + (f", {manifest.base_name!r}" if manifest.base_name else "")
-            + ": pass it as `model=`, a folder or a loaded model."
+            f"The team was trained on a local base, {base.name!r}: pass it as `model=`, a folder or a loaded model."
         )
-    if base is not None and base.dtype is not None:
+    if base.dtype is not None:
         options["dtype"] = base.dtype
-    if quantization_config is None and base is not None and base.quantization is not None:
+    if quantization_config is None and base.quantization is not None:
         quantization_config = _as_trained(base.quantization)
     if quantization_config:
         options["quantization_config"] = quantization_config
@@ -235,7 +224,7 @@ class SavedTeam:
     @property
     def inference(self) -> Inference:
         """Settings that episodes are run with."""
-        return cast(Inference, self.manifest.inference)
+        return self.manifest.inference
 
     def runner(self, agents: Sequence[AgentSpec], workflow: Workflow, model: PreTrainedModel) -> EpisodeRunner:
         """What runs episodes of these agents, who act with the adapters of a model."""
@@ -326,13 +315,13 @@ class SavedTeam:
             model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         present = describe_base(base, self.tokenizer, self.tokenizer.chat_template)
-        if manifest.base is None or manifest.base.config_hash != present.config_hash:
+        if manifest.base.config_hash != present.config_hash:
             manifest = dataclasses.replace(manifest, base=present)
         if manifest.base_model is None:  # a folder of this machine says nothing to others
             for name in manifest.adapters:
                 forget_local_base(folder / name)
         manifest.save(folder)
-        facts = {"base model": manifest.base_name or ""}
+        facts = {"base model": manifest.base.name}
         card = team_card(manifest, folder.name, tags=TAGS, max_rank=max_rank, facts=facts)
         card.save(folder / CARD_NAME)
 
@@ -373,8 +362,6 @@ def _as_trained(quantization: Mapping[str, Any]) -> BitsAndBytesConfig | None:
 
 def warn_of_another_base(manifest: TeamManifest, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Warn if base, tokenizer or chat template differ from training. Shapes are checked when adapters are loaded."""
-    if manifest.base is None:
-        return
     present = describe_base(base, tokenizer, tokenizer.chat_template)
     kinds = {"config_hash": "base", "tokenizer_hash": "tokenizer", "chat_template_hash": "chat template"}
     other = [kind for name, kind in kinds.items() if getattr(present, name) != getattr(manifest.base, name)]
@@ -384,7 +371,7 @@ def warn_of_another_base(manifest: TeamManifest, base: PreTrainedModel, tokenize
             f"The tokenizer of the team has {len(tokenizer):,} tokens, and the base has {size:,}: it is another "
             f"model. Pass the base of training ({manifest.base.name!r}) as `model=`."
         )
-    if manifest.inference is not None and manifest.inference.tools and "chat template" in other:
+    if manifest.inference.tools and "chat template" in other:
         other.remove("chat template")  # teams with tools may use a template other than the tokenizer's
     if other:
         logger.warning(
@@ -396,7 +383,7 @@ def warn_of_another_base(manifest: TeamManifest, base: PreTrainedModel, tokenize
 
 def _sampling(agent: AgentSpec, inference: Inference) -> Sampling:
     own = inference.sampling.get(agent.name)
-    if own is None:  # a manifest of version 0.1
+    if own is None:
         return Sampling.of(agent, _DEFAULTS)
     settings: dict[str, Any] = {
         name: own.get(name) for name in ("max_completion_length", "temperature", "top_p", "top_k", "min_p")

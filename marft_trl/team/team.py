@@ -54,7 +54,6 @@ from .saved_team import (
     warn_of_another_base,
     with_functions,
     with_replies,
-    without_inference,
 )
 
 
@@ -169,7 +168,7 @@ class Team:
             raise TypeError(f"`workflow` must be a `Workflow` object, got {workflow!r}.")
         folder = team_folder(team, revision, token)
         manifest = TeamManifest.load(folder)
-        inference = manifest.inference or without_inference(folder)
+        inference = manifest.inference
         if workflow is None:
             workflow = rebuild(manifest.workflow, environment_factory)
         elif environment_factory is not None:
@@ -186,7 +185,6 @@ class Team:
         warn_of_another_base(manifest, base, tokenizer)
         loaded = put_on(base, folder) if manifest.adapters else base
         loaded.requires_grad_(False)
-        manifest = dataclasses.replace(manifest, inference=inference)
         saved = SavedTeam(manifest, tokenizer, views.get(None, team_view), servers)
         runner = saved.runner(agents, workflow, loaded)
         made = cls(agents, workflow, runner, loaded, saved=saved)

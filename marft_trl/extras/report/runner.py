@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...seams.libraries import get_logger
-from ...system.child_processes import Children
+from ...system.child_processes import ChildProcesses
 from .arms import Arm, arms_of, check_arms
 from .cells import EVALUATED_BEFORE, Cell, recorded, run_cell
 from .comparison import Comparison, compare, write_pages
@@ -239,7 +239,7 @@ def _side_by_side(
     threads = str(max((os.cpu_count() or 1) // workers, 1))
     environment = {"OMP_NUM_THREADS": threads, **os.environ}
     teams: dict[int, Future] = {}
-    children = Children()
+    children = ChildProcesses()
 
     def run(cell: Cell) -> None:
         given = {"experiment": place, "settings": dict(settings or {}), "emptied": list(emptied), **cell.as_dict()}
