@@ -28,7 +28,7 @@ real: $(READY)  ## train a pretrained duo on three families of tasks, and one ag
 	$(BIN)/python -W ignore examples/real.py
 
 test: $(READY)  ## the tests, on the CPU: six minutes on two cores
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not slow and not exhaustive"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -q -m "not slow and not exhaustive"
 
 test-gpu: $(READY)  ## what means something on a GPU alone; three minutes
 	MARFT_TEST_CUDA=1 $(BIN)/python -m pytest -q -rs -m "gpu and not exhaustive" tests/test_gpu.py

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from marft_trl import AgentSpec, Workflow
 from marft_trl.learning.adapter_updates import Schedule
-from marft_trl.rollout.generator import Sampled
+from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import tiny_model
 
 import torch
@@ -148,7 +148,7 @@ class World:
         trainer, calls = self.trainer, itertools.count()
         trainer.parts.runner.generator.generate = by_hand(
             lambda agents, prompt_ids, **options: [
-                Sampled(list(turn)) for turn in replies(next(calls), agents, prompt_ids, options)
+                SampledTurn(list(turn)) for turn in replies(next(calls), agents, prompt_ids, options)
             ]
         )
         trainer.args.per_device_train_batch_size = len(outcomes)

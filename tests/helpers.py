@@ -9,7 +9,7 @@ from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.episodes import collector
 from marft_trl.episodes.records import TeamContext
 from marft_trl.episodes.tools import ToolLimits
-from marft_trl.rollout.generator import Observed
+from marft_trl.rollout.generator import SampleRequest
 from marft_trl.system.event_loop import finished
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
@@ -57,7 +57,7 @@ def calling(generate):
 
     def called(agents, prompt_ids, by_reference=False, **options):
         pairs = zip(agents, prompt_ids, strict=True)
-        return finished(generate([Observed(agent, ids, (), by_reference) for agent, ids in pairs], **options))
+        return finished(generate([SampleRequest(agent, ids, (), by_reference) for agent, ids in pairs], **options))
 
     return called
 

@@ -4,7 +4,7 @@ import random
 from collections import defaultdict
 
 from marft_trl import AgentSpec, Workflow
-from marft_trl.rollout.generator import Sampled
+from marft_trl.rollout.generator import SampledTurn
 from marft_trl.workflows.base import together
 
 import torch
@@ -169,7 +169,7 @@ class Drawing:
         for one in observed:
             turn = self._draw.choices(TURNS, self._of(one.agent, tuple(one.ids), one.by_reference))[0]
             self.tokens += len(turn)
-            found.append(Sampled(list(turn)))
+            found.append(SampledTurn(list(turn)))
         return found
 
     def _of(self, agent, ids, by_reference):

@@ -25,7 +25,7 @@ from marft_trl.episodes.records import EndOfEpisode, RequestedTurn, TeamContext
 from marft_trl.episodes.rerun import Rerun
 from marft_trl.episodes.tools import ToolCall
 from marft_trl.extras.apps import AppEndpoint, ExternalApp
-from marft_trl.rollout.generator import Sampled
+from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import together
 
@@ -954,7 +954,7 @@ def test_episodes_share_threads_and_limits_without_waiting_for_one_another_for_g
             await send("chat/completions", chat("ann", "x"))
 
     assert [len(one.turns) for one in played(limited, rows=8, holds_up=0.2)] == [1] * 8
-    assert "go on without it" in caplog.text
+    assert "continue without" in caplog.text
 
 
 def test_of_turns_that_say_the_same_each_stands_where_it_was(model_folder, tmp_path):
@@ -980,7 +980,7 @@ def test_of_turns_that_say_the_same_each_stands_where_it_was(model_folder, tmp_p
 
     async def generate(observed, **options):
         asked.append(list(observed[0].ids))
-        return [Sampled(said[len(asked) - 1])]
+        return [SampledTurn(said[len(asked) - 1])]
 
     trainer.parts.runner.generator.generate = generate
     trainer.team.run(["x"])

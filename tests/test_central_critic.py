@@ -6,7 +6,7 @@ from marft_trl import AgentSpec
 from marft_trl.algorithms.rows import Row
 from marft_trl.extras.apps import ExternalApp
 from marft_trl.learning.critic_learner import ValueScale
-from marft_trl.rollout.generator import Sampled
+from marft_trl.rollout.generator import SampledTurn
 from marft_trl.workflows import EnvironmentLoop
 
 import pytest
@@ -143,7 +143,7 @@ def test_a_central_critic_reads_the_messages_of_an_application(model_folder, tmp
     settings = {**PPO, "critic": "shared", "critic_sees": "history", "per_device_train_batch_size": 1}
     agents = [AgentSpec("ann"), AgentSpec("ben")]
     trainer = team_trainer(model_folder, tmp_path, agents=agents, workflow=ExternalApp(app), settings=settings)
-    trainer.parts.runner.generator.generate = by_hand(lambda agents, prompt_ids: [Sampled([5, 6]) for _ in agents])
+    trainer.parts.runner.generator.generate = by_hand(lambda agents, prompt_ids: [SampledTurn([5, 6]) for _ in agents])
     (slice_,) = trainer.parts.experience.for_training([{"prompt": "x"}])
     rows = sorted(slice_.rows, key=lambda row: row.number)
     read = [trainer.processing_class.decode(row.critic_prompt_ids) for row in rows]

@@ -443,8 +443,10 @@ def test_a_full_or_read_only_disk_keeps_the_checkpoint_before(small_model, tmp_p
     with pytest.raises(CheckpointError) as raised:
         trainer.train()
     monkeypatch.undo()
-    assert os.strerror(code) in str(raised.value) and "checkpoint-2 could not be written" in str(raised.value)
-    assert f"{tmp_path / 'checkpoint-1'} is complete" in str(raised.value)
+    assert f"Could not write {tmp_path / 'checkpoint-2'}" in str(raised.value) and os.strerror(code) in str(
+        raised.value
+    )
+    assert f"The run resumes from {tmp_path / 'checkpoint-1'}" in str(raised.value)
     assert not (tmp_path / "checkpoint-2").exists()
     assert RunFolder(tmp_path).newest()[1].step == 1
 

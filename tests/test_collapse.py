@@ -184,9 +184,9 @@ def test_a_step_from_before_adapters_went_back_is_not_saved(model_folder, tmp_pa
     checkpoints.best.take()
     checkpoints.remember()
     checkpoints.best.restore(trainer.policies.trained[0])
-    assert not checkpoints.save_remembered(lambda: saved.append(True)) and not saved
+    assert not checkpoints.save_recorded_step(lambda: saved.append(True)) and not saved
     checkpoints.remember()
-    assert checkpoints.save_remembered(lambda: saved.append(True)) and saved
+    assert checkpoints.save_recorded_step(lambda: saved.append(True)) and saved
 
 
 def test_copies_of_collapsed_policies_leave_the_pool(model_folder, tmp_path):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from marft_trl import MARFTConfig
 from marft_trl.learning import batching as micro_batcher
-from marft_trl.rollout.generator import Sampled
+from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import exact_answer, tiny_dataset, tiny_team_model
 
 import pytest
@@ -98,7 +98,7 @@ def test_values_of_truncated_turns_see_their_tokens(model_folder, tmp_path):
         settings = {**PPO, "mask_truncated_completions": is_masked, "max_completion_length": 3}
         trainer = team_trainer(model_folder, tmp_path, settings=settings)
         trainer.parts.runner.generator.generate = by_hand(
-            lambda agents, prompt_ids: [Sampled([5, 6, 7])] * len(agents)
+            lambda agents, prompt_ids: [SampledTurn([5, 6, 7])] * len(agents)
         )  # without an end
         trainer.model.train()
         (slice_,) = trainer.parts.experience.for_training([tiny_dataset(1)[0]] * 8)
@@ -121,7 +121,7 @@ def test_the_reference_pass_serves_the_frozen_critic(model_folder, tmp_path, lev
         torch.manual_seed(0)
         trainer.model.train()
         trainer.parts.runner.generator.generate = by_hand(
-            lambda agents, prompt_ids: [Sampled(words[i % 4]) for i in range(len(agents))]
+            lambda agents, prompt_ids: [SampledTurn(words[i % 4]) for i in range(len(agents))]
         )
         (slice_,) = trainer.parts.experience.for_training([tiny_dataset(1)[0]] * 8)
         if not ppo:

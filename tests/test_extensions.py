@@ -6,7 +6,7 @@ from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.algorithms.baselines import BASELINES, CREDITS, Baseline, CreditRule
 from marft_trl.algorithms.critics import CRITICS, Critic
 from marft_trl.algorithms.levels import LEVELS, ActionLevel
-from marft_trl.rollout.generator import Generator, Sampled
+from marft_trl.rollout.generator import Generator, SampledTurn
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ class WordList(Generator):
         for agent, *_ in observed:
             text = self._texts[agent][self._asked % len(self._texts[agent])]
             self._asked += 1
-            sampled.append(Sampled([*self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id]))
+            sampled.append(SampledTurn([*self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id]))
         return sampled
 
     def holds_stop(self, agent, ids):
@@ -172,7 +172,9 @@ def test_a_baseline_of_ones_own(model_folder, tmp_path, monkeypatch):
 def test_agents_of_an_own_generator_may_stop_at_their_limit(model_folder, tmp_path):
     def prepare(trainer):
         generator = WordList(trainer.processing_class, {"solver": ["12"]})
-        generator.generate = by_hand(lambda agents, prompt_ids, **_: [Sampled([5, 6])] * len(agents))  # without an end
+        generator.generate = by_hand(
+            lambda agents, prompt_ids, **_: [SampledTurn([5, 6])] * len(agents)
+        )  # without an end
         trainer.parts.runner.generator = generator
 
     trainer = team_trainer(

@@ -459,7 +459,7 @@ def test_a_workflow_that_blocks_the_event_loop_is_named(monkeypatch):
     monkeypatch.setattr(collector, "BLOCKED_EXTRA_SECONDS", 0.2)
     start = time.monotonic()
     with pytest.raises(
-        EpisodeError, match=r"`Blocking` blocks: run \(test_failures.py:\d+\) has not returned.*episode.call"
+        EpisodeError, match=r"`Blocking` blocks the event loop: run \(test_failures.py:\d+\) has.*episode.call"
     ):
         collect(Blocking(), [{"prompt": "q"}], ["a"], echo(), patience=0.3)
     assert time.monotonic() - start < 20
@@ -492,7 +492,7 @@ async def _late(episode):
 
 @pytest.mark.parametrize("failures", [None, {}])
 def test_a_turn_of_a_task_that_its_workflow_has_left_is_an_error(failures):
-    words = "asked for 1 turns after episode 0 had ended.*Await the task"
+    words = "requested 1 turns after the end of episode 0.*Await the task"
     if failures is None:
         with pytest.raises(EpisodeError, match=words):
             collect(Leaves(_late), [{"prompt": "q"}] * 2, ["a"], echo())
@@ -550,7 +550,7 @@ def test_branches_of_an_episode_that_has_ended_are_no_error(how, pause, caplog):
     first, second = collect(Splits(how, pause), [{"prompt": "q"}] * 2, ["a", "b"], answer)
     assert first.overflowed and not second.overflowed and len(second.turns) == 12
     assert {turn.agent for turn in first.turns} == {"a", "b"}
-    assert "has not ended with its episode" not in caplog.text
+    assert "is still running after the end of its episode" not in caplog.text
 
 
 def test_a_branch_that_ends_slowly_is_no_error():
@@ -590,8 +590,9 @@ def test_tasks_that_are_left_are_named(caplog):
 
     for _ in range(2):
         collect(Leaves(idles), [{"prompt": "q"}], ["a"], echo())
-    assert re.search("workflow `Leaves` started has not ended with its episode.*idles. Await it", caplog.text)
-    assert caplog.text.count("has not ended") == 1
+    words = "The task `.*idles.*` that the workflow `Leaves` started is still running after the end of its episode"
+    assert re.search(words, caplog.text)
+    assert caplog.text.count("is still running") == 1
 
 
 async def _cancel_all(*_, **__):

@@ -180,7 +180,7 @@ MISTAKES = {
     ),
     "per step": (ValueError, {"settings": {"credit": "per_step"}}, r"`get_outcome_reward\(your_reward\)`"),
     "resume number": (TypeError, {"resume": 1.5}, "must be True or the path of a checkpoint, got 1.5"),
-    "resume nowhere": (FileNotFoundError, {"resume": "nowhere"}, "Pass `True` for the newest one"),
+    "resume nowhere": (FileNotFoundError, {"resume": "nowhere"}, "Pass `True` for the newest checkpoint"),
     # What is known with the first episode
     "await": (RuntimeError, {"workflow": NoAwait()}, r"An `await` is missing: write `turn = await episode.turn"),
     "await sees": (RuntimeError, {"workflow": NoAwaitSees()}, "An `await` is missing: write"),
@@ -191,7 +191,7 @@ MISTAKES = {
     ),
     "async": (RuntimeError, {"workflow": NoAsync()}, r"Write `async def run\(self, episode\):`"),
     "returns": (RuntimeError, {"workflow": Returns()}, "Write `episode.answer = turn` in it"),
-    "sees one": (RuntimeError, {"workflow": SeesOne()}, r"takes a list of turns, got a single one. Write `\[turn\]`"),
+    "sees one": (RuntimeError, {"workflow": SeesOne()}, r"takes a list of turns, got a single turn. Pass `\[turn\]`"),
     "content": (RuntimeError, {"workflow": ReadsContent()}, "`Turn` has no attribute `content`. Did you mean 'text'"),
     "awaits twice": (RuntimeError, {"workflow": AwaitsTwice()}, "`together` takes turns that are not awaited yet"),
     "one value": (ValueError, {"reward_funcs": too_few}, "'too_few' returned 1 rewards, but 8 were expected"),
@@ -282,7 +282,7 @@ def test_evaluations_hold_whole_questions(model_folder, tmp_path):
 def test_folders_that_are_no_checkpoints(model_folder, folder, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     team_trainer(model_folder, tmp_path, settings=settings).train()
-    for path, message in ((tmp_path, "newest one, or its path: .*checkpoint-1"), (folder, "is a saved team")):
+    for path, message in ((tmp_path, "newest checkpoint, or the path of .*checkpoint-1"), (folder, "is a saved team")):
         with pytest.raises(ValueError, match=message):
             team_trainer(model_folder, tmp_path / "other").train(resume_from_checkpoint=str(path))
 

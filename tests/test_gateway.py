@@ -250,7 +250,7 @@ def test_who_leaves_frees_the_place_and_who_reads_slowly_holds_nobody_up(namesak
                 until(lambda number=number: gauge(url, "marft_requests_running")
                       + gauge(url, "marft_requests_waiting") == number + 1)  # fmt: skip
             status, headers, problem = send(url, ask)
-            assert status == 503 and headers["Retry-After"] and "2 questions are being answered" in str(problem)
+            assert status == 503 and headers["Retry-After"] and "2 questions are running" in str(problem)
             for connection in leaving:
                 connection.close()
             until(lambda: gauge(url, "marft_requests_running") == gauge(url, "marft_requests_waiting") == 0)
@@ -318,17 +318,17 @@ CALLED = [
         ({"model": "an"}, 404, "Did you mean 'ann'"),
         ({"model": None}, 404, "must be one of 'team', 'ann'"),
         ({"messages": []}, 400, "must be a list of messages"),
-        ({"messages": asked(" ")}, 400, "is empty, so there is nothing to answer"),
+        ({"messages": asked(" ")}, 400, "A user message is empty"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "no message before it has made that call"),
-        ({"messages": CALLED}, 400, "tools and the stop texts of its training"),
+        ({"messages": CALLED}, 400, "tools and stop strings that it was trained with"),
         ({"messages": asked([{"type": "image_url", "image_url": {"url": "x"}}])}, 400, "parts of type 'text' alone"),
         ({"temperature": 3}, 400, "`temperature` must be a number from 0 to 2, got 3"),
         ({"top_p": 0}, 400, "`top_p` must be a number above 0"),
         ({"temprature": 1}, 400, "Did you mean 'temperature'"),
         ({"n": 0}, 400, "`n` must be an integer from 1 to 16, got 0"),
         ({"n": 2, "stream": True}, 400, "`n` must be 1 for a stream"),
-        ({"stop": ["x"]}, 400, "stop texts of its training"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools and the stop texts of its"),
+        ({"stop": ["x"]}, 400, "stop strings that it was trained with"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools and stop strings that it was"),
         ({"logprobs": True}, 400, "`logprobs` is not supported"),
         ({"max_tokens": True}, 400, "`max_tokens` must be an integer"),
         ({"row": []}, 200, ""),
@@ -425,7 +425,7 @@ def test_a_key_is_demanded_where_others_can_reach_the_address(namesakes):  # noq
     assert "secret" not in repr(GatewaySettings(api_key="secret"))
     assert GatewaySettings(host="::1").is_loopback and GatewaySettings(host="localhost").is_loopback
     team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
-    with pytest.raises(ValueError, match="cannot be served as 'ann'"):
+    with pytest.raises(ValueError, match="`name='ann'` is the name of an agent"):
         application(team, GatewaySettings(name="ann"))
     with serving(team, api_key="secret") as url:
         assert send(url, GOOD)[0] == send(url, GOOD, Authorization="Bearer secre")[0] == 401

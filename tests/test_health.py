@@ -10,7 +10,7 @@ from marft_trl.algorithms.rows import Row
 from marft_trl.config.team_setup import RunContext, TeamSetup
 from marft_trl.episodes.live import LiveEpisode
 from marft_trl.reporting.health import PATIENCE, Health
-from marft_trl.rollout.generator import Sampled, check_sampled
+from marft_trl.rollout.generator import SampledTurn, check_sampled
 from marft_trl.system.run_metrics import Metrics
 from marft_trl.trainer.experience import check_finite
 from marft_trl.workflows import Workflow
@@ -199,7 +199,9 @@ def test_a_constant_reward_is_said(small_model, tmp_path, caplog):
 def test_turns_that_are_all_truncated_and_masked_are_said(small_model, tmp_path, caplog):
     settings = {"mask_truncated_completions": True, "beta": 0.1, "max_steps": PATIENCE + 1}
     trainer = team_trainer(small_model, tmp_path, settings={"per_device_train_batch_size": 4, **settings})
-    trainer.parts.runner.generator.generate = by_hand(lambda agents, prompts, **_: [Sampled([5, 6]) for _ in agents])
+    trainer.parts.runner.generator.generate = by_hand(
+        lambda agents, prompts, **_: [SampledTurn([5, 6]) for _ in agents]
+    )
     before = weights(trainer)
     trainer.train()
     assert not moved(before, weights(trainer))
@@ -313,7 +315,7 @@ def test_log_probabilities_of_an_engine_that_are_not_numbers_end_the_run(small_m
     settings = {**SAVE, "num_iterations": 2, "save_strategy": "no"}
     trainer = team_trainer(small_model, tmp_path, settings=settings)
     trainer.parts.runner.generator.generate = by_hand(
-        lambda agents, prompts, **_: [Sampled([5, 2], [math.nan, 0.0])] * len(agents)
+        lambda agents, prompts, **_: [SampledTurn([5, 2], [math.nan, 0.0])] * len(agents)
     )
     before = weights(trainer)
     with pytest.raises(FloatingPointError, match="`old_per_token_logps` of a turn of 'reasoner'"):
@@ -324,10 +326,13 @@ def test_log_probabilities_of_an_engine_that_are_not_numbers_end_the_run(small_m
 @pytest.mark.parametrize(
     ("sampled", "message"),
     [
-        ([Sampled([5])], "returned 1 completions for 2 observations"),
-        ([Sampled([5]), Sampled([400])], "token id 400 for a turn of 'solver'; the model has 400 tokens"),
-        ([Sampled([5]), Sampled([-1])], "token id -1 for a turn of 'solver'"),
-        ([Sampled([5, 6], [0.0]), Sampled([5])], "1 log-probabilities for the 2 tokens of a turn of 'planner'"),
+        ([SampledTurn([5])], "returned 1 completions for 2 observations"),
+        ([SampledTurn([5]), SampledTurn([400])], "token id 400 for a turn of 'solver'; the model has 400 tokens"),
+        ([SampledTurn([5]), SampledTurn([-1])], "token id -1 for a turn of 'solver'"),
+        (
+            [SampledTurn([5, 6], [0.0]), SampledTurn([5])],
+            "1 log-probabilities for the 2 tokens of a turn of 'planner'",
+        ),
     ],
 )
 def test_what_an_engine_must_not_return(sampled, message):

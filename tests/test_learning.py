@@ -5,7 +5,7 @@ from collections import Counter
 
 from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.algorithms.baselines import BASELINES, Samples
-from marft_trl.rollout.generator import Sampled
+from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import EnvironmentLoop
 
@@ -51,10 +51,10 @@ def canned(trainer):
     said = []
 
     def generate(agents, prompt_ids, by_reference=False):
-        replies = [Sampled([5, 2]) for _ in agents]
+        replies = [SampledTurn([5, 2]) for _ in agents]
         if len(set(agents)) == 1 and agents[0] == "solver" and not by_reference and len(agents) == 4 and not said:
             said.append(True)  # whatever comes after the episodes is a re-run
-            replies[0] = Sampled([7, 2])
+            replies[0] = SampledTurn([7, 2])
         return replies
 
     trainer.parts.runner.generator.generate = by_hand(generate)
@@ -188,7 +188,7 @@ def test_candidates_are_compared_with_one_another(model_folder, tmp_path):
         calls.append((agents[0], len(agents)))
         # the second candidate of the solver is right, so the episode goes on from it
         right = agents[0] == "solver" and len(calls) > 3
-        return [Sampled([7, 2] if right and index % 2 else [5, 2]) for index in range(len(agents))]
+        return [SampledTurn([7, 2] if right and index % 2 else [5, 2]) for index in range(len(agents))]
 
     trainer.parts.runner.generator.generate = by_hand(generate)
     trainer.model.train()
@@ -230,7 +230,7 @@ def dice(model_folder, tmp_path, rolls, lengths, **settings):
     workflow.rolls, left = rolls, [int(one) for one in lengths]
 
     def generate(agents, prompt_ids):
-        return [Sampled([5] * left.pop(0)) for _ in agents]
+        return [SampledTurn([5] * left.pop(0)) for _ in agents]
 
     trainer.parts.runner.generator.generate = by_hand(generate)
     trainer.model.train()
@@ -248,7 +248,7 @@ def test_a_rerun_without_its_turn_says_nothing_about_it(model_folder, tmp_path, 
     lengths = "22" + "33" + "44" + "161"
     advantages, lost = dice(model_folder, tmp_path, rolls, lengths, **settings)
     assert advantages == [5.0 - 1.0, 5.0 - 2.0, 0.0, 0.0] and lost == [0.5]
-    assert caplog.text.count("2 of 4 re-runs of `credit='removed'` DO NOT CONTAIN THE TURN") == 1
+    assert caplog.text.count("2 of 4 re-runs of `credit='removed'` do not contain the turn") == 1
 
 
 def test_a_candidate_that_its_episode_does_not_hold_is_compared_with_none(model_folder, tmp_path):
@@ -486,7 +486,7 @@ def test_what_needs_adapters_or_functions_says_so(model_folder, tmp_path):
     with pytest.raises(ValueError, match=r"streamed `train_dataset`"):
         stream = tiny_dataset(64).to_iterable_dataset()
         build(settings={"update_order": "sequential"}, train_dataset=stream)
-    with pytest.raises(ValueError, match=r"`update_order='sequential'` lets agents learn in turn, but only"):
+    with pytest.raises(ValueError, match=r"`update_order='sequential'` trains agents in turn, but only"):
         build(settings={"update_order": "sequential"}, agents=[AgentSpec("solver")])
     with pytest.raises(ValueError, match=r"needs \['missing'\]"):
         build(

@@ -10,7 +10,7 @@ import threading
 from marft_trl import AgentSpec, Sequential, Team, Workflow
 from marft_trl.rollout import transformers_generator
 from marft_trl.rollout.generator import LiveRows, LiveTurn
-from marft_trl.rollout.turn_reader import StopTextCriterion, StopTexts
+from marft_trl.rollout.turn_reader import StopStringCriterion, StopStrings
 from marft_trl.shared_prefix.decoding import decode
 from marft_trl.team import Answer, TextDelta, TurnEnded, TurnStarted
 from marft_trl.team import saved_team as room
@@ -223,7 +223,7 @@ def test_the_loop_of_transformers_is_watched_too(tokenizer):
         (ids,) = ([*tokenizer("12=")["input_ids"]],)
         turn = LiveTurn(0, None, found.extend)
         rows = LiveRows([turn], ends=[], longest=8, samples=False, device=torch.device("cpu"))
-        rows.other = StopTextCriterion(StopTexts(tokenizer, ["="]))
+        rows.other = StopStringCriterion(StopStrings(tokenizer, ["="]))
         prompt, done = [5, 5], []
         for token in [*ids, 0, 0]:
             prompt.append(token)

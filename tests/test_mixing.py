@@ -243,16 +243,16 @@ def test_a_large_team_of_small_turns_shares_passes_by_default(model_folder, tmp_
     ("settings", "message"),
     [
         ({"team": agents(["solo"])}, "1 adapters are trained"),
-        ({"gradient_checkpointing": True}, "gradients are checkpointed"),
-        ({"share_prefixes": False}, "rows take the passes of `GRPOTrainer`"),
+        ({"gradient_checkpointing": True}, "gradient checkpointing is on"),
+        ({"share_prefixes": False}, "forward passes of `GRPOTrainer`"),
         ({"team": agents(configs={"two": lora(4, use_dora=True)})}, "variants of LoRA"),
-        ({"team": agents(configs={"two": lora(4, lora_dropout=0.5)})}, "their dropout differs"),
-        ({"team": agents(configs={"two": lora(4, lora_bias=True)})}, "they have biases"),
+        ({"team": agents(configs={"two": lora(4, lora_dropout=0.5)})}, "the dropout of the adapters differs"),
+        ({"team": agents(configs={"two": lora(4, lora_bias=True)})}, "adapters have biases"),
     ],
     ids=str,
 )
 def test_what_cannot_be_mixed_is_said(model_folder, tmp_path, settings, message):
-    with pytest.raises(ValueError, match=f"`mixed_passes=True` lets the rows.*{message}"):
+    with pytest.raises(ValueError, match=f"`mixed_passes=True` cannot be used.*{message}"):
         make(model_folder, tmp_path, **settings)
 
 
@@ -290,7 +290,7 @@ def test_modules_that_are_trained_as_a_whole_are_not_mixed():
     assert MixedLora.why_not(plain, ["one"]) is None
     layer = next(module for module in plain.modules() if hasattr(module, "lora_A"))
     layer.forward = layer.forward  # as accelerate's hooks do
-    assert MixedLora.why_not(plain, ["one"]) == "their layers have hooks of others"
+    assert MixedLora.why_not(plain, ["one"]) == "layers have hooks of other libraries"
     assert MixedLora.why_not(tiny_model(32), ["one"]) == "adapters are not LoRAs"
 
 

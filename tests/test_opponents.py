@@ -13,7 +13,7 @@ from marft_trl.agents import check_team
 from marft_trl.config.team_setup import TeamSetup
 from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.rerun import Rerun
-from marft_trl.reporting.reporter import GameMetrics, Played
+from marft_trl.reporting.reporter import EpisodeOutcome, GameMetrics
 from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import EnvironmentLoop, Sequential, Workflow, together
 
@@ -191,7 +191,7 @@ def test_a_function_that_fails_is_named(model_folder, tmp_path, is_async):
     with pytest.raises(EpisodeError, match=r"`reply` of agent 'right' failed: ConnectionError: no answer"):
         trainer.train()
     trainer = trainer_of(model_folder, tmp_path, AgentSpec("right", reply=lambda messages: None))
-    with pytest.raises(EpisodeError, match=r"`reply` of agent 'right' must return the text of a turn, got None"):
+    with pytest.raises(EpisodeError, match=r"`reply` of agent 'right' must return a string, got None"):
         trainer.train()
 
 
@@ -499,7 +499,7 @@ def test_win_rates_by_hand():
     team = TeamSetup([AgentSpec("left"), AgentSpec("right")], None, policies, None, None, {}, {}, None)
     games = GameMetrics(team, own=None, copies=Pool())
     results = [(1, -1, 2), (0.1 + 0.2, 0.3, 2), (-2, 2, 5), (3, 1, 5)]
-    played = [Played({"left": left, "right": right}, {"right": copy}) for left, right, copy in results]
+    played = [EpisodeOutcome({"left": left, "right": right}, {"right": copy}) for left, right, copy in results]
     assert games.metrics([*played, None]) == {
         "agents/left/return": pytest.approx(2.3 / 4),
         "agents/right/return": pytest.approx(2.3 / 4),

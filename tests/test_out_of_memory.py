@@ -76,7 +76,7 @@ def test_a_step_that_does_not_fit_is_taken_again_with_the_same_result(
     with caplog.at_level("WARNING"):
         trainer, again, smaller, _, (full, rows_again) = run(at=4)
     assert has_moved and not full.left and rows == rows_again and any(rows)
-    said = [one for one in caplog.messages if "taken again" in one]
+    said = [one for one in caplog.messages if "is retried" in one]
     assert len(said) == 1 and "ran out of memory (CUDA out of memory)" in said[0]
     limit = trainer.parts.batcher.max_tokens
     assert limit < SETTINGS["max_tokens_per_micro_batch"] and f"at most {limit:,} tokens" in said[0]
@@ -114,18 +114,18 @@ def test_gradients_are_checkpointed_where_a_single_row_does_not_fit(model_folder
     Full(trainer, 2, 1)
     with caplog.at_level("WARNING"):
         trainer.train()
-    assert trainer.parts.batcher.is_checkpointing and "from now on gradients are checkpointed" in caplog.text
+    assert trainer.parts.batcher.is_checkpointing and "from now on, gradients are checkpointed" in caplog.text
 
 
 def test_a_second_failure_ends_the_run_with_the_plan(model_folder, tmp_path, monkeypatch):
     trainer = team_trainer(model_folder, tmp_path, settings=SETTINGS)
     Full(trainer, 2, 2)
-    with pytest.raises(RuntimeError, match=r"(?s)Step 1 ran out of memory again, .*\nactivations .*\nat once"):
+    with pytest.raises(RuntimeError, match=r"(?s)Step 1 ran out of memory again .*\nactivations .*\nat once"):
         trainer.train()
     trainer = team_trainer(model_folder, tmp_path, settings=SETTINGS)
     Full(trainer, 2, 1)
     monkeypatch.setattr(type(trainer.parts.processes), "have_shards", True)
-    with pytest.raises(RuntimeError, match="cannot be taken again: other processes take part"):
+    with pytest.raises(RuntimeError, match="cannot be retried: other processes take part"):
         trainer.train()
 
 
@@ -150,12 +150,12 @@ def test_why_a_step_cannot_be_taken_again_is_said(model_folder, tmp_path, monkey
     settings = {**SETTINGS, "max_tokens_per_micro_batch": 1}
     trainer = team_trainer(model_folder, tmp_path, settings=settings)
     Full(trainer, 2, 1)
-    with pytest.raises(RuntimeError, match="and cannot be taken again: a single row is too long"):
+    with pytest.raises(RuntimeError, match="and cannot be retried: a single row is too long"):
         trainer.train()
-    monkeypatch.setattr(out_of_memory, "_MOST_COPIED", 1)
+    monkeypatch.setattr(out_of_memory, "_MAX_GRADIENT_COPY_BYTES", 1)
     # Slices that have passes of their own, as those of GRPOTrainer
     settings = {**SETTINGS, "gradient_accumulation_steps": 2, "share_prefixes": False}
     trainer = team_trainer(model_folder, tmp_path, settings=settings)
     Full(trainer, 4, 1)
-    with pytest.raises(RuntimeError, match="gradients of the micro-steps before it are too large"):
+    with pytest.raises(RuntimeError, match="gradients of earlier micro-steps are too large"):
         trainer.train()

@@ -23,7 +23,7 @@ from marft_trl.extras.engines.server import RefusedError
 from marft_trl.extras.engines.vllm_generator import FidelityError, SamplingCorrection
 from marft_trl.learning.adapter_updates import Schedule
 from marft_trl.rollout.failures import Failures
-from marft_trl.rollout.runner import RunKeys, RunMode
+from marft_trl.rollout.runner import RunMode, SeedKeys
 from marft_trl.runs.checkpoints import load_rollouts, save_rollouts
 from marft_trl.system.run_metrics import Metrics
 
@@ -107,13 +107,13 @@ def test_turns_are_weighed_and_reported(tmp_path):
 def test_a_server_with_other_weights_ends_the_run_and_stale_turns_do_not(tmp_path):
     wrong = row(0, theirs=(-1.5, -2.5), version=3)
     fixed, _ = correction(tmp_path)
-    message = r"The tokens of 'solver' that http://a sampled \(version 3 .* differ by 0.5 on average over 2 tokens"
+    message = r"The log-probabilities of 'solver' on http://a \(version 3 .* by 0.5 on average over 2 tokens"
     with pytest.raises(FidelityError, match=message):
         fixed.corrected([wrong, row(1, agent="judge")])
     stale, metrics = correction(tmp_path, staleness=lambda adapter, version: 4 - version, max_staleness=1)
     assert stale.corrected([wrong, row(1, version=4)])[0].sampling_weights is not None
     assert metrics["sampling/staleness"] == [0.5]
-    with pytest.raises(RuntimeError, match="'solver' was sampled 2 versions of its adapter ago"):
+    with pytest.raises(RuntimeError, match="'solver' was sampled from an adapter that is 2 versions old"):
         stale.corrected([row(0, version=2)])
 
 
@@ -121,7 +121,7 @@ def test_a_difference_is_said_before_it_is_too_large(tmp_path, caplog):
     fixed, _ = correction(tmp_path, tolerance=1.0)
     for _ in range(2):
         fixed.corrected([row(0, theirs=(-1.5, -2.5))])
-    assert caplog.text.count("differ by 0.5 on average") == 1 and "The run ends above 1" in caplog.text
+    assert caplog.text.count("by 0.5 on average") == 1 and "`fidelity_tolerance=1` ends the run" in caplog.text
 
 
 @pytest.mark.parametrize("level", ["token", "action"])
@@ -170,7 +170,7 @@ class FakeRunner:
     def __init__(self, seed, fails=None):
         self.version, self.pins, self.draw = -1, [], random.Random(seed)
         self.dropped_turns, self.fails, self.threads = 0, fails, set()
-        self.keys, self.mode, self.randomness = RunKeys("seed"), RunMode(), SimpleNamespace()
+        self.keys, self.mode, self.randomness = SeedKeys("seed"), RunMode(), SimpleNamespace()
         self.generator = self
 
     def publish(self):

@@ -281,7 +281,7 @@ def test_rollouts_report_counts_and_stop_at_unscored_batches(tmp_path, processes
     args = config(tmp_path, max_unscored_batches=2)
     counted = rollouts(args, processes, board, [1.0, 0.5], counts={"rounds": 3})
     its = counted.run(rows, training=True)
-    assert its.rewards.tolist() == [1.5, 1.5] and its.own_rewards == [1.5, 1.5]
+    assert its.rewards.tolist() == [1.5, 1.5] and its.local_rewards == [1.5, 1.5]
     assert board["train"]["workflow/rounds"] == [3.0] and board["train"]["context/dropped_turns"] == [0.0]
     silent = rollouts(args, processes, board, [math.nan, math.nan])
     silent.run(rows, training=True)
@@ -298,7 +298,7 @@ def test_a_report_without_a_model(tmp_path, processes, caplog):
     state = SimpleNamespace(
         num_tokens_seen=0,
         optimizer_step=4,
-        see_tokens=lambda count: setattr(state, "num_tokens_seen", state.num_tokens_seen + count),
+        count_tokens=lambda count: setattr(state, "num_tokens_seen", state.num_tokens_seen + count),
         take_user_metrics=lambda: {"style": [1.0, 2.0]},
         take_user_columns=lambda: {"hint": ["a", "b"]},
         fill_table=lambda *columns, **more: tables.append((columns, more)),
@@ -314,7 +314,7 @@ def test_a_report_without_a_model(tmp_path, processes, caplog):
     reporter.rollout(rollout([1.0, 0.0]), torch.tensor([0.5, 0.5]), advantages, [], others)
     train = board["train"]
     assert train["rerun/lost"] == [0.25]
-    assert caplog.text.count("2 of 8 re-runs of `credit='removed'` DO NOT CONTAIN THE TURN") == 1
+    assert caplog.text.count("2 of 8 re-runs of `credit='removed'` do not contain the turn") == 1
     assert train["reward"] == [0.5] and train["style"] == [1.5] and train["branches/tokens"] == [10.0]
     assert train["agents/planner/completions/mean_length"] == [2.0] and train["agents/solver/turns"] == [1.0]
     assert state.num_tokens_seen == 2 * (1 + 2 + 2 + 1) + 10 and train["num_tokens"] == [state.num_tokens_seen]

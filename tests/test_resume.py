@@ -204,7 +204,9 @@ def test_a_tunable_is_applied_and_said(small_model, stopped, tmp_path, caplog, n
         small_model, tmp_path / "run", **{**arguments, "settings": {**SAVE, **change.get("settings", {})}}
     )
     trainer.train(resume_from_checkpoint=True)
-    assert began_at(trainer) == 2 and f"effective now: {message}" in caplog.text.replace("\n", " ")
+    setting, _, values = message.partition(": ")
+    words = f"`{setting}` from {values.replace(' -> ', ' to ')}"
+    assert began_at(trainer) == 2 and words in caplog.text.replace("\n", " ")
     assert caplog.text.count("Changed since checkpoint-2") == 1
 
 
@@ -227,7 +229,7 @@ def test_fields_that_nobody_has_classified_are_compared(small_model, tmp_path, c
     changed = {"log_rates_differently": True, "save_gradients_for_later": 2.0, "disable_dropout": True}
     changed |= {"pad_to_multiple_of": 8, "vllm_importance_sampling_mode": "token_mask"}  # unused here, not everywhere
     run(max_steps=2, logging_steps=7, **changed)
-    said = re.findall(r"effective now: (\w+):", caplog.text)
+    said = re.findall(r"Changed since [^:]+: `(\w+)` from", caplog.text)
     assert {*said} == {*changed, "max_steps"}
 
 
@@ -252,7 +254,7 @@ def test_other_versions_are_said(small_model, stopped, tmp_path, caplog):
     versions = {**written.settings["versions"], "torch": "2.0"}
     commits.commit(folder, written.run, 2, {**written.settings, "versions": versions})
     team_trainer(small_model, tmp_path / "run", settings=SAVE, workflow=CHAIN).train(resume_from_checkpoint=True)
-    assert "Changed since checkpoint-2: versions.torch: 2.0 -> " in caplog.text and "not bit for bit" in caplog.text
+    assert "Changed since checkpoint-2: versions.torch: 2.0 -> " in caplog.text and "not be bit-exact" in caplog.text
 
 
 EDITOR = AgentSpec("editor", system_prompt="Write the answer.", max_completion_length=6)

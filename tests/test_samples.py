@@ -7,7 +7,7 @@ import statistics
 from marft_trl import AgentSpec
 from marft_trl.reporting import Interval, avg_at_k, interval, maj_at_k, paired_difference, pass_at_k
 from marft_trl.reporting.evaluation import by_question, interval_of, sample_rows, scores, write_samples
-from marft_trl.rollout.generator import Generator, Sampled
+from marft_trl.rollout.generator import Generator, SampledTurn
 from marft_trl.tiny import exact_answer, tiny_dataset
 
 import numpy as np
@@ -230,7 +230,7 @@ class Counting(Generator):
         found = []
         for one in observed:
             text = self.texts(self.tokenizer.decode(one.ids))
-            found.append(Sampled(self.tokenizer(text)["input_ids"] + [self.tokenizer.eos_token_id]))
+            found.append(SampledTurn(self.tokenizer(text)["input_ids"] + [self.tokenizer.eos_token_id]))
         return found
 
     def holds_stop(self, agent, ids):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from marft_trl import AgentSpec, Workflow
 from marft_trl.extras.engines.replicas import EngineDownError
-from marft_trl.rollout.runner import RunKeys
+from marft_trl.rollout.runner import SeedKeys
 from marft_trl.tiny import tiny_dataset
 
 import pytest
@@ -184,7 +184,7 @@ def test_reruns_are_the_same_for_any_number_of_processes(model_folder, tmp_path,
         """Seeds of the turns that re-runs of `its` ask for, as process `index` of those that have `count` re-runs."""
         number = len(server.requests)
         alternatives._processes = SimpleNamespace(gather=lambda counts: count or counts, index=index)
-        alternatives._runner = runner.changed(keys=RunKeys("seeded", 0))
+        alternatives._runner = runner.changed(keys=SeedKeys("seeded", 0))
         rewards = alternatives.counterfactual_rewards(its)
         assert alternatives._runner.keys.state_dict() == {"runs": 2}  # also where a process has no re-run
         assert [tuple(one.shape) for one in rewards] == [(2, 2)] * len(its)

@@ -6,7 +6,7 @@ import math
 from marft_trl import AgentSpec, Team
 from marft_trl.config.team_setup import Sampling
 from marft_trl.rollout.transformers_generator import Decoding, TransformersGenerator
-from marft_trl.rollout.turn_reader import StopTextCriterion, StopTexts
+from marft_trl.rollout.turn_reader import StopStringCriterion, StopStrings
 from marft_trl.seams.generation import TrlEngine
 from marft_trl.tiny import tiny_tokenizer
 
@@ -67,7 +67,7 @@ def test_nothing_that_was_not_sampled_is_part_of_a_turn(trainer, data, seed):
     torch.manual_seed(seed)
     sampled = calling(generator.generate)(["solo"] * len(prompts), prompts)
 
-    rule = StopTexts(tokenizer, stop)
+    rule = StopStrings(tokenizer, stop)
     for prompt, (completion, logps, _) in zip(prompts, sampled, strict=True):
         assert 1 <= len(completion) <= LONGEST
         assert not rule.are_in(completion[:-1])  # it ends with the first token that completes a stop text
@@ -86,7 +86,7 @@ def test_nothing_that_was_not_sampled_is_part_of_a_turn(trainer, data, seed):
 def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(trainer):
     """The prompt ends in `a`: a turn `b...` does not hold `ab`, so it goes on."""
     tokenizer = trainer.processing_class
-    criterion = StopTextCriterion(StopTexts(tokenizer, ["ab"]))
+    criterion = StopStringCriterion(StopStrings(tokenizer, ["ab"]))
     a, b, c = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abc")
     rows = torch.tensor([[c, a, b], [a, c, a]])
     assert criterion(rows, None).tolist() == [False, False]
@@ -98,16 +98,16 @@ def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(trainer):
 
 def test_a_turn_is_cut_after_the_token_that_completes_the_first_stop_text(tokenizer):
     ids = tokenizer.encode("1+2=3;4+5=9", add_special_tokens=False)
-    rule = StopTexts(tokenizer, ["=9", "3;"])
+    rule = StopStrings(tokenizer, ["=9", "3;"])
     assert tokenizer.decode(rule.cut([*ids, 0, 0])) == "1+2=3;"
     assert rule.cut(ids[:4]) == ids[:4]
     assert [rule.end([ids[:n]])[0] for n in range(1, len(ids) + 1)].index(True) == len(rule.cut(ids)) - 1
-    assert StopTexts(tokenizer, []).cut([1, 2, 0]) == [1, 2, 0]
+    assert StopStrings(tokenizer, []).cut([1, 2, 0]) == [1, 2, 0]
 
 
 def test_a_character_of_several_tokens_is_found(tokenizer):
     ids = tokenizer.encode("a\N{ROBOT FACE}b", add_special_tokens=False)
-    rule = StopTexts(tokenizer, ["\N{ROBOT FACE}"])
+    rule = StopStrings(tokenizer, ["\N{ROBOT FACE}"])
     assert len(ids) > 3
     assert tokenizer.decode(rule.cut(ids)) == "a\N{ROBOT FACE}"
     assert [rule.end([ids[:n]])[0] for n in range(1, len(ids) + 1)].index(True) == len(ids) - 2

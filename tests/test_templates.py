@@ -11,7 +11,7 @@ from marft_trl.extras.apps import ExternalApp, chat
 from marft_trl.prompts.builder import PromptBuilder, Query
 from marft_trl.prompts.chat_template import ChatTemplate
 from marft_trl.prompts.tool_calls import prepare_template
-from marft_trl.rollout.generator import Sampled
+from marft_trl.rollout.generator import SampledTurn
 from marft_trl.rollout.turn_reader import TurnReader
 from marft_trl.tiny import tiny_tokenizer
 
@@ -129,7 +129,7 @@ def test_an_agent_is_shown_what_the_template_makes_of_the_conversation(name):
         shown.append(direct.problem or family.tokenizer.decode(direct.ids))
         expected.append(family.render(conversation, add_generation_prompt=True))
         ids = family.sampled(plan[len(trained) - 1])
-        return reader.sampled(requests, [observation], [Sampled(ids)], StopsNowhere())
+        return reader.sampled(requests, [observation], [SampledTurn(ids)], StopsNowhere())
 
     async def app(row, endpoint):
         ask, messages = Client(endpoint), list(start)

@@ -10,7 +10,7 @@ from marft_trl.episodes.tools import ToolCall, ToolLimits, call_tool, call_tools
 from marft_trl.prompts import team_view
 from marft_trl.prompts.builder import PromptBuilder, Query, Window
 from marft_trl.prompts.tool_calls import call_opening, call_pattern, parse_calls, prepare_template
-from marft_trl.rollout.generator import Sampled
+from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.workflows import EnvironmentLoop, rehearse, together
 
@@ -545,7 +545,7 @@ def test_a_call_that_cannot_be_read_is_a_failed_call(model_folder, tmp_path):
 
     def generate(agents, prompt_ids, **options):
         shown.extend(trainer.processing_class.decode(ids) for ids in prompt_ids)
-        return [Sampled([*ids_of(next(said)), trainer.processing_class.eos_token_id]) for _ in agents]
+        return [SampledTurn([*ids_of(next(said)), trainer.processing_class.eos_token_id]) for _ in agents]
 
     trainer.parts.runner.generator.generate = by_hand(generate)
     (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
@@ -580,7 +580,7 @@ def test_a_call_that_the_limit_cuts_off_is_not_shown(model_folder, tmp_path):
 
     def generate(agents, prompt_ids, **options):
         shown.extend(trainer.processing_class.decode(ids) for ids in prompt_ids)
-        return [Sampled(ids_of('so <tool_call>\n{"name": "add", "ar')[:-1]) for _ in agents]
+        return [SampledTurn(ids_of('so <tool_call>\n{"name": "add", "ar')[:-1]) for _ in agents]
 
     trainer.parts.runner.generator.generate = by_hand(generate)
     (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
@@ -596,7 +596,7 @@ def test_a_last_word_that_calls_is_shown_without_its_calls(model_folder, tmp_pat
     def generate(agents, prompt_ids, **options):
         shown.extend(trainer.processing_class.decode(ids) for ids in prompt_ids)
         text = {"solver": f"adding {CALL}", "judge": "fine"}
-        return [Sampled([*ids_of(text[agent]), trainer.processing_class.eos_token_id]) for agent in agents]
+        return [SampledTurn([*ids_of(text[agent]), trainer.processing_class.eos_token_id]) for agent in agents]
 
     trainer.parts.runner.generator.generate = by_hand(generate)
     (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
@@ -611,7 +611,7 @@ def test_an_agent_goes_on_after_results_as_often_as_it_may(model_folder, tmp_pat
     trainer = tool_trainer(model_folder, tmp_path, {"max_tool_calling_iterations": rounds}, agents=agents)
     ending = [trainer.processing_class.eos_token_id]
     trainer.parts.runner.generator.generate = by_hand(
-        lambda agents, prompt_ids: [Sampled(ids_of(CALL) + ending) for _ in agents]
+        lambda agents, prompt_ids: [SampledTurn(ids_of(CALL) + ending) for _ in agents]
     )
     (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
     assert [turn.agent for turn in episode.turns] == ["solver"] * (1 + rounds) + ["judge"]
@@ -620,7 +620,7 @@ def test_an_agent_goes_on_after_results_as_often_as_it_may(model_folder, tmp_pat
 def test_a_lone_agents_broken_call_ends_its_turn_as_in_grpo_trainer(model_folder, tmp_path):
     trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1}, agents=[AgentSpec("solo", tools=[add])])
     trainer.parts.runner.generator.generate = by_hand(
-        lambda agents, prompt_ids: [Sampled(ids_of(BROKEN)) for _ in agents]
+        lambda agents, prompt_ids: [SampledTurn(ids_of(BROKEN)) for _ in agents]
     )
     (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
     assert len(episode.turns) == 1 and not episode.turns[0].tool_calls
@@ -858,7 +858,7 @@ def test_tools_that_the_trainer_was_not_told_of_are_named(model_folder, tmp_path
             await episode.turn("solver", tools=[add])
 
     trainer = tool_trainer(model_folder, tmp_path, agents=[AgentSpec("solver")], workflow=Undeclared())
-    with pytest.raises(ValueError, match=r"gives agent 'solver' tools \(add\) that the trainer was not told of"):
+    with pytest.raises(ValueError, match=r"passes tools to agent 'solver' \(add\) that it does not declare"):
         trainer.parts.runner.run([{"prompt": "q"}], trainer.parts.runner.answer)
 
 

@@ -32,7 +32,7 @@ def said(*texts):
 
 
 def episode_with_everything():
-    class Played(Workflow):
+    class EpisodeOutcome(Workflow):
         earns = True
 
         async def run(self, episode):
@@ -41,7 +41,7 @@ def episode_with_everything():
             await episode.turn("solver")
 
     replies = iter(["go <left> & right", ToolCall("look"), "through the door"])
-    return rehearse(Played(), ["planner", "solver"], lambda *_: next(replies), "Where to?", {"solver": [look]})
+    return rehearse(EpisodeOutcome(), ["planner", "solver"], lambda *_: next(replies), "Where to?", {"solver": [look]})
 
 
 def test_a_transcript_says_who_said_what_and_what_each_saw():

@@ -10,7 +10,7 @@ from marft_trl.agents import check_team
 from marft_trl.config.dataset_checks import check_prompts
 from marft_trl.config.inherited import UNUSED, table
 from marft_trl.config.marft_config import EngineSettings, EvaluationSettings, LimitSettings
-from marft_trl.rollout.generator import Sampled
+from marft_trl.rollout.generator import SampledTurn
 from marft_trl.rollout.reward_scorer import check_scores
 from marft_trl.tiny import exact_answer, tiny_dataset
 from marft_trl.trainer.setup import as_marft_config
@@ -589,7 +589,7 @@ def test_an_empty_completion_is_a_valid_turn(model_folder, tmp_path):
     generate = calling(trainer.parts.runner.generator.generate)
 
     def sometimes_nothing(agents, prompt_ids):
-        return [Sampled([]) if i % 3 == 0 else its for i, its in enumerate(generate(agents, prompt_ids))]
+        return [SampledTurn([]) if i % 3 == 0 else its for i, its in enumerate(generate(agents, prompt_ids))]
 
     trainer.parts.runner.generator.generate = by_hand(sometimes_nothing)
     before = weights(trainer)
@@ -598,7 +598,7 @@ def test_an_empty_completion_is_a_valid_turn(model_folder, tmp_path):
     assert all(math.isfinite(e["loss"]) for e in trainer.state.log_history if "loss" in e)
 
     trainer = team_trainer(model_folder, tmp_path)
-    trainer.parts.runner.generator.generate = by_hand(lambda agents, prompt_ids: [Sampled([]) for _ in agents])
+    trainer.parts.runner.generator.generate = by_hand(lambda agents, prompt_ids: [SampledTurn([]) for _ in agents])
     before = weights(trainer)
     trainer.train()
     assert not moved(before, weights(trainer))
@@ -725,7 +725,7 @@ def test_a_callback_that_changes_what_a_batch_is_is_named(model_folder, tmp_path
                 setattr(args, name, 8)
 
     trainer = team_trainer(model_folder, tmp_path, callbacks=[Changes()])
-    with pytest.raises(RuntimeError, match=f"`{name}` was changed from [124] to 8"):
+    with pytest.raises(RuntimeError, match=f"`{name}` changed from [124] to 8"):
         trainer.train()
 
 

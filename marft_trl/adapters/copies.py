@@ -27,8 +27,8 @@ COPIES_NAME = "marft_copies.safetensors"
 
 class PastCopies:
     """
-    Pools of past copies, one for each adapter that acts as a copy of another one. A copy is known by the number of
-    optimizer steps after which it was made. The adapter itself always holds the newest copy.
+    Pools of past copies, one for each adapter that acts as a copy of another adapter. The key of a copy is the number
+    of optimizer steps after which it was made. The adapter itself always holds the newest copy.
 
     Source: fictitious self-play with a pool of past policies, as in 1710.03748.
     """
@@ -40,7 +40,7 @@ class PastCopies:
         self._specs = {value.adapter: value for value in agents if value.copy_of is not None}
         self._sources = {name: specs[str(spec.copy_of)].adapter for name, spec in self._specs.items()}
         self._pools: dict[str, dict[int, list[torch.Tensor]]] = {name: {} for name in self._specs}
-        self._places: dict[str, dict[int, int]] = {name: {} for name in self._specs}  # of copies on servers
+        self._slots: dict[str, dict[int, int]] = {name: {} for name in self._specs}  # server slots, by step
 
     @property
     def agents(self) -> list[str]:
@@ -48,24 +48,24 @@ class PastCopies:
         return list(self._adapters)
 
     def steps(self, agent: str) -> list[int]:
-        """The copies in the pool of an agent, the oldest first."""
+        """Return the steps of the copies in the pool of an agent, oldest first."""
         return sorted(self._pools[self._adapters[agent]])
 
     def begin(self) -> None:
-        """Fill all pools with a first copy, in place of what is there."""
+        """Reset every pool to a single first copy."""
         self._pools = {name: {} for name in self._specs}
         self.take(0)
 
-    def go_back_to(self, folder: str | Path) -> None:
-        """Forget copies that are later than a checkpoint whose adapters were loaded."""
-        self.forget_after(_step_of(folder))
+    def drop_after_checkpoint(self, folder: str | Path) -> None:
+        """Drop the copies that were made after a checkpoint whose adapters have been loaded."""
+        self.drop_after(_step_of(folder))
 
-    def forget_after(self, step: int, adapters: Sequence[str] | None = None) -> None:
+    def drop_after(self, step: int, adapters: Sequence[str] | None = None) -> None:
         """
-        Forget copies that are later than a step whose adapters are back.
+        Drop the copies that were made after a step whose adapters have been restored.
 
         Args:
-            adapters (`Sequence[str]`, *optional*): the adapters that are back. Defaults to all.
+            adapters (`Sequence[str]`, *optional*): the adapters that have been restored. Defaults to all.
         """
         for name, pool in self._pools.items():
             if adapters is not None and self._sources[name] not in adapters:
@@ -73,12 +73,12 @@ class PastCopies:
             earlier = {at: copy for at, copy in pool.items() if at <= step}
             newest = [p.detach().clone() for p in self._policies.parameters(name).values()]
             self._pools[name] = earlier or {step: newest}
-            self._set_places(name)
+            self._assign_slots(name)
 
     @torch.no_grad()
     def take(self, step: int) -> None:
         """
-        Let copies join the pools that are due.
+        Add a copy to every pool for which one is due.
 
         Args:
             step (`int`): number of optimizer steps so far; 0 fills all pools with a first copy.
@@ -91,26 +91,26 @@ class PastCopies:
         copy = [p.detach().clone() for p in self._policies.parameters(self._sources[adapter]).values()]
         pool = [*self._pools[adapter].items(), (step, copy)]
         self._pools[adapter] = dict(pool[-self._specs[adapter].copies :])
-        self._set_places(adapter)
+        self._assign_slots(adapter)
         self._set_newest(adapter)
 
-    def _set_places(self, adapter: str) -> None:
-        """Give each copy a place, and leave those that have one where they are."""
-        kept = {step: place for step, place in self._places[adapter].items() if step in self._pools[adapter]}
+    def _assign_slots(self, adapter: str) -> None:
+        """Assign a server slot to each copy. Copies that already have a slot keep it."""
+        kept = {step: place for step, place in self._slots[adapter].items() if step in self._pools[adapter]}
         free = iter(sorted(set(range(self._specs[adapter].copies)) - set(kept.values())))
-        self._places[adapter] = {step: kept[step] if step in kept else next(free) for step in self._pools[adapter]}
+        self._slots[adapter] = {step: kept[step] if step in kept else next(free) for step in self._pools[adapter]}
 
     def _set_newest(self, adapter: str) -> None:
         newest = self._pools[adapter][max(self._pools[adapter])]
-        for mine, tensor in zip(self._policies.parameters(adapter).values(), newest, strict=True):
-            mine.data.copy_(tensor)
+        for parameter, tensor in zip(self._policies.parameters(adapter).values(), newest, strict=True):
+            parameter.data.copy_(tensor)
 
     def draw(self, place: tuple) -> dict[str, int]:
         """
-        The copy that each agent acts with in an episode.
+        Draw the copy that each agent acts with in an episode.
 
         Args:
-            place (`tuple`): place of the episode in the run, which the draw depends on.
+            place (`tuple`): key of the episode, from which the random choice is seeded.
         """
         return {
             agent: random.Random(seed_of(("copies", agent, *place))).choice(self.steps(agent))  # noqa: S311
@@ -118,42 +118,42 @@ class PastCopies:
         }
 
     def entry(self, agent: str, step: int) -> str:
-        """Name of a copy on servers, which have a place for each copy that a pool may hold."""
+        """Return the name of a copy on servers, which have one slot for each copy of a full pool."""
         adapter = self._adapters[agent]
-        return copy_entries(self._specs[adapter])[self._places[adapter][step]]
+        return copy_entries(self._specs[adapter])[self._slots[adapter][step]]
 
     def at(self, agent: str, position: int) -> int:
-        """The copy that has a place on servers; the newest one where there is none yet."""
-        places = self._places[self._adapters[agent]]
+        """Return the copy in a server slot, or the newest copy if the slot is empty."""
+        places = self._slots[self._adapters[agent]]
         return next((step for step, place in places.items() if place == position), max(places))
 
     @contextlib.contextmanager
     def acting(self, agent: str, step: int) -> Iterator[None]:
-        """Context manager: the adapter of an agent, which is active, has the weights of a copy."""
+        """Context manager: the active adapter of an agent has the weights of a copy."""
         adapter = self._adapters[agent]
         with self._policies.with_weights(adapter, self._pools[adapter][step]):
             yield
 
     def size(self) -> int:
-        """Bytes of full pools."""
+        """Return the number of bytes of full pools."""
         own = {name: self._policies.parameters(name).values() for name in self._specs}
         return sum(spec.copies * sum(p.numel() * p.element_size() for p in own[n]) for n, spec in self._specs.items())
 
     # ---- Saving ----
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps of the copies, which [`~PastCopies.save`] writes the weights of; JSON-serializable."""
+        """Return the steps of the copies, JSON-serializable. [`~PastCopies.save`] writes the weights."""
         return {"steps": {adapter: sorted(pool) for adapter, pool in self._pools.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the copies of a [`state_dict`], of those that are there: [`~PastCopies.load`] has their weights."""
+        """Keep only the copies whose steps are in a [`state_dict`]. [`~PastCopies.load`] loads the weights."""
         for name, pool in self._pools.items():
             steps = [step for step in state["steps"].get(name, ()) if step in pool]
             self._pools[name] = {step: pool[step] for step in steps} or pool
-            self._set_places(name)
+            self._assign_slots(name)
 
     def save(self, folder: str | Path) -> None:
-        """Write the copies into a checkpoint."""
+        """Write the copies to a checkpoint."""
         tensors = {
             f"{adapter}.{step}.{position}": tensor.cpu().contiguous()
             for adapter, pool in self._pools.items()
@@ -164,12 +164,13 @@ class PastCopies:
 
     def load(self, folder: str | Path, source_of: Callable[[str], str | None] | None = None) -> None:
         """
-        Load what [`~PastCopies.save`] wrote. A pool that the checkpoint does not have begins with the present adapter.
+        Load the copies that [`~PastCopies.save`] wrote. A pool that is not in the checkpoint starts with the current
+        adapter.
 
         Args:
-            folder (`str` or `Path`): the checkpoint, whose adapters are loaded.
+            folder (`str` or `Path`): the checkpoint. Its adapters must have been loaded.
         """
-        path, named = Path(folder) / COPIES_NAME, source_of or (lambda name: name)
+        path, checkpoint_name = Path(folder) / COPIES_NAME, source_of or (lambda name: name)
         saved: dict[str, torch.Tensor] = {}
         sources: dict[str, str] = {}
         if path.is_file():
@@ -177,48 +178,52 @@ class PastCopies:
                 keys = list(opened.keys())
                 saved, sources = {key: opened.get_tensor(key) for key in keys}, opened.metadata() or {}
         for name, source in self._sources.items():
-            then = named(name)
-            is_same = then is not None and then in sources and sources[then] == named(source)
-            self._pools[name] = self._read(saved, str(then), name) if is_same else {}
+            saved_name = checkpoint_name(name)
+            is_same = (
+                saved_name is not None and saved_name in sources and sources[saved_name] == checkpoint_name(source)
+            )
+            self._pools[name] = self._read(saved, str(saved_name), name) if is_same else {}
             if not self._pools[name]:
                 logger.warning(
-                    f"The checkpoint {folder} has no past copies of {source!r} for the adapter {name!r}: its pool "
-                    "begins anew."
+                    f"The checkpoint {folder} has no past copies of {source!r} for the adapter {name!r}, so its pool "
+                    "starts with the current adapter."
                 )
                 self._add(name, _step_of(folder))
-            self._set_places(name)
+            self._assign_slots(name)
             self._set_newest(name)
 
     def _read(self, saved: Mapping[str, torch.Tensor], then: str, name: str) -> dict[int, list[torch.Tensor]]:
-        """The latest copies of an adapter in a file, by step."""
+        """Read the newest copies of an adapter from a file, by step."""
         own = list(self._policies.parameters(name).values())
         steps = sorted(int(key.split(".")[1]) for key in saved if key.split(".")[0] == then and key.endswith(".0"))
         return {
-            step: [saved[f"{then}.{step}.{k}"].to(mine.device, mine.dtype) for k, mine in enumerate(own)]
+            step: [
+                saved[f"{then}.{step}.{k}"].to(parameter.device, parameter.dtype) for k, parameter in enumerate(own)
+            ]
             for step in steps[-self._specs[name].copies :]
         }
 
 
 def _step_of(folder: str | Path) -> int:
-    """Number of optimizer steps of a checkpoint, by its name."""
+    """Return the number of optimizer steps in the name of a checkpoint folder, or 0."""
     number = Path(folder).name.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def copy_entries(agent: AgentSpec) -> list[str]:
-    """Names of the places on servers for the past copies that an agent acts with."""
+    """Return the names of the server slots for the past copies that an agent acts with."""
     return [f"={agent.adapter}-copy-{position}" for position in range(agent.copies)]
 
 
 def served_entries(agent: AgentSpec) -> list[str]:
-    """Names of all that servers have of an agent: its adapter, or the places of its copies."""
+    """Return all names of an agent on servers: its adapter, or the slots of its past copies."""
     if agent.copy_of is not None:
         return copy_entries(agent)
     return [agent.adapter] if agent.has_policy else []
 
 
-class TakeCopies(TrainerCallback):
-    """Callback: copies join the pools at the end of optimizer steps."""
+class PastCopiesCallback(TrainerCallback):
+    """Callback that adds copies to the pools at the end of optimizer steps."""
 
     def __init__(self, copies: PastCopies):
         self._copies = copies

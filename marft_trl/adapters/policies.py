@@ -63,7 +63,7 @@ class Policies:
         self._places_of: dict[str, list[tuple[str, torch.nn.Module, str]]] = {}
         self._starts: dict[str, list[torch.Tensor]] = {}
         self._critics: list[str] = []
-        self.rows_wait = False  # set by the loss, which trains on slices of an optimizer step together
+        self.has_pending_rows = False  # set by the loss, which trains on slices of an optimizer step together
         self.release()
 
     def adapter_of(self, agent: str) -> str:
@@ -193,7 +193,7 @@ class Policies:
     @property
     def have_gradients(self) -> bool:
         """`True` between the micro-steps of an optimizer step, while gradients add up or rows wait."""
-        return self.rows_wait or any(
+        return self.has_pending_rows or any(
             p.grad is not None for name in self.trained for p in self.parameters(name).values()
         )
 

@@ -115,7 +115,7 @@ async def _run_one(workflow: RunsEpisodes, episode: EpisodeState, is_over: async
         ) from error
     finally:
         episode.has_ended = True
-    if not episode.overflowed and (count := await episode.forgotten()) > 0:
+    if not episode.overflowed and (count := await episode.close_unawaited_turns()) > 0:
         raise EpisodeError(
             f"The workflow `{type(workflow).__name__}` requested {count} turns in episode {episode.index} that it did "
             f"not wait for, on the prompt {brief(episode.prompt)}. Write `await episode.turn(...)`.",

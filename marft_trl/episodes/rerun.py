@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from .records import Completion, Episode, Feedback, RequestedTurn, Seen, Turn, TurnRequest
 
 
-class Found(NamedTuple):
+class RecordedTurn(NamedTuple):
     """
     What was recorded for a request.
 
@@ -69,7 +69,7 @@ class Rerun:
         self.copies = episode.copies  # opponents are the same ones
         self.holds_turn = False
         # For each key what was recorded, in order; `None` for a turn that is to be generated
-        self._recorded: dict[tuple, list[Found | None]] = defaultdict(list)
+        self._recorded: dict[tuple, list[RecordedTurn | None]] = defaultdict(list)
         # Turns of the re-run by their positions in the record, and the positions of those that are as recorded
         self._turns: dict[int, Turn] = {}
         self._origins: dict[int, int] = {}
@@ -80,19 +80,19 @@ class Rerun:
                 completion = Completion("", shown, observation=turn.observation, prompt_ids=turn.prompt_ids)
             if turn.index == changed:
                 completion = None
-            found = Found(completion, asked, turn.index, turn.index in (changed, removed))
+            found = RecordedTurn(completion, asked, turn.index, turn.index in (changed, removed))
             self._recorded[key].append(found)
         if candidate is not None:
             ask, completion = candidate
-            found = Found(completion, ask.seen, None, True)
+            found = RecordedTurn(completion, ask.seen, None, True)
             self._recorded[observation_key(ask.agent, ask.seen, ask.given)] += [*[None] * skip, found]
 
-    def find(self, ask: TurnRequest) -> Found | None:
+    def find(self, ask: TurnRequest) -> RecordedTurn | None:
         """What was recorded for a request of the re-run; `None` if it has to be generated."""
         waiting = self._recorded.get(observation_key(ask.agent, ask.seen, ask.given, self._origins))
         return waiting.pop(0) if waiting else None
 
-    def completion(self, found: Found, ask: TurnRequest) -> Completion | None:
+    def completion(self, found: RecordedTurn, ask: TurnRequest) -> Completion | None:
         """The completion of what was found, as shown in the re-run."""
         if found.completion is None:
             return None
@@ -103,7 +103,7 @@ class Rerun:
         shown = {id(item) for item in found.completion.seen}
         return replace(found.completion, seen=tuple(new for new, old in pairs if id(old) in shown))
 
-    def add(self, turn: Turn, found: Found) -> None:
+    def add(self, turn: Turn, found: RecordedTurn) -> None:
         """Note that a turn of the re-run was taken, for which something was found."""
         self.holds_turn |= found.is_other
         if found.origin is not None:

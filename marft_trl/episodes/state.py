@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The state of a running episode, which makes the record."""
+"""The state of a running episode, from which the engine makes its record."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from .records import (
 from .tools import call_tools, tool_name
 
 
-# Rounds of the event loop in which a task that was cancelled comes to an end
-_LAST_ROUNDS = 20
+# Event-loop iterations that a cancelled task gets to finish
+_CANCELLATION_ITERATIONS = 20
 
 
-class Speak(Protocol):
+class TakeTurn(Protocol):
     """Takes a turn for a running episode. The collector supplies it."""
 
     async def __call__(self, episode: EpisodeState, ask: TurnRequest) -> Turn: ...
@@ -44,38 +44,40 @@ class Speak(Protocol):
 
 class EpisodeState:
     """
-    What the engine knows of a running episode.
+    Internal state of a running episode.
 
     Args:
         row (`dict`): the dataset row, with a `prompt`.
         index (`int`): position of the episode in its batch.
-        speak ([`Speak`]): takes a turn.
+        speak ([`TakeTurn`]): takes a turn.
         setting ([`TeamContext`]): the team.
-        copies (`Mapping[str, int]`, *optional*): the past copies that agents act with. Drawn if left out.
+        copies (`Mapping[str, int]`, *optional*): past copies that agents act with. Drawn at random if omitted.
 
     Attributes:
-        trains (`bool`): whether its turns are to be trained on.
-        overflowed (`bool`): whether it is ended because the model's window is full.
-        busy (`int`): number of its branches that wait for tools or for functions in a thread.
-        calling (`list[Call]`): functions that it has called and waits for.
-        answered_calls (`int`): number of functions that have come back.
-        waits_for (`str`, *optional*): the program that decides whether the episode goes on, as messages name it. Only
-            a turn is progress of a program: a request may be refused, and made again without end.
-        is_queued (`bool`): whether it has not begun, since no more may run at a time. The others do not wait for it.
-        around (`Callable`): makes a context manager around users' code of this episode. Set by what runs it.
-        started (`list[tuple[asyncio.Task, str]]`): tasks that users' code has started, and what they run.
-        num_late (`int`): turns that were requested after the end.
-        fed (`list[int]`): indices of the turns that have gone into the environment.
+        trains (`bool`): whether the trainer trains on the turns of the episode.
+        overflowed (`bool`): whether the episode ended because the context window is full.
+        busy (`int`): number of branches that wait for tools or for functions in a thread.
+        calling (`list[Call]`): function calls that the episode waits for.
+        answered_calls (`int`): number of function calls that have returned.
+        waits_for (`str`, *optional*): name, for messages, of the external program that drives the episode. Only a turn
+            counts as progress of a program, since the program may repeat a rejected request forever.
+        is_queued (`bool`): whether the episode has not started because the limit of running episodes is reached. The
+            other episodes do not wait for it.
+        around (`Callable`): makes a context manager around user code of this episode. [`EpisodeGuard`] sets it.
+        started (`list[tuple[asyncio.Task, str]]`): tasks that user code started, with the names of their coroutines.
+        num_late (`int`): number of turns requested after the end of the episode.
+        fed (`list[int]`): indices of the turns that were passed to the environment.
         earned (`Counter[int]`): rewards by the index of the turn after which they were received.
-        own (`dict[str, Counter[int]]`): the same of single agents.
-        horizons (`tuple[Horizon, ...]`): what agents would have seen next, where the episode was truncated.
+        own (`dict[str, Counter[int]]`): rewards given to a single agent, by agent name and turn index.
+        horizons (`tuple[Horizon, ...]`): observations that agents would have seen next if the episode had not been
+            truncated.
     """
 
     def __init__(
         self,
         row: dict[str, Any],
         index: int,
-        speak: Speak,
+        speak: TakeTurn,
         setting: TeamContext,
         copies: Mapping[str, int] | None = None,
     ):
@@ -94,11 +96,11 @@ class EpisodeState:
         self.is_queued = False
         self.around: StepContext = contextlib.nullcontext
         self.limits, self._max_turns, self.trains = setting.limits, setting.max_turns, setting.trains
-        self._requested: list[Coroutine[Any, Any, Turn]] = []
+        self._turn_coroutines: list[Coroutine[Any, Any, Turn]] = []
         self.has_ended, self.num_late = False, 0  # turns that were requested after the end
-        self.started: list[tuple[asyncio.Task, str]] = []  # tasks, and what they run
+        self.started: list[tuple[asyncio.Task, str]] = []  # tasks and the names of their coroutines
         self._speak, self.tools, self._scripts = speak, setting.tools, setting.scripts
-        self._asks: list[TurnRequest] = []
+        self._turn_requests: list[TurnRequest] = []
         self.history: list[Seen] = []
         self.fed: list[int] = []
         self.earned: Counter[int] = Counter()
@@ -106,13 +108,13 @@ class EpisodeState:
         self.horizons: tuple[Horizon, ...] = ()
         self._counts: Counter[str] = Counter()
         self.chosen_answer: Turn | None = None
-        # Results of tools that are back before those of other branches; number of requests; final turns
-        self._returned: list[tuple[int, int | None, list[Feedback], asyncio.Future]] = []
-        self._orders = 0
+        # Tool results of branches that wait for the other branches; number of requests; final turns
+        self._pending_results: list[tuple[int, int | None, list[Feedback], asyncio.Future]] = []
+        self._num_requests = 0
         self._final_turns: dict[int, int] = {}
 
     def record(self) -> Episode:
-        """The episode as far as it has come, as frozen data."""
+        """Return the episode so far as an immutable record."""
         return Episode(
             self.prompt,
             self.row,
@@ -121,8 +123,8 @@ class EpisodeState:
             answer=self.answer,
             feedback=tuple(self.feedback),
             history=tuple(self.history),
-            asked=tuple(ask.seen for ask in self._asks),
-            given=tuple(ask.given for ask in self._asks),
+            asked=tuple(ask.seen for ask in self._turn_requests),
+            given=tuple(ask.given for ask in self._turn_requests),
             fed=tuple(self.fed),
             earned=tuple(self.earned[turn.index] for turn in self.turns),
             own={name: tuple(value[turn.index] for turn in self.turns) for name, value in self.own.items()},
@@ -136,83 +138,93 @@ class EpisodeState:
 
     @property
     def answer(self) -> Turn | None:
-        """The turn that answers for the team: the one set by the workflow, else the last one."""
+        """The turn that is the answer of the team: the turn that the workflow set, otherwise the last turn."""
         return self.chosen_answer or (self.turns[-1] if self.turns else None)
 
     def request(self, agent: str, requested: Coroutine[Any, Any, Turn]) -> Coroutine[Any, Any, Turn]:
         if self.has_ended and not self.overflowed:
             self.num_late += 1
             requested.close()
-            raise RuntimeError(f"A task asks {agent!r} for a turn after the workflow has returned. Await the task.")
-        waiting = [item for item in self._requested if inspect.getcoroutinestate(item) != inspect.CORO_CLOSED]
-        self._requested = [*waiting, requested]
+            raise RuntimeError(f"A task requested a turn of {agent!r} after the workflow returned. Await the task.")
+        waiting = [
+            coroutine
+            for coroutine in self._turn_coroutines
+            if inspect.getcoroutinestate(coroutine) != inspect.CORO_CLOSED
+        ]
+        self._turn_coroutines = [*waiting, requested]
         return requested
 
-    async def forgotten(self) -> int:
-        """Number of turns that were requested and that nobody has waited for. They are given up."""
+    async def close_unawaited_turns(self) -> int:
+        """Close the turns that were requested but not awaited, and return their number."""
         states = (inspect.CORO_CREATED, inspect.CORO_SUSPENDED)
-        for _ in range(_LAST_ROUNDS):
-            unfinished = any(inspect.getcoroutinestate(value) in states for value in self._requested)
+        for _ in range(_CANCELLATION_ITERATIONS):
+            unfinished = any(inspect.getcoroutinestate(value) in states for value in self._turn_coroutines)
             if not unfinished or not any(task.cancelling() and not task.done() for task, _ in self.started):
                 break
-            await asyncio.sleep(0)  # tasks that have just been cancelled end
-        left = [item for item in self._requested if inspect.getcoroutinestate(item) in states]
-        for entry in left:
+            await asyncio.sleep(0)  # let tasks that were just cancelled finish
+        unawaited = [item for item in self._turn_coroutines if inspect.getcoroutinestate(item) in states]
+        for entry in unawaited:
             if inspect.getcoroutinestate(entry) == inspect.CORO_CREATED:
                 entry.close()
-        return len(left)
+        return len(unawaited)
 
     async def take_turn(
         self, agent: str, sees: Sequence[Seen] | None, tools: Sequence[Callable] | None, rounds: int | None
     ) -> Turn:
-        self._check_room(agent)
+        self._check_turn_limit(agent)
         seen = tuple(self.seen_by(agent, sees, "turn"))
         self.horizons = ()  # the episode continues after `cut`
-        of_environment = list(tools or ()) if agent not in self._scripts else []  # a script calls what it likes
-        functions = (*self.tools.get(agent, ()), *of_environment)
-        self._orders += 1
-        ask = TurnRequest(agent, seen, functions, order=self._orders)
+        environment_tools = list(tools or ()) if agent not in self._scripts else []  # `reply` calls tools itself
+        functions = (*self.tools.get(agent, ()), *environment_tools)
+        self._num_requests += 1
+        ask = TurnRequest(agent, seen, functions, order=self._num_requests)
         if not functions:
             return await self._speak(self, ask)
-        return await self._with_tools(ask, functions, of_environment, rounds)
+        return await self._with_tools(ask, functions, environment_tools, rounds)
 
     async def take_requested(self, agent: str, given: RequestedTurn, sees: Sequence[Seen] | None) -> Turn:
-        self._check_room(agent)
+        self._check_turn_limit(agent)
         seen = tuple(self.seen_by(agent, sees, "turn_on"))
         if self.tools.get(agent):
             raise ValueError(
-                f"Agent {agent!r} has tools of its own, and is asked on messages that are written elsewhere, so "
-                "nobody would call them. Leave `tools` out of its spec, and send them with the request."
+                f"Agent {agent!r} has `tools` in its spec, but another program writes its messages and runs its "
+                "tool calls, so nothing would run these tools. Remove `tools` from the spec, and send them with the "
+                "request."
             )
         self.horizons = ()
-        self._orders += 1
-        # A copy for the record: the caller may go on with its list
+        self._num_requests += 1
+        # Copy for the record: the caller may keep changing its list
         given = dataclasses.replace(given, messages=[dict(message) for message in given.messages])
-        return await self._speak(self, TurnRequest(agent, seen, tuple(given.tools), order=self._orders, given=given))
+        return await self._speak(
+            self, TurnRequest(agent, seen, tuple(given.tools), order=self._num_requests, given=given)
+        )
 
-    def _check_room(self, agent: str) -> None:
+    def _check_turn_limit(self, agent: str) -> None:
         if self._max_turns is not None and len(self.turns) >= self._max_turns:
             raise TurnLimitError(
-                f"the episode has {len(self.turns)} turns, and {agent!r} is to take another. If that is meant, set "
-                "`max_episode_turns` to a larger number, or to None; else give the workflow a condition to end."
+                f"The episode already has {len(self.turns)} turns, and {agent!r} is about to take another turn. If "
+                "this is intended, increase `max_episode_turns` or set it to None; otherwise give the workflow a "
+                "stopping condition."
             )
 
     async def _with_tools(
         self, ask: TurnRequest, functions: Sequence[Callable], of_environment: list[Callable], rounds: int | None
     ) -> Turn:
-        """Request turns from an agent until one calls no tool or a limit is reached. Returns the final turn."""
-        most = min((limit for limit in (rounds, self.limits.rounds) if limit is not None), default=math.inf)
-        left, number, called, was_refused = self.limits.calls, 0, [], False
-        turn = await self._speak(self, ask._replace(is_final=number >= most))
-        while turn.audience is not None:  # it calls functions and may go on from their results
-            was_refused = left <= 0
-            said = await self._call_tools(turn, functions, of_environment, max(left, 0), ask.order)
-            called.append(turn.index)
-            left, number = left - len(turn.tool_calls), number + 1
-            # Once told that no calls are left, an agent speaks for the last time
-            ask = ask._replace(seen=(*ask.seen, turn, *said), after=turn, is_final=was_refused or number >= most)
+        """Request turns from an agent until a turn calls no tool or a limit is reached. Return the final turn."""
+        max_rounds = min((limit for limit in (rounds, self.limits.rounds) if limit is not None), default=math.inf)
+        calls_left, num_rounds, calling_turns, is_exhausted = self.limits.calls, 0, [], False
+        turn = await self._speak(self, ask._replace(is_final=num_rounds >= max_rounds))
+        while turn.audience is not None:  # the turn calls tools and the agent may continue with the results
+            is_exhausted = calls_left <= 0
+            results = await self._call_tools(turn, functions, of_environment, max(calls_left, 0), ask.order)
+            calling_turns.append(turn.index)
+            calls_left, num_rounds = calls_left - len(turn.tool_calls), num_rounds + 1
+            # The turn after the message that no calls are left is the final turn
+            ask = ask._replace(
+                seen=(*ask.seen, turn, *results), after=turn, is_final=is_exhausted or num_rounds >= max_rounds
+            )
             turn = await self._speak(self, ask)
-        self._final_turns |= dict.fromkeys(called, turn.index)
+        self._final_turns |= dict.fromkeys(calling_turns, turn.index)
         return turn
 
     async def _call_tools(
@@ -226,7 +238,7 @@ class EpisodeState:
         try:
             results = await call_tools(functions, turn.tool_calls, self.limits, left, of_environment)
         except BaseException:
-            self._is_back()
+            self._finish_branch()
             raise
         self.count("tools/calls", len(results))
         for result in results:
@@ -234,30 +246,30 @@ class EpisodeState:
                 self.count("tools/failures")
                 self.count(f"tools/{result.problem}")
         names = {tool_name(function) for function in functions}
-        said = [  # an invented name is not shown, since names are tokenized as template text
+        feedback = [  # hide invented names, which would be tokenized as template text
             Feedback(item.text, TOOL, tool=item.name if item.name in names else "unknown", audience=turn.agent)
             for item in results
         ]
-        went_in = {tool_name(function) for function in of_environment} & {result.name for result in results}
-        noted: asyncio.Future[list[Feedback]] = asyncio.get_running_loop().create_future()
-        self._returned.append((order, turn.index if went_in else None, said, noted))
-        self._is_back()
-        return await noted
+        environment_calls = {tool_name(function) for function in of_environment} & {result.name for result in results}
+        recorded: asyncio.Future[list[Feedback]] = asyncio.get_running_loop().create_future()
+        self._pending_results.append((order, turn.index if environment_calls else None, feedback, recorded))
+        self._finish_branch()
+        return await recorded
 
-    def _is_back(self) -> None:
-        """When the tools of all branches have returned, record their results in the order of the requests."""
+    def _finish_branch(self) -> None:
+        """Mark a branch as finished. After the last one, record the tool results in the order of the requests."""
         self.busy -= 1
         if self.busy:
             return
-        returned, self._returned = sorted(self._returned, key=lambda one: one[0]), []
+        returned, self._pending_results = sorted(self._pending_results, key=lambda one: one[0]), []
         for _, index, said, noted in returned:
             if index is not None:
                 self.fed.append(index)
-            results = [self._note(item) for item in said]
-            # Not immediately, since then the branch whose tool returned last would continue first
-            asyncio.get_running_loop().call_soon(_settle, noted, results)
+            results = [self._record_feedback(item) for item in said]
+            # Deferred: otherwise the branch whose tool returned last would continue first
+            asyncio.get_running_loop().call_soon(_set_results, noted, results)
 
-    def _note(self, said: Feedback) -> Feedback:
+    def _record_feedback(self, said: Feedback) -> Feedback:
         said = dataclasses.replace(said, index=len(self.feedback))
         self.feedback.append(said)
         self.history.append(said)
@@ -266,63 +278,68 @@ class EpisodeState:
     async def call(self, function: Callable, *arguments: Any, **named: Any) -> Any:
         """See [`LiveEpisode.call`]."""
         if inspect.iscoroutinefunction(function):
-            return await self._called(function, function(*arguments, **named))
-        value = await self._in_order(self._threaded(function, functools.partial(function, *arguments, **named)))
+            return await self._await_call(function, function(*arguments, **named))
+        value = await self._await_in_order(
+            self._run_in_thread(function, functools.partial(function, *arguments, **named))
+        )
         if inspect.isawaitable(value):  # an asynchronous function behind a decorator
-            return await self._called(function, value)
+            return await self._await_call(function, value)
         return value
 
     async def write(self, function: Callable, *arguments: Any) -> Any:
         """
         Call a function that writes a turn. Like [`~EpisodeState.call`], but branches of this episode that wait for
-        asynchronous functions continue together as well, so that the order of turns does not depend on how long they
-        take.
+        asynchronous functions also continue together, so that the order of turns does not depend on the duration of
+        these functions.
         """
-        return await self._in_order(self._written(function, arguments))
+        return await self._await_in_order(self._run_reply(function, arguments))
 
-    async def _in_order(self, outcome: Awaitable[tuple[Any, BaseException | None]]) -> Any:
-        """What a function returns or raises. Branches that wait at the same time go on in the order of their calls."""
-        self._orders += 1
-        order = self._orders
+    async def _await_in_order(self, outcome: Awaitable[tuple[Any, BaseException | None]]) -> Any:
+        """
+        Return or raise the outcome of a function. Branches that wait concurrently continue in the order of their
+        calls.
+        """
+        self._num_requests += 1
+        order = self._num_requests
         self.busy += 1
         try:
             value, error = await outcome
         except BaseException:
-            self._is_back()
+            self._finish_branch()
             raise
         noted: asyncio.Future[list[Feedback]] = asyncio.get_running_loop().create_future()
-        self._returned.append((order, None, [], noted))
-        self._is_back()
+        self._pending_results.append((order, None, [], noted))
+        self._finish_branch()
         await noted
         if error is not None:
             raise error
         return value
 
-    async def _threaded(self, function: Callable, job: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    async def _run_in_thread(self, function: Callable, job: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         async with one_at_a_time():
-            return await self._called(function, in_thread(job, "environments"))
+            return await self._await_call(function, in_thread(job, "environments"))
 
-    async def _written(self, function: Callable, arguments: tuple) -> tuple[Any, BaseException | None]:
+    async def _run_reply(self, function: Callable, arguments: tuple) -> tuple[Any, BaseException | None]:
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         if is_async:
             job = function(*arguments)
         else:
-            job, error = await self._threaded(function, functools.partial(function, *arguments))
+            job, error = await self._run_in_thread(function, functools.partial(function, *arguments))
             if error is not None or not inspect.isawaitable(job):
                 return job, error
         try:
-            return await self._called(function, job), None
+            return await self._await_call(function, job), None
         except Exception as error:
             return None, error
 
-    async def _called(self, function: Callable, outcome: Awaitable) -> Any:
+    async def _await_call(self, function: Callable, outcome: Awaitable) -> Any:
         """Await an outcome. Meanwhile, `calling` lists the function, so that a timeout can name it."""
         with self.waiting_for(_name_of(function)):
             return await outcome
 
     @contextlib.contextmanager
     def waiting_for(self, name: str) -> Iterator[None]:
-        """Context manager: the episode waits for something of this name, which a time limit can name."""
+        """Context manager: register a wait under a name, so that a timeout error can show the name."""
         call = Call(name)
         self.calling.append(call)
         try:
@@ -339,14 +356,14 @@ class EpisodeState:
         if not text:
             return None
         if not isinstance(text, str):
-            raise TypeError(f"Feedback of {source!r} has to be a text, got {text!r} of type {type(text).__name__}.")
-        return self._note(Feedback(text, source, audience=audience))
+            raise TypeError(f"Feedback from {source!r} must be a string, got {text!r} of type {type(text).__name__}.")
+        return self._record_feedback(Feedback(text, source, audience=audience))
 
     def add(self, turn: Turn, ask: TurnRequest) -> None:
         """Append a finished turn."""
         self.turns.append(turn)
         self.history.append(turn)
-        self._asks.append(ask)
+        self._turn_requests.append(ask)
 
     def seen_by(self, agent: str, sees: Sequence[Seen] | None, method: str) -> list[Seen]:
         self.check_agent(agent, method)
@@ -361,7 +378,7 @@ class EpisodeState:
 
     def check_own(self, seen: Sequence[Seen], method: str, kind: Any = (Turn, Feedback)) -> None:
         if isinstance(seen, (Turn, Feedback)):
-            raise TypeError(f"`episode.{method}` takes a list of turns, got a single one. Write `[turn]`.")
+            raise TypeError(f"`episode.{method}` takes a list of turns, got a single turn. Pass `[turn]`.")
         for item in seen:
             if not isinstance(item, kind):
                 feedback = "" if kind is Turn else ", and feedback"
@@ -378,8 +395,8 @@ class EpisodeState:
                 )
 
 
-def _settle(noted: asyncio.Future, results: list[Feedback]) -> None:
-    if not noted.done():  # else its branch was cancelled
+def _set_results(noted: asyncio.Future, results: list[Feedback]) -> None:
+    if not noted.done():  # it is done if the branch was cancelled
         noted.set_result(results)
 
 

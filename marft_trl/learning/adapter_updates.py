@@ -27,8 +27,8 @@ from .log_probs import LogProbs
 
 logger = get_logger(__name__)
 
-# What a generation batch is. The data loader and the schedule are made for it.
-_OF_BATCHES = (
+# Settings that define a generation batch. The data loader and the schedule depend on them.
+_BATCH_SETTINGS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations"),
     "num_generations",
 )
@@ -46,11 +46,13 @@ class Schedule:
     Args:
         adapters (`tuple[str, ...]`): trained adapters, in team order.
         phase (`int`): number of micro-steps in a phase.
-        interval (`int`, *optional*, defaults to `0`): number of optimizer steps for which one adapter learns alone,
-            before the next one does. 0 disables taking turns by intervals.
-        warmup (`int`, *optional*, defaults to `0`): number of first optimizer steps in which no adapter learns.
+        interval (`int`, *optional*, defaults to `0`): number of optimizer steps for which one adapter is trained alone
+            before the next adapter. 0 turns the rotation off.
+        warmup (`int`, *optional*, defaults to `0`): number of initial optimizer steps in which only the critic is
+            trained.
         seed (`int`, *optional*, defaults to `0`): seed of the order of the adapters in sequential updates.
-        batches (`tuple[int, ...]`): settings of a generation batch, which do not change during a run.
+        batches (`tuple[int, ...]`): values of the settings that define a generation batch. They must not change during
+            a run.
     """
 
     adapters: tuple[str, ...]
@@ -68,13 +70,13 @@ class Schedule:
         Make the schedule from the training arguments.
 
         Raises:
-            ValueError: the arguments let adapters learn in turn, but there is only one trained adapter.
+            ValueError: the arguments train adapters in turn, but only one adapter is trained.
         """
         if len(adapters) < 2 and (args.agent_iteration_interval or args.update_order != "joint"):
             name = "agent_iteration_interval" if args.agent_iteration_interval else "update_order"
             raise ValueError(
-                f"`{name}={getattr(args, name)!r}` lets agents learn in turn, but only the adapter {adapters[0]!r} is "
-                "trained. Give each agent an adapter of its own (`peft_config`), or leave the setting out."
+                f"`{name}={getattr(args, name)!r}` trains agents in turn, but only the adapter {adapters[0]!r} is "
+                "trained. Give each agent a separate adapter (`peft_config`), or remove the setting."
             )
         return cls(
             adapters=tuple(adapters),
@@ -83,24 +85,24 @@ class Schedule:
             order=args.update_order,
             warmup=args.critic_warmup_steps,
             seed=args.seed,
-            batches=tuple(getattr(args, name) for name in _OF_BATCHES),
+            batches=tuple(getattr(args, name) for name in _BATCH_SETTINGS),
         )
 
     def check(self, args: MARFTConfig) -> None:
         """
         Raises:
-            RuntimeError: a callback has changed what a generation batch is.
+            RuntimeError: a callback changed a setting that defines a generation batch.
         """
-        for name, value in zip(_OF_BATCHES, self.batches, strict=True):
+        for name, value in zip(_BATCH_SETTINGS, self.batches, strict=True):
             if getattr(args, name) != value:
                 raise RuntimeError(
-                    f"`{name}` was changed from {value} to {getattr(args, name)} during training, where the data "
-                    "loader and the schedule keep the first value. Leave it as it is; for other batches, end the run "
-                    "and train on with another trainer (`MARFTTrainer(model=load_adapters(...))`)."
+                    f"`{name}` changed from {value} to {getattr(args, name)} during training, but the data loader and "
+                    "the schedule keep the first value. Do not change it in callbacks. To use other batches, end the "
+                    "run and continue with a new trainer (`MARFTTrainer(model=load_adapters(...))`)."
                 )
 
     def with_critic(self, parts: Sequence[str]) -> Schedule:
-        """The schedule with a critic of these parts."""
+        """Return the schedule with these parts of a critic."""
         return replace(self, critics=tuple(parts))
 
     def is_due(self, micro_step: int) -> bool:
@@ -118,7 +120,7 @@ class Schedule:
         return self.phase * self.phases
 
     def learning(self, micro_step: int, optimizer_step: int) -> frozenset[str]:
-        """The adapters, and the parts of the critic, that learn in a step."""
+        """Return the adapters, and the parts of the critic, that a step trains."""
         policies = self._policies(micro_step, optimizer_step)
         return policies | frozenset(self.critics) if self.critic_learns(micro_step, optimizer_step) else policies
 
@@ -135,16 +137,16 @@ class Schedule:
         if self.order == "resampled":
             return frozenset([self.adapters[micro_step // self.phase % len(self.adapters)]])
         if self.order == "sequential":
-            return frozenset([self.order_of(micro_step)[self._phase_of(micro_step)]])
+            return frozenset([self.order_of(micro_step)[self._phase_index(micro_step)]])
         return frozenset(self.adapters)
 
     def critic_learns(self, micro_step: int, optimizer_step: int) -> bool:
         """`True` if the critic learns: in the warm-up, and in the first phase of every generation batch."""
-        return optimizer_step < self.warmup or self._phase_of(micro_step) == 0
+        return optimizer_step < self.warmup or self._phase_index(micro_step) == 0
 
     def just_updated(self, micro_step: int) -> str | None:
         """The adapter whose phase on these episodes ended with the previous micro-step, or `None`."""
-        phase = self._phase_of(micro_step)
+        phase = self._phase_index(micro_step)
         if phase == 0 or micro_step % self.phase:
             return None
         return self.order_of(micro_step)[phase - 1]
@@ -154,25 +156,26 @@ class Schedule:
         generator = torch.Generator().manual_seed(self.seed + micro_step // self.generate_every)
         return [self.adapters[index] for index in torch.randperm(len(self.adapters), generator=generator)]
 
-    def _phase_of(self, micro_step: int) -> int:
+    def _phase_index(self, micro_step: int) -> int:
         return micro_step % self.generate_every // self.phase
 
 
-# Share of joint actions, by effective sample size, below which factors of sequential updates are warned of
-_LOWEST_EFFECTIVE_SHARE = 0.5
+# Effective sample size of the factors of sequential updates, as a share of the joint actions, below which a warning is
+# logged
+_MIN_EFFECTIVE_SHARE = 0.5
 
 
 def after_update(factors: SequentialFactors | None, slices: Sequence[Slice], adapter: str | None) -> list[Slice]:
-    """As [`SequentialFactors.after_update`], where updates are sequential; else the slices as they are."""
+    """Apply [`SequentialFactors.after_update`] if updates are sequential; otherwise return the slices unchanged."""
     return list(slices) if factors is None else factors.after_update(slices, adapter)
 
 
 class SequentialFactors:
     """
-    Multiplies advantages by the policy ratios of agents that were updated before, in the same joint action.
+    Multiplies advantages by the policy ratios of agents of the same joint action that were already updated.
 
     Args:
-        log_probs ([`LogProbs`]): scores the turns of an updated agent again.
+        log_probs ([`LogProbs`]): recomputes the log-probabilities of the turns of an updated agent.
 
     Source: HAPPO (2109.11251), the factor `M`.
     """
@@ -183,20 +186,21 @@ class SequentialFactors:
         self._warned = False
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run goes on with; JSON-serializable."""
+        """Return the state for resuming, JSON-serializable."""
         return {"warned": self._warned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a [`state_dict`]."""
+        """Load a state from [`state_dict`]."""
         self._warned = state["warned"]
 
     def after_update(self, slices: Sequence[Slice], adapter: str | None) -> list[Slice]:
         """
-        The slices with factors that count the ratios of an adapter.
+        Return the slices with the policy ratios of an adapter included in the factors.
 
         Args:
-            slices (`Sequence[Slice]`): slices of the present generation batch.
-            adapter (`str`, *optional*): the adapter that was just updated; `None` if none was, which changes nothing.
+            slices (`Sequence[Slice]`): slices of the current generation batch.
+            adapter (`str`, *optional*): the adapter that was just updated. If `None`, the slices are returned
+                unchanged.
         """
         if adapter is None:
             return list(slices)
@@ -204,17 +208,20 @@ class SequentialFactors:
         keys = dict.fromkeys((row.episode, row.joint_action) for row in rows)
         actions = {key: index for index, key in enumerate(keys)}
         updated = [row for row in rows if row.adapter == adapter and row.is_trained and len(row.completion_ids)]
-        more = self._log_factors(updated, actions)
+        new_log_factors = self._log_factors(updated, actions)
         log_factors = torch.zeros(len(actions), dtype=torch.float64)
         for row in rows:
             log_factors[actions[row.episode, row.joint_action]] = (
-                row.log_factor + more[actions[row.episode, row.joint_action]].item()
+                row.log_factor + new_log_factors[actions[row.episode, row.joint_action]].item()
             )
         factors = functional.clipped_factors(log_factors.float(), self._clip)
         self._log(adapter, factors, functional.clipped_factors(log_factors.float(), None))
-        places = {key: (log_factors[index].item(), factors[index].item()) for key, index in actions.items()}
+        factors_by_action = {key: (log_factors[index].item(), factors[index].item()) for key, index in actions.items()}
         return [
-            replace(slice_, rows=[_with(row, *places[row.episode, row.joint_action]) for row in slice_.rows])
+            replace(
+                slice_,
+                rows=[_with_factor(row, *factors_by_action[row.episode, row.joint_action]) for row in slice_.rows],
+            )
             for slice_ in slices
         ]
 
@@ -225,14 +232,14 @@ class SequentialFactors:
         with self._log_probs.scoring():
             new = self._log_probs.of_policy(updated)
         pairs = [(row.old_per_token_logps, value) for row, value in zip(updated, new, strict=True)]
-        sums = torch.stack([(now - then).sum() for then, now in pairs if then is not None])
+        sums = torch.stack([(new_logps - then).sum() for then, new_logps in pairs if then is not None])
         places = torch.tensor([actions[row.episode, row.joint_action] for row in updated])
         return functional.sequential_log_factors(sums / self._level.divisors(updated), places, len(actions))
 
     def _log(self, adapter: str, factors: torch.Tensor, unclipped: torch.Tensor) -> None:
         """
-        Metrics of the factors of joint actions `(J,)` after an adapter's update, and a warning where they vary much
-        before they are clipped.
+        Log metrics of the factors of joint actions `(J,)` after the update of an adapter, and warn if the unclipped
+        factors vary too much.
         """
         pair = [value.double() for value in (factors, unclipped)]
         sums = torch.stack(
@@ -244,53 +251,55 @@ class SequentialFactors:
         self._metrics.add("sequential_factor/mean", mean)
         self._metrics.add("sequential_factor/std", max(squares / max(count, 1) - mean**2, 0.0) ** 0.5)
         self._metrics.add("sequential_factor/effective_share", share)
-        if share < _LOWEST_EFFECTIVE_SHARE and not self._warned:
+        if share < _MIN_EFFECTIVE_SHARE and not self._warned:
             self._warned = True
             logger.warning(
-                f"The factors of `update_order='sequential'` have an effective sample size of {share:.0%} behind the "
-                f"adapter {adapter!r}, so the next agents would learn from a few episodes. Lower the learning rate or "
-                "`num_iterations`, set a smaller `sequential_clip`, or set `level='action'` with "
+                f"The factors of `update_order='sequential'` have an effective sample size of {share:.0%} after the "
+                f"step of the adapter {adapter!r}, so the next agents learn from only a few episodes. Lower the "
+                "learning rate or `num_iterations`, set a smaller `sequential_clip`, or set `level='action'` with "
                 "`action_logprob='token'`, whose ratios do not grow with length."
             )
 
 
-def _with(row: Row, log_factor: float, factor: float) -> Row:
+def _with_factor(row: Row, log_factor: float, factor: float) -> Row:
     return replace(row, log_factor=log_factor, factor=factor)
 
 
-# Updates in a row that may be skipped for gradients that are not finite before training stops.
+# Number of consecutive updates of an adapter that may be skipped because of non-finite gradients before training stops
 MAX_SKIPPED_UPDATES = 5
 
 
-class Divergence:
-    """Sums over the micro-batches of an optimizer step, by adapter: of the divergence and of entropies."""
+class DivergenceSums:
+    """Sums of the KL divergence and of entropies over the micro-batches of an optimizer step, by adapter."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, adapter: str, log_ratios: torch.Tensor, entropies: torch.Tensor) -> None:
-        """Add the log-ratios and token entropies `(N,)` that a micro-batch of an adapter counts."""
+        """
+        Add the log-ratios and entropies `(N,)` of the tokens that the loss of a micro-batch of an adapter counts.
+        """
         kl = functional.approximate_kl(log_ratios.detach().double())
         entropies = entropies.detach().double()
         sums = [kl.sum(), kl.new_tensor(kl.numel()), entropies.sum(), kl.new_tensor(entropies.numel())]
         self._sums[adapter] = self.of(adapter) + torch.stack(sums).cpu()
 
     def of(self, adapter: str) -> torch.Tensor:
-        """Sum and number of divergences, sum and number of entropies, `(4,)`."""
+        """Return sum and number of the KL values, and sum and number of the entropies, of an adapter `(4,)`."""
         return self._sums.get(adapter, torch.zeros(4, dtype=torch.float64))
 
     def clear(self) -> None:
-        """Begin the next optimizer step."""
+        """Reset the sums for the next optimizer step."""
         self._sums.clear()
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that takes back what is added after this."""
+        """Return a function that removes everything added after this call."""
         kept = dict(self._sums)
 
-        def take_back() -> None:
+        def restore() -> None:
             self._sums = kept
 
-        return take_back
+        return restore
 
 
 class AdapterUpdates:
@@ -302,12 +311,12 @@ class AdapterUpdates:
         self._accelerator = accelerator
         if accelerator.scaler is not None:
             step_without_gradients(accelerator.scaler)
-        self.divergence = Divergence()
+        self.divergence = DivergenceSums()
         self.shares = GradientShares(team.policies, run.metrics, run.processes)
-        self._is_open = False
-        self._spoke: set[str] = set()  # adapters with a row on any process since the last update
+        self._is_within_step = False
+        self._active_adapters: set[str] = set()  # adapters with a row on any process since the last update
         self._skipped_in_a_row: dict[str, int] = defaultdict(int)
-        # By adapter: coefficient of the entropy bonus, and the entropy it was set by
+        # By adapter: coefficient of the entropy bonus, and the entropy from which it was computed
         self._entropy_control = dict.fromkeys(team.policies.trained, (run.state.entropy_coef, math.inf))
 
     def trained_parameters(self) -> dict[str, dict[str, nn.Parameter]]:
@@ -317,11 +326,11 @@ class AdapterUpdates:
         return trained | parts
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run goes on with; JSON-serializable."""
+        """Return the state for resuming, JSON-serializable."""
         return {"entropy_control": self._entropy_control, "skipped_in_a_row": dict(self._skipped_in_a_row)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a [`state_dict`]."""
+        """Load a state from [`state_dict`]."""
         self._entropy_control |= {name: tuple(pair) for name, pair in state.get("entropy_control", {}).items()}
         self._skipped_in_a_row.update(state.get("skipped_in_a_row", {}))
 
@@ -329,14 +338,15 @@ class AdapterUpdates:
 
     def split_groups(self, optimizer: torch.optim.Optimizer, is_ours: bool) -> None:
         """
-        Give every adapter and part of the critic a parameter group, in place.
+        Move every adapter and every part of the critic into a separate parameter group, in place.
 
         Args:
             optimizer (`torch.optim.Optimizer`): an optimizer over the parameters of the model.
-            is_ours (`bool`): whether the trainer made it. One that was passed is left as it is.
+            is_ours (`bool`): whether the trainer created the optimizer. An optimizer that the user passed is not
+                changed.
 
         Raises:
-            ValueError: an optimizer that was passed lacks parameters that are to be trained.
+            ValueError: an optimizer that the user passed lacks trainable parameters.
         """
         adapters = self.trained_parameters()
         if is_ours:
@@ -351,7 +361,7 @@ class AdapterUpdates:
         if missing:
             raise ValueError(
                 f"The optimizer passed in `optimizers=` does not have the parameters of {missing}, so these adapters "
-                "would not train. Adapters are created by the trainer: leave `optimizers` out and set `optim`, "
+                "would not train. The trainer creates the adapters: leave `optimizers` out and set `optim`, "
                 "`learning_rate` and `AgentSpec(learning_rate=...)`, or pass a `PeftModel` that has the adapters."
             )
 
@@ -360,12 +370,13 @@ class AdapterUpdates:
         self, optimizer: Any, scheduler: Any, source_of: Callable[[str], str | None] | None = None
     ) -> Iterator[None]:
         """
-        Context manager: the state of the optimizer and of the scheduler is loaded. Learning rates, weight decay and
-        schedule are those of the run, at the step of the checkpoint.
+        Context manager for loading the states of the optimizer and the scheduler. Learning rates, weight decay and the
+        schedule keep the settings of this run, at the step of the checkpoint.
 
         Args:
-            optimizer, scheduler: of the trainer.
-            source_of (`Callable`, *optional*): name that an adapter has in the checkpoint; `None` if it starts anew.
+            optimizer, scheduler: the optimizer and the scheduler of the trainer.
+            source_of (`Callable`, *optional*): returns the name of an adapter in the checkpoint, or `None` for a new
+                adapter.
         """
         inner = getattr(optimizer, "optimizer", optimizer)
         rates = [group.get("initial_lr", group["lr"]) for group in inner.param_groups]
@@ -373,61 +384,62 @@ class AdapterUpdates:
             yield
         if not restart_schedule(scheduler, rates):
             logger.warning(
-                f"The learning rate of a resumed run follows the state of its {type(scheduler).__name__}; a changed "
-                "`learning_rate` has no effect on it."
+                f"The resumed run takes the learning rate from the saved state of {type(scheduler).__name__}, so a "
+                "changed `learning_rate` has no effect."
             )
 
     # ---- The beginning and the end of an optimizer step ----
 
     def note_adapters(self, adapters: Iterable[str]) -> None:
-        """Take note of adapters that have rows in the optimizer step, on any process."""
-        self._spoke |= set(adapters)
+        """Record adapters that have rows in the optimizer step on any process."""
+        self._active_adapters |= set(adapters)
 
     def forget(self) -> None:
-        """Forget an optimizer step that training has left before its end."""
-        self._spoke.clear()
+        """Discard an optimizer step that training did not finish."""
+        self._active_adapters.clear()
         self.divergence.clear()
         self.shares.clear()
-        self._is_open = False
+        self._is_within_step = False
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module) -> Iterator[None]:
         """
-        Context manager of a micro-step. Backward passes reduce no gradient over processes: processes run different
-        numbers of micro-batches, so gradients are reduced once, when all of them are done. The first micro-step of an
-        optimizer step clears the gradients of value heads, since the Trainer clears those of the model alone.
+        Context manager of a micro-step, without gradient synchronization in backward passes: processes run different
+        numbers of micro-batches, so gradients are reduced once, after the last one. The first micro-step of an
+        optimizer step clears the gradients of the value heads, since the Trainer clears only the gradients of the
+        model.
         """
-        if not self._is_open and self._critic is not None:
+        if not self._is_within_step and self._critic is not None:
             self._critic.zero_grad()
-        self._is_open = True
+        self._is_within_step = True
         with self._accelerator.no_sync(model) if self._processes.count > 1 else contextlib.nullcontext():
             yield
 
     def finish(self, is_update: bool) -> None:
         """
-        End a micro-step. At the end of an optimizer step, gradients are reduced over processes, those of the adapters
-        that have had a row on any of them. The others have no gradient, so the optimizer leaves them out. Then updates
-        are stopped or steered.
+        End a micro-step. At the end of an optimizer step, reduce the gradients of the adapters that have had a row on
+        any process. The other adapters have no gradient, so the optimizer skips them. Then apply `target_kl` and the
+        adaptive entropy bonus.
         """
         if not is_update:
             return
         adapters = self.trained_parameters()
         if self._processes.count > 1:
-            spoke = [adapter for adapter in adapters if adapter in self._spoke]
+            spoke = [adapter for adapter in adapters if adapter in self._active_adapters]
             gradients.average_gradients(
                 [parameter for adapter in spoke for parameter in adapters[adapter].values()], self._processes.count
             )
-        else:  # rows without a gradient took no pass: the optimizer is told that it is 0, as after a pass
-            for adapter in self._spoke:
+        else:  # rows without a gradient skip the backward pass: set the missing gradients to 0
+            for adapter in self._active_adapters:
                 gradients.fill_with_zeros(adapters[adapter].values())
-        self._spoke.clear()
-        self._is_open = False
+        self._active_adapters.clear()
+        self._is_within_step = False
         if self._args.target_kl is not None or self._args.use_adaptive_entropy:
-            self._steer(adapters)
+            self._apply_kl_and_entropy_targets(adapters)
         self.divergence.clear()
 
-    def _steer(self, adapters: dict[str, dict[str, nn.Parameter]]) -> None:
-        """Skip the updates of adapters that have moved too far, and adapt the entropy bonuses of the next step."""
+    def _apply_kl_and_entropy_targets(self, adapters: dict[str, dict[str, nn.Parameter]]) -> None:
+        """Skip the updates of adapters above `target_kl`, and adapt the entropy bonuses for the next step."""
         names = self._policies.trained
         totals = self._processes.sum(torch.stack([self.divergence.of(name) for name in names]))
         for name, (kl_sum, kl_count, entropy_sum, tokens) in zip(names, totals.tolist(), strict=True):
@@ -441,7 +453,7 @@ class AdapterUpdates:
                     self._metrics.add(f"agents/{agent}/stopped_updates", float(stopped))
             if self._args.use_adaptive_entropy and tokens:
                 self._adapt_entropy(name, entropy_sum / tokens)
-        if self._args.use_adaptive_entropy:  # the team's, under the names of TRL; with one agent they are its own
+        if self._args.use_adaptive_entropy:  # means over the team, under the names of TRL
             coefficients, entropies = zip(*self._entropy_control.values(), strict=True)
             coefficient = sum(coefficients) / len(coefficients)
             self._state.note_entropy(coefficient, sum(entropies) / len(entropies))
@@ -457,7 +469,7 @@ class AdapterUpdates:
             self._metrics.add(f"agents/{agent}/entropy_coef", coefficient)
 
     def entropy_coef_of(self, adapter: str) -> float:
-        """Coefficient of the entropy bonus of an adapter in the present step."""
+        """Return the coefficient of the entropy bonus of an adapter in the current step."""
         if not self._args.use_adaptive_entropy:
             return self._state.entropy_coef
         coefficient, entropy = self._entropy_control[adapter]
@@ -467,10 +479,10 @@ class AdapterUpdates:
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """
-        Clip each adapter by its own norm, and leave out of the update those whose gradient is not finite.
+        Clip the gradient of each adapter by its norm, and skip the update of adapters whose gradient is not finite.
 
         Args:
-            max_norm (`float`): largest norm of an adapter; infinite for no clipping.
+            max_norm (`float`): maximum gradient norm of an adapter; infinite for no clipping.
 
         Returns: the norm over all adapters of agents, before clipping.
 
@@ -487,8 +499,8 @@ class AdapterUpdates:
                 continue
             is_policy = adapter in self._policies.trained
             norm = gradients.clip_gradients(present, max_norm if is_policy else self._critic_max_norm)
-            if self._accelerator.scaler is None:  # with fp16, overflow is the gradient scaler's business
-                self._guard(adapter, norm, present)
+            if self._accelerator.scaler is None:  # with fp16, the gradient scaler handles overflow
+                self._skip_if_not_finite(adapter, norm, present)
             if is_policy and norm.isfinite():
                 norms[adapter] = norm
             for name in self._metric_names(adapter):
@@ -506,7 +518,7 @@ class AdapterUpdates:
     def _metric_names(self, adapter: str) -> list[str]:
         return [f"agents/{agent}" for agent in self._policies.agents_of(adapter)] or ["critic"]
 
-    def _guard(self, adapter: str, norm: torch.Tensor, parameters: dict[str, nn.Parameter]) -> None:
+    def _skip_if_not_finite(self, adapter: str, norm: torch.Tensor, parameters: dict[str, nn.Parameter]) -> None:
         for name in self._metric_names(adapter):
             self._metrics.add(f"{name}/skipped_updates", float(not norm.isfinite()))
         if norm.isfinite():
@@ -520,7 +532,7 @@ class AdapterUpdates:
         message = f"The gradient {whose} is not finite in step {step}; its update was skipped."
         if self._skipped_in_a_row[adapter] >= MAX_SKIPPED_UPDATES:
             raise FloatingPointError(
-                f"{message} This was the {MAX_SKIPPED_UPDATES}th time in a row, so training stops with the weights as "
-                "they are. Lower the learning rate, or look for rewards and log-probabilities that explode."
+                f"{message} This was the {MAX_SKIPPED_UPDATES}th skipped update in a row, so training stops. Lower "
+                "the learning rate, or look for exploding rewards and log-probabilities."
             )
         logger.warning(message)

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The loss of an optimizer step: micro-batches of agents and critics, mixed passes, and retries in less memory."""
+"""Loss of an optimizer step: micro-batches of agents and critics, mixed passes, and out-of-memory retries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..seams.trl import LOSSES, OLD_LOGPS, TrlLoss, TrlSettings
 from ..shared_prefix.forward import plan_passes
 from ..system.randomness import RandomStates
 from ..system.run_metrics import StepMetrics
-from .adapter_updates import AdapterUpdates, Divergence
+from .adapter_updates import AdapterUpdates, DivergenceSums
 from .batching import KNOWN_METRICS, WITHOUT_SIGNAL, Collator, MicroBatcher, ZeroGradientFilter, loss_weights
 from .critic_learner import CriticLearner, ValueSums
 from .log_probs import LogProbs
@@ -34,14 +34,14 @@ from .memory import MemoryPlan, readable, size_of
 
 logger = get_logger(__name__)
 
-# Trained adapters from which on passes are mixed by default. With fewer, there is little to gain
-_FEWEST = 4
-# Tokens of a micro-batch, averaged over those of a pass, up to which passes are mixed by default. Larger ones keep
-# the device busy by themselves. Measured on one core of a CPU (docs/reports/performance.md). Counts, unlike a clock,
-# are the same on every machine and in every run
-_SMALL = 512
-# Padding between rows of different lengths costs passes at most this much more tokens
-_PADDING = 1.25
+# Minimum number of trained adapters for which passes are mixed by default. Fewer adapters gain little
+_MIN_MIXED_ADAPTERS = 4
+# Maximum mean number of tokens per micro-batch of a pass for which passes are mixed by default. Larger micro-batches
+# keep the device busy on their own. Measured on one CPU core (docs/reports/performance.md). A token count, unlike a
+# measured time, is the same on every machine and in every run
+_MAX_MIXED_TOKENS = 512
+# Maximum ratio of the tokens of a mixed pass, including padding, to the tokens of separate passes
+_MAX_PADDING_RATIO = 1.25
 
 
 class MixedPass:
@@ -49,8 +49,8 @@ class MixedPass:
     Decides which micro-batches share a pass. Every row goes through the LoRA of its own adapter.
 
     Args:
-        lora ([`MixedLora`]): lets rows of several adapters go through the model.
-        batcher ([`MicroBatcher`]): the bound of tokens in a pass, and whether gradients are checkpointed.
+        lora ([`MixedLora`]): runs rows of several adapters through the model in one pass.
+        batcher ([`MicroBatcher`]): knows the token limit of a pass and whether gradient checkpointing is on.
         always (`bool`): whether large micro-batches share passes too (`mixed_passes=True`).
     """
 
@@ -72,31 +72,31 @@ class MixedPass:
 
         Args:
             model (`nn.Module`): the model with the adapters, without wrappers.
-            places_rows (`bool`): whether passes give positions, which mixed ones do.
+            places_rows (`bool`): whether passes get explicit position ids, which mixed passes need.
 
         Raises:
-            ValueError: `mixed_passes=True`, and rows cannot be mixed; the message has the reason.
+            ValueError: `mixed_passes=True`, but rows cannot be mixed. The message gives the reason.
         """
-        why_not = _why_not(model, policies, args, places_rows, has_shards)
-        if args.mixed_passes and why_not is not None:
+        reason = _reason_not_mixed(model, policies, args, places_rows, has_shards)
+        if args.mixed_passes and reason is not None:
             raise ValueError(
-                f"`mixed_passes=True` lets the rows of several agents share a pass, but {why_not}. Leave it out: then "
-                "rows are mixed where that is possible and saves time."
+                f"`mixed_passes=True` cannot be used, because {reason}. Leave `mixed_passes` unset to mix the rows "
+                "of several agents wherever it is possible and saves time."
             )
-        return None if why_not is not None else cls(MixedLora(model), batcher, bool(args.mixed_passes))
+        return None if reason is not None else cls(MixedLora(model), batcher, bool(args.mixed_passes))
 
     def plan(self, batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
         """
-        Micro-batches that share a pass, each of another adapter, within the bound of tokens.
+        Group micro-batches of different adapters into shared passes, within the token limit.
 
         Args:
             batches (`Sequence[MicroBatch]`): micro-batches of one agent each.
         """
-        if self._batcher.is_checkpointing:  # passes would be run again, layer by layer
+        if self._batcher.is_checkpointing:  # checkpointing re-runs the forward pass layer by layer
             return [[batch] for batch in batches]
-        groups: list[tuple[list[MicroBatch], list[_Shape]]] = []
-        for batch in sorted(batches, key=lambda one: max(row.length for row in one.rows)):
-            shape = _Shape.of(batch.rows)
+        groups: list[tuple[list[MicroBatch], list[_PassShape]]] = []
+        for batch in sorted(batches, key=lambda candidate: max(row.length for row in candidate.rows)):
+            shape = _PassShape.of(batch.rows)
             for group, shapes in groups:
                 if batch.adapter not in [item.adapter for item in group] and self._fit([*shapes, shape]):
                     group.append(batch)
@@ -106,35 +106,39 @@ class MixedPass:
                 groups.append(([batch], [shape]))
         return [group for group, _ in groups]
 
-    def _fit(self, shapes: Sequence[_Shape]) -> bool:
+    def _fit(self, shapes: Sequence[_PassShape]) -> bool:
         """Whether micro-batches of these shapes may share a pass."""
-        joined, apart = _Shape.tokens(shapes), sum(_Shape.tokens([shape]) for shape in shapes)
-        most = self._batcher.max_tokens
-        if joined > _PADDING * apart or (most is not None and joined > most):
+        mixed_tokens, separate_tokens = _PassShape.tokens(shapes), sum(_PassShape.tokens([shape]) for shape in shapes)
+        max_tokens = self._batcher.max_tokens
+        if mixed_tokens > _MAX_PADDING_RATIO * separate_tokens or (
+            max_tokens is not None and mixed_tokens > max_tokens
+        ):
             return False
-        return self._always or apart <= _SMALL * len(shapes)
+        return self._always or separate_tokens <= _MAX_MIXED_TOKENS * len(shapes)
 
 
-def _why_not(
+def _reason_not_mixed(
     model: nn.Module, policies: Policies, args: MARFTConfig, places_rows: bool, has_shards: bool
 ) -> str | None:
-    """Why rows are not mixed, or `None` if they may be."""
+    """Return the reason why rows are not mixed, or `None` if they can be mixed."""
     trained = policies.trained
     if args.mixed_passes is False:
         return "`mixed_passes=False`"
-    if len(trained) < (2 if args.mixed_passes else _FEWEST):
-        return f"{len(trained)} adapters are trained"
+    if len(trained) < (2 if args.mixed_passes else _MIN_MIXED_ADAPTERS):
+        return f"only {len(trained)} adapters are trained"
     if has_shards:
-        return "the base is in shards"
+        return "the base model is sharded"
     if not places_rows:
-        return "rows take the passes of `GRPOTrainer`"
+        return "this model runs the forward passes of `GRPOTrainer`, without explicit position ids"
     if args.gradient_checkpointing is True:
-        return "gradients are checkpointed (`gradient_checkpointing=True`)"
+        return "gradient checkpointing is on (`gradient_checkpointing=True`)"
     return MixedLora.why_not(model, trained)
 
 
-class _Shape(NamedTuple):
-    """Shape of the passes of a micro-batch: shared prefixes and the length of the longest, rows and their rests."""
+class _PassShape(NamedTuple):
+    """
+    Shape of the passes of a micro-batch: shared prefixes with their maximum length, rows with their maximum rest.
+    """
 
     prefixes: int
     prefix: int
@@ -142,38 +146,39 @@ class _Shape(NamedTuple):
     rest: int
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> _Shape:
+    def of(cls, rows: Sequence[Row]) -> _PassShape:
         prompts = [row.prompt_ids.tolist() for row in rows]
-        more = [max(len(row.completion_ids) - 1, 0) for row in rows]
-        groups = plan_passes(prompts, more)
+        completion_lengths = [max(len(row.completion_ids) - 1, 0) for row in rows]
+        groups = plan_passes(prompts, completion_lengths)
         starts = dict.fromkeys(range(len(rows)), 0) | {row: group.length for group in groups for row in group.rows}
-        rest = max(len(prompts[row]) + more[row] - start for row, start in starts.items())
+        rest = max(len(prompts[row]) + completion_lengths[row] - start for row, start in starts.items())
         return cls(len(groups), max((group.length for group in groups), default=0), len(rows), rest)
 
     @staticmethod
-    def tokens(shapes: Sequence[_Shape]) -> int:
-        """Number of tokens of a pass of several micro-batches, padding included."""
+    def tokens(shapes: Sequence[_PassShape]) -> int:
+        """Return the number of tokens of a pass over several micro-batches, including padding."""
         prefixes = sum(shape.prefixes for shape in shapes) * max(item.prefix for item in shapes)
         return prefixes + sum(value.rows for value in shapes) * max(entry.rest for entry in shapes)
 
 
-# Bytes of gradients that are copied before each micro-step but the first, so that it can be taken again
-_MOST_COPIED = 2**30
-# Returns a function that takes back what was noted since
+# Maximum bytes of gradients that are copied before each micro-step after the first, so that it can be retried
+_MAX_GRADIENT_COPY_BYTES = 2**30
+# Returns a function that undoes everything recorded after the call
 Snapshot = Callable[[], Callable[[], None]]
 
 
 class OutOfMemory:
     """
-    Takes a micro-step of training again that has failed for lack of memory: from its start, with the same random
-    numbers and gradients, in micro-batches of half the size.
+    Retries a training micro-step that ran out of memory: from the start, with the same random states and gradients, in
+    micro-batches of half the size.
 
     Args:
-        batcher ([`MicroBatcher`]): its limit is halved, and stays so.
+        batcher ([`MicroBatcher`]): its token limit is halved for the rest of the run.
 
     Attributes:
-        plan (`Callable`, *optional*): `plan()` returns the [`MemoryPlan`] that a second failure is shown beside.
-        release (`Callable`, *optional*): `release()` gives back what generation keeps for its next call.
+        plan (`Callable`, *optional*): `plan()` returns the [`MemoryPlan`] that the error message of a second failure
+            shows.
+        release (`Callable`, *optional*): `release()` frees the memory that generation keeps for the next call.
     """
 
     def __init__(self, run: RunContext, batcher: MicroBatcher, updates: AdapterUpdates, randomness: RandomStates):
@@ -190,27 +195,27 @@ class OutOfMemory:
 
         Args:
             work (`Callable`): `work()` runs them, and returns the loss.
-            notes (`Sequence[Snapshot]`): of what they write down.
-            alone (`bool`): whether other processes take no part in them, so that this one can begin anew.
+            notes (`Sequence[Snapshot]`): snapshots of the objects that the passes write to.
+            alone (`bool`): whether no other process takes part in the passes, so that this process can retry.
 
         Raises:
-            RuntimeError: memory is still too small, or the step cannot be taken again, with the plan beside what was
-                measured.
+            RuntimeError: the retry ran out of memory too, or no retry is possible. The message shows the memory plan
+                and the measured memory.
         """
-        why_not = None if alone else "other processes take part in its passes"
+        why_not = None if alone else "other processes take part in the passes of the step"
         states, undo, problem = self._randomness.capture(), [snapshot() for snapshot in notes], ""
         gradients: list[tuple[Any, torch.Tensor | None]] = []
         try:
             if alone:
-                gradients, why_not = self._gradients()
+                gradients, why_not = self._copy_gradients()
             return work()
         except torch.OutOfMemoryError as error:
             problem = _first_line(error)
-        # Here, and not where it was caught: until then the error holds the tensors of the passes
+        # Outside of `except`, because the exception keeps the tensors of the passes alive
         if self.release is not None:
             self.release()
-        if why_not is None and not self._smaller(rows, problem):
-            why_not = "a single row is too long, with gradient checkpointing as it is set"
+        if why_not is None and not self._reduce_memory(rows, problem):
+            why_not = "a single row is too long with the current `gradient_checkpointing` setting"
         elif why_not is None:
             clear_device_cache(garbage_collection=True)
             self._randomness.restore(states)
@@ -222,44 +227,47 @@ class OutOfMemory:
                 return work()
             except torch.OutOfMemoryError as error:
                 problem = _first_line(error)
-        raise RuntimeError(self._described(problem, why_not))
+        raise RuntimeError(self._error_message(problem, why_not))
 
-    def _gradients(self) -> tuple[list[tuple[Any, torch.Tensor | None]], str | None]:
-        """Copies of what earlier micro-steps have added to gradients, and why there are none, if so."""
+    def _copy_gradients(self) -> tuple[list[tuple[Any, torch.Tensor | None]], str | None]:
+        """Copy the gradients of earlier micro-steps. Return the copies, and the reason if there are none."""
         trained = [
-            item
-            for trained_parameter in self._updates.trained_parameters().values()
-            for item in trained_parameter.values()
+            parameter
+            for parameters in self._updates.trained_parameters().values()
+            for parameter in parameters.values()
         ]
-        if size_of([entry.grad for entry in trained if entry.grad is not None]) > _MOST_COPIED:
-            return [], "the gradients of the micro-steps before it are too large for a copy"
+        if size_of([entry.grad for entry in trained if entry.grad is not None]) > _MAX_GRADIENT_COPY_BYTES:
+            return [], "the gradients of earlier micro-steps are too large to copy"
         return [(value, None if value.grad is None else value.grad.detach().clone()) for value in trained], None
 
-    def _smaller(self, rows: Sequence[Row], problem: str) -> bool:
-        """Halve micro-batches, or checkpoint gradients where a single row is too long; `False` if neither is left."""
+    def _reduce_memory(self, rows: Sequence[Row], problem: str) -> bool:
+        """
+        Halve micro-batches, or checkpoint gradients if a single row is too long. Return `False` if neither is
+        possible.
+        """
         change = self._batcher.shrink(rows)
         if change is not None:
             logger.warning(
-                f"Step {self._state.optimizer_step + 1} ran out of memory ({problem}). It is taken again from its "
-                f"start, and from now on {change}. To set the limit yourself: `max_tokens_per_micro_batch`.",
+                f"Step {self._state.optimizer_step + 1} ran out of memory ({problem}). The step is retried from "
+                f"the start; from now on, {change}. Set `max_tokens_per_micro_batch` to choose the limit yourself.",
                 main_process_only=False,
             )
         return change is not None
 
-    def _described(self, problem: str, why_not: str | None) -> str:
+    def _error_message(self, problem: str, why_not: str | None) -> str:
         device, lines = self._processes.device, []
         if self.plan is not None:
-            with contextlib.suppress(Exception):  # it measures a pass, for which there may be no memory left
-                lines = ["What was planned for turns of maximum length:", str(self.plan())]
+            with contextlib.suppress(Exception):  # the plan measures a pass, which may run out of memory
+                lines = ["Memory plan for turns of maximum length:", str(self.plan())]
         if device.type == "cuda":
-            most, whole = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
-            lines.append(f"Measured: {readable(most)} at once, of {readable(whole)}.")
-        what = "again, in smaller micro-batches too" if why_not is None else f"and cannot be taken again: {why_not}"
+            peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
+            lines.append(f"Measured peak: {readable(peak)} of {readable(total)}.")
+        outcome = "again with smaller micro-batches" if why_not is None else f"and cannot be retried: {why_not}"
         return "\n".join(
             [
-                f"Step {self._state.optimizer_step + 1} ran out of memory {what} ({problem}). Set "
-                "`max_tokens_per_micro_batch` lower, `gradient_checkpointing=True`, shorter turns "
-                "(`max_completion_length`), or load the base in 4 bit.",
+                f"Step {self._state.optimizer_step + 1} ran out of memory {outcome} ({problem}). Lower "
+                "`max_tokens_per_micro_batch` or `max_completion_length`, set `gradient_checkpointing=True`, or load "
+                "the base model in 4 bits.",
                 *lines,
             ]
         )
@@ -271,10 +279,10 @@ def _first_line(error: BaseException) -> str:
 
 class Part(NamedTuple):
     """
-    A part of the loss of a slice.
+    A term of the loss of a slice.
 
     Args:
-        agents (`Sequence[str]`): whose rows it is about; empty for the critic.
+        agents (`Sequence[str]`): agents whose rows the term covers; empty for the critic.
     """
 
     agents: Sequence[str]
@@ -286,23 +294,24 @@ class Notes:
     Metrics and sums that the losses of a step collect.
 
     Args:
-        divergence ([`Divergence`], *optional*, defaults to a new one): sums that stop or steer the update.
+        divergence ([`DivergenceSums`], *optional*, defaults to a new one): sums for `target_kl` and the adaptive
+            entropy bonus.
     """
 
-    def __init__(self, agents: Sequence[str], divergence: Divergence | None = None, critic: Any = None):
+    def __init__(self, agents: Sequence[str], divergence: DivergenceSums | None = None, critic: Any = None):
         self.metrics = StepMetrics(agents)
-        self.divergence = divergence or Divergence()
+        self.divergence = divergence or DivergenceSums()
         self.values: Any = ValueSums() if critic is not None else None
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _PendingSlice:
     """
-    A slice that waits for its passes.
+    A slice whose forward and backward passes are pending.
 
     Args:
         learning (`frozenset[str]`): adapters and parts of the critic that learn from it.
-        notes ([`Notes`]): what its losses collect.
+        notes ([`Notes`]): metrics and sums of the losses of the slice.
         thresholds (`Mapping[str, torch.Tensor]`): see [`~LogProbs.high_entropy_thresholds`].
     """
 
@@ -312,32 +321,32 @@ class _Waiting:
     thresholds: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-class _Piece(NamedTuple):
-    """The rows of a micro-batch that one slice has, and their places in it."""
+class _SliceRows(NamedTuple):
+    """The rows of a micro-batch that belong to one slice, with their indices in the micro-batch."""
 
-    owner: _Waiting
+    owner: _PendingSlice
     batch: MicroBatch
     places: list[int]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its rows of a tensor `(B, ...)` of the micro-batch."""
-        whole = self.places == list(range(len(tensor)))
-        return tensor if whole else tensor[self.places]
+        """Select the rows of this piece from a tensor `(B, ...)` of the micro-batch."""
+        is_whole = self.places == list(range(len(tensor)))
+        return tensor if is_whole else tensor[self.places]
 
 
 class TeamLoss(TrainerCallback):
     """
-    The losses of slices. Where it can be, the slices of an optimizer step go through the model together, so that the
-    number of passes does not depend on how many slices there are. Each still has its own call of TRL's loss, with its
-    own weights and metrics.
+    Computes the losses of slices. Where possible, the slices of an optimizer step share forward passes, so that the
+    number of passes does not depend on the number of slices. Each slice still has a separate call of TRL's loss, with
+    separate weights and metrics.
 
     Args:
         trl_loss ([`TrlLoss`]): TRL's loss of a micro-batch.
         log_probs ([`LogProbs`]): computes log-probabilities and passes them to TRL's loss.
-        critic ([`CriticLearner`], *optional*): has losses of its own.
-        updates ([`AdapterUpdates`]): coefficients of entropy bonuses.
-        mixing ([`MixedPass`], *optional*): which micro-batches share a pass.
-        out_of_memory ([`OutOfMemory`]): takes a micro-step again that does not fit.
+        critic ([`CriticLearner`], *optional*): computes the losses of the critic.
+        updates ([`AdapterUpdates`]): knows the coefficients of the entropy bonuses.
+        mixing ([`MixedPass`], *optional*): decides which micro-batches share a pass.
+        out_of_memory ([`OutOfMemory`]): retries a micro-step that runs out of memory.
     """
 
     def __init__(
@@ -359,10 +368,10 @@ class TeamLoss(TrainerCallback):
         self._args, self._state, self._metrics, self._processes = run.args, run.state, run.metrics, run.processes
         self.mixing, self.out_of_memory = mixing, out_of_memory
         self._settings, self._signal = run.settings, ZeroGradientFilter(run.args, run.settings, run.state)
-        self._waiting: list[_Waiting] = []  # of the present optimizer step, until they have had their passes
+        self._waiting: list[_PendingSlice] = []  # slices of the current optimizer step whose passes are pending
         self._unlogged: list[Notes] = []
-        has_one_ratio = (team.level.ratio or run.args.importance_sampling_level) == "sequence"
-        self._of_rows = {"vespo/phi_seq_mean", *(KNOWN_METRICS if has_one_ratio else ())}
+        has_sequence_ratio = (team.level.ratio or run.args.importance_sampling_level) == "sequence"
+        self._row_metrics = {"vespo/phi_seq_mean", *(KNOWN_METRICS if has_sequence_ratio else ())}
 
     def of_slice(
         self,
@@ -372,17 +381,19 @@ class TeamLoss(TrainerCallback):
         backward: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
         """
-        The loss of a slice, or of all slices of an optimizer step with the last of them. Their micro-batches have had
-        their backward pass when it returns.
+        Compute the loss of a slice, or, with the last slice of an optimizer step, the loss of all its slices. The
+        backward passes of the micro-batches are done on return.
 
         Args:
-            learning (`frozenset[str]`): adapters and parts of the critic that learn now.
+            learning (`frozenset[str]`): adapters and parts of the critic that this step trains.
             backward (`Callable`): `backward(loss)` runs a backward pass.
         """
         self._updates.note_adapters(slice_.adapters & learning)
-        self._waiting.append(_Waiting(slice_, learning, Notes(self._agents, self._updates.divergence, self._critic)))
-        self._policies.rows_wait = self._batcher.joins_slices and not self._state.is_update
-        if self._policies.rows_wait:
+        self._waiting.append(
+            _PendingSlice(slice_, learning, Notes(self._agents, self._updates.divergence, self._critic))
+        )
+        self._policies.has_pending_rows = self._batcher.joins_slices and not self._state.is_update
+        if self._policies.has_pending_rows:
             return torch.zeros((), device=self._processes.device, requires_grad=True)
         waiting, self._waiting = self._waiting, []
 
@@ -393,33 +404,34 @@ class TeamLoss(TrainerCallback):
                 loss = part.loss()
                 backward(loss)
                 total += loss.detach()
-            return total.requires_grad_()  # the Trainer runs a backward pass of it, in which nothing is left to do
+            return total.requires_grad_()  # the Trainer calls `backward` on it, which has nothing left to do
 
         self._unlogged += (notes := [item.notes for item in waiting])
-        kept = [kept for note in notes for kept in (note.metrics, note.values) if kept is not None]
-        snapshots = [it.snapshot for it in (*kept, self._updates.divergence, self._updates.shares)]
-        # Thresholds are gathered within, and passes through shards are those of all processes
-        alone = not self._processes.have_shards
-        alone &= self._processes.count == 1 or self._settings.top_entropy_quantile >= 1.0
+        recorders = [recorder for note in notes for recorder in (note.metrics, note.values) if recorder is not None]
+        snapshots = [recorder.snapshot for recorder in (*recorders, self._updates.divergence, self._updates.shares)]
+        # The losses gather thresholds from all processes, and all processes take part in passes through a sharded
+        # model
+        is_local = not self._processes.have_shards
+        is_local &= self._processes.count == 1 or self._settings.top_entropy_quantile >= 1.0
         rows = dict.fromkeys(row for value in waiting for row in value.slice.rows)
-        if self._critic is None:  # else it has passes over all of them
+        if self._critic is None:  # a critic runs passes over all rows
             rows = dict.fromkeys(self._signal.split([row for row in rows if row.is_trained])[0])
-        return self.out_of_memory.guard(learn, list(rows), snapshots, alone)
+        return self.out_of_memory.guard(learn, list(rows), snapshots, is_local)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # An optimizer step that an earlier call of `train` has left before its end is forgotten
-        self._waiting, self._unlogged, self._policies.rows_wait = [], [], False
+        # Discard an optimizer step that an earlier call of `train` did not finish
+        self._waiting, self._unlogged, self._policies.has_pending_rows = [], [], False
         self._updates.forget()
-        if self._state.slices is not None:  # of a checkpoint: rows that are sampled are fitted into memory then
+        if self._state.slices is not None:  # from a checkpoint; new rows are fitted into memory after sampling
             self._batcher.fit([row for slice_ in self._state.slices for row in slice_.rows])
             self._processes.wait()
 
     @torch.no_grad()
     def in_evaluation(self, model: nn.Module, slice_: Slice, learning: frozenset[str]) -> torch.Tensor:
-        """The loss of an evaluation batch, apart from what training takes note of."""
+        """Compute the loss of an evaluation batch, without an effect on the statistics of training."""
         notes = Notes(self._agents, critic=self._critic)
         total = torch.zeros((), device=self._processes.device)
-        for part in self._parts(model, [_Waiting(slice_, learning, notes)]):
+        for part in self._parts(model, [_PendingSlice(slice_, learning, notes)]):
             total += part.loss()
         self._log(notes)
         self._policies.activate_first()
@@ -431,7 +443,7 @@ class TeamLoss(TrainerCallback):
         for notes in self._unlogged:
             self._log(notes)
         self._unlogged = []
-        self._policies.activate_first()  # whoever uses the model next gets an agent, not the critic
+        self._policies.activate_first()  # leave an agent's adapter active, not the critic's
         if self._state.has_entropy_bonus and is_update and not self._args.use_adaptive_entropy:
             self._metrics.add("entropy_coef", self._state.entropy_coef)
 
@@ -442,40 +454,41 @@ class TeamLoss(TrainerCallback):
         for name, value in found.items():
             self._metrics.add(name, value)
 
-    def _parts(self, model: nn.Module, waiting: Sequence[_Waiting]) -> list[Part]:
-        """The losses of the micro-batches of slices, to be computed one after the other."""
-        # The critic comes first: its kept passes are gone before the policies need memory
-        parts = self._of_critic(self._critic, waiting) if self._critic is not None else []
-        learned = []
+    def _parts(self, model: nn.Module, waiting: Sequence[_PendingSlice]) -> list[Part]:
+        """Return the loss terms of the micro-batches of slices, which are computed one after another."""
+        # The critic comes first, so that its saved activations are freed before the policies need memory
+        parts = self._critic_terms(self._critic, waiting) if self._critic is not None else []
+        rows_by_slice = []
         for item in waiting:
             trained = [row for row in item.slice.rows if row.is_trained and row.adapter in item.learning]
             item.thresholds = self._log_probs.high_entropy_thresholds(
                 trained, self._settings.top_entropy_quantile, self._processes
             )
             trained, others = self._signal.split(trained)
-            self._note_without_signal(model, item.slice, trained, others, item.notes)
-            learned.append((item, trained))
+            self._record_skipped_rows(model, item.slice, trained, others, item.notes)
+            rows_by_slice.append((item, trained))
         # An optimizer step may train on the same rows several times
-        for owners in _grouped(learned, key=lambda row: row):
+        for owners in _group_by_key(rows_by_slice, key=lambda row: row):
             batches = list(self._batcher.cut([row for row, _ in owners.values()]))
             for group in self.mixing.plan(batches) if self.mixing is not None else [[batch] for batch in batches]:
                 pieces = [_pieces(batch, [owners[row][1] for row in batch.rows]) for batch in group]
-                loss = functools.partial(self._together, model, group, pieces)
-                if len(group) == len(pieces[0]) == 1:  # a pass within TRL's loss
-                    loss = functools.partial(self._of_piece, model, pieces[0][0])
+                loss = functools.partial(self._shared_pass_loss, model, group, pieces)
+                if len(group) == len(pieces[0]) == 1:  # TRL's loss runs the pass
+                    loss = functools.partial(self._piece_loss, model, pieces[0][0])
                 parts.append(Part([batch.agent for batch in group], loss))
         return parts
 
-    def _of_critic(self, critic: CriticLearner, waiting: Sequence[_Waiting]) -> list[Part]:
-        """The losses of the micro-batches of the critic."""
+    def _critic_terms(self, critic: CriticLearner, waiting: Sequence[_PendingSlice]) -> list[Part]:
+        """Return the loss terms of the micro-batches of the critic."""
         parts, steps = [], self._state.accumulation_steps
         learned = [(item, [row for row in item.slice.rows if row.critic in item.learning]) for item in waiting]
-        # The critic knows rows by their numbers in a generation batch, and an optimizer step may have several
-        for owners in _grouped(learned, key=lambda row: row.number):
+        # The critic identifies rows by their number in a generation batch, and an optimizer step may span several
+        # batches
+        for owners in _group_by_key(learned, key=lambda row: row.number):
             for batch in critic.batches([row for row, _ in owners.values()]):
                 pieces = _pieces(batch, [owners[row.number][1] for row in batch.rows])
 
-                def loss(batch: MicroBatch = batch, pieces: Sequence[_Piece] = pieces) -> torch.Tensor:
+                def loss(batch: MicroBatch = batch, pieces: Sequence[_SliceRows] = pieces) -> torch.Tensor:
                     values = critic.values_of(batch)
                     losses = [
                         critic.loss(piece.batch, piece.of(values), piece.owner.slice, steps, piece.owner.notes.values)
@@ -486,39 +499,41 @@ class TeamLoss(TrainerCallback):
                 parts.append(Part([], loss))
         return parts
 
-    def _together(
-        self, model: nn.Module, batches: Sequence[MicroBatch], pieces: Sequence[Sequence[_Piece]]
+    def _shared_pass_loss(
+        self, model: nn.Module, batches: Sequence[MicroBatch], pieces: Sequence[Sequence[_SliceRows]]
     ) -> torch.Tensor:
-        """The sum of the losses of the pieces of micro-batches that share a pass."""
+        """Compute the sum of the losses of micro-batches that share a pass."""
         lora = self.mixing.lora if self.mixing is not None and len(batches) > 1 else None
         losses = []
-        for hidden, value in zip(self._log_probs.states_of(batches, lora), pieces, strict=True):
-            for piece in value:
+        for hidden, batch_pieces in zip(self._log_probs.states_of(batches, lora), pieces, strict=True):
+            for piece in batch_pieces:
                 with self._log_probs.reading(piece.of(hidden)):
-                    losses.append(self._of_piece(model, piece))
+                    losses.append(self._piece_loss(model, piece))
         return torch.stack(losses).sum()
 
-    def _of_piece(self, model: nn.Module, piece: _Piece) -> torch.Tensor:
+    def _piece_loss(self, model: nn.Module, piece: _SliceRows) -> torch.Tensor:
         owner, threshold = piece.owner, piece.owner.thresholds.get(piece.batch.agent)
-        return self._of_batch(model, piece.batch, owner.slice, threshold, owner.notes)
+        return self._batch_loss(model, piece.batch, owner.slice, threshold, owner.notes)
 
-    def _note_without_signal(
+    def _record_skipped_rows(
         self, model: nn.Module, slice_: Slice, trained: Sequence[Row], others: Sequence[Row], notes: Notes
     ) -> None:
-        """Count the rows that have no gradient, and take note of what is known or needed of them."""
+        """
+        Count the rows without a gradient, and record their metrics, with a forward pass only if `target_kl` needs it.
+        """
         for rows, value in ((trained, 0.0), (others, 1.0)):
             for agent, count in Counter(row.agent for row in rows if len(row.completion_ids)).items():
                 notes.metrics.add(agent, {WITHOUT_SIGNAL: [value]}, count)
         if others and self._signal.needs_divergence:
             with self._log_probs.scoring():
                 for batch in self._batcher.cut(others):
-                    self._of_batch(model, batch, slice_, None, notes)
+                    self._batch_loss(model, batch, slice_, None, notes)
             return
         for agent in dict.fromkeys(row.agent for row in others):
-            its = MicroBatch(agent, [row for row in others if row.agent == agent])
-            self._note(notes, its, KNOWN_METRICS)
+            skipped = MicroBatch(agent, [row for row in others if row.agent == agent])
+            self._add_metrics(notes, skipped, KNOWN_METRICS)
 
-    def _of_batch(
+    def _batch_loss(
         self,
         model: nn.Module,
         batch: MicroBatch,
@@ -526,15 +541,17 @@ class TeamLoss(TrainerCallback):
         threshold: torch.Tensor | None,
         notes: Notes,
     ) -> torch.Tensor:
-        """TRL's loss of the rows of one agent, with the weight that makes micro-batches and processes add up."""
+        """
+        Compute TRL's loss for the rows of one agent, weighted so that losses add up over micro-batches and processes.
+        """
         args, steps = self._args, self._args.steps_per_generation if self._state.is_training else 1
         weights = loss_weights(batch, slice_, self._settings.loss_type, self._processes.count, steps, self._level)
         tensors = self._collate(batch.rows)
-        if not args.use_policy_ratio:  # then TRL takes the present policy for the one that sampled: a ratio of 1
+        if not args.use_policy_ratio:  # TRL then assumes that the current policy sampled: ratio 1
             tensors.pop(OLD_LOGPS, None)
         tensors["num_items_in_batch"] = torch.tensor(weights.num_items_in_batch, device=self._processes.device)
         self._log_probs.activate(batch.agent)
-        with self._log_probs.transformed(functools.partial(self._seen_by_trl, batch, tensors, notes.divergence)):
+        with self._log_probs.transformed(functools.partial(self._transform_for_trl, batch, tensors, notes.divergence)):
             loss, metrics = self._trl_loss(
                 model,
                 tensors,
@@ -542,21 +559,21 @@ class TeamLoss(TrainerCallback):
                 max_completion_length=self._samplings[batch.agent].max_completion_length,
                 entropy_mask=None if threshold is None else functools.partial(_mask_above, threshold),
             )
-        self._note(notes, batch, metrics)
+        self._add_metrics(notes, batch, metrics)
         return loss * weights.loss
 
-    def _note(self, notes: Notes, batch: MicroBatch, metrics: Mapping[str, list[float]]) -> None:
-        """Take note of metrics with the weight of what TRL's loss has averaged: rows, or tokens and turns."""
-        by_rows = {name: values for name, values in metrics.items() if name in self._of_rows}
-        others = {name: values for name, values in metrics.items() if name not in self._of_rows}
+    def _add_metrics(self, notes: Notes, batch: MicroBatch, metrics: Mapping[str, list[float]]) -> None:
+        """Record metrics, weighted by what TRL's loss averaged over: rows, or tokens and turns."""
+        by_rows = {name: values for name, values in metrics.items() if name in self._row_metrics}
+        others = {name: values for name, values in metrics.items() if name not in self._row_metrics}
         notes.metrics.add(batch.agent, by_rows, len(batch.rows))
         notes.metrics.add(batch.agent, others, self._level.weight(batch))
 
-    def _seen_by_trl(
+    def _transform_for_trl(
         self,
         batch: MicroBatch,
         inputs: dict[str, torch.Tensor],
-        divergence: Divergence,
+        divergence: DivergenceSums,
         logps: torch.Tensor,
         entropies: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -568,11 +585,11 @@ class TeamLoss(TrainerCallback):
         return logps, seen.entropies
 
 
-def _grouped(
-    learned: Sequence[tuple[_Waiting, Sequence[Row]]], key: Callable[[Row], Hashable]
-) -> list[dict[Hashable, tuple[Row, _Waiting]]]:
-    """The rows that are learned from, with their slices, by key: in groups in which each key occurs once."""
-    groups: list[dict[Hashable, tuple[Row, _Waiting]]] = [{}]
+def _group_by_key(
+    learned: Sequence[tuple[_PendingSlice, Sequence[Row]]], key: Callable[[Row], Hashable]
+) -> list[dict[Hashable, tuple[Row, _PendingSlice]]]:
+    """Group trained rows, with their slices, so that each key occurs once in a group."""
+    groups: list[dict[Hashable, tuple[Row, _PendingSlice]]] = [{}]
     for item, rows in learned:
         found = {key(row): (row, item) for row in rows}
         if found.keys() & groups[-1].keys():
@@ -581,21 +598,23 @@ def _grouped(
     return groups
 
 
-def _pieces(batch: MicroBatch, owners: Sequence[_Waiting]) -> list[_Piece]:
-    """The pieces of a micro-batch, given the slice of each row."""
-    places: dict[_Waiting, list[int]] = {}
+def _pieces(batch: MicroBatch, owners: Sequence[_PendingSlice]) -> list[_SliceRows]:
+    """Split a micro-batch into pieces, given the slice of each row."""
+    places: dict[_PendingSlice, list[int]] = {}
     for place, owner in enumerate(owners):
         places.setdefault(owner, []).append(place)
     if len(places) == 1:
-        return [_Piece(owners[0], batch, list(range(len(owners))))]
+        return [_SliceRows(owners[0], batch, list(range(len(owners))))]
     return [
-        _Piece(owner, MicroBatch(batch.agent, [batch.rows[place] for place in value]), value)
+        _SliceRows(owner, MicroBatch(batch.agent, [batch.rows[place] for place in value]), value)
         for owner, value in places.items()
     ]
 
 
 def _mask_above(known: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor, _threshold: float) -> torch.Tensor:
-    """Mask of the tokens whose entropy is above a known threshold, in place of TRL's, over the micro-batch."""
+    """
+    Mask the tokens whose entropy is at least a fixed threshold. Replaces the threshold that TRL finds per micro-batch.
+    """
     return (entropies * mask.float() >= known) & mask.bool()
 
 

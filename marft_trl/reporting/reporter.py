@@ -54,7 +54,7 @@ def save_learning_curve(
             Names of the metrics to write. Metrics of an agent are named `agents/<name>/...`.
 
     Raises:
-        ImportError: matplotlib is missing (`pip install marft-trl[plots]`). The CSV file is written nevertheless.
+        ImportError: matplotlib is missing (`pip install marft-trl[plots]`). The CSV file is still written.
     """
     folder = Path(folder)
     entries = [entry for entry in log_history if any(column in entry for column in columns)]
@@ -76,9 +76,9 @@ def save_learning_curve(
     figure.savefig(folder / "learning_curve.png", dpi=120)
 
 
-class Played(NamedTuple):
+class EpisodeOutcome(NamedTuple):
     """
-    What came of an episode.
+    Outcome of an episode.
 
     Args:
         returns (`Mapping[str, float]`): return of each agent.
@@ -90,56 +90,62 @@ class Played(NamedTuple):
 
 
 class GameMetrics:
-    """Computes the metrics."""
+    """Computes returns and win rates of agents."""
 
     def __init__(self, team: TeamSetup, own: OwnReturns, copies: PastCopies | None = None):
         self._agents, self._trained, self._own, self._copies = team.names, team.trained, own, copies
 
-    def played(self, rollout: Rollout) -> list[Played | None]:
-        """What came of the episodes of this process; `None` where nothing scored one, or all have one return."""
+    def played(self, rollout: Rollout) -> list[EpisodeOutcome | None]:
+        """
+        Return the outcomes of the episodes of this process; `None` for unscored episodes, or if all agents share a
+        return.
+        """
         if not rollout.has_own_returns:
             return [None] * len(rollout.episodes)
         return [
-            Played({name: self._own.of_agent(reward, episode, name) for name in self._agents}, dict(episode.copies))
+            EpisodeOutcome(
+                {name: self._own.of_agent(reward, episode, name) for name in self._agents}, dict(episode.copies)
+            )
             if reward == reward and episode.turns
             else None
-            for episode, reward in zip(rollout.episodes, rollout.own_rewards, strict=True)
+            for episode, reward in zip(rollout.episodes, rollout.local_rewards, strict=True)
         ]
 
-    def metrics(self, played: Iterable[Played | None]) -> dict[str, float]:
+    def metrics(self, played: Iterable[EpisodeOutcome | None]) -> dict[str, float]:
         """
-        The metrics of episodes of all processes.
+        Compute metrics from the outcomes of all processes.
 
-        Returns: `agents/<name>/return`, the mean; `agents/<name>/win_rate/<other>` and `draw_rate`, how often the
-        return of a trained agent is above that of another one, or the same; of an agent that acts with past copies
-        `agents/<name>/copies`, their number, and win rates against each, `copy_1` being the newest.
+        Returns: `agents/<name>/return`, the mean return; `agents/<name>/win_rate/<other>` and `draw_rate/<other>`, how
+        often the return of a trained agent is higher than that of another agent, or equal to it; for an agent that
+        acts with past copies, `agents/<name>/copies`, the number of copies, and win rates against each copy, where
+        `copy_1` is the newest.
         """
-        known = [item for item in played if item is not None]
+        scored = [item for item in played if item is not None]
         metrics: dict[str, float] = {}
         if self._copies is not None:
             for name in self._copies.agents:
                 metrics[f"agents/{name}/copies"] = float(len(self._copies.steps(name)))
-        if not known:
+        if not scored:
             return metrics
         for name in self._agents:
-            metrics[f"agents/{name}/return"] = sum(value.returns[name] for value in known) / len(known)
+            metrics[f"agents/{name}/return"] = sum(value.returns[name] for value in scored) / len(scored)
         for name in self._trained:
             for other in (other for other in self._agents if other != name):
-                metrics |= _against(known, name, other, f"agents/{name}", other)
-                metrics |= self._against_copies(known, name, other)
+                metrics |= _win_rates(scored, name, other, f"agents/{name}", other)
+                metrics |= self._copy_win_rates(scored, name, other)
         return metrics
 
-    def _against_copies(self, known: Sequence[Played], name: str, other: str) -> dict[str, float]:
+    def _copy_win_rates(self, known: Sequence[EpisodeOutcome], name: str, other: str) -> dict[str, float]:
         steps = self._copies.steps(other) if self._copies is not None and other in self._copies.agents else []
         metrics: dict[str, float] = {}
         for age, step in enumerate(reversed(steps), 1):
-            its = [item for item in known if item.copies.get(other) == step]
-            if its:
-                metrics |= _against(its, name, other, f"agents/{name}", f"{other}/copy_{age}")
+            outcomes = [item for item in known if item.copies.get(other) == step]
+            if outcomes:
+                metrics |= _win_rates(outcomes, name, other, f"agents/{name}", f"{other}/copy_{age}")
         return metrics
 
 
-def _against(played: Sequence[Played], name: str, other: str, prefix: str, label: str) -> dict[str, float]:
+def _win_rates(played: Sequence[EpisodeOutcome], name: str, other: str, prefix: str, label: str) -> dict[str, float]:
     pairs = [(item.returns[name], item.returns[other]) for item in played]
     equal = [math.isclose(*pair, rel_tol=1e-5, abs_tol=1e-6) for pair in pairs]  # rewards add up in float32
     wins = sum(mine > value and not same for (mine, value), same in zip(pairs, equal, strict=True))
@@ -150,10 +156,10 @@ def _against(played: Sequence[Played], name: str, other: str, prefix: str, label
     }
 
 
-# Episodes that are printed and written as a page at a logging step, unless `num_completions_to_print` says otherwise.
+# Number of episodes per logging step to print and to write as a page, if `num_completions_to_print` is not set.
 MAX_TRANSCRIPTS = 16
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-# Columns of the completions table that say where a turn stands
+# Columns of the completions table that identify a turn
 TABLE_COLUMNS = ("mode", "episode", "turn", "agent", "sees")
 
 
@@ -169,11 +175,11 @@ class TableRow(NamedTuple):
 
 class TurnFacts(NamedTuple):
     """
-    Numbers of a turn that processes exchange.
+    Statistics of a turn, gathered across processes.
 
     Args:
         prompt_tokens, tokens (`int`): tokens of the observation and of the turn.
-        episode (`int`): position of its episode among those of all processes.
+        episode (`int`): index of the episode among the episodes of all processes.
     """
 
     agent: str
@@ -189,9 +195,9 @@ class Reporter:
 
     Args:
         rewards ([`TrlRewards`]): names of the reward functions.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): spells tokens out.
-        vote (`Callable`): what is compared of the text of an answer when samples vote.
-        games ([`GameMetrics`], *optional*): metrics of agents with returns of their own, where there may be some.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes tokens.
+        vote (`Callable`): extracts the value that samples vote on from the text of an answer.
+        games ([`GameMetrics`], *optional*): computes win rates, if agents can have separate returns.
     """
 
     def __init__(
@@ -213,22 +219,22 @@ class Reporter:
         self._metrics, self._state, self._processes = run.metrics, run.state, run.processes
         self._table: dict[str, list[TableRow]] = {"train": [], "eval": []}
         self._transcripts: list[Transcript] = []
-        self._rewards_seen: list[float | None] = []  # of all episodes that transcripts are some of
-        self._records: list[dict[str, Any]] = []  # episodes of the present evaluation
-        self._told_of_lost = False
+        self._episode_rewards: list[float | None] = []  # of all episodes, with and without a transcript
+        self._records: list[dict[str, Any]] = []  # episodes of the current evaluation
+        self._warned_of_lost_reruns = False
         self.generated_tokens = 0  # in training, candidates and re-runs included
         self.evaluation_error = 0.0  # standard error of the reward of the last evaluation
         self.question_means: dict[str, list[float]] = {}  # rewards in the last evaluation of each set, by metric
-        self._k: Sequence[int] | None = run.args.eval_k
+        self._k_values: Sequence[int] | None = run.args.eval_k
         self._vote = vote
         run.state.fill_table((), (), (), {}, {})
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run goes on with; JSON-serializable."""
+        """Return the state for resuming, JSON-serializable."""
         return {"generated_tokens": self.generated_tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a [`state_dict`]."""
+        """Load a state from [`state_dict`]."""
         self.generated_tokens = state["generated_tokens"]
 
     # ---- Rollouts of training ----
@@ -242,26 +248,26 @@ class Reporter:
         generated: Mapping[str, int],
     ) -> None:
         """
-        Report a rollout that is trained on: TRL's metrics for the team, and those of each agent.
+        Report a training rollout: the metrics of TRL for the team, and those of each agent.
 
         Args:
             std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode.
-            advantages (`Sequence`): for each episode of this process the advantage of its turns: a number, one for
-                each token, or `None` where there is no training row.
+            advantages (`Sequence`): for each episode of this process, the advantages of its turns: one number, a list
+                with a number per token, or `None` for a turn without a training row.
             own_rewards (`Sequence`): for each episode the own rewards of its turns by function; may be empty.
             generated (`Mapping[str, int]`): numbers of candidates and re-runs.
         """
-        sampled = rollout.drawn or rollout  # rewards of episodes that were chosen by their rewards say little
+        all_sampled = rollout.drawn or rollout  # before episodes were selected by reward
         for index, name in enumerate(self._rewards.names):
-            scores = sampled.rewards_per_func[:, index]
+            scores = all_sampled.rewards_per_func[:, index]
             self._metrics.add(f"rewards/{name}/mean", torch.nanmean(scores).item())
             self._metrics.add(f"rewards/{name}/std", nan_std(scores).item())
-        self._metrics.add("reward", torch.nanmean(sampled.rewards).item())
-        self._metrics.add("reward_std", nan_std(sampled.rewards).item())
+        self._metrics.add("reward", torch.nanmean(all_sampled.rewards).item())
+        self._metrics.add("reward_std", nan_std(all_sampled.rewards).item())
         if std is not None and self._settings.group_size(training=True) > 1:
             share = share_of_zeros(std) if rollout.drawn is None else rollout.drawn.without_signal
             self._metrics.add("frac_reward_zero_std", share)
-        self._metrics.add("frac_unscored", sampled.rewards.isnan().float().mean().item())
+        self._metrics.add("frac_unscored", all_sampled.rewards.isnan().float().mean().item())
         self._report_turns(rollout, generated)
         if self._games is not None:
             played = self._processes.gather(self._games.played(rollout))
@@ -272,7 +278,7 @@ class Reporter:
         self._tabulate(rollout, advantages, own_rewards)
 
     def _report_turns(self, rollout: Rollout, generated: Mapping[str, int]) -> None:
-        """Numbers and lengths of turns, of the team and of each agent."""
+        """Report numbers and lengths of turns, for the team and for each agent."""
         turns = self._processes.gather(
             [
                 TurnFacts(t.agent, len(t.prompt_ids), len(t.completion_ids), t.truncated, rollout.first + e.index)
@@ -280,52 +286,52 @@ class Reporter:
                 for t in e.turns
             ]
         )
-        extra = self._processes.gather([dict(generated)])
-        for name in ("turns", "tokens") if any(extra) else ():
-            self._metrics.add(f"branches/{name}", float(sum(one.get(name, 0) for one in extra)))
-        self._report_reruns(*(sum(one.get(name, 0) for one in extra) for name in ("reruns", "lost")))
-        self._state.see_tokens(sum(turn.prompt_tokens + turn.tokens for turn in turns))
-        self._state.see_tokens(sum(item.get("tokens", 0) for item in extra))
-        sampled = sum(turn.tokens for turn in turns if turn.agent in self._adapters)  # functions write others
-        self.generated_tokens += sampled + sum(entry.get("tokens", 0) for entry in extra)
+        counts_by_process = self._processes.gather([dict(generated)])
+        for name in ("turns", "tokens") if any(counts_by_process) else ():
+            self._metrics.add(f"branches/{name}", float(sum(counts.get(name, 0) for counts in counts_by_process)))
+        self._report_reruns(*(sum(counts.get(name, 0) for counts in counts_by_process) for name in ("reruns", "lost")))
+        self._state.count_tokens(sum(turn.prompt_tokens + turn.tokens for turn in turns))
+        self._state.count_tokens(sum(item.get("tokens", 0) for item in counts_by_process))
+        sampled = sum(turn.tokens for turn in turns if turn.agent in self._adapters)  # `reply` writes the others
+        self.generated_tokens += sampled + sum(entry.get("tokens", 0) for entry in counts_by_process)
         if rollout.drawn is not None:
             drawn = self._processes.gather([(rollout.drawn.tokens, rollout.drawn.generated)])
-            self._state.see_tokens(sum(tokens for tokens, _ in drawn))
+            self._state.count_tokens(sum(tokens for tokens, _ in drawn))
             self.generated_tokens += sum(generated for _, generated in drawn)
         self._metrics.set("num_tokens", self._state.num_tokens_seen)
         self._metrics.set("num_generated_tokens", self.generated_tokens)
         for name, value in length_metrics([t.tokens for t in turns], [t.truncated for t in turns]).items():
             self._metrics.add(name, value)
         for agent in self._agents:
-            mine = [turn for turn in turns if turn.agent == agent]
-            if mine:
-                lengths = length_metrics([t.tokens for t in mine], [t.truncated for t in mine])
+            agent_turns = [turn for turn in turns if turn.agent == agent]
+            if agent_turns:
+                lengths = length_metrics([t.tokens for t in agent_turns], [t.truncated for t in agent_turns])
                 for name in lengths.keys() & AGENT_METRICS:
                     self._metrics.add(f"agents/{agent}/{name}", lengths[name])
-            self._metrics.add(f"agents/{agent}/turns", len(mine) / len(rollout.rewards))
-            rewards = rollout.rewards[[turn.episode for turn in mine]] if mine else rollout.rewards[:0]
+            self._metrics.add(f"agents/{agent}/turns", len(agent_turns) / len(rollout.rewards))
+            rewards = rollout.rewards[[turn.episode for turn in agent_turns]] if agent_turns else rollout.rewards[:0]
             self._metrics.add(f"agents/{agent}/reward", torch.nanmean(rewards).item())
 
     def _report_reruns(self, count: int, lost: int) -> None:
-        """Report the re-runs of all processes that do not hold the turn that they were made for."""
+        """Report re-runs, over all processes, that do not contain the turn they were made for."""
         if count:
             self._metrics.add("rerun/lost", lost / count)
-        if lost and not self._told_of_lost:
-            self._told_of_lost = True
+        if lost and not self._warned_of_lost_reruns:
+            self._warned_of_lost_reruns = True
             name = "credit" if CREDITS[self._args.credit].reruns else "advantage"
             logger.warning(
-                f"{lost} of {count} re-runs of `{name}={getattr(self._args, name)!r}` DO NOT CONTAIN THE TURN that "
-                "they were made for, because the workflow did not show its agent the same again. They are left out; "
-                "a turn or candidate without any other re-run has the advantage 0. Make what agents are shown a "
-                "function of the dataset row and the turns: draw random numbers from a seed in the row, and leave out "
-                "times and whichever answer comes first. `rerun/lost` logs the share; this warning is logged once."
+                f"{lost} of {count} re-runs of `{name}={getattr(self._args, name)!r}` do not contain the turn that "
+                "they were made for, because the workflow showed its agent something else. These re-runs are "
+                "ignored; a turn or candidate without another re-run gets the advantage 0. Observations must depend "
+                "only on the dataset row and the turns: seed random numbers from the row, and do not use times or "
+                "the order in which answers arrive. `rerun/lost` logs the share; this warning is logged once."
             )
 
     def _report_user_metrics(self) -> None:
-        """Values that reward functions passed to `log_metric`, averaged over processes."""
+        """Report the values that reward functions passed to `log_metric`, averaged over processes."""
         own = {name: (sum(values), len(values)) for name, values in self._state.take_user_metrics().items()}
         everywhere = self._processes.gather([own])
-        for name in sorted({name for item in everywhere for name in item}):
+        for name in sorted({name for values_by_name in everywhere for name in values_by_name}):
             totals = [value[name] for value in everywhere if name in value]
             self._metrics.add(name, sum(total for total, _ in totals) / sum(count for _, count in totals))
 
@@ -334,21 +340,21 @@ class Reporter:
     @contextlib.contextmanager
     def reporting_at(self, values: Sequence[int] | None) -> Iterator[None]:
         """Context manager: evaluations report pass@k and maj@k for these values of k; neither if `None`."""
-        kept, self._k = self._k, values
+        kept, self._k_values = self._k_values, values
         try:
             yield
         finally:
-            self._k = kept
+            self._k_values = kept
 
     def begin_evaluation(self) -> None:
-        """Forget what evaluations before this one have left."""
+        """Discard the records of earlier evaluations."""
         self._records = []
         self._metrics.replace({}, "eval")  # the model may still be in training mode
         self._clear("eval")
 
     def evaluated(self, rollout: Rollout, rows: Sequence[dict[str, Any]], std: torch.Tensor | None) -> None:
         """
-        Take note of a batch of an evaluation.
+        Record a batch of an evaluation.
 
         Args:
             std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode.
@@ -364,8 +370,8 @@ class Reporter:
                 "row": row,
                 "played": played[index],
                 "answer": episode.answer.text if episode.answer is not None else "",
-                "reward": _known(rollout.rewards[rollout.first + index]),
-                "rewards": self._rewards_of(rollout, index),
+                "reward": _to_float(rollout.rewards[rollout.first + index]),
+                "rewards": self._rewards_by_function(rollout, index),
                 "turns": list(episode.turns),
             }
             for index, (row, episode) in enumerate(zip(rows, rollout.episodes, strict=True))
@@ -374,12 +380,12 @@ class Reporter:
 
     def end_evaluation(self, dataset: Any, name: str = "eval") -> dict[str, float]:
         """
-        Metrics of the evaluation, without a prefix.
+        Return the metrics of the evaluation, without a prefix.
 
         Args:
-            dataset: the evaluation set. Processes repeat rows at the end to get equally many; the repetitions are left
-                out, except those of a stream, whose length is not known.
-            name (`str`, *optional*, defaults to `"eval"`): name of the evaluation, in the file of its samples.
+            dataset: the evaluation set. Processes repeat rows at the end so that each has the same number; the
+                repeated rows are dropped, except for a stream, whose length is unknown.
+            name (`str`, *optional*, defaults to `"eval"`): name of the evaluation, for the file with its samples.
         """
         records = self._records
         with contextlib.suppress(TypeError):  # a stream has no length
@@ -387,8 +393,8 @@ class Reporter:
         if not records:
             return {}
         metrics = summarize(records, self._agents)
-        of_questions = question_means(records, self._settings.group_size(training=False))
-        self.question_means |= {f"{name}_{metric}": values for metric, values in of_questions.items()}
+        means = question_means(records, self._settings.group_size(training=False))
+        self.question_means |= {f"{name}_{metric}": values for metric, values in means.items()}
         self.evaluation_error = _standard_error([record["reward"] for record in records])
         if self._games is not None:
             metrics |= self._games.metrics(record["played"] for record in records)
@@ -397,31 +403,31 @@ class Reporter:
         answers = [record["answer"] for record in records]
         with self._randomness.theirs():
             metrics |= measure_answers(self._eval_metrics, answers, columns, self._args.eval_reference_column)
-            metrics |= self._of_samples(records, name)
+            metrics |= self._sample_metrics(records, name)
         metrics |= self._metrics.means("eval")
-        self._metrics.replace({}, "eval")  # TRL would log them as `eval_<name>`, whatever the set is called
+        self._metrics.replace({}, "eval")  # TRL would log them as `eval_<name>` for every set
         return metrics
 
-    def _of_samples(self, records: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
-        """Metrics of several episodes of a question; all of them go to a file."""
-        if self._k is None:
+    def _sample_metrics(self, records: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
+        """Compute metrics over several episodes per question, and write all episodes to a file."""
+        if self._k_values is None:
             return {}
         rows = sample_rows(records, self._vote, self._args.eval_right_at, self._args.eval_right_by)
         if self._processes.is_main:
             step = self._state.optimizer_step
             write_samples(Path(self._args.output_dir or "."), rows, name, step, self._args.seed)
-        return at_k(rows, self._k)
+        return at_k(rows, self._k_values)
 
     # ---- The completions table and transcripts ----
 
-    def _rewards_of(self, rollout: Rollout, index: int) -> dict[str, float | None]:
+    def _rewards_by_function(self, rollout: Rollout, index: int) -> dict[str, float | None]:
         scores = rollout.rewards_per_func[rollout.first + index]
-        return {name: _known(value) for name, value in zip(self._rewards.names, scores, strict=True)}
+        return {name: _to_float(value) for name, value in zip(self._rewards.names, scores, strict=True)}
 
     def _clear(self, mode: str) -> None:
         self._table[mode].clear()
         self._transcripts.clear()
-        self._rewards_seen.clear()
+        self._episode_rewards.clear()
 
     def _tabulate(
         self,
@@ -429,31 +435,33 @@ class Reporter:
         advantages: Sequence[Sequence[Advantage]] | None = None,
         own_rewards: Sequence[Sequence[Mapping[str, float]]] = (),
     ) -> None:
-        """One row per turn into the completions table, one transcript per episode."""
+        """Add one row per turn to the completions table and one transcript per episode."""
         extra = self._user_columns(len(rollout.episodes))
         if not self._settings.log_completions:
             return
         mode = self._metrics.mode
         before = len(self._records) if mode == "eval" else 0
-        step = self._state.optimizer_step + (mode == "train")  # the one that they are trained in
+        step = self._state.optimizer_step + (mode == "train")  # the step that trains on them
         table, transcripts = [], []
         for index, episode in enumerate(rollout.episodes):
-            position, rewards = rollout.first + index, self._rewards_of(rollout, index)
-            of_turns = advantages[index] if advantages is not None else None
-            if position < self._transcripts_wanted:
+            position, rewards = rollout.first + index, self._rewards_by_function(rollout, index)
+            turn_advantages = advantages[index] if advantages is not None else None
+            if position < self._max_transcripts:
                 title = f"step {step}, episode {before + position}"
                 tokens = [self.token_texts(turn.completion_ids) for turn in episode.turns]
                 own = own_rewards[index] if own_rewards else None
-                total, right = _known(rollout.rewards[position]), self._reference_of(episode.row)
-                made = Transcript.of(episode, rewards, title, of_turns, tokens, own, total, right)
-                transcripts.append(dataclasses.replace(made, updates=self._state.optimizer_step))
+                total, reference_answer = _to_float(rollout.rewards[position]), self._reference_answer(episode.row)
+                transcript = Transcript.of(
+                    episode, rewards, title, turn_advantages, tokens, own, total, reference_answer
+                )
+                transcripts.append(dataclasses.replace(transcript, updates=self._state.optimizer_step))
             for turn in episode.turns:
-                place = (mode, before + position, turn.index, turn.agent, str(list(turn.sees)))
-                columns = dict(zip(TABLE_COLUMNS, place, strict=True))
+                identity = (mode, before + position, turn.index, turn.agent, str(list(turn.sees)))
+                columns = dict(zip(TABLE_COLUMNS, identity, strict=True))
                 columns |= {column: values[index] for column, values in extra.items()}
-                advantage = _mean(of_turns[turn.index]) if of_turns is not None else None
+                advantage = _mean(turn_advantages[turn.index]) if turn_advantages is not None else None
                 table.append(TableRow(turn.observation, turn.raw_text, rewards, advantage, columns))
-        self._rewards_seen += map(_known, rollout.rewards)
+        self._episode_rewards += map(_to_float, rollout.rewards)
         self._table[mode] += self._processes.gather(table)
         self._transcripts += self._processes.gather(transcripts)
 
@@ -469,12 +477,14 @@ class Reporter:
             if len(values) != expected:
                 raise ValueError(
                     f"`log_extra({column!r}, ...)` got {len(values)} values for {expected} completions. A reward "
-                    "function has to log a list with one value for each completion."
+                    "function must log a list with one value per completion."
                 )
         return extra
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Text of each token; bytes of a character that several tokens share are the first one's."""
+        """
+        Decode each token. If several tokens share a character, the first token gets its text and the others are empty.
+        """
         texts = self._tokenizer.batch_decode([[index] for index in ids])
         start = 0
         while start < len(texts):
@@ -486,8 +496,8 @@ class Reporter:
         return texts
 
     @property
-    def _transcripts_wanted(self) -> int:
-        """Number of the latest episodes that are kept for people to read. Where none is printed, a page has some."""
+    def _max_transcripts(self) -> int:
+        """Number of the latest episodes to keep as transcripts. If none is printed, the page still shows some."""
         return self._settings.num_completions_to_print or MAX_TRANSCRIPTS
 
     # ---- Logs ----
@@ -501,7 +511,7 @@ class Reporter:
             self._write_page()
             if "trackio" in self._args.report_to:
                 log_traces(self._transcripts, self._adapters)
-            self._transcripts.clear()  # the log at the end of training has none of its own
+            self._transcripts.clear()  # the log at the end of training has no new ones
         rows = [*self._table["train"], *self._table["eval"]]
         names = list(dict.fromkeys(name for row in rows for name in row.columns))
         self._state.fill_table(
@@ -513,7 +523,7 @@ class Reporter:
         )
 
     def after_log(self) -> None:
-        """Forget the turns of an evaluation, which are written once."""
+        """Clear the turns of an evaluation, which are logged once."""
         if self._metrics.mode == "eval":
             self._clear("eval")
 
@@ -524,18 +534,18 @@ class Reporter:
         folder = Path(self._args.output_dir or ".") / "completions"
         folder.mkdir(parents=True, exist_ok=True)
         run = without_secrets(self._args.run_name or "") or Path(self._args.output_dir or ".").resolve().name
-        page = html_page(self._transcripts, f"Episodes logged at step {step}", run, INDEX, self._rewards_seen)
+        page = html_page(self._transcripts, f"Episodes logged at step {step}", run, INDEX, self._episode_rewards)
         (folder / f"transcripts_{step:05d}.html").write_text(page, encoding="utf-8")
         write_index(folder, run)
 
-    def _reference_of(self, row: Mapping[str, Any]) -> str:
-        """The right answer of a row, where its dataset has one."""
+    def _reference_answer(self, row: Mapping[str, Any]) -> str:
+        """Return the reference answer of a row, or an empty string if its dataset has none."""
         known = (row.get(name) for name in (self._args.eval_reference_column, "solution", "answer"))
         return next((item for item in known if isinstance(item, str) and item), "")
 
 
 def _standard_error(rewards: Sequence[float | None]) -> float:
-    """Standard error of the mean of the rewards that are known; 0 of fewer than two."""
+    """Return the standard error of the mean of the scored rewards; 0 for fewer than two."""
     known = torch.tensor([reward for reward in rewards if reward is not None], dtype=torch.float64)
     return known.std().item() / math.sqrt(len(known)) if len(known) > 1 else 0.0
 
@@ -545,7 +555,7 @@ def share_of_zeros(values: torch.Tensor) -> float:
     return torch.isclose(values, torch.zeros_like(values)).float().mean().item()
 
 
-def _known(value: torch.Tensor) -> float | None:
+def _to_float(value: torch.Tensor) -> float | None:
     return None if value.isnan() else value.item()
 
 

@@ -16,7 +16,7 @@ from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
 from ..episodes.rerun import Rerun, keys_of, observation_key
 from .reward_scorer import OwnReturns, RewardScorer
-from .runner import EpisodeRunner, place_of
+from .runner import EpisodeRunner, turn_key
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,7 @@ class Alternatives:
                 for index, place in jobs
                 for _ in range(samples)
             ]
-            its_key = (*place_of(requests[0], key), 0)
+            its_key = (*turn_key(requests[0], key), 0)
             rows = [episode.row for episode in episodes for _ in range(samples)]
             completed = await self._runner.run_again(rows, reruns, its_key, self._counted)
             agents = [requests[index].agent for index, _ in jobs for _ in range(samples)]

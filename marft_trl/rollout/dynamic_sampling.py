@@ -89,7 +89,7 @@ class DynamicSampling:
         own_names = sorted({name for episode in rollout.episodes for name in episode.own})
         branching = {node.episode for node in rollout.nodes if _differ(node.returns)}
         facts = []
-        for index, (episode, reward) in enumerate(zip(rollout.episodes, rollout.own_rewards, strict=True)):
+        for index, (episode, reward) in enumerate(zip(rollout.episodes, rollout.local_rewards, strict=True)):
             received = {name: self._own.of_agent(reward, episode, name) for name in own_names}
             # Equal sums that were earned at different turns teach something if a turn is worth what follows it
             when = self._to_go(episode, reward) if self._args.credit_kind == "rewards" else {}

@@ -15,9 +15,9 @@ from ..episodes.records import SampledBy
 from ..shared_prefix.decoding import draw
 
 
-class Sampled(NamedTuple):
+class SampledTurn(NamedTuple):
     """
-    Sampled completion of one observation.
+    SampledTurn completion of one observation.
 
     Args:
         ids (`list[int]`): token ids of the completion.
@@ -30,7 +30,7 @@ class Sampled(NamedTuple):
     sampled_by: SampledBy | None = None
 
 
-def check_sampled(sampled: Sequence[Sampled], agents: Sequence[str], vocabulary: int | None = None) -> None:
+def check_sampled(sampled: Sequence[SampledTurn], agents: Sequence[str], vocabulary: int | None = None) -> None:
     """
     Check what a generator returned.
 
@@ -73,7 +73,7 @@ class LiveTurn:
         self.is_gone = False
 
 
-class Observed(NamedTuple):
+class SampleRequest(NamedTuple):
     """
     An observation that a turn is to be sampled for.
 
@@ -110,13 +110,13 @@ class Generator:
         return False
 
     async def generate(
-        self, observed: Sequence[Observed], greedy: bool = False, sampling: Mapping[str, float] | None = None
-    ) -> list[Sampled]:
+        self, observed: Sequence[SampleRequest], greedy: bool = False, sampling: Mapping[str, float] | None = None
+    ) -> list[SampledTurn]:
         """
         Sample a turn for each observation.
 
         Args:
-            observed (`Sequence[Observed]`): the observations. Without `batches`, those of one episode.
+            observed (`Sequence[SampleRequest]`): the observations. Without `batches`, those of one episode.
             greedy (`bool`, *optional*, defaults to `False`): take the most likely token each time.
             sampling (`dict`, *optional*): `temperature`, `top_p`, `top_k` and `min_p` in place of the agents' own.
 

@@ -84,7 +84,7 @@ class Rollout:
     drawn: Drawn | None = None
 
     @property
-    def own_rewards(self) -> list[float]:
+    def local_rewards(self) -> list[float]:
         """Rewards of the episodes of this process."""
         return self.rewards[self.first : self.first + len(self.episodes)].tolist()
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Runs the workflow of a team: builds observations, generates turns and returns finished episodes."""
+"""Run the workflow of a team: build observations, generate turns and return finished episodes."""
 
 from __future__ import annotations
 
@@ -25,27 +25,30 @@ from ..prompts.views import team_view
 from ..system.event_loop import StepContext
 from ..system.randomness import EpisodeRandomness, UserRandomness, UserState, seed_of
 from ..workflows import Workflow
-from .generator import Generator, LiveTurn, Observed, Sampled, check_sampled
+from .generator import Generator, LiveTurn, SampledTurn, SampleRequest, check_sampled
 from .turn_reader import TurnReader
 
 
-# `await answering(requests, key)` turns requests into completions, in order
-Answering = Callable[[Sequence[Request], tuple], Coroutine[Any, Any, Sequence[Completion | EndOfEpisode]]]
+# `await answer(requests, key)` returns one completion per request, in order
+KeyedAnswerFunction = Callable[[Sequence[Request], tuple], Coroutine[Any, Any, Sequence[Completion | EndOfEpisode]]]
 
 
-def place_of(request: Request, key: tuple) -> tuple:
-    """Place of a turn in a run, the same for any number of processes. `key`: of its episodes, see [`RunKeys`]."""
+def turn_key(request: Request, key: tuple) -> tuple:
+    """
+    Return the key of a turn, from which its seed is derived. It is the same for any number of processes. `key` is the
+    key of the run, see [`SeedKeys`].
+    """
     return (*key[:-1], key[-1] + request.episode.index, request.number)
 
 
-class Follower(Protocol):
-    """Follows the turns of one call of [`~EpisodeRunner.collect`]. Its methods are called in the event loop."""
+class TurnListener(Protocol):
+    """Receives the turns of one [`~EpisodeRunner.collect`] call. The event loop calls its methods."""
 
     def begins(self, request: Request, seed: int) -> LiveTurn:
-        """A turn is to be sampled, from a seed. Returns who follows it."""
+        """Called before a turn is sampled with this seed. Returns the [`LiveTurn`] that receives the tokens."""
 
     def ended(self, request: Request, completion: Completion | EndOfEpisode) -> None:
-        """A turn was sampled, or written by a function."""
+        """Called after a turn was sampled, or written by a `reply` function."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +57,11 @@ class Limits:
     Limits of an episode.
 
     Args:
-        tools ([`ToolLimits`]): of tool calls.
+        tools ([`ToolLimits`]): limits of tool calls.
         patience (`float`, *optional*): maximum time in seconds that a workflow may wait for something that is neither
             a turn nor a tool (`workflow_timeout`).
-        max_turns (`int`, *optional*): largest number of turns.
-        vocabulary (`int`, *optional*): number of token ids of the model.
+        max_turns (`int`, *optional*): maximum number of turns.
+        vocabulary (`int`, *optional*): size of the vocabulary of the model.
     """
 
     tools: ToolLimits
@@ -70,32 +73,34 @@ class Limits:
 @dataclasses.dataclass(frozen=True)
 class RunMode:
     """
-    What episodes are run for.
+    How a runner runs episodes.
 
     Args:
-        options (`Mapping[str, Any]`, *optional*): further options of the generator.
-        trains (`bool`, *optional*, defaults to `False`): whether turns are trained on.
-        rehearses (`bool`, *optional*, defaults to `False`): whether turns are made up, and no server is asked.
-        next_to_training (`bool`, *optional*, defaults to `False`): whether other threads or tasks use the random
-            states of users' code meanwhile.
-        silent (`frozenset[str]`, *optional*): agents whose turns are empty for teammates, environments and answers.
-        follower ([`Follower`], *optional*): is told of turns while they are sampled.
+        options (`Mapping[str, Any]`, *optional*): extra keyword arguments of [`~Generator.generate`].
+        trains (`bool`, *optional*, defaults to `False`): whether the trainer trains on the turns.
+        rehearses (`bool`, *optional*, defaults to `False`): whether this is a dry run with placeholder turns, which
+            calls no server.
+        is_concurrent (`bool`, *optional*, defaults to `False`): whether other threads or tasks use the random
+            states of user code at the same time.
+        silent (`frozenset[str]`, *optional*): agents whose turns teammates, environments and the answer see as empty
+            text.
+        follower ([`TurnListener`], *optional*): receives turns while they are sampled.
     """
 
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     trains: bool = False
     rehearses: bool = False
-    next_to_training: bool = False
+    is_concurrent: bool = False
     silent: frozenset[str] = frozenset()
-    follower: Follower | None = None
+    follower: TurnListener | None = None
 
 
-class RunKeys:
+class SeedKeys:
     """
-    Places of runs, from which seeds are made.
+    Keys of runs, from which seeds are derived.
 
     Args:
-        base: what the places begin with.
+        base: prefix of all keys.
     """
 
     def __init__(self, *base: Any):
@@ -103,39 +108,39 @@ class RunKeys:
 
     def next(self, first: int) -> tuple:
         """
-        Place of the next run.
+        Return the key of the next run.
 
         Args:
-            first (`int`): position of its first row among those of all processes, the last part of the place.
+            first (`int`): index of the first row among the rows of all processes. It is the last element of the key.
         """
         self._runs += 1
         return (*self._base, self._runs - 1, first)
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run goes on with; JSON-serializable."""
+        """Return the state for resuming, JSON-serializable."""
         return {"runs": self._runs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a [`state_dict`]."""
+        """Load a state from [`state_dict`]."""
         self._runs = state["runs"]
 
 
 class EpisodeRunner:
     """
-    Runs the workflow on dataset rows.
+    Runs a workflow on dataset rows.
 
     Args:
         prompts ([`PromptBuilder`]): builds the observations of agents.
-        reader ([`TurnReader`]): makes turns of sampled tokens.
+        reader ([`TurnReader`]): parses sampled tokens into turns.
         randomness ([`UserRandomness`]): random states of workflows, environments, tools and views.
-        users ([`UserState`], *optional*): state of users' objects, which a rehearsal leaves as it is.
+        users ([`UserState`], *optional*): state of user objects, which a dry run restores.
         seed (`int`, *optional*, defaults to `0`): seed of turns that servers sample.
-        mode ([`RunMode`], *optional*): what episodes are run for. [`~EpisodeRunner.changed`] makes a runner with
-            another one.
+        mode ([`RunMode`], *optional*): how episodes are run. [`~EpisodeRunner.changed`] makes a runner with another
+            mode.
 
     Attributes:
-        dropped_turns (`int`): number of turns that were not shown because they did not fit the model's window.
-        device (`threading.RLock`): held while a model acts.
+        dropped_turns (`int`): number of turns left out of observations because they did not fit the context window.
+        device_lock (`threading.RLock`): lock that is held while a model generates.
     """
 
     def __init__(
@@ -156,10 +161,12 @@ class EpisodeRunner:
         self._workflow, self._reader, self._limits, self.copies = workflow, reader, limits, copies
         self.prompts, self.generator, self.randomness = prompts, generator, randomness
         self._users = users or UserState({})
-        self.mode, self.keys = mode or RunMode(), RunKeys(seed)
-        self._begun: list[tuple[Query, Observation | PromptError]] = []  # first observations of a question
-        self.device = threading.RLock()
-        self._lock = threading.RLock()  # of what is not made for several threads: tokenizers, and TRL's use of them
+        self.mode, self.keys = mode or RunMode(), SeedKeys(seed)
+        self._first_observations: list[
+            tuple[Query, Observation | PromptError]
+        ] = []  # cache of first observations, by query
+        self.device_lock = threading.RLock()
+        self._tokenizer_lock = threading.RLock()  # for code that is not thread-safe: tokenizers, and TRL's use of them
         self.dropped_turns = 0
 
     def changed(
@@ -167,16 +174,16 @@ class EpisodeRunner:
         mode: RunMode | None = None,
         *,
         randomness: UserRandomness | None = None,
-        keys: RunKeys | None = None,
+        keys: SeedKeys | None = None,
         generator: Generator | None = None,
         workflow: Workflow | None = None,
         max_turns: int | None = None,
     ) -> EpisodeRunner:
         """
-        A runner of the same team, which differs in what is given. It counts its own dropped turns.
+        Return a copy of this runner with the given fields replaced. The copy counts dropped turns from 0.
 
         Args:
-            max_turns (`int`, *optional*): largest number of turns, where it is below that of the team.
+            max_turns (`int`, *optional*): maximum number of turns. Only a value below the team's limit has an effect.
         """
         other = copy.copy(self)
         limits = [limit for limit in (max_turns, self._limits.max_turns) if limit is not None]
@@ -186,7 +193,7 @@ class EpisodeRunner:
             randomness=randomness or self.randomness,
             generator=generator or self.generator,
             dropped_turns=0,
-            _begun=[],
+            _first_observations=[],
             _workflow=workflow or self._workflow,
             _limits=dataclasses.replace(self._limits, max_turns=min(limits, default=None)),
         )
@@ -198,163 +205,174 @@ class EpisodeRunner:
         return self._reader.uses_tools
 
     @property
-    def _shows_views(self) -> bool:
-        """`True` if code of users makes observations."""
+    def _has_user_views(self) -> bool:
+        """`True` if user code builds observations."""
         views = [self.prompts.view, *(agent.view for agent in self._specs.values())]
         return any(view not in (None, team_view) for view in views)
 
     @property
-    def _waits(self) -> bool:
-        """`True` if episodes wait for one another, to be asked together."""
+    def _batches_episodes(self) -> bool:
+        """`True` if episodes wait for each other, so that their requests share batches."""
         return self.generator.batches or self.mode.rehearses
 
     def run(
         self,
         rows: Sequence[dict[str, Any]],
-        answer: Answering | None = None,
+        answer: KeyedAnswerFunction | None = None,
         reruns: Sequence[Rerun] | None = None,
         failures: dict[int, EpisodeError] | None = None,
         first: int = 0,
     ) -> list[Episode]:
         """
-        One finished episode for each row, see [`collect`]. The code of users runs on random states of its own.
+        Run one episode for each row and return the episodes, see [`collect`]. User code has separate random states.
 
         Args:
-            answer (`Callable`, *optional*): `await answer(requests, key)` turns requests into completions, in place
-                of [`~EpisodeRunner.answer`].
-            reruns (`Sequence[Rerun]`, *optional*): for each row, the recorded episode that is run again.
-            failures (`dict[int, EpisodeError]`, *optional*): gets the errors of episodes that fail, while the others
-                go on. If left out, the first error ends all.
-            first (`int`, *optional*, defaults to `0`): position of the first row among those of all processes.
+            answer (`Callable`, *optional*): `await answer(requests, key)` returns completions for requests. Defaults
+                to [`~EpisodeRunner.answer`].
+            reruns (`Sequence[Rerun]`, *optional*): for each row, the recorded episode to re-run.
+            failures (`dict[int, EpisodeError]`, *optional*): collects the errors of failed episodes while the other
+                episodes continue. If omitted, the first error stops all episodes.
+            first (`int`, *optional*, defaults to `0`): index of the first row among the rows of all processes.
         """
-        return self._run_here(rows, self.keys.next(first), answer, reruns, failures)
+        return self._run_sync(rows, self.keys.next(first), answer, reruns, failures)
 
     async def run_again(
-        self, rows: Sequence[dict[str, Any]], reruns: Sequence[Rerun], key: tuple, answer: Answering | None = None
+        self,
+        rows: Sequence[dict[str, Any]],
+        reruns: Sequence[Rerun],
+        key: tuple,
+        answer: KeyedAnswerFunction | None = None,
     ) -> list[Episode]:
         """
-        Run recorded episodes again, within [`~EpisodeRunner.run`].
+        Re-run recorded episodes, from code within [`~EpisodeRunner.run`].
 
         Args:
-            key (`tuple`): place of the re-runs in the run.
+            key (`tuple`): key of the re-runs.
         """
-        if self._waits:  # on the random states of users, which the waiting episodes must not draw from meanwhile
-            return self._run_here(rows, key, answer, reruns)
+        if self._batches_episodes:  # with the random states of user code, which waiting episodes must not use
+            return self._run_sync(rows, key, answer, reruns)
         return await self.collect(rows, key, answer, reruns)
 
-    def _run_here(self, rows, key, answer=None, reruns=None, failures=None) -> list[Episode]:
+    def _run_sync(self, rows, key, answer=None, reruns=None, failures=None) -> list[Episode]:
         async def collected() -> list[Episode]:
-            async with self._servers():
+            async with self._connected_servers():
                 return await self.collect(rows, key, answer, reruns, failures)
 
         with self.randomness.theirs():
             return run_unblocked(self._workflow, self._limits.patience, collected)
 
-    # ---- Episodes in an event loop of the caller's ----
+    # ---- Episodes in the caller's event loop ----
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
         """Asynchronous context manager around [`~EpisodeRunner.collect`]."""
-        async with self.open() as within:
-            with within():
+        async with self.open() as collect_context:
+            with collect_context():
                 yield
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Callable[[], contextlib.AbstractContextManager[None]]]:
         """
-        Like [`~EpisodeRunner.connected`], for episodes of several tasks of the event loop. Gives what makes the
-        context manager around each call of [`~EpisodeRunner.collect`].
+        Like [`~EpisodeRunner.connected`], for several tasks of one event loop. Yields a function that makes a context
+        manager; each call of [`~EpisodeRunner.collect`] needs a new context manager around it.
         """
-        async with self._servers(), limiting(self._workflow, self._limits.patience) as limit:
+        async with self._connected_servers(), limiting(self._workflow, self._limits.patience) as limit:
             yield functools.partial(limited_by, limit)
 
-    def _servers(self) -> contextlib.AbstractAsyncContextManager[Any]:
+    def _connected_servers(self) -> contextlib.AbstractAsyncContextManager[Any]:
         return contextlib.nullcontext() if self.mode.rehearses else self.generator.connected()
 
     async def collect(
         self,
         rows: Sequence[dict[str, Any]],
         key: tuple,
-        answer: Answering | None = None,
+        answer: KeyedAnswerFunction | None = None,
         reruns: Sequence[Rerun] | None = None,
         failures: dict[int, EpisodeError] | None = None,
     ) -> list[Episode]:
-        """Like [`~EpisodeRunner.run`], with a key of [`~RunKeys.next`]."""
-        ask, patience = answer or self.answer, self._limits.patience
+        """Like [`~EpisodeRunner.run`], with a key from [`~SeedKeys.next`]."""
+        answer_requests, patience = answer or self.answer, self._limits.patience
 
-        async def answered(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
-            with self.randomness.ours() if self._waits else contextlib.nullcontext():
-                return await ask(requests, key)
+        async def answer_all(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
+            with self.randomness.ours() if self._batches_episodes else contextlib.nullcontext():
+                return await answer_requests(requests, key)
 
-        def around(index: int) -> StepContext:
-            place = (*key[:-1], key[-1] + index)
-            return EpisodeRandomness(seed_of(("users", *place)), is_beside=self.mode.next_to_training).active
+        def make_step_context(index: int) -> StepContext:
+            episode_key = (*key[:-1], key[-1] + index)
+            return EpisodeRandomness(seed_of(("users", *episode_key)), is_concurrent=self.mode.is_concurrent).active
 
         return await collecting(
             self._workflow,
             rows,
-            self._setting(key),
-            answered,
+            self._team_context(key),
+            answer_all,
             reruns,
             patience,
             failures,
-            around=None if self._waits else around,
-            together=self._waits,
+            around=None if self._batches_episodes else make_step_context,
+            together=self._batches_episodes,
         )
 
-    def _setting(self, key: tuple) -> TeamContext:
+    def _team_context(self, key: tuple) -> TeamContext:
         tools = {name: agent.functions for name, agent in self._specs.items() if agent.functions}
         rehearses = self.mode.rehearses
-        scripts = {} if rehearses else {name: self._write for name, spec in self._specs.items() if spec.reply}
+        scripts = {} if rehearses else {name: self._run_reply for name, spec in self._specs.items() if spec.reply}
         limits, aliases = self._limits, self.prompts.aliases
-        draw = functools.partial(self._drawn, key)
+        draw = functools.partial(self._draw_copies, key)
         trains = self.mode.trains and not rehearses
         return TeamContext(tuple(self._specs), tools, limits.tools, aliases, limits.max_turns, scripts, draw, trains)
 
-    def _drawn(self, key: tuple, index: int) -> Mapping[str, int]:
-        """The past copies that agents act with in an episode of a run."""
+    def _draw_copies(self, key: tuple, index: int) -> Mapping[str, int]:
+        """Draw the past copies that agents act with in one episode."""
         return self.copies.draw((*key[:-1], key[-1] + index)) if self.copies is not None else {}
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[EpisodeRunner]:
         """
-        Context manager: a runner for a rehearsal, which leaves random states and the state of users' objects as they
-        are, and asks no server.
+        Context manager that yields a runner for a dry run. It restores random states and the state of user objects at
+        the end, and calls no server.
         """
         state, randomness = self._users.state_dict(), UserRandomness(0, self.randomness.device)
         mode = dataclasses.replace(self.mode, rehearses=True)
         try:
             with randomness.theirs():
-                yield self.changed(mode, randomness=randomness, keys=RunKeys(0))
+                yield self.changed(mode, randomness=randomness, keys=SeedKeys(0))
         finally:
             self._users.load_state_dict(state)
 
     def observe(self, queries: Iterable[Query | tuple]) -> list[Observation]:
-        """Build observations. Views are users' code, so they run with the random states for users' code."""
-        users = contextlib.nullcontext() if self.mode.next_to_training else self.randomness.theirs()
-        with self._lock, users:
-            return self.prompts.build(queries) if self.mode.follower is None else list(map(self._observed, queries))
+        """Build observations. Views are user code, so they run with the random states of user code."""
+        user_states = contextlib.nullcontext() if self.mode.is_concurrent else self.randomness.theirs()
+        with self._tokenizer_lock, user_states:
+            return (
+                self.prompts.build(queries) if self.mode.follower is None else list(map(self._observe_cached, queries))
+            )
 
-    def _observed(self, query: Query | tuple) -> Observation:
-        """The observation of a query. Several answers to a question begin with the same one, which is built once."""
+    def _observe_cached(self, query: Query | tuple) -> Observation:
+        """
+        Return the observation of a query. First observations are cached, since all samples of a question share them.
+        """
         asked = Query(*query)
         if asked.seen:
             return self.prompts.build([asked])[0]
-        if (same := next((found for known, found in self._begun if known == asked), None)) is None:
+        if (same := next((found for known, found in self._first_observations if known == asked), None)) is None:
             try:
                 (same,) = self.prompts.build([asked])
             except PromptError as error:
                 same = error
-            self._begun.append((asked, same))
+            self._first_observations.append((asked, same))
         if isinstance(same, PromptError):
             raise same
         return copy.copy(same)
 
-    async def _unblocked(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call what tokenizes. In an event loop that others wait for, it is called in a thread."""
+    async def _run_locked(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """
+        Call a function that tokenizes, under a lock. With a follower, the call runs in a thread, so that the event
+        loop keeps running.
+        """
 
         def locked() -> Any:
-            with self._lock:
+            with self._tokenizer_lock:
                 return function(*arguments)
 
         return locked() if self.mode.follower is None else await asyncio.to_thread(locked)
@@ -367,71 +385,73 @@ class EpisodeRunner:
 
     async def answer(self, requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
         """
-        Completions for waiting requests: observe, generate, decode.
+        Complete pending requests: build observations, generate and decode.
 
         Args:
-            key (`tuple`): place of their episodes in the run.
+            key (`tuple`): key of the run.
         """
         undeclared = next((value for value in requests if value.functions and not self.uses_tools), None)
         if undeclared is not None:
             raise ValueError(
-                f"The workflow `{type(self._workflow).__name__}` gives agent {undeclared.agent!r} tools "
-                f"({', '.join(map(tool_name, undeclared.functions))}) that the trainer was not told of, so no calls "
-                "would be read. Set its `functions` to what it passes as `tools=`."
+                f"The workflow `{type(self._workflow).__name__}` passes tools to agent {undeclared.agent!r} "
+                f"({', '.join(map(tool_name, undeclared.functions))}) that it does not declare, so their calls would "
+                "not be parsed. List everything that it passes as `tools=` in its `functions`."
             )
         queries = list(map(self.query, requests))
-        if self._shows_views:  # which may draw
-            with contextlib.nullcontext() if self._waits else requests[0].episode.around():
+        if self._has_user_views:  # views may draw random numbers
+            with contextlib.nullcontext() if self._batches_episodes else requests[0].episode.around():
                 observations = self.observe(queries)
         else:
-            observations = await self._unblocked(self.observe, queries)
+            observations = await self._run_locked(self.observe, queries)
         sampled = await self._sample(requests, observations, key)
         self.dropped_turns += sum(observation.dropped for observation in observations)
-        completed = await self._unblocked(self._reader.sampled, requests, observations, sampled, self.generator)
-        return [self._audible(request, item) for request, item in zip(requests, completed, strict=True)]
+        completed = await self._run_locked(self._reader.sampled, requests, observations, sampled, self.generator)
+        return [self._finish_completion(request, item) for request, item in zip(requests, completed, strict=True)]
 
     async def _sample(
         self, requests: Sequence[Request], observations: Sequence[Observation], key: tuple
-    ) -> list[Sampled]:
-        """A completion for each request. It is empty if the episode of the request ends instead."""
+    ) -> list[SampledTurn]:
+        """Sample a completion for each request. It is empty for a request whose episode ends instead."""
         mode, follower = self.mode, self.mode.follower
 
-        def observed(index: int, request: Request, observation: Observation) -> Observed:
-            place, its_copy = (*place_of(request, key), index), request.episode.copies.get(request.agent)
-            live = follower.begins(request, seed_of(place)) if follower is not None else None
-            return Observed(request.agent, observation.ids, place, request.by_reference, its_copy, live)
+        def make_observed(index: int, request: Request, observation: Observation) -> SampleRequest:
+            key_of_turn, past_copy = (*turn_key(request, key), index), request.episode.copies.get(request.agent)
+            live = follower.begins(request, seed_of(key_of_turn)) if follower is not None else None
+            return SampleRequest(request.agent, observation.ids, key_of_turn, request.by_reference, past_copy, live)
 
-        asked = {
-            index: observed(index, request, observation)
+        inputs = {
+            index: make_observed(index, request, observation)
             for index, (request, observation) in enumerate(zip(requests, observations, strict=True))
             if observation.problem is None
         }
-        found: dict[int, Sampled] = {}
-        kinds: dict[tuple, list[int]] = {}  # other programs may ask for settings of their own, but not in training
-        for index in asked:
-            given = requests[index].given
-            kinds.setdefault(tuple(given.sampling.items()) if given and not mode.trains else (), []).append(index)
-        for kind, indices in kinds.items():
-            options, some = {**mode.options, **decoding(dict(kind))}, [asked[index] for index in indices]
-            sampled = await self.generator.generate(some, **options)
-            check_sampled(sampled, [item.agent for item in some], self._limits.vocabulary)
-            found |= zip(indices, sampled, strict=True)
-        return [found.get(index, Sampled([])) for index in range(len(requests))]
+        sampled_by_index: dict[int, SampledTurn] = {}
+        groups: dict[tuple, list[int]] = {}  # other programs may set sampling settings, except in training
+        for index in inputs:
+            requested_turn = requests[index].given
+            groups.setdefault(
+                tuple(requested_turn.sampling.items()) if requested_turn and not mode.trains else (), []
+            ).append(index)
+        for kind, indices in groups.items():
+            options, group = {**mode.options, **decoding(dict(kind))}, [inputs[index] for index in indices]
+            sampled = await self.generator.generate(group, **options)
+            check_sampled(sampled, [item.agent for item in group], self._limits.vocabulary)
+            sampled_by_index |= zip(indices, sampled, strict=True)
+        return [sampled_by_index.get(index, SampledTurn([])) for index in range(len(requests))]
 
-    def _audible(self, request: Request, completion: Completion | EndOfEpisode) -> Completion | EndOfEpisode:
-        """A completion, without its text if its agent is silent."""
+    def _finish_completion(self, request: Request, completion: Completion | EndOfEpisode) -> Completion | EndOfEpisode:
+        """Pass a completion to the follower, and remove its text if the agent is silent."""
         if self.mode.follower is not None:
             self.mode.follower.ended(request, completion)
         if request.agent not in self.mode.silent or isinstance(completion, EndOfEpisode):
             return completion
         return dataclasses.replace(completion, text="", raw_text="", tool_calls=(), without_calls=None)
 
-    async def _write(self, request: Request) -> Completion | EndOfEpisode:
-        """The completion of a request by the function of its agent (`AgentSpec.reply`)."""
+    async def _run_reply(self, request: Request) -> Completion | EndOfEpisode:
+        """Complete a request with the `reply` function of the agent (`AgentSpec.reply`)."""
         agent = self._specs[request.agent]
         function = cast(Callable, agent.reply)
         query = [self.query(request)]
-        (observation,) = self.observe(query) if self._shows_views else await self._unblocked(self.observe, query)
+        (observation,) = self.observe(query) if self._has_user_views else await self._run_locked(self.observe, query)
         if observation.problem is not None:
             return EndOfEpisode(observation.problem, observation.is_too_long)
         shown = observation.content
@@ -441,8 +461,8 @@ class EpisodeRunner:
         except Exception as error:
             raise RuntimeError(f"`reply` of agent {agent.name!r} failed: {type(error).__name__}: {error}") from error
         if not isinstance(text, str):
-            raise TypeError(f"`reply` of agent {agent.name!r} must return the text of a turn, got {text!r}.")
-        ids, is_cut = await self._unblocked(self.prompts.written, agent.name, text)
-        completed = await self._unblocked(self._reader.written, request, observation, text, ids, is_cut)
+            raise TypeError(f"`reply` of agent {agent.name!r} must return a string, got {text!r}.")
+        ids, is_cut = await self._run_locked(self.prompts.written, agent.name, text)
+        completed = await self._run_locked(self._reader.written, request, observation, text, ids, is_cut)
         self.dropped_turns += observation.dropped
-        return self._audible(request, completed)
+        return self._finish_completion(request, completed)

@@ -21,8 +21,8 @@ from ..seams.libraries import get_logger
 from ..seams.lora_layers import DecodingLayers, MixedLora
 from ..shared_prefix.decoding import Recorder, StepStore, can_decode, decode
 from ..shared_prefix.forward import RowAdapters
-from .generator import DrawnByRow, Generator, LiveRows, Observed, Sampled
-from .turn_reader import StopTextCriterion, StopTexts
+from .generator import DrawnByRow, Generator, LiveRows, SampledTurn, SampleRequest
+from .turn_reader import StopStringCriterion, StopStrings
 
 
 logger = get_logger(__name__)
@@ -166,13 +166,13 @@ class TransformersGenerator(Generator):
         # A tokenizer of its own: turns may be sampled in another thread than texts are tokenized in, and a tokenizer
         # refuses to be used by two
         stops = {sampling.stop for sampling in samplings.values()}
-        self._stops = {stop: StopTexts(copy.deepcopy(engine.tokenizer) if stop else None, stop) for stop in stops}
+        self._stops = {stop: StopStrings(copy.deepcopy(engine.tokenizer) if stop else None, stop) for stop in stops}
 
     async def generate(
-        self, observed: Sequence[Observed], greedy: bool = False, sampling: Mapping[str, float] | None = None
-    ) -> list[Sampled]:
+        self, observed: Sequence[SampleRequest], greedy: bool = False, sampling: Mapping[str, float] | None = None
+    ) -> list[SampledTurn]:
         given: dict[str, Any] = dict(sampling or {})
-        completions: list[Sampled] = [Sampled([]) for _ in observed]
+        completions: list[SampledTurn] = [SampledTurn([]) for _ in observed]
         for by_reference in (False, True):
             groups: dict[_Group, list[int]] = {}
             for index, item in enumerate(observed):
@@ -187,8 +187,8 @@ class TransformersGenerator(Generator):
         return completions
 
     def _of_group(
-        self, group: _Group, observed: Sequence[Observed], given: dict[str, Any], greedy: bool
-    ) -> list[Sampled]:
+        self, group: _Group, observed: Sequence[SampleRequest], given: dict[str, Any], greedy: bool
+    ) -> list[SampledTurn]:
         """The turns of one call of `generate`. All of them are by references, or none is."""
         agent, by_reference, own = observed[0].agent, observed[0].by_reference, group.sampling
         self._policies.activate(agent)
@@ -220,7 +220,7 @@ class TransformersGenerator(Generator):
         if live is not None:
             sampled = [ids[:limit] for ids, limit in zip(sampled, live.limits, strict=True)]
         turns = [self._stops[own.stop].cut(ids) for ids in sampled]
-        return [Sampled(ids, logps[i][: len(ids)] if logps is not None else None) for i, ids in enumerate(turns)]
+        return [SampledTurn(ids, logps[i][: len(ids)] if logps is not None else None) for i, ids in enumerate(turns)]
 
     @property
     def keeps_cache(self) -> bool:
@@ -253,7 +253,7 @@ class TransformersGenerator(Generator):
             return "`attn_implementation` is neither sdpa nor eager"
         return None if self._share else "`share_prefixes=False`, or the base cannot share prefixes"
 
-    def _live_rows(self, observed: Sequence[Observed], settings: Mapping[str, Any]) -> LiveRows | None:
+    def _live_rows(self, observed: Sequence[SampleRequest], settings: Mapping[str, Any]) -> LiveRows | None:
         turns = [item.live for item in observed if item.live is not None]
         if not turns:
             return None
@@ -292,7 +292,7 @@ class TransformersGenerator(Generator):
         """Arguments of `generate` that make it stop at stop texts and decode the fast way."""
         options: dict[str, Any] = {}
         if sampling.stop:
-            options["stopping_criteria"] = [StopTextCriterion(self._stops[sampling.stop])]
+            options["stopping_criteria"] = [StopStringCriterion(self._stops[sampling.stop])]
         if self._share and can_decode(GenerationConfig(**settings)):
             # `generation_kwargs` may set a sampling temperature that differs from the temperature of scoring
             sampled_at = settings["temperature"] if settings["do_sample"] else None

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Checkpoints: what is saved next to the files of the `Trainer`, training rows, the best adapters, and resuming."""
+"""Checkpoints: files next to those of the `Trainer`, training rows, the best adapters, and resuming."""
 
 from __future__ import annotations
 
@@ -54,23 +54,24 @@ def save_rollouts(
 
     Args:
         step (`int`): number of forward and backward passes so far.
-        slices (`Sequence[Slice]`, *optional*): slices of the current generation batch; `None` if it is used up.
-        extra (`dict`, *optional*): further state, JSON-serializable.
+        slices (`Sequence[Slice]`, *optional*): slices of the current generation batch; `None` if all of them have been
+            used.
+        extra (`dict`, *optional*): additional state, JSON-serializable.
     """
     tensors: dict[str, torch.Tensor] = {}
-    described = []
+    slice_data = []
     for s, slice_ in enumerate(slices or []):
         rows = []
         for r, row in enumerate(slice_.rows):
-            plain = dict(vars(row))
-            for name in [name for name, value in plain.items() if isinstance(value, torch.Tensor)]:
-                tensors[f"{s}.{r}.{name}"] = plain.pop(name).detach().cpu().contiguous()
-            rows.append(plain)
-        described.append({**vars(slice_), "rows": rows, "adapters": sorted(slice_.adapters)})
+            row_data = dict(vars(row))
+            for name in [name for name, value in row_data.items() if isinstance(value, torch.Tensor)]:
+                tensors[f"{s}.{r}.{name}"] = row_data.pop(name).detach().cpu().contiguous()
+            rows.append(row_data)
+        slice_data.append({**vars(slice_), "rows": rows, "adapters": sorted(slice_.adapters)})
     stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
     save_file(tensors, stem.with_suffix(".safetensors"))
-    used = described if slices is not None else None
-    state = {"world_size": world_size, "step": step, "slices": used, "extra": extra or {}}
+    saved_slices = slice_data if slices is not None else None
+    state = {"world_size": world_size, "step": step, "slices": saved_slices, "extra": extra or {}}
     stem.with_suffix(".json").write_text(json.dumps(state), encoding="utf-8")
 
 
@@ -81,10 +82,10 @@ def load_rollouts(
     Load what [`save_rollouts`] wrote.
 
     Args:
-        is_changed (`bool`): whether the run was changed on purpose. Then the number of processes may differ; a process
-            that the checkpoint does not know goes on from the state of the first.
+        is_changed (`bool`): whether `resume_changes` changes the run. Then the number of processes may differ; an
+            additional process loads the state of the first process.
 
-    Returns: the step, the slices and the further state, or `None` if the checkpoint has no rollouts.
+    Returns: the step, the slices and the additional state, or `None` if the checkpoint has no rollouts.
 
     Raises:
         ValueError: the checkpoint was written by a different number of processes.
@@ -92,14 +93,14 @@ def load_rollouts(
     first = Path(folder) / (ROLLOUTS_NAME.format(rank=0) + ".json")
     if not first.is_file():
         return None
-    saved = json.loads(first.read_text(encoding="utf-8"))["world_size"]
-    if is_changed and rank >= saved:
+    saved_world_size = json.loads(first.read_text(encoding="utf-8"))["world_size"]
+    if is_changed and rank >= saved_world_size:
         rank = 0
-    if saved != world_size and not is_changed:
+    if saved_world_size != world_size and not is_changed:
         raise ValueError(
-            f"The checkpoint {folder} was written by {saved} processes, but there are {world_size}: the rows in use "
-            f"and the random states cannot be divided anew. Resume with {saved} processes, or start a new run from "
-            "the adapters of the checkpoint (`load_adapters`)."
+            f"The checkpoint {folder} was written by {saved_world_size} processes, but there are {world_size}: rows "
+            f"and random states cannot be redistributed. Resume with {saved_world_size} processes, or start a new run "
+            "from the adapters of the checkpoint (`load_adapters`)."
         )
     stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
     state = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
@@ -133,26 +134,26 @@ class BestAdapters:
         self._policies, self._optimizer = policies, optimizer
         self._weights: dict[str, list[torch.Tensor]] = {}
         self._moments: dict[str, list[dict[str, Any]]] = {}
-        self.restored = 0  # how often adapters have gone back
+        self.restored = 0  # number of times that an adapter was restored
 
     @property
     def adapters(self) -> list[str]:
-        """Adapters that there are copies of."""
+        """Names of the adapters that have a copy."""
         return list(self._weights)
 
     @property
-    def _states(self) -> Any:
+    def _optimizer_states(self) -> Any:
         """State of the optimizer by parameter."""
         optimizer = self._optimizer()
         return getattr(optimizer, "optimizer", optimizer).state if optimizer is not None else {}
 
     def take(self) -> None:
-        """Copy all trained adapters as they are now."""
+        """Copy the weights and optimizer states of all trained adapters."""
         for name in self._policies.trained:
             parameters = list(self._policies.parameters(name).values())
-            self._weights[name] = [_copied(parameter.detach()) for parameter in parameters]
+            self._weights[name] = [_copy_to_cpu(parameter.detach()) for parameter in parameters]
             self._moments[name] = [
-                {key: _copied(value) for key, value in self._states.get(parameter, {}).items()}
+                {key: _copy_to_cpu(value) for key, value in self._optimizer_states.get(parameter, {}).items()}
                 for parameter in parameters
             ]
 
@@ -164,26 +165,26 @@ class BestAdapters:
 
     @torch.no_grad()
     def restore(self, adapter: str) -> None:
-        """Give an adapter the weights of its copy, and its optimizer the state of that time, in place."""
+        """Restore the weights and the optimizer state of an adapter from its copy, in place."""
         self.restored += 1
         own = list(self._policies.parameters(adapter).values())
         for parameter, tensor, moments in zip(own, self.weights(adapter), self._moments[adapter], strict=True):
             parameter.data.copy_(tensor)
-            now = self._states.get(parameter)
-            if now is None:
+            current = self._optimizer_states.get(parameter)
+            if current is None:
                 continue
-            for key in [key for key in now if key not in moments]:
-                del now[key]
+            for key in [key for key in current if key not in moments]:
+                del current[key]
             for key, value in moments.items():
                 is_tensor = isinstance(value, torch.Tensor)
-                # Steps may be counted on the CPU
-                device = now[key].device if isinstance(now.get(key), torch.Tensor) else parameter.device
-                now[key] = value.to(device, copy=True) if is_tensor else value
+                # The optimizer may keep its step count on the CPU
+                device = current[key].device if isinstance(current.get(key), torch.Tensor) else parameter.device
+                current[key] = value.to(device, copy=True) if is_tensor else value
 
     # ---- Saving ----
 
     def save(self, folder: str | Path) -> None:
-        """Write the copies into a checkpoint."""
+        """Write the copies to a checkpoint."""
         tensors, plain = {}, {}
         for name, item in self._weights.items():
             for position, (weight, moments) in enumerate(zip(item, self._moments[name], strict=True)):
@@ -196,8 +197,8 @@ class BestAdapters:
         save_file(tensors, Path(folder) / BEST_NAME, metadata={"plain": json.dumps(plain)})
 
     def load(self, folder: str | Path, source_of: Callable[[str], str | None] | None = None) -> None:
-        """Load what [`~BestAdapters.save`] wrote. Adapters that the checkpoint does not have are left out."""
-        path, named = Path(folder) / BEST_NAME, source_of or (lambda name: name)
+        """Load the copies that [`~BestAdapters.save`] wrote. Adapters that are not in the checkpoint are skipped."""
+        path, checkpoint_name = Path(folder) / BEST_NAME, source_of or (lambda name: name)
         self._weights, self._moments = {}, {}
         if not path.is_file():
             return
@@ -205,40 +206,44 @@ class BestAdapters:
             saved: dict[str, Any] = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
             saved |= json.loads((opened.metadata() or {}).get("plain", "{}"))
         for name in self._policies.trained:
-            then, count = named(name), len(self._policies.parameters(name))
-            if then is None or f"{then}.0" not in saved:
+            saved_name, count = checkpoint_name(name), len(self._policies.parameters(name))
+            if saved_name is None or f"{saved_name}.0" not in saved:
                 continue
-            self._weights[name] = [saved[f"{then}.{position}"] for position in range(count)]
+            self._weights[name] = [saved[f"{saved_name}.{position}"] for position in range(count)]
             self._moments[name] = [
-                {key.split(".", 2)[2]: value for key, value in saved.items() if key.startswith(f"{then}.{position}.")}
+                {
+                    key.split(".", 2)[2]: value
+                    for key, value in saved.items()
+                    if key.startswith(f"{saved_name}.{position}.")
+                }
                 for position in range(count)
             ]
 
 
-def _copied(value: Any) -> Any:
+def _copy_to_cpu(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 class Stateful(Protocol):
-    """An object with state that a resumed run goes on with."""
+    """An object whose state is saved and resumed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, JSON-serializable."""
+        """Return the state, JSON-serializable."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a [`state_dict`]."""
+        """Load a state from [`state_dict`]."""
 
 
 class Checkpoints:
     """
-    Writes checkpoints that count only when they are complete, and loads what a resumed run needs and the Trainer
-    forgets: the training rows in use, the position in them, the references, and the state of every owner.
+    Writes checkpoints that are valid only when they are complete, and loads the state that the Trainer does not save:
+    the training rows in use, the position in them, the references, and the state of every stateful object.
 
     Args:
-        owners (`Mapping[str, Stateful]`): objects with state, by the name they have in checkpoints.
+        owners (`Mapping[str, Stateful]`): objects with a state, by their name in checkpoints.
         ref_model (`nn.Module`, *optional*): TRL's reference model.
-        settings ([`RunSettings`]): what decides the results of the run.
-        best ([`BestAdapters`], *optional*): adapters at the team's best.
+        settings ([`RunSettings`]): settings that determine the results of the run.
+        best ([`BestAdapters`], *optional*): copies of the best adapters.
     """
 
     def __init__(
@@ -262,19 +267,19 @@ class Checkpoints:
         self._agents, self._anonymous, self._settings = team.agents, team.anonymous, settings
         device = run.processes.device
         self._random = RandomStates(device, others=other_devices(model, device))
-        self._remembered: dict[str, Any] | None = None
-        self._window: dict[str, Any] | None = None
+        self._last_step: dict[str, Any] | None = None
+        self._log_window: dict[str, Any] | None = None
 
     # ---- Writing ----
 
     @contextlib.contextmanager
     def saving(self, folder: Path) -> Iterator[None]:
         """
-        Context manager around the `Trainer`'s own saving: the checkpoint counts when all processes have written their
-        files.
+        Context manager around the `Trainer`'s own saving. The checkpoint becomes valid when all processes have written
+        their files.
 
         Raises:
-            CheckpointError: the checkpoint cannot be written, or holds weights that are not finite.
+            CheckpointError: the checkpoint cannot be written, or weights are not finite.
         """
         run_folder = self.folder if folder.parent == self.folder.path else RunFolder(folder.parent)
         run_folder.run = self.folder.run or "unnamed"
@@ -293,26 +298,26 @@ class Checkpoints:
         except Exception as error:
             if is_open:
                 run_folder.abandon(folder)
-            raise self._failed(folder, run_folder, error) from error
+            raise self._save_error(folder, run_folder, error) from error
         if self._args.should_save:
             self._rotate(run_folder)
 
     def _rotate(self, run_folder: RunFolder) -> None:
         try:
             run_folder.rotate(self._args.save_total_limit, self._state.best_checkpoint)
-        except OSError as error:  # the new checkpoint stands
+        except OSError as error:  # the new checkpoint is complete
             logger.warning(f"An older checkpoint could not be removed: {error}.")
 
-    def _failed(self, folder: Path, run_folder: RunFolder, error: Exception) -> CheckpointError:
+    def _save_error(self, folder: Path, run_folder: RunFolder, error: Exception) -> CheckpointError:
         standing = run_folder.standing()
         left = (
-            f"{standing} is complete, and the run goes on from it"
+            f"The run resumes from {standing}"
             if standing is not None
             else "No checkpoint of this run is complete, so the run starts from the beginning"
         )
         return CheckpointError(
-            f"{folder} could not be written: {type(error).__name__}: {error}. {left} when the same command is started "
-            "again with `resume_from_checkpoint=True`. What was written of the failed checkpoint was removed."
+            f"Could not write {folder}: {type(error).__name__}: {error}. {left} if you start the same command again "
+            "with `resume_from_checkpoint=True`. The incomplete checkpoint was removed."
         )
 
     def _check_weights(self) -> None:
@@ -321,12 +326,12 @@ class Checkpoints:
             broken = next((key for key, value in parameters if not value.detach().isfinite().all()), None)
             if broken is not None:
                 raise FloatingPointError(
-                    f"The weights of {name!r} are not finite ({broken}), so they are not saved. Lower the learning "
-                    "rate and go on from an earlier checkpoint."
+                    f"The weights of {name!r} are not finite ({broken}), so no checkpoint is saved. Lower the "
+                    "learning rate and resume from an earlier checkpoint."
                 )
 
     def save(self, folder: str | Path) -> None:
-        """Write the state of this process into a checkpoint. Every process calls it."""
+        """Write the state of this process to a checkpoint. Every process calls it."""
         rank, world_size = self._args.process_index, self._args.world_size
         own = self._own_state()
         save_rollouts(folder, rank, world_size, own["micro_step"], own["slices"], own["extra"])
@@ -346,12 +351,15 @@ class Checkpoints:
             "extra": {**extra, "window": self._state.window()},
         }
 
-    # ---- A checkpoint of the last complete step, after a failure in the next one ----
+    # ---- A checkpoint of the last complete step, after a failure in the next step ----
 
     def remember(self) -> None:
-        """Keep what a checkpoint of this step would hold, besides weights and optimizer, which change at its end."""
+        """
+        Keep the state that a checkpoint of this step needs, except weights and optimizer, which only the next update
+        changes.
+        """
         with undisturbed():
-            self._remembered = {
+            self._last_step = {
                 "step": self._state.optimizer_step,
                 "random": self._random.capture(),
                 "tokens": self._state.num_tokens_seen,
@@ -362,12 +370,12 @@ class Checkpoints:
 
     @property
     def _restored(self) -> int:
-        """How often adapters have gone back to their best."""
+        """Number of times that adapters were restored to their best weights."""
         return self.best.restored if self.best is not None else 0
 
-    def remember_again(self) -> None:
-        """Remember what a log of the present step has changed."""
-        if self._remembered is not None and self._remembered["step"] == self._state.optimizer_step:
+    def record_after_log(self) -> None:
+        """Record the step again, after a log has changed its state."""
+        if self._last_step is not None and self._last_step["step"] == self._state.optimizer_step:
             self.remember()
 
     @property
@@ -375,29 +383,29 @@ class Checkpoints:
         """Number of optimizer steps so far."""
         return self._state.optimizer_step
 
-    def has_this_step(self) -> bool:
-        """`True` on all processes if a checkpoint of the present step stands."""
+    def has_current_checkpoint(self) -> bool:
+        """`True` on all processes if there is a complete checkpoint of the current step."""
         standing = self._processes.broadcast(self.folder.standing() if self._args.should_save else None)
         return standing is not None and standing.name == f"checkpoint-{self._state.optimizer_step}"
 
     def forget(self) -> None:
-        """The weights are about to change: what was remembered does not belong to them any more."""
-        self._remembered = None
+        """Discard the recorded step, because the weights are about to change."""
+        self._last_step = None
 
-    def save_remembered(self, save: Callable[[], None]) -> bool:
+    def save_recorded_step(self, save: Callable[[], None]) -> bool:
         """
-        Save the last complete step, after the next one has failed.
+        Save the last complete step after a failure in the next step.
 
-        Returns: whether a checkpoint of that step stands now.
+        Returns: whether there is a complete checkpoint of that step.
         """
-        kept = self._remembered
+        kept = self._last_step
         if kept is None or (kept["step"], kept["restored"]) != (self._state.optimizer_step, self._restored):
-            return False  # nothing was completed, or the failure came after the weights had changed
-        if self.has_this_step():
+            return False  # no complete step, or the weights have changed since
+        if self.has_current_checkpoint():
             return True
         self._random.restore(kept["random"])
         self._state.micro_step, self._state.slices = kept["micro_step"], kept["slices"]
-        self._state.see_tokens(kept["tokens"] - self._state.num_tokens_seen)
+        self._state.count_tokens(kept["tokens"] - self._state.num_tokens_seen)
         self._state.note_entropy(*kept["entropy"])
         self._load_owners(kept["extra"])
         self.open_window()
@@ -408,19 +416,19 @@ class Checkpoints:
 
     def choose(self, resume_from_checkpoint: str | bool | Path | None) -> str | None:
         """
-        The checkpoint to resume from, the same on all processes, after its files and settings have been checked.
+        Choose the checkpoint to resume from, the same on all processes, and check its files and settings.
 
         Args:
-            resume_from_checkpoint (`str`, `bool` or `Path`, *optional*): `True` for the newest complete one of this
-                run, if there is one.
+            resume_from_checkpoint (`str`, `bool` or `Path`, *optional*): `True` for the newest complete checkpoint of
+                this run, if there is one.
 
         Raises:
-            DamagedCheckpoint: a checkpoint that was named is damaged.
-            ValueError: the run differs from that of the checkpoint in a way that was not announced.
+            DamagedCheckpoint: the given checkpoint is damaged.
+            ValueError: the run differs from that of the checkpoint in a way that `resume_changes` does not declare.
         """
         with self._processes.together():
             for owner in self.owners.values():
-                owner.state_dict()  # what cannot be saved is known before the first generation
+                owner.state_dict()  # fail before the first generation if a state cannot be saved
             chosen = self._choose(resume_from_checkpoint) if self._args.should_save else None
         chosen, self.changes = self._processes.broadcast((chosen, self.changes))
         return chosen
@@ -435,7 +443,7 @@ class Checkpoints:
                 logger.warning(
                     f"Training starts from the beginning: there is no complete checkpoint in {self.folder.path}."
                 )
-                self.folder.start(is_meant=False)
+                self.folder.start(is_intended=False)
                 return None
             folder, commit = found
             logger.info(f"Resuming from {folder}.")
@@ -449,10 +457,10 @@ class Checkpoints:
             _check_is_checkpoint(folder)
             if not folder.is_dir():
                 raise FileNotFoundError(
-                    f"There is no checkpoint {folder}. Pass `True` for the newest one in {self.folder.path}, or the "
-                    "path of a folder `checkpoint-<step>`."
+                    f"The checkpoint {folder} does not exist. Pass `True` for the newest checkpoint in "
+                    f"{self.folder.path}, or the path of a folder `checkpoint-<step>`."
                 )
-            commit = self._verified(folder)
+            commit = self._verify(folder)
         self.check_settings(commit, folder)
         is_own = folder.resolve().parent == self.folder.path.resolve()
         if is_own and commit.run:
@@ -462,32 +470,32 @@ class Checkpoints:
         return str(folder)
 
     @staticmethod
-    def _verified(folder: Path) -> Commit:
+    def _verify(folder: Path) -> Commit:
         if not (folder / commits.COMMIT_NAME).exists() and not (folder / commits.OPEN_NAME).exists():
             logger.warning(
-                f"{folder} has no {commits.COMMIT_NAME}, as checkpoints written by earlier versions: its files cannot "
-                "be verified."
+                f"{folder} has no {commits.COMMIT_NAME}, like checkpoints of earlier versions, so its files cannot be "
+                "verified."
             )
             return Commit("", -1)
         return commits.verify(folder)
 
     def check_settings(self, commit: Commit, folder: Path) -> None:
-        """Refuse structural changes since a checkpoint, and announce the others."""
-        saved, present = commit.settings, self._settings.collect()
+        """Raise if the structure has changed since a checkpoint, and warn about all other changes."""
+        saved, current = commit.settings, self._settings.collect()
         if not saved:
             return
-        made = {*self.changes.add, *self.changes.rename.values()} <= _names_of(saved)
-        if not self.changes.is_empty and made and _are_done(saved, present):
-            logger.warning(f"The changes in `resume_changes` are part of {folder.name} already; nothing changes now.")
+        is_applied = {*self.changes.add, *self.changes.rename.values()} <= _names_of(saved)
+        if not self.changes.is_empty and is_applied and _same_structure(saved, current):
+            logger.warning(f"{folder.name} already has the changes in `resume_changes`, so they are ignored.")
             self.changes = ResumeChanges()
-        self.changes.check_names(_names_of(saved), _names_of(present))
-        for line in check_structure(saved, present, self.changes, folder):
-            logger.warning(f"Changed since {folder.name}: {line}. The resumed run is not bit for bit the one before.")
-        for name, then, now in tunables(saved, present):
-            logger.warning(f"Changed since {folder.name}, effective now: {name}: {then} -> {now}.")
+        self.changes.check_names(_names_of(saved), _names_of(current))
+        for line in check_structure(saved, current, self.changes, folder):
+            logger.warning(f"Changed since {folder.name}: {line}. The resumed run will not be bit-exact.")
+        for name, old, now in tunables(saved, current):
+            logger.warning(f"Changed since {folder.name}: `{name}` from {old} to {now}. The new value is used.")
 
     def load(self, folder: str | Path) -> None:
-        """Go on from the state of this process in a checkpoint."""
+        """Load the state of this process from a checkpoint."""
         if self._args.sync_ref_model:
             load_references(self._policies, self._ref_model, folder)
         if self.copies is not None:
@@ -499,31 +507,31 @@ class Checkpoints:
         if restored is None:
             return
         self._state.micro_step, slices, extra = restored
-        self._state.slices = None if is_changed else slices  # rows of a changed run are sampled anew
+        self._state.slices = None if is_changed else slices  # a changed run samples new rows
         self._load_owners(extra)
 
     def _load_owners(self, extra: dict[str, Any]) -> None:
         for name, owner in self.owners.items():
             if name in extra:
                 owner.load_state_dict(extra[name])
-        self._window = extra.get("window")
+        self._log_window = extra.get("window")
 
     def open_window(self) -> None:
-        """Go on with what was measured since the last log. The Trainer clears it after [`load`]."""
-        if self._window is not None:
-            self._state.open_window(self._window)
-            self._window = None
+        """Restore the metrics since the last log. The Trainer clears them after [`load`]."""
+        if self._log_window is not None:
+            self._state.open_window(self._log_window)
+            self._log_window = None
 
     @property
     def source_of(self) -> Callable[[str], str | None] | None:
-        """Name that an adapter has in the checkpoint, where the team was changed on purpose; else `None`."""
+        """Function from an adapter to its name in the checkpoint, or `None` without `resume_changes`."""
         return None if self.changes.is_empty else self.changes.source_of
 
     def load_best(self, folder: str | Path) -> None:
-        """Go back to the weights of a checkpoint of this run."""
+        """Load the weights of an earlier checkpoint of this run."""
         self.load_weights(folder)
         if self.copies is not None:
-            self.copies.go_back_to(folder)
+            self.copies.drop_after_checkpoint(folder)
 
     def load_weights(self, folder: str | Path) -> None:
         """Load the adapters of the team and the critic from a checkpoint, in place."""
@@ -532,8 +540,8 @@ class Checkpoints:
             self._critic.load(folder)
 
 
-def _are_done(saved: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
-    """`True` if a checkpoint has the structure of the run."""
+def _same_structure(saved: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
+    """Return `True` if a checkpoint has the structure of the run."""
     if _names_of(saved) != _names_of(present):
         return False
     try:
@@ -550,7 +558,7 @@ def _names_of(settings: Mapping[str, Any]) -> set[str]:
 
 def raise_failed_push(jobs: Sequence[Any], repo: str | None, folder: str | None) -> None:
     """
-    Raise for an upload of a checkpoint that failed in the background.
+    Raise if the upload of a checkpoint failed in the background.
 
     Raises:
         RuntimeError: names the repository and the folder with the files.
@@ -583,7 +591,7 @@ def load_team_adapters(
     if manifest.anonymous != anonymous:
         raise ValueError(
             f"The checkpoint {folder} was written with `anonymous={manifest.anonymous or False!r}`, but the trainer "
-            f"has `anonymous={anonymous or False!r}`. Resume with the same."
+            f"has `anonymous={anonymous or False!r}`. Resume with the same value."
         )
     saved = {agent.name for agent in manifest.agents} | set(manifest.adapters)
     changes.check_names(saved, {agent.name for agent in agents} | set(policies.names))
@@ -598,23 +606,23 @@ def load_team_adapters(
 def _check_finite(policies: Policies, name: str, folder: str | Path) -> None:
     if not all(torch.isfinite(value.detach()).all() for value in policies.parameters(name).values()):
         raise ValueError(
-            f"The weights of the adapter {name!r} in {folder} are not finite. Go on from an earlier checkpoint."
+            f"The weights of the adapter {name!r} in {folder} are not finite. Resume from an earlier checkpoint."
         )
 
 
 def _check_is_checkpoint(folder: Path) -> None:
-    """Raise if a folder is that of a run or of a saved team, which has no state to go on with."""
+    """Raise if a folder is a run folder or a saved team, neither of which has a state to resume from."""
     if not folder.is_dir() or (folder / TRAINER_STATE_NAME).exists():
         return
-    inside = sorted(folder.glob("checkpoint-*"), key=lambda one: (len(one.name), one.name))
+    inside = sorted(folder.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
     if inside:
         raise ValueError(
-            f"{folder} is the folder of a run, not a checkpoint. Pass `True` for the newest one, or its path: "
-            f"{inside[-1]}."
+            f"{folder} is the folder of a run, not a checkpoint. Pass `True` for the newest checkpoint, or the path "
+            f"of one: {inside[-1]}."
         )
-    is_of_run = any((folder / name).exists() for name in (commits.COMMIT_NAME, commits.OPEN_NAME))
-    if (folder / MANIFEST_NAME).exists() and not is_of_run:
+    is_checkpoint = any((folder / name).exists() for name in (commits.COMMIT_NAME, commits.OPEN_NAME))
+    if (folder / MANIFEST_NAME).exists() and not is_checkpoint:
         raise ValueError(
-            f"{folder} is a saved team without the state of an optimizer, so a run cannot go on from it. Begin a new "
-            f"one with its adapters: `model=load_adapters(base, {str(folder)!r})`."
+            f"{folder} is a saved team without an optimizer state, so it cannot be resumed. Start a new run from its "
+            f"adapters: `model=load_adapters(base, {str(folder)!r})`."
         )

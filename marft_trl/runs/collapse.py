@@ -140,7 +140,7 @@ class RestoringCollapse(Collapse):
         for name in self._adapters.adapters:
             self._adapters.restore(name)
         if self._copies is not None:  # copies of later steps are of the collapsed policies
-            self._copies.forget_after(self._best_step, self._adapters.adapters)
+            self._copies.drop_after(self._best_step, self._adapters.adapters)
         self._metrics.add("collapse/restored", 1.0)
         logger.warning(
             f"THE TEAM HAS COLLAPSED: {self._found}. All adapters and their optimizer state are RESTORED to step "

@@ -197,7 +197,7 @@ class Run(TrainerCallback):
         if not self._saves or isinstance(error, CheckpointError):
             return
         try:
-            stands = self._checkpoints.save_remembered(self._save)
+            stands = self._checkpoints.save_recorded_step(self._save)
         except Exception as problem:
             logger.warning(f"No checkpoint could be saved after the failure: {problem}")
             return
@@ -246,7 +246,7 @@ class Run(TrainerCallback):
 
     def after_log(self) -> None:
         """Take note that the metrics of the step have been logged: an evaluation, which comes next, may fail."""
-        self._checkpoints.remember_again()
+        self._checkpoints.record_after_log()
 
     def after_step(self) -> None:
         """
@@ -257,7 +257,7 @@ class Run(TrainerCallback):
         """
         if self._stopped_by:
             name = signal.Signals(self._stopped_by).name
-            if self._saves and not self._checkpoints.has_this_step():
+            if self._saves and not self._checkpoints.has_current_checkpoint():
                 self._save()  # an evaluation has decided against it
             standing = self._checkpoints.folder.standing() if self._args.should_save else None
             message = (

@@ -347,15 +347,15 @@ class RunFolder:
                 "Saving may fail. Free the disk, or set `output_dir` to a folder on a larger one."
             )
 
-    def start(self, is_meant: bool = True) -> None:
+    def start(self, is_intended: bool = True) -> None:
         """
         Begin a new run. Checkpoints of other runs stay, but this run does not resume from them.
 
         Args:
-            is_meant (`bool`): whether the user has asked for a new run; else there was nothing to resume from.
+            is_intended (`bool`): whether the user has asked for a new run; else there was nothing to resume from.
         """
         others = [folder.name for folder in self.checkpoints()]
-        if others and is_meant:
+        if others and is_intended:
             logger.warning(
                 f"{self.path} holds checkpoints of an earlier start ({', '.join(others)}). Training begins at step 1 "
                 "and replaces those of the same steps. Use `train(resume_from_checkpoint=True)` to go on with them, "

@@ -54,14 +54,14 @@ class MixedLora:
             if type(module).__name__ not in PLAIN_LORAS:
                 return f"layers of the class {type(module).__name__} have LoRAs"
             if "forward" in vars(module):
-                return "their layers have hooks of others"
+                return "layers have hooks of other libraries"
             its = [name for name in adapters if name in module.lora_A]
             if any(name in module.lora_variant for name in its):
-                return "they are variants of LoRA, such as DoRA"
+                return "adapters are variants of LoRA, such as DoRA"
             if any(module.lora_B[name].bias is not None for name in its) or module.merged:
-                return "they have biases, or are merged"
+                return "adapters have biases, or are merged"
             if len({getattr(module.lora_dropout[name], "p", 0.0) for name in its}) > 1:
-                return "their dropout differs"
+                return "the dropout of the adapters differs"
         return None
 
     @contextlib.contextmanager

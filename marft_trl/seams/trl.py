@@ -243,7 +243,7 @@ class TrlState:
         """Number of tokens that were generated and read so far, over all processes."""
         return self._trainer.state.num_input_tokens_seen
 
-    def see_tokens(self, count: int) -> None:
+    def count_tokens(self, count: int) -> None:
         """Add to [`num_tokens_seen`]."""
         self._trainer.state.num_input_tokens_seen += count
 

@@ -251,12 +251,12 @@ class EpisodeRandomness:
     from common states, in an order that depends on how long servers take.
 
     Args:
-        is_beside (`bool`, *optional*, defaults to `False`): whether another thread trains meanwhile. Then torch has no
-            state of the episode, and the code waits while that thread runs users' code.
+        is_concurrent (`bool`, *optional*, defaults to `False`): whether another thread trains meanwhile. Then torch
+            has no state of the episode, and the code waits while that thread runs users' code.
     """
 
-    def __init__(self, seed: int, is_beside: bool = False):
-        self._states, self._is_beside = RandomStates(torch.device("cpu"), not is_beside), is_beside
+    def __init__(self, seed: int, is_concurrent: bool = False):
+        self._states, self._is_concurrent = RandomStates(torch.device("cpu"), not is_concurrent), is_concurrent
         self._seed = seed % 2**32
         self._own: dict[str, Any] | None = None
 
@@ -264,7 +264,7 @@ class EpisodeRandomness:
     def active(self) -> Iterator[None]:
         """Context manager: the states of the process are those of the episode."""
         # Otherwise the thread that waits for these episodes holds the lock already
-        with _USERS if self._is_beside else contextlib.nullcontext(), self._swapped():
+        with _USERS if self._is_concurrent else contextlib.nullcontext(), self._swapped():
             yield
 
     @contextlib.contextmanager
@@ -273,7 +273,7 @@ class EpisodeRandomness:
         if self._own is None:
             random.seed(self._seed)
             np.random.seed(self._seed)
-            if not self._is_beside:
+            if not self._is_concurrent:
                 torch.default_generator.manual_seed(self._seed)  # `torch.manual_seed` takes 2 ms
         else:
             self._states.restore(self._own)

@@ -197,7 +197,7 @@ class GrowingText:
 
 class Narrator:
     """
-    Tells of the turns of an episode as events, see [`Follower`].
+    Tells of the turns of an episode as events, see [`TurnListener`].
 
     Args:
         tell (`Callable[[Event], None]`, *optional*): is told. If left out, turns end when nobody waits for them any

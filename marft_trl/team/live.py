@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..episodes.records import Episode
-from ..rollout.generator import Generator, Observed, Sampled
-from ..rollout.runner import EpisodeRunner, RunKeys, RunMode
+from ..rollout.generator import Generator, SampledTurn, SampleRequest
+from ..rollout.runner import EpisodeRunner, RunMode, SeedKeys
 from ..system.event_loop import finished
 from ..workflows import Workflow
 from .events import Answer, Event, Narrator
@@ -27,17 +27,17 @@ from .events import Answer, Event, Narrator
 # Seconds that the thread waits for further turns when it has had nothing to do
 _PAUSE = 0.002
 # Of questions that are answered at the same time
-_ASKED = RunMode(next_to_training=True)
+_ASKED = RunMode(is_concurrent=True)
 
 
 class _Job(NamedTuple):
     """A turn that is waited for."""
 
-    observed: Observed
+    observed: SampleRequest
     greedy: bool
     sampling: Mapping[str, float] | None
     loop: asyncio.AbstractEventLoop
-    turn: asyncio.Future[Sampled]
+    turn: asyncio.Future[SampledTurn]
 
     @property
     def kind(self) -> tuple:
@@ -48,7 +48,7 @@ class _Job(NamedTuple):
     def is_gone(self) -> bool:
         return self.observed.live is not None and self.observed.live.is_gone
 
-    def settle(self, result: Sampled | BaseException) -> None:
+    def settle(self, result: SampledTurn | BaseException) -> None:
         with contextlib.suppress(RuntimeError):  # its event loop is closed
             self.loop.call_soon_threadsafe(_settle, self.turn, result)
 
@@ -97,8 +97,8 @@ class DeviceThread(Generator):
                     self._jobs.put(None)
 
     async def generate(
-        self, observed: Sequence[Observed], greedy: bool = False, sampling: Mapping[str, float] | None = None
-    ) -> list[Sampled]:
+        self, observed: Sequence[SampleRequest], greedy: bool = False, sampling: Mapping[str, float] | None = None
+    ) -> list[SampledTurn]:
         loop = asyncio.get_running_loop()
         jobs = [_Job(item, greedy, sampling, loop, loop.create_future()) for item in observed]
         for job in jobs:
@@ -144,7 +144,7 @@ class DeviceThread(Generator):
         if not batch:
             return
         observed, (first, *_) = [job.observed for job in batch], batch
-        results: Sequence[Sampled | BaseException]
+        results: Sequence[SampledTurn | BaseException]
         try:
             with self._acting():
                 results = finished(self._generator.generate(observed, greedy=first.greedy, sampling=first.sampling))
@@ -161,7 +161,7 @@ class DeviceThread(Generator):
             job.settle(result)
 
 
-def _settle(turn: asyncio.Future[Sampled], result: Sampled | BaseException) -> None:
+def _settle(turn: asyncio.Future[SampledTurn], result: SampledTurn | BaseException) -> None:
     if turn.done():  # nobody waits for it any more
         return
     if isinstance(result, BaseException):
@@ -252,7 +252,7 @@ class LiveTeam:
             workflow=ask.workflow,
             max_turns=ask.max_turns,
         )
-        key = RunKeys("seeded", ask.seed).next(0)
+        key = SeedKeys("seeded", ask.seed).next(0)
         async with self.connected() as within:
             self.running += 1
             try:

@@ -38,7 +38,7 @@ from ..adapters.manifest import TeamManifest
 from ..agents import AgentSpec, check_team
 from ..episodes.records import Episode, Messages, unknown_agent
 from ..prompts.views import View, team_view
-from ..rollout.runner import EpisodeRunner, RunKeys, RunMode
+from ..rollout.runner import EpisodeRunner, RunMode, SeedKeys
 from ..system.hints import checked_names
 from ..system.randomness import UserRandomness
 from ..workflows import Workflow, rebuild
@@ -566,7 +566,7 @@ class Team:
     def _become(self, agents: list[AgentSpec], workflow: Workflow, saved: SavedTeam) -> None:
         before, self._runner = self._runner, saved.runner(agents, workflow, self.model)
         before.generator.close()
-        self._runner.device = before.device  # is held now
+        self._runner.device_lock = before.device_lock  # is held now
         self.agents, self.workflow, self._saved, self._live = agents, workflow, saved, None
 
     @contextlib.contextmanager
@@ -576,7 +576,7 @@ class Team:
         with self._acting():
             randomness = UserRandomness(seed, model.device) if seed is not None else None
             # That of the team as it is now: another thread may have changed it
-            runner = self._runner.changed(RunMode(options), randomness=randomness, keys=RunKeys("seeded", seed or 0))
+            runner = self._runner.changed(RunMode(options), randomness=randomness, keys=SeedKeys("seeded", seed or 0))
             with torch.random.fork_rng(devices, enabled=seed is not None, device_type=model.device.type):
                 if seed is not None:
                     torch.manual_seed(seed)
@@ -587,7 +587,7 @@ class Team:
     @contextlib.contextmanager
     def _acting(self) -> Iterator[None]:
         """Context manager: the model acts for nobody else, and without dropout."""
-        with self._runner.device:
+        with self._runner.device_lock:
             was_training = self.model.training
             self.model.eval()
             try:

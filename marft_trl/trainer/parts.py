@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from ..adapters.copies import PastCopies, TakeCopies
+from ..adapters.copies import PastCopies, PastCopiesCallback
 from ..adapters.manifest import BaseModel, describe_base
 from ..agents import AgentSpec
 from ..algorithms.baselines import BASELINES, CREDITS, RunningBaselines
@@ -299,7 +299,7 @@ def _acting_parts(
     if any(agent.copy_of is not None for agent in team.agents):
         copies = PastCopies(team.policies, team.agents)
         copies.take(0)
-        trainer.add_callback(TakeCopies(copies))
+        trainer.add_callback(PastCopiesCallback(copies))
     unread = [agent.name for agent in team.agents if team.critic is None and not agent.has_policy]
     longest = engine.longest_turn if engine is not None else None
     prompts = PromptBuilder(

@@ -10,7 +10,7 @@ from collections import Counter
 
 from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.extras.apps import ExternalApp
-from marft_trl.rollout.generator import Sampled
+from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import Orchestrated
 from tests import shard_on_cpu  # before anything asks accelerate for its state
@@ -55,7 +55,7 @@ def canned(trainer, kind):
             elif isinstance(trainer.workflow, Orchestrated) and agent == "reasoner":
                 tag = draw.choice(["<call>actor</call>", "<call>nobody</call>", "<done/>"])
                 reply = trainer.processing_class(tag)["input_ids"]
-            replies.append(Sampled([*reply, 2]))
+            replies.append(SampledTurn([*reply, 2]))
         return replies
 
     return generate

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""A team over HTTP: settings, request queue, routes, and answers as a whole or as streams."""
+"""Serve a team over HTTP: settings, request queue, routes, and whole or streamed answers."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class GatewaySettings:
     """
-    Address and limits of a gateway.
+    Address and limits of a team server.
 
     Args:
-        name (`str`, *optional*, defaults to `"team"`): name of the team as a model.
-        host (`str`, *optional*, defaults to `"127.0.0.1"`): address to listen at.
+        name (`str`, *optional*, defaults to `"team"`): model name under which the team is served.
+        host (`str`, *optional*, defaults to `"127.0.0.1"`): address to listen on.
         port (`int`, *optional*, defaults to `8080`): port; 0 for any free one.
-        api_key (`str`, *optional*): key that requests bring as `Authorization: Bearer ...`. Demanded unless the
-            address is one of this machine alone.
-        show_turns (`bool`, *optional*, defaults to `True`): whether answers have the turns of teammates.
-        max_running (`int`, *optional*, defaults to `64`): largest number of answers that are written at a time.
-        max_programs (`int`, *optional*, defaults to `8`): the same for a team whose answers start programs.
-        max_waiting (`int`, *optional*, defaults to `256`): largest number of questions that wait for others to end.
-            Further ones are refused with status 503.
-        max_turns (`int`, *optional*, defaults to `64`): largest number of turns of an episode.
-        timeout (`float`, *optional*, defaults to `600.0`): seconds after which a question is given up.
-        max_body (`int`, *optional*, defaults to `1048576`): largest number of bytes of a request.
-        grace (`float`, *optional*, defaults to `10.0`): seconds that questions have left when the gateway ends.
+        api_key (`str`, *optional*): key that requests must send as `Authorization: Bearer ...`. Required unless `host`
+            is a loopback address.
+        show_turns (`bool`, *optional*, defaults to `True`): whether answers include the turns of teammates.
+        max_running (`int`, *optional*, defaults to `64`): maximum number of answers that are generated concurrently.
+        max_programs (`int`, *optional*, defaults to `8`): the same limit for a team whose workflow starts programs.
+        max_waiting (`int`, *optional*, defaults to `256`): maximum number of questions in the queue. Further questions
+            get status 503.
+        max_turns (`int`, *optional*, defaults to `64`): maximum number of turns of an episode.
+        timeout (`float`, *optional*, defaults to `600.0`): seconds after which a question is cancelled.
+        max_body (`int`, *optional*, defaults to `1048576`): maximum size of a request in bytes.
+        grace (`float`, *optional*, defaults to `10.0`): seconds that running questions get to finish on shutdown.
 
     Raises:
-        ValueError: the address is reachable by others and there is no key, or a limit is out of range.
+        ValueError: other machines can reach the address and there is no key, or a limit is out of range.
     """
 
     name: str = "team"
@@ -76,8 +76,8 @@ class GatewaySettings:
     def __post_init__(self) -> None:
         if not self.is_loopback and not self.api_key:
             raise ValueError(
-                f"`host={self.host!r}` can be reached by others, so an API key is needed: set the environment "
-                "variable `MARFT_API_KEY`. Or leave `host` at '127.0.0.1', which only this machine reaches."
+                f"Other machines can reach `host={self.host!r}`, so an API key is required. Set the environment "
+                "variable `MARFT_API_KEY`, or leave `host` at '127.0.0.1', which only this machine can reach."
             )
         for name in ("max_running", "max_programs", "max_turns", "timeout", "max_body"):
             if not getattr(self, name) > 0:
@@ -95,7 +95,7 @@ class GatewaySettings:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether a host is this machine, by its address or as `localhost`. Other names may mean anything."""
+    """Whether a host is a loopback address or `localhost`. Other names may resolve to any address."""
     try:
         return ipaddress.ip_address(host or "").is_loopback
     except ValueError:
@@ -104,29 +104,29 @@ def is_loopback(host: str | None) -> bool:
 
 class RequestQueue:
     """
-    Places for answers that are written at the same time.
+    Limits the number of answers that are generated concurrently.
 
     Args:
-        places (`int`): number of places.
-        waiting (`int`): largest number of questions that wait for some.
+        places (`int`): maximum number of running answers.
+        waiting (`int`): maximum number of waiting questions.
     """
 
     def __init__(self, places: int, waiting: int):
-        self.places, self._free, self._most = places, asyncio.Semaphore(places), waiting
-        self._first = asyncio.Lock()  # held by the question that has waited longest
+        self.places, self._free, self._max_waiting = places, asyncio.Semaphore(places), waiting
+        self._queue_lock = asyncio.Lock()  # held by the question that has waited longest
         self.running = self.waiting = 0
 
     @contextlib.asynccontextmanager
     async def place(self, answers: int = 1) -> AsyncIterator[None]:
         """
-        Asynchronous context manager: a place for each answer to a question, as soon as so many are free.
+        Asynchronous context manager: wait until there is a slot for each answer to a question, and hold the slots.
 
         Raises:
-            RequestError: too many are waiting.
+            RequestError: the queue is full.
         """
-        if (self._free.locked() or self._first.locked()) and self.waiting >= self._most:
+        if (self._free.locked() or self._queue_lock.locked()) and self.waiting >= self._max_waiting:
             raise RequestError(
-                f"{self.running} questions are being answered, and {self.waiting} wait. Ask again later.",
+                f"The server is full: {self.running} questions are running, {self.waiting} are waiting. Retry later.",
                 503,
                 code="overloaded",
             )
@@ -134,7 +134,7 @@ class RequestQueue:
         taken = 0
         try:
             try:
-                async with self._first:
+                async with self._queue_lock:
                     while taken < answers:
                         await self._free.acquire()
                         taken += 1
@@ -151,7 +151,7 @@ class RequestQueue:
 
 
 class ServerMetrics:
-    """What a gateway has done, in Prometheus' text format."""
+    """Counters of a team server, in the text format of Prometheus."""
 
     def __init__(self) -> None:
         self._requests: Counter[tuple[str, int]] = Counter()
@@ -160,19 +160,19 @@ class ServerMetrics:
         self._seconds: dict[str, float] = {}
 
     def request(self, model: str, status: int, seconds: float) -> None:
-        """A request has ended."""
+        """Count a finished request."""
         self._requests[model, status] += 1
         self._seconds[model] = self._seconds.get(model, 0.0) + seconds
 
     def episodes(self, episodes: Sequence[Episode]) -> None:
-        """Episodes have ended."""
+        """Count the turns and tokens of finished episodes."""
         for turn in (turn for episode in episodes for turn in episode.turns):
             self._turns[turn.agent] += 1
             self._tokens[turn.agent, "prompt"] += len(turn.prompt_ids)
             self._tokens[turn.agent, "completion"] += len(turn.completion_ids)
 
     def text(self, queue: RequestQueue) -> str:
-        """All metrics, with the present lengths of a queue."""
+        """Return all metrics, with the current lengths of the queue."""
         lines = [
             "# TYPE marft_requests_running gauge",
             f"marft_requests_running {queue.running}",
@@ -191,33 +191,33 @@ class ServerMetrics:
 
 
 def heading(agent: str, is_first: bool) -> str:
-    """What stands above a turn among the turns of teammates."""
+    """Return the heading of a turn in the list of teammates' turns."""
     return f"{'' if is_first else chr(10) * 2}[{agent}]\n"
 
 
 def thoughts(episode: Episode) -> str:
-    """The turns before the answer, with their agents' names."""
+    """Return the turns before the answer, with the names of their agents."""
     turns = [turn for turn in episode.turns if turn is not episode.answer]
     return "".join(heading(turn.agent, not number) + turn.text for number, turn in enumerate(turns))
 
 
 def answer_text(episode: Episode) -> str:
-    """The team's answer; empty if there was no turn."""
+    """Return the text of the answer of the team; empty if there was no turn."""
     return episode.answer.text if episode.answer is not None else ""
 
 
 def tokens_of(episode: Episode) -> dict[str, dict[str, int]]:
-    """Numbers of tokens of each agent."""
+    """Return the numbers of prompt and completion tokens of each agent."""
     agents: dict[str, dict[str, int]] = {}
     for turn in episode.turns:
-        its = agents.setdefault(turn.agent, {"prompt_tokens": 0, "completion_tokens": 0})
-        its["prompt_tokens"] += len(turn.prompt_ids)
-        its["completion_tokens"] += len(turn.completion_ids)
+        usage = agents.setdefault(turn.agent, {"prompt_tokens": 0, "completion_tokens": 0})
+        usage["prompt_tokens"] += len(turn.prompt_ids)
+        usage["completion_tokens"] += len(turn.completion_ids)
     return agents
 
 
 def as_data(episode: Episode) -> dict[str, Any]:
-    """An episode as JSON: who said what, in order, and what they were told. The output of a program is not shown."""
+    """Return an episode as JSON data: turns and feedback, in order. The output of programs is left out."""
     return {
         "turns": [
             {
@@ -236,14 +236,14 @@ def as_data(episode: Episode) -> dict[str, Any]:
     }
 
 
-# What anybody may ask without a key
-_OPEN = ("/", "/health")
+# Paths that need no key
+_PUBLIC_PATHS = ("/", "/health")
 _UNSUPPORTED = "unsupported_parameter"
 
 
 def serve(team: Team, settings: GatewaySettings | None = None) -> None:
     """
-    Serve a team until the process is told to end.
+    Serve a team until the process gets SIGINT or SIGTERM.
 
     Args:
         team ([`Team`]): the team.
@@ -253,30 +253,30 @@ def serve(team: Team, settings: GatewaySettings | None = None) -> None:
 
 
 async def _serve(team: Team, settings: GatewaySettings) -> None:
-    is_told, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, is_told.set)
+    stop_requested, loop = asyncio.Event(), asyncio.get_running_loop()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, stop_requested.set)
     runner = web.AppRunner(
         application(team, settings),
         handler_cancellation=True,
         shutdown_timeout=settings.grace,
         access_log=None,
-        auto_decompress=False,  # a few bytes would become any number of them before the key is looked at
+        auto_decompress=False,  # a small body could expand without limit before the key is checked
     )
     await runner.setup()
     try:
         await web.TCPSite(runner, settings.host, settings.port).start()
-        url = URL.build(scheme="http", host=settings.host, port=runner.addresses[0][1])  # port 0 is any
+        url = URL.build(scheme="http", host=settings.host, port=runner.addresses[0][1])  # port 0 picks a free port
         logger.info(f"Serving {team!r} on {str(url).rstrip('/')}.")
-        await is_told.wait()
+        await stop_requested.wait()
     finally:
         await runner.cleanup()
 
 
 def application(team: Team, settings: GatewaySettings | None = None) -> web.Application:
     """
-    The gateway as an application of aiohttp, to be run or mounted by others. Run it with `handler_cancellation=True`,
-    so that questions end when nobody waits for the answer.
+    Make an aiohttp application that serves the team, to run or to mount in another application. Run it with
+    `handler_cancellation=True`, so that a question is cancelled when its client disconnects.
 
     Args:
         team ([`Team`]): the team.
@@ -288,7 +288,7 @@ def application(team: Team, settings: GatewaySettings | None = None) -> web.Appl
     return _TeamBackend(team, settings or GatewaySettings()).application()
 
 
-class _Alone(Workflow):
+class _SingleAgent(Workflow):
     """One agent answers by itself."""
 
     def __init__(self, agent: str):
@@ -298,8 +298,8 @@ class _Alone(Workflow):
         await episode.turn(self.agent)
 
 
-class _OnMessages(Workflow):
-    """An agent is asked on the messages of a request."""
+class _RequestedTurnWorkflow(Workflow):
+    """An agent takes a turn on the messages of a request."""
 
     def __init__(self, asked: ChatRequest):
         self._asked = asked
@@ -313,32 +313,32 @@ class _OnMessages(Workflow):
 
 
 class _TeamBackend:
-    """Answers for a team: its own workflow, or one of its agents."""
+    """Answers requests with the workflow of a team, or with one of its agents."""
 
     def __init__(self, team: Team, settings: GatewaySettings):
         names = [agent.name for agent in team.agents]
         if settings.name in names:
-            raise ValueError(f"The team cannot be served as {settings.name!r}, the name of an agent. Set `name`.")
+            raise ValueError(f"`name={settings.name!r}` is the name of an agent. Choose another `name` for the team.")
         self._team, self._settings = team, settings
         self.timeout, self.max_body = settings.timeout, settings.max_body
         self.closes, self.json_only = False, True
-        starts = isinstance(team.workflow, ExternalApp) and team.workflow.starts_programs
-        places = min(settings.max_running, settings.max_programs) if starts else settings.max_running
-        self._queue, self._counters = RequestQueue(places, settings.max_waiting), ServerMetrics()
+        starts_programs = isinstance(team.workflow, ExternalApp) and team.workflow.starts_programs
+        max_running = min(settings.max_running, settings.max_programs) if starts_programs else settings.max_running
+        self._queue, self._counters = RequestQueue(max_running, settings.max_waiting), ServerMetrics()
         self._page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-        self._ends = False
+        self._is_shutting_down = False
 
     @property
     def _workflows(self) -> dict[str, Workflow | None]:
-        """What may be asked: the team, by its own workflow, and each of its present agents."""
-        agents: dict[str, Workflow | None] = {agent.name: _Alone(agent.name) for agent in self._team.agents}
+        """The models that clients can request: the team, with its own workflow, and each of its current agents."""
+        agents: dict[str, Workflow | None] = {agent.name: _SingleAgent(agent.name) for agent in self._team.agents}
         workflow = self._team.workflow
-        if isinstance(workflow, ExternalApp) and workflow.app is None:  # nobody knows whom to ask in which order
+        if isinstance(workflow, ExternalApp) and workflow.app is None:  # nothing decides which agent acts when
             return agents
         return {self._settings.name: None, **agents}
 
-    def _is_direct(self, model: Any) -> bool:
-        """Whether an agent is asked as in its training: on the messages that an application has written."""
+    def _is_application_agent(self, model: Any) -> bool:
+        """Whether a model is an agent of an application, which acts on the messages of a request, as in training."""
         return isinstance(self._team.workflow, ExternalApp) and model in [agent.name for agent in self._team.agents]
 
     def application(self) -> web.Application:
@@ -348,40 +348,40 @@ class _TeamBackend:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.cleanup_ctx.append(self._connected)
-        app.on_shutdown.append(self._end)
+        app.on_shutdown.append(self._on_shutdown)
         return app
 
     async def _connected(self, _: web.Application) -> AsyncIterator[None]:
         async with self._team.live.connected():
             yield
 
-    async def _end(self, _: web.Application) -> None:
-        self._ends = True
+    async def _on_shutdown(self, _: web.Application) -> None:
+        self._is_shutting_down = True
 
-    # ---- As a backend ----
+    # ---- Backend interface ----
 
     def admit(self, request: web.Request) -> _TeamBackend:
         """
         Raises:
-            RequestError: the request has no key, or comes from a page of another server.
+            RequestError: the request has no valid key, or comes from a web page of another origin.
         """
         origin = request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2] != request.host:
-            raise RequestError("Pages of other servers may not ask this one.", 403, code="forbidden_origin")
+            raise RequestError("Web pages of another origin cannot use this server.", 403, code="forbidden_origin")
         key = self._settings.api_key
         if key is None and not is_loopback(_host_of(request)):
-            # A page elsewhere whose name is made to mean this machine (DNS rebinding) has an origin of the same name
-            raise RequestError(f"There is no {request.host[:80]!r} here.", 403, code="forbidden_host")
-        if key is not None and request.path not in _OPEN:
-            given = key_of(request).encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(given, key.encode()):
+            # After DNS rebinding, a foreign page reaches this machine under its own name, so origin and host are equal
+            raise RequestError(f"Unknown host {request.host[:80]!r}. Use 'localhost'.", 403, code="forbidden_host")
+        if key is not None and request.path not in _PUBLIC_PATHS:
+            request_key = key_of(request).encode("utf-8", "surrogateescape")
+            if not hmac.compare_digest(request_key, key.encode()):
                 raise RequestError(
-                    "A key is needed: send it as `Authorization: Bearer ...`.", 401, code="invalid_api_key"
+                    "Missing or invalid API key: use `Authorization: Bearer ...`.", 401, code="invalid_api_key"
                 )
         return self
 
     def answering(self, request: web.Request) -> contextlib.AbstractContextManager[None]:
-        """Nothing is done around a request."""
+        """Return an empty context manager, since requests need none."""
         return contextlib.nullcontext()
 
     def ended(self, request: web.Request, client: _TeamBackend | None, outcome: Outcome) -> None:
@@ -395,8 +395,8 @@ class _TeamBackend:
         return list(self._workflows)
 
     async def ask(self, asked: ChatRequest, body: bytes, is_again: bool, tell: Tell | None) -> Answer:
-        """Answers of the team, or of an agent: of an application, on the messages as they are."""
-        is_direct = self._is_direct(asked.model)
+        """Answer a request with the team or an agent. Agents of applications act on the messages of the request."""
+        is_direct = self._is_application_agent(asked.model)
         if is_direct:
             asked.check_turn()
             if asked.tools and not self._team.workflow.uses_tools:
@@ -404,8 +404,8 @@ class _TeamBackend:
         else:
             _check_question(asked)
         asked = dataclasses.replace(asked, show_turns=asked.show_turns and self._settings.show_turns)
-        live = None if tell is None or is_direct else self._told(asked, tell)
-        episodes = await self._episodes(asked, live)
+        live = None if tell is None or is_direct else self._event_handler(asked, tell)
+        episodes = await self._run_episodes(asked, live)
         return Answer([_message(episode, asked, is_direct) for episode in episodes])
 
     # ---- Routes ----
@@ -416,57 +416,59 @@ class _TeamBackend:
         return web.Response(text=self._page, content_type="text/html", headers=headers)
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ending" if self._ends else "ok"}, status=503 if self._ends else 200)
+        return web.json_response(
+            {"status": "ending" if self._is_shutting_down else "ok"}, status=503 if self._is_shutting_down else 200
+        )
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=self._counters.text(self._queue))
 
     # ---- Answers ----
 
-    async def _episodes(self, asked: ChatRequest, tell: Callable[[Event], None] | None) -> list[Episode]:
-        is_direct = self._is_direct(asked.model)
-        ask = Question(
+    async def _run_episodes(self, asked: ChatRequest, tell: Callable[[Event], None] | None) -> list[Episode]:
+        is_direct = self._is_application_agent(asked.model)
+        question = Question(
             [{**asked.row, "prompt": asked.messages} for _ in range(asked.count)],
             secrets.randbits(62) if asked.seed is None else asked.seed,
             decoding(asked.sampling),
-            _OnMessages(asked) if is_direct else self._workflows[asked.model],
+            _RequestedTurnWorkflow(asked) if is_direct else self._workflows[asked.model],
             asked.max_tokens,
             self._settings.max_turns,
         )
         if asked.count > self._queue.places:
-            raise RequestError(f"`n` must be at most {self._queue.places} here, got {asked.count}.", field="n")
+            raise RequestError(f"`n` must be at most {self._queue.places}, got {asked.count}.", field="n")
         try:
             async with self._queue.place(asked.count):
-                episodes = await self._team.live.run(ask, tell)
+                episodes = await self._team.live.run(question, tell)
         except EngineDownError as error:
             raise RequestError(str(problem_of(error)), 503, code="engine_down") from error
         self._counters.episodes(episodes)
         return episodes
 
-    def _told(self, asked: ChatRequest, tell: Tell) -> Callable[[Event], None]:
-        """What hears of the events of an episode: the answering turn is the answer, others come before it."""
-        answering, speaks = self._answering_turn(asked.model), None
+    def _event_handler(self, asked: ChatRequest, tell: Tell) -> Callable[[Event], None]:
+        """Return a handler that streams the events of an episode: the answer, and the turns of teammates before it."""
+        answering, current_turn = self._answering_turn(asked.model), None
 
-        def hear(event: Event) -> None:
-            nonlocal speaks
+        def on_event(event: Event) -> None:
+            nonlocal current_turn
             if not isinstance(event, TextDelta):
                 return
             text, is_answer = event.text, event.turn == answering
             if not is_answer:
                 if not asked.show_turns:
                     return
-                if speaks != event.turn:  # branches may speak at the same time
-                    text, speaks = heading(event.agent, speaks is None) + text, event.turn
+                if current_turn != event.turn:  # branches may generate at the same time
+                    text, current_turn = heading(event.agent, current_turn is None) + text, event.turn
             tell(text, is_answer, event.agent, event.turn)
 
-        return hear
+        return on_event
 
     def _answering_turn(self, model: str) -> int | None:
-        """Number of the turn that is the answer, where it is known before."""
+        """Return the index of the turn that will be the answer, or `None` if it is not known in advance."""
         workflow, agents = self._workflows[model] or self._team.workflow, self._team.agents
         if any(agent.tools for agent in agents):
             return None
-        if isinstance(workflow, _Alone):
+        if isinstance(workflow, _SingleAgent):
             return 0
         if type(workflow) is Sequential:
             return len(workflow.agents or agents) * workflow.rounds - 1
@@ -474,7 +476,7 @@ class _TeamBackend:
 
 
 def _host_of(request: web.Request) -> str | None:
-    """The name or address under which a client has asked, without the port."""
+    """Return the host name or address that a client used, without the port."""
     try:
         return URL(f"http://{request.host}").host
     except ValueError:
@@ -484,26 +486,26 @@ def _host_of(request: web.Request) -> str | None:
 def _check_question(asked: ChatRequest) -> None:
     """
     Raises:
-        RequestError: a request asks a team, or an agent of it, for what only applications have.
+        RequestError: the request uses a feature that only agents of applications support.
     """
     has_calls = any(message["role"] == "tool" or message.get("tool_calls") for message in asked.messages)
     for name, value in {"tools": asked.tools, "stop": asked.stop, "messages": has_calls}.items():
         if value:
-            why = "Calls of tools in messages are" if name == "messages" else f"`{name}` is"
-            text = f"{why} not supported: a team has the tools and the stop texts of its training."
+            why = "Tool calls in messages are" if name == "messages" else f"`{name}` is"
+            text = f"{why} not supported: a team uses the tools and stop strings that it was trained with."
             raise RequestError(text, 400, name, _UNSUPPORTED)
     if any(message["role"] == "user" and not message["content"].strip() for message in asked.messages):
-        raise RequestError("A message of the user is empty, so there is nothing to answer.", field="messages")
+        raise RequestError("A user message is empty.", field="messages")
 
 
 def _message(episode: Episode, asked: ChatRequest, is_direct: bool) -> ChatReply:
-    """The answer of an episode."""
+    """Make the reply to a request from an episode."""
     turn, tokens = episode.answer, tokens_of(episode)
-    mark = f"{secrets.token_hex(6)}_"
-    said = ChatReply.of(turn, asked.stop, mark) if turn is not None else ChatReply("")
+    call_id_prefix = f"{secrets.token_hex(6)}_"
+    reply = ChatReply.of(turn, asked.stop, call_id_prefix) if turn is not None else ChatReply("")
     read = sum(counts["prompt_tokens"] for counts in tokens.values())
     written = sum(counts["completion_tokens"] for counts in tokens.values())
     if is_direct:
-        return dataclasses.replace(said, read=read, written=written)
-    before, turns = (thoughts(episode), as_data(episode)) if asked.show_turns else ("", None)
-    return ChatReply(answer_text(episode), (), said.is_cut, read, written, before, turns, tokens)
+        return dataclasses.replace(reply, read=read, written=written)
+    earlier_turns, turns = (thoughts(episode), as_data(episode)) if asked.show_turns else ("", None)
+    return ChatReply(answer_text(episode), (), reply.is_cut, read, written, earlier_turns, turns, tokens)

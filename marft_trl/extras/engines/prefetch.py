@@ -177,7 +177,7 @@ class _Worker:
 
     def __init__(self, runner: EpisodeRunner, policy: OnFailure):
         runner.randomness.shares = True  # the random states of the training thread are not touched
-        self._runner = runner.changed(dataclasses.replace(runner.mode, next_to_training=True))
+        self._runner = runner.changed(dataclasses.replace(runner.mode, is_concurrent=True))
         self._policy, self._generator = policy, cast(VLLMGenerator, runner.generator)
         self._loop = asyncio.new_event_loop()
         self._wishes: asyncio.Queue[_Job | None] = asyncio.Queue()

@@ -157,7 +157,7 @@ def make_vllm_generator(
     generator = VLLMGenerator(
         team.policies, team.samplings, library, servers, settings, tokenizer, ends, run.processes, past
     )
-    others = [agent.name for agent in served if not generator.samples_what_is_scored(agent.name)]
+    others = [agent.name for agent in served if not generator.samples_scored_distribution(agent.name)]
     trained = [agent.name for agent in team.agents if agent.name in others and agent.trainable]
     if trained and args.max_staleness:
         raise ValueError(

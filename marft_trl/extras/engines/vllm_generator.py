@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Generation by vLLM servers, and how sampled tokens are compared and weighted in the loss."""
+"""Generation with vLLM servers, and the correction of their log-probabilities in the loss."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ...algorithms import functional
 from ...algorithms.rows import Row
 from ...config.team_setup import RunContext, Sampling
 from ...episodes.records import SampledBy
-from ...rollout.generator import Generator, Observed, Sampled
-from ...rollout.turn_reader import StopTexts
+from ...rollout.generator import Generator, SampledTurn, SampleRequest
+from ...rollout.turn_reader import StopStrings
 from ...seams.libraries import get_logger
 from ...system.event_loop import run_coroutine
 from ...system.processes import Processes
@@ -35,21 +35,22 @@ from .server import Order
 logger = get_logger(__name__)
 
 
-# Share of the tolerance above which a difference is said
-_ALARM = 0.25
+# Share of `fidelity_tolerance` above which a difference logs a warning
+_WARN_SHARE = 0.25
 
 
 class FidelityError(RuntimeError):
-    """A server sampled with other weights than the trainer has. Nothing was trained on its turns."""
+    """Raised if a server sampled with other weights than the trainer has. Its turns were not trained on."""
 
 
 class SamplingCorrection:
     """
-    Compares the log-probabilities of servers with the trainer's, and weighs tokens by their ratio.
+    Compares the log-probabilities of servers with the trainer's, and weights tokens by importance sampling.
 
     Args:
-        tolerance (`float`): mean difference of log-probabilities above which a run ends.
-        staleness (`Callable`): `staleness(adapter, version)` returns how often an adapter was published since.
+        tolerance (`float`): mean absolute difference of log-probabilities above which a run ends with an error.
+        staleness (`Callable`): `staleness(adapter, version)` returns how many newer versions of an adapter were
+            published.
     """
 
     def __init__(
@@ -60,15 +61,15 @@ class SamplingCorrection:
     ):
         self._args, self._tolerance = run.args, tolerance
         self._metrics, self._processes, self._staleness = run.metrics, run.processes, staleness
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def corrected(self, rows: Sequence[Row]) -> list[Row]:
         """
-        Rows with `sampling_weights`. They have `old_per_token_logps`, the log-probabilities under the weights that are
-        trained.
+        Return the rows with `sampling_weights` filled in. The rows must have `old_per_token_logps`, the
+        log-probabilities under the trained weights.
 
         Raises:
-            FidelityError: a server computes something else than the trainer.
+            FidelityError: the log-probabilities of a server differ from the trainer's.
         """
         compared = [row for row in rows if row.sampling_logps is not None and row.old_per_token_logps is not None]
         with self._processes.together():
@@ -88,7 +89,7 @@ class SamplingCorrection:
         return [replace(row, sampling_weights=filled.get(row.number)) for row in rows]
 
     def _check_staleness(self, rows: Sequence[Row]) -> dict[int, int]:
-        """Staleness of each row that a server sampled, by its number."""
+        """Return the staleness of each row, by row number; raise if it is above `max_staleness`."""
         stale = {
             row.number: self._staleness(row.adapter, row.sampled_by.version) if row.sampled_by is not None else 0
             for row in rows
@@ -96,8 +97,8 @@ class SamplingCorrection:
         worst = max(rows, key=lambda row: stale[row.number], default=None)
         if worst is not None and stale[worst.number] > self._args.max_staleness:
             raise RuntimeError(
-                f"A turn of {worst.agent!r} was sampled {stale[worst.number]} versions of its adapter ago; "
-                f"`max_staleness` is {self._args.max_staleness}. Please report this."
+                f"A turn of {worst.agent!r} was sampled from an adapter that is {stale[worst.number]} versions old, "
+                f"but `max_staleness` is {self._args.max_staleness}. This is a bug; please report it."
             )
         return stale
 
@@ -111,43 +112,42 @@ class SamplingCorrection:
         for row in rows:
             if row.sampled_by is not None:
                 by_origin[row.agent, row.sampled_by.server, row.sampled_by.version].append(_differences(row))
-        for (agent, server, version), found in by_origin.items():
-            differences = torch.cat(found).abs()
+        for (agent, server, version), differences_by_row in by_origin.items():
+            differences = torch.cat(differences_by_row).abs()
             if not len(differences):
                 continue
-            mean, most = differences.mean().item(), differences.max().item()
-            what = (
-                f"The tokens of {agent!r} that {server} sampled (version {version} of its adapter) have other "
-                f"log-probabilities there than under the trainer's weights: they differ by {mean:.3g} on average over "
-                f"{len(differences)} tokens, and by {most:.3g} at most"
+            mean, largest = differences.mean().item(), differences.max().item()
+            finding = (
+                f"The log-probabilities of {agent!r} on {server} (version {version} of the adapter) differ from the "
+                f"trainer's by {mean:.3g} on average over {len(differences)} tokens, and by {largest:.3g} at most"
             )
             if not mean <= self._tolerance:
                 raise FidelityError(
-                    f"{what}. At most {self._tolerance:g} is expected. The server has other weights, or computes in "
-                    "another precision; nothing was trained on its turns. If the difference is known and meant, set "
+                    f"{finding}. The tolerance is {self._tolerance:g}. The server has other weights, or computes in "
+                    "another precision; its turns were not trained on. If the difference is expected, increase "
                     "`fidelity_tolerance`."
                 )
-            if mean > _ALARM * self._tolerance and (agent, server) not in self._told:
-                self._told.add((agent, server))
-                logger.warning(f"{what}. The run ends above {self._tolerance:g} (`fidelity_tolerance`).")
+            if mean > _WARN_SHARE * self._tolerance and (agent, server) not in self._warned:
+                self._warned.add((agent, server))
+                logger.warning(f"{finding}. An average above `fidelity_tolerance={self._tolerance:g}` ends the run.")
 
     def _report(self, rows: Sequence[Row], weights: Sequence[torch.Tensor]) -> None:
-        """Differences and weights over all processes."""
-        own: dict[str, tuple[int, float, float]] = {}
+        """Log differences and weights over all processes."""
+        differences: dict[str, tuple[int, float, float]] = {}
         for agent in {row.agent for row in rows}:
             found = torch.cat([_differences(row).abs() for row in rows if row.agent == agent])
-            own[agent] = len(found), found.sum().item(), found.max().item() if len(found) else 0.0
-        of_tokens = torch.cat(list(weights)) if weights else torch.empty(0)
-        spread = tuple(map(float, of_tokens.aminmax())) if len(of_tokens) else None
-        masked = (of_tokens == 0.0).sum().item()
-        mine = (
-            own,
-            len(of_tokens),
-            of_tokens.sum().item(),
+            differences[agent] = len(found), found.sum().item(), found.max().item() if len(found) else 0.0
+        token_weights = torch.cat(list(weights)) if weights else torch.empty(0)
+        weight_range = tuple(map(float, token_weights.aminmax())) if len(token_weights) else None
+        masked = (token_weights == 0.0).sum().item()
+        local_stats = (
+            differences,
+            len(token_weights),
+            token_weights.sum().item(),
             masked,
-            None if spread is None else tuple(map(float, spread)),
+            None if weight_range is None else tuple(map(float, weight_range)),
         )
-        everywhere = self._processes.gather([mine])
+        everywhere = self._processes.gather([local_stats])
         self._report_differences([value for value, *_ in everywhere])
         count = sum(number for _, number, *_ in everywhere)
         if count:
@@ -161,7 +161,7 @@ class SamplingCorrection:
     def _report_differences(self, everywhere: Sequence[dict[str, tuple[int, float, float]]]) -> None:
         name = "sampling/sampling_logp_difference"
         agents = sorted({agent for item in everywhere for agent in item})
-        for agent in [None, *agents]:  # all of them together first
+        for agent in [None, *agents]:  # `None`: all agents together
             found = [value for entry in everywhere for own, value in entry.items() if agent in (None, own)]
             count = sum(number for number, _, _ in found)
             if count:
@@ -177,23 +177,23 @@ def _differences(row: Row) -> torch.Tensor:
     return row.sampling_logps - row.old_per_token_logps.float()
 
 
-# Settings of `generate` that vLLM has under the same name, with the values that leave the distribution as it is
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+# Settings of `generate` that vLLM has under the same name, with the values that do not change the distribution
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1.0),
     "top_k": (None, 0, -1),
     "min_p": (None, 0.0),
     "repetition_penalty": (None, 1.0),
 }
-# Settings of `generate` that say nothing about what is sampled, or that requests have by other means
-_ELSEWHERE = (
+# Settings of `generate` that do not affect sampling, or that requests set elsewhere
+_IGNORED_SETTINGS = (
     *("max_new_tokens", "temperature", "do_sample", "pad_token_id", "bos_token_id", "eos_token_id"),
     *("cache_implementation", "disable_compile"),
 )
-# Number of pins that staleness is counted over
-_REMEMBERED = 1000
-# Versions that turns are sampled from, where they are not the present ones
+# Number of the latest pins over which staleness is counted
+_MAX_PINS = 1000
+# Versions to sample from, if not the current versions
 _PINNED: contextvars.ContextVar[dict[str, Version] | None] = contextvars.ContextVar("marft_pinned", default=None)
-# Entry of the library that is the base without an adapter. No agent can have such a name.
+# Library entry of the base model without an adapter. It is not a valid agent name.
 BASE = "=base"
 
 
@@ -203,7 +203,7 @@ class VLLMGenerator(Generator):
 
     Args:
         settings (`Callable`): `settings(sampling)` returns all settings of `generate`.
-        processes ([`Processes`], *optional*): the first one publishes for all. Without them, this one is alone.
+        processes ([`Processes`], *optional*): the first process publishes for all. `None` for a single process.
 
     Attributes:
         library ([`AdapterLibrary`]): the adapters on the servers.
@@ -228,12 +228,12 @@ class VLLMGenerator(Generator):
         self.library, self.servers, self._policies = library, servers, policies
         self._samplings, self._settings, self._ends = samplings, settings, list(ends)
         self._processes = processes
-        self._stops = {sampling: StopTexts(tokenizer, sampling.stop) for sampling in samplings.values()}
-        self._requests = {agent: self._request(agent) for agent in samplings}
-        self._open: dict[asyncio.AbstractEventLoop, Replicas] = {}
+        self._stops = {sampling: StopStrings(tokenizer, sampling.stop) for sampling in samplings.values()}
+        self._requests = {agent: self._request_settings(agent) for agent in samplings}
+        self._connections: dict[asyncio.AbstractEventLoop, Replicas] = {}
         self._pins: list[dict[str, Version]] = []
-        self._pinned: deque[dict[str, int]] = deque(maxlen=_REMEMBERED)  # numbers of the latest pins
-        self._asleep = servers.sleep  # as they were started
+        self._recent_pins: deque[dict[str, int]] = deque(maxlen=_MAX_PINS)  # version numbers of the latest pins
+        self._asleep = servers.sleep  # servers start asleep
 
     def settings(self, agent: str) -> dict[str, Any]:
         """All settings of `generate` for an agent."""
@@ -243,63 +243,63 @@ class VLLMGenerator(Generator):
         """Return `True` if a turn of an agent contains one of the agent's stop texts."""
         return self._stops[self._samplings[agent]].are_in(ids)
 
-    def samples_what_is_scored(self, agent: str) -> bool:
-        """`True` if an agent samples from the distribution that it is scored by."""
+    def samples_scored_distribution(self, agent: str) -> bool:
+        """`True` if an agent samples from the distribution under which its turns are scored."""
         settings, sampling = self.settings(agent), self._samplings[agent]
-        is_whole = all(settings.get(name) in neutral for name, neutral in _NEUTRAL.items())
-        return is_whole and settings["temperature"] == sampling.temperature
+        is_unfiltered = all(settings.get(name) in neutral for name, neutral in _NEUTRAL_VALUES.items())
+        return is_unfiltered and settings["temperature"] == sampling.temperature
 
     def publish(self, alone: bool = False) -> None:
         """
-        Let the servers have the present weights. The first process does it, and tells the others the names.
+        Publish the current weights to the servers. The first process does so, and broadcasts the new names.
 
         Args:
-            alone (`bool`, *optional*, defaults to `False`): whether the other processes do not call this. Then it has
-                to be the first process, or nothing may have changed since the last time.
+            alone (`bool`, *optional*, defaults to `False`): whether only this process makes the call. It must then be
+                the first process, or the weights must be unchanged since the last call.
         """
         processes = self._processes
         with contextlib.nullcontext() if alone or processes is None else processes.together():
             run_coroutine(self._wake)
-            current = self.library.publish(self._kept()) if self._is_main else None
+            current = self.library.publish(self._pinned_versions()) if self._is_main else None
         if alone or processes is None:
             return
         current = processes.broadcast(current)
         if self.servers.own is None:
-            self.library.adopt(current, self._kept())
+            self.library.adopt(current, self._pinned_versions())
             return
         with processes.together():
             if not processes.is_main:
-                self.library.follow(current, self._kept())
+                self.library.follow(current, self._pinned_versions())
 
     def pin(self) -> dict[str, Version]:
-        """The present versions of all adapters, which servers keep until [`~VLLMGenerator.release`]."""
+        """Return the current versions of all adapters. Servers keep them until [`~VLLMGenerator.release`]."""
         pin = self.library.current
         self._pins.append(pin)
-        self._pinned.append({entry: version.number for entry, version in pin.items()})
+        self._recent_pins.append({entry: version.number for entry, version in pin.items()})
         return pin
 
     def release(self, pin: dict[str, Version]) -> None:
-        """Versions of [`~VLLMGenerator.pin`] are no longer used."""
+        """Release versions from [`~VLLMGenerator.pin`]."""
         self._pins = [item for item in self._pins if item is not pin]
 
     @contextlib.contextmanager
     def using(self, pin: dict[str, Version]) -> Iterator[None]:
-        """Context manager: turns are sampled from versions of [`~VLLMGenerator.pin`]."""
-        before = _PINNED.set(pin)
+        """Context manager: sample turns from the versions of a [`~VLLMGenerator.pin`]."""
+        reset_token = _PINNED.set(pin)
         try:
             yield
         finally:
-            _PINNED.reset(before)
+            _PINNED.reset(reset_token)
 
     def staleness(self, adapter: str, version: int) -> int:
-        """How many of the states that [`~VLLMGenerator.pin`] has given are later ones of an adapter than a version."""
-        return sum(number > version for number in {pin[adapter] for pin in self._pinned})
+        """Return how many different pinned versions of an adapter are newer than `version`."""
+        return sum(number > version for number in {pin[adapter] for pin in self._recent_pins})
 
-    def _kept(self) -> list[Version]:
+    def _pinned_versions(self) -> list[Version]:
         return [version for pin in self._pins for version in pin.values()]
 
     def close(self) -> None:
-        """Take the adapters from the servers."""
+        """Remove the adapters from the servers."""
         if self._is_main or self.servers.own is not None:
             run_coroutine(self._wake)
             self.library.close(its_files=self._is_main)
@@ -315,17 +315,17 @@ class VLLMGenerator(Generator):
         await self._wake()
         loop = asyncio.get_running_loop()
         async with Replicas(self.servers, self.library.make_ready) as replicas:
-            self._open[loop] = replicas
+            self._connections[loop] = replicas
             try:
                 yield
             finally:
-                if self._open.get(loop) is replicas:
-                    del self._open[loop]
+                if self._connections.get(loop) is replicas:
+                    del self._connections[loop]
         await self._sleep()
 
     async def _wake(self) -> None:
         if self._asleep:
-            # The server is another process: what the allocator of this one keeps for later is gone for it
+            # The server is another process, so free the memory that the allocator of this process has cached
             clear_device_cache(garbage_collection=True)
             await self.library.wake()
             self._asleep = False
@@ -336,54 +336,56 @@ class VLLMGenerator(Generator):
             self._asleep = True
 
     async def generate(
-        self, observed: Sequence[Observed], greedy: bool = False, sampling: Mapping[str, float] | None = None
-    ) -> list[Sampled]:
+        self, observed: Sequence[SampleRequest], greedy: bool = False, sampling: Mapping[str, float] | None = None
+    ) -> list[SampledTurn]:
         return await asyncio.gather(*[self._sample(item, greedy, sampling) for item in observed])
 
-    async def _sample(self, observed: Observed, greedy: bool, sampling: Mapping[str, float] | None) -> Sampled:
-        agent, ids, key, by_reference, copy, live = observed
-        own = self._samplings[agent]
+    async def _sample(
+        self, observed: SampleRequest, greedy: bool, sampling: Mapping[str, float] | None
+    ) -> SampledTurn:
+        agent, ids, key, by_reference, past_copy, live = observed
+        agent_sampling = self._samplings[agent]
         entry = self.reference_entry(agent) if by_reference else self._policies.adapter_of(agent)
-        if copy is not None and self._past is not None:
-            entry = self._past.entry(agent, copy)
+        if past_copy is not None and self._past is not None:
+            entry = self._past.entry(agent, past_copy)
         version, seed = (_PINNED.get() or self.library.current)[entry], seed_of(key)
-        given = {"temperature": 0.0} if greedy else sampling or {}
-        settings = {**self._requests[agent], "seed": seed, **given}
-        limit = own.max_completion_length
+        overrides = {"temperature": 0.0} if greedy else sampling or {}
+        settings = {**self._requests[agent], "seed": seed, **overrides}
+        limit = agent_sampling.max_completion_length
         if live is not None and live.limit is not None:
             limit = min(limit, live.limit)
-        order = Order(version.name, ids, limit, settings)
-        hear = None if live is None else live.hear
-        generated, server = await self._open[asyncio.get_running_loop()].generate(order, hear)
-        ids = self._stops[own].cut(generated.ids)
-        is_scored = not (greedy or sampling or by_reference) and self.samples_what_is_scored(agent)
+        request = Order(version.name, ids, limit, settings)
+        on_tokens = None if live is None else live.hear
+        generated, server = await self._connections[asyncio.get_running_loop()].generate(request, on_tokens)
+        ids = self._stops[agent_sampling].cut(generated.ids)
+        is_scored = not (greedy or sampling or by_reference) and self.samples_scored_distribution(agent)
         logps = generated.logps[: len(ids)] if is_scored else None
-        return Sampled(ids, logps, SampledBy(server, version.number, seed))
+        return SampledTurn(ids, logps, SampledBy(server, version.number, seed))
 
     def reference_entry(self, agent: str) -> str:
-        """Entry of the library that has the reference of an agent."""
+        """Return the library entry of the reference of an agent."""
         adapter = self._policies.adapter_of(agent)
         return BASE if self._policies.starts_as_base(agent) else reference_of(adapter)
 
-    def _request(self, agent: str) -> dict[str, Any]:
-        """What all requests for an agent have in common, under vLLM's names."""
+    def _request_settings(self, agent: str) -> dict[str, Any]:
+        """Return the settings that all requests for an agent share, under vLLM's names."""
         settings, sampling = self.settings(agent), self._samplings[agent]
         unknown = sorted(
             name
             for name, value in settings.items()
-            if name not in _NEUTRAL and name not in _ELSEWHERE and value is not None
+            if name not in _NEUTRAL_VALUES and name not in _IGNORED_SETTINGS and value is not None
         )
         if unknown or settings.get("do_sample") is False:
             raise ValueError(
-                f"`generation_kwargs` has {(unknown or ['do_sample'])[0]!r}, which marft_trl does not translate for "
-                f"vLLM. Leave it out, or set `use_vllm=False`. It translates temperature, {', '.join(_NEUTRAL)}."
+                f"`generation_kwargs` has {(unknown or ['do_sample'])[0]!r}, which is not supported with vLLM. "
+                f"Remove it, or set `use_vllm=False`. Supported settings: temperature, {', '.join(_NEUTRAL_VALUES)}."
             )
-        given = {name: settings[name] for name in _NEUTRAL if settings.get(name) is not None}
+        overrides = {name: settings[name] for name in _NEUTRAL_VALUES if settings.get(name) is not None}
         stops = {"stop": list(sampling.stop)} if sampling.stop else {}
         ends = {"ignore_eos": True, "stop_token_ids": self._ends}
-        return {"temperature": settings["temperature"], "top_p": 1.0, "top_k": 0, **given, **ends, **stops}
+        return {"temperature": settings["temperature"], "top_p": 1.0, "top_k": 0, **overrides, **ends, **stops}
 
 
 def reference_of(adapter: str) -> str:
-    """Entry of the library that has the reference of an adapter."""
+    """Return the library entry of the reference of an adapter."""
     return f"={adapter}-reference"
