@@ -242,7 +242,7 @@ def test_a_large_team_of_small_turns_shares_passes_by_default(model_folder, tmp_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"team": agents(["solo"])}, "1 adapters are trained"),
+        ({"team": agents(["solo"])}, "number of trained adapters is 1"),
         ({"gradient_checkpointing": True}, "gradient checkpointing is on"),
         ({"share_prefixes": False}, "forward passes of `GRPOTrainer`"),
         ({"team": agents(configs={"two": lora(4, use_dora=True)})}, "variants of LoRA"),

@@ -399,12 +399,12 @@ def test_a_column_says_which_environment_a_row_has(model_folder, tmp_path):
 
 
 def test_environments_of_trl_get_what_trl_gives_them(model_folder, tmp_path):
-    """Rows need no prompt, and the column that chooses the environment is not passed on."""
+    """Rows need no prompt, and `reset` takes neither the prompt nor the column that chooses the environment."""
     seen = []
 
     class Shop:
-        def reset(self, prompt, size):
-            seen.append((prompt, size))
+        def reset(self, size):
+            seen.append(size)
             return f"Sell {size} apples."
 
         def get_reward(self):
@@ -417,7 +417,9 @@ def test_environments_of_trl_get_what_trl_gives_them(model_folder, tmp_path):
     )  # fmt: skip
     trainer.train()
     trainer.evaluate()
-    assert {size for _, size in seen} == set(range(8)) and all(prompt[0]["content"] == "" for prompt, _ in seen)
+    assert {*seen} == set(range(8))
+    trainer.evaluate(Dataset.from_list([{"environment": "shop", "size": 9}] * 8))
+    assert seen[-1] == 9
 
 
 def test_a_column_with_an_environment_that_there_is_not(model_folder, tmp_path):

@@ -16,6 +16,7 @@ from marft_trl.workflows import rehearse
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from markupsafe import Markup
 
 from .helpers import grows_linearly, team_trainer
 from .test_page import CHROMIUM, browsing
@@ -133,6 +134,14 @@ PIECES = [
     "\x00",
 ]
 ODD = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4), st.characters()), max_size=20).map("".join)
+
+
+def test_texts_that_claim_to_be_escaped_are_escaped():
+    """An environment that writes its texts with jinja2 returns such ones."""
+    attack = Markup("<img src=x>")
+    entry = Entry(attack, attack, notes=(attack,), shown=attack, tokens=(attack,), advantages=(1.0,))
+    page = html_page([Transcript(attack, attack, (entry,), {attack: 1.0}, reference=attack)], attack, attack)
+    assert "<img" not in page and page.count("&lt;img") >= 9
 
 
 def renders_safely(text):

@@ -123,9 +123,9 @@ def check_numbers(args: Any) -> None:
     kinds = {name: kind for cls in classes for name, kind in vars(cls).get("__annotations__", {}).items()}
     for item in fields(args):
         value = getattr(args, item.name)
-        is_flag = isinstance(item, Option) and kinds[item.name] in ("bool", "bool | None")
+        is_flag = isinstance(item, Option) and kinds.get(item.name) in ("bool", "bool | None", bool)
         if is_flag and not (value is None and item.default is None):
-            check_flag(item.name, value)
+            check_flag(item.name, value, may_be_none=item.default is None)
     weights = args.reward_weights
     if weights is not None and not (
         isinstance(weights, Sequence) and all(isinstance(w, (int, float)) for w in weights)

@@ -130,10 +130,10 @@ def check_number(name: str, value: Any, rule: Rule) -> None:
             raise ValueError(f"`{name}` must be a finite number {bound.words}{instead}; got {value!r}.")
 
 
-def check_flag(name: str, value: Any) -> None:
+def check_flag(name: str, value: Any, may_be_none: bool = False) -> None:
     """Raise a `ValueError` if a value is neither `True` nor `False`; texts such as `"no"` are true in Python."""
     if not isinstance(value, bool):
-        raise ValueError(f"`{name}` must be True or False, got {value!r}.")
+        raise ValueError(f"`{name}` must be True or False{', or None' if may_be_none else ''}; got {value!r}.")
 
 
 def check_choice(name: str, value: object, known: Iterable[str | None]) -> None:

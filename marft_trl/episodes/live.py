@@ -9,8 +9,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from ..system.hints import NearNames
-from .records import Feedback, Horizon, RequestedTurn, Seen, Turn
+from .records import Feedback, Horizon, Messages, RequestedTurn, Seen, Turn
 from .state import EpisodeState
+
+
+# Attributes of the state that workflows read, and may set
+_SHARED = ("row", "index", "prompt", "agents", "aliases", "copies", "turns", "feedback", "history", "environment")
 
 
 class LiveEpisode(NearNames):
@@ -34,23 +38,29 @@ class LiveEpisode(NearNames):
         environment (`Any`): the environment that it is played in, which reward functions get. Set by the workflow.
     """
 
+    state: EpisodeState
+    row: dict[str, Any]
+    index: int
+    prompt: str | Messages
+    agents: tuple[str, ...]
+    aliases: Mapping[str, str]
+    copies: Mapping[str, int]
+    turns: list[Turn]
+    feedback: list[Feedback]
+    history: list[Seen]
+    environment: Any
+
     def __init__(self, state: EpisodeState):
-        self.state = state
-        self.row, self.index, self.prompt = state.row, state.index, state.prompt
-        self.agents, self.aliases, self.copies = state.agents, state.aliases, state.copies
-        self.turns, self.feedback, self.history = state.turns, state.feedback, state.history
+        vars(self).update({"state": state, **{name: getattr(state, name) for name in _SHARED}})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SHARED:
+            setattr(self.state, name, value)
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         # asyncio writes out what its tasks return, and every turn names all that it was shown
         return f"LiveEpisode(index={self.index}, prompt={str(self.prompt)[:40]!r}, turns={len(self.turns)})"
-
-    @property
-    def environment(self) -> Any:
-        return self.state.environment
-
-    @environment.setter
-    def environment(self, environment: Any) -> None:
-        self.state.environment = environment
 
     def turn(
         self,

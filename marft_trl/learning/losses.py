@@ -125,11 +125,13 @@ def _reason_not_mixed(
     if args.mixed_passes is False:
         return "`mixed_passes=False`"
     if len(trained) < (2 if args.mixed_passes else _MIN_MIXED_ADAPTERS):
-        return f"only {len(trained)} adapters are trained"
+        return f"the number of trained adapters is {len(trained)}"
     if has_shards:
         return "the base model is sharded"
     if not places_rows:
-        return "this model runs the forward passes of `GRPOTrainer`, without explicit position ids"
+        return (
+            "rows run through the forward passes of `GRPOTrainer` (`share_prefixes=False`, or a model that needs them)"
+        )
     if args.gradient_checkpointing is True:
         return "gradient checkpointing is on (`gradient_checkpointing=True`)"
     return MixedLora.why_not(model, trained)

@@ -359,7 +359,7 @@ class PromptBuilder:
         return self.tokenizer.decode(ids[-1:]) if ids and ids[-1] in self._ends else ""
 
     def _closed(self, turn: Turn) -> list[int]:
-        """The tokens of a turn with that which ends it: a turn that ended at a stop text has none."""
+        """The tokens of a turn with that which ends it: a turn that ended at a stop string has none."""
         closed = bool(turn.completion_ids) and turn.completion_ids[-1] in self._ends
         ending = self.tokenizer.eos_token_id
         return [*turn.completion_ids, *([] if closed or ending is None else [ending])]

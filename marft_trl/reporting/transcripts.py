@@ -11,7 +11,7 @@ import re
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -254,8 +254,24 @@ def write_index(folder: Path, run: str = "") -> None:
 
 def _render(**values: Any) -> str:
     script = (_TEMPLATES / "transcripts.js").read_text(encoding="utf-8")
-    values |= {"script": script, "hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}
+    values = _plain(values) | {
+        "script": script,
+        "hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    }
     return _page().render(strength=_strength, score_rows=_score_rows, advantage_note=_advantage_note, **values)
+
+
+def _plain(value: Any) -> Any:
+    """A value whose texts are plain: subclasses of `str` may claim that they are escaped already."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    if isinstance(value, (Transcript, Entry)):
+        return replace(value, **{name: _plain(item) for name, item in vars(value).items()})
+    return value
 
 
 @functools.cache

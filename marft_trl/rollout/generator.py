@@ -17,7 +17,7 @@ from ..shared_prefix.decoding import draw
 
 class SampledTurn(NamedTuple):
     """
-    SampledTurn completion of one observation.
+    Sampled completion of one observation.
 
     Args:
         ids (`list[int]`): token ids of the completion.
@@ -125,7 +125,7 @@ class Generator:
         raise NotImplementedError
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
-        """`True` if the tokens of a turn of an agent hold one of its stop texts."""
+        """`True` if the tokens of a turn of an agent hold one of its stop strings."""
         raise NotImplementedError
 
     def settings(self, agent: str) -> dict[str, Any]:

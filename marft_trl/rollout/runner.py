@@ -135,10 +135,9 @@ class EpisodeRunner:
         randomness ([`UserRandomness`]): random states of workflows, environments, tools and views.
         users ([`UserState`], *optional*): state of user objects, which a dry run restores.
         seed (`int`, *optional*, defaults to `0`): seed of turns that servers sample.
-        mode ([`RunMode`], *optional*): how episodes are run. [`~EpisodeRunner.changed`] makes a runner with another
-            mode.
 
     Attributes:
+        mode ([`RunMode`]): what episodes are run for. [`~EpisodeRunner.changed`] makes a runner with another mode.
         dropped_turns (`int`): number of turns left out of observations because they did not fit the context window.
         device_lock (`threading.RLock`): lock that is held while a model generates.
     """
@@ -155,13 +154,12 @@ class EpisodeRunner:
         users: UserState | None = None,
         seed: int = 0,
         copies: PastCopies | None = None,
-        mode: RunMode | None = None,
     ):
         self._specs = {agent.name: agent for agent in agents}
         self._workflow, self._reader, self._limits, self.copies = workflow, reader, limits, copies
         self.prompts, self.generator, self.randomness = prompts, generator, randomness
         self._users = users or UserState({})
-        self.mode, self.keys = mode or RunMode(), SeedKeys(seed)
+        self.mode, self.keys = RunMode(), SeedKeys(seed)
         self._first_observations: list[
             tuple[Query, Observation | PromptError]
         ] = []  # cache of first observations, by query

@@ -240,7 +240,7 @@ class TransformersGenerator(Generator):
             self._is_noted = True
             log = logger.info if why_not is None or wanted == "dynamic" else logger.warning
             log(f"Decoding {'replays captured graphs' if why_not is None else f'launches each kernel: {why_not}'}.")
-        if live is not None and sampling.stop:  # who listens would hear what comes after a stop text
+        if live is not None and sampling.stop:  # who listens would hear what comes after a stop string
             return False
         return why_not is None and (wanted == "static" or is_gpu)
 
@@ -289,7 +289,7 @@ class TransformersGenerator(Generator):
         adapters: Sequence[str] | None = None,
         live: LiveRows | None = None,
     ) -> dict[str, Any]:
-        """Arguments of `generate` that make it stop at stop texts and decode the fast way."""
+        """Arguments of `generate` that make it stop at stop strings and decode the fast way."""
         options: dict[str, Any] = {}
         if sampling.stop:
             options["stopping_criteria"] = [StopStringCriterion(self._stops[sampling.stop])]
@@ -318,5 +318,5 @@ class TransformersGenerator(Generator):
         self._store.clear()
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
-        """Return `True` if a turn of an agent contains one of the agent's stop texts."""
+        """Return `True` if a turn of an agent contains one of the agent's stop strings."""
         return self._stops[self._samplings[agent].stop].are_in(ids)

@@ -22,7 +22,7 @@ from ..shared_prefix.decoding import LateCriterion
 from .generator import Generator, SampledTurn
 
 
-# Maximum number of tokens per character, and number of additional tokens to decode before a stop text. The margin is
+# Maximum number of tokens per character, and number of additional tokens to decode before a stop string. The margin is
 # needed because a tokenizer may decode the first token of a sequence differently.
 _TOKENS_PER_CHARACTER, _MARGIN = 4, 8
 
@@ -44,14 +44,14 @@ class StopStrings:
         self._window = _TOKENS_PER_CHARACTER * max(map(len, self.texts), default=0) + _MARGIN
 
     def are_in(self, ids: Sequence[int]) -> bool:
-        """Return `True` if the decoded tokens of a turn contain a stop text."""
+        """Return `True` if the decoded tokens of a turn contain a stop string."""
         return bool(self.texts) and self._found_in_text(cast(Any, self._tokenizer).decode(list(ids)))
 
     def cut(self, ids: list[int]) -> list[int]:
         """Truncate a turn after the token that completes the first stop string. The tokens after it are padding."""
         if not self.are_in(ids):
             return ids
-        low, high = 0, len(ids)  # the first `high` tokens hold a stop text, the first `low` do not
+        low, high = 0, len(ids)  # the first `high` tokens hold a stop string, the first `low` do not
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self.are_in(ids[:middle]) else (middle, high)

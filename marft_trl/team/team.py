@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Inference with a trained team. Prompts, tokenization, stop texts and sampling are those of training."""
+"""Inference with a trained team. Prompts, tokenization, stop strings and sampling are those of training."""
 
 from __future__ import annotations
 

@@ -343,6 +343,7 @@ class MARFTTrainer(GRPOTrainer):
         Raises:
             ValueError: a setting is not valid, or `num_samples` does not divide the episodes of an evaluation batch.
         """
+        eval_dataset = setup.with_prompts(self.workflow, eval_dataset)
         setup.check_eval_set(eval_dataset, self.eval_dataset)
         with self.parts.evaluations.chosen(num_samples, sampling, k, is_other_set=eval_dataset is not None):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)

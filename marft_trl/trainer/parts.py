@@ -151,7 +151,8 @@ def assemble(
     state, processes = TrlState(trainer), Processes(trainer.accelerator)
     metrics = Metrics(state.metrics, functools.partial(getattr, state, "is_training"))
     run = RunContext(args, TrlSettings(trainer), state, metrics, processes)
-    # In the order in which they need one another; nothing is set afterwards
+    # In the order in which they need one another. Only what a retry after running out of memory shows and frees is set
+    # afterwards.
     scoring = _scoring_parts(trainer, team, run, schedule)
     acting = _acting_parts(trainer, team, run, code, scoring, engine)
     rolling = _rollout_parts(trainer, team, run, schedule, code, acting)
@@ -325,9 +326,8 @@ def _acting_parts(
     vocabulary = scoring.base.get_input_embeddings().weight.size(0)
     limits = Limits(setup.tool_limits(args), args.workflow_timeout, args.max_episode_turns, vocabulary)
     runner = EpisodeRunner(
-        *(team.agents, team.workflow, prompts, generator, reader, randomness, limits, users, args.seed, copies),
-        mode=RunMode(trains=True),
-    )
+        team.agents, team.workflow, prompts, generator, reader, randomness, limits, users, args.seed, copies
+    ).changed(RunMode(trains=True))
     return _Acting(runner, randomness, users, copies)
 
 

@@ -251,12 +251,7 @@ def datasets_of(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_
     """
     if train_dataset is None and isinstance(workflow, EnvironmentLoop):
         train_dataset = placeholder_prompts(args)
-    played = workflow.workflows.values() if isinstance(workflow, ByColumn) else [workflow]
-    if all(isinstance(item, EnvironmentLoop) for item in played):
-        train_dataset = with_prompts(train_dataset)
-        if isinstance(eval_dataset, Mapping):
-            eval_dataset = {name: with_prompts(item) for name, item in eval_dataset.items()}
-        eval_dataset = with_prompts(eval_dataset)
+    train_dataset, eval_dataset = with_prompts(workflow, train_dataset), with_prompts(workflow, eval_dataset)
     check_best_metric(args, eval_dataset)
     check_column(args, workflow, train_dataset, eval_dataset)
     check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
@@ -264,11 +259,19 @@ def datasets_of(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_
     return train_dataset, eval_dataset
 
 
-def with_prompts(dataset: Any) -> Any:
-    """A dataset with empty prompts where it has none: environments give them, as in TRL."""
-    if not isinstance(dataset, (Dataset, IterableDataset)) or "prompt" in (column_names(dataset) or ["prompt"]):
+def with_prompts(workflow: Workflow, dataset: Any) -> Any:
+    """A dataset, or several by name, with empty prompts where it has none and environments give them."""
+    if isinstance(dataset, Mapping):
+        return {name: with_prompts(workflow, item) for name, item in dataset.items()}
+    played = workflow.workflows.values() if isinstance(workflow, ByColumn) else [workflow]
+    have_environments = all(isinstance(item, EnvironmentLoop) for item in played)
+    if not have_environments or not isinstance(dataset, (Dataset, IterableDataset)):
         return dataset
-    return dataset.map(lambda row: {"prompt": _NO_PROMPT})
+    return dataset if "prompt" in (column_names(dataset) or ["prompt"]) else dataset.map(_with_no_prompt)
+
+
+def _with_no_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    return {"prompt": _NO_PROMPT}
 
 
 def rewards_of(

@@ -143,8 +143,9 @@ class EnvironmentLoop(Workflow):
 
     async def _play(self, episode: LiveEpisode, agents: Sequence[str], environment: Environment) -> None:
         row = copy.deepcopy(dict(episode.row))  # rewards see it too
-        if not _takes(environment.reset, "environment"):  # as in TRL, where it only chooses the environment
-            row.pop("environment", None)
+        for name in ("environment", "prompt"):  # which choose the environment, or are empty where it gives the prompt
+            if not _takes(environment.reset, name):
+                row.pop(name, None)
         with _naming(environment, "reset", "the columns of the row by name", "Add `**row` to its arguments."):
             observation = await episode.call(environment.reset, **row)
         episode.observe(observation, source=self.source)
@@ -274,7 +275,10 @@ class EnvironmentLoop(Workflow):
 
 
 def _takes(function: Callable, name: str) -> bool:
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # of a function that is not written in Python
+        return True
     return name in parameters or any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
 
 

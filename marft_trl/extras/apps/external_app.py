@@ -371,7 +371,7 @@ class _Conversation:
             for turn, said, asked in self._said
             if turn.agent == agent
             and said.text == message["content"]
-            and said.text == ChatReply.of(turn).text  # not one that is shown without its stop text
+            and said.text == ChatReply.of(turn).text  # not one that is shown without its stop string
             and [(call.name, _sorted(call.arguments)) for call in said.calls] == calls
             and turn not in used
         ]

@@ -31,7 +31,7 @@ _LOGGED: deque[str] = deque(maxlen=1000)
 _DEEPEST = 64
 # Temperatures below it are greedy decoding
 _COLDEST = 1e-4
-# Largest number of answers to a request, and of stop texts, as OpenAI has it
+# Largest number of answers to a request, and of stop strings, as OpenAI has it
 _MOST_ANSWERS, _MOST_STOPS = 16, 4
 # Fields that are read in both forms of the API
 _READ = {

@@ -371,7 +371,9 @@ class _TeamBackend:
         key = self._settings.api_key
         if key is None and not is_loopback(_host_of(request)):
             # After DNS rebinding, a foreign page reaches this machine under its own name, so origin and host are equal
-            raise RequestError(f"Unknown host {request.host[:80]!r}. Use 'localhost'.", 403, code="forbidden_host")
+            raise RequestError(
+                f"Unknown host {request.host[:80]!r}. Use 'localhost', or set an API key.", 403, code="forbidden_host"
+            )
         if key is not None and request.path not in _PUBLIC_PATHS:
             request_key = key_of(request).encode("utf-8", "surrogateescape")
             if not hmac.compare_digest(request_key, key.encode()):

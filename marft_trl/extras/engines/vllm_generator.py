@@ -233,14 +233,14 @@ class VLLMGenerator(Generator):
         self._connections: dict[asyncio.AbstractEventLoop, Replicas] = {}
         self._pins: list[dict[str, Version]] = []
         self._recent_pins: deque[dict[str, int]] = deque(maxlen=_MAX_PINS)  # version numbers of the latest pins
-        self._asleep = servers.sleep  # servers start asleep
+        self._asleep = servers.sleep  # in sleep mode, servers start asleep
 
     def settings(self, agent: str) -> dict[str, Any]:
         """All settings of `generate` for an agent."""
         return self._settings(self._samplings[agent])
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
-        """Return `True` if a turn of an agent contains one of the agent's stop texts."""
+        """Return `True` if a turn of an agent contains one of the agent's stop strings."""
         return self._stops[self._samplings[agent]].are_in(ids)
 
     def samples_scored_distribution(self, agent: str) -> bool:
