@@ -38,6 +38,7 @@ def test_a_plan_names_agents_links_batches_and_observations(model_folder, tmp_pa
     before = weights(trainer)
     state = torch.get_rng_state()
     plan = trainer.plan()
+    assert trainer.parts.runner.keys.state_dict() == {"runs": 0}  # a rehearsal is no run: seeds stay those of a run
     assert state.equal(torch.get_rng_state())
     assert all(before[name].equal(value) for name, value in weights(trainer).items())
     assert "planner -> solver\n  solver -> judge" in plan and "Workflow: Graph" in plan

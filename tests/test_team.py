@@ -5,7 +5,7 @@ import json
 
 from marft_trl import AgentSpec, Sequential, Team, TeamManifest, Workflow, load_adapters
 from marft_trl.prompts import team_view
-from marft_trl.rollout.runner import RunMode
+from marft_trl.rollout.runner import EpisodeRunner, RunMode
 from marft_trl.tiny import questions, tiny_agents, tiny_model
 from marft_trl.workflows import Debate, EnvironmentLoop, Graph, MixtureOfAgents, Orchestrated, UntilApproved, rebuild
 
@@ -376,6 +376,21 @@ def test_manifests_with_values_of_another_kind_are_damaged(model_folder, tmp_pat
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=r"marft_team.json is damaged: TypeError"):
         Team.from_pretrained(tmp_path, model=model_folder)
+
+
+def test_what_servers_sample_depends_on_the_seed_alone(model_folder, tmp_path, monkeypatch):
+    """Seeds of servers are made of the key of a run."""
+    keys, inner = [], EpisodeRunner.collect
+
+    async def collect(runner, rows, key, *more):
+        keys.append(key)
+        return await inner(runner, rows, key, *more)
+
+    monkeypatch.setattr(EpisodeRunner, "collect", collect)
+    trainer = team_trainer(model_folder, tmp_path)
+    for seed in (3, 3, 4):
+        trainer.team.run(QUESTIONS[:1], seed=seed)
+    assert keys[0] == keys[1] != keys[2] and trainer.parts.runner.keys.state_dict() == {"runs": 0}
 
 
 # ---- A team grows ----
