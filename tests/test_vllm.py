@@ -446,7 +446,7 @@ def test_a_wrong_adapter_is_caught_in_the_batch_that_it_sampled(model_folder, tm
         current = library.publish()
         library.adopt({"reasoner": current["actor"], "actor": current["reasoner"]})
         library.publish = lambda keep=(), known=library.current: known
-        with pytest.raises(FidelityError, match=f"The tokens of '(reasoner|actor)' that {server.url} sampled"):
+        with pytest.raises(FidelityError, match=f"The log-probabilities of '(reasoner|actor)' on {server.url}"):
             sampled(trainer)
         caught += 1
         del library.publish
