@@ -139,7 +139,7 @@ class EpisodeRunner:
     Attributes:
         mode ([`RunMode`]): what episodes are run for. [`~EpisodeRunner.changed`] makes a runner with another mode.
         dropped_turns (`int`): number of turns left out of observations because they did not fit the context window.
-        device_lock (`threading.RLock`): lock that is held while a model generates.
+        device_lock (`threading.RLock`): lock of the model while it generates.
     """
 
     def __init__(

@@ -197,11 +197,11 @@ class Run(TrainerCallback):
         if not self._saves or isinstance(error, CheckpointError):
             return
         try:
-            stands = self._checkpoints.save_recorded_step(self._save)
+            is_saved = self._checkpoints.save_recorded_step(self._save)
         except Exception as problem:
             logger.warning(f"No checkpoint could be saved after the failure: {problem}")
             return
-        if stands and self._processes.is_main:
+        if is_saved and self._processes.is_main:
             where = self._checkpoints.folder.standing()
             note = f"The last complete step is saved in {where}; `train(resume_from_checkpoint=True)` goes on from it."
             logger.warning(note)

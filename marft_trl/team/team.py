@@ -566,7 +566,7 @@ class Team:
     def _become(self, agents: list[AgentSpec], workflow: Workflow, saved: SavedTeam) -> None:
         before, self._runner = self._runner, saved.runner(agents, workflow, self.model)
         before.generator.close()
-        self._runner.device_lock = before.device_lock  # is held now
+        self._runner.device_lock = before.device_lock  # this thread has acquired it
         self.agents, self.workflow, self._saved, self._live = agents, workflow, saved, None
 
     @contextlib.contextmanager
