@@ -10,6 +10,8 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 # For models this small a second thread gains little, and on a busy machine two are many times slower than one.
 export OMP_NUM_THREADS := 1
+# Otherwise each process that a test starts compiles the package again
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart real notebooks site test test-gpu test-versions test-python mutation test-vllm test-vllm-slow fuzz test-slow test-wheel test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
 .PHONY: benchmark-learning benchmark-import benchmark-engines benchmark-staleness gpu clean

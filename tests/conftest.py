@@ -18,9 +18,10 @@ from pathlib import Path
 
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer, warm_up
 
+import jinja2
 import pytest
 import torch
-from accelerate.utils import imports
+from accelerate.utils import imports, memory, other
 from hypothesis import settings
 
 from .helpers import SIZES
@@ -31,11 +32,18 @@ STARTED: list[None] = []  # tests of this process
 # No test may depend on what a tiny model happens to sample: `MARFT_TEST_SEED=1 make test` runs with other weights
 tiny_model.__defaults__ = (int(os.environ.get("MARFT_TEST_SEED", "0")),)
 
-# Metadata that accelerate reads for every model that it unwraps, and the stack that torch formats for every seed of a
-# GPU that is not there
+# What takes a fifth of the time of all tests and changes no result: metadata and modules that accelerate reads for
+# every model that it unwraps, collections around each training, the template of each adapter's card, which PEFT
+# compiles anew, the stack that torch formats for every seed of a GPU that is not there, and the disk (whether a file
+# survives a power cut is nothing that a test could see).
 imports._is_package_available = functools.cache(imports._is_package_available)
+other.has_compiled_regions = lambda model: False
+memory.clear_device_cache = lambda garbage_collection=False: None
+jinja2.Template = functools.cache(jinja2.Template)
 if not os.environ.get("MARFT_TEST_CUDA"):
-    torch.cuda.manual_seed_all = lambda seed: None
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        device.manual_seed_all = lambda seed: None
+os.fsync = lambda descriptor: None
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=100)
 settings.load_profile("ci")

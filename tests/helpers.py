@@ -1,5 +1,6 @@
 """What several tests share."""
 
+import functools
 import itertools
 import statistics
 import time
@@ -88,6 +89,9 @@ def in_turn(cases: list[tuple], *options) -> list:
         for index, case in enumerate(cases)
         for place, option in enumerate(options)
     ]
+
+
+tiny_dataset = functools.cache(tiny_dataset)  # as it never changes
 
 
 def lora(r: int = 4, **settings) -> LoraConfig:

@@ -320,8 +320,8 @@ def test_the_tiny_model_is_warmed_up_on_training_questions(tokenizer):
 def test_the_questions_of_the_pretrained_duo_are_held_out(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.setattr("torch.set_float32_matmul_precision", lambda precision: None)
-    monkeypatch.setattr("marft_trl.extras.tasks.smollm2", lambda: "a folder")
     real = importlib.import_module("real")
+    monkeypatch.setattr(real, "smollm2", lambda: "a folder")  # the module may have been loaded before
     assert real.letters([{"content": "3 + 5"}]) == real.letters([{"content": "5 + 3"}])
     for family in real.FAMILIES:
         made = real.make(family)

@@ -42,6 +42,7 @@ def made_small(code: str, model: str, team: str) -> str:
     code = re.sub(r'"me/[^"]+"', f'"{team}"', code)
     code = re.sub(r', engine="[^"]+"', "", code)  # `make test-vllm` has servers
     code = re.sub(r'"Qwen/[^"]+"', f'"{model}"', code).replace("smollm2()", f'"{model}"')
+    code = code.replace("tiny_team_model()", f'"{model}"')
     code = re.sub(r"\bload_dataset\(", "rows(", code)
     code = re.sub(r"MARFTConfig\((\.\.\.,)?", "small(", code)
     code = re.sub(r"MARFTTrainer\(\s*\.\.\.,", "made(", code)

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from jinja2 import Template
 
 from ..adapters.manifest import TeamManifest, is_hub_id
 from ..seams.libraries import installed_version
@@ -156,14 +158,10 @@ def team_card(
     The model card of a team.
 
     Args:
-        repo (`str`, *optional*):
-            Hub id of the team.
-        dataset_name (`str` or `Sequence[str]`, *optional*):
-            Hub id of the training data, or several.
-        picture (`str`, *optional*):
-            The workflow as a Mermaid flowchart.
-        facts (`Mapping[str, str]`, *optional*):
-            How the team was trained, by what is said.
+        repo: Hub id of the team.
+        dataset_name: Hub id of the training data, or several.
+        picture: The workflow as a Mermaid flowchart.
+        facts: How the team was trained, by what is said.
     """
     base = manifest.base_model if is_hub_id(manifest.base_model or "") else None
     repo = repo or model_name
@@ -186,9 +184,8 @@ def team_card(
         tags=sorted({*tags, "generated_from_trainer"}),
         datasets=datasets or None,
     )
-    return ModelCard.from_template(
-        card_data,
-        template_str=_CARD,
+    content = _template().render(
+        card_data=card_data.to_yaml(),
         title=_markdown(model_name),
         base=_link(base, "") if base else None,
         dataset=", ".join(_link(name, "datasets/") for name in datasets),
@@ -213,6 +210,12 @@ def team_card(
         facts_table=_table("", "", facts or {}),
         versions="\n".join(f"- {name}: {installed_version(name)}" for name in _PACKAGES),
     )
+    return ModelCard(content)
+
+
+@functools.cache
+def _template() -> Template:
+    return Template(_CARD)  # `ModelCard.from_template` would compile it for each save
 
 
 def _agents_table(manifest: TeamManifest) -> str:

@@ -53,10 +53,9 @@ def save_rollouts(
     Write the training rows in use and the current position in them. A resumed run continues with the same rows.
 
     Args:
-        step (`int`): number of forward and backward passes so far.
-        slices (`Sequence[Slice]`, *optional*): slices of the current generation batch; `None` if all of them have been
-            used.
-        extra (`dict`, *optional*): additional state, JSON-serializable.
+        step: number of forward and backward passes so far.
+        slices: slices of the current generation batch; `None` if all of them have been used.
+        extra: additional state, JSON-serializable.
     """
     tensors: dict[str, torch.Tensor] = {}
     slice_data = []
@@ -82,8 +81,8 @@ def load_rollouts(
     Load what [`save_rollouts`] wrote.
 
     Args:
-        is_changed (`bool`): whether `resume_changes` changes the run. Then the number of processes may differ; an
-            additional process loads the state of the first process.
+        is_changed: whether `resume_changes` changes the run. Then the number of processes may differ; an additional
+            process loads the state of the first process.
 
     Returns: the step, the slices and the additional state, or `None` if the checkpoint has no rollouts.
 
@@ -127,7 +126,7 @@ class BestAdapters:
     Copies of all trained adapters on the CPU.
 
     Args:
-        optimizer (`Callable`): `optimizer()` returns the optimizer; `None` before there is one.
+        optimizer: `optimizer()` returns the optimizer; `None` before there is one.
     """
 
     def __init__(self, policies: Policies, optimizer: Callable[[], Any]):
@@ -240,10 +239,10 @@ class Checkpoints:
     the training rows in use, the position in them, the references, and the state of every stateful object.
 
     Args:
-        owners (`Mapping[str, Stateful]`): objects with a state, by their name in checkpoints.
-        ref_model (`nn.Module`, *optional*): TRL's reference model.
-        settings ([`RunSettings`]): settings that determine the results of the run.
-        best ([`BestAdapters`], *optional*): copies of the best adapters.
+        owners: objects with a state, by their name in checkpoints.
+        ref_model: TRL's reference model.
+        settings: settings that determine the results of the run.
+        best: copies of the best adapters.
     """
 
     def __init__(
@@ -359,13 +358,16 @@ class Checkpoints:
         changes.
         """
         with undisturbed():
+            own = self._own_state()
+            # Never changed, and of thousands of numbers
+            kept = (self._state.slices, own["extra"].get("user_randomness"))
             self._last_step = {
                 "step": self._state.optimizer_step,
                 "random": self._random.capture(),
                 "tokens": self._state.num_tokens_seen,
                 "entropy": self._state.entropy,
                 "restored": self._restored,
-                **copy.deepcopy(self._own_state(), {id(self._state.slices): self._state.slices}),
+                **copy.deepcopy(own, {id(value): value for value in kept}),
             }
 
     @property
@@ -419,8 +421,7 @@ class Checkpoints:
         Choose the checkpoint to resume from, the same on all processes, and check its files and settings.
 
         Args:
-            resume_from_checkpoint (`str`, `bool` or `Path`, *optional*): `True` for the newest complete checkpoint of
-                this run, if there is one.
+            resume_from_checkpoint: `True` for the newest complete checkpoint of this run, if there is one.
 
         Raises:
             DamagedCheckpoint: the given checkpoint is damaged.

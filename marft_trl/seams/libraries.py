@@ -81,9 +81,12 @@ def installed_version(package: str) -> str | None:
     module = sys.modules.get(package.replace("-", "_"))
     loaded = vars(module).get("__version__") if module is not None else None  # `getattr` may load a lazy module
     try:
-        return str(loaded) if loaded else version(package)
+        return str(loaded) if loaded else _metadata_version(package)
     except PackageNotFoundError:
         return None
+
+
+_metadata_version = functools.cache(version)  # reads a file at each call
 
 
 def release(text: str) -> tuple[int, int]:
