@@ -53,7 +53,7 @@ def tiny_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     Make a BPE tokenizer over characters in which each word of the task is one token, with the ChatML template.
 
     Args:
-        words (`Sequence[str]`, *optional*): words of another task that become tokens, too.
+        words: words of another task that become tokens, too.
     """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *letters])}
@@ -179,9 +179,9 @@ def scripted_turns(
     Endless turns of scripted agents in a workflow, as demonstrations `(prompt_ids, completion_ids)` for [`warm_up`].
 
     Args:
-        rows (`Callable`): `rows(draw)` returns a dataset row.
-        reply (`Callable`): `reply(episode, agent, seen, draw)` returns the text of the agent's turn.
-        seed (`int`, *optional*, defaults to `0`): seed of `draw`, a `random.Random`.
+        rows: `rows(draw)` returns a dataset row.
+        reply: `reply(episode, agent, seen, draw)` returns the text of the agent's turn.
+        seed: seed of `draw`, a `random.Random`.
     """
     builder = _prompt_builder(tokenizer)
     specs, draw = {agent.name: agent for agent in agents}, random.Random(seed)
@@ -221,10 +221,10 @@ def warm_up(
 
     Args:
         model, tokenizer: model to train, and its tokenizer.
-        steps (`int`): number of optimizer steps.
-        batch_size (`int`, *optional*, defaults to `32`): number of demonstrations per step.
-        rows (`Iterator`, *optional*): demonstrations as `(prompt_ids, completion_ids)`, e.g. [`scripted_turns`].
-            Defaults to demonstrations of the reasoner and the actor, half of each.
+        steps: number of optimizer steps.
+        batch_size: number of demonstrations per step.
+        rows: demonstrations as `(prompt_ids, completion_ids)`, e.g. [`scripted_turns`]. Defaults to demonstrations of
+            the reasoner and the actor, half of each.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=learning_rate, total_steps=steps, pct_start=0.1)
@@ -256,10 +256,8 @@ def tiny_team_model(folder: str | os.PathLike | None = None, steps: int = WARM_U
     Build the warmed-up tiny model once and return its folder.
 
     Args:
-        folder (`str` or `os.PathLike`, *optional*):
-            Folder of the model. Defaults to a folder under `$XDG_CACHE_HOME/marft_trl` (`~/.cache/marft_trl`).
-        steps (`int`, *optional*, defaults to `800`):
-            Number of steps of the supervised warm-up.
+        folder: Folder of the model. Defaults to a folder under `$XDG_CACHE_HOME/marft_trl` (`~/.cache/marft_trl`).
+        steps: Number of steps of the supervised warm-up.
     """
     recipe = hashlib.sha256(Path(__file__).read_bytes() + str(steps).encode()).hexdigest()[:12]
     if folder is None:

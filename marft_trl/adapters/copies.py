@@ -65,7 +65,7 @@ class PastCopies:
         Drop the copies that were made after a step whose adapters have been restored.
 
         Args:
-            adapters (`Sequence[str]`, *optional*): the adapters that have been restored. Defaults to all.
+            adapters: the adapters that have been restored. Defaults to all.
         """
         for name, pool in self._pools.items():
             if adapters is not None and self._sources[name] not in adapters:
@@ -81,7 +81,7 @@ class PastCopies:
         Add a copy to every pool for which one is due.
 
         Args:
-            step (`int`): number of optimizer steps so far; 0 fills all pools with a first copy.
+            step: number of optimizer steps so far; 0 fills all pools with a first copy.
         """
         for name, spec in self._specs.items():
             if step % spec.copy_every == 0 and step not in self._pools[name]:
@@ -110,7 +110,7 @@ class PastCopies:
         Draw the copy that each agent acts with in an episode.
 
         Args:
-            place (`tuple`): key of the episode, from which the random choice is seeded.
+            place: key of the episode, from which the random choice is seeded.
         """
         return {
             agent: random.Random(seed_of(("copies", agent, *place))).choice(self.steps(agent))  # noqa: S311
@@ -168,7 +168,7 @@ class PastCopies:
         adapter.
 
         Args:
-            folder (`str` or `Path`): the checkpoint. Its adapters must have been loaded.
+            folder: the checkpoint. Its adapters must have been loaded.
         """
         path, checkpoint_name = Path(folder) / COPIES_NAME, source_of or (lambda name: name)
         saved: dict[str, torch.Tensor] = {}

@@ -59,9 +59,9 @@ def team_folder(team: str | os.PathLike, revision: str | None = None, token: str
     Return the local folder of a saved team. A team on the Hub is downloaded, without its checkpoints and its critic.
 
     Args:
-        team (`str` or `os.PathLike`): a folder, or the Hub id of a team.
-        revision (`str`, *optional*): branch, tag or commit on the Hub.
-        token (`str` or `bool`, *optional*): token of the Hub.
+        team: a folder, or the Hub id of a team.
+        revision: branch, tag or commit on the Hub.
+        token: token of the Hub.
 
     Raises:
         FileNotFoundError: `team` is neither the folder of a saved team nor a Hub id.
@@ -370,8 +370,8 @@ def alone(model: PeftModel, adapter: str) -> PeftModel:
     further memory.
 
     Args:
-        model ([`~peft.PeftModel`]): the base with the adapters of the team.
-        adapter (`str`): the adapter that stays. Its weights are copied.
+        model: the base with the adapters of the team.
+        adapter: the adapter that stays. Its weights are copied.
     """
     own = {
         id(adapter_parameter)
@@ -411,7 +411,7 @@ def add_adapter(
     Give the base the adapter of a new agent.
 
     Args:
-        weights (`str` or `os.PathLike`, *optional*): folder or Hub id of an adapter.
+        weights: folder or Hub id of an adapter.
 
     Raises:
         ValueError: the adapter does not fit, or it is not clear which one is meant.

@@ -46,12 +46,10 @@ def add_adapters(
     Add one adapter to the base model for every adapter name of the team.
 
     Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The base model. If it is a `PeftModel`, adapters that have the name of an agent's adapter are trained
+        model: The base model. If it is a `PeftModel`, adapters that have the name of an agent's adapter are trained
             further, and missing adapters start as copies of its adapter `default`.
-        peft_config ([`~peft.PeftConfig`], *optional*):
-            Config of the adapters of agents without a `peft_config`. If no agent has a config either, there are no
-            adapters, and all agents share one policy.
+        peft_config: Config of the adapters of agents without a `peft_config`. If no agent has a config either, there
+            are no adapters, and all agents share one policy.
 
     Raises:
         ValueError: an adapter cannot share the base with others. The message names the agent.
@@ -91,7 +89,7 @@ def origins_of(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]) 
     Where the weights of each adapter come from, for people.
 
     Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the model before [`add_adapters`].
+        model: the model before [`add_adapters`].
     """
     known = model.peft_config if isinstance(model, PeftModel) else {}
     made = "copied from the adapter 'default'" if "default" in known else "fresh"

@@ -46,9 +46,9 @@ def describe_base(
     Describe the base model for the manifest.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): its tokenizer.
-        chat_template (`str`, *optional*): chat template that prompts were rendered with.
-        revision (`str`, *optional*): revision that was requested. The commit that was found, if known, replaces it.
+        tokenizer: its tokenizer.
+        chat_template: chat template that prompts were rendered with.
+        revision: revision that was requested. The commit that was found, if known, replaces it.
     """
     config = model.config
     name = get_config_model_id(config) or type(model).__name__
@@ -119,12 +119,12 @@ class BaseModel:
     The base model of a team's adapters, and its tokenizer.
 
     Args:
-        name (`str`): Hub id, or the last part of the path of a local model.
-        is_local (`bool`): `True` if the model was loaded from a local folder or created in code.
-        revision (`str`, *optional*): commit, branch or tag on the Hub.
-        dtype (`str`, *optional*): precision of the weights, e.g. `"bfloat16"`.
-        config_hash (`str`): SHA-256 of the model config, without paths, versions and precision.
-        tokenizer_hash (`str`): SHA-256 of the tokenizer's vocabulary and special tokens.
+        name: Hub id, or the last part of the path of a local model.
+        is_local: `True` if the model was loaded from a local folder or created in code.
+        revision: commit, branch or tag on the Hub.
+        dtype: precision of the weights, e.g. `"bfloat16"`.
+        config_hash: SHA-256 of the model config, without paths, versions and precision.
+        tokenizer_hash: SHA-256 of the tokenizer's vocabulary and special tokens.
     """
 
     name: str
@@ -143,19 +143,19 @@ class Inference:
     Settings that the team's episodes are run with, in addition to the agents and the workflow.
 
     Args:
-        sampling (`dict[str, dict]`): sampling settings of each agent, with the trainer's values filled in.
-        generation (`dict`): settings of `generate` that are the same for all agents.
-        share_prefixes (`bool`): `True` if the common prefix of several prompts is computed only once.
-        mixed_precision (`str`): precision that the model computes in: `"no"`, `"bf16"` or `"fp16"`.
-        context_overflow (`str`): behaviour if an observation does not fit the model's window.
-        tools (`dict[str, list[str]]`): names of the tools of each agent that has tools.
-        tool_limits (`dict`): limits of tool calls, see [`~marft_trl.episodes.tools.ToolLimits`].
-        view (`str`, *optional*): name of the view function of the team; `None` for the default view.
-        agent_views (`dict[str, str]`): names of the view functions of agents that have their own.
-        workflow_timeout (`float`, *optional*): maximum time in seconds that a workflow may wait.
-        replies (`dict[str, str]`): names of the functions of agents whose turns a function writes.
-        show_reasoning (`bool`): whether earlier turns are shown with reasoning that the chat template cuts, as in
-            teams of earlier versions.
+        sampling: sampling settings of each agent, with the trainer's values filled in.
+        generation: settings of `generate` that are the same for all agents.
+        share_prefixes: `True` if the common prefix of several prompts is computed only once.
+        mixed_precision: precision that the model computes in: `"no"`, `"bf16"` or `"fp16"`.
+        context_overflow: behaviour if an observation does not fit the model's window.
+        tools: names of the tools of each agent that has tools.
+        tool_limits: limits of tool calls, see [`~marft_trl.episodes.tools.ToolLimits`].
+        view: name of the view function of the team; `None` for the default view.
+        agent_views: names of the view functions of agents that have their own.
+        workflow_timeout: maximum time in seconds that a workflow may wait.
+        replies: names of the functions of agents whose turns a function writes.
+        show_reasoning: whether earlier turns are shown with reasoning that the chat template cuts, as in teams of
+            earlier versions.
     """
 
     sampling: dict[str, dict[str, Any]] = field(default_factory=dict)

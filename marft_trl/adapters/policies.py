@@ -35,10 +35,8 @@ class Policies:
     an error.
 
     Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Model returned by [`add_adapters`].
-        origins (`Mapping[str, str]`, *optional*):
-            Where the weights of each adapter come from, see [`origins_of`].
+        model: Model returned by [`add_adapters`].
+        origins: Where the weights of each adapter come from, see [`origins_of`].
     """
 
     def __init__(
@@ -146,8 +144,8 @@ class Policies:
         Copy the current weights of adapters that do not start as the identity. The copies are their references.
 
         Args:
-            all_of_them (`bool`, *optional*, defaults to `False`): copy the weights of all adapters. Needed if
-                references will be moved, see [`~Policies.mix_references`].
+            all_of_them: copy the weights of all adapters. Needed if references will be moved, see
+                [`~Policies.mix_references`].
         """
         for name in self.names if self.has_adapters else []:
             if all_of_them or not self._is_identity(name):
@@ -227,7 +225,7 @@ class SyncReferences(TrainerCallback):
     does the same with whole models. The base does not change.
 
     Args:
-        policies ([`Policies`]): the policies. They hold the references of all adapters.
+        policies: the policies. They hold the references of all adapters.
 
     Source: TR-DPO (2404.09656), soft update.
     """

@@ -22,8 +22,8 @@ class RunningBaselines:
     the average is divided by `1 - decay^n` after `n` batches: after the first one it is the mean of that batch.
 
     Args:
-        decay (`float`): weight of the average so far, in `[0, 1)`.
-        column (`str`, *optional*): dataset column whose values have averages of their own.
+        decay: weight of the average so far, in `[0, 1)`.
+        column: dataset column whose values have averages of their own.
 
     Source: role-conditioned advantage estimation of SPIRAL (2506.24119), there updated after each episode.
     """
@@ -42,7 +42,7 @@ class RunningBaselines:
         Key of the average that a turn is compared with.
 
         Args:
-            is_own (`bool`): whether every agent has its own return.
+            is_own: whether every agent has its own return.
         """
         kind = "" if self._column is None else str(row[self._column])
         return f"{agent}/{kind}" if is_own else kind
@@ -91,10 +91,9 @@ class Samples:
         agents (`torch.Tensor` of shape `(N,)`): index of the agent of each turn.
         nodes (`torch.Tensor` of shape `(N,)`): index, inside the episode, of the turn or of the set of candidates.
         returns (`torch.Tensor` of shape `(N,)`): return of each turn; NaN where nothing scored it.
-        group_size (`int`): `G`, episodes of a prompt; groups are consecutive episodes.
-        num_agents (`int`): number of agents of the team.
-        by_agent (`bool`, *optional*, defaults to `False`): whether every agent has its own return, so that the turns
-            of different agents are not compared.
+        group_size: `G`, episodes of a prompt; groups are consecutive episodes.
+        num_agents: number of agents of the team.
+        by_agent: whether every agent has its own return, so that the turns of different agents are not compared.
         running (`torch.Tensor` of shape `(N,)`, *optional*): running baseline of each turn.
     """
 
@@ -143,33 +142,23 @@ class Baseline:
     A baseline.
 
     Args:
-        name (`str`):
-            The value of `MARFTConfig.advantage` that chooses it.
-        function (`Callable`):
-            `function(samples, scale)` returns advantages `(N,)`, 0 where nothing scored a turn. `scale` is
+        name: The value of `MARFTConfig.advantage` that chooses it.
+        function: `function(samples, scale)` returns advantages `(N,)`, 0 where nothing scored a turn. `scale` is
             `scale_rewards`: `"group"`, `"batch"` or `"none"`.
-        needs_group (`bool`, *optional*, defaults to `False`):
-            Whether it compares episodes of a prompt, so that `num_generations` has to be at least 2.
-        scales (`bool`, *optional*, defaults to `False`):
-            Whether it divides by the deviation that `scale_rewards` names.
-        uses_candidates (`bool`, *optional*, defaults to `False`):
-            Whether it compares candidates for one turn, which the trainer then samples.
-        completes (`bool`, *optional*, defaults to `True`):
-            Whether candidates are worth the episodes that are completed from them, and not themselves as answers.
-        goes_on (`str`, *optional*, defaults to `"best"`):
-            Value of `continue_from` if none is set.
-        takes_normalized_objectives (`bool`, *optional*, defaults to `False`):
-            Whether it works with `multi_objective_aggregation="normalize_then_sum"`.
-        state (`Callable`, *optional*):
-            `state(args)` makes the state of a baseline that remembers earlier batches: [`RunningBaselines`], or a
+        needs_group: Whether it compares episodes of a prompt, so that `num_generations` has to be at least 2.
+        scales: Whether it divides by the deviation that `scale_rewards` names.
+        uses_candidates: Whether it compares candidates for one turn, which the trainer then samples.
+        completes: Whether candidates are worth the episodes that are completed from them, and not themselves as
+            answers.
+        goes_on: Value of `continue_from` if none is set.
+        takes_normalized_objectives: Whether it works with `multi_objective_aggregation="normalize_then_sum"`.
+        state: `state(args)` makes the state of a baseline that remembers earlier batches: [`RunningBaselines`], or a
             class with its methods.
-        reads (`tuple[str, ...]`, *optional*):
-            Fields of the training arguments that it alone reads.
-        by_episode (`Callable`, *optional*):
-            `by_episode(rewards, group_size, scale)` returns advantages and deviations `(E,)` of whole episodes, for
-            turns that all have the return of their episode. Without it the function is asked turn by turn.
-        in_evaluation (`str`, *optional*):
-            Name of the baseline that takes its place in evaluation. Defaults to the baseline itself.
+        reads: Fields of the training arguments that it alone reads.
+        by_episode: `by_episode(rewards, group_size, scale)` returns advantages and deviations `(E,)` of whole
+            episodes, for turns that all have the return of their episode. Without it the function is asked turn by
+            turn.
+        in_evaluation: Name of the baseline that takes its place in evaluation. Defaults to the baseline itself.
     """
 
     name: str
@@ -265,23 +254,16 @@ class CreditRule:
     A credit rule.
 
     Args:
-        name (`str`):
-            The value of `MARFTConfig.credit` that chooses it.
-        share (`Callable`):
-            `share(reward, turns, steps, discount, as_rewards)` returns the credit `(K,)` of the turns of an episode.
-            `steps` `(K,)` are the joint steps of the turns, `discount` is `credit_discount`, and `as_rewards` tells
-            whether the credit is a stream of rewards, which is summed, or the return of each turn.
-        reruns (`bool`, *optional*, defaults to `False`):
-            Whether it subtracts the mean reward of re-runs in which the turn is another one. `share` is not called
+        name: The value of `MARFTConfig.credit` that chooses it.
+        share: `share(reward, turns, steps, discount, as_rewards)` returns the credit `(K,)` of the turns of an
+            episode. `steps` `(K,)` are the joint steps of the turns, `discount` is `credit_discount`, and `as_rewards`
+            tells whether the credit is a stream of rewards, which is summed, or the return of each turn.
+        reruns: Whether it subtracts the mean reward of re-runs in which the turn is another one. `share` is not called
             then.
-        removes (`bool`, *optional*, defaults to `False`):
-            Whether the turn of a re-run is an empty one. Otherwise the reference of its agent samples it anew.
-        scores_turns (`bool`, *optional*, defaults to `False`):
-            Whether turns have rewards of their own, from reward functions of agents, which are mixed in.
-        discounts (`bool`, *optional*, defaults to `False`):
-            Whether it uses `credit_discount`.
-        in_evaluation (`str`, *optional*):
-            Name of the rule that takes its place in evaluation. Defaults to the rule itself.
+        removes: Whether the turn of a re-run is an empty one. Otherwise the reference of its agent samples it anew.
+        scores_turns: Whether turns have rewards of their own, from reward functions of agents, which are mixed in.
+        discounts: Whether it uses `credit_discount`.
+        in_evaluation: Name of the rule that takes its place in evaluation. Defaults to the rule itself.
     """
 
     name: str

@@ -36,26 +36,20 @@ class Critic:
     features. To add a critic, write a subclass and give it a name in `CRITICS`.
 
     Args:
-        policies ([`Policies`]):
-            The team's policies; they switch the adapters of the critic too.
-        model ([`~peft.PeftModel`]):
-            The base with its adapters.
-        level ([`Level`]):
-            Unit of the values.
-        agents (`Sequence[AgentSpec]`):
-            The team.
-        peft_config ([`~peft.PeftConfig`]):
-            Config of the critic's LoRAs.
-        autocast (`Callable`):
-            `autocast()` is the context of mixed precision.
+        policies: The team's policies; they switch the adapters of the critic too.
+        model: The base with its adapters.
+        level: Unit of the values.
+        agents: The team.
+        peft_config: Config of the critic's LoRAs.
+        autocast: `autocast()` is the context of mixed precision.
 
     Attributes:
-        name (`str`): its name in `CRITICS`.
-        has_adapters (`bool`): whether its parts have LoRAs.
-        reads_reference_pass (`bool`): whether the last hidden states of a pass of the bare base, such as that of a
-            reference, are its features.
-        parts (`list[str]`): names of its parts, and of their adapters.
-        heads (`nn.ModuleDict`): value head of each part.
+        name: its name in `CRITICS`.
+        has_adapters: whether its parts have LoRAs.
+        reads_reference_pass: whether the last hidden states of a pass of the bare base, such as that of a reference,
+            are its features.
+        parts: names of its parts, and of their adapters.
+        heads: value head of each part.
     """
 
     name = "shared"
@@ -114,9 +108,9 @@ class Critic:
         Hidden states that the head of a part reads.
 
         Args:
-            part (`str`): whose adapter acts. With gradient checkpointing it has to stay active until backward has run.
-            prompts, completions (`Sequence[list[int]]`): token ids of `B` rows.
-            share (`bool`, *optional*, defaults to `True`): compute what prompts have in common once.
+            part: whose adapter acts. With gradient checkpointing it has to stay active until backward has run.
+            prompts, completions: token ids of `B` rows.
+            share: compute what prompts have in common once.
 
         Returns: hidden states `(B, V, H)`, `V` being 1 at action level; at token level that of the longest completion
         and at least 1.
@@ -128,9 +122,9 @@ class Critic:
     def values(self, part: str, features: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
         """
         Args:
-            part (`str`): which head.
+            part: which head.
             features (`torch.Tensor` of shape `(B, V, H)`): from [`~Critic.features`].
-            agents (`Sequence[str]`): whose turns the `B` rows are.
+            agents: whose turns the `B` rows are.
 
         Returns: values `(B, V)`.
         """

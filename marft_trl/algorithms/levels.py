@@ -42,9 +42,9 @@ class Discounts:
     Discounts and decays of GAE, each in `[0, 1]`.
 
     Args:
-        gamma (`float` or `Sequence[float]`): per joint step, or of each joint step.
-        gae_lambda (`float`): per joint step.
-        token_gamma, token_gae_lambda (`float`): per token inside a turn.
+        gamma: per joint step, or of each joint step.
+        gae_lambda: per joint step.
+        token_gamma, token_gae_lambda: per token inside a turn.
     """
 
     gamma: float | Sequence[float]
@@ -58,11 +58,11 @@ class Level(Protocol):
     What a policy ratio, an advantage and a value belong to, and the arithmetic that depends on it.
 
     Attributes:
-        settings (`frozenset[str]`): fields of the training arguments that only this level reads.
-        loss_type (`str`): loss type if the training arguments name none.
-        ratio (`str`, *optional*): `"sequence"` if a turn has one policy ratio: TRL's `importance_sampling_level`.
-            `None` for that of the training arguments.
-        reads_completions (`bool`): whether the critic reads the tokens of a turn, and not the observation alone.
+        settings: fields of the training arguments that only this level reads.
+        loss_type: loss type if the training arguments name none.
+        ratio: `"sequence"` if a turn has one policy ratio: TRL's `importance_sampling_level`. `None` for that of the
+            training arguments.
+        reads_completions: whether the critic reads the tokens of a turn, and not the observation alone.
     """
 
     settings: ClassVar[frozenset[str]]
@@ -85,7 +85,7 @@ class Level(Protocol):
         Factor of `entropy_coef` for a loss that is a mean over rows.
 
         Args:
-            token_share, row_share (`float`): the micro-batch's share of the tokens and of the rows of its adapter.
+            token_share, row_share: the micro-batch's share of the tokens and of the rows of its adapter.
         """
 
     def divisors(self, rows: Sequence[Row]) -> torch.Tensor:
@@ -97,8 +97,8 @@ class Level(Protocol):
         """
         Args:
             logps, entropies (`torch.Tensor` of shape `(B, T)`): of the policy.
-            inputs (`Mapping[str, torch.Tensor]`): tensors of the rows, see [`collate`].
-            rows (`Sequence[Row]`): the rows.
+            inputs: tensors of the rows, see [`collate`].
+            rows: the rows.
         """
 
     def estimate(
@@ -114,10 +114,10 @@ class Level(Protocol):
 
         Args:
             rewards (`torch.Tensor` of shape `(K,)`): reward after each turn.
-            values (`Sequence[torch.Tensor]`): values `(V,)` of each turn.
+            values: values `(V,)` of each turn.
             steps (`torch.Tensor` of shape `(K,)`): joint step of each turn.
-            discounts ([`Discounts`]): discounts and decays.
-            last_value (`float`): value of what comes after the last joint step.
+            discounts: discounts and decays.
+            last_value: value of what comes after the last joint step.
         """
 
     def advantage(self, values: torch.Tensor, num_tokens: int) -> float | torch.Tensor:
@@ -175,8 +175,8 @@ class ActionLevel:
     One ratio, one advantage and one value per turn.
 
     Args:
-        logprob (`str`, *optional*, defaults to `"sum"`): log-probability of a turn: the `"sum"` over its tokens, or
-            the sum divided by the number of its tokens (`"token"`) or words (`"word"`).
+        logprob: log-probability of a turn: the `"sum"` over its tokens, or the sum divided by the number of its tokens
+            (`"token"`) or words (`"word"`).
     """
 
     logprob: str = "sum"

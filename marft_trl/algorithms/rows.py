@@ -20,57 +20,40 @@ class Row:
     [`~CriticLearner.with_values`]), the advantages, and in sequential updates [`~SequentialFactors.after_update`].
 
     Args:
-        agent (`str`):
-            Name of the agent that acted.
-        adapter (`str`):
-            Name of the adapter that the agent acted with.
-        prompt_ids (`torch.Tensor` of shape `(P,)`):
-            Token ids of the observation.
-        completion_ids (`torch.Tensor` of shape `(L,)`):
-            Token ids of the turn, as they were sampled.
-        advantage (`float` or `torch.Tensor` of shape `(L,)`):
-            Advantage of the turn, or of each of its tokens.
-        counts (`bool`):
-            `True` if the tokens of the turn count in the loss. Those of a truncated turn do not count if
+        agent: Name of the agent that acted.
+        adapter: Name of the adapter that the agent acted with.
+        prompt_ids (`torch.Tensor` of shape `(P,)`): Token ids of the observation.
+        completion_ids (`torch.Tensor` of shape `(L,)`): Token ids of the turn, as they were sampled.
+        advantage (`float` or `torch.Tensor` of shape `(L,)`): Advantage of the turn, or of each of its tokens.
+        counts: `True` if the tokens of the turn count in the loss. Those of a truncated turn do not count if
             `mask_truncated_completions` is set, but the turn still counts as a row.
-        old_per_token_logps (`torch.Tensor` of shape `(L,)`, *optional*):
-            Log-probabilities under the policy that sampled the turn.
-        ref_per_token_logps (`torch.Tensor` of shape `(L,)`, *optional*):
-            Log-probabilities under the agent's reference.
-        episode (`int`):
-            Position of the turn's episode on this process.
-        is_trained (`bool`):
-            `True` if the agent learns from the turn. Only the critic learns from the turns of frozen agents.
-        words (`int`):
-            Number of words of the turn, separated by white space; at least 1.
-        factor (`float`):
-            Factor of the advantage in the loss: the clipped product of the policy ratios of the agents that acted in
-            the same joint action and were updated before.
-        log_factor (`float`):
-            Logarithm of this product, before clipping.
-        joint_action (`int`):
-            Index of the joint action in the episode, see [`~Episode.joint_actions`].
-        number (`int`):
-            Position among the rows of its generation batch on this process.
-        critic (`str`, *optional*):
-            Name of the part of the critic (and of its adapter) that values the turn.
-        critic_prompt_ids (`torch.Tensor` of shape `(C,)`, *optional*):
-            Token ids that the critic reads in place of the observation.
-        old_values, value_targets (`torch.Tensor` of shape `(V,)`, *optional*):
-            Values at the time of sampling, and value targets (NaN if unknown). `V` is 1 at action level and
-            `max(L, 1)` at token level.
-        old_outputs (`torch.Tensor` of shape `(V,)`, *optional*):
-            What the critic's head put out for the values, where these are normalized ([`ValueScale`]).
-        last_value (`float`):
-            Value of what is seen next, where a horizon cut the episode after the turn; 0 where the episode is over.
-        features (`torch.Tensor` of shape `(V, H)`, *optional*):
-            Inputs of the frozen critic: hidden states of the base.
-        sampled_by ([`SampledBy`], *optional*):
-            The server that sampled the turn.
-        sampling_logps (`torch.Tensor` of shape `(L,)`, *optional*):
-            Log-probabilities on this server.
-        sampling_weights (`torch.Tensor` of shape `(L,)`, *optional*):
-            Importance weights of the tokens, see [`~functional.sampling_weights`].
+        old_per_token_logps (`torch.Tensor` of shape `(L,)`, *optional*): Log-probabilities under the policy that
+            sampled the turn.
+        ref_per_token_logps (`torch.Tensor` of shape `(L,)`, *optional*): Log-probabilities under the agent's
+            reference.
+        episode: Position of the turn's episode on this process.
+        is_trained: `True` if the agent learns from the turn. Only the critic learns from the turns of frozen agents.
+        words: Number of words of the turn, separated by white space; at least 1.
+        factor: Factor of the advantage in the loss: the clipped product of the policy ratios of the agents that acted
+            in the same joint action and were updated before.
+        log_factor: Logarithm of this product, before clipping.
+        joint_action: Index of the joint action in the episode, see [`~Episode.joint_actions`].
+        number: Position among the rows of its generation batch on this process.
+        critic: Name of the part of the critic (and of its adapter) that values the turn.
+        critic_prompt_ids (`torch.Tensor` of shape `(C,)`, *optional*): Token ids that the critic reads in place of the
+            observation.
+        old_values, value_targets (`torch.Tensor` of shape `(V,)`, *optional*): Values at the time of sampling, and
+            value targets (NaN if unknown). `V` is 1 at action level and `max(L, 1)` at token level.
+        old_outputs (`torch.Tensor` of shape `(V,)`, *optional*): What the critic's head put out for the values, where
+            these are normalized ([`ValueScale`]).
+        last_value: Value of what is seen next, where a horizon cut the episode after the turn; 0 where the episode is
+            over.
+        features (`torch.Tensor` of shape `(V, H)`, *optional*): Inputs of the frozen critic: hidden states of the
+            base.
+        sampled_by: The server that sampled the turn.
+        sampling_logps (`torch.Tensor` of shape `(L,)`, *optional*): Log-probabilities on this server.
+        sampling_weights (`torch.Tensor` of shape `(L,)`, *optional*): Importance weights of the tokens, see
+            [`~functional.sampling_weights`].
     """
 
     agent: str
@@ -121,15 +104,15 @@ class Slice:
     The rows of `per_device_train_batch_size` episodes on this process, and counts over all processes by adapter.
 
     Args:
-        rows_per_slice (`dict[str, float]`): rows of each adapter per slice, added over processes, mean over slices.
-        tokens_per_slice (`dict[str, float]`): loss tokens of each adapter per slice, likewise.
-        tokens (`dict[str, int]`): loss tokens of each adapter in this slice, added over processes.
-        weights (`dict[str, float]`): weights of agents in the losses of their adapters, if agents have equal weight;
-            the three counts above are then those of agents. Empty if turns are counted, whosever they are.
-        adapters (`frozenset[str]`): adapters that have a non-empty row, and parts of the critic that have a value
-            target, in this slice on any process.
-        value_targets (`dict[str, float]`): positions that each part of the critic learns from per slice, added
-            over processes, mean over slices.
+        rows_per_slice: rows of each adapter per slice, added over processes, mean over slices.
+        tokens_per_slice: loss tokens of each adapter per slice, likewise.
+        tokens: loss tokens of each adapter in this slice, added over processes.
+        weights: weights of agents in the losses of their adapters, if agents have equal weight; the three counts above
+            are then those of agents. Empty if turns are counted, whosever they are.
+        adapters: adapters that have a non-empty row, and parts of the critic that have a value target, in this slice
+            on any process.
+        value_targets: positions that each part of the critic learns from per slice, added over processes, mean over
+            slices.
     """
 
     rows: list[Row]
@@ -147,9 +130,9 @@ class MicroBatch:
     Rows that go through the model together. They belong to one agent or to one part of the critic.
 
     Args:
-        agent (`str`): name of the agent, or of the part of the critic.
-        rows (`list[Row]`): at least one row.
-        num_tokens (`float`): number of tokens to compute, plus a fraction for each repeated token.
+        agent: name of the agent, or of the part of the critic.
+        rows: at least one row.
+        num_tokens: number of tokens to compute, plus a fraction for each repeated token.
     """
 
     agent: str

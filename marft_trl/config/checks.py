@@ -433,8 +433,8 @@ def check_timeouts(args: Any, num_processes: int, patience: float | None) -> Non
 
     Args:
         args: the configuration.
-        num_processes (`int`): number of processes of the run.
-        patience (`float`, *optional*): seconds that a process waits for another, if known.
+        num_processes: number of processes of the run.
+        patience: seconds that a process waits for another, if known.
 
     Raises:
         ValueError: a time limit is not below that of the processes. The message has both.

@@ -28,8 +28,7 @@ def check_datasets(train_dataset, eval_dataset, prompts_per_generation: int) -> 
     Raise if a dataset cannot be used for training or evaluation.
 
     Args:
-        prompts_per_generation (`int`):
-            Number of distinct prompts in one generation batch.
+        prompts_per_generation: Number of distinct prompts in one generation batch.
 
     Raises:
         TypeError: an argument is not a dataset.
@@ -131,10 +130,8 @@ def check_prompts(rows: Iterable[dict[str, Any]], what: str, start: int | None =
     Raise at the first row whose prompt is missing, empty, or of another kind than the first prompt.
 
     Args:
-        what (`str`):
-            Name of the dataset, for the message.
-        start (`int`, *optional*):
-            Position of the first row in the dataset, if known.
+        what: Name of the dataset, for the message.
+        start: Position of the first row in the dataset, if known.
     """
     first_kind = None
     for offset, row in enumerate(rows):

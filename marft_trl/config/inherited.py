@@ -88,10 +88,10 @@ class Unused(NamedTuple):
     A setting without effect.
 
     Args:
-        where (`Callable`, *optional*): `where(args, shares)` tells whether it has no effect, `shares` being whether
-            passes share prefixes; always, if left out.
-        when (`str`, *optional*): the same in words, for the docs.
-        is_said (`bool`): whether a line says so, or the docs alone.
+        where: `where(args, shares)` tells whether it has no effect, `shares` being whether passes share prefixes;
+            always, if left out.
+        when: the same in words, for the docs.
+        is_said: whether a line says so, or the docs alone.
     """
 
     why: str

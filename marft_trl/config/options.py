@@ -32,15 +32,15 @@ class Rule:
     What a setting may be, and what it is about.
 
     Args:
-        bounds (`tuple[Bound, ...]`): ranges of a number.
-        integer (`bool`): whether the number is an integer.
-        needed (`bool`): whether a number may not be `None`.
-        none (`str`, *optional*): meaning of `None`, for messages.
-        choices (`Iterable[str]`, *optional*): known values: names, or a table by name, which may get further entries.
-        also (`tuple`): values beside those of a table.
-        only_if (`tuple[tuple[str, str], ...]`): other settings, each with the value that this one has an effect with.
-            Where the other one names the entry of a table, entries with `settings` say which settings they read.
-        about (`str`): `"results"`, which a resumed run compares, `"evaluations"`, `"machines"` or `"files"`.
+        bounds: ranges of a number.
+        integer: whether the number is an integer.
+        needed: whether a number may not be `None`.
+        none: meaning of `None`, for messages.
+        choices: known values: names, or a table by name, which may get further entries.
+        also: values beside those of a table.
+        only_if: other settings, each with the value that this one has an effect with. Where the other one names the
+            entry of a table, entries with `settings` say which settings they read.
+        about: `"results"`, which a resumed run compares, `"evaluations"`, `"machines"` or `"files"`.
     """
 
     bounds: tuple[Bound, ...] = ()
@@ -81,7 +81,7 @@ def option(
 
     Args:
         default: value if it is not set.
-        bounds ([`Bound`]): ranges of a number.
+        bounds: ranges of a number.
         integer, none, choices, also, only_if, about: as in [`Rule`].
     """
     is_number = bool(bounds) or integer
@@ -153,7 +153,7 @@ def has_effect(args: Any, name: str, other: str, value: str, rules: Mapping[str,
 
     Args:
         args: the settings.
-        value (`str`): a value of the other setting with which it has one.
+        value: a value of the other setting with which it has one.
     """
     present, table = getattr(args, other), rules[other].choices
     entry = table.get(present) if isinstance(table, Mapping) else None

@@ -14,8 +14,8 @@ class Preset:
     depend on the task and the machine.
 
     Args:
-        source (`str`): name and reference of the publication, shown by `print(config)`.
-        settings (`dict`): values of `MARFTConfig` fields.
+        source: name and reference of the publication, shown by `print(config)`.
+        settings: values of `MARFTConfig` fields.
     """
 
     source: str

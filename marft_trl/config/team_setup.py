@@ -95,8 +95,8 @@ class TeamSetup:
     A team as it is trained, after all checks.
 
     Args:
-        policies ([`Policies`]): adapters of agents, and which of them are trained.
-        level ([`Level`]): unit of the policy ratio.
+        policies: adapters of agents, and which of them are trained.
+        level: unit of the policy ratio.
     """
 
     agents: list[AgentSpec]
@@ -125,7 +125,7 @@ class RunContext:
     The run that trains a team.
 
     Args:
-        settings ([`TrlSettings`]): settings that TRL has derived from them.
+        settings: settings that TRL has derived from them.
     """
 
     args: MARFTConfig

@@ -47,9 +47,9 @@ class Request:
     A turn that an episode is waiting for.
 
     Args:
-        fed (`int`): number of turns that the environment had received when the turn was requested.
-        by_reference (`bool`): whether the agent's reference policy samples the turn.
-        number (`int`): index that the turn will have in its episode if all earlier requests are answered.
+        fed: number of turns that the environment had received when the turn was requested.
+        by_reference: whether the agent's reference policy samples the turn.
+        number: index that the turn will have in its episode if all earlier requests are answered.
     """
 
     episode: EpisodeState
@@ -84,8 +84,7 @@ class Request:
         Make a completion with this text.
 
         Args:
-            seen (`Sequence[Turn | Feedback]`, *optional*): items that were shown to the agent. Defaults to the
-                requested items.
+            seen: items that were shown to the agent. Defaults to the requested items.
             fields: other fields of the [`Completion`].
         """
         return Completion(text, seen=self.seen if seen is None else tuple(seen), **fields)
@@ -116,22 +115,15 @@ def collect(
     episodes, so that agents and parallel branches share batches.
 
     Args:
-        workflow ([`Workflow`]):
-            Decides which agent acts next and what it sees.
-        rows (`Sequence[dict]`):
-            Dataset rows with a `prompt`. Each row gives one episode.
-        setting ([`TeamContext`]):
-            Names of the agents, the functions that they may call, and the limits of these calls.
-        answer (`Callable`):
-            Returns a completion for each request, in order.
-        reruns (`Sequence[Rerun]`, *optional*):
-            For each row, a recorded episode. Requests that match a recorded turn reuse it instead of generating.
-        patience (`float`, *optional*):
-            Maximum seconds that an episode may wait for a function that it called or for anything else that is neither
-            a turn nor a tool, or may block the other episodes. Defaults to no limit.
-        failures (`dict[int, EpisodeError]`, *optional*):
-            Collects the errors of failed episodes, by row index, while the other episodes continue. If omitted, the
-            first error stops all episodes.
+        workflow: Decides which agent acts next and what it sees.
+        rows: Dataset rows with a `prompt`. Each row gives one episode.
+        setting: Names of the agents, the functions that they may call, and the limits of these calls.
+        answer: Returns a completion for each request, in order.
+        reruns: For each row, a recorded episode. Requests that match a recorded turn reuse it instead of generating.
+        patience: Maximum seconds that an episode may wait for a function that it called or for anything else that is
+            neither a turn nor a tool, or may block the other episodes. Defaults to no limit.
+        failures: Collects the errors of failed episodes, by row index, while the other episodes continue. If omitted,
+            the first error stops all episodes.
 
     Returns: one episode per row, in order. A failed episode has no turns.
 
@@ -164,11 +156,11 @@ async def collecting(
 
     Args:
         workflow, rows, setting, reruns, patience, failures: see [`collect`].
-        around (`Callable`, *optional*): `around(index)` returns a function that makes context managers. Each step of
-            the user code of episode `index` runs inside such a context manager.
-        together (`bool`, *optional*, defaults to `False`): whether to answer the requests of all episodes in one
-            batch. If `False`, episodes do not wait for each other. The requests of parallel branches of one episode
-            are batched in both cases, so that turn indices and observations do not depend on generation time.
+        around: `around(index)` returns a function that makes context managers. Each step of the user code of episode
+            `index` runs inside such a context manager.
+        together: whether to answer the requests of all episodes in one batch. If `False`, episodes do not wait for
+            each other. The requests of parallel branches of one episode are batched in both cases, so that turn
+            indices and observations do not depend on generation time.
 
     Returns: one episode per row, in order. A failed episode has no turns.
 
@@ -198,7 +190,7 @@ def run_unblocked(
     a notebook, the episodes run in another thread, where blocking code cannot be interrupted.
 
     Args:
-        function (`Callable`): `await function()` runs the episodes.
+        function: `await function()` runs the episodes.
     """
 
     async def run_limited() -> Result:
@@ -322,8 +314,8 @@ class _EpisodeBatch:
         Run all episodes.
 
         Args:
-            groups (`Sequence[Sequence[int]]`): indices of episodes. The episodes of a group wait for each other, and
-                their requests are answered in one batch.
+            groups: indices of episodes. The episodes of a group wait for each other, and their requests are answered
+                in one batch.
         """
         is_over = asyncio.Event()
         # The task factory stays set: other batches of this loop may continue after this batch has ended

@@ -36,7 +36,7 @@ class EpisodeGuard:
     Runs a workflow, which is users' code, so that its errors name the episode.
 
     Args:
-        patience (`float`, *optional*): seconds that an episode may wait for what it calls; `None` for no limit.
+        patience: seconds that an episode may wait for what it calls; `None` for no limit.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class HangDetector:
         count, and does not begin a limit again: the turn may be refused.
 
         Args:
-            elsewhere (`Sequence[int]`): indices of the episodes that wait for something other than a turn.
+            elsewhere: indices of the episodes that wait for something other than a turn.
 
         Raises:
             EpisodeError: an episode has waited for too long.

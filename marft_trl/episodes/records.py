@@ -43,11 +43,10 @@ class TurnRequest(NamedTuple):
     A turn that a workflow asks for.
 
     Args:
-        after ([`Turn`], *optional*): the turn of the same agent that called functions and that it goes on from.
-        order (`int`): position among the requests of its episode; a turn and those that go on from it share one.
-        is_final (`bool`): whether it is the agent's last turn of the request; calls of functions in it are not
-            answered.
-        given ([`RequestedTurn`], *optional*): what the agent is shown in place of its view, and how it is asked.
+        after: the turn of the same agent that called functions and that it goes on from.
+        order: position among the requests of its episode; a turn and those that go on from it share one.
+        is_final: whether it is the agent's last turn of the request; calls of functions in it are not answered.
+        given: what the agent is shown in place of its view, and how it is asked.
     """
 
     agent: str
@@ -73,10 +72,10 @@ class TeamContext:
     What all episodes of a team have in common.
 
     Args:
-        tools (`Mapping[str, Sequence[Callable]]`): functions that each agent may call in its turns.
-        scripts (`Mapping[str, Script]`): for agents whose turns a function writes, what completes their requests.
-        draw (`Callable`): `draw(index)` returns the past copies that agents act with in an episode.
-        trains (`bool`): whether the turns are to be trained on, so that the agents' own sampling settings hold.
+        tools: functions that each agent may call in its turns.
+        scripts: for agents whose turns a function writes, what completes their requests.
+        draw: `draw(index)` returns the past copies that agents act with in an episode.
+        trains: whether the turns are to be trained on, so that the agents' own sampling settings hold.
     """
 
     agents: tuple[str, ...]
@@ -97,7 +96,7 @@ class SampledBy(NamedTuple):
     The server that sampled a turn.
 
     Args:
-        version (`int`): state of the adapter, counted by its updates.
+        version: state of the adapter, counted by its updates.
     """
 
     server: str
@@ -290,9 +289,9 @@ class Horizon(NamedTuple):
     Where a horizon cut an episode.
 
     Args:
-        agent (`str`): name of an agent that would have acted.
-        seen (`tuple[Turn | Feedback, ...]`): turns and feedback that it would have been shown.
-        functions (`tuple[Callable, ...]`): functions that it could have called.
+        agent: name of an agent that would have acted.
+        seen: turns and feedback that it would have been shown.
+        functions: functions that it could have called.
     """
 
     agent: str
@@ -403,7 +402,7 @@ class PromptError(ValueError):
     What an agent is to be shown cannot be rendered, or does not fit the model's window.
 
     Args:
-        is_too_long (`bool`, *optional*, defaults to `False`): whether it does not fit.
+        is_too_long: whether it does not fit.
     """
 
     def __init__(self, problem: str, is_too_long: bool = False):

@@ -17,11 +17,10 @@ class RecordedTurn(NamedTuple):
     What was recorded for a request.
 
     Args:
-        completion ([`Completion`], *optional*): what was generated; `None` if the agent's reference has to generate
-            it.
-        asked (`tuple[Turn | Feedback, ...]`): items that the recorded workflow asked to show for it.
-        origin (`int`, *optional*): position of its turn in the recorded episode; `None` for a candidate.
-        is_other (`bool`): whether it is the turn that the re-run is made for.
+        completion: what was generated; `None` if the agent's reference has to generate it.
+        asked: items that the recorded workflow asked to show for it.
+        origin: position of its turn in the recorded episode; `None` for a candidate.
+        is_other: whether it is the turn that the re-run is made for.
     """
 
     completion: Completion | None
@@ -38,23 +37,17 @@ class Rerun:
     observation. Every other turn, above all those that see the changed one, is left to be generated.
 
     Args:
-        episode ([`Episode`]):
-            The record; the episode may still be running.
-        changed (`int`, *optional*):
-            Index of the turn that is not repeated: it is sampled anew from the agent's reference.
-        removed (`int`, *optional*):
-            Index of the turn that is an empty one.
-        candidate (`tuple[Ask, Completion]`, *optional*):
-            The request for a turn that is yet to come, and its completion.
-        skip (`int`, *optional*, defaults to `0`):
-            Number of pending requests that show the same as that of `candidate` and come before it; they are
+        episode: The record; the episode may still be running.
+        changed: Index of the turn that is not repeated: it is sampled anew from the agent's reference.
+        removed: Index of the turn that is an empty one.
+        candidate: The request for a turn that is yet to come, and its completion.
+        skip: Number of pending requests that show the same as that of `candidate` and come before it; they are
             generated.
-        keys (`Sequence[tuple]`, *optional*):
-            What [`keys_of`] returns for the record, for several re-runs of it.
+        keys: What [`keys_of`] returns for the record, for several re-runs of it.
 
     Attributes:
-        holds_turn (`bool`): whether the changed, removed or candidate turn has been taken. A re-run that has ended
-            without it says nothing about this turn.
+        holds_turn: whether the changed, removed or candidate turn has been taken. A re-run that has ended without it
+            says nothing about this turn.
     """
 
     def __init__(
@@ -125,10 +118,10 @@ def observation_key(
     What two requests have in common that show an agent the same.
 
     Args:
-        given ([`RequestedTurn`], *optional*): messages to show in their place. When answers have arrived decides what
-            has been seen, but not what is shown.
-        origins (`Mapping[int, int]`, *optional*): positions in the record of the turns of a re-run that are as they
-            were recorded; a request that shows another turn is like no recorded one.
+        given: messages to show in their place. When answers have arrived decides what has been seen, but not what is
+            shown.
+        origins: positions in the record of the turns of a re-run that are as they were recorded; a request that shows
+            another turn is like no recorded one.
     """
 
     def key(item: Any) -> Any:

@@ -47,30 +47,29 @@ class EpisodeState:
     Internal state of a running episode.
 
     Args:
-        row (`dict`): the dataset row, with a `prompt`.
-        index (`int`): position of the episode in its batch.
-        speak ([`TakeTurn`]): takes a turn.
-        setting ([`TeamContext`]): the team.
-        copies (`Mapping[str, int]`, *optional*): past copies that agents act with. Drawn at random if omitted.
+        row: the dataset row, with a `prompt`.
+        index: position of the episode in its batch.
+        speak: takes a turn.
+        setting: the team.
+        copies: past copies that agents act with. Drawn at random if omitted.
 
     Attributes:
-        trains (`bool`): whether the trainer trains on the turns of the episode.
-        overflowed (`bool`): whether the episode ended because the context window is full.
-        busy (`int`): number of branches that wait for tools or for functions in a thread.
-        calling (`list[Call]`): function calls that the episode waits for.
-        answered_calls (`int`): number of function calls that have returned.
-        waits_for (`str`, *optional*): name, for messages, of the external program that drives the episode. Only a turn
-            counts as progress of a program, since the program may repeat a rejected request forever.
-        is_queued (`bool`): whether the episode has not started because the limit of running episodes is reached. The
-            other episodes do not wait for it.
-        around (`Callable`): makes a context manager around user code of this episode. [`EpisodeGuard`] sets it.
-        started (`list[tuple[asyncio.Task, str]]`): tasks that user code started, with the names of their coroutines.
-        num_late (`int`): number of turns requested after the end of the episode.
-        fed (`list[int]`): indices of the turns that were passed to the environment.
-        earned (`Counter[int]`): rewards by the index of the turn after which they were received.
-        own (`dict[str, Counter[int]]`): rewards given to a single agent, by agent name and turn index.
-        horizons (`tuple[Horizon, ...]`): observations that agents would have seen next if the episode had not been
-            truncated.
+        trains: whether the trainer trains on the turns of the episode.
+        overflowed: whether the episode ended because the context window is full.
+        busy: number of branches that wait for tools or for functions in a thread.
+        calling: function calls that the episode waits for.
+        answered_calls: number of function calls that have returned.
+        waits_for: name, for messages, of the external program that drives the episode. Only a turn counts as progress
+            of a program, since the program may repeat a rejected request forever.
+        is_queued: whether the episode has not started because the limit of running episodes is reached. The other
+            episodes do not wait for it.
+        around: makes a context manager around user code of this episode. [`EpisodeGuard`] sets it.
+        started: tasks that user code started, with the names of their coroutines.
+        num_late: number of turns requested after the end of the episode.
+        fed: indices of the turns that were passed to the environment.
+        earned: rewards by the index of the turn after which they were received.
+        own: rewards given to a single agent, by agent name and turn index.
+        horizons: observations that agents would have seen next if the episode had not been truncated.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ class ToolCall:
     A tool call requested by an agent.
 
     Args:
-        arguments (`dict`): arguments by name, as the model wrote them. They may be something other than a mapping.
-        problem (`str`, *optional*): `"malformed"` if the model began a call that cannot be parsed.
+        arguments: arguments by name, as the model wrote them. They may be something other than a mapping.
+        problem: `"malformed"` if the model began a call that cannot be parsed.
     """
 
     name: str
@@ -38,9 +38,9 @@ class ToolResult:
     Result of a tool call.
 
     Args:
-        text (`str`): result or error message that is shown to the agent.
-        problem (`str`, *optional*): reason of a failure: `"malformed"`, `"unknown"`, `"arguments"`, `"error"`,
-            `"timeout"` or `"too_many"`.
+        text: result or error message that is shown to the agent.
+        problem: reason of a failure: `"malformed"`, `"unknown"`, `"arguments"`, `"error"`, `"timeout"` or
+            `"too_many"`.
     """
 
     name: str
@@ -54,12 +54,11 @@ class ToolLimits:
     Limits of tool calls.
 
     Args:
-        calls (`int`): maximum number of calls before an agent's final turn, over all rounds together. The first call
-            beyond it gets an error.
-        rounds (`int`, *optional*): maximum number of times that an agent continues after results. If `None`, only
-            `calls` limits them.
-        output (`int`): maximum number of characters of a result that are shown to the agent.
-        seconds (`float`): maximum wall-clock time of one call, in seconds.
+        calls: maximum number of calls before an agent's final turn, over all rounds together. The first call beyond it
+            gets an error.
+        rounds: maximum number of times that an agent continues after results. If `None`, only `calls` limits them.
+        output: maximum number of characters of a result that are shown to the agent.
+        seconds: maximum wall-clock time of one call, in seconds.
     """
 
     calls: int = 16
@@ -181,9 +180,9 @@ async def call_tools(
     further calls are ignored.
 
     Args:
-        left (`int`): number of calls that the agent may still make.
-        of_environment (`Sequence[Callable]`, *optional*): functions that are methods of an environment. They run in
-            the same thread as the other methods of the environment.
+        left: number of calls that the agent may still make.
+        of_environment: functions that are methods of an environment. They run in the same thread as the other methods
+            of the environment.
     """
     results = await asyncio.gather(*[call_tool(functions, call, limits, of_environment) for call in calls[:left]])
     refused = [

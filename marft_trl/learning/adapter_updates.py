@@ -44,15 +44,13 @@ class Schedule:
     micro-steps.
 
     Args:
-        adapters (`tuple[str, ...]`): trained adapters, in team order.
-        phase (`int`): number of micro-steps in a phase.
-        interval (`int`, *optional*, defaults to `0`): number of optimizer steps for which one adapter is trained alone
-            before the next adapter. 0 turns the rotation off.
-        warmup (`int`, *optional*, defaults to `0`): number of initial optimizer steps in which only the critic is
-            trained.
-        seed (`int`, *optional*, defaults to `0`): seed of the order of the adapters in sequential updates.
-        batches (`tuple[int, ...]`): values of the settings that define a generation batch. They must not change during
-            a run.
+        adapters: trained adapters, in team order.
+        phase: number of micro-steps in a phase.
+        interval: number of optimizer steps for which one adapter is trained alone before the next adapter. 0 turns the
+            rotation off.
+        warmup: number of initial optimizer steps in which only the critic is trained.
+        seed: seed of the order of the adapters in sequential updates.
+        batches: values of the settings that define a generation batch. They must not change during a run.
     """
 
     adapters: tuple[str, ...]
@@ -175,7 +173,7 @@ class SequentialFactors:
     Multiplies advantages by the policy ratios of agents of the same joint action that were already updated.
 
     Args:
-        log_probs ([`LogProbs`]): recomputes the log-probabilities of the turns of an updated agent.
+        log_probs: recomputes the log-probabilities of the turns of an updated agent.
 
     Source: HAPPO (2109.11251), the factor `M`.
     """
@@ -198,9 +196,8 @@ class SequentialFactors:
         Return the slices with the policy ratios of an adapter included in the factors.
 
         Args:
-            slices (`Sequence[Slice]`): slices of the current generation batch.
-            adapter (`str`, *optional*): the adapter that was just updated. If `None`, the slices are returned
-                unchanged.
+            slices: slices of the current generation batch.
+            adapter: the adapter that was just updated. If `None`, the slices are returned unchanged.
         """
         if adapter is None:
             return list(slices)
@@ -341,9 +338,8 @@ class AdapterUpdates:
         Move every adapter and every part of the critic into a separate parameter group, in place.
 
         Args:
-            optimizer (`torch.optim.Optimizer`): an optimizer over the parameters of the model.
-            is_ours (`bool`): whether the trainer created the optimizer. An optimizer that the user passed is not
-                changed.
+            optimizer: an optimizer over the parameters of the model.
+            is_ours: whether the trainer created the optimizer. An optimizer that the user passed is not changed.
 
         Raises:
             ValueError: an optimizer that the user passed lacks trainable parameters.
@@ -375,8 +371,7 @@ class AdapterUpdates:
 
         Args:
             optimizer, scheduler: the optimizer and the scheduler of the trainer.
-            source_of (`Callable`, *optional*): returns the name of an adapter in the checkpoint, or `None` for a new
-                adapter.
+            source_of: returns the name of an adapter in the checkpoint, or `None` for a new adapter.
         """
         inner = getattr(optimizer, "optimizer", optimizer)
         rates = [group.get("initial_lr", group["lr"]) for group in inner.param_groups]
@@ -482,7 +477,7 @@ class AdapterUpdates:
         Clip the gradient of each adapter by its norm, and skip the update of adapters whose gradient is not finite.
 
         Args:
-            max_norm (`float`): maximum gradient norm of an adapter; infinite for no clipping.
+            max_norm: maximum gradient norm of an adapter; infinite for no clipping.
 
         Returns: the norm over all adapters of agents, before clipping.
 

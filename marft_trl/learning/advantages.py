@@ -29,9 +29,8 @@ class Estimated(NamedTuple):
     Args:
         std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode, for the
             metrics; `None` with a critic.
-        credited (`set[str]`): agents of this process with an advantage, or with a critic a return, other than 0.
-        own_rewards (`list[list[dict[str, float]]]`): for each episode the own rewards of its turns by function; empty
-            where there are none.
+        credited: agents of this process with an advantage, or with a critic a return, other than 0.
+        own_rewards: for each episode the own rewards of its turns by function; empty where there are none.
     """
 
     rows: list[list[Row]]
@@ -56,9 +55,8 @@ class Estimator(Protocol):
     def estimate(self, rollout: Rollout, rows: Sequence[Sequence[Row]], training: bool) -> Estimated:
         """
         Args:
-            rows (`Sequence[Sequence[Row]]`): rows of each episode: one per turn, or, with candidates, one per
-                candidate of every node in turn.
-            training (`bool`): whether the rows are trained on; else they are evaluated.
+            rows: rows of each episode: one per turn, or, with candidates, one per candidate of every node in turn.
+            training: whether the rows are trained on; else they are evaluated.
         """
 
 
@@ -73,8 +71,8 @@ class BaselineEstimator:
     Advantages by comparing returns.
 
     Args:
-        rewards ([`TrlRewards`]): weights of the reward functions.
-        running ([`RunningBaselines`], *optional*): what the baseline remembers of earlier batches.
+        rewards: weights of the reward functions.
+        running: what the baseline remembers of earlier batches.
     """
 
     def __init__(
@@ -226,8 +224,8 @@ def own_returns_to_go(episode: Episode, streams: Mapping[str, torch.Tensor], gam
     Return of each turn of an episode `(K,)`: the discounted sum of what its agent receives from its joint step on.
 
     Args:
-        streams (`Mapping[str, torch.Tensor]`): for each agent, what it received after every turn `(K,)`.
-        gamma (`float`): discount per joint step.
+        streams: for each agent, what it received after every turn `(K,)`.
+        gamma: discount per joint step.
     """
     steps = torch.tensor(episode.joint_steps())
     of_agents = {agent: functional.returns_to_go(stream, steps, gamma) for agent, stream in streams.items()}
@@ -239,7 +237,7 @@ class CriticEstimator:
     Advantages and value targets by GAE. Rows have their `old_values`, one row for each turn.
 
     Args:
-        scale ([`Scale`], *optional*): follows value targets, where values are normalized.
+        scale: follows value targets, where values are normalized.
     """
 
     def __init__(self, team: TeamSetup, run: RunContext, credit: CreditAssigner, scale: Scale | None = None):

@@ -50,9 +50,9 @@ class ZeroGradientFilter:
     on, the gradient of the row is exactly 0. The same holds for a row whose tokens do not count.
 
     Args:
-        args ([`MARFTConfig`]): `skip_rows_without_signal`, `target_kl`.
-        settings ([`TrlSettings`]): what else is in the loss.
-        state ([`TrlState`]): whether training runs, and whether there is an entropy bonus.
+        args: `skip_rows_without_signal`, `target_kl`.
+        settings: what else is in the loss.
+        state: whether training runs, and whether there is an entropy bonus.
     """
 
     def __init__(self, args: MARFTConfig, settings: TrlSettings, state: TrlState):
@@ -95,8 +95,8 @@ class MicroBatcher:
     Cuts rows into micro-batches that fit into the memory of the device.
 
     Args:
-        args ([`MARFTConfig`]): limits of micro-batches, gradient checkpointing, the optimizer.
-        has_optimizer_state (`Callable`): `has_optimizer_state()` tells whether the optimizer has its memory already.
+        args: limits of micro-batches, gradient checkpointing, the optimizer.
+        has_optimizer_state: `has_optimizer_state()` tells whether the optimizer has its memory already.
     """
 
     def __init__(
@@ -200,8 +200,8 @@ class MicroBatcher:
         Tokens of a micro-batch, and whether gradients have to be checkpointed.
 
         Args:
-            cost ([`ActivationCost`]): bytes of a token.
-            room (`float`): bytes that are free for activations.
+            cost: bytes of a token.
+            room: bytes that are free for activations.
         """
         limit = self._args.max_tokens_per_micro_batch
         checkpointing = self.is_checkpointing
@@ -218,8 +218,8 @@ class MicroBatcher:
         Bytes that are free for what grows with the tokens of a pass.
 
         Args:
-            scored (`int`): tokens that are scored at once.
-            fixed (`float`, *optional*, defaults to `0.0`): bytes of a pass, whatever its size.
+            scored: tokens that are scored at once.
+            fixed: bytes of a pass, whatever its size.
         """
         device, vocabulary = self._passes.device, self._passes.base.config.get_text_config().vocab_size
         trained, optim = self._trained(), str(getattr(self._args.optim, "value", self._args.optim))
@@ -234,7 +234,7 @@ def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) ->
 
     Args:
         order (`torch.Tensor` of shape `(E,)`): permutation of the episodes.
-        size (`int`): number of episodes per slice.
+        size: number of episodes per slice.
     """
     shuffled = [episodes[index] for index in order.tolist()]
     return [
@@ -248,7 +248,7 @@ class Pools:
     Sets of rows over which losses are means: those of each adapter, or of each agent.
 
     Args:
-        agents (`Mapping[str, str]`, *optional*): adapter of each agent, if agents of an adapter have equal weight.
+        agents: adapter of each agent, if agents of an adapter have equal weight.
     """
 
     adapters: Sequence[str]
@@ -296,7 +296,7 @@ def weigh(slices: Sequence[list[Row]], pools: Pools, counts: torch.Tensor) -> li
     Make slices with the counts that their loss weights are computed from.
 
     Args:
-        pools ([`Pools`]): what the counts are of, in their order.
+        pools: what the counts are of, in their order.
         counts (`torch.Tensor` of shape `(S, A, 4)`): [`count_rows`], summed over all processes.
     """
     average = counts.double().mean(dim=0).tolist()  # (A, 4)
@@ -327,7 +327,7 @@ def together(order: torch.Tensor, groups: Sequence[int]) -> torch.Tensor:
 
     Args:
         order (`torch.Tensor` of shape `(E,)`): a permutation.
-        groups (`Sequence[int]`): index of the group of each of the `E` items.
+        groups: index of the group of each of the `E` items.
 
     Returns: a permutation `(E,)`.
     """
@@ -353,14 +353,12 @@ def micro_batches(
     have no loss and are left out here, but they still count in the loss weights.
 
     Args:
-        max_rows (`int`, *optional*): largest number of rows in a micro-batch.
-        max_tokens (`int`, *optional*): largest number of tokens to compute, padding included. A longer row gets a
-            micro-batch of its own.
-        by (`Callable`, *optional*): function of a row. All rows of a micro-batch have the same value. Defaults to the
-            row's agent.
-        keep_empty (`bool`, *optional*, defaults to `False`): keep rows without completion tokens.
-        repeat (`float`, *optional*): memory of a repeated token of a shared prefix, relative to that of a computed
-            token. If `None`, no prefixes are shared.
+        max_rows: largest number of rows in a micro-batch.
+        max_tokens: largest number of tokens to compute, padding included. A longer row gets a micro-batch of its own.
+        by: function of a row. All rows of a micro-batch have the same value. Defaults to the row's agent.
+        keep_empty: keep rows without completion tokens.
+        repeat: memory of a repeated token of a shared prefix, relative to that of a computed token. If `None`, no
+            prefixes are shared.
     """
     by_agent: dict[str, list[Row]] = {}
     for row in rows:
@@ -473,7 +471,7 @@ class Collator:
     [`collate`] with the settings of a run.
 
     Args:
-        pad_token_id (`int`): token that fills rows up.
+        pad_token_id: token that fills rows up.
     """
 
     pad_token_id: int
@@ -490,9 +488,9 @@ class LossWeights:
     Weights with which one micro-batch enters the loss of its adapter.
 
     Args:
-        loss (`float`): factor that TRL's loss of the micro-batch is multiplied by.
-        num_items_in_batch (`float`): TRL's normalizer for the loss types that divide by a token count.
-        entropy (`float`): factor of `entropy_coef` that makes the bonus a mean over the adapter's tokens.
+        loss: factor that TRL's loss of the micro-batch is multiplied by.
+        num_items_in_batch: TRL's normalizer for the loss types that divide by a token count.
+        entropy: factor of `entropy_coef` that makes the bonus a mean over the adapter's tokens.
     """
 
     loss: float

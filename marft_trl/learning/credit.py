@@ -24,8 +24,8 @@ class CreditAssigner:
     Assigns to every turn its share of the team's reward.
 
     Args:
-        earns (`bool`): whether turns earn rewards in the workflow (`Workflow.earns`).
-        alternatives ([`Alternatives`], *optional*): runs the re-runs for counterfactual credit.
+        earns: whether turns earn rewards in the workflow (`Workflow.earns`).
+        alternatives: runs the re-runs for counterfactual credit.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class OwnReward(NamedTuple):
     Reward of a turn from its agent's own reward functions, in the form that processes gather.
 
     Args:
-        played (`tuple[int, str]`): index of the episode among all processes, and name of the agent.
-        value (`float`): sum over the functions; NaN where none applied.
+        played: index of the episode among all processes, and name of the agent.
+        value: sum over the functions; NaN where none applied.
     """
 
     agent: str

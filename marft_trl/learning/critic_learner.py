@@ -37,8 +37,8 @@ class ValueScale:
     deviation is at least 0.1.
 
     Args:
-        is_on (`bool`): whether values are normalized; else the mean is 0 and the deviation 1.
-        decay (`float`, *optional*, defaults to `0.99999`): decay of the averages per generation batch.
+        is_on: whether values are normalized; else the mean is 0 and the deviation 1.
+        decay: decay of the averages per generation batch.
 
     Source: `ValueNorm` of MAPPO (2103.01955): the statistics of PopArt (1602.07714) without the correction of the
     head's weights. There they take in each minibatch of each epoch.
@@ -141,7 +141,7 @@ class CriticLearner:
     Asks the critic for values and trains it.
 
     Args:
-        runner ([`EpisodeRunner`]): builds the observations that horizons cut off.
+        runner: builds the observations that horizons cut off.
     """
 
     def __init__(
@@ -191,8 +191,8 @@ class CriticLearner:
         return, for every agent at its own last turn.
 
         Args:
-            rows (`Sequence[Row]`): its training rows, one for each turn.
-            may_keep (`bool`, *optional*, defaults to `False`): whether passes may be kept for the critic's update.
+            rows: its training rows, one for each turn.
+            may_keep: whether passes may be kept for the critic's update.
         """
         if self._args.critic_sees == "history":
             rows = self._with_histories(rollout, rows)
@@ -350,11 +350,11 @@ class CriticLearner:
         has it; together they make a mean over all of them.
 
         Args:
-            batch ([`MicroBatch`]): rows with value targets, of one part.
+            batch: rows with value targets, of one part.
             values (`torch.Tensor` of shape `(B, V)`): what the critic says of them.
-            slice_ ([`Slice`]): whose rows they are.
-            accumulation_steps (`int`): micro-steps of the optimizer step.
-            sums ([`ValueSums`]): gets the sums of the micro-batch.
+            slice_: whose rows they are.
+            accumulation_steps: micro-steps of the optimizer step.
+            sums: gets the sums of the micro-batch.
         """
 
         def padded(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -379,7 +379,7 @@ def _with_messages(episode: Episode, seen: Sequence[Seen], turn: Turn | None = N
     What happened, with the messages that a program had written for each turn before it, each text once.
 
     Args:
-        turn ([`Turn`], *optional*): the turn that comes next, of which the messages are told alone.
+        turn: the turn that comes next, of which the messages are told alone.
     """
     found: list[Seen] = []
     prompt = [{"content": episode.prompt}] if isinstance(episode.prompt, str) else episode.prompt

@@ -27,7 +27,7 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], world_size: int)
     not know which agents acted on the others.
 
     Args:
-        parameters (`Iterable[torch.nn.Parameter]`): parameters, in the same order on every process.
+        parameters: parameters, in the same order on every process.
     """
     bucket: list[torch.Tensor] = []
     for parameter in parameters:
@@ -54,7 +54,7 @@ def clip_gradients(parameters: Parameters, max_norm: float) -> torch.Tensor:
     Clip the gradients of one adapter by their own norm, in place.
 
     Args:
-        max_norm (`float`): maximum norm. Pass infinity to disable clipping.
+        max_norm: maximum norm. Pass infinity to disable clipping.
 
     Returns: norm before clipping, a scalar.
     """
@@ -78,12 +78,9 @@ def split_groups(
     learning rate of the first group.
 
     Args:
-        optimizer (`torch.optim.Optimizer`):
-            An optimizer over the parameters of all adapters.
-        adapters (`Mapping[str, Mapping[str, torch.nn.Parameter]]`):
-            Parameters of each trained adapter.
-        learning_rates (`Mapping[str, float | None]`):
-            Learning rate of each adapter. If `None` or missing, that of the optimizer is kept.
+        optimizer: An optimizer over the parameters of all adapters.
+        adapters: Parameters of each trained adapter.
+        learning_rates: Learning rate of each adapter. If `None` or missing, that of the optimizer is kept.
     """
     groups = []
     for adapter in sorted(adapters, key=lambda name: (name.startswith("_"), name)):
@@ -135,8 +132,8 @@ def checked_groups(
     groups stay those of the optimizer.
 
     Args:
-        source_of (`Callable`, *optional*): name that an adapter has in the state, or `None` if it starts anew. If left
-            out, the groups must be the same.
+        source_of: name that an adapter has in the state, or `None` if it starts anew. If left out, the groups must be
+            the same.
     """
     settings = [{key: group[key] for key in _SETTINGS if key in group} for group in optimizer.param_groups]
 
@@ -160,8 +157,8 @@ def matched_state(saved: dict, current: Sequence[dict], source_of: Callable[[str
     The saved optimizer state in the order of the current parameter groups. Groups without a saved one start anew.
 
     Args:
-        saved (`dict`): state of an optimizer with one group per adapter.
-        source_of (`Callable`): name that an adapter has in the saved state; `None` if it starts anew.
+        saved: state of an optimizer with one group per adapter.
+        source_of: name that an adapter has in the saved state; `None` if it starts anew.
 
     Raises:
         ValueError: an adapter has another number of tensors.
@@ -217,10 +214,10 @@ class GradientShares:
     of an adapter is that agent's.
 
     Args:
-        policies ([`Policies`]): who acts with which adapter.
-        metrics ([`Metrics`]): get `agents/<name>/grad_share`: the norm of an agent's gradient, divided by the sum of
-            the norms of all agents.
-        processes ([`Processes`]): gradients are averaged over them.
+        policies: who acts with which adapter.
+        metrics: get `agents/<name>/grad_share`: the norm of an agent's gradient, divided by the sum of the norms of
+            all agents.
+        processes: gradients are averaged over them.
     """
 
     def __init__(self, policies: Policies, metrics: Metrics, processes: Processes):
@@ -269,8 +266,8 @@ class GradientShares:
         Add the metrics of an optimizer step, and forget it.
 
         Args:
-            norms (`Mapping[str, float]`): norm of the gradient of each trained adapter that has one.
-            scale (`float`, *optional*, defaults to `1.0`): factor of gradients in backward passes (fp16).
+            norms: norm of the gradient of each trained adapter that has one.
+            scale: factor of gradients in backward passes (fp16).
         """
         self._settle()
         of_agents: dict[str, float] = {}

@@ -30,8 +30,8 @@ class LogProbs:
     Scores completions under the policies and references of agents.
 
     Args:
-        temperature ([`ScoringTemperature`]): switches the temperature of the LM head.
-        plain (`Callable`): TRL's own pass, see [`trl_log_probs`].
+        temperature: switches the temperature of the LM head.
+        plain: TRL's own pass, see [`trl_log_probs`].
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class LogProbs:
         Rows with `ref_per_token_logps`, where they are trained.
 
         Args:
-            num_features (`Callable`, *optional*): number of hidden states of the reference's pass that a row keeps as
-                `features`. Defaults to none.
+            num_features: number of hidden states of the reference's pass that a row keeps as `features`. Defaults to
+                none.
         """
         filled = {}
         for row, logps, hidden in self._score([row for row in rows if row.is_trained], by_reference=True):
@@ -90,9 +90,9 @@ class LogProbs:
         Log-probabilities `(V,)` of all tokens after some token ids, at temperature 1 and without dropout.
 
         Args:
-            agent (`str`): under whose policy.
-            ids (`Sequence[int]`): the token ids.
-            by_reference (`bool`, *optional*, defaults to `False`): under the agent's reference instead.
+            agent: under whose policy.
+            ids: the token ids.
+            by_reference: under the agent's reference instead.
         """
         self.activate(agent)
         speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
@@ -137,7 +137,7 @@ class LogProbs:
         Hidden states `(B, V, H)` of micro-batches that go through the model in one pass, for [`~LogProbs.reading`].
 
         Args:
-            batches (`Sequence[MicroBatch]`): one, or several of different adapters.
+            batches: one, or several of different adapters.
         """
         rows = [row for batch in batches for row in batch.rows]
         prompts, completions = [row.prompt_ids.tolist() for row in rows], [row.completion_ids.tolist() for row in rows]
@@ -188,9 +188,9 @@ class LogProbs:
         reference too), and the hidden states `(B, V, H)` they were read from. Every row begins at position 0.
 
         Args:
-            model (`nn.Module`): whose active adapter scores.
+            model: whose active adapter scores.
             input_ids, attention_mask (`torch.Tensor` of shape `(B, P + T)`): rows; prompts padded on the left.
-            width (`int`): `T`, columns of the completions.
+            width: `T`, columns of the completions.
         """
         base, device = self._passes.base_of(model), input_ids.device
         # Read from the device at once: on a GPU, each look would wait for what was launched before
@@ -245,9 +245,9 @@ class LogProbs:
         trained, so that the cut into micro-batches changes nothing. It takes another pass.
 
         Args:
-            rows (`Sequence[Row]`): the rows of a slice that are trained now.
-            quantile (`float`): share of the tokens that is trained, `top_entropy_quantile`; 1 for all of them.
-            processes ([`Processes`]): the processes that have rows of the slice.
+            rows: the rows of a slice that are trained now.
+            quantile: share of the tokens that is trained, `top_entropy_quantile`; 1 for all of them.
+            processes: the processes that have rows of the slice.
         """
         if quantile >= 1.0:
             return {}

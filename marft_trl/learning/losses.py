@@ -49,9 +49,9 @@ class MixedPass:
     Decides which micro-batches share a pass. Every row goes through the LoRA of its own adapter.
 
     Args:
-        lora ([`MixedLora`]): runs rows of several adapters through the model in one pass.
-        batcher ([`MicroBatcher`]): knows the token limit of a pass and whether gradient checkpointing is on.
-        always (`bool`): whether large micro-batches share passes too (`mixed_passes=True`).
+        lora: runs rows of several adapters through the model in one pass.
+        batcher: knows the token limit of a pass and whether gradient checkpointing is on.
+        always: whether large micro-batches share passes too (`mixed_passes=True`).
     """
 
     def __init__(self, lora: MixedLora, batcher: MicroBatcher, always: bool):
@@ -71,8 +71,8 @@ class MixedPass:
         The mixed passes of a run, or `None` if every micro-batch has a pass of its own.
 
         Args:
-            model (`nn.Module`): the model with the adapters, without wrappers.
-            places_rows (`bool`): whether passes get explicit position ids, which mixed passes need.
+            model: the model with the adapters, without wrappers.
+            places_rows: whether passes get explicit position ids, which mixed passes need.
 
         Raises:
             ValueError: `mixed_passes=True`, but rows cannot be mixed. The message gives the reason.
@@ -90,7 +90,7 @@ class MixedPass:
         Group micro-batches of different adapters into shared passes, within the token limit.
 
         Args:
-            batches (`Sequence[MicroBatch]`): micro-batches of one agent each.
+            batches: micro-batches of one agent each.
         """
         if self._batcher.is_checkpointing:  # checkpointing re-runs the forward pass layer by layer
             return [[batch] for batch in batches]
@@ -175,12 +175,11 @@ class OutOfMemory:
     micro-batches of half the size.
 
     Args:
-        batcher ([`MicroBatcher`]): its token limit is halved for the rest of the run.
+        batcher: its token limit is halved for the rest of the run.
 
     Attributes:
-        plan (`Callable`, *optional*): `plan()` returns the [`MemoryPlan`] that the error message of a second failure
-            shows.
-        release (`Callable`, *optional*): `release()` frees the memory that generation keeps for the next call.
+        plan: `plan()` returns the [`MemoryPlan`] that the error message of a second failure shows.
+        release: `release()` frees the memory that generation keeps for the next call.
     """
 
     def __init__(self, run: RunContext, batcher: MicroBatcher, updates: AdapterUpdates, randomness: RandomStates):
@@ -196,9 +195,9 @@ class OutOfMemory:
         Run the forward and backward passes of a micro-step.
 
         Args:
-            work (`Callable`): `work()` runs them, and returns the loss.
-            notes (`Sequence[Snapshot]`): snapshots of the objects that the passes write to.
-            alone (`bool`): whether no other process takes part in the passes, so that this process can retry.
+            work: `work()` runs them, and returns the loss.
+            notes: snapshots of the objects that the passes write to.
+            alone: whether no other process takes part in the passes, so that this process can retry.
 
         Raises:
             RuntimeError: the retry ran out of memory too, or no retry is possible. The message shows the memory plan
@@ -284,7 +283,7 @@ class Part(NamedTuple):
     A term of the loss of a slice.
 
     Args:
-        agents (`Sequence[str]`): agents whose rows the term covers; empty for the critic.
+        agents: agents whose rows the term covers; empty for the critic.
     """
 
     agents: Sequence[str]
@@ -296,8 +295,7 @@ class Notes:
     Metrics and sums that the losses of a step collect.
 
     Args:
-        divergence ([`DivergenceSums`], *optional*, defaults to a new one): sums for `target_kl` and the adaptive
-            entropy bonus.
+        divergence: sums for `target_kl` and the adaptive entropy bonus.
     """
 
     def __init__(self, agents: Sequence[str], divergence: DivergenceSums | None = None, critic: Any = None):
@@ -312,9 +310,9 @@ class _PendingSlice:
     A slice whose forward and backward passes are pending.
 
     Args:
-        learning (`frozenset[str]`): adapters and parts of the critic that learn from it.
-        notes ([`Notes`]): metrics and sums of the losses of the slice.
-        thresholds (`Mapping[str, torch.Tensor]`): see [`~LogProbs.high_entropy_thresholds`].
+        learning: adapters and parts of the critic that learn from it.
+        notes: metrics and sums of the losses of the slice.
+        thresholds: see [`~LogProbs.high_entropy_thresholds`].
     """
 
     slice: Slice
@@ -343,12 +341,12 @@ class TeamLoss(TrainerCallback):
     separate weights and metrics.
 
     Args:
-        trl_loss ([`TrlLoss`]): TRL's loss of a micro-batch.
-        log_probs ([`LogProbs`]): computes log-probabilities and passes them to TRL's loss.
-        critic ([`CriticLearner`], *optional*): computes the losses of the critic.
-        updates ([`AdapterUpdates`]): knows the coefficients of the entropy bonuses.
-        mixing ([`MixedPass`], *optional*): decides which micro-batches share a pass.
-        out_of_memory ([`OutOfMemory`]): retries a micro-step that runs out of memory.
+        trl_loss: TRL's loss of a micro-batch.
+        log_probs: computes log-probabilities and passes them to TRL's loss.
+        critic: computes the losses of the critic.
+        updates: knows the coefficients of the entropy bonuses.
+        mixing: decides which micro-batches share a pass.
+        out_of_memory: retries a micro-step that runs out of memory.
     """
 
     def __init__(
@@ -387,8 +385,8 @@ class TeamLoss(TrainerCallback):
         backward passes of the micro-batches are done on return.
 
         Args:
-            learning (`frozenset[str]`): adapters and parts of the critic that this step trains.
-            backward (`Callable`): `backward(loss)` runs a backward pass.
+            learning: adapters and parts of the critic that this step trains.
+            backward: `backward(loss)` runs a backward pass.
         """
         self._updates.note_adapters(slice_.adapters & learning)
         self._waiting.append(

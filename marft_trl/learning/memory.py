@@ -25,18 +25,18 @@ class MemoryPlan:
     Memory that a team needs on one process, in bytes.
 
     Args:
-        base (`int`): model that all agents share, as stored. A 4-bit model takes half a byte per weight. Of a sharded
-            one, the shards of this process and the layers that are gathered at once.
-        adapters (`int`): LoRAs of the agents and pools of past copies, or 0 if the base itself is trained.
-        critic (`int`): LoRAs and value heads of the critic.
-        gradients (`int`): gradients of all trained parameters.
-        optimizer (`int`): optimizer state of all trained parameters.
-        activations (`int`): activations of the largest micro-batch, including the LM head. Estimated from a
-            measurement on short rows.
-        cache (`int`): keys and values of one generation batch of an agent, with turns of maximum length.
-        prefill (`int`): what a layer computes of prompts while their keys and values are filled in, or the
-            distributions that tokens are drawn from, whichever is larger.
-        kept (`int`): of keys, values and graphs, what stays while training runs, because decoding is captured.
+        base: model that all agents share, as stored. A 4-bit model takes half a byte per weight. Of a sharded one, the
+            shards of this process and the layers that are gathered at once.
+        adapters: LoRAs of the agents and pools of past copies, or 0 if the base itself is trained.
+        critic: LoRAs and value heads of the critic.
+        gradients: gradients of all trained parameters.
+        optimizer: optimizer state of all trained parameters.
+        activations: activations of the largest micro-batch, including the LM head. Estimated from a measurement on
+            short rows.
+        cache: keys and values of one generation batch of an agent, with turns of maximum length.
+        prefill: what a layer computes of prompts while their keys and values are filled in, or the distributions that
+            tokens are drawn from, whichever is larger.
+        kept: of keys, values and graphs, what stays while training runs, because decoding is captured.
     """
 
     base: int
@@ -82,12 +82,11 @@ class ActivationCost:
     Peak memory of a forward and a backward pass, in bytes.
 
     Args:
-        per_token (`float`): bytes per token that goes through the model, padding included.
-        per_repeat (`float`): bytes for each token of a shared prefix that is copied into a row (its keys and values).
-        per_checkpointed (`float`): bytes per token with gradient checkpointing.
-        fixed (`float`, *optional*, defaults to `0.0`): bytes of a pass, whatever its size: copies of weights in the
-            precision of mixed precision.
-        per_pair (`float`, *optional*, defaults to `0.0`): bytes for each token that a token attends to.
+        per_token: bytes per token that goes through the model, padding included.
+        per_repeat: bytes for each token of a shared prefix that is copied into a row (its keys and values).
+        per_checkpointed: bytes per token with gradient checkpointing.
+        fixed: bytes of a pass, whatever its size: copies of weights in the precision of mixed precision.
+        per_pair: bytes for each token that a token attends to.
     """
 
     per_token: float
@@ -125,8 +124,8 @@ def measure_activations(model: PreTrainedModel, share: bool = True) -> Activatio
     by the shapes of the tensors that are kept. Attention may keep tensors that grow with the square of the length.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): model in training mode, without gradient checkpointing.
-        share (`bool`, *optional*, defaults to `True`): `True` if rows will share common prefixes.
+        model: model in training mode, without gradient checkpointing.
+        share: `True` if rows will share common prefixes.
     """
     config = model.config.get_text_config()
     (prefix, rest), *others = _lengths_for(model)

@@ -29,11 +29,10 @@ class ModelPass:
     what is kept for the backward pass.
 
     Args:
-        args ([`MARFTConfig`]): `share_prefixes`, gradient checkpointing.
-        accelerator ([`~accelerate.Accelerator`]): device, precision, and the model without its wrappers.
-        reference ([`~transformers.PreTrainedModel`], *optional*): TRL's reference model, of a team without adapters.
-        has_aux_loss (`bool`, *optional*, defaults to `False`): whether the routers of a mixture of experts have a loss
-            of their own.
+        args: `share_prefixes`, gradient checkpointing.
+        accelerator: device, precision, and the model without its wrappers.
+        reference: TRL's reference model, of a team without adapters.
+        has_aux_loss: whether the routers of a mixture of experts have a loss of their own.
     """
 
     def __init__(

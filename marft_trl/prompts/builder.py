@@ -46,11 +46,11 @@ class Observation:
     Observation of an agent before a turn.
 
     Args:
-        content (`str` or `list[dict]`): observation as text or messages.
-        dropped (`int`): number of turns and feedback left out to fit the model's window.
-        problem (`str`, *optional*): reason why the observation cannot be shown, if its episode has to end.
-        is_too_long (`bool`): whether the reason is that it does not fit.
-        is_cut (`bool`): whether `ids` are the first ones alone, which do not fit by far.
+        content: observation as text or messages.
+        dropped: number of turns and feedback left out to fit the model's window.
+        problem: reason why the observation cannot be shown, if its episode has to end.
+        is_too_long: whether the reason is that it does not fit.
+        is_cut: whether `ids` are the first ones alone, which do not fit by far.
     """
 
     content: str | Messages
@@ -72,10 +72,10 @@ class Query(NamedTuple):
     Inputs of an observation.
 
     Args:
-        seen (`Sequence[Turn]`): turns and feedback to show to the agent.
-        functions (`tuple[Callable, ...]`): functions that the agent may call.
-        after ([`Turn`], *optional*): the agent's own turn with tool calls, whose results are the last items of `seen`.
-        messages (`list[dict]`, *optional*): what the agent is shown in place of its view, see [`RequestedTurn`].
+        seen: turns and feedback to show to the agent.
+        functions: functions that the agent may call.
+        after: the agent's own turn with tool calls, whose results are the last items of `seen`.
+        messages: what the agent is shown in place of its view, see [`RequestedTurn`].
     """
 
     agent: AgentSpec
@@ -92,11 +92,11 @@ class Window:
     The context window of a model, and what happens if an observation does not fit.
 
     Args:
-        size (`int`, *optional*): number of tokens that the model can attend to. If `None`, there is no limit.
-        reserved (`Mapping[str, int]`): number of tokens that each agent may generate after its observation.
-        overflow (`str`): `"raise"` (an error is raised), `"drop_oldest_turn"` (the oldest turns are left out) or
+        size: number of tokens that the model can attend to. If `None`, there is no limit.
+        reserved: number of tokens that each agent may generate after its observation.
+        overflow: `"raise"` (an error is raised), `"drop_oldest_turn"` (the oldest turns are left out) or
             `"end_episode"` (`problem` of the observation is set).
-        unread (`frozenset[str]`): names of agents whose observations no model reads, so that it does not limit them.
+        unread: names of agents whose observations no model reads, so that it does not limit them.
     """
 
     size: int | None = None
@@ -110,32 +110,22 @@ class PromptBuilder:
     Builds the observations of agents, including their token ids.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer of the model.
-        tokenize (`Callable`):
-            TRL's tokenization of prompts: `tokenize(prompts) -> list of ids`, or `tokenize(prompts, functions)` if the
-            agent may call functions. It is used for observations of the default view without turns or feedback, so
-            that the prompts of a single agent equal those of `GRPOTrainer`.
-        view (`Callable`, *optional*, defaults to [`team_view`]):
-            Function `view(agent, prompt, seen)` that returns the messages shown to the agent. The contents of the
+        tokenizer: Tokenizer of the model.
+        tokenize: TRL's tokenization of prompts: `tokenize(prompts) -> list of ids`, or `tokenize(prompts, functions)`
+            if the agent may call functions. It is used for observations of the default view without turns or feedback,
+            so that the prompts of a single agent equal those of `GRPOTrainer`.
+        view: Function `view(agent, prompt, seen)` that returns the messages shown to the agent. The contents of the
             messages are encoded without control tokens.
-        chat_template (`str` or [`ChatTemplate`], *optional*):
-            Chat template to use instead of the tokenizer's own, or one with keyword arguments.
-        plain (`bool`, *optional*, defaults to `False`):
-            Whether to keep text prompts as text instead of converting them to a user message. Used for a single agent
-            without a system prompt, as in `GRPOTrainer`. Always `True` for tokenizers without a chat template.
-        window (`Window`, *optional*):
-            The tokens that the model can attend to, and what happens if an observation does not fit.
-        ends (`Collection[int]`, *optional*):
-            Ids of the tokens that end a turn.
-        aliases (`Mapping[str, str]`, *optional*):
-            Names that agents are shown of one another, by agent name, if they differ from the agents' names.
-        alone (`bool`, *optional*, defaults to `False`):
-            Whether an agent is shown nothing but the prompt, its own turns and the results of its calls. Its prompts
-            are then tokenized as in `GRPOTrainer`, and nothing is quoted. Otherwise, prompts contain no control
-            tokens, and neither they nor results contain lines that look like the name of a speaker.
-        show_reasoning (`bool`, *optional*, defaults to `False`):
-            Whether earlier turns are shown with their reasoning where the chat template cuts it.
+        chat_template: Chat template to use instead of the tokenizer's own, or one with keyword arguments.
+        plain: Whether to keep text prompts as text instead of converting them to a user message. Used for a single
+            agent without a system prompt, as in `GRPOTrainer`. Always `True` for tokenizers without a chat template.
+        window: The tokens that the model can attend to, and what happens if an observation does not fit.
+        ends: Ids of the tokens that end a turn.
+        aliases: Names that agents are shown of one another, by agent name, if they differ from the agents' names.
+        alone: Whether an agent is shown nothing but the prompt, its own turns and the results of its calls. Its
+            prompts are then tokenized as in `GRPOTrainer`, and nothing is quoted. Otherwise, prompts contain no
+            control tokens, and neither they nor results contain lines that look like the name of a speaker.
+        show_reasoning: Whether earlier turns are shown with their reasoning where the chat template cuts it.
     """
 
     def __init__(
@@ -172,8 +162,7 @@ class PromptBuilder:
     def build(self, queries: Iterable[Query | tuple]) -> list[Observation]:
         """
         Args:
-            queries (`Iterable[Query]`):
-                Inputs of each observation, as a [`Query`] or a tuple `(agent, prompt, seen)`.
+            queries: Inputs of each observation, as a [`Query`] or a tuple `(agent, prompt, seen)`.
 
         Returns: the observations, in order.
 
@@ -297,9 +286,9 @@ class PromptBuilder:
         the template shows less of the turn, or something else before or after it.
 
         Args:
-            ids (`Sequence[int]`): the tokens of the turn.
-            before (`list`): pieces of the messages before the turn.
-            until (`list[dict]`): the messages up to the turn.
+            ids: the tokens of the turn.
+            before: pieces of the messages before the turn.
+            until: the messages up to the turn.
         """
         text, ending = until[-1]["content"], self._ending(ids)
         own = [i for i, piece in enumerate(pieces) if isinstance(piece, Part) and piece.message == len(until) - 1]
@@ -375,8 +364,8 @@ class PromptBuilder:
         agent's turns.
 
         Args:
-            agent (`str`): name of the agent.
-            text (`str`): the text.
+            agent: name of the agent.
+            text: the text.
         """
         ids, most = self._encode(text), self._reserved.get(agent)
         return ids[:most], most is not None and len(ids) > most
@@ -391,7 +380,7 @@ class PromptBuilder:
         Return why texts can look like other messages to the model, in spite of quoted lines; `None` if they cannot.
 
         Args:
-            uses_tools (`bool`): whether agents call functions.
+            uses_tools: whether agents call functions.
         """
         if self._alone:
             return None

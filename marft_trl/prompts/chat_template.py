@@ -51,11 +51,11 @@ class ChatTemplate:
     Chat template of a tokenizer, rendered with placeholders in place of the contents of messages.
 
     Args:
-        source (`str`, *optional*): chat template to use instead of the tokenizer's own.
-        options (`dict`, *optional*): keyword arguments of the template.
+        source: chat template to use instead of the tokenizer's own.
+        options: keyword arguments of the template.
 
     Attributes:
-        options (`dict`): keyword arguments of the template.
+        options: keyword arguments of the template.
     """
 
     def __init__(self, tokenizer, source: str | None = None, options: dict[str, Any] | None = None):
@@ -104,7 +104,7 @@ class ChatTemplate:
         As `pieces`, for results of tools that follow the turn that called them: what comes after this turn's end.
 
         Args:
-            ending (`str`, *optional*): the token that has ended the turn.
+            ending: the token that has ended the turn.
 
         Raises:
             ValueError: The template rewrites what stands before the messages.
@@ -195,7 +195,7 @@ class ChatTemplate:
         or end every text do not mark a message.
 
         Args:
-            results (`bool`, *optional*, defaults to `False`): whether to look at the results of tools too.
+            results: whether to look at the results of tools too.
         """
         longest = ["user", "assistant", "user"]
         shown = next(filter(None, (self._pieces_of(*longest[:count]) for count in range(len(longest), 0, -1))), [""])
@@ -307,7 +307,7 @@ class EarlierReasoning:
     template themselves, so that they cannot become control tokens.
 
     Args:
-        template ([`ChatTemplate`]): is tried on messages with reasoning.
+        template: is tried on messages with reasoning.
     """
 
     def __init__(self, template: ChatTemplate):
@@ -364,7 +364,7 @@ class EarlierReasoning:
         Turns and feedback as the template would show them.
 
         Args:
-            whole ([`Turn`], *optional*): a turn that is going on, whose reasoning stays.
+            whole: a turn that is going on, whose reasoning stays.
         """
         if not self.is_cut:
             return list(seen)
@@ -389,7 +389,7 @@ class EarlierReasoning:
         A message of an assistant with its reasoning as the template takes it: in fields of its own.
 
         Args:
-            is_earlier (`bool`): whether a user's message follows it.
+            is_earlier: whether a user's message follows it.
         """
         text = message.get("content") or ""
         if not (self._has_field or self._is_cut_at_once or (is_earlier and self.is_cut)):

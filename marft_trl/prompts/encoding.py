@@ -17,8 +17,7 @@ class PlainEncoder:
     one. Only added tokens that are ordinary text, white space and the HTML tags of Gemma, are left as they are.
 
     Args:
-        chat_template (`str`, *optional*):
-            Chat template. HTML tags that occur in it, such as `<think>`, are control tokens.
+        chat_template: Chat template. HTML tags that occur in it, such as `<think>`, are control tokens.
     """
 
     def __init__(self, tokenizer, chat_template: str | None = None):

@@ -80,10 +80,10 @@ def window_of(
     The context window of a model. It has no limit if the config of the model states none.
 
     Args:
-        samplings (`Mapping[str, Sampling]`): how many tokens each agent may generate.
-        overflow (`str`): `context_overflow` of the training arguments.
-        unread (`Collection[str]`): agents whose observations no model reads.
-        longest_turn (`int`, *optional*): limit of the servers that generate.
+        samplings: how many tokens each agent may generate.
+        overflow: `context_overflow` of the training arguments.
+        unread: agents whose observations no model reads.
+        longest_turn: limit of the servers that generate.
     """
     own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     size = min((limit for limit in (own, longest_turn) if limit is not None), default=None)

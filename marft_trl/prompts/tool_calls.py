@@ -32,9 +32,9 @@ def parse_calls(
     error for any completion.
 
     Args:
-        completion_ids (`list[int]`): token ids of the completion.
-        prompt_ids (`list[int]`): token ids of the prompt.
-        schemas (`list[dict]`): JSON schemas of the functions that may be called.
+        completion_ids: token ids of the completion.
+        prompt_ids: token ids of the prompt.
+        schemas: JSON schemas of the functions that may be called.
     """
     try:
         parsed = parse_response(tokenizer, completion_ids, prefix=prompt_ids, tools=schemas)
@@ -55,7 +55,7 @@ def call_opening(tokenizer, chat_template: str | None = None) -> str | None:
     Return the text before the function's name with which the chat template begins a call, such as `<tool_call>`.
 
     Args:
-        chat_template (`str`, *optional*): chat template to use instead of the tokenizer's own.
+        chat_template: chat template to use instead of the tokenizer's own.
 
     Returns: the text, or `None` if it cannot be derived from the template.
     """

@@ -61,10 +61,10 @@ def sample_rows(
     1.0), `vote`, `reward`, a column for each reward function, `turns` and `tokens`.
 
     Args:
-        records (`Sequence[dict]`): episodes, see [`~marft_trl.reporting.evaluation.summarize`].
-        vote (`Callable`): what is compared of the text of an answer.
-        right_at (`float`): reward from which an answer is right.
-        right_by (`str`, *optional*): reward function that decides it; by default, the reward of the episode.
+        records: episodes, see [`~marft_trl.reporting.evaluation.summarize`].
+        vote: what is compared of the text of an answer.
+        right_at: reward from which an answer is right.
+        right_by: reward function that decides it; by default, the reward of the episode.
     """
     counts: dict[str, int] = defaultdict(int)
     rows = []
@@ -93,7 +93,7 @@ def by_question(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, fl
     A measure for each question.
 
     Args:
-        measure (`str`): `"avg"` (all samples), `"pass@<k>"` or `"maj@<k>"`.
+        measure: `"avg"` (all samples), `"pass@<k>"` or `"maj@<k>"`.
 
     Raises:
         ValueError: there is no such measure, or a question has fewer samples than `k`.
@@ -133,8 +133,8 @@ def write_samples(folder: Path, rows: Sequence[Mapping[str, Any]], name: str, st
     resumed run evaluates again.
 
     Args:
-        folder (`Path`): the `output_dir` of the run.
-        step (`int`): optimizer steps so far.
+        folder: the `output_dir` of the run.
+        step: optimizer steps so far.
     """
     file = folder / FILE
     kept = (
@@ -254,8 +254,7 @@ def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[
     Compute metrics over episodes: rewards, lengths and numbers of turns.
 
     Args:
-        records (`Sequence[dict]`):
-            One record per episode, with `reward` (`float` or `None`), `rewards` (`dict` of reward function to
+        records: One record per episode, with `reward` (`float` or `None`), `rewards` (`dict` of reward function to
             `float` or `None`) and `turns` (`list[Turn]`).
     """
     metrics = {"reward": _mean(record["reward"] for record in records)}
@@ -282,8 +281,8 @@ def question_means(records: Sequence[dict[str, Any]], size: int) -> dict[str, li
     Rewards of each question as means over its episodes, by metric of [`summarize`]: what intervals are made of.
 
     Args:
-        records (`Sequence[dict]`): as in [`summarize`], those of a question next to each other.
-        size (`int`): number of episodes of a question.
+        records: as in [`summarize`], those of a question next to each other.
+        size: number of episodes of a question.
     """
     scores = {"reward": [record["reward"] for record in records]}
     scores |= {f"rewards/{name}/mean": [item["rewards"][name] for item in records] for name in records[0]["rewards"]}
@@ -305,14 +304,10 @@ def measure_answers(
     Compute metrics over the team's answers.
 
     Args:
-        metrics (`Sequence`):
-            Metrics of the `evaluate` package, or callables.
-        answers (`Sequence[str]`):
-            Text of the team's answer in each episode.
-        columns (`Mapping[str, list]`):
-            Columns of the dataset, and `turns`, with one value per episode.
-        reference_column (`str`):
-            Name of the column that metrics of the `evaluate` package get as `references`.
+        metrics: Metrics of the `evaluate` package, or callables.
+        answers: Text of the team's answer in each episode.
+        columns: Columns of the dataset, and `turns`, with one value per episode.
+        reference_column: Name of the column that metrics of the `evaluate` package get as `references`.
 
     Raises:
         TypeError: a callable returned neither a number nor a dict of numbers.

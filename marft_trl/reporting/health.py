@@ -33,9 +33,9 @@ class Symptom(NamedTuple):
     What a measurement says about a run.
 
     Args:
-        name (`str`): what it is about, and whom; each is reported once.
-        patience (`int`): measurements in a row after which it is reported.
-        message (`str`): what is wrong, and what to change.
+        name: what it is about, and whom; each is reported once.
+        patience: measurements in a row after which it is reported.
+        message: what is wrong, and what to change.
     """
 
     name: str
@@ -49,8 +49,8 @@ class Health(TrainerCallback):
     Watches the metrics of every optimizer step. All processes have the same ones.
 
     Args:
-        parameters (`Callable`): `parameters()` gives the trained parameters of each adapter and part of the critic.
-        vocabulary (`int`): number of tokens that can be drawn.
+        parameters: `parameters()` gives the trained parameters of each adapter and part of the critic.
+        vocabulary: number of tokens that can be drawn.
     """
 
     def __init__(

@@ -54,10 +54,10 @@ class Rehearsal:
     An episode with made-up turns.
 
     Args:
-        shown (`dict[str, Observation]`): what each agent was shown first.
-        prompts (`list[tuple[str, int, int]]`): for each turn its agent, the tokens of its prompt if every turn that it
-            sees had maximum length, and how many of them precede the first such turn.
-        waves (`list[list[str]]`): agents whose turns are generated at the same time, one after the other.
+        shown: what each agent was shown first.
+        prompts: for each turn its agent, the tokens of its prompt if every turn that it sees had maximum length, and
+            how many of them precede the first such turn.
+        waves: agents whose turns are generated at the same time, one after the other.
     """
 
     episode: Episode
@@ -75,12 +75,12 @@ class Planner:
     Says what a run will do.
 
     Args:
-        runner ([`EpisodeRunner`]): builds observations, and runs the workflow with made-up turns.
-        model (`nn.Module`): the model without wrappers of data parallelism.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): counts tokens.
-        window (`int`, *optional*): tokens that the model can attend to.
-        train_dataset (`Callable`): `train_dataset()` returns the dataset whose first row is rehearsed.
-        copies ([`PastCopies`], *optional*): past copies, which take memory.
+        runner: builds observations, and runs the workflow with made-up turns.
+        model: the model without wrappers of data parallelism.
+        tokenizer: counts tokens.
+        window: tokens that the model can attend to.
+        train_dataset: `train_dataset()` returns the dataset whose first row is rehearsed.
+        copies: past copies, which take memory.
     """
 
     def __init__(
@@ -183,9 +183,8 @@ class Planner:
         Bytes of the largest micro-batch: of an agent, or of the critic where it keeps its passes of all turns.
 
         Args:
-            prompts (`Sequence[tuple[str, int, int]]`): for each turn its agent, tokens of its prompt, and how many of
-                them its group shares.
-            cost ([`ActivationCost`]): of a token.
+            prompts: for each turn its agent, tokens of its prompt, and how many of them its group shares.
+            cost: of a token.
         """
         config, needed, limits = self._model.config.get_text_config(), [], []
         work = [self._work_of(*prompt) for prompt in prompts]
@@ -237,8 +236,8 @@ class Planner:
         them, and their re-runs, one for each turn of a trained agent.
 
         Args:
-            agents (`Sequence[str]`): those of the turns of an episode.
-            waves (`Sequence[Sequence[str]]`): those whose turns are generated at the same time.
+            agents: those of the turns of an episode.
+            waves: those whose turns are generated at the same time.
         """
         args, rule = self._args, CREDITS[self._args.credit]
         episodes = max(self._rows_at_once(wave) for wave in waves)

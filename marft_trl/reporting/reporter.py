@@ -81,8 +81,8 @@ class EpisodeOutcome(NamedTuple):
     Outcome of an episode.
 
     Args:
-        returns (`Mapping[str, float]`): return of each agent.
-        copies (`Mapping[str, int]`): past copies that agents acted with.
+        returns: return of each agent.
+        copies: past copies that agents acted with.
     """
 
     returns: Mapping[str, float]
@@ -178,8 +178,8 @@ class TurnFacts(NamedTuple):
     Statistics of a turn, gathered across processes.
 
     Args:
-        prompt_tokens, tokens (`int`): tokens of the observation and of the turn.
-        episode (`int`): index of the episode among the episodes of all processes.
+        prompt_tokens, tokens: tokens of the observation and of the turn.
+        episode: index of the episode among the episodes of all processes.
     """
 
     agent: str
@@ -194,10 +194,10 @@ class Reporter:
     Reports rollouts and evaluations.
 
     Args:
-        rewards ([`TrlRewards`]): names of the reward functions.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): decodes tokens.
-        vote (`Callable`): extracts the value that samples vote on from the text of an answer.
-        games ([`GameMetrics`], *optional*): computes win rates, if agents can have separate returns.
+        rewards: names of the reward functions.
+        tokenizer: decodes tokens.
+        vote: extracts the value that samples vote on from the text of an answer.
+        games: computes win rates, if agents can have separate returns.
     """
 
     def __init__(
@@ -252,10 +252,10 @@ class Reporter:
 
         Args:
             std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode.
-            advantages (`Sequence`): for each episode of this process, the advantages of its turns: one number, a list
-                with a number per token, or `None` for a turn without a training row.
-            own_rewards (`Sequence`): for each episode the own rewards of its turns by function; may be empty.
-            generated (`Mapping[str, int]`): numbers of candidates and re-runs.
+            advantages: for each episode of this process, the advantages of its turns: one number, a list with a number
+                per token, or `None` for a turn without a training row.
+            own_rewards: for each episode the own rewards of its turns by function; may be empty.
+            generated: numbers of candidates and re-runs.
         """
         all_sampled = rollout.drawn or rollout  # before episodes were selected by reward
         for index, name in enumerate(self._rewards.names):
@@ -385,7 +385,7 @@ class Reporter:
         Args:
             dataset: the evaluation set. Processes repeat rows at the end so that each has the same number; the
                 repeated rows are dropped, except for a stream, whose length is unknown.
-            name (`str`, *optional*, defaults to `"eval"`): name of the evaluation, for the file with its samples.
+            name: name of the evaluation, for the file with its samples.
         """
         records = self._records
         with contextlib.suppress(TypeError):  # a stream has no length

@@ -34,13 +34,13 @@ class Entry:
     A turn or a feedback in a transcript.
 
     Args:
-        speaker (`str`): name of the agent, or source of the feedback.
-        text (`str`): text of the turn or the feedback, with control tokens spelled out.
-        notes (`tuple[str, ...]`): short remarks: the earlier turns it was shown, tool calls, truncation, rewards.
-        shown (`str`): observation of the agent, as text. Empty for feedback.
-        tokens (`tuple[str, ...]`): text of each token, if known.
-        advantages (`float` or `tuple[float, ...]`, *optional*): advantage of the turn, or of each of its tokens.
-        is_feedback (`bool`): `True` for feedback from an environment or a tool.
+        speaker: name of the agent, or source of the feedback.
+        text: text of the turn or the feedback, with control tokens spelled out.
+        notes: short remarks: the earlier turns it was shown, tool calls, truncation, rewards.
+        shown: observation of the agent, as text. Empty for feedback.
+        tokens: text of each token, if known.
+        advantages: advantage of the turn, or of each of its tokens.
+        is_feedback: `True` for feedback from an environment or a tool.
     """
 
     speaker: str
@@ -58,11 +58,11 @@ class Transcript:
     An episode in readable form. It is plain data, so that it can be sent to another process.
 
     Args:
-        entries (`tuple[Entry, ...]`): turns and feedback, in order.
-        rewards (`dict[str, float]`): reward of each reward function; `None` for functions that did not apply.
-        reward (`float`, *optional*): what the episode earned in all; `None` if nothing scored it.
-        reference (`str`): the right answer of the dataset row, if it has one.
-        updates (`int`, *optional*): updates before the episode; with `max_staleness`, its turns may have seen fewer.
+        entries: turns and feedback, in order.
+        rewards: reward of each reward function; `None` for functions that did not apply.
+        reward: what the episode earned in all; `None` if nothing scored it.
+        reference: the right answer of the dataset row, if it has one.
+        updates: updates before the episode; with `max_staleness`, its turns may have seen fewer.
     """
 
     title: str
@@ -87,13 +87,12 @@ class Transcript:
     ) -> Transcript:
         """
         Args:
-            rewards (`Mapping[str, float]`, *optional*): reward of each reward function.
-            advantages (`Sequence`, *optional*): advantage of each turn: one number, one per token, or `None`.
-            tokens (`Sequence[Sequence[str]]`, *optional*): text of each token of each turn.
-            own_rewards (`Sequence[Mapping[str, float]]`, *optional*): rewards of single turns by the names of their
-                own reward functions.
-            reward (`float`, *optional*): what the episode earned in all.
-            reference (`str`, *optional*): the right answer of the dataset row.
+            rewards: reward of each reward function.
+            advantages: advantage of each turn: one number, one per token, or `None`.
+            tokens: text of each token of each turn.
+            own_rewards: rewards of single turns by the names of their own reward functions.
+            reward: what the episode earned in all.
+            reference: the right answer of the dataset row.
         """
         names = _numbered(episode.turns)
         entries = [
@@ -225,8 +224,8 @@ def html_page(
     read with the keyboard. Its only script is known by its hash, so that no other one runs.
 
     Args:
-        index (`str`, *optional*): file beside it that lists the pages of all steps.
-        rewards (`Sequence[float]`, *optional*): of all episodes, if these are the first of more.
+        index: file beside it that lists the pages of all steps.
+        rewards: of all episodes, if these are the first of more.
     """
     about = f"{len(transcripts)} episodes{_mean_of([one.reward for one in transcripts])}"
     if len(rewards) > len(transcripts):
@@ -309,7 +308,7 @@ def log_traces(transcripts: Sequence[Transcript], adapters: Mapping[str, str]) -
     the run (checked against trackio 0.43).
 
     Args:
-        adapters (`Mapping[str, str]`): adapter of each agent that has one.
+        adapters: adapter of each agent that has one.
     """
     import trackio
 

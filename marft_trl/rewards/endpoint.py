@@ -36,13 +36,13 @@ class EndpointReply:
     Asks a model for the next message of a conversation; made by [`endpoint_reply`].
 
     Args:
-        base_url (`str`): base URL of the API, such as `"http://127.0.0.1:8000/v1"`.
-        api_key (`str`, *optional*): key. Defaults to the environment variable `OPENAI_API_KEY` when it is asked.
-        timeout (`float`): seconds of a try.
-        tries (`int`): number of tries.
-        at_once (`int`): largest number of requests at a time.
-        allow_cut (`bool`): whether answers that are cut at their largest length are taken.
-        settings (`dict`): further fields of requests.
+        base_url: base URL of the API, such as `"http://127.0.0.1:8000/v1"`.
+        api_key: key. Defaults to the environment variable `OPENAI_API_KEY` when it is asked.
+        timeout: seconds of a try.
+        tries: number of tries.
+        at_once: largest number of requests at a time.
+        allow_cut: whether answers that are cut at their largest length are taken.
+        settings: further fields of requests.
     """
 
     def __init__(

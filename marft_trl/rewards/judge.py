@@ -120,7 +120,7 @@ def check_judges(agents: Sequence[AgentSpec], team: Sequence[Any], of_agents: Ma
     Raise if a trained agent scores what it is trained on.
 
     Args:
-        of_agents (`Mapping[str, Sequence]`): for each agent, the functions that score its own turns.
+        of_agents: for each agent, the functions that score its own turns.
 
     Raises:
         ValueError: the judge is trained by its own scores, or is no agent of the team.

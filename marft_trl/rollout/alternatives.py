@@ -25,9 +25,9 @@ class Node:
     The candidates for one turn.
 
     Args:
-        episode (`int`): position of the episode on this process.
-        turns (`list[Turn]`): a turn for each candidate, sampled from one observation; the episode went on from one.
-        returns (`list[float]`): return of each; NaN where nothing scored it.
+        episode: position of the episode on this process.
+        turns: a turn for each candidate, sampled from one observation; the episode went on from one.
+        returns: return of each; NaN where nothing scored it.
     """
 
     episode: int
@@ -40,7 +40,7 @@ class Alternatives:
     Candidates and re-runs.
 
     Args:
-        scorer ([`RewardScorer`]): scores re-runs and candidates.
+        scorer: scores re-runs and candidates.
     """
 
     def __init__(self, team: TeamSetup, run: RunContext, runner: EpisodeRunner, scorer: RewardScorer, own: OwnReturns):

@@ -36,7 +36,7 @@ class DynamicSampling:
     limit is reached, groups without a signal remain in the batch.
 
     Args:
-        dataset (`Callable`): `dataset()` returns the training set.
+        dataset: `dataset()` returns the training set.
 
     Source: DAPO (2503.14476), which draws whole batches until one is full.
     """
@@ -191,11 +191,11 @@ class _Batch:
     A generation batch while groups are replaced.
 
     Args:
-        rollout ([`Rollout`]): the batch as it was sampled.
-        columns (`Sequence[Mapping]`): values that reward functions logged, by episode of this process.
+        rollout: the batch as it was sampled.
+        columns: values that reward functions logged, by episode of this process.
 
     Attributes:
-        open (`list[int]`): groups without a signal.
+        open: groups without a signal.
     """
 
     def __init__(self, rollout: Rollout, columns: Sequence[Mapping[str, Any]], size: int):
@@ -229,8 +229,8 @@ class _Batch:
         The batch that is trained on.
 
         Args:
-            rounds (`Sequence[Rollout]`): all that was sampled for it.
-            with_signal (`float`): share of the sampled groups that have a signal.
+            rounds: all that was sampled for it.
+            with_signal: share of the sampled groups that have a signal.
         """
         everything = [episode for item in rounds for episode in item.episodes]
         tokens = [count(everything) - count(self._episodes) for count in (_tokens, _generated)]

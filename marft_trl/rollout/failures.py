@@ -28,9 +28,9 @@ class OnFailure:
     What happens when users' code fails.
 
     Args:
-        action (`str`): `"raise"`, `"skip"` or `"retry"`.
-        retries (`int`): number of further tries.
-        timeout (`float`, *optional*): time limit of a call of a reward function, in seconds.
+        action: `"raise"`, `"skip"` or `"retry"`.
+        retries: number of further tries.
+        timeout: time limit of a call of a reward function, in seconds.
     """
 
     action: str = "raise"
@@ -58,8 +58,8 @@ class Failures:
     Counts what was skipped or tried again since the last report.
 
     Attributes:
-        counts (`Counter`): by kind, e.g. `"episodes/skipped"`.
-        last (`str`): the latest error.
+        counts: by kind, e.g. `"episodes/skipped"`.
+        last: the latest error.
     """
 
     def __init__(self) -> None:
@@ -92,8 +92,8 @@ async def run_episodes(
     One episode for each row, under a policy for those that fail.
 
     Args:
-        run (`Callable`): `await run(rows, failures)` runs episodes, see [`EpisodeRunner`].
-        policy ([`OnFailure`]): what happens to episodes that fail.
+        run: `await run(rows, failures)` runs episodes, see [`EpisodeRunner`].
+        policy: what happens to episodes that fail.
 
     Raises:
         EpisodeError: an episode has failed, and is not skipped.
@@ -135,10 +135,10 @@ async def call_reward(
     Scores of a reward function, under a policy for calls that fail.
 
     Args:
-        call (`Callable`): `call(positions)` scores the completions at these positions.
-        count (`int`): number of completions.
-        policy ([`OnFailure`]): what happens if it raises.
-        sleep (`Callable`): `sleep(seconds)` waits before another try.
+        call: `call(positions)` scores the completions at these positions.
+        count: number of completions.
+        policy: what happens if it raises.
+        sleep: `sleep(seconds)` waits before another try.
     """
     for number in range(policy.tries):
         try:

@@ -20,9 +20,8 @@ class SampledTurn(NamedTuple):
     Sampled completion of one observation.
 
     Args:
-        ids (`list[int]`): token ids of the completion.
-        logps (`list[float]`, *optional*): log-probabilities of the tokens. Without a server, only if they equal those
-            that scoring computes.
+        ids: token ids of the completion.
+        logps: log-probabilities of the tokens. Without a server, only if they equal those that scoring computes.
     """
 
     ids: list[int]
@@ -59,12 +58,12 @@ class LiveTurn:
     A turn that is followed while it is sampled, in an event loop that goes on meanwhile.
 
     Args:
-        seed (`int`): its tokens depend on it, and not on turns that are sampled beside it.
-        limit (`int`, *optional*): largest number of tokens, where it is below that of the agent.
-        hear (`Callable[[list[int]], None]`, *optional*): called in the event loop with the newest tokens.
+        seed: its tokens depend on it, and not on turns that are sampled beside it.
+        limit: largest number of tokens, where it is below that of the agent.
+        hear: called in the event loop with the newest tokens.
 
     Attributes:
-        is_gone (`bool`): whether nobody waits for it any more. Set from any thread; the turn then ends.
+        is_gone: whether nobody waits for it any more. Set from any thread; the turn then ends.
     """
 
     def __init__(self, seed: int, limit: int | None = None, hear: Callable[[list[int]], None] | None = None):
@@ -78,10 +77,10 @@ class SampleRequest(NamedTuple):
     An observation that a turn is to be sampled for.
 
     Args:
-        key (`tuple`): place of the turn in the run, the same for any number of processes. Seeds are made from it.
-        by_reference (`bool`): sample from the agent's reference.
-        copy (`int`, *optional*): the past copy that the agent acts with, see [`PastCopies`].
-        live ([`LiveTurn`], *optional*): who follows the turn. Of the turns of a call all are followed, or none is.
+        key: place of the turn in the run, the same for any number of processes. Seeds are made from it.
+        by_reference: sample from the agent's reference.
+        copy: the past copy that the agent acts with, see [`PastCopies`].
+        live: who follows the turn. Of the turns of a call all are followed, or none is.
     """
 
     agent: str
@@ -98,8 +97,8 @@ class Generator:
     it in `_generator` of `trainer/parts.py`.
 
     Attributes:
-        batches (`bool`): whether all waiting episodes are asked for at once, because one call for many turns costs
-            little more than one for a single turn. If not, no episode waits for another one.
+        batches: whether all waiting episodes are asked for at once, because one call for many turns costs little more
+            than one for a single turn. If not, no episode waits for another one.
     """
 
     batches: bool = True
@@ -116,9 +115,9 @@ class Generator:
         Sample a turn for each observation.
 
         Args:
-            observed (`Sequence[SampleRequest]`): the observations. Without `batches`, those of one episode.
-            greedy (`bool`, *optional*, defaults to `False`): take the most likely token each time.
-            sampling (`dict`, *optional*): `temperature`, `top_p`, `top_k` and `min_p` in place of the agents' own.
+            observed: the observations. Without `batches`, those of one episode.
+            greedy: take the most likely token each time.
+            sampling: `temperature`, `top_p`, `top_k` and `min_p` in place of the agents' own.
 
         Returns: the sampled tokens of each turn, in order, up to and including the token that ends it.
         """
@@ -142,7 +141,7 @@ class Generator:
         Let the present weights generate from now on. Called on every process, between rollouts.
 
         Args:
-            alone (`bool`, *optional*, defaults to `False`): whether the other processes do not call this.
+            alone: whether the other processes do not call this.
         """
 
     def close(self) -> None:
@@ -160,13 +159,13 @@ class LiveRows(StoppingCriteria):
     stopping criterion of that of transformers, whose rows keep their places.
 
     Args:
-        turns (`Sequence[LiveTurn]`): who follows each row.
-        ends (`Collection[int]`): ids of the tokens that end a turn.
-        longest (`int`): largest number of tokens of a turn.
-        samples (`bool`): whether tokens are drawn.
+        turns: who follows each row.
+        ends: ids of the tokens that end a turn.
+        longest: largest number of tokens of a turn.
+        samples: whether tokens are drawn.
 
     Attributes:
-        other (`StoppingCriteria`, *optional*): what else ends turns, in the loop of transformers.
+        other: what else ends turns, in the loop of transformers.
     """
 
     def __init__(

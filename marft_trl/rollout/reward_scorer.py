@@ -45,8 +45,8 @@ class OwnReturns:
     Rewards that agents receive by name, and whether they stay apart or are added up (`MARFTConfig.returns`).
 
     Args:
-        setting (`str`, *optional*): `"team"`, `"agent"`, or `None`: `"agent"` from the first batch on in which an
-            agent is rewarded by name.
+        setting: `"team"`, `"agent"`, or `None`: `"agent"` from the first batch on in which an agent is rewarded by
+            name.
     """
 
     def __init__(self, setting: str | None, rewards: TrlRewards, processes: Processes):
@@ -101,7 +101,7 @@ class OwnReturns:
         with `returns="team"`.
 
         Args:
-            reward (`float`): the sum of all that was received in the episode.
+            reward: the sum of all that was received in the episode.
         """
         if self._setting == "team" or not episode.own:
             return reward
@@ -141,7 +141,7 @@ class RewardReach:
         Warn, once, of a batch in which nobody acted who is trained.
 
         Args:
-            acted (`Collection[str]`): names of the agents that took a turn, of all processes.
+            acted: names of the agents that took a turn, of all processes.
         """
         trained = list(self._in_a_row)
         if acted and not set(acted) & set(trained) and ("", *sorted(acted)) not in self._warned:
@@ -157,8 +157,8 @@ class RewardReach:
         Check the rewards that agents earned in the episodes of a batch.
 
         Args:
-            earned (`Sequence[Mapping[str, float]]`): reward of each agent, for every episode of all processes.
-            is_all (`bool`, *optional*, defaults to `True`): `True` if the team gets no other rewards.
+            earned: reward of each agent, for every episode of all processes.
+            is_all: `True` if the team gets no other rewards.
 
         Raises:
             ValueError: the team gets no other rewards, and the rewards of its agents have cancelled in all of the last
@@ -197,8 +197,8 @@ class RewardReach:
         Check who is rewarded, where agents receive nothing but rewards by their own names.
 
         Args:
-            named (`Sequence[Mapping[str, float]]`): what agents received, for every episode of all processes.
-            acted (`Sequence[str]`): names of the agents that acted in them.
+            named: what agents received, for every episode of all processes.
+            acted: names of the agents that acted in them.
         """
         known = {name for value in named for name in value}
         for name in acted:
@@ -215,8 +215,7 @@ class RewardReach:
         Check the advantages of a generation batch.
 
         Args:
-            have_some (`Mapping[str, bool]`): `True` for each trained agent that has a turn with a non-zero advantage
-                on any process.
+            have_some: `True` for each trained agent that has a turn with a non-zero advantage on any process.
         """
         if not any(have_some.values()):  # no agent has an advantage; other metrics show this
             return
@@ -241,8 +240,7 @@ def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> N
     Raise if a reward function has an argument that neither the datasets nor the trainer provide.
 
     Args:
-        reward_funcs (`Sequence`):
-            Functions, models, or names of models.
+        reward_funcs: Functions, models, or names of models.
         train_dataset, eval_dataset:
             As passed to the trainer, after [`check_datasets`].
 
@@ -285,7 +283,7 @@ def check_turn_rewards(functions: Mapping[str, Sequence[Callable]], train_datase
     Raise if a reward function of single turns has an argument that neither the dataset nor the trainer provides.
 
     Args:
-        functions (`Mapping[str, Sequence[Callable]]`): reward functions of each agent's turns.
+        functions: reward functions of each agent's turns.
         train_dataset: as passed to the trainer, after [`check_datasets`].
     """
     columns = column_names(train_dataset) or []
@@ -348,8 +346,8 @@ def checked_reward(func, policy: OnFailure | None = None, failures: Failures | N
     lists and of the trainer's state to it, and is asynchronous if the function is.
 
     Args:
-        policy ([`OnFailure`], *optional*): what happens if it fails; by default its error ends the run.
-        failures ([`Failures`], *optional*): gets what was skipped.
+        policy: what happens if it fails; by default its error ends the run.
+        failures: gets what was skipped.
     """
     if isinstance(func, (str, nn.Module)):
         return func
@@ -487,10 +485,8 @@ def check_scores(scores: Any, name: str, expected: int) -> list[float | None]:
     Check scores and return them as a list.
 
     Args:
-        scores (`list`, `tuple`, `numpy.ndarray` or `torch.Tensor`):
-            Return value of a reward function.
-        expected (`int`):
-            Expected number of scores.
+        scores: Return value of a reward function.
+        expected: Expected number of scores.
 
     Raises:
         TypeError: `scores` is not a list, or an item is neither a number nor `None`.
@@ -569,8 +565,8 @@ class TurnRewards(NamedTuple):
 
     Args:
         sums (`torch.Tensor` of shape `(N,)`): NaN where none applied.
-        by_function (`list[dict[str, float]]`): for each turn the reward of each function by its name, NaN where it did
-            not apply; empty for agents without functions, and for turns that another one stands for.
+        by_function: for each turn the reward of each function by its name, NaN where it did not apply; empty for
+            agents without functions, and for turns that another one stands for.
     """
 
     sums: torch.Tensor
@@ -586,7 +582,7 @@ class RewardScorer:
     Scores episodes, and single turns outside of the one call per generation batch.
 
     Args:
-        of_agents (`Mapping[str, Sequence[Callable]]`): for each agent, the functions that score its own turns.
+        of_agents: for each agent, the functions that score its own turns.
     """
 
     def __init__(
@@ -644,7 +640,7 @@ class RewardScorer:
         that came of it, not by its call.
 
         Args:
-            turns (`Sequence[Turn]`): turns of these episodes, or candidates for one.
+            turns: turns of these episodes, or candidates for one.
         """
         rewards = TurnRewards(torch.full((len(turns),), torch.nan), [{} for _ in turns])
         finals = [episode.final_turn_of(turn) for episode, turn in zip(episodes, turns, strict=True)]
@@ -666,7 +662,7 @@ class RewardScorer:
         The team's reward `(N,)` for each turn as if it were the answer of its episode, which is not completed.
 
         Args:
-            turns (`Sequence[Turn]`): candidates for a turn of these episodes.
+            turns: candidates for a turn of these episodes.
         """
         pairs = zip(episodes, turns, strict=True)
         rows = [{**as_row(episode), "turns": [*episode.turns, turn]} for episode, turn in pairs]

@@ -49,9 +49,9 @@ class Drawn(NamedTuple):
     Args:
         rewards (`torch.Tensor` of shape `(D,)`): their rewards.
         rewards_per_func (`torch.Tensor` of shape `(D, F)`): the same by reward function.
-        without_signal (`float`): share of the groups that teach nothing.
-        tokens (`int`): tokens of this process beyond those of the batch.
-        generated (`int`): those of them that were generated.
+        without_signal: share of the groups that teach nothing.
+        tokens: tokens of this process beyond those of the batch.
+        generated: those of them that were generated.
     """
 
     rewards: torch.Tensor
@@ -69,10 +69,10 @@ class Rollout:
     Args:
         rewards_per_func (`torch.Tensor` of shape `(E, F)`): NaN where a function does not apply.
         rewards (`torch.Tensor` of shape `(E,)`): NaN where nothing scored the episode.
-        first (`int`): position of the first episode of this process among the `E`.
-        nodes (`list[Node]`): candidates, where several are sampled for a turn.
-        has_own_returns (`bool`): whether every agent learns from its own return.
-        drawn ([`Drawn`], *optional*): what the episodes were chosen from; `None` if they are all.
+        first: position of the first episode of this process among the `E`.
+        nodes: candidates, where several are sampled for a turn.
+        has_own_returns: whether every agent learns from its own return.
+        drawn: what the episodes were chosen from; `None` if they are all.
     """
 
     episodes: list[Episode]
@@ -94,11 +94,11 @@ class Rollouts:
     Runs the team on dataset rows and scores the episodes.
 
     Args:
-        workflow ([`Workflow`]): whether turns earn rewards in it.
-        own ([`OwnReturns`]): whether every agent learns from its own return.
-        failures ([`Failures`]): what was skipped or tried again.
-        alternatives ([`Alternatives`], *optional*): candidates and re-runs, where credit or the baseline needs some.
-        ahead ([`Prefetching`], *optional*): has begun episodes while training runs.
+        workflow: whether turns earn rewards in it.
+        own: whether every agent learns from its own return.
+        failures: what was skipped or tried again.
+        alternatives: candidates and re-runs, where credit or the baseline needs some.
+        ahead: has begun episodes while training runs.
     """
 
     def __init__(
@@ -145,10 +145,10 @@ class Rollouts:
         One episode for each row, with its rewards.
 
         Args:
-            training (`bool`): whether they are trained on; else they are evaluated.
-            further (`bool`, *optional*, defaults to `False`): whether they are a part of a batch. Limits
-                of what may fail in a generation batch are not applied to these.
-            mode ([`RunMode`], *optional*): what they are run for, where it is not training.
+            training: whether they are trained on; else they are evaluated.
+            further: whether they are a part of a batch. Limits of what may fail in a generation batch are not applied
+                to these.
+            mode: what they are run for, where it is not training.
 
         Raises:
             ValueError: a row cannot be used, or rewards that nothing could be learned from.

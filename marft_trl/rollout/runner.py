@@ -57,11 +57,11 @@ class Limits:
     Limits of an episode.
 
     Args:
-        tools ([`ToolLimits`]): limits of tool calls.
-        patience (`float`, *optional*): maximum time in seconds that a workflow may wait for something that is neither
-            a turn nor a tool (`workflow_timeout`).
-        max_turns (`int`, *optional*): maximum number of turns.
-        vocabulary (`int`, *optional*): size of the vocabulary of the model.
+        tools: limits of tool calls.
+        patience: maximum time in seconds that a workflow may wait for something that is neither a turn nor a tool
+            (`workflow_timeout`).
+        max_turns: maximum number of turns.
+        vocabulary: size of the vocabulary of the model.
     """
 
     tools: ToolLimits
@@ -76,15 +76,12 @@ class RunMode:
     How a runner runs episodes.
 
     Args:
-        options (`Mapping[str, Any]`, *optional*): extra keyword arguments of [`~Generator.generate`].
-        trains (`bool`, *optional*, defaults to `False`): whether the trainer trains on the turns.
-        rehearses (`bool`, *optional*, defaults to `False`): whether this is a dry run with placeholder turns, which
-            calls no server.
-        is_concurrent (`bool`, *optional*, defaults to `False`): whether other threads or tasks use the random
-            states of user code at the same time.
-        silent (`frozenset[str]`, *optional*): agents whose turns teammates, environments and the answer see as empty
-            text.
-        follower ([`TurnListener`], *optional*): receives turns while they are sampled.
+        options: extra keyword arguments of [`~Generator.generate`].
+        trains: whether the trainer trains on the turns.
+        rehearses: whether this is a dry run with placeholder turns, which calls no server.
+        is_concurrent: whether other threads or tasks use the random states of user code at the same time.
+        silent: agents whose turns teammates, environments and the answer see as empty text.
+        follower: receives turns while they are sampled.
     """
 
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -111,7 +108,7 @@ class SeedKeys:
         Return the key of the next run.
 
         Args:
-            first (`int`): index of the first row among the rows of all processes. It is the last element of the key.
+            first: index of the first row among the rows of all processes. It is the last element of the key.
         """
         self._runs += 1
         return (*self._base, self._runs - 1, first)
@@ -130,16 +127,16 @@ class EpisodeRunner:
     Runs a workflow on dataset rows.
 
     Args:
-        prompts ([`PromptBuilder`]): builds the observations of agents.
-        reader ([`TurnReader`]): parses sampled tokens into turns.
-        randomness ([`UserRandomness`]): random states of workflows, environments, tools and views.
-        users ([`UserState`], *optional*): state of user objects, which a dry run restores.
-        seed (`int`, *optional*, defaults to `0`): seed of turns that servers sample.
+        prompts: builds the observations of agents.
+        reader: parses sampled tokens into turns.
+        randomness: random states of workflows, environments, tools and views.
+        users: state of user objects, which a dry run restores.
+        seed: seed of turns that servers sample.
 
     Attributes:
-        mode ([`RunMode`]): what episodes are run for. [`~EpisodeRunner.changed`] makes a runner with another mode.
-        dropped_turns (`int`): number of turns left out of observations because they did not fit the context window.
-        device_lock (`threading.RLock`): lock of the model while it generates.
+        mode: what episodes are run for. [`~EpisodeRunner.changed`] makes a runner with another mode.
+        dropped_turns: number of turns left out of observations because they did not fit the context window.
+        device_lock: lock of the model while it generates.
     """
 
     def __init__(
@@ -181,7 +178,7 @@ class EpisodeRunner:
         Return a copy of this runner with the given fields replaced. The copy counts dropped turns from 0.
 
         Args:
-            max_turns (`int`, *optional*): maximum number of turns. Only a value below the team's limit has an effect.
+            max_turns: maximum number of turns. Only a value below the team's limit has an effect.
         """
         other = copy.copy(self)
         limits = [limit for limit in (max_turns, self._limits.max_turns) if limit is not None]
@@ -225,12 +222,12 @@ class EpisodeRunner:
         Run one episode for each row and return the episodes, see [`collect`]. User code has separate random states.
 
         Args:
-            answer (`Callable`, *optional*): `await answer(requests, key)` returns completions for requests. Defaults
-                to [`~EpisodeRunner.answer`].
-            reruns (`Sequence[Rerun]`, *optional*): for each row, the recorded episode to re-run.
-            failures (`dict[int, EpisodeError]`, *optional*): collects the errors of failed episodes while the other
-                episodes continue. If omitted, the first error stops all episodes.
-            first (`int`, *optional*, defaults to `0`): index of the first row among the rows of all processes.
+            answer: `await answer(requests, key)` returns completions for requests. Defaults to
+                [`~EpisodeRunner.answer`].
+            reruns: for each row, the recorded episode to re-run.
+            failures: collects the errors of failed episodes while the other episodes continue. If omitted, the first
+                error stops all episodes.
+            first: index of the first row among the rows of all processes.
         """
         return self._run_sync(rows, self.keys.next(first), answer, reruns, failures)
 
@@ -245,7 +242,7 @@ class EpisodeRunner:
         Re-run recorded episodes, from code within [`~EpisodeRunner.run`].
 
         Args:
-            key (`tuple`): key of the re-runs.
+            key: key of the re-runs.
         """
         if self._batches_episodes:  # with the random states of user code, which waiting episodes must not use
             return self._run_sync(rows, key, answer, reruns)
@@ -386,7 +383,7 @@ class EpisodeRunner:
         Complete pending requests: build observations, generate and decode.
 
         Args:
-            key (`tuple`): key of the run.
+            key: key of the run.
         """
         undeclared = next((value for value in requests if value.functions and not self.uses_tools), None)
         if undeclared is not None:

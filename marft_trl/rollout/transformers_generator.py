@@ -33,11 +33,9 @@ class ModelEngine:
     Runs `generate` of a model.
 
     Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): model that generates with its active adapter.
-        generation (`Mapping[str, Any]`): settings of `generate` that are the same for all agents, including
-            `do_sample` and `eos_token_id`.
-        autocast (`torch.dtype`, *optional*): precision that the model computes in, if it differs from the precision of
-            its weights.
+        model: model that generates with its active adapter.
+        generation: settings of `generate` that are the same for all agents, including `do_sample` and `eos_token_id`.
+        autocast: precision that the model computes in, if it differs from the precision of its weights.
     """
 
     def __init__(
@@ -98,11 +96,10 @@ class Decoding(NamedTuple):
     How turns are decoded.
 
     Args:
-        share (`bool`): whether to compute the common prefix of several observations only once.
-        records (`bool`): whether to record the log-probabilities of sampled tokens, where prefixes are shared.
-        mixed ([`MixedLora`], *optional*): lets a few rows of each of several agents with the same sampling settings be
-            decoded together.
-        captures (`bool`): whether a GPU may replay steps from graphs, which needs weights that stay where they are.
+        share: whether to compute the common prefix of several observations only once.
+        records: whether to record the log-probabilities of sampled tokens, where prefixes are shared.
+        mixed: lets a few rows of each of several agents with the same sampling settings be decoded together.
+        captures: whether a GPU may replay steps from graphs, which needs weights that stay where they are.
     """
 
     share: bool
@@ -130,8 +127,8 @@ class Engine(Protocol):
         Sample a completion for each prompt, up to and including its end-of-sequence token.
 
         Args:
-            prompt_ids (`list[list[int]]`): token ids of the prompts.
-            options (`Mapping[str, Any]`): further arguments of `generate`, such as stopping criteria.
+            prompt_ids: token ids of the prompts.
+            options: further arguments of `generate`, such as stopping criteria.
         """
 
 
@@ -140,12 +137,9 @@ class TransformersGenerator(Generator):
     Generates turns with `generate` of transformers.
 
     Args:
-        policies ([`Policies`]):
-            Policies of the team, used to activate the agents' adapters.
-        samplings (`Mapping[str, Sampling]`):
-            Sampling settings of each agent.
-        decoding ([`Decoding`]):
-            How turns are decoded.
+        policies: Policies of the team, used to activate the agents' adapters.
+        samplings: Sampling settings of each agent.
+        decoding: How turns are decoded.
     """
 
     def __init__(

@@ -33,9 +33,8 @@ class StopStrings:
     string. The prompt is ignored.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*): decodes the turn, including control tokens.
-            Not needed without stop strings.
-        texts (`Sequence[str]`): the stop strings; may be empty.
+        tokenizer: decodes the turn, including control tokens. Not needed without stop strings.
+        texts: the stop strings; may be empty.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, texts: Sequence[str]):
@@ -98,9 +97,9 @@ class TurnReader:
     Parses turns: text, tool calls and truncation.
 
     Args:
-        template ([`ChatTemplate`]): defines how tool calls are written.
-        uses_tools (`bool`): whether the tokenizer was prepared for tools.
-        is_lone (`bool`): whether the team has one agent.
+        template: defines how tool calls are written.
+        uses_tools: whether the tokenizer was prepared for tools.
+        is_lone: whether the team has one agent.
     """
 
     def __init__(
@@ -125,8 +124,8 @@ class TurnReader:
         Return the completion of each request, or the end of its episode.
 
         Args:
-            observations (`Sequence[Observation]`): the observations of the agents.
-            generator ([`Generator`]): tests turns for stop strings.
+            observations: the observations of the agents.
+            generator: tests turns for stop strings.
         """
         completions = [self._truncate(*pair) for pair in zip(requests, completions, strict=True)]
         texts = self._tokenizer.batch_decode([sampled.ids for sampled in completions], skip_special_tokens=True)

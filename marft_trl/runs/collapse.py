@@ -91,7 +91,7 @@ class RestoringCollapse(Collapse):
     (`on_collapse="restore"`): before the next episodes are sampled, or at once after the last evaluation.
 
     Args:
-        copies ([`PastCopies`], *optional*): past copies; those of later steps are dropped.
+        copies: past copies; those of later steps are dropped.
     """
 
     def __init__(

@@ -59,11 +59,11 @@ class RunSettings:
     Collects what decides the results of a run.
 
     Args:
-        base (`Callable`): `base()` describes the base, the tokenizer and the chat template.
-        rewards (`Mapping[str, Sequence]`): reward functions of the team, under `""`, and of agents.
-        weights (`Sequence[float]`): weights of the team's reward functions.
+        base: `base()` describes the base, the tokenizer and the chat template.
+        rewards: reward functions of the team, under `""`, and of agents.
+        weights: weights of the team's reward functions.
         dataset: the training dataset.
-        num_processes (`int`): number of processes.
+        num_processes: number of processes.
     """
 
     def __init__(
@@ -247,10 +247,10 @@ class ResumeChanges:
     Intended changes of a resumed run, from `MARFTConfig(resume_changes=...)`.
 
     Args:
-        add (`Sequence[str]`): adapters that start anew.
-        remove (`Sequence[str]`): adapters of the checkpoint that are left out.
-        rename (`Mapping[str, str]`): new names of adapters, by their names in the checkpoint.
-        accept (`Sequence[str]`): parts of the settings that may differ, among [`ACCEPTABLE`].
+        add: adapters that start anew.
+        remove: adapters of the checkpoint that are left out.
+        rename: new names of adapters, by their names in the checkpoint.
+        accept: parts of the settings that may differ, among [`ACCEPTABLE`].
     """
 
     add: Sequence[str] = ()
@@ -339,8 +339,8 @@ def check_structure(
     Compare what gives the state of a checkpoint its meaning.
 
     Args:
-        saved, present (`Mapping[str, Any]`): settings by part, of the checkpoint and of the run.
-        changes ([`ResumeChanges`]): what the user has announced.
+        saved, present: settings by part, of the checkpoint and of the run.
+        changes: what the user has announced.
         folder: the checkpoint, for messages.
 
     Returns: a line for each accepted difference.

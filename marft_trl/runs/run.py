@@ -55,10 +55,10 @@ class Signals:
     once.
 
     Args:
-        saves (`bool`): whether a checkpoint will be saved, for the line that says what happens.
+        saves: whether a checkpoint will be saved, for the line that says what happens.
 
     Attributes:
-        received (`int`): number of the first signal; 0 for none.
+        received: number of the first signal; 0 for none.
     """
 
     def __init__(self, saves: bool) -> None:
@@ -107,10 +107,10 @@ class Run(TrainerCallback):
     The course of a run, from the choice of a checkpoint to its end.
 
     Args:
-        args ([`MARFTConfig`]): when checkpoints are saved.
-        checkpoint_size (`Callable`): about how many bytes a checkpoint has.
-        try_out (`Callable`): writes what a checkpoint has beside weights, and raises for what cannot be written.
-        clean_up (`Callable`): called when training ends, in whatever way.
+        args: when checkpoints are saved.
+        checkpoint_size: about how many bytes a checkpoint has.
+        try_out: writes what a checkpoint has beside weights, and raises for what cannot be written.
+        clean_up: called when training ends, in whatever way.
     """
 
     def __init__(

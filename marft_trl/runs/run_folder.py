@@ -47,9 +47,9 @@ class Commit:
     Contents of the commit of a checkpoint.
 
     Args:
-        run (`str`): id of the run that wrote the checkpoint.
-        files (`dict[str, list]`): size in bytes and SHA-256 of each file, by its path in the checkpoint.
-        settings (`dict`): what decides the results of the run, see [`~marft_trl.runs.resume`].
+        run: id of the run that wrote the checkpoint.
+        files: size in bytes and SHA-256 of each file, by its path in the checkpoint.
+        settings: what decides the results of the run, see [`~marft_trl.runs.resume`].
     """
 
     run: str
@@ -70,8 +70,8 @@ def commit(folder: str | Path, run: str, step: int, settings: Mapping[str, Any])
     Complete a checkpoint. All its files are made durable before the commit appears under its name.
 
     Args:
-        folder (`str` or `Path`): folder of the checkpoint, with all files of all processes.
-        settings (`Mapping[str, Any]`): what decides the results; JSON-serializable.
+        folder: folder of the checkpoint, with all files of all processes.
+        settings: what decides the results; JSON-serializable.
     """
     folder = Path(folder)
     files = {}
@@ -220,10 +220,10 @@ class RunFolder:
     The output folder of a run. Checkpoints belong to the run whose id they bear.
 
     Args:
-        path (`str` or `Path`): the folder; it is created when it is first used.
+        path: the folder; it is created when it is first used.
 
     Attributes:
-        run (`str`): id of the run; set by [`~RunFolder.start`] and [`~RunFolder.go_on`].
+        run: id of the run; set by [`~RunFolder.start`] and [`~RunFolder.go_on`].
     """
 
     def __init__(self, path: str | Path):
@@ -352,7 +352,7 @@ class RunFolder:
         Begin a new run. Checkpoints of other runs stay, but this run does not resume from them.
 
         Args:
-            is_intended (`bool`): whether the user has asked for a new run; else there was nothing to resume from.
+            is_intended: whether the user has asked for a new run; else there was nothing to resume from.
         """
         others = [folder.name for folder in self.checkpoints()]
         if others and is_intended:
@@ -369,8 +369,7 @@ class RunFolder:
         Go on as the run with this id.
 
         Args:
-            step (`int`, *optional*): where it goes on. Later checkpoints of the run, of another course or damaged, are
-                set aside.
+            step: where it goes on. Later checkpoints of the run, of another course or damaged, are set aside.
         """
         self.run = run
         self._write_facts(run)
@@ -492,7 +491,7 @@ class RunFolder:
         Remove the oldest complete checkpoints of this run, and what killed runs have left of others.
 
         Args:
-            limit (`int`, *optional*): number of checkpoints to keep, besides the best. The newest always stays.
+            limit: number of checkpoints to keep, besides the best. The newest always stays.
         """
         for folder in self.checkpoints():
             if is_remainder(folder, self.run):

@@ -22,9 +22,9 @@ class GraphMemory(NamedTuple):
     What several graphs share, of which only the latest result is read.
 
     Args:
-        device (`torch.device`): where they run.
+        device: where they run.
         pool: their memory.
-        stream (`torch.cuda.Stream`): that they are captured on. Each stream has workspaces of its own.
+        stream: that they are captured on. Each stream has workspaces of its own.
     """
 
     device: torch.device
@@ -54,7 +54,7 @@ def captured(run: Callable[[], torch.Tensor], memory: GraphMemory) -> Callable[[
     them. It reads and writes the same memory as the function, and its result is at the same address each time.
 
     Args:
-        run (`Callable`): does the same each time, without waiting for the device.
+        run: does the same each time, without waiting for the device.
 
     Raises:
         RuntimeError: it waits for the device, or the device has too little memory.
@@ -132,7 +132,7 @@ def generating_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[N
 
     Args:
         model: that generates.
-        dtype (`torch.dtype`, *optional*): precision of training; `None` for that of the weights.
+        dtype: precision of training; `None` for that of the weights.
     """
     is_meant = dtype is not None and isinstance(model, PeftModel) and model.get_base_model().dtype == dtype
     with torch.autocast(model.device.type, dtype=dtype) if is_meant else contextlib.nullcontext():
@@ -162,7 +162,7 @@ class TrlEngine:
     step.
 
     Args:
-        general (`Mapping[str, Any]`): settings of `generate` for an agent that sets none itself.
+        general: settings of `generate` for an agent that sets none itself.
     """
 
     def __init__(self, trainer: GRPOTrainer, general: Mapping[str, Any]):

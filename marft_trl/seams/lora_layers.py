@@ -184,7 +184,7 @@ class DecodingLayers:
     changed. Results differ from those of PEFT by rounding.
 
     Args:
-        model (`Callable`): `model()` returns a model, with or without LoRAs.
+        model: `model()` returns a model, with or without LoRAs.
     """
 
     def __init__(self, model: Callable[[], Any]):

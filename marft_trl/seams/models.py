@@ -37,10 +37,8 @@ class ScoringTemperature:
     temperature. Agents have their own.
 
     Args:
-        models (`Iterable[PreTrainedModel]`):
-            Models with TRL's head at `default`: the base and, without adapters, the reference.
-        head (`dict`):
-            Further arguments of TRL's `add_fused_lm_head`.
+        models: Models with TRL's head at `default`: the base and, without adapters, the reference.
+        head: Further arguments of TRL's `add_fused_lm_head`.
     """
 
     def __init__(self, models: Iterable[PreTrainedModel], temperatures: Iterable[float], default: float, head: dict):
@@ -125,7 +123,7 @@ def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
     on other log-probabilities than those that they sample with, without an error.
 
     Args:
-        temperature (`float`): temperature that the head was made for.
+        temperature: temperature that the head was made for.
 
     Raises:
         ValueError: they differ by more than the precision of the weights explains, or the model has no backbone
@@ -331,7 +329,7 @@ def keep_4bit_weights(model: nn.Module) -> None:
     otherwise than on a machine without these instructions. The layer's own switch turns this off.
 
     Args:
-        model (`nn.Module`): the base; may carry adapters. Layers that are not on the CPU are left alone.
+        model: the base; may carry adapters. Layers that are not on the CPU are left alone.
     """
     if not getattr(model, "is_loaded_in_4bit", False):
         return

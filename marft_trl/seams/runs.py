@@ -70,7 +70,7 @@ class EndlessStream(torch.utils.data.IterableDataset):
     of the steps so far always finds it. Each pass has its own order, as upstream.
 
     Args:
-        stream ([`~datasets.IterableDataset`]): the rows of one pass.
+        stream: the rows of one pass.
     """
 
     def __init__(self, stream: Any):
@@ -167,7 +167,7 @@ def restart_schedule(scheduler: Any, rates: Sequence[float]) -> bool:
 
     Args:
         scheduler: the scheduler; its state has been loaded.
-        rates (`Sequence[float]`): base learning rate of each parameter group.
+        rates: base learning rate of each parameter group.
 
     Returns: `False` for a scheduler of another kind, which is left alone.
     """
@@ -200,7 +200,7 @@ def timeout_also_on_cpu(seconds: float | None) -> Iterator[None]:
     Upstream leaves it out there, so a process that hangs is waited for for half an hour.
 
     Args:
-        seconds (`float`, *optional*): the timeout; `None` for upstream's.
+        seconds: the timeout; `None` for upstream's.
     """
     # A module-level dictionary, because accelerate makes the state from a class, without arguments
     _TIMEOUT.clear()

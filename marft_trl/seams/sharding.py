@@ -107,8 +107,8 @@ class ShardSizes(NamedTuple):
     Memory that a process needs for the weights of a sharded base, in bytes.
 
     Args:
-        held (`int`): shards, and what is whole on every process.
-        gathered (`int`): what is gathered at once: two layers, and the embeddings if the head reads them.
+        held: shards, and what is whole on every process.
+        gathered: what is gathered at once: two layers, and the embeddings if the head reads them.
     """
 
     held: int
@@ -123,9 +123,9 @@ def shard_sizes(
     along its first dimension, and pads the last shards.
 
     Args:
-        adapters (`Iterable[nn.Parameter]`): their parameters, which do not count.
-        world (`int`): number of processes.
-        width (`int`, *optional*): bytes of a gathered element, if mixed precision changes it.
+        adapters: their parameters, which do not count.
+        world: number of processes.
+        width: bytes of a gathered element, if mixed precision changes it.
     """
     apart = {id(parameter) for parameter in adapters}
     whole = apart | {id(parameter) for parameter in _between_layers(model)}
@@ -235,7 +235,7 @@ def keep_what_is_gathered(model: nn.Module) -> None:
     by one process alone, which would gather more than the others in its next pass.
 
     Args:
-        model (`nn.Module`): a sharded model that a pass has gone through.
+        model: a sharded model that a pass has gone through.
     """
     for module in model.modules():
         when = module._state_dict_pre_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks

@@ -33,11 +33,10 @@ class LossType:
     A loss type.
 
     Args:
-        by_rows (`bool`, *optional*, defaults to `False`): whether the loss of a micro-batch is a mean over rows; else
-            it is divided by a number of tokens.
-        fits_actions (`bool`, *optional*, defaults to `False`): whether a turn may be a single action, which does not
-            weigh more with more tokens. `luspo` weighs by length on purpose.
-        one_advantage (`bool`, *optional*, defaults to `False`): whether all tokens of a turn need the same advantage.
+        by_rows: whether the loss of a micro-batch is a mean over rows; else it is divided by a number of tokens.
+        fits_actions: whether a turn may be a single action, which does not weigh more with more tokens. `luspo` weighs
+            by length on purpose.
+        one_advantage: whether all tokens of a turn need the same advantage.
     """
 
     by_rows: bool = False
@@ -147,7 +146,7 @@ def constructing_parent(
     second trainer from them, so they are unchanged afterwards.
 
     Args:
-        reward_weights (`list[float]`, *optional*): of all reward functions; `None` for that of the training arguments.
+        reward_weights: of all reward functions; `None` for that of the training arguments.
     """
     kwargs, is_placed = copy.copy(args.model_init_kwargs), False  # a copy, since TRL completes it for reward models
     if args.beta != 0.0 and not has_adapters and args.world_size == 1 and args.device.type not in ("cpu", "mps"):
@@ -169,8 +168,8 @@ def configure_parent(trainer: GRPOTrainer, beta: float, ratio: str | None) -> No
     Settings that `GRPOTrainer.__init__` (TRL 1.16) derives otherwise from the training arguments.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]): its constructor has run, in [`without_reference`].
-        beta (`float`): coefficient of the KL to the references.
+        trainer: its constructor has run, in [`without_reference`].
+        beta: coefficient of the KL to the references.
     """
     trainer.beta = beta
     if ratio is not None:
@@ -318,8 +317,8 @@ class TrlState:
         completions; a team has as many turns as its workflow asks for.
 
         Args:
-            prompts, completions, advantages (`Sequence`): one value per turn.
-            rewards, extra (`Mapping[str, Sequence]`): columns, one value per turn.
+            prompts, completions, advantages: one value per turn.
+            rewards, extra: columns, one value per turn.
         """
         self._trainer._logs = {
             "images": deque(),
@@ -337,15 +336,15 @@ class TrlSettings:
     afterwards, so that a callback may change them.
 
     Attributes:
-        beta (`float`): coefficient of the KL to the references.
-        loss_type (`str`): loss type.
-        aux_loss_enabled (`bool`): whether the routers of a mixture of experts have a loss of their own.
-        top_entropy_quantile (`float`): share of the tokens that is trained, those of the highest entropy.
-        scale_rewards (`str`): deviation that advantages are divided by: `"group"`, `"batch"` or `"none"`.
-        multi_objective_aggregation (`str`): order of summing and normalizing reward functions.
-        mask_truncated_completions (`bool`): whether truncated turns are left out of the loss.
-        log_completions (`bool`): whether completions are logged.
-        num_completions_to_print (`int`, *optional*): number of transcripts at a log; `None` for the default.
+        beta: coefficient of the KL to the references.
+        loss_type: loss type.
+        aux_loss_enabled: whether the routers of a mixture of experts have a loss of their own.
+        top_entropy_quantile: share of the tokens that is trained, those of the highest entropy.
+        scale_rewards: deviation that advantages are divided by: `"group"`, `"batch"` or `"none"`.
+        multi_objective_aggregation: order of summing and normalizing reward functions.
+        mask_truncated_completions: whether truncated turns are left out of the loss.
+        log_completions: whether completions are logged.
+        num_completions_to_print: number of transcripts at a log; `None` for the default.
     """
 
     beta: float
@@ -395,7 +394,7 @@ class TrlPrompts:
     `trainer.tools`. Each agent has its own functions, so they are set for the time of a call.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]): does the tokenization.
+        trainer: does the tokenization.
     """
 
     def __init__(self, trainer: GRPOTrainer):
@@ -530,10 +529,10 @@ class TrlLoss:
     ) -> tuple[torch.Tensor, dict[str, list[float]]]:
         """
         Args:
-            model (`nn.Module`): whose active adapter is the agent's.
-            inputs (`dict[str, torch.Tensor]`): tensors of the rows, see [`collate`].
-            max_completion_length (`int`): of the agent, in tokens.
-            entropy_mask (`Callable`, *optional*): in place of TRL's choice of the tokens of high entropy.
+            model: whose active adapter is the agent's.
+            inputs: tensors of the rows, see [`collate`].
+            max_completion_length: of the agent, in tokens.
+            entropy_mask: in place of TRL's choice of the tokens of high entropy.
 
         Returns: the loss, and the metrics of the micro-batch.
         """

@@ -111,8 +111,8 @@ class FixedSteps(GrowingSteps):
     The memory and the graphs can be used for many calls of `generate`, see [`StepStore`].
 
     Args:
-        rows (`int`): largest number of rows.
-        device (`torch.device`): device of the tokens.
+        rows: largest number of rows.
+        device: device of the tokens.
     """
 
     every = 8
@@ -136,8 +136,7 @@ class FixedSteps(GrowingSteps):
         Args:
             mask (`torch.Tensor` of shape `(B, W)`): 0 for padding. There may be more room than for these.
             lengths (`torch.Tensor` of shape `(B,)`): tokens of each prompt.
-            key (`Hashable`, *optional*): what graphs depend on besides the number of rows. If `None`, those of earlier
-                rows are forgotten.
+            key: what graphs depend on besides the number of rows. If `None`, those of earlier rows are forgotten.
         """
         self._all_masks.zero_()
         self._all_masks[: mask.size(0), : mask.size(1)] = mask
@@ -313,8 +312,8 @@ class RowFollower(Protocol):
         Called with the newest tokens of the rows that are left, from time to time and at the end.
 
         Args:
-            rows (`Sequence[int]`): their indices among all `B`.
-            tokens (`Sequence[Sequence[int]]`): the tokens of each since the last call. Padding follows its end.
+            rows: their indices among all `B`.
+            tokens: the tokens of each since the last call. Padding follows its end.
 
         Returns: which of them are to end here, or `None` for none.
         """
@@ -340,11 +339,11 @@ def decode(
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config:
             Arguments as prepared by `generate`. The prompts `(B, P)` are padded on the left.
-        recorder ([`Recorder`], *optional*): records the log-probabilities of sampled tokens.
-        is_fixed (`bool`, *optional*, defaults to `False`): whether steps keep their shapes, see [`FixedSteps`].
-        store ([`StepStore`], *optional*): keeps fixed steps for the next call.
-        key (`Hashable`, *optional*): see [`~FixedSteps.start`].
-        watch ([`RowFollower`], *optional*): follows the rows, and may end them.
+        recorder: records the log-probabilities of sampled tokens.
+        is_fixed: whether steps keep their shapes, see [`FixedSteps`].
+        store: keeps fixed steps for the next call.
+        key: see [`~FixedSteps.start`].
+        watch: follows the rows, and may end them.
         kwargs: `attention_mask` `(B, P)`, if there is padding. Other arguments are ignored.
 
     Returns: prompts followed by completions `(B, P + T)`, padded on the right.

@@ -36,7 +36,7 @@ class Cluster:
     Sequences that begin with the same tokens.
 
     Args:
-        length (`int`): number of shared tokens.
+        length: number of shared tokens.
     """
 
     length: int
@@ -60,7 +60,7 @@ def clusters(sequences: Sequence[Sequence[int]]) -> list[Cluster]:
     themselves.
 
     Args:
-        sequences (`Sequence[Sequence[int]]`): token ids, none empty.
+        sequences: token ids, none empty.
 
     Returns: clusters, sorted by their first row. The rows of a cluster are in ascending order.
     """
@@ -85,9 +85,9 @@ def plan_passes(
     Decide whether to compute shared prefixes once. The plan with fewer tokens, padding included, is chosen.
 
     Args:
-        prompts (`Sequence[Sequence[int]]`): beginnings of the rows, searched for common prefixes.
-        more (`Sequence[int]`): number of tokens of each row after its prompt.
-        kinds (`Sequence[str]`, *optional*): kind of each row. Rows of different kinds share nothing.
+        prompts: beginnings of the rows, searched for common prefixes.
+        more: number of tokens of each row after its prompt.
+        kinds: kind of each row. Rows of different kinds share nothing.
 
     Returns: clusters of rows that share a prefix, or an empty list if it is cheaper to compute every row as it is.
     """
@@ -175,9 +175,9 @@ class SharedPass(NamedTuple):
 
     Args:
         hidden (`torch.Tensor` of shape `(B, S, H)`): hidden states of the rest of each row, padded on the right.
-        starts (`list[int]`): position in each row at which the rest begins.
-        width (`int`): number of columns of the shared prefixes, which are padded on the left.
-        cache ([`~transformers.Cache`]): cache of the pass, with layers of the requested class.
+        starts: position in each row at which the rest begins.
+        width: number of columns of the shared prefixes, which are padded on the left.
+        cache: cache of the pass, with layers of the requested class.
     """
 
     hidden: torch.Tensor
@@ -191,8 +191,8 @@ class RowAdapters(NamedTuple):
     Adapters of rows that go through a model together.
 
     Args:
-        names (`Sequence[str]`): the adapter of each row.
-        use (`Callable`): `use(names)` is called before each pass, with the adapters of the rows of the pass.
+        names: the adapter of each row.
+        use: `use(names)` is called before each pass, with the adapters of the rows of the pass.
     """
 
     names: Sequence[str]
@@ -211,10 +211,10 @@ def hidden_states(
     prompt's last token.
 
     Args:
-        prompts (`Sequence[Sequence[int]]`): token ids of `B` prompts, none empty.
-        completions (`Sequence[Sequence[int]]`): token ids of the completion of each prompt.
-        share (`bool`, *optional*, defaults to `True`): compute common prefixes of the prompts once.
-        adapters ([`RowAdapters`], *optional*): of the rows, if they differ. Rows of different adapters share nothing.
+        prompts: token ids of `B` prompts, none empty.
+        completions: token ids of the completion of each prompt.
+        share: compute common prefixes of the prompts once.
+        adapters: of the rows, if they differ. Rows of different adapters share nothing.
 
     Returns: hidden states `(B, V, H)`, where `V` is the length of the longest completion, at least 1. Row `i` has
     `max(len(completions[i]), 1)` valid states; ignore those after them.
@@ -254,9 +254,9 @@ def shared_pass(
     Run two passes: one over the shared prefixes, and one over the rest of each row.
 
     Args:
-        rows (`Sequence[Sequence[int]]`): token ids.
-        groups (`Sequence[Cluster]`): partition of the rows into rows with the same prefix.
-        layer_class (`Callable`): class of the cache's layers in the second pass.
+        rows: token ids.
+        groups: partition of the rows into rows with the same prefix.
+        layer_class: class of the cache's layers in the second pass.
     """
     device = next(backbone.parameters()).device
     starts, index = [0] * len(rows), [0] * len(rows)

@@ -24,8 +24,8 @@ class PreallocatedLayer(DynamicLayer):
     Cache layer with preallocated memory, which grows in use: a pass attends to what is in it so far.
 
     Args:
-        rows (`int`): number of sequences.
-        size (`int`): number of tokens of each.
+        rows: number of sequences.
+        size: number of tokens of each.
     """
 
     is_initialized: bool
@@ -159,7 +159,7 @@ class _Part(NamedTuple):
     Prompts that go through the model together.
 
     Args:
-        groups (`list[Cluster]`): what they share, by their place in `rows`; empty if that gains nothing.
+        groups: what they share, by their place in `rows`; empty if that gains nothing.
     """
 
     rows: list[int]
@@ -172,7 +172,7 @@ def fill(cache: Cache, backbone: nn.Module, prompts: Sequence[list[int]], adapte
     its own at once, so that no copy of a whole cache is in memory.
 
     Args:
-        prompts (`Sequence[list[int]]`): token ids, none empty.
+        prompts: token ids, none empty.
     """
     rows = [prompt[:-1] for prompt in prompts]
     width = max(map(len, rows))

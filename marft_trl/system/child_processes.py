@@ -105,11 +105,11 @@ def keep(key: str, pid: int = 0, gently: bool = False) -> None:
     Have programs ended with this process.
 
     Args:
-        key (`str`): a text without spaces.
-        pid (`int`, *optional*): a process, which is ended with its group. If left out, all processes are that have the
-            key in their environment when this process has ended.
-        gently (`bool`, *optional*): whether to send SIGTERM to the process alone, so that it can save what it has, or
-            to all that have the key.
+        key: a text without spaces.
+        pid: a process, which is ended with its group. If left out, all processes are that have the key in their
+            environment when this process has ended.
+        gently: whether to send SIGTERM to the process alone, so that it can save what it has, or to all that have the
+            key.
     """
     _tell(f"{key} {pid} {int(gently)}")
 

@@ -154,7 +154,7 @@ class Stepped(Coroutine[Any, Any, Any]):
     is taken while a function of a user runs in a thread, so that what surrounds them cannot mix.
 
     Args:
-        around (`Callable`): `around()` makes the context manager.
+        around: `around()` makes the context manager.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], around: StepContext):

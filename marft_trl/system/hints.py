@@ -54,9 +54,9 @@ def checked_names(
     Decorator of a method: an argument that it does not have is named, with the one that is probably meant.
 
     Args:
-        what (`str`): name of the class, or of the method.
-        example (`str`, *optional*): how the arguments are written that have to be named and have no default.
-        elsewhere (`Mapping[str, str]`, *optional*): for names that are set in another way, a sentence that says how.
+        what: name of the class, or of the method.
+        example: how the arguments are written that have to be named and have no default.
+        elsewhere: for names that are set in another way, a sentence that says how.
     """
 
     def decorate(init: Function) -> Function:

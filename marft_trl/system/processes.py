@@ -97,7 +97,7 @@ class PeerMonitor:
     machine that no longer answers, so nobody waits for it without a bound.
 
     Args:
-        store (`torch.distributed.Store`): by which the processes found one another.
+        store: by which the processes found one another.
     """
 
     def __init__(self, store: Any, index: int, places: Sequence[Place]):
@@ -312,8 +312,8 @@ class Processes:
         What processes do between two collectives may need the others.
 
         Args:
-            wait (`Callable[[], None]`): called before every collective.
-            are_stuck (`Callable[[], bool]`): whether the others could not reach the next one if this process failed.
+            wait: called before every collective.
+            are_stuck: whether the others could not reach the next one if this process failed.
         """
         self._wait, self._are_stuck = wait, are_stuck
 

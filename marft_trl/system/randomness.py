@@ -23,7 +23,7 @@ class UserState:
     has its own.
 
     Args:
-        objects (`Mapping[str, Any]`): users' objects by the names that they have in checkpoints and messages.
+        objects: users' objects by the names that they have in checkpoints and messages.
 
     Raises:
         TypeError: an object has only one of the methods.
@@ -112,10 +112,9 @@ class RandomStates:
     The random states of Python, NumPy and torch.
 
     Args:
-        device (`torch.device`): device whose generator is kept, besides those on the CPU.
-        with_torch (`bool`, *optional*, defaults to `True`): whether the state of torch on the CPU is kept.
-        others (`Sequence[torch.device]`, *optional*): further devices whose generators are kept, of a base that is
-            spread over several.
+        device: device whose generator is kept, besides those on the CPU.
+        with_torch: whether the state of torch on the CPU is kept.
+        others: further devices whose generators are kept, of a base that is spread over several.
     """
 
     def __init__(self, device: torch.device, with_torch: bool = True, others: Sequence[torch.device] = ()):
@@ -164,9 +163,9 @@ class UserRandomness:
     batch would then sample the same tokens. The states of users' code advance from call to call.
 
     Args:
-        seed (`int`): seed of the initial states. Pass a different seed on every process.
-        device (`torch.device`): device whose generator is kept, besides those of `random`, NumPy and torch on the CPU.
-        others (`Sequence[torch.device]`, *optional*): further devices, of a base that is spread over several.
+        seed: seed of the initial states. Pass a different seed on every process.
+        device: device whose generator is kept, besides those of `random`, NumPy and torch on the CPU.
+        others: further devices, of a base that is spread over several.
     """
 
     def __init__(self, seed: int, device: torch.device, others: Sequence[torch.device] = ()):
@@ -251,8 +250,8 @@ class EpisodeRandomness:
     from common states, in an order that depends on how long servers take.
 
     Args:
-        is_concurrent (`bool`, *optional*, defaults to `False`): whether another thread trains meanwhile. Then torch
-            has no state of the episode, and the code waits while that thread runs users' code.
+        is_concurrent: whether another thread trains meanwhile. Then torch has no state of the episode, and the code
+            waits while that thread runs users' code.
     """
 
     def __init__(self, seed: int, is_concurrent: bool = False):

@@ -84,7 +84,7 @@ def for_log(text: str, *known: str | None) -> str:
     control characters, without secrets, and without the values of secret environment variables.
 
     Args:
-        known (`str`, *optional*): further secrets that it may repeat.
+        known: further secrets that it may repeat.
     """
     secrets = {
         *known,

@@ -31,8 +31,8 @@ class Metrics:
     Metrics of a run since the last log, in the dictionary that TRL logs and clears.
 
     Args:
-        store (`dict[str, dict[str, list[float]]]`): values by mode (`"train"` or `"eval"`) and name.
-        is_training (`Callable`): `is_training()` tells which mode it is.
+        store: values by mode (`"train"` or `"eval"`) and name.
+        is_training: `is_training()` tells which mode it is.
     """
 
     def __init__(self, store: dict[str, dict[str, list[float]]], is_training: Callable[[], bool]):
@@ -99,8 +99,7 @@ class StepMetrics:
         Join over micro-batches and processes.
 
         Args:
-            names (`Sequence[str]`):
-                Metrics to join, the same on every process.
+            names: Metrics to join, the same on every process.
 
         Returns: `name` for the team and `agents/<agent>/name` for each agent that had tokens.
         """
@@ -135,8 +134,8 @@ def length_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[st
     TRL's metrics of completion lengths.
 
     Args:
-        lengths (`Sequence[int]`): number of tokens of each turn.
-        truncated (`Sequence[bool]`): `True` for turns that were cut off at the length limit.
+        lengths: number of tokens of each turn.
+        truncated: `True` for turns that were cut off at the length limit.
     """
     ended = [length for length, is_truncated in zip(lengths, truncated, strict=True) if not is_truncated] or [0]
     return {

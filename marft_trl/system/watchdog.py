@@ -36,8 +36,8 @@ class TimeLimit:
     A time limit of the code inside [`time_limit`].
 
     Args:
-        message (`Callable`): `message(where)` makes the error message; `where` names the function that was running.
-        thread (`int`): identifier of the thread that runs the code.
+        message: `message(where)` makes the error message; `where` names the function that was running.
+        thread: identifier of the thread that runs the code.
     """
 
     def __init__(self, seconds: float, message: Callable[[str], str], thread: int):
@@ -148,8 +148,8 @@ def time_limit(seconds: float | None, message: Callable[[str], str]) -> Iterator
     around another one does not count the time of the inner one.
 
     Args:
-        seconds (`float`, *optional*): the limit; `None` for none.
-        message (`Callable`): `message(where)` makes the error message from the function that was running.
+        seconds: the limit; `None` for none.
+        message: `message(where)` makes the error message from the function that was running.
 
     Raises:
         TookTooLong: the limit was exceeded, also if the code has caught the interruption.

@@ -31,12 +31,12 @@ def to_dataset(
     Turns of episodes in a format of TRL, see [`Team.to_dataset`].
 
     Args:
-        agents (`Sequence[str]`): names of the agents that a model speaks for.
-        agent (`str`, *optional*): whose turns. Defaults to those of all of them.
-        rewards (`Sequence[float]`, *optional*): of the episodes. Defaults to what they earned in the workflow.
-        best (`int`, *optional*): episodes of each prompt that are kept, those with the highest rewards.
-        threshold (`float`, *optional*): smallest reward of an episode that is kept, or whose turns are desirable.
-        template (`Mapping[str, Any]`, *optional*): keyword arguments of the chat template.
+        agents: names of the agents that a model speaks for.
+        agent: whose turns. Defaults to those of all of them.
+        rewards: of the episodes. Defaults to what they earned in the workflow.
+        best: episodes of each prompt that are kept, those with the highest rewards.
+        threshold: smallest reward of an episode that is kept, or whose turns are desirable.
+        template: keyword arguments of the chat template.
 
     Raises:
         ValueError: the message says which argument cannot be, or that nothing is left.

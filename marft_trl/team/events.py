@@ -200,9 +200,8 @@ class Narrator:
     Tells of the turns of an episode as events, see [`TurnListener`].
 
     Args:
-        tell (`Callable[[Event], None]`, *optional*): is told. If left out, turns end when nobody waits for them any
-            more, and that is all.
-        limit (`int`, *optional*): largest number of tokens of a turn.
+        tell: is told. If left out, turns end when nobody waits for them any more, and that is all.
+        limit: largest number of tokens of a turn.
     """
 
     def __init__(

@@ -59,9 +59,9 @@ class DeviceThread(Generator):
     are waiting when the model is free are sampled together. A turn that arrives meanwhile waits for the next batch.
 
     Args:
-        generator ([`Generator`]): samples turns. It is called in a thread.
-        acting (`Callable`): `acting()` makes the context manager around its calls.
-        most (`Callable`): `most(tokens)` is the number of turns of so many tokens that there is memory for.
+        generator: samples turns. It is called in a thread.
+        acting: `acting()` makes the context manager around its calls.
+        most: `most(tokens)` is the number of turns of so many tokens that there is memory for.
     """
 
     batches = False
@@ -176,10 +176,10 @@ class Question:
     What a team is asked, and how.
 
     Args:
-        rows (`Sequence[dict]`): dataset rows with a `prompt`. Each gives an episode.
-        seed (`int`): answers depend on it, and not on what is answered beside them.
-        options (`Mapping[str, Any]`): options of the generator: `greedy`, or `sampling`.
-        max_tokens (`int`, *optional*): largest number of tokens of a turn, where it is below that of its agent.
+        rows: dataset rows with a `prompt`. Each gives an episode.
+        seed: answers depend on it, and not on what is answered beside them.
+        options: options of the generator: `greedy`, or `sampling`.
+        max_tokens: largest number of tokens of a turn, where it is below that of its agent.
     """
 
     rows: Sequence[dict[str, Any]]
@@ -206,7 +206,7 @@ class LiveTeam:
     they wait for one another only in so far as the model or the servers do.
 
     Args:
-        generator ([`Generator`]): samples turns of episodes that do not wait for one another.
+        generator: samples turns of episodes that do not wait for one another.
     """
 
     def __init__(self, runner: EpisodeRunner, generator: Generator):
@@ -242,8 +242,8 @@ class LiveTeam:
         Finished episodes, in order.
 
         Args:
-            ask ([`Question`]): the questions. Cancel the task to end them: their turns end with the next token.
-            tell (`Callable[[Event], None]`, *optional*): is told what happens, of an ask with one row.
+            ask: the questions. Cancel the task to end them: their turns end with the next token.
+            tell: is told what happens, of an ask with one row.
         """
         narrator = Narrator(self._runner.prompts.tokenizer, tell, ask.max_tokens)
         runner = self._runner.changed(

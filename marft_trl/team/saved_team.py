@@ -62,7 +62,7 @@ def turns_that_fit(model: PreTrainedModel, tokens: int) -> int:
     How many turns may be sampled together, with their keys and values in memory.
 
     Args:
-        tokens (`int`): tokens of an observation and a turn together.
+        tokens: tokens of an observation and a turn together.
 
     Returns: at least 1.
     """
@@ -212,8 +212,8 @@ class SavedTeam:
     What a saved team consists of besides its weights, its agents and its workflow.
 
     Args:
-        manifest ([`TeamManifest`]): with the settings that episodes are run with.
-        view (`Callable`): of agents without their own.
+        manifest: with the settings that episodes are run with.
+        view: of agents without their own.
     """
 
     manifest: TeamManifest
@@ -270,7 +270,7 @@ class SavedTeam:
         The same with other agents.
 
         Args:
-            names (`Mapping[str, str]`): names that agents had before, by their present ones.
+            names: names that agents had before, by their present ones.
         """
         before, given = self.inference, {item.name: item for item in self.manifest.agents}
         general = SimpleNamespace(**vars(_DEFAULTS))

@@ -36,9 +36,9 @@ def load_base(
     The adapters are added before `GRPOTrainer.__init__` runs, so the model has to be loaded before it, too.
 
     Args:
-        args ([`MARFTConfig`]): `model_init_kwargs`, mixed precision, the device.
+        args: `model_init_kwargs`, mixed precision, the device.
         quantization_config: as in `GRPOTrainer`.
-        is_frozen (`bool`): whether only adapters on it are trained, see [`stays_frozen`].
+        is_frozen: whether only adapters on it are trained, see [`stays_frozen`].
 
     Raises:
         TypeError: `model` is neither a name nor a model.

@@ -37,9 +37,9 @@ class Evaluations:
     Settings of evaluations: those of the training arguments, or of one call of `evaluate`.
 
     Args:
-        agents (`Sequence[str]`): names of the agents.
-        reporter ([`Reporter`]): reports several episodes of a question.
-        collapse ([`Collapse`], *optional*): looks at evaluations of the trainer's own set.
+        agents: names of the agents.
+        reporter: reports several episodes of a question.
+        collapse: looks at evaluations of the trainer's own set.
     """
 
     def __init__(self, run: RunContext, agents: Sequence[str], reporter: Reporter, collapse: Collapse | None = None):
@@ -63,8 +63,8 @@ class Evaluations:
         itself for each of several sets.
 
         Args:
-            num_samples (`int`, *optional*): episodes of each question.
-            is_other_set (`bool`, *optional*, defaults to `False`): whether it is not the trainer's own set.
+            num_samples: episodes of each question.
+            is_other_set: whether it is not the trainer's own set.
 
         Raises:
             ValueError: as the same settings of [`MARFTConfig`], or a batch would have parts of questions.
@@ -144,7 +144,7 @@ class Evaluations:
 
         Args:
             dataset: the evaluation set.
-            prefix (`str`): what stands before the names, such as `"eval"`.
+            prefix: what stands before the names, such as `"eval"`.
         """
         return {f"{prefix}_{name}": value for name, value in self._reporter.end_evaluation(dataset, prefix).items()}
 
@@ -165,9 +165,9 @@ def fills_of(
     tokens come from the old log-probabilities, a frozen critic reads the pass of the reference.
 
     Args:
-        run ([`RunContext`]): whether there is a KL to a reference.
-        correction ([`SamplingCorrection`], *optional*): compares and weighs turns that servers sampled.
-        needs_old (`bool`): whether rows need log-probabilities of the policy that sampled.
+        run: whether there is a KL to a reference.
+        correction: compares and weighs turns that servers sampled.
+        needs_old: whether rows need log-probabilities of the policy that sampled.
     """
 
     def old(rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
@@ -209,7 +209,7 @@ class Evaluated(NamedTuple):
     An evaluation batch.
 
     Args:
-        slice ([`Slice`]): their rows, for the loss.
+        slice: their rows, for the loss.
         std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode.
     """
 
@@ -231,9 +231,9 @@ class BatchMaker:
     Makes slices of training rows out of dataset rows.
 
     Args:
-        fills (`Sequence[Fill]`): what rows need before they have advantages, in order.
-        batcher ([`MicroBatcher`]): bounds micro-batches by the memory that is free.
-        collapse ([`Collapse`], *optional*): restores adapters before episodes are sampled.
+        fills: what rows need before they have advantages, in order.
+        batcher: bounds micro-batches by the memory that is free.
+        collapse: restores adapters before episodes are sampled.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ def check_finite(rows: Sequence[Row], fields: Mapping[str, str]) -> None:
     Raise if a number that training would use is not finite.
 
     Args:
-        fields (`Mapping[str, str]`): fields of rows, and what to look at if one is not finite.
+        fields: fields of rows, and what to look at if one is not finite.
 
     Raises:
         FloatingPointError: the message has the agent, the episode and the field.

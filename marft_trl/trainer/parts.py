@@ -74,10 +74,10 @@ class UserCode:
     Functions of users, after all checks.
 
     Args:
-        view (`Callable`): observations of agents as messages.
-        turn_rewards (`Mapping[str, Sequence[Callable]]`): for each agent, the functions that score its own turns.
-        vote (`Callable`): what is compared of answers when the samples of an evaluation vote.
-        failures ([`Failures`]): what they have failed in.
+        view: observations of agents as messages.
+        turn_rewards: for each agent, the functions that score its own turns.
+        vote: what is compared of answers when the samples of an evaluation vote.
+        failures: what they have failed in.
     """
 
     view: View
@@ -93,19 +93,19 @@ class Parts:
     The objects of a trainer, in the order in which a step uses them. A feature that is off has none.
 
     Args:
-        runner ([`EpisodeRunner`]): runs episodes; has the prompts and the generator.
-        experience ([`BatchMaker`]): from dataset rows to training data.
-        batcher ([`MicroBatcher`]): micro-batches that fit into memory.
-        passes ([`ModelPass`]): how rows go through the model.
-        critic ([`CriticLearner`], *optional*): values and their loss.
-        reporter ([`Reporter`]): metrics, tables, transcripts.
-        planner ([`Planner`]): what the run will do.
-        files ([`TeamFiles`]): manifest and model card.
-        checkpoints ([`Checkpoints`]): state of a resumed run.
-        look_ahead ([`UpcomingRows`], *optional*): reads rows of later generation batches.
-        health ([`Health`]): says when a run learns nothing.
-        collapse ([`Collapse`], *optional*): compares evaluations, and may restore adapters.
-        seeds (`random.Random`): source of seeds for samples without a seed.
+        runner: runs episodes; has the prompts and the generator.
+        experience: from dataset rows to training data.
+        batcher: micro-batches that fit into memory.
+        passes: how rows go through the model.
+        critic: values and their loss.
+        reporter: metrics, tables, transcripts.
+        planner: what the run will do.
+        files: manifest and model card.
+        checkpoints: state of a resumed run.
+        look_ahead: reads rows of later generation batches.
+        health: says when a run learns nothing.
+        collapse: compares evaluations, and may restore adapters.
+        seeds: source of seeds for samples without a seed.
     """
 
     state: TrlState
@@ -145,8 +145,8 @@ def assemble(
     The parts of a trainer whose parent's constructor has run.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]): has the model, the reward functions and the accelerator.
-        schedule ([`Schedule`]): which adapters learn in a step.
+        trainer: has the model, the reward functions and the accelerator.
+        schedule: which adapters learn in a step.
     """
     state, processes = TrlState(trainer), Processes(trainer.accelerator)
     metrics = Metrics(state.metrics, functools.partial(getattr, state, "is_training"))

@@ -42,12 +42,12 @@ class TeamFiles:
     Writes what makes adapters a team.
 
     Args:
-        args ([`MARFTConfig`]): limits of tools, the model's window, timeouts.
-        runner ([`EpisodeRunner`]): has the present view, and the generator whose settings are saved.
-        planner ([`Planner`]): who is shown to whom.
-        max_rank (`int`): largest rank of the adapters; 0 without LoRA.
-        repo (`Callable`): `repo()` returns the Hub id of the team, or `None`; a late push sets it.
-        inference (`Mapping[str, Any]`): fields of [`Inference`] that the trainer has found out.
+        args: limits of tools, the model's window, timeouts.
+        runner: has the present view, and the generator whose settings are saved.
+        planner: who is shown to whom.
+        max_rank: largest rank of the adapters; 0 without LoRA.
+        repo: `repo()` returns the Hub id of the team, or `None`; a late push sets it.
+        inference: fields of [`Inference`] that the trainer has found out.
     """
 
     def __init__(

@@ -258,7 +258,7 @@ def turn_links(turns: Sequence[Turn], numbered: bool = True) -> list[tuple[str, 
     Return the pairs `(shown, sees)` among the turns of an episode, without pairs that a longer path already implies.
 
     Args:
-        numbered (`bool`, *optional*, defaults to `True`): whether to number the turns of an agent that has several.
+        numbered: whether to number the turns of an agent that has several.
     """
     counts = Counter(turn.agent for turn in turns)
     spoken: Counter[str] = Counter()
@@ -346,12 +346,10 @@ def anonymize(agents: Sequence[AgentSpec], kind: str, needed: Mapping[str, str] 
     Return the agents with generic role prompts. Names and adapters are unchanged, but are not shown to any agent.
 
     Args:
-        kind (`str`):
-            `"numbered"`: the role prompt states the agent's number and the size of the team, as in the code of MARFT
+        kind: `"numbered"`: the role prompt states the agent's number and the size of the team, as in the code of MARFT
             v2. `"none"`: no role prompt, as described in the README of MARFT v2.
-        needed (`Mapping[str, str]`, *optional*):
-            Prompts that the workflow cannot run without, by agent name, e.g. the prompt of an orchestrator. They are
-            kept for both kinds.
+        needed: Prompts that the workflow cannot run without, by agent name, e.g. the prompt of an orchestrator. They
+            are kept for both kinds.
     """
     count = len(agents)
     generic = {

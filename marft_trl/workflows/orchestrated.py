@@ -32,9 +32,8 @@ class Route:
     Decision of an orchestrator.
 
     Args:
-        agent (`str`, *optional*): name of the agent that acts next; `None` ends the episode.
-        problem (`str`, *optional*): reason why the text has no valid decision: `"no_tag"`, `"several_tags"` or
-            `"unknown_agent"`.
+        agent: name of the agent that acts next; `None` ends the episode.
+        problem: reason why the text has no valid decision: `"no_tag"`, `"several_tags"` or `"unknown_agent"`.
     """
 
     agent: str | None = None
@@ -46,8 +45,8 @@ def parse_route(text: str, agents: Sequence[str]) -> Route:
     Parse the tag in the text of an orchestrator, in linear time. Raises no error for any text.
 
     Args:
-        text (`str`): text of the orchestrator's turn.
-        agents (`Sequence[str]`): names of the agents that the orchestrator may call.
+        text: text of the orchestrator's turn.
+        agents: names of the agents that the orchestrator may call.
     """
     tags = _TAG.finditer(text)
     first, second = next(tags, None), next(tags, None)

@@ -266,7 +266,7 @@ class _Conversation:
     The requests of one episode as they become turns.
 
     Args:
-        session ([`Session`]): where requests come from.
+        session: where requests come from.
     """
 
     def __init__(self, app: ExternalApp, episode: LiveEpisode, session: Session):

@@ -32,8 +32,8 @@ class Answer(NamedTuple):
     What a client gets.
 
     Args:
-        messages (`Sequence[ChatReply]`): as many as the client has asked for.
-        lost (`Callable`, *optional*): called if the answer could not be sent.
+        messages: as many as the client has asked for.
+        lost: called if the answer could not be sent.
     """
 
     messages: Sequence[ChatReply]
@@ -45,10 +45,10 @@ class Outcome(NamedTuple):
     How a request has ended.
 
     Args:
-        model (`str`): name that was asked for; empty if it was not read.
-        status (`int`): HTTP status; 499 if the client has gone.
-        seconds (`float`): from its beginning.
-        wrong ([`RequestError`], *optional*): why it was refused.
+        model: name that was asked for; empty if it was not read.
+        status: HTTP status; 499 if the client has gone.
+        seconds: from its beginning.
+        wrong: why it was refused.
     """
 
     model: str
@@ -69,8 +69,8 @@ class Client(Protocol):
         Answer a request.
 
         Args:
-            is_again (`bool`): whether the client says that it has tried before.
-            tell (`Callable`, *optional*): for a stream, may be called with texts as they grow.
+            is_again: whether the client says that it has tried before.
+            tell: for a stream, may be called with texts as they grow.
 
         Raises:
             RequestError: it cannot be answered.

@@ -73,8 +73,8 @@ def arguments_of(command: str | Sequence[str], row: Mapping[str, Any], endpoint:
     characters it has.
 
     Args:
-        command (`str` or `Sequence[str]`): with `{column}` for values of the row, `{base_url}` and `{api_key}`.
-        endpoint ([`AppEndpoint`]): where the application asks the agents.
+        command: with `{column}` for values of the row, `{base_url}` and `{api_key}`.
+        endpoint: where the application asks the agents.
 
     Raises:
         ValueError: the row has no such column.
@@ -151,7 +151,7 @@ async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint
     Run a program to its end. It finds the row as JSON on its standard input. If the caller is cancelled, it is ended.
 
     Args:
-        endpoint ([`AppEndpoint`]): where it asks the agents.
+        endpoint: where it asks the agents.
     """
     variables = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
     transport, heard = await asyncio.get_running_loop().subprocess_exec(

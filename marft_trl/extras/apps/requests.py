@@ -74,8 +74,8 @@ class RequestError(ValueError):
     A request that cannot be answered.
 
     Args:
-        message (`str`): why, and what to change.
-        code (`str`, *optional*): OpenAI's code of the error.
+        message: why, and what to change.
+        code: OpenAI's code of the error.
     """
 
     def __init__(self, message: str, status: int = 400, field: str | None = None, code: str | None = None):
@@ -249,7 +249,7 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
     The text of a content: a string, or a list of parts.
 
     Args:
-        kinds (`Sequence[str]`, *optional*): types of parts that have a text.
+        kinds: types of parts that have a text.
     """
     if isinstance(content, list):
         texts = [
@@ -294,15 +294,15 @@ class ChatRequest:
     A request for one message of a model.
 
     Args:
-        messages (`list[dict]`): the conversation as chat templates take it. Calls have mappings as `arguments`, and
-            results the `name` of their function.
-        tools (`tuple[dict, ...]`): JSON schemas of functions, as chat templates take them.
-        stop (`tuple[str, ...]`): texts that end the message.
-        with_usage (`bool`): whether a stream ends with the numbers of tokens.
-        max_tokens (`int`, *optional*): largest number of tokens.
-        count (`int`): number of answers.
-        row (`dict`): further columns of a dataset row.
-        show_turns (`bool`): whether the answer has the turns of teammates.
+        messages: the conversation as chat templates take it. Calls have mappings as `arguments`, and results the
+            `name` of their function.
+        tools: JSON schemas of functions, as chat templates take them.
+        stop: texts that end the message.
+        with_usage: whether a stream ends with the numbers of tokens.
+        max_tokens: largest number of tokens.
+        count: number of answers.
+        row: further columns of a dataset row.
+        show_turns: whether the answer has the turns of teammates.
     """
 
     model: str
@@ -331,8 +331,8 @@ class ChatRequest:
         Read a request. The forms of the API differ in how messages and tools are written, and in nothing else.
 
         Args:
-            own (`Collection[str]`): names of fields that this form alone has.
-            tool (`Callable`): finds the function of a tool, and the name of its field.
+            own: names of fields that this form alone has.
+            tool: finds the function of a tool, and the name of its field.
         """
         model = model_of(given, models)
         check_known(given, own)
@@ -371,11 +371,11 @@ class ChatReply:
     A message of a model.
 
     Args:
-        is_cut (`bool`): whether it ended at its largest length.
-        read (`int`): number of tokens of the conversation.
-        written (`int`): number of tokens of the message.
-        thoughts (`str`): what teammates have said before it.
-        agents (`dict`): numbers of tokens of each agent of a team.
+        is_cut: whether it ended at its largest length.
+        read: number of tokens of the conversation.
+        written: number of tokens of the message.
+        thoughts: what teammates have said before it.
+        agents: numbers of tokens of each agent of a team.
     """
 
     text: str
@@ -393,8 +393,8 @@ class ChatReply:
         A turn as a message.
 
         Args:
-            stop (`Sequence[str]`, *optional*): texts that have ended it, which are not shown.
-            mark (`str`, *optional*): what tells its calls from those of other episodes in the same conversation.
+            stop: texts that have ended it, which are not shown.
+            mark: what tells its calls from those of other episodes in the same conversation.
         """
         calls = _calls_of(turn)
         text = (turn.without_calls or "") if calls else turn.text if turn.tagged is None else turn.tagged

@@ -107,8 +107,8 @@ class RequestQueue:
     Limits the number of answers that are generated concurrently.
 
     Args:
-        places (`int`): maximum number of running answers.
-        waiting (`int`): maximum number of waiting questions.
+        places: maximum number of running answers.
+        waiting: maximum number of waiting questions.
     """
 
     def __init__(self, places: int, waiting: int):

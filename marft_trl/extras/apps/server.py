@@ -45,7 +45,7 @@ class Endpoint:
     this one included, and take connections of others with them.
 
     Attributes:
-        at_once (`int`): largest number of episodes at a time, by how many files this process may open.
+        at_once: largest number of episodes at a time, by how many files this process may open.
     """
 
     timeout, max_body, closes, json_only = None, 16 << 20, True, False

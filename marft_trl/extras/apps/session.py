@@ -111,7 +111,7 @@ class Waiting:
     the event loop of the episode.
 
     Args:
-        seen (`tuple[Turn, ...]`): turns that were answered before it came.
+        seen: turns that were answered before it came.
     """
 
     def __init__(self, asked: ChatRequest, seen: tuple[Turn, ...]):
@@ -141,15 +141,15 @@ class Session:
     An episode as its endpoint knows it. Made in the event loop of the episode.
 
     Args:
-        agents (`Sequence[str]`): names that may be asked for.
-        takes_tools (`bool`): whether requests may bring tools.
-        earns (`bool`): whether rewards may be posted.
+        agents: names that may be asked for.
+        takes_tools: whether requests may bring tools.
+        earns: whether rewards may be posted.
 
     Attributes:
-        inbox (`asyncio.Queue`): requests, in the event loop of the episode.
-        counts (`Counter`): of requests by what became of them.
-        refused (`str`, *optional*): why the latest refused request was.
-        rewards (`list`): posted rewards, each with the last turn that was answered before.
+        inbox: requests, in the event loop of the episode.
+        counts: of requests by what became of them.
+        refused: why the latest refused request was.
+        rewards: posted rewards, each with the last turn that was answered before.
     """
 
     def __init__(self, agents: Sequence[str], takes_tools: bool, earns: bool):

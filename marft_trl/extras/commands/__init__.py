@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Run a command.
 
     Args:
-        argv (`Sequence[str]`, *optional*): its name and arguments. Defaults to those of the process.
+        argv: its name and arguments. Defaults to those of the process.
 
     Returns: the exit status.
     """

@@ -133,8 +133,8 @@ def as_tokens(
     there twice, the last one counts. So each is read and checked in the same way.
 
     Args:
-        line (`Iterable[str]`, *optional*): the command line. What it has is left out, also of options that add up.
-        where (`str`, *optional*, defaults to `"The YAML file"`): where they stand, for the error.
+        line: the command line. What it has is left out, also of options that add up.
+        where: where they stand, for the error.
 
     Raises:
         UsageError: a key is no option.
@@ -178,7 +178,7 @@ def _reads_json(action: argparse.Action) -> bool:
 def check_unknown(unknown: Iterable[str], parser: argparse.ArgumentParser, others: Iterable[str] = ()) -> None:
     """
     Args:
-        unknown (`Iterable[str]`): arguments that no parser has taken.
+        unknown: arguments that no parser has taken.
 
     Raises:
         UsageError: arguments are left that the parser does not know.

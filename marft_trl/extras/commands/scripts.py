@@ -41,8 +41,8 @@ class Recipe:
     A team that is to be trained: the options that it has, and the trainer that it makes with them.
 
     Args:
-        given (`Mapping[str, Any]`): options that it sets itself, as in a YAML file.
-        make (`Callable`): `make(parsed)` makes the trainer of the parsed options.
+        given: options that it sets itself, as in a YAML file.
+        make: `make(parsed)` makes the trainer of the parsed options.
     """
 
     def __init__(self, parser: TrlParser, given: Mapping[str, Any], make: Callable[[Sequence[Any]], MARFTTrainer]):
@@ -56,7 +56,7 @@ class Recipe:
         Make the trainer.
 
         Args:
-            tokens (`Sequence[str]`): options as on a command line.
+            tokens: options as on a command line.
 
         Raises:
             UsageError: an option is unknown.

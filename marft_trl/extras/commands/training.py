@@ -71,8 +71,8 @@ class Launcher:
         Run a command in the processes of `accelerate launch`.
 
         Args:
-            options (`Sequence[str]`): of the launcher. Of one that is there twice, the last one counts.
-            argv (`Sequence[str]`): the command with its own arguments.
+            options: of the launcher. Of one that is there twice, the last one counts.
+            argv: the command with its own arguments.
 
         Returns: the exit status. What has failed was said by the process that failed.
         """

@@ -46,13 +46,13 @@ class LockStep:
     Keeps the passes of the processes in step.
 
     Args:
-        model (`nn.Module`): the model as it is trained; it may be sharded later.
-        backbone (`nn.Module`): its transformer without the head, through which every pass goes once.
-        timeout (`float`, *optional*): seconds that a process waits for the others; `None` for the default of torch.
+        model: the model as it is trained; it may be sharded later.
+        backbone: its transformer without the head, through which every pass goes once.
+        timeout: seconds that a process waits for the others; `None` for the default of torch.
 
     Attributes:
-        num_lent (`int`): number of passes, forward or backward, that this process has lent.
-        is_in_pass (`bool`): whether the other processes wait in the middle of a pass of this one.
+        num_lent: number of passes, forward or backward, that this process has lent.
+        is_in_pass: whether the other processes wait in the middle of a pass of this one.
     """
 
     def __init__(self, model: nn.Module, backbone: nn.Module, timeout: float | None):
@@ -99,7 +99,7 @@ class LockStep:
         Return when all processes are about to do what this one wants.
 
         Args:
-            passes (`int`, *optional*, defaults to 0): forward passes that its backward pass goes through.
+            passes: forward passes that its backward pass goes through.
 
         Returns: the largest number of forward passes that the backward pass of a process goes through.
         """
@@ -262,7 +262,7 @@ def keep_adapters_whole(trainer: GRPOTrainer, policies: Policies) -> None:
     Let accelerate shard the base alone when it prepares the model.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]): its constructor has run.
+        trainer: its constructor has run.
     """
     if trainer.accelerator.is_fsdp2:
         _check_layers(trainer)
@@ -302,7 +302,7 @@ def keep_in_step(trainer: GRPOTrainer, processes: Processes) -> None:
     Keep the passes of the processes in step, if the base is sharded.
 
     Args:
-        processes ([`Processes`]): their collectives wait for passes.
+        processes: their collectives wait for passes.
     """
     if trainer.accelerator.is_fsdp2 and processes.count > 1:
         backbone = trainer.model.get_base_model().base_model

@@ -104,9 +104,9 @@ class Probe:
     What the trainer expects after a text.
 
     Args:
-        ids (`tuple[int, ...]`): token ids of the text.
-        logps (`dict[int, float]`): log-probabilities of the most likely next tokens.
-        hot_logps (`dict[int, float]`): the same at a high temperature.
+        ids: token ids of the text.
+        logps: log-probabilities of the most likely next tokens.
+        hot_logps: the same at a high temperature.
     """
 
     ids: tuple[int, ...]
@@ -129,9 +129,9 @@ class Version:
     A state of an adapter that servers have.
 
     Args:
-        entry (`str`): what the weights are: an adapter of the team, its reference, or the base.
-        number (`int`): counts the states of this entry, from 0.
-        name (`str`): name on the servers, which no other state ever has.
+        entry: what the weights are: an adapter of the team, its reference, or the base.
+        number: counts the states of this entry, from 0.
+        name: name on the servers, which no other state ever has.
     """
 
     entry: str
@@ -148,10 +148,10 @@ class Entry:
     Weights that servers are given.
 
     Args:
-        tensors (`Callable`): returns the present tensors of a LoRA, by their names in PEFT's files.
-        next_token (`Callable`): `next_token(ids)` returns the trainer's own log-probabilities `(V,)` of all tokens
-            after some token ids, at temperature 1.
-        is_fixed (`bool`): whether the weights never change.
+        tensors: returns the present tensors of a LoRA, by their names in PEFT's files.
+        next_token: `next_token(ids)` returns the trainer's own log-probabilities `(V,)` of all tokens after some token
+            ids, at temperature 1.
+        is_fixed: whether the weights never change.
     """
 
     tensors: Callable[[], Mapping[str, torch.Tensor]]
@@ -168,8 +168,8 @@ class AdapterLibrary:
     else. An adapter whose weights have not changed keeps its name, and with it the server's cache of what it has read.
 
     Args:
-        folder (`str` or `os.PathLike`): folder that the servers see under the same path.
-        tolerance (`float`): largest mean difference of log-probabilities between a server and the trainer.
+        folder: folder that the servers see under the same path.
+        tolerance: largest mean difference of log-probabilities between a server and the trainer.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class AdapterLibrary:
         Give every server the present weights. Only what has changed is written and loaded.
 
         Args:
-            keep (`Iterable[Version]`, *optional*): earlier states that turns are still sampled from.
+            keep: earlier states that turns are still sampled from.
 
         Returns: the present state of each entry.
 
@@ -247,7 +247,7 @@ class AdapterLibrary:
         Take all adapters from the servers. Later requests publish them anew.
 
         Args:
-            its_files (`bool`, *optional*, defaults to `True`): whether the files are deleted, which one process does.
+            its_files: whether the files are deleted, which one process does.
         """
         run_coroutine(self._unload, list(self._live.values()))
         self._current.clear()

@@ -95,9 +95,9 @@ def server_flags(
     Flags of a server.
 
     Args:
-        model (`str`): name or folder of the base.
-        host (`str`): address to listen at.
-        max_model_len (`int`, *optional*): longest prompt and turn together.
+        model: name or folder of the base.
+        host: address to listen at.
+        max_model_len: longest prompt and turn together.
     """
     most = max_loras(len(adapters), args.max_staleness)
     return [
@@ -147,13 +147,13 @@ class OwnServer:
     A server of this process. It ends when this process does, in whatever way.
 
     Args:
-        flags (`Callable`): `flags(port)` returns the arguments of vLLM's server.
-        python (`str`): interpreter of an environment with vLLM.
-        log (`Path`): file that the server's output is appended to.
+        flags: `flags(port)` returns the arguments of vLLM's server.
+        python: interpreter of an environment with vLLM.
+        log: file that the server's output is appended to.
 
     Attributes:
-        url (`str`): its address, on this machine only.
-        key (`str`): its API key, without which it answers nobody.
+        url: its address, on this machine only.
+        key: its API key, without which it answers nobody.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class UpcomingRows:
     Reads dataloaders ahead. Batches come in the order of the dataloader, and none is read beyond the end of a pass.
 
     Args:
-        batches (`int`): number of generation batches to read ahead.
+        batches: number of generation batches to read ahead.
     """
 
     def __init__(self, state: TrlState, schedule: Schedule, batches: int):
@@ -58,7 +58,7 @@ class UpcomingRows:
 class _Reader:
     """
     Attributes:
-        ahead (`dict[int, list[dict]]`): rows by the micro-step that they are for.
+        ahead: rows by the micro-step that they are for.
     """
 
     def __init__(self, iterator: Iterator, first: int, depth: int):
@@ -93,7 +93,7 @@ class _Job(NamedTuple):
     A generation batch.
 
     Args:
-        pin (`Any`): weights that it is sampled from.
+        pin: weights that it is sampled from.
     """
 
     rows: Sequence[dict[str, Any]]
@@ -112,8 +112,8 @@ class Prefetcher:
     a batch is sampled from does not depend on how long rollouts and training take.
 
     Args:
-        runner ([`EpisodeRunner`]): runs episodes, on servers.
-        look_ahead ([`UpcomingRows`]): the number of the batch that is due, and the rows of later ones.
+        runner: runs episodes, on servers.
+        look_ahead: the number of the batch that is due, and the rows of later ones.
     """
 
     def __init__(self, run: RunContext, runner: EpisodeRunner, look_ahead: UpcomingRows, failures: Failures):

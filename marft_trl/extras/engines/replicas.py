@@ -40,12 +40,12 @@ class ServerSettings:
     The servers of a team.
 
     Args:
-        request_timeout (`float`): seconds after which a request for a turn is given up.
-        server_timeout (`float`): seconds that requests wait while a server does not answer.
-        max_inflight (`int`): largest number of requests at a server at the same time.
-        health_timeout (`float`): seconds after which a server that does not say that it is well is down.
-        own ([`OwnServer`], *optional*): the only server, if this process has started it for itself.
-        sleep (`bool`): whether it gives the memory of the device back while nothing is generated.
+        request_timeout: seconds after which a request for a turn is given up.
+        server_timeout: seconds that requests wait while a server does not answer.
+        max_inflight: largest number of requests at a server at the same time.
+        health_timeout: seconds after which a server that does not say that it is well is down.
+        own: the only server, if this process has started it for itself.
+        sleep: whether it gives the memory of the device back while nothing is generated.
     """
 
     urls: tuple[str, ...]
@@ -74,7 +74,7 @@ class Replicas:
     request is sent again, with the same seed; the server first gets the adapters that it lacks.
 
     Args:
-        make_ready (`Callable`): `await make_ready(server)` loads on a server what it lacks.
+        make_ready: `await make_ready(server)` loads on a server what it lacks.
     """
 
     def __init__(self, settings: ServerSettings, make_ready: Callable[[VLLMServer], Awaitable[None]]):
@@ -209,9 +209,9 @@ def addresses(
     Addresses of servers, without a slash at their end.
 
     Args:
-        urls (`str` or `Sequence[str]`, *optional*): what the user passes.
+        urls: what the user passes.
         host, port: of a single server, if nothing is passed.
-        name (`str`, *optional*, defaults to `"vllm_server_base_url"`): name of what the user passes.
+        name: name of what the user passes.
 
     Raises:
         ValueError: one is not an HTTP address, or there twice.

@@ -48,8 +48,8 @@ class Generated(NamedTuple):
     What a server generated.
 
     Args:
-        ids (`list[int]`): token ids, up to and including the one that ends the turn.
-        logps (`list[float]`): their log-probabilities in the distribution that they were sampled from.
+        ids: token ids, up to and including the one that ends the turn.
+        logps: their log-probabilities in the distribution that they were sampled from.
     """
 
     ids: list[int]
@@ -62,10 +62,10 @@ class Order:
     What a server is asked to generate.
 
     Args:
-        adapter (`str`): name of the adapter on the server.
-        prompt_ids (`Sequence[int]`): token ids of the observation.
-        max_tokens (`int`): largest number of tokens.
-        settings (`Mapping[str, Any]`): settings of sampling under vLLM's names, with the seed.
+        adapter: name of the adapter on the server.
+        prompt_ids: token ids of the observation.
+        max_tokens: largest number of tokens.
+        settings: settings of sampling under vLLM's names, with the seed.
     """
 
     adapter: str
@@ -92,9 +92,9 @@ class VLLMServer:
     A vLLM server. Its methods are awaited within one event loop.
 
     Args:
-        url (`str`): address, such as `"http://localhost:8000"`.
-        timeout (`float`): seconds after which a request for a turn is given up.
-        key (`str`, *optional*): the server's API key.
+        url: address, such as `"http://localhost:8000"`.
+        timeout: seconds after which a request for a turn is given up.
+        key: the server's API key.
     """
 
     def __init__(self, url: str, session: Any, timeout: float, key: str | None = None):

@@ -48,7 +48,7 @@ class Engine:
     The servers that generate for a trainer.
 
     Args:
-        longest_turn (`int`, *optional*): largest number of tokens of an observation and a turn together, if they tell.
+        longest_turn: largest number of tokens of an observation and a turn together, if they tell.
     """
 
     servers: ServerSettings
@@ -138,9 +138,9 @@ def make_vllm_generator(
     The generator of a team on vLLM servers.
 
     Args:
-        settings (`Callable`): all settings of `generate` of a [`Sampling`].
-        is_exact (`bool`): whether the trainer computes in float32.
-        next_token (`Callable`): the trainer's log-probabilities.
+        settings: all settings of `generate` of a [`Sampling`].
+        is_exact: whether the trainer computes in float32.
+        next_token: the trainer's log-probabilities.
     """
     args = run.args
     served = [agent for agent in team.agents if agent.has_policy]

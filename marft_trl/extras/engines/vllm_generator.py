@@ -48,9 +48,8 @@ class SamplingCorrection:
     Compares the log-probabilities of servers with the trainer's, and weights tokens by importance sampling.
 
     Args:
-        tolerance (`float`): mean absolute difference of log-probabilities above which a run ends with an error.
-        staleness (`Callable`): `staleness(adapter, version)` returns how many newer versions of an adapter were
-            published.
+        tolerance: mean absolute difference of log-probabilities above which a run ends with an error.
+        staleness: `staleness(adapter, version)` returns how many newer versions of an adapter were published.
     """
 
     def __init__(
@@ -202,12 +201,12 @@ class VLLMGenerator(Generator):
     Generates turns on vLLM servers.
 
     Args:
-        settings (`Callable`): `settings(sampling)` returns all settings of `generate`.
-        processes ([`Processes`], *optional*): the first process publishes for all. `None` for a single process.
+        settings: `settings(sampling)` returns all settings of `generate`.
+        processes: the first process publishes for all. `None` for a single process.
 
     Attributes:
-        library ([`AdapterLibrary`]): the adapters on the servers.
-        servers ([`ServerSettings`]): addresses and limits.
+        library: the adapters on the servers.
+        servers: addresses and limits.
     """
 
     batches = False
@@ -254,8 +253,8 @@ class VLLMGenerator(Generator):
         Publish the current weights to the servers. The first process does so, and broadcasts the new names.
 
         Args:
-            alone (`bool`, *optional*, defaults to `False`): whether only this process makes the call. It must then be
-                the first process, or the weights must be unchanged since the last call.
+            alone: whether only this process makes the call. It must then be the first process, or the weights must be
+                unchanged since the last call.
         """
         processes = self._processes
         with contextlib.nullcontext() if alone or processes is None else processes.together():

@@ -34,14 +34,13 @@ class Arm:
     One thing that is changed.
 
     Args:
-        name (`str`): such as `"solo"` or `"frozen:planner"`.
-        change (`Callable`, *optional*): the experiment with the change; `None` for an arm that is evaluated with the
-            weights of another one.
-        evaluation (`str`): name of the evaluation that counts: `"end"`, `"start"` or that of an emptied message.
-        of (`str`): the arm whose run has this evaluation.
-        is_budgeted (`bool`): whether training ends with as many generated tokens as the team has had.
-        is_variant (`bool`): whether the user has made it.
-        why_not (`str`, *optional*): why this arm is left out.
+        name: such as `"solo"` or `"frozen:planner"`.
+        change: the experiment with the change; `None` for an arm that is evaluated with the weights of another one.
+        evaluation: name of the evaluation that counts: `"end"`, `"start"` or that of an emptied message.
+        of: the arm whose run has this evaluation.
+        is_budgeted: whether training ends with as many generated tokens as the team has had.
+        is_variant: whether the user has made it.
+        why_not: why this arm is left out.
     """
 
     name: str
@@ -79,8 +78,8 @@ def arms_of(experiment: Experiment, names: Sequence[str] | None = None) -> list[
     The arms of a report, the trained team first.
 
     Args:
-        experiment ([`Experiment`]): what the report is about.
-        names (`Sequence[str]`, *optional*): those that are wanted; a kind such as `"frozen"` is that of each agent.
+        experiment: what the report is about.
+        names: those that are wanted; a kind such as `"frozen"` is that of each agent.
 
     Raises:
         ValueError: there is no such arm.

@@ -93,8 +93,8 @@ class TokenBudget(TrainerCallback):
     ends there too.
 
     Args:
-        generated (`Callable`): `generated()` gives the tokens so far.
-        updates (`int`): updates for which a generation batch is used.
+        generated: `generated()` gives the tokens so far.
+        updates: updates for which a generation batch is used.
     """
 
     def __init__(self, tokens: int, generated: Callable[[], int], updates: int, folder: Path):
@@ -136,9 +136,9 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
     Train and evaluate an arm.
 
     Args:
-        experiment ([`Experiment`]): the experiment without the change of the arm.
-        cell ([`Cell`]): arm, seed and folder.
-        emptied (`Sequence[str]`): agents whose messages are emptied in further evaluations of the trained team.
+        experiment: the experiment without the change of the arm.
+        cell: arm, seed and folder.
+        emptied: agents whose messages are emptied in further evaluations of the trained team.
     """
     (arm,) = (item for item in arms_of(experiment) if item.name == cell.arm)
     settings = {"seed": cell.seed, "output_dir": str(cell.folder), "eval_k": experiment.args.eval_k or [1]}

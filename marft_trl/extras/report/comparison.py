@@ -26,12 +26,11 @@ class ArmResult:
     What came of an arm.
 
     Args:
-        accuracy ([`Interval`], *optional*): accuracy over seeds and questions; `None` for an arm that was left out.
-        difference ([`Interval`], *optional*): accuracy of the trained team minus that of this arm, by question.
-        tokens, seconds (`float`, *optional*): generated tokens and seconds of training, means over seeds; `None` where
-            nothing was trained.
-        curves (`list`): for each seed, the mean reward of each logged step.
-        rewards_differ (`bool`): whether episodes of a logged batch earned different rewards, in any seed.
+        accuracy: accuracy over seeds and questions; `None` for an arm that was left out.
+        difference: accuracy of the trained team minus that of this arm, by question.
+        tokens, seconds: generated tokens and seconds of training, means over seeds; `None` where nothing was trained.
+        curves: for each seed, the mean reward of each logged step.
+        rewards_differ: whether episodes of a logged batch earned different rewards, in any seed.
     """
 
     arm: Arm
@@ -49,9 +48,9 @@ class Comparison:
     A report.
 
     Args:
-        results (`Sequence[ArmResult]`): the arms, the trained team first.
-        verdicts (`Sequence[str]`): what they say, in plain sentences.
-        questions_in_both (`int`): evaluation questions that are also training questions.
+        results: the arms, the trained team first.
+        verdicts: what they say, in plain sentences.
+        questions_in_both: evaluation questions that are also training questions.
     """
 
     name: str

@@ -25,7 +25,7 @@ def load(module: str, package: str, what: str) -> Any:
     Import a module of a package of tasks.
 
     Args:
-        package (`str`): name of the package on PyPI.
+        package: name of the package on PyPI.
 
     Raises:
         ImportError: the package is not installed.
