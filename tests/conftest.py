@@ -9,6 +9,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 if not os.environ.get("MARFT_TEST_CUDA"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import contextlib
 import fcntl
 import functools
 import gc
@@ -34,12 +35,16 @@ tiny_model.__defaults__ = (int(os.environ.get("MARFT_TEST_SEED", "0")),)
 
 # What takes a fifth of the time of all tests and changes no result: metadata and modules that accelerate reads for
 # every model that it unwraps, collections around each training, the template of each adapter's card, which PEFT
-# compiles anew, the stack that torch formats for every seed of a GPU that is not there, and the disk (whether a file
-# survives a power cut is nothing that a test could see).
+# compiles anew, the certificates that each HTTP client reads, the stack that torch formats for every seed of a GPU
+# that is not there, and the disk (whether a file survives a power cut is nothing that a test could see).
 imports._is_package_available = functools.cache(imports._is_package_available)
 other.has_compiled_regions = lambda model: False
 memory.clear_device_cache = lambda garbage_collection=False: None
 jinja2.Template = functools.cache(jinja2.Template)
+with contextlib.suppress(ImportError):  # openai before 3 has another client
+    import httpcore2
+
+    httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 if not os.environ.get("MARFT_TEST_CUDA"):
     for device in (torch.cuda, torch.xpu, torch.mtia):
         device.manual_seed_all = lambda seed: None

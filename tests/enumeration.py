@@ -112,16 +112,24 @@ class World:
 
     def log_prob(self, agent: str, seen: tuple[int, ...], turn: tuple[int, ...]) -> torch.Tensor:
         """Log-probability of a turn, with gradient, by a plain forward pass of the model."""
+        return self.of_agent(agent, [(seen, turn)])[0]
+
+    def of_agent(self, agent: str, pairs: list) -> list[torch.Tensor]:
+        """Of several turns, each with what was seen, in one pass: padding at the end is seen by no token."""
         self.trainer.policies.activate(agent)
-        prompt = [1, *(token for token in seen if token != END)]
-        logits = self.trainer.model(input_ids=torch.tensor([[*prompt, *turn]])).logits[0]
-        scores = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
-        return scores[range(len(turn)), list(turn)].sum()
+        prompts = [[1, *(token for token in seen if token != END)] for seen, _ in pairs]
+        rows = [torch.tensor([*prompt, *turn]) for prompt, (_, turn) in zip(prompts, pairs, strict=True)]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        scores = torch.log_softmax(self.trainer.model(input_ids=ids).logits, dim=-1)
+        return [
+            its[range(len(prompt) - 1, len(prompt) - 1 + len(turn)), list(turn)].sum()
+            for its, prompt, (_, turn) in zip(scores, prompts, pairs, strict=True)
+        ]
 
     def log_probs(self) -> tuple[dict, dict]:
-        first = {turn: self.log_prob("one", (), turn) for turn in self.turns}
-        second = {(a, b): self.log_prob("two", a if self.is_chain else (), b) for a, b in self.episodes}
-        return first, second
+        first = self.of_agent("one", [((), turn) for turn in self.turns])
+        second = self.of_agent("two", [(a if self.is_chain else (), b) for a, b in self.episodes])
+        return dict(zip(self.turns, first, strict=True)), dict(zip(self.episodes, second, strict=True))
 
     def exact(self) -> torch.Tensor:
         """Gradient of the expected reward, all adapters in one vector."""

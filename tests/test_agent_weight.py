@@ -75,14 +75,15 @@ def test_equal_weight_is_a_mean_over_agents(model_folder, tmp_path, loss_type):
 def test_own_adapters_do_not_notice(model_folder, tmp_path):
     ends = []
     for weight in ("size", "equal"):
-        trainer = make(model_folder, tmp_path / weight, agents(own=["talker", "quiet"]), agent_weight=weight)
+        own = agents(own=["talker", "quiet"])
+        trainer = make(model_folder, tmp_path / weight, own, agent_weight=weight, max_steps=1)
         trainer.train()
         ends.append(weights(trainer))
     assert not moved(*ends)
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"gradient_accumulation_steps": 2}, {"max_tokens_per_micro_batch": 40}], ids=str
+    "settings", [{}, {"gradient_accumulation_steps": 2, "max_tokens_per_micro_batch": 40}], ids=str
 )
 def test_shares_are_those_of_separate_gradients(model_folder, tmp_path, settings):
     """With SGD and without accumulation, the gradient of each agent can be computed alone."""
@@ -111,7 +112,7 @@ def test_shares_are_those_of_separate_gradients(model_folder, tmp_path, settings
 
 
 def test_a_resumed_run_is_the_same(model_folder, tmp_path):
-    settings = {"agent_weight": "equal", "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    settings = {"agent_weight": "equal", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     settings |= {"steps_per_generation": 2, "num_train_epochs": 100}
     whole = make(model_folder, tmp_path / "whole", **settings)
     whole.train()

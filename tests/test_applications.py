@@ -66,19 +66,7 @@ class Client:
     async def __call__(self, model, *messages, **fields):
         chat = self.client.chat.completions
         answer = await chat.create(model=model, messages=list(messages), **self.settings, **fields)
-        if not self.settings.get("stream"):
-            return answer.choices[0].message
-        text, calls = "", {}
-        async for part in answer:
-            delta = part.choices[0].delta
-            text += delta.content or ""
-            for one in delta.tool_calls or ():
-                calls[one.index] = one
-        return openai.types.chat.ChatCompletionMessage(
-            role="assistant",
-            content=text,
-            tool_calls=[{**calls[i].model_dump(), "type": "function"} for i in sorted(calls)] or None,
-        )
+        return answer.choices[0].message
 
 
 class InPython(Workflow):
@@ -97,8 +85,8 @@ class InPython(Workflow):
 # Each conversation twice: as an application, and as a workflow
 
 
-async def chain_app(row, endpoint, **settings):
-    ask = Client(endpoint, **settings)
+async def chain_app(row, endpoint):
+    ask = Client(endpoint)
     plan = await ask("reasoner", user(question_of(row)))
     await ask("actor", {"role": "system", "content": "Be brief."}, user(f"{question_of(row)}\n{plan.content}"))
 
@@ -108,8 +96,8 @@ async def chain(episode, ask):
     await ask("actor", {"role": "system", "content": "Be brief."}, user(f"{question_of(episode.row)}\n{plan.text}"))
 
 
-async def loop_app(row, endpoint, **settings):
-    ask, messages = Client(endpoint, **settings), [user(question_of(row))]
+async def loop_app(row, endpoint):
+    ask, messages = Client(endpoint), [user(question_of(row))]
     for number in range(3):
         said = await ask("reasoner", *messages)
         messages += [{"role": "assistant", "content": said.content}, user(f"again {number}")]
@@ -131,8 +119,8 @@ async def loop(episode, ask):
     await ask("actor", user(question_of(episode.row)))
 
 
-async def parallel_app(row, endpoint, **settings):
-    ask = Client(endpoint, **settings)
+async def parallel_app(row, endpoint):
+    ask = Client(endpoint)
     said = await asyncio.gather(
         ask("reasoner", user(f"b {question_of(row)}")),
         ask("actor", user(f"c {question_of(row)}")),
@@ -179,21 +167,17 @@ def _noting(reward, episodes):
 
 
 @pytest.mark.parametrize(
-    ("app", "talk", "options"),
+    ("app", "talk"),
     [
-        (chain_app, chain, {}),
-        (chain_app, chain, {"stream": True}),
-        pytest.param(loop_app, loop, {}, marks=pytest.mark.slow),
-        pytest.param(parallel_app, parallel, {}, marks=pytest.mark.slow),
+        (chain_app, chain),
+        pytest.param(loop_app, loop, marks=pytest.mark.slow),
+        pytest.param(parallel_app, parallel, marks=pytest.mark.slow),
     ],
-    ids=["chain", "stream", "loop", "parallel"],
+    ids=["chain", "loop", "parallel"],
 )
-def test_an_application_trains_as_the_same_workflow_in_python(app, talk, options, model_folder, tmp_path):
-    async def run(row, endpoint):
-        await app(row, endpoint, **options)
-
+def test_an_application_trains_as_the_same_workflow_in_python(app, talk, model_folder, tmp_path):
     seconds = 0.6 if app is parallel_app else 0.0  # requests of a busy machine may be far apart
-    before, mine, episodes = after_training(model_folder, tmp_path / "app", ExternalApp(run, together=seconds))
+    before, mine, episodes = after_training(model_folder, tmp_path / "app", ExternalApp(app, together=seconds))
     _, theirs, expected = after_training(model_folder, tmp_path / "python", InPython(talk))
     assert episodes == expected and len({turn[0] for one in episodes[0] for turn in one}) >= 2
     assert max((mine[name] - theirs[name]).abs().max() for name in mine) < 1e-5
@@ -638,7 +622,7 @@ ITEMS = st.lists(
 )
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_hostile_requests_are_refused_with_a_reason_and_cross_no_episode(two_endpoints, count):
     (mine, other), found, end = two_endpoints
 
@@ -735,13 +719,12 @@ def test_an_application_that_dies_is_one_failed_episode_and_the_run_goes_on(mode
         """
     )
     workflow = ExternalApp([*command, str(tmp_path / "first"), str(tmp_path / "died")])
-    trainer = team_trainer(
-        model_folder, tmp_path, workflow=workflow, settings={"on_episode_error": "skip", "max_steps": 3}
-    )
+    settings = {"on_episode_error": "skip", "max_steps": 3, "per_device_train_batch_size": 4, "num_generations": 2}
+    trainer = team_trainer(model_folder, tmp_path, workflow=workflow, settings=settings)
     before = weights(trainer)
     trainer.train()
     skipped = [entry.get("episodes/skipped", 0.0) for entry in trainer.state.log_history if "loss" in entry]
-    assert sorted(skipped) == [0.0, 0.0, 1 / 8] and (tmp_path / "died").exists()
+    assert sorted(skipped) == [0.0, 0.0, 1 / 4] and (tmp_path / "died").exists()
     assert any(not before[name].equal(value) for name, value in weights(trainer).items())
 
 
@@ -749,15 +732,15 @@ def test_a_run_with_an_application_resumes_with_the_same_bits(model_folder, tmp_
     def trainer_in(name, **arguments):
         torch.manual_seed(0)
         workflow = ExternalApp(plain_application())
-        settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+        settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
         return team_trainer(model_folder, tmp_path / name, workflow=workflow, settings=settings, **arguments)
 
     whole = trainer_in("whole")
     whole.train()
-    trainer_in("cut", callbacks=[StopAt(2)]).train()
+    trainer_in("cut", callbacks=[StopAt(1)]).train()
     again = trainer_in("cut")
     again.train(resume_from_checkpoint=True)
-    assert began_at(again) == 2 and not moved(weights(whole), weights(again))
+    assert began_at(again) == 1 and not moved(weights(whole), weights(again))
 
 
 def test_what_a_request_asks_of_sampling_is_obeyed_in_evaluation_alone(model_folder, tmp_path, caplog):
@@ -829,7 +812,7 @@ def test_episodes_on_servers_go_on_without_one_another(model_folder, tmp_path, s
     """Whatever the delays of servers, and while training runs, what is sampled is the same."""
 
     def trained(name):
-        workflow, given = ExternalApp(plain_application()), {"max_staleness": staleness, "max_steps": 3}
+        workflow, given = ExternalApp(plain_application()), {"max_staleness": staleness, "max_steps": 2}
         trainer = served(model_folder, tmp_path / name, server, settings=given, workflow=workflow)
         before = weights(trainer)
         trainer.train()
@@ -865,11 +848,10 @@ def test_the_same_application_runs_on_the_served_team(tools, model_folder, tmp_p
         workflow=ExternalApp(app, tools=bool(tools)),
         processing_class=tokenizer,
         agents=AGENTS,
-        settings={"max_steps": 1},
     )
-    trainer.train()
-    said.clear()
-    rows = [{"prompt": row["prompt"]} for row in tiny_dataset(4, seed=3)]
+    for parameter in trainer.policies.all_parameters():
+        torch.nn.init.normal_(parameter.data, std=0.1)
+    rows = [{"prompt": row["prompt"]} for row in tiny_dataset(2, seed=3)]
     trainer.team.run(rows)
     expected = sorted(said)
     trainer.save_model()
@@ -1225,9 +1207,6 @@ def test_an_application_that_asks_again_after_each_refusal_is_ended(why, rows):
 
     def answer(requests):
         if why == "by what samples":
-            return [
-                one.completed("z") if not one.episode.turns else EndOfEpisode("It is too long.") for one in requests
-            ]
             too_long = EndOfEpisode("It is too long.")
             return [too_long if one.episode.turns else one.completed("z") for one in requests]
         return said_to(requests)
@@ -1274,14 +1253,13 @@ def in_the_agents_sdk(endpoint):
 
 
 @pytest.mark.parametrize(
-    ("passed_on", "place"),
+    ("passed_on", "place", "puts_back"),
     [
-        (in_variables, r"os.environ\['OPENAI_API_KEY'\]"),
-        (in_the_module, "openai.api_key"),
-        (in_the_agents_sdk, "the default client of the Agents SDK"),
+        (in_variables, r"os.environ\['OPENAI_API_KEY'\]", True),
+        (in_the_module, "openai.api_key", False),
+        (in_the_agents_sdk, "the default client of the Agents SDK", True),
     ],
 )
-@pytest.mark.parametrize("puts_back", [False, True])
 def test_an_endpoint_that_all_episodes_share_is_an_error(passed_on, place, puts_back, monkeypatch):
     async def app(row, endpoint):
         make_client = passed_on(endpoint)

@@ -70,24 +70,23 @@ def test_all_adapters_and_moments_go_back_to_the_best_evaluation(model_folder, t
 
 
 def test_a_fall_in_the_last_evaluation_ends_the_run_with_the_best(model_folder, tmp_path, caplog):
-    trainer, given = make(model_folder, tmp_path, {1: 0.5, 2: 0.7, 4: 0.2})
+    trainer, given = make(model_folder, tmp_path, {1: 0.5, 2: 0.7, 3: 0.2}, max_steps=3)
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert len(collapse_warnings(caplog)) == 1 and not moved(given.weights[2], weights(trainer))
 
 
-@pytest.mark.parametrize(("on", "count"), [("warn", 1), ("ignore", 0)])
-def test_one_warning_and_weights_as_without(model_folder, tmp_path, caplog, on, count):
-    trainer, given = make(model_folder, tmp_path / on, {1: 0.7, 2: 0.2, 3: 0.1}, on_collapse=on)
+def test_one_warning_and_weights_as_without(model_folder, tmp_path, caplog):
+    trainer, given = make(model_folder, tmp_path, {1: 0.7, 2: 0.2, 3: 0.1}, on_collapse="warn")
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    assert len(collapse_warnings(caplog)) == count
+    assert len(collapse_warnings(caplog)) == 1
     assert not moved(given.weights[4], weights(trainer)) and moved(given.weights[1], weights(trainer))
 
 
 def test_a_resumed_run_restores_the_same(model_folder, tmp_path):
     """The checkpoint is of the step of the fall: what is restored next is in it."""
-    rewards, settings = {1: 0.7, 3: 0.2}, {"save_strategy": "steps", "save_steps": 1}
+    rewards, settings = {1: 0.7, 3: 0.2}, {"save_strategy": "steps", "save_steps": 3}
     whole, _ = make(model_folder, tmp_path / "whole", rewards, **settings)
     whole.train()
     cut, _ = make(model_folder, tmp_path / "cut", rewards, [StopAt(3)], **settings)
@@ -114,6 +113,8 @@ def test_luck_is_no_collapse(model_folder, tmp_path, caplog):
             for value in values:
                 watch.on_evaluate(trainer.args, state, None, {"eval_reward": value})
         assert len(collapse_warnings(caplog)) == count
+    trainer, _ = make(model_folder, tmp_path / "ignored", on_collapse="ignore")
+    assert trainer.parts.collapse is None  # nothing compares evaluations
 
 
 @pytest.mark.parametrize(
@@ -159,10 +160,10 @@ def test_evaluation_sets_are_no_series(model_folder, tmp_path, caplog):
 
     class Elsewhere(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            trainer.evaluate(rows(0.1) if state.global_step % 2 else rows(0.9))
+            trainer.evaluate(rows(0.9) if state.global_step % 2 else rows(0.1))
             trainer.evaluate(sampling={"temperature": 0.0})
 
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4, "num_generations_eval": 2}
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2, "num_generations_eval": 2}
     with caplog.at_level(logging.WARNING):
         trainer = team_trainer(
             model_folder, tmp_path, reward_funcs=by_row, train_dataset=rows(0.5), settings=settings,
@@ -172,7 +173,7 @@ def test_evaluation_sets_are_no_series(model_folder, tmp_path, caplog):
     assert not collapse_warnings(caplog)
     assert trainer.parts.collapse.state_dict()["best_evaluation"] is None
     sets = [entry for entry in trainer.state.log_history if "eval_hard_reward" in entry]
-    assert len(sets) >= 4 and not any("eval_reward" in entry or "eval_loss" in entry for entry in sets)
+    assert len(sets) >= 2 and not any("eval_reward" in entry or "eval_loss" in entry for entry in sets)
 
 
 def test_a_step_from_before_adapters_went_back_is_not_saved(model_folder, tmp_path, monkeypatch):

@@ -209,7 +209,6 @@ def make():
         (["report", "--experiment", "experiment.py:make", "--margin", "2"], "`margin` is a difference of two shares"),
         (["plan", "no-data.yaml"], r"marft plan: There is no file 'rows.jsonl' \(`dataset_name`\).$"),
         (["transcripts", "empty-folder"], "train with `log_completions=True`"),
-        (["vllm-command", "empty-folder"], "There is no marft_team.json"),
         (["init", "trio"], "invalid choice: 'trio'"),
         (["init"], "There is a file team.py already"),
         (["train", "--max_steps", "1", "team.py"], "The file comes first: `marft train team.py"),

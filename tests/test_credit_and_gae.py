@@ -29,8 +29,6 @@ from hypothesis import strategies as st
 
 
 CHAIN = torch.tensor([0, 1, 2])
-# planner -> two solvers -> judge
-DIAMOND = torch.tensor([0, 1, 1, 2])
 
 
 # ---- Reference vectors ----
@@ -53,34 +51,6 @@ def test_gae_reference_vector_of_a_chain():
     advantages, targets = gae(torch.tensor([0.0, 1.0]), torch.tensor([0.2, 0.6]), CHAIN[:2], 0.99, 0.95)
     assert advantages.tolist() == pytest.approx([0.7702, 0.4], abs=1e-6)
     assert targets.tolist() == pytest.approx([0.9702, 1.0], abs=1e-6)
-
-
-def test_gae_reference_vectors_of_fan_out_and_fan_in():
-    zeros = torch.zeros(4)
-    last = torch.tensor([0.0, 0.0, 0.0, 1.0])
-    assert gae(last, zeros, DIAMOND, 1.0, 1.0)[0].tolist() == [1, 1, 1, 1]
-    assert gae(torch.tensor([0.0, 1.0, 0.0, 1.0]), zeros, DIAMOND, 1.0, 1.0)[0].tolist() == [2, 2, 2, 1]
-    assert gae(last, zeros, DIAMOND, 0.5, 1.0)[0].tolist() == [0.25, 0.5, 0.5, 1]
-
-
-def test_token_gae_by_hand():
-    # turn 0 has two tokens, turn 1 one; gamma .9, lambda .5 between turns, .8 and .5 between tokens
-    values = torch.tensor([[0.1, 0.2], [0.4, 0.0]])
-    factors = (0.9, 0.5, 0.8, 0.5)
-    advantages, targets = token_gae(torch.tensor([0.0, 1.0]), values, torch.tensor([2, 1]), CHAIN[:2], *factors)
-    last_of_first = 0.9 * 0.4 - 0.2 + 0.9 * 0.5 * 0.6
-    first_of_first = 0.8 * 0.2 - 0.1 + 0.8 * 0.5 * last_of_first
-    assert advantages.tolist()[0] == pytest.approx([first_of_first, last_of_first])
-    assert advantages.tolist()[1] == pytest.approx([0.6, 0.0])
-    assert targets.tolist()[0] == pytest.approx([first_of_first + 0.1, last_of_first + 0.2])
-    assert targets.tolist()[1] == pytest.approx([1.0, 0.0])
-
-
-def test_where_a_horizon_cuts_the_value_of_what_comes_next_counts():
-    advantages, _ = gae(torch.zeros(1), torch.zeros(1), CHAIN[:1], 0.5, 1.0, last_value=2.0)
-    assert advantages.tolist() == [1.0]
-    advantages, _ = token_gae(torch.zeros(1), torch.zeros(1, 3), torch.tensor([3]), CHAIN[:1], 0.5, 1, 1, 1, 2.0)
-    assert advantages.tolist() == [[1.0, 1.0, 1.0]]
 
 
 def test_joint_steps_follow_what_turns_see():

@@ -100,17 +100,17 @@ def test_finished_rows_leave_the_batch():
     assert steps == useful
 
 
-@pytest.mark.parametrize("is_fixed", [False, True], ids=["growing", "fixed"])
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}], ids=str)
-def test_rows_in_the_places_of_finished_ones_go_on_as_they_would_have(settings, is_fixed):
+def test_rows_in_the_places_of_finished_ones_go_on_as_they_would_have(settings):
     model, draw = family_model("qwen3"), random.Random(0)
     prompts = [[draw.randrange(20, VOCABULARY) for _ in range(draw.randint(1, 9))] for _ in range(40)]
     settings = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": list(range(3, 9)), **settings}
     theirs = generate(model, prompts, own=False, **settings)
     lengths = (theirs != 0).sum(dim=1)
     assert len(set(lengths.tolist())) > 8 and (lengths[-8:] > lengths[:8].min()).any()  # late rows outlive early ones
-    mine = generate(model, prompts, is_fixed=is_fixed, **settings)
-    assert mine[:, : theirs.size(1)].tolist() == theirs.tolist() and not mine[:, theirs.size(1) :].any()
+    for is_fixed in (False, True):
+        mine = generate(model, prompts, is_fixed=is_fixed, **settings)
+        assert mine[:, : theirs.size(1)].tolist() == theirs.tolist() and not mine[:, theirs.size(1) :].any()
 
 
 # ---- Steps of fixed shapes ----
@@ -267,11 +267,11 @@ def test_prompts_that_are_filled_in_parts_give_the_same_tokens(family, others_wo
     theirs = generate(model, prompts, own=False, do_sample=False)
     shared = room.shared_pass
     monkeypatch.setattr(room, "shared_pass", lambda *args: (widths.append(len(args[1])), shared(*args))[1])
-    for tokens in (1, 40, 200):
+    for tokens in (1, 40):
         monkeypatch.setattr(room, "PREFILL_TOKENS", tokens)
         widths.clear()
         assert generate(model, prompts, do_sample=False).tolist() == theirs.tolist()
-        assert tokens == 200 or max(widths, default=0) < len(prompts)
+        assert max(widths, default=0) < len(prompts)
 
 
 def test_no_layer_keeps_more_than_its_room(monkeypatch):
@@ -316,7 +316,6 @@ def test_a_processor_that_may_know_the_batch_keeps_all_rows():
     "settings",
     [
         {"temperature": 0.8, "is_fixed": True},
-        {"temperature": 0.8},
         {"top_k": 5, "temperature": 1.3},
         {"top_p": 0.7},
         {"min_p": 0.05, "repetition_penalty": 1.5},
@@ -411,12 +410,8 @@ def test_several_updates_need_no_pass_for_old_log_probabilities(model_folder, tm
 
     scored, ratios, rows = run()
     assert scored == [0] and ratios[0] == 0 and all(row.old_per_token_logps is not None for row in rows)
-    for otherwise in (
-        {"top_k": 5},
-        {"generation_kwargs": {"temperature": 0.5}},
-        {"generation_kwargs": {"do_sample": False}},
-    ):
-        scored, *_ = run(**otherwise)
+    for otherwise in ({"temperature": 0.5}, {"do_sample": False}):
+        scored, *_ = run(generation_kwargs=otherwise, max_steps=1)
         assert scored == [16], otherwise
 
 

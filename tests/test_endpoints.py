@@ -172,7 +172,6 @@ def test_a_judge_is_shown_columns_of_any_name_beside_the_answer():
             ("final_score: 8", 0.8),
             ("Score: -0.0", 0.0),
         ],
-        *[("Score: 10\n\n- 2 typos", 1.0), ("Score: 8\n- 2 facts", 0.8)],
         # Nothing on the scale, no score, or two
         *[
             (f"Score: {form}", None)

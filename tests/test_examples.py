@@ -311,7 +311,7 @@ def test_orchestrator_executors_and_environment_learn_together(monkeypatch, tmp_
 
 def test_the_tiny_model_is_warmed_up_on_training_questions(tokenizer):
     numbers = re.compile(r"has (\d+) \w+, \w+ (\d+) and \w+ (\d+)")
-    prompts = [tokenizer.decode(prompt) for prompt, _ in itertools.islice(_demonstrations(tokenizer, seed=0), 2048)]
+    prompts = [tokenizer.decode(prompt) for prompt, _ in itertools.islice(_demonstrations(tokenizer, seed=0), 1024)]
     shown = {numbers.search(prompt).groups() for prompt in prompts}
     held_out = {numbers.search(row["prompt"]).groups() for row in questions(20_000, seed=1)}
     assert len(shown) > 100 and shown.isdisjoint(held_out)

@@ -72,19 +72,18 @@ class TwoLayers(Critic):
         return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-@pytest.mark.parametrize("level", ["token", "action"])
-def test_a_critic_of_ones_own(model_folder, tmp_path, monkeypatch, level):
+def test_a_critic_of_ones_own(model_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(CRITICS, "two_layers", TwoLayers)
     heads = {}
 
     def prepare(trainer):
         heads.update({name: p.detach().clone() for name, p in trainer.critic.heads.named_parameters()})
 
-    trainer = train(model_folder, tmp_path, {**PPO, "critic": "two_layers", "level": level}, prepare)
+    trainer = train(model_folder, tmp_path, {**PPO, "critic": "two_layers"}, prepare)
     now = dict(trainer.critic.heads.named_parameters())
     assert len(now) == 4 and all(not now[name].equal(before) for name, before in heads.items())
     trainer.save_model()
-    again = team_trainer(model_folder, tmp_path, settings={**PPO, "critic": "two_layers", "level": level})
+    again = team_trainer(model_folder, tmp_path, settings={**PPO, "critic": "two_layers"})
     again.critic.load(tmp_path)
     assert all(its.equal(now[name]) for name, its in again.critic.heads.named_parameters())
     with pytest.raises(ValueError, match="must be one of .*'two_layers'"):

@@ -68,17 +68,17 @@ def boom():
 
 @pytest.mark.parametrize("save_steps", [50, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_reward_that_fails_ends_the_run_after_a_checkpoint_of_the_last_step(small_model, tmp_path, save_steps):
-    """And the run that goes on from it is the one that did not fail, bit for bit."""
+    """And the run that goes on from it is the one that did not fail, bit for bit, with the state of the function."""
     settings = {"save_steps": save_steps}
-    whole = trainer_in(tmp_path / "whole", small_model, reward_funcs=Scores(), settings=settings)
+    whole = trainer_in(tmp_path / "whole", small_model, reward_funcs=Curriculum(), settings=settings)
     whole.train()
-    cut = trainer_in(tmp_path / "cut", small_model, reward_funcs=Scores(3, boom), settings=settings)
+    cut = trainer_in(tmp_path / "cut", small_model, reward_funcs=Curriculum(3, boom), settings=settings)
     with pytest.raises(ZeroDivisionError) as raised:
         cut.train()
     by, note = raised.value.__notes__
     assert by == "Raised by the reward function `scores`."
     assert re.search(r"saved in .*checkpoint-2; `train\(resume_from_checkpoint=True\)` goes on from it", note)
-    again = trainer_in(tmp_path / "cut", small_model, reward_funcs=Scores(), settings=settings)
+    again = trainer_in(tmp_path / "cut", small_model, reward_funcs=Curriculum(), settings=settings)
     again.train(resume_from_checkpoint=True)
     assert began_at(again) == 2 and not moved(weights(whole), weights(again))
     assert differences(tmp_path / "whole" / "checkpoint-4", tmp_path / "cut" / "checkpoint-4") == []
@@ -123,13 +123,9 @@ def test_no_checkpoint_is_saved_where_none_is_wanted(small_model, tmp_path):
     assert RunFolder(tmp_path).checkpoints() == []
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyError("x"), torch.OutOfMemoryError("out of memory")])
-def test_whatever_a_reward_raises_is_saved_before(small_model, tmp_path, error):
-    def fail():
-        raise error
-
-    trainer = trainer_in(tmp_path, small_model, reward_funcs=Scores(2, fail))
-    with pytest.raises((RuntimeError, KeyError), match=r"called `sys.exit\(3\)`|x|out of memory"):
+def test_whatever_a_reward_raises_is_saved_before(small_model, tmp_path):
+    trainer = trainer_in(tmp_path, small_model, reward_funcs=Scores(2, lambda: sys.exit(3)))
+    with pytest.raises(RuntimeError, match=r"called `sys.exit\(3\)`"):
         trainer.train()
     assert RunFolder(tmp_path).newest()[1].step == 1
 
@@ -223,16 +219,15 @@ def test_a_timeout_of_the_functions_own_is_its_own():
         scored(judge, timeout=30)
 
 
-@pytest.mark.parametrize("reward", ["blocks", "hangs"])
-def test_an_asynchronous_reward_that_hangs_ends_the_run(small_model, tmp_path, monkeypatch, reward):
-    """Also one that blocks the event loop, which no timeout of asyncio can see."""
+def test_an_asynchronous_reward_that_hangs_ends_the_run(small_model, tmp_path, monkeypatch):
+    """One that blocks the event loop, which no timeout of asyncio can see."""
     monkeypatch.setattr(reward_scorer, "_LATER", 0.5)
     calls = []
 
     async def judge(completions, **kwargs):
         calls.append(1)
         if len(calls) == 2:
-            time.sleep(60) if reward == "blocks" else await asyncio.sleep(60)
+            time.sleep(60)
         return varied_reward(completions)
 
     trainer = trainer_in(tmp_path, small_model, reward_funcs=judge, settings={"reward_timeout": 0.5})
@@ -259,22 +254,22 @@ def test_code_that_cannot_be_interrupted_ends_the_process():
     assert "last words:" in done.stdout
 
 
-@pytest.mark.parametrize("handler", ["signal.SIG_DFL", "lambda *_: None"])
-def test_a_pattern_that_takes_for_ever_is_interrupted(handler):
+def test_a_pattern_that_takes_for_ever_is_interrupted():
     """It keeps the interpreter to itself, so no other thread could. An alarm that users' code has set does no harm."""
     code = (
         "import re, signal, time\nfrom marft_trl.system.watchdog import time_limit\n"
-        "with time_limit(30, lambda where: where):\n"
-        f"    signal.signal(signal.SIGALRM, {handler}); signal.alarm(1); signal.alarm(0)\n"
-        "start = time.monotonic()\n"
-        "try:\n"
-        "    with time_limit(0.5, lambda where: f'{where} hangs'):\n"
-        "        re.match('(a|aa)+$', 'a' * 60 + 'b')\n"
-        "except TimeoutError as error:\n    print(error, time.monotonic() - start < 10)\n"
-        "time.sleep(0.3)\nprint('no signal comes after')\n"
+        "for handler in (signal.SIG_DFL, lambda *_: None):\n"
+        "    with time_limit(30, lambda where: where):\n"
+        "        signal.signal(signal.SIGALRM, handler); signal.alarm(1); signal.alarm(0)\n"
+        "    start = time.monotonic()\n"
+        "    try:\n"
+        "        with time_limit(0.5, lambda where: f'{where} hangs'):\n"
+        "            re.match('(a|aa)+$', 'a' * 60 + 'b')\n"
+        "    except TimeoutError as error:\n        print(error, time.monotonic() - start < 10)\n"
+        "    time.sleep(0.3)\nprint('no signal comes after')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert re.search(r"hangs True", done.stdout), (done.stdout, done.stderr[-2000:])
+    assert done.stdout.count("hangs True") == 2, (done.stdout, done.stderr[-2000:])
     assert done.returncode == 0 and "comes after" in done.stdout
 
 
@@ -401,26 +396,19 @@ class World:
         return self._step()
 
 
-@pytest.mark.parametrize("step", [boom, lambda: ("x", 1.0, "False"), lambda: sys.exit(1)])
-def test_environments_that_fail_can_be_skipped(small_model, tmp_path, step):
-    calls = []
+def test_environments_that_fail_can_be_skipped(small_model, tmp_path):
+    calls, fail = [], [boom, lambda: ("x", 1.0, "False"), lambda: sys.exit(1)]
 
     def once():
         calls.append(1)
-        return step() if len(calls) == 1 else ("x", float(len(calls)), True)
+        return fail.pop()() if fail else ("x", float(len(calls)), True)
 
     trainer = trainer_in(
         tmp_path, small_model, reward_funcs=None, workflow=EnvironmentLoop(lambda: World(once)),
-        settings={"on_episode_error": "skip", "max_steps": 1},
+        settings={"on_episode_error": "skip", "max_steps": 1, "per_device_train_batch_size": 8},
     )  # fmt: skip
     trainer.train()
-    assert trainer.state.log_history[0]["episodes/skipped"] == 0.25
-
-
-class Endless(Workflow):
-    async def run(self, episode):
-        while True:
-            await episode.turn("a")
+    assert trainer.state.log_history[0]["episodes/skipped"] == 3 / 8
 
 
 def test_an_episode_without_end_is_ended(small_model, tmp_path):
@@ -429,7 +417,7 @@ def test_an_episode_without_end_is_ended(small_model, tmp_path):
         trainer.train()
 
 
-class LoopOf(Endless):
+class LoopOf(Workflow):
     def __init__(self, agent):
         self.agent = agent
 
@@ -752,14 +740,9 @@ OBJECTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "end"),
-    [
-        ("reward", "fails"),
-        *(pytest.param(kind, "stops", marks=pytest.mark.slow) for kind in OBJECTS),
-        *(pytest.param(kind, "fails", marks=pytest.mark.slow) for kind in ("method", "workflow", "environment")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["stops", "fails"])
+@pytest.mark.parametrize("kind", OBJECTS)
 def test_the_state_of_users_objects_is_resumed(small_model, tmp_path, kind, end):
     """After a stop, and after a failure in the middle of a step, which has changed it already."""
     from .helpers import StopAt

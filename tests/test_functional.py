@@ -35,28 +35,6 @@ def test_group_by_hand():
     )
 
 
-def test_episodes_that_nothing_scored_have_advantage_zero_and_no_part_in_the_mean():
-    advantages, _ = group_advantages(torch.tensor([1.0, NAN, 3.0, NAN]), 4, "none")
-    assert advantages.tolist() == [-1.0, 0.0, 1.0, 0.0]
-
-
-def test_reference_vector_of_dr_mas():
-    # G = 2: agent a has returns [1, 0], agent b has [1, 1]
-    returns = torch.tensor([1.0, 0.0, 1.0, 1.0])
-    agents = torch.tensor([0, 0, 1, 1])
-    advantages = cell_advantages(returns, agents, torch.ones(4), agents)
-    half = math.sqrt(0.5)
-    assert advantages.tolist() == pytest.approx([0.5 / (half + STD_EPS), -0.5 / (half + STD_EPS), 0, 0])
-
-
-def test_with_one_turn_each_the_agent_baseline_is_the_groups():
-    rewards = torch.rand(12)
-    cells = (torch.arange(12) // 4).repeat_interleave(3) * 3 + torch.arange(3).repeat(12)
-    by_agent = cell_advantages(rewards.repeat_interleave(3), cells, torch.ones(36), cells)
-    by_group, _ = group_advantages(rewards, 4, "group")
-    torch.testing.assert_close(by_agent, by_group.repeat_interleave(3))
-
-
 @given(counts=st.lists(st.integers(1, 4), min_size=8, max_size=8), scale=st.sampled_from(["group", "batch", "none"]))
 def test_where_all_turns_have_the_episodes_reward_the_group_baseline_is_grpos(counts, scale):
     rewards = torch.linspace(-1, 2, 8, dtype=torch.float64) ** 3

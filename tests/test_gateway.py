@@ -124,21 +124,22 @@ def test_trainer_team_and_gateway_give_the_same_answers(model_folder, tmp_path, 
     trainer.train()
     trainer.save_model()
     team = Team.from_pretrained(tmp_path, model=model_folder)
-    episodes = team.run(QUESTIONS, greedy=True)
+    few = QUESTIONS[:8]
+    episodes = team.run(few, greedy=True)
     expected = [episode.answer.text for episode in episodes]
-    assert [one.answer.text for one in trainer.team.run(QUESTIONS, greedy=True)] == expected
+    assert [one.answer.text for one in trainer.team.run(few, greedy=True)] == expected
     first, last = (agent.name for agent in team.agents)
     with serving(team) as url:
         ask = client(url).chat.completions.create
         assert [model.id for model in client(url).models.list()] == ["team", first, last]
-        for question, episode in zip(QUESTIONS, episodes, strict=True):
+        for question, episode in zip(few, episodes, strict=True):
             said = ask(model="team", messages=asked(question), temperature=0)
             assert said.choices[0].message.content == episode.answer.text
             turns = [turn["text"] for turn in said.marft[0]["turns"]]
             assert turns == [turn.text for turn in episode.turns]
             assert said.usage.completion_tokens == sum(len(turn.completion_ids) for turn in episode.turns)
             assert said.usage.agents[last]["prompt_tokens"] == len(episode.turns[1].prompt_ids)
-        for question, episode in zip(QUESTIONS[:5], episodes, strict=False):
+        for question, episode in zip(few[:5], episodes, strict=False):
             parts = list(ask(model="team", messages=asked(question), temperature=0, stream=True,
                              stream_options={"include_usage": True}))  # fmt: skip
             deltas = [part.choices[0].delta for part in parts if part.choices]
@@ -148,10 +149,10 @@ def test_trainer_team_and_gateway_give_the_same_answers(model_folder, tmp_path, 
             assert parts[-1].usage.total_tokens > 0 and parts[-2].choices[0].finish_reason in ("stop", "length")
             alone = ask(model=first, messages=asked(question), temperature=0)
             assert alone.choices[0].message.content == episode.turns[0].text
-        short = ask(model=first, messages=asked(QUESTIONS[0]), temperature=0, max_tokens=1)
+        short = ask(model=first, messages=asked(few[0]), temperature=0, max_tokens=1)
         assert short.choices[0].finish_reason == "length" and short.usage.completion_tokens == 1
-        several = ask(model="team", messages=asked(QUESTIONS[0]), n=3, seed=5)
-        again = ask(model="team", messages=asked(QUESTIONS[0]), n=3, seed=5)
+        several = ask(model="team", messages=asked(few[0]), n=3, seed=5)
+        again = ask(model="team", messages=asked(few[0]), n=3, seed=5)
         assert [one.message.content for one in several.choices] == [one.message.content for one in again.choices]
 
 
@@ -215,7 +216,7 @@ def content_of(text, is_stream):
     return "".join(choice["delta"].get("content", "") for part in parts for choice in part["choices"])
 
 
-@pytest.mark.parametrize(("clients", "requests"), [(16, 8), pytest.param(64, 50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("clients", "requests"), [(16, 3), pytest.param(64, 50, marks=pytest.mark.slow)])
 def test_every_agent_answers_its_own_name_under_load(named, clients, requests):
     """lorax 777, ms-swift 10134: the wrong adapter under concurrency."""
     mixed_load(named, clients, requests)
@@ -396,7 +397,7 @@ def is_answered(url, body):
     assert answer.status == 200 or (400 <= answer.status < 500 and json.loads(text)["error"]["message"]), text
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.slow)])
 def test_malformed_requests_are_refused_with_a_reason(named, count):
     @settings(max_examples=count, suppress_health_check=list(HealthCheck))
     @given(st.dictionaries(FIELDS, JSON, max_size=4) | st.fixed_dictionaries({"messages": MESSAGES}) | JSON)
@@ -436,7 +437,7 @@ def test_a_key_is_demanded_where_others_can_reach_the_address(namesakes):  # noq
 
 def test_responses_are_the_answers_of_chat_completions(named):
     client = openai.OpenAI(base_url=f"{named}/v1", api_key="none")
-    for name in ("ann", "finn", "team"):
+    for name in ("ann", "team"):
         completion = client.chat.completions.create(model=name, messages=GOOD["messages"], temperature=0)
         text, usage = completion.choices[0].message.content, completion.usage
         answer = client.responses.create(model=name, input=GOOD["messages"], temperature=0)

@@ -31,23 +31,21 @@ import launches
 
 
 def test_passes_do_not_depend_on_how_a_batch_is_split():
-    whole, *others = (launches.passes_of_a_step(launches.make("duo", *split)) for split in ((16, 1), (8, 2), (4, 4)))
-    assert others == [whole, whole]
+    whole, split = (launches.passes_of_a_step(launches.make("duo", *parts)) for parts in ((16, 1), (4, 4)))
+    assert split == whole
     assert whole["backward"] == 2  # one for each agent
 
 
 GAE = {"advantage": "gae", "critic": "shared", "level": "token"}
 CASES = [
-    {},
     {"loss_type": "bnpo", "beta": 0.1, "num_iterations": 2},
     {"loss_type": "grpo", "num_iterations": 2, "target_kl": 0.02},
     {"loss_type": "dr_grpo", "steps_per_generation": 1, "num_iterations": 2},  # a step has the same rows twice
     {"steps_per_generation": 1, "entropy_coef": 0.01, "agent_weight": "equal"},  # and rows of several batches
     {"update_order": "sequential", "steps_per_generation": 2, "loss_type": "dapo"},
     {"top_entropy_quantile": 0.5},
-    {**GAE},
     {**GAE, "steps_per_generation": 1, "num_iterations": 2},
-    {**GAE, "steps_per_generation": 1, "critic": "per_agent", "beta": 0.1},
+    {**GAE, "critic": "per_agent", "beta": 0.1},
 ]
 
 
@@ -199,11 +197,11 @@ def test_a_step_that_was_left_is_forgotten(settings, model_folder, tmp_path):
 
     def reward(completions, **kwargs):
         calls.append(1)
-        if len(calls) == 4:  # in the second half of the second step
+        if len(calls) == 2:  # in the second half of the step
             raise KeyboardInterrupt
         return [float(index % 3) for index in range(len(completions))]
 
-    common = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": 3}
+    common = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": 1}
     trainer = team_trainer(model_folder, tmp_path, settings=common | settings, reward_funcs=reward)
     guard = trainer.parts.loss.out_of_memory.guard
 
@@ -216,7 +214,7 @@ def test_a_step_that_was_left_is_forgotten(settings, model_folder, tmp_path):
         trainer.train()
     trainer.train()
     # Two slices of eight episodes with a row of each agent; without a critic, those with a signal
-    assert len(slices) == 4 and max(slices) <= 32 and (not settings or set(slices) == {32})
+    assert len(slices) == 1 and slices[0] <= 32 and (not settings or slices == [32])
 
 
 # ---- Graphs ----
@@ -277,7 +275,7 @@ def test_graphs_are_used_again_after_the_adapters_have_changed(model_folder, tmp
     generator = trainer.parts.runner.generator
     answers = calling(lambda *args, **kwargs: generator.generate(*args, greedy=True, **kwargs))
     prompts, counts, seen = [[5, 6, 7 + row % 3, 8][row % 2 :] for row in range(20)], [], set()
-    for turn in range(6):
+    for turn in range(3):
         for parameter in (p for name, p in trainer.model.named_parameters() if "lora_" in name):
             parameter.data.normal_(std=0.2)
         for agent in ("ann", "ben"):
@@ -292,7 +290,7 @@ def test_graphs_are_used_again_after_the_adapters_have_changed(model_folder, tmp
                 seen.add(str([one.ids for one in found]))
         counts.append(len(tapes))
     # The two agents and the base, with all rows and with two smaller numbers of rows
-    assert len(seen) > 12 and counts[0] >= 3 and counts[-1] <= 9
+    assert len(seen) > 6 and counts[0] >= 3 and counts[-1] <= 9
     generator.drop_cache()
     answers(["ann"] * 20, prompts)
     assert len(tapes) > counts[-1]

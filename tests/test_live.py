@@ -24,7 +24,7 @@ from .helpers import team_trainer, weights
 from .namesakes import LENGTHS, NAMES, said_by, save_namesakes
 
 
-QUESTIONS = [row["prompt"] for row in questions(24, seed=1)]
+QUESTIONS = [row["prompt"] for row in questions(16, seed=1)]
 
 
 class Both(Workflow):

@@ -1,12 +1,12 @@
 """Agents of a loaded team: taken out as plain models, added, renamed, dropped, saved, pushed, and trained on."""
 
 from marft_trl import AgentSpec, MARFTTrainer, Sequential, Team, TeamManifest, load_adapters
-from marft_trl.tiny import questions
+from marft_trl.tiny import questions, tiny_dataset
 from marft_trl.workflows import Debate
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 from trl import SFTConfig, SFTTrainer
 
@@ -41,6 +41,12 @@ def ids_of(team):
     return [[turn.completion_ids for turn in episode.turns] for episode in team.run(QUESTIONS, greedy=True)]
 
 
+@pytest.fixture(scope="module")
+def before(team_folder, model_folder):
+    """What the team says as it was saved."""
+    return ids_of(Team.from_pretrained(team_folder, model=model_folder))
+
+
 def goes_on(model, turn):
     """The tokens of a plain model after what an agent was shown."""
     shown = torch.tensor([turn.prompt_ids])
@@ -49,9 +55,9 @@ def goes_on(model, turn):
     return tuple(found[0, len(turn.prompt_ids) :].tolist())
 
 
-def test_adapters_make_a_difference_here(load):
+def test_adapters_make_a_difference_here(load, before):
     """Else nothing on this page would tell one from another."""
-    team, before = load(), ids_of(load())
+    team = load()
     for name, parameter in team.model.named_parameters():
         if "lora_B.actor" in name:
             parameter.data.zero_()
@@ -79,9 +85,9 @@ def test_an_agent_is_a_plain_model_with_its_own_adapter(load, quantized):
         team["actr"]
 
 
-def test_a_merged_agent_needs_no_peft_and_leaves_the_team_alone(load, tmp_path):
+def test_a_merged_agent_needs_no_peft_and_leaves_the_team_alone(load, before, tmp_path):
     team = load()
-    before, (episode, *_) = ids_of(team), team.run(QUESTIONS[:1], greedy=True)
+    (episode,) = team.run(QUESTIONS[:1], greedy=True)
     for turn in episode.turns:
         model = team.merge(turn.agent)
         assert isinstance(model, PreTrainedModel) and not any("lora" in name for name, _ in model.named_parameters())
@@ -91,8 +97,8 @@ def test_a_merged_agent_needs_no_peft_and_leaves_the_team_alone(load, tmp_path):
     assert ids_of(team) == before
 
 
-def test_a_round_of_renaming_saving_and_loading_keeps_every_answer(load, tmp_path):
-    team, before = load(), ids_of(load())
+def test_a_round_of_renaming_saving_and_loading_keeps_every_answer(load, before, tmp_path):
+    team = load()
     team.rename_agent("actor", "solver")
     assert ids_of(team) == before and sorted(team.model.peft_config) == ["reasoner", "solver"]
     team.save_pretrained(tmp_path / "renamed")
@@ -108,8 +114,8 @@ def test_a_round_of_renaming_saving_and_loading_keeps_every_answer(load, tmp_pat
     assert ids_of(load(tmp_path / "back")) == before
 
 
-def test_agents_join_with_weights_of_others_fresh_ones_or_an_adapter_of_the_team(load, team_folder, tmp_path):
-    team, before = load(), ids_of(load())
+def test_agents_join_with_weights_of_others_fresh_ones_or_an_adapter_of_the_team(load, before, team_folder, tmp_path):
+    team = load()
     team.add_agent(AgentSpec("copy", temperature=0.3), weights=f"{team_folder}/actor")
     team.add_agent(AgentSpec("fresh"), peft_config=lora(), before="reasoner")
     team.add_agent(AgentSpec("second", adapter="actor"))
@@ -135,8 +141,8 @@ def test_agents_join_with_weights_of_others_fresh_ones_or_an_adapter_of_the_team
     assert "actor" in team.model.peft_config and team("1 + 1 = ?") is not None
 
 
-def test_what_cannot_be_changed_is_refused_and_changes_nothing(load, model_folder, team_folder, tmp_path):
-    team, before = load(), ids_of(load())
+def test_what_cannot_be_changed_is_refused_and_changes_nothing(load, before, model_folder, team_folder, tmp_path):
+    team = load()
     undescribed = Sequential()
     undescribed.functions = [lambda x: x]
     cases = [
@@ -180,28 +186,22 @@ def test_another_workflow_comes_with_the_change(load):
     assert [turn.agent for turn in team.run(QUESTIONS[:1])[0].turns] == ["judge"]
 
 
-@pytest.mark.parametrize("warm", [False, True])
-def test_a_saved_team_is_trained_on(load, model_folder, tmp_path, warm):
-    """With an agent whose adapter `SFTTrainer` has warmed up on episodes of the team, too."""
+def test_a_saved_team_is_trained_on(load, model_folder, tmp_path):
+    """With an agent whose adapter `SFTTrainer` has warmed up on episodes of the team."""
     team = load()
-    if warm:
-        episodes = ended(team.run(QUESTIONS, num_samples=2, seed=0))
-        rewards = [float(index) for index in range(len(episodes))]
-        base, tokenizer = (
-            AutoModelForCausalLM.from_pretrained(model_folder),
-            AutoTokenizer.from_pretrained(model_folder),
-        )
-        sft = SFTTrainer(
-            base,
-            SFTConfig(str(tmp_path / "sft"), max_steps=2, report_to=[], use_cpu=True, learning_rate=1e-2),
-            train_dataset=team.to_dataset(episodes, agent="actor", rewards=rewards, best=1),
-            processing_class=tokenizer,
-            peft_config=LoraConfig(r=4, target_modules="all-linear"),
-        )
-        sft.train()
-        sft.save_model(str(tmp_path / "warm"))
-        team.drop_agent("actor")
-        team.add_agent(AgentSpec("actor"), weights=tmp_path / "warm")
+    episodes = ended(team.run(QUESTIONS, num_samples=2, seed=0))
+    rewards = [float(index) for index in range(len(episodes))]
+    sft = SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(model_folder),
+        SFTConfig(str(tmp_path / "sft"), max_steps=2, report_to=[], use_cpu=True, learning_rate=1e-2),
+        train_dataset=team.to_dataset(episodes, agent="actor", rewards=rewards, best=1),
+        processing_class=AutoTokenizer.from_pretrained(model_folder),
+        peft_config=lora(),
+    )
+    sft.train()
+    sft.save_model(str(tmp_path / "warm"))
+    team.drop_agent("actor")
+    team.add_agent(AgentSpec("actor"), weights=tmp_path / "warm")
     team.save_pretrained(tmp_path / "team")
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     trainer = MARFTTrainer(
@@ -209,7 +209,7 @@ def test_a_saved_team_is_trained_on(load, model_folder, tmp_path, warm):
         agents=team.agents,
         reward_funcs=varied_reward,
         args=config(tmp_path / "run", max_steps=1, learning_rate=1e-2, max_completion_length=12),
-        train_dataset=team_trainer(model_folder, tmp_path / "other").train_dataset,
+        train_dataset=tiny_dataset(64),
         processing_class=AutoTokenizer.from_pretrained(tmp_path / "team"),
     )
     assert ids_of(trainer.team) == ids_of(team)

@@ -272,6 +272,15 @@ def test_a_rerun_asks_a_function_only_where_it_is_shown_something_else(model_fol
 # ---- Past copies ----
 
 
+@pytest.fixture(scope="module")
+def played(model_folder, tmp_path_factory):
+    """A trainer after two steps beside copies, and its folder."""
+    folder = tmp_path_factory.mktemp("played")
+    trainer = trainer_of(model_folder, folder, COPY, learning_rate=0.05)
+    trainer.train()
+    return trainer, folder
+
+
 def test_copies_join_and_leave_the_pool(model_folder, tmp_path):
     opponent = AgentSpec("right", copy_of="left", copy_every=2, copies=2)
     trainer = trainer_of(model_folder, tmp_path, opponent, max_steps=5)
@@ -293,10 +302,9 @@ def test_copies_join_and_leave_the_pool(model_folder, tmp_path):
     assert {metrics["agents/right/copies"] for metrics in trainer.state.log_history[:-1]} == {1.0, 2.0}
 
 
-def test_an_opponent_speaks_with_the_weights_of_its_copy(model_folder, tmp_path):
+def test_an_opponent_speaks_with_the_weights_of_its_copy(played):
     """Greedy turns of each copy are those of a team whose agent has these weights itself."""
-    trainer = trainer_of(model_folder, tmp_path, COPY, learning_rate=0.05)
-    trainer.train()
+    trainer, _ = played
     past, prompt = trainer.parts.runner.copies, "Begin"
     episodes = trainer.team.run([prompt] * 12, seed=5, greedy=True)
     assert {episode.copies["right"] for episode in episodes} == set(past.steps("right")) == {1, 2}
@@ -332,17 +340,14 @@ def test_every_copy_has_a_place_of_its_own_on_servers(model_folder, tmp_path):
     assert past.steps("right") == [6, 9, 10] and len({past.entry("right", one) for one in (6, 9, 10)}) == 3
 
 
-def test_draws_depend_on_the_place_of_an_episode_alone(model_folder, tmp_path):
-    trainer = trainer_of(model_folder, tmp_path, COPY)
-    past = trainer.parts.runner.copies
-    past.take(1)
+def test_draws_depend_on_the_place_of_an_episode_alone(played):
+    past = played[0].parts.runner.copies
     drawn = [past.draw((42, 0, index))["right"] for index in range(200)]
-    assert 60 < sum(drawn) < 140 and drawn == [past.draw((42, 0, index))["right"] for index in range(200)]
+    assert 60 < drawn.count(1) < 140 and drawn == [past.draw((42, 0, index))["right"] for index in range(200)]
 
 
-def test_a_rerun_meets_the_same_opponent(model_folder, tmp_path):
-    trainer = trainer_of(model_folder, tmp_path, COPY)
-    trainer.parts.runner.copies.take(1)
+def test_a_rerun_meets_the_same_opponent(played):
+    trainer, _ = played
     episodes = trainer.team.run(["Begin"] * 12, seed=1)
     assert len({episode.copies["right"] for episode in episodes}) == 2
     again = trainer.parts.runner.run([one.row for one in episodes], reruns=[Rerun(one, changed=0) for one in episodes])
@@ -469,18 +474,17 @@ def test_a_copy_has_the_config_of_its_source(model_folder, tmp_path):
     assert trainer.model.peft_config["right"].r == 4 and pools(trainer) == {"right": [0]}
 
 
-def test_a_saved_team_plays_with_the_newest_copy(model_folder, tmp_path):
-    trainer = trainer_of(model_folder, tmp_path, COPY, learning_rate=0.05)
-    trainer.train()
+def test_a_saved_team_plays_with_the_newest_copy(model_folder, played):
+    trainer, folder = played
     trainer.save_model()
-    assert "past copies of left" in (tmp_path / "README.md").read_text()
-    team = Team.from_pretrained(tmp_path, model=model_folder, environment_factory=Alternating)
+    assert "past copies of left" in (folder / "README.md").read_text()
+    team = Team.from_pretrained(folder, model=model_folder, environment_factory=Alternating)
     episodes = trainer.team.run(["Begin"] * 8, seed=5, greedy=True)
     newest = next(one for one in episodes if one.copies["right"] == 2)
     (episode,) = team.run(["Begin"], greedy=True)
     assert [t.completion_ids for t in episode.turns] == [t.completion_ids for t in newest.turns]
     given = {"environment_factory": Alternating, "replies": {"right": parrot}}
-    (episode,) = Team.from_pretrained(tmp_path, model=model_folder, **given).run(["Begin"])
+    (episode,) = Team.from_pretrained(folder, model=model_folder, **given).run(["Begin"])
     assert episode.turns[1].text == "I he"
 
 

@@ -131,7 +131,7 @@ def test_a_second_failure_ends_the_run_with_the_plan(model_folder, tmp_path, mon
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_the_limit_that_has_fitted_is_kept(model_folder, tmp_path, checkpointing):
-    settings = {**SETTINGS, "gradient_checkpointing": checkpointing, "max_steps": 4}
+    settings = {**SETTINGS, "gradient_checkpointing": checkpointing}
     trainer = team_trainer(model_folder, tmp_path, settings=settings)
     Full(trainer, 2, 1)
     limits, fit = [], trainer.parts.batcher.fit

@@ -5,7 +5,6 @@ import contextvars
 import math
 import random
 import threading
-import time
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
@@ -214,7 +213,7 @@ class FakeRunner:
 PINNED = contextvars.ContextVar("pinned")
 
 
-def overlapped(passes, every, accumulation, staleness, seed, delay=0.0, fails=None):
+def overlapped(passes, every, accumulation, staleness, seed, fails=None):
     """What each batch was sampled from, in the order of training."""
     state = SimpleNamespace(micro_step=0)
     schedule = Schedule(("a",), every)
@@ -243,7 +242,6 @@ def overlapped(passes, every, accumulation, staleness, seed, delay=0.0, fails=No
                         assert which == rows[0]["number"]
                         found.append((which, version, key[1]))
                         largest = max(largest, len(runner.pins))
-                        time.sleep(delay * random.random())
                     state.micro_step += 1
     finally:
         overlap.close()
@@ -267,11 +265,6 @@ def test_a_batch_is_sampled_from_the_weights_of_so_many_publications_ago(passes,
         start = max(start for start in starts if start <= which)  # nothing is read beyond the end of a pass
         assert version == max(start, which - staleness) and run == which
     assert largest <= staleness
-
-
-def test_timing_changes_nothing():
-    once = overlapped([6], 2, 1, 2, seed=1)
-    assert overlapped([6], 2, 1, 2, seed=2, delay=0.02) == once
 
 
 def test_a_failing_batch_fails_when_it_is_due():

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -68,18 +67,20 @@ def test_a_server_ends_with_all_its_processes(python, tmp_path, monkeypatch):
 
 
 def test_a_server_ends_when_its_owner_is_killed(python, tmp_path):
-    code = (
-        "import sys, time; from pathlib import Path; from marft_trl.extras.engines.own_server import OwnServer\n"
-        f"server = OwnServer(lambda port: ['--port', str(port)], {python!r}, Path({str(tmp_path / 'log')!r}))\n"
-        "server.wait(60); print('up', flush=True); time.sleep(600)"
-    )
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
-    assert owner.stdout.readline() == b"up\n"
-    time.sleep(0.2)
+    owner = os.fork()
+    if not owner:
+        try:
+            server = own(python, tmp_path)  # noqa: F841
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    end = time.monotonic() + 60
+    while not (tmp_path / "calls.json").exists() and time.monotonic() < end:
+        time.sleep(0.05)
     child = known(tmp_path)["child"]
     assert is_alive(child)
-    owner.send_signal(signal.SIGKILL)
-    owner.wait()
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
     assert gone(child)
 
 

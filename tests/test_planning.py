@@ -7,7 +7,7 @@ from marft_trl import AgentSpec, Sequential, TeamManifest, Workflow
 from marft_trl.learning.memory import ActivationCost, MemoryPlan, cache_size, head_size, optimizer_size, size_of
 from marft_trl.rollout.transformers_generator import TransformersGenerator
 from marft_trl.seams.generation import TrlEngine
-from marft_trl.tiny import tiny_agents
+from marft_trl.tiny import tiny_agents, tiny_dataset
 from marft_trl.workflows import Debate, Graph, Orchestrated
 from marft_trl.workflows.base import alias_names, anonymity, anonymize
 
@@ -66,6 +66,17 @@ def test_a_plan_names_agents_links_batches_and_observations(model_folder, tmp_pa
     made_up = len(trainer.processing_class("(what planner says)")["input_ids"])
     assert f"at most {16 * (rows[0] + 8 + rows[1] + max(8 - made_up, 0) + 4):,} tokens" in plan
     assert "TOO LONG" not in plan
+
+
+def test_a_plan_has_the_number_of_steps_and_says_where_one_has_a_single_prompt(small_model, tmp_path):
+    settings = {"max_steps": -1, "num_train_epochs": 1.5, "num_iterations": 2, "gradient_accumulation_steps": 3}
+    settings |= {"steps_per_generation": 2, "max_completion_length": 2, "logging_steps": 100}
+    trainer = team_trainer(small_model, tmp_path, settings=settings, train_dataset=tiny_dataset(18))
+    plan = trainer.plan()
+    trainer.train()  # 4 batches of 4 prompts, each in 4 slices, 3 slices a step: 6 steps an epoch
+    assert trainer.state.global_step == 9 and "1.5 epochs, which are 9 steps" in plan and "ONE PROMPT" not in plan
+    alone = {"per_device_train_batch_size": 4}
+    assert "ONE PROMPT in a step: increase" in team_trainer(small_model, tmp_path, settings=alone).plan()
 
 
 def test_what_the_rehearsal_does_not_reach_is_shown_alone(model_folder, tmp_path):
@@ -228,7 +239,8 @@ def test_anonymous_agents_have_generic_prompts_and_keep_the_rest():
 
 @pytest.mark.parametrize(("kind", "first"), [(True, "agent 1 of 2"), ("none", None)])
 def test_nothing_that_an_anonymous_team_is_shown_names_a_role(model_folder, tmp_path, kind, first):
-    trainer = team_trainer(model_folder, tmp_path, anonymous=kind, workflow=Sequential(rounds=2))
+    arguments = {"anonymous": kind, "workflow": Sequential(rounds=2), "settings": {"max_steps": 1}}
+    trainer = team_trainer(model_folder, tmp_path, **arguments)
     shown = trainer.parts.planner.rehearse({"prompt": "How many?"}).shown
     texts = {name: trainer.processing_class.decode(one.ids) for name, one in shown.items()}
     for text in texts.values():

@@ -50,7 +50,8 @@ def test_without_a_preset_the_config_prints_as_ever():
 
 
 def test_what_is_left_unset_follows_the_rest():
-    assert (config().loss_type, config(level="action").loss_type) == ("dapo", "grpo")
+    for its in ({}, {"preset": "marft-t"}):
+        assert (config(**its).loss_type, config(**its, level="action").loss_type) == ("dapo", "grpo")
     assert config(**PPO).credit_kind == "rewards"
     assert config(**PPO, credit="counterfactual").credit_kind == "returns"
     assert config().credit_kind == "returns"
@@ -62,7 +63,6 @@ def test_what_is_left_unset_follows_the_rest():
     [
         ({"preset": "marft"}, r"`preset` must be one of .* Did you mean 'marft-t'"),
         ({"advantage": "gea"}, r"`advantage` must be one of .* Did you mean 'gae'"),
-        ({"critic": "share"}, r"`critic` must be one of .* Did you mean 'shared'"),
         ({"credit": "equals"}, r"Did you mean 'equal'"),
         ({"update_order": "sequental"}, r"Did you mean 'sequential'"),
         ({"advantage": "gae"}, r"`advantage='gae'` needs a critic, but `critic` is None"),
@@ -110,8 +110,6 @@ def test_what_is_left_unset_follows_the_rest():
         ({"counterfactual_samples": 8}, r"`counterfactual_samples=8` has no effect with `credit='equal'`"),
         ({"advantage": "leave_one_out", "scale_rewards": "batch"}, r"`scale_rewards='batch'` has no effect"),
         ({"gamma": None}, r"`gamma` must be a number, got None"),
-        ({"gamma": "0.5"}, r"`gamma` must be a number, got '0.5'"),
-        ({"agent_iteration_interval": 1.5}, r"`agent_iteration_interval` must be an integer"),
         ({"use_adaptive_entropy": True, "entropy_coef_min": 2.0}, r"`entropy_coef_min` \(2.0\) is above"),
     ],
     ids=str,
@@ -155,11 +153,6 @@ def test_coefficients_are_finite_and_not_negative(name, value):
 def test_trls_coefficients_are_checked_too(name, value):
     with pytest.raises(ValueError, match=f"`{name}` must be a finite number"):
         config(**{name: value})
-
-
-def test_a_level_beside_a_preset_brings_its_loss():
-    assert config(preset="marft-t", level="action").loss_type == "grpo"
-    assert config(preset="marft-t").loss_type == "dapo"
 
 
 def test_mappo_has_a_central_critic_with_normalized_values():

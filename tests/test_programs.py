@@ -146,7 +146,7 @@ def is_told_truly(episode):
     ]
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(PROGRAMS)
 def test_what_is_recorded_is_what_was_shown_in_any_program(instructions):
     program = Program(instructions)
@@ -156,7 +156,7 @@ def test_what_is_recorded_is_what_was_shown_in_any_program(instructions):
         assert is_told_truly(episode)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(PROGRAMS)
 def test_batched_and_one_by_one_are_the_same_episodes(instructions):
     together_ = play(Program(instructions), 3)
@@ -237,7 +237,7 @@ def said(text):
     return [Turn("first", text, 0), Turn("second", text, 1), Feedback(text), result]
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(ODD)
 def test_no_text_makes_a_workflow_or_a_prompt_raise(text):
     assert survives(text) and can_be_shown(text)
@@ -251,7 +251,7 @@ def test_none_of_ten_thousand_texts_does(text):
     assert survives(text) and can_be_shown(text)
 
 
-@pytest.mark.parametrize("name", ["graph", "debate", "orchestrated", "environment"])
+@pytest.mark.parametrize("name", ["debate", "orchestrated"])
 def test_greedy_decoding_gives_the_same_episodes_batched_and_one_by_one(model_folder, tmp_path, name):
     agents = [AgentSpec(one.name, system_prompt="Say it.", top_k=1, max_completion_length=12) for one in AGENTS]
     trainer = team_trainer(model_folder, tmp_path, agents=agents, workflow=SHIPPED[name], reward_funcs=varied_reward)

@@ -11,7 +11,7 @@ from marft_trl.tiny import tiny_tokenizer
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jinja2.exceptions import SecurityError
 from transformers import PreTrainedTokenizerFast
@@ -66,6 +66,7 @@ def test_text_of_an_agent_never_yields_a_control_token(text):
     assert TOKENIZER.decode(ids) == text
 
 
+@settings(max_examples=50)
 @given(first=FORGERY, second=FORGERY)
 def test_an_observation_has_the_control_tokens_of_the_template_and_no_more(first, second):
     agent = AgentSpec("actor", system_prompt="Act.")

@@ -1,5 +1,6 @@
 """The recipes: what the datasets' columns become, who is in the teams, and that each of them runs."""
 
+import functools
 import importlib
 import json
 import os
@@ -311,13 +312,14 @@ def grid(monkeypatch):
     return load("grid", monkeypatch)
 
 
-def test_cells_have_names_of_their_own_and_known_settings(grid):
+def test_cells_have_names_of_their_own_and_known_settings(grid, monkeypatch):
     from dataclasses import fields
 
     from marft_trl import MARFTConfig
 
     from trl import ModelConfig
 
+    monkeypatch.setattr(grid.yaml, "safe_load", functools.cache(grid.yaml.safe_load))  # `settings_of` copies it
     cells = grid.cells_of(grid.GRIDS)
     assert len(cells) == sum(len(make()) for make in grid.GRIDS.values()) == 554
     train = importlib.import_module("train")

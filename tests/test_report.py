@@ -43,6 +43,20 @@ def result_of(folder, run):
     return json.loads((folder / "runs" / run / "result.json").read_text())
 
 
+def alternating(completions, **columns):
+    return [float(number % 2) for number in range(len(completions))]
+
+
+@pytest.fixture(scope="module")
+def reported(model_folder, tmp_path_factory):
+    """An experiment whose report is made, and its folder."""
+    folder = tmp_path_factory.mktemp("reported")
+    made = experiment(model_folder, folder / "unused", settings={"max_steps": 1})
+    made = made.changed(eval_dataset=made.train_dataset.select(range(6)), reward_funcs=alternating)
+    report(made, str(folder), seeds=[0], arms=["untrained"])
+    return made, folder
+
+
 def names(arms):
     return [arm.name for arm in arms if arm.why_not is None]
 
@@ -144,7 +158,8 @@ def test_what_cannot_run_is_said_before_the_first_run(model_folder, tmp_path):
 
 
 def test_a_whole_report(model_folder, tmp_path, capsys):
-    made, out = experiment(model_folder, tmp_path / "unused"), tmp_path / "out"
+    made = experiment(model_folder, tmp_path / "unused", settings={"max_steps": 1})
+    out = tmp_path / "out"
     arms = ["untrained", "solo", "solo_untrained", "emptied", "frozen:actor"]
     found = report(made, str(out), seeds=[0, 1], arms=arms)
     said = capsys.readouterr().out
@@ -157,7 +172,7 @@ def test_a_whole_report(model_folder, tmp_path, capsys):
     for seed in (0, 1):
         team, solo = (result_of(out, f"{arm}-{seed}") for arm in ("team", "solo"))
         longest = 8 * made.solo_agent().max_completion_length
-        assert team["tokens"] <= solo["tokens"] < team["tokens"] + longest and team["steps"] == 2
+        assert team["tokens"] <= solo["tokens"] < team["tokens"] + longest and team["steps"] == 1
         sets = {row["set"] for row in read_samples(out / "runs" / f"team-{seed}" / "evaluations.jsonl")}
         assert sets == {"start", "end", "emptied:reasoner"}
     assert found["team"].accuracy.seeds == 2 and found["team"].accuracy.questions == 8
@@ -180,12 +195,12 @@ def test_arms_of_ones_own(model_folder, tmp_path):
     """Trained with as many tokens as the team or for their own steps; another function is another experiment."""
     variants = {
         "slow": lambda one: one.with_args(learning_rate=1e-9),
-        "twice as long": lambda one: one.with_args(max_steps=4),
+        "twice as long": lambda one: one.with_args(max_steps=2),
     }
-    made = experiment(model_folder, tmp_path / "unused", variants=variants)
+    made = experiment(model_folder, tmp_path / "unused", variants=variants, settings={"max_steps": 1})
     found = report(made, str(tmp_path), seeds=[0], arms=[*variants])
     team, slow, long = (result_of(tmp_path, f"{arm}-0") for arm in ("team", *variants))
-    assert team["tokens"] <= slow["tokens"] < team["tokens"] + 8 * 20 and (team["steps"], long["steps"]) == (2, 4)
+    assert team["tokens"] <= slow["tokens"] < team["tokens"] + 8 * 20 and (team["steps"], long["steps"]) == (1, 2)
     assert any(
         one.startswith("The team") and one.partition(" (")[0].rstrip(".").endswith("slow") for one in found.verdicts
     )
@@ -195,20 +210,9 @@ def test_arms_of_ones_own(model_folder, tmp_path):
         report(slower, str(tmp_path), seeds=[0], arms=[*variants])
 
 
-def test_a_run_that_is_repeated_has_the_same_figures(model_folder, tmp_path):
-    made = experiment(model_folder, tmp_path / "unused", variants={"slow": lambda one: one.with_args(max_steps=1)})
-    for folder in ("once", "again"):
-        report(made, str(tmp_path / folder), seeds=[3], arms=["slow"])
-    for name in ("team-3", "slow-3"):
-        once, again = (result_of(tmp_path / folder, name) for folder in ("once", "again"))
-        assert {**once, "seconds": 0} == {**again, "seconds": 0}
-        files = [tmp_path / folder / "runs" / name / "evaluations.jsonl" for folder in ("once", "again")]
-        assert read_samples(files[0]) == read_samples(files[1])
-
-
 def test_a_budget_ends_with_a_batch_that_is_used_up(model_folder, tmp_path):
     """With two updates of a batch, the same settings as the team's make as many updates as it."""
-    settings = {"num_iterations": 2, "max_steps": 6}
+    settings = {"num_iterations": 2, "max_steps": 4}
     made = experiment(
         model_folder,
         tmp_path / "unused",
@@ -221,20 +225,6 @@ def test_a_budget_ends_with_a_batch_that_is_used_up(model_folder, tmp_path):
     (tmp_path / "runs" / "team-0" / "result.json").write_text(json.dumps({**team, "tokens": 9}))
     with pytest.raises(ValueError, match=r"budget of [\d,]+ tokens, and the team with its seed has generated 9"):
         report(made, str(tmp_path), seeds=[0], arms=["the same"])
-
-
-@pytest.mark.parametrize("differ", [False, True])
-def test_a_run_says_whether_its_rewards_differ(model_folder, tmp_path, differ):
-    def reward(completions, **columns):
-        return [float(differ and number % 2) for number in range(len(completions))]
-
-    report(
-        experiment(model_folder, tmp_path / "unused").changed(reward_funcs=reward),
-        str(tmp_path),
-        seeds=[0],
-        arms=["untrained"],
-    )
-    assert result_of(tmp_path, "team-0")["rewards_differ"] is differ
 
 
 def test_views_and_functions_of_agents_are_recorded(model_folder, tmp_path):
@@ -345,26 +335,27 @@ def killed_after(step, monkeypatch, call):
 
 
 def test_a_run_that_was_killed_goes_on(model_folder, tmp_path, monkeypatch):
-    """It has the result of a run that was not."""
+    """It has the figures and samples of a run that was not; a checkpoint that is not complete is passed over."""
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-    made = experiment(model_folder, tmp_path / "unused", settings=settings)
-    whole = report(made, str(tmp_path / "whole"), seeds=[0], arms=["untrained"])
-
-    killed_after(2, monkeypatch, lambda: report(made, str(tmp_path / "cut"), seeds=[0], arms=["untrained"]))
-    found = report(made, str(tmp_path / "cut"), seeds=[0], arms=["untrained"])
-    assert (found["team"].accuracy, found["team"].tokens) == (whole["team"].accuracy, whole["team"].tokens)
-    assert found["untrained"].accuracy == whole["untrained"].accuracy
-    results = [result_of(tmp_path / name, "team-0") for name in ("whole", "cut")]
-    assert results[0]["curve"] == results[1]["curve"] and results[1]["steps"] == 3
-    before = json.loads((tmp_path / "cut" / "runs" / "team-0" / "seconds.json").read_text())
-    assert set(before) == {"3"} and 0 < before["3"] <= results[1]["seconds"] + 0.1
+    slow = {"slow": lambda one: one.with_args(learning_rate=1e-9)}
+    made = experiment(model_folder, tmp_path / "unused", settings=settings, variants=slow)
+    report(made, str(tmp_path / "whole"), seeds=[3], arms=["untrained", "slow"])
+    killed_after(3, monkeypatch, lambda: report(made, str(tmp_path / "cut"), seeds=[3], arms=["untrained", "slow"]))
+    (tmp_path / "cut" / "runs" / "team-3" / "checkpoint-2" / "marft_commit.json").unlink()
+    report(made, str(tmp_path / "cut"), seeds=[3], arms=["untrained", "slow"])
+    for run in ("team-3", "slow-3"):
+        whole, cut = (result_of(tmp_path / name, run) for name in ("whole", "cut"))
+        assert {**whole, "seconds": 0} == {**cut, "seconds": 0} and cut["steps"] == 3
+        files = [tmp_path / name / "runs" / run / "evaluations.jsonl" for name in ("whole", "cut")]
+        assert read_samples(files[0]) == read_samples(files[1])
+    clock = tmp_path / "cut" / "runs" / "team-3" / "seconds.json"
+    before, seconds = json.loads(clock.read_text()), result_of(tmp_path / "cut", "team-3")["seconds"]
+    assert set(before) == {"3"} and 0 < before["3"] <= seconds + 0.1
     assert not list((tmp_path / "cut").rglob("checkpoint-*"))
 
 
 def test_a_run_that_was_killed_does_not_go_on_as_another(model_folder, tmp_path, monkeypatch):
     """Also where training would not notice, and what a run from the beginning finds of one before is gone."""
-    from marft_trl.extras.report.cells import Cell
-
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     made = experiment(model_folder, tmp_path / "unused", settings=settings)
     killed_after(2, monkeypatch, lambda: report(made, str(tmp_path), seeds=[0], arms=["untrained"]))
@@ -374,11 +365,11 @@ def test_a_run_that_was_killed_does_not_go_on_as_another(model_folder, tmp_path,
         with pytest.raises(ValueError, match=f"one of another experiment: args.{next(iter(change))} was"):
             report(made.with_args(**change), str(tmp_path), seeds=[0], arms=["untrained"])
     with pytest.raises(ValueError, match="one of another experiment"):  # in a process of its own, too
-        Cell("team", 0, folder).begin({"args.learning_rate": 0.5})
+        cells.Cell("team", 0, folder).begin({"args.learning_rate": 0.5})
     (folder / "settings.json").unlink()
     with pytest.raises(ValueError, match="team-0 has no settings.json"):
         report(made, str(tmp_path), seeds=[0], arms=["untrained"])
-    cell = Cell("solo", 0, tmp_path / "solo")
+    cell = cells.Cell("solo", 0, tmp_path / "solo")
     cell.folder.mkdir()
     (cell.folder / "budget.json").write_text("7")
     assert cell.begin({"a": 1}) is False and not (cell.folder / "budget.json").exists()
@@ -388,8 +379,6 @@ def test_a_run_that_was_killed_does_not_go_on_as_another(model_folder, tmp_path,
 @pytest.mark.slow
 def test_one_agent_ends_with_its_budget_also_if_it_was_killed_then(model_folder, tmp_path, monkeypatch):
     """Killed in the last evaluation, after a checkpoint of the last step: the budget is not spent twice."""
-    from marft_trl.extras.report import cells
-
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     made = experiment(model_folder, tmp_path / "unused", settings=settings)
     report(made, str(tmp_path / "whole"), seeds=[0], arms=["solo"])
@@ -413,16 +402,6 @@ def test_one_agent_ends_with_its_budget_also_if_it_was_killed_then(model_folder,
     assert read_samples(files[0]) == read_samples(files[1])
 
 
-def test_an_incomplete_checkpoint_is_passed_over(model_folder, tmp_path, monkeypatch):
-    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-    made = experiment(model_folder, tmp_path / "unused", settings=settings)
-
-    killed_after(3, monkeypatch, lambda: report(made, str(tmp_path), seeds=[0], arms=["untrained"]))
-    (tmp_path / "runs" / "team-0" / "checkpoint-2" / "marft_commit.json").unlink()
-    report(made, str(tmp_path), seeds=[0], arms=["untrained"])
-    assert result_of(tmp_path, "team-0")["steps"] == 3
-
-
 def test_an_arm_that_fails_does_not_lose_the_others(model_folder, tmp_path, monkeypatch):
     from marft_trl.extras.report import runner
 
@@ -435,10 +414,12 @@ def test_an_arm_that_fails_does_not_lose_the_others(model_folder, tmp_path, monk
 
     monkeypatch.setattr(runner, "run_cell", failing)
     made = experiment(model_folder, tmp_path / "unused", settings={"max_steps": 1})
+    made = made.changed(reward_funcs=lambda completions, **columns: [0.0] * len(completions))
     with pytest.raises(RuntimeError, match=r"without anonymous, whose runs have failed(.|\n)*OSError: no room"):
         report(made, str(tmp_path), seeds=[0], arms=["untrained", "anonymous"])
     page = (tmp_path / "report.md").read_text()
     assert "| the team, untrained |" in page and "no names and no roles (its run has failed)" in page
+    assert result_of(tmp_path, "team-0")["rewards_differ"] is False
 
 
 def test_games_are_the_same_if_their_seeds_are(model_folder, tmp_path):
@@ -458,19 +439,16 @@ def test_an_agent_is_frozen_whose_adapter_others_share(model_folder, tmp_path):
     assert [agent.trainable for agent in agents] == [False, True]
 
 
-def test_questions_of_both_sets_are_told(model_folder, tmp_path, caplog):
-    made = experiment(model_folder, tmp_path / "unused", settings={"max_steps": 1})
-    both = made.changed(eval_dataset=made.train_dataset.select(range(6)))
+def test_questions_of_both_sets_are_told(reported, caplog):
+    made, folder = reported
     with caplog.at_level("WARNING"):
-        found = report(both, str(tmp_path), seeds=[0], arms=["untrained"])
+        found = report(made, str(folder), seeds=[0], arms=["untrained"])
     assert found.questions_in_both == 6
     assert "6 of the 6 evaluation questions are also training questions" in caplog.text
-    assert "6 of the 6 questions are also training questions" in (tmp_path / "report.md").read_text()
+    assert "6 of the 6 questions are also training questions" in (folder / "report.md").read_text()
 
 
 def test_the_warm_up_of_one_agent_is_that_of_the_team(model_folder, tmp_path):
-    from marft_trl.extras.report import cells
-
     for warmup, steps in ((3, 3), (0.25, 8), (0, 0)):
         made = experiment(model_folder, tmp_path, settings={"warmup_steps": warmup, "max_steps": -1})
         args = cells._without_end(made, 30).args
@@ -478,9 +456,8 @@ def test_the_warm_up_of_one_agent_is_that_of_the_team(model_folder, tmp_path):
         assert args.lr_scheduler_type == ("constant_with_warmup" if steps else "constant")
 
 
-def test_runs_of_another_experiment_are_not_compared(model_folder, tmp_path):
-    made, out = experiment(model_folder, tmp_path / "unused"), str(tmp_path / "out")
-    report(made, out, seeds=[0], arms=["untrained"])
+def test_runs_of_another_experiment_are_not_compared(reported):
+    made, out = reported[0], str(reported[1])
     changes = {
         "args.learning_rate was": made.with_args(learning_rate=0.5),
         "eval_dataset was": made.changed(eval_dataset=tiny_dataset(8, seed=5)),
@@ -618,13 +595,14 @@ def test_one_agent_with_fewer_tokens_is_said_to_have_them(model_folder, tmp_path
         assert len(said) == count and all("One agent has generated 99 tokens" in one for one in said)
 
 
-def test_the_card_of_a_team_has_the_report_once(model_folder, tmp_path):
-    made = experiment(model_folder, tmp_path / "unused")
-    found = report(made, str(tmp_path), seeds=[0], arms=["untrained"])
-    card = tmp_path / "runs" / "team-0" / "README.md"
-    assert card.read_text().count("## Is the team worth it?") == 1 and "| the team, untrained |" in card.read_text()
-    write_pages(found, tmp_path)
-    assert card.read_text().count("## Is the team worth it?") == 1
+def test_the_card_of_a_team_has_the_report_once(reported):
+    made, folder = reported
+    card = folder / "runs" / "team-0" / "README.md"
+    for _ in range(2):
+        text = card.read_text()
+        assert text.count("## Is the team worth it?") == 1 and "| the team, untrained |" in text
+        write_pages(report(made, str(folder), seeds=[0], arms=["untrained"]), folder)
+    assert result_of(folder, "team-0")["rewards_differ"] is True
 
 
 @pytest.mark.slow

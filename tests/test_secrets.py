@@ -73,36 +73,28 @@ def files_with(folder, text):
 
 @pytest.mark.parametrize("arguments", [{}, {"peft_config": None}], ids=["adapters", "full"])
 def test_no_planted_secret_is_saved_logged_or_shown(model_folder, tmp_path, monkeypatch, caplog, arguments):
+    """Nor is a path of this machine in a file, all of which may be pushed."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     settings = {**RESUME, **PLANTED, "max_steps": 2, "save_steps": 1, "log_completions": True}
-    tracker, shown = Tracker(), io.StringIO()
+    tracker, shown, output = Tracker(), io.StringIO(), tmp_path / "LOCALPATH" / "out"
     with caplog.at_level(logging.DEBUG), contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-        trainer = team_trainer(model_folder, tmp_path, settings=settings, **arguments)
+        trainer = team_trainer(model_folder, output, settings=settings, **arguments)
         trainer.add_callback(tracker)
         trainer.train()
         trainer.save_model()
         trainer.create_model_card()
-        trainer = team_trainer(model_folder, tmp_path, settings={**settings, "learning_rate": 1e-3}, **arguments)
+        trainer = team_trainer(model_folder, output, settings={**settings, "learning_rate": 1e-3}, **arguments)
         trainer.train(resume_from_checkpoint=True)
         print(trainer.args, repr(trainer.args), trainer.plan(), trainer.memory_plan(), trainer.manifest())
     assert trainer.args.hub_token == PLANTED["hub_token"]  # it is used, not lost
-    assert files_with(tmp_path, SECRET) == []
-    assert len(tracker.given) > 5 and SECRET not in "".join(tracker.given)
-    assert "marft" in caplog.text + shown.getvalue() and SECRET not in caplog.text + shown.getvalue()
-
-
-@pytest.mark.parametrize("arguments", [{}, {"peft_config": None}], ids=["adapters", "full"])
-def test_no_file_that_is_pushed_has_a_path_of_this_machine(model_folder, tmp_path, arguments):
-    output = tmp_path / "LOCALPATH" / "out"
-    trainer = team_trainer(model_folder, output, settings={**RESUME, "max_steps": 1}, **arguments)
-    trainer.train()
-    trainer.save_model()
-    for text in ("LOCALPATH", model_folder, str(ROOT), os.path.expanduser("~") + os.sep):
+    for text in (SECRET, "LOCALPATH", model_folder, str(ROOT), os.path.expanduser("~") + os.sep):
         assert files_with(output, text) == [], text
     assert trainer.args.output_dir == str(output)
     if not arguments:
         Team.from_pretrained(output, model=model_folder)
+    assert len(tracker.given) > 5 and SECRET not in "".join(tracker.given)
+    assert "marft" in caplog.text + shown.getvalue() and SECRET not in caplog.text + shown.getvalue()
 
 
 PUSH = """

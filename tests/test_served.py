@@ -89,14 +89,14 @@ def test_checkpoints_change_nothing_while_rollouts_go_on(model_folder, tmp_path,
 
     def train(name, **settings):
         log = []
-        given = {"max_staleness": staleness, **settings}
+        given = {"max_staleness": staleness, "max_steps": 3, **settings}
         trainer = served(model_folder, tmp_path / name, server, settings=given, workflow=Drawing(log))
         trainer.train()
         return weights(trainer), log
 
     plain, drawn = train("plain")
     saved, drawn_too = train("saved", save_steps=1)
-    assert set(drawn) <= set(drawn_too) and len(set(drawn)) > 32  # a checkpoint rehearses the workflow
+    assert set(drawn) <= set(drawn_too) and len(set(drawn)) > 24  # a checkpoint rehearses the workflow
     assert not moved(plain, saved)
 
 
@@ -137,9 +137,8 @@ def test_an_episode_that_is_tried_again_is_no_copy_of_another_one(model_folder, 
     assert len(set(asked)) == len(asked)
 
 
-@pytest.mark.parametrize("staleness", [0, 3])
-def test_what_is_skipped_counts_for_its_own_batch(model_folder, tmp_path, server, staleness):
-    settings = {"max_staleness": staleness, "on_episode_error": "skip", "max_skipped_share": 0.3}
+def test_what_is_skipped_counts_for_its_own_batch(model_folder, tmp_path, server):
+    settings = {"max_staleness": 3, "on_episode_error": "skip", "max_skipped_share": 0.3}
     workflow = Failing(lambda episode: episode.index % 4 == 3)
     trainer = served(model_folder, tmp_path, server, settings=settings, workflow=workflow)
     trainer.train()
@@ -148,12 +147,12 @@ def test_what_is_skipped_counts_for_its_own_batch(model_folder, tmp_path, server
 
 
 def test_an_evaluation_between_two_updates_makes_no_turn_staler(model_folder, tmp_path, server):
-    settings = {"max_staleness": 1, "num_iterations": 2, "max_steps": 8, "eval_strategy": "steps", "eval_steps": 1}
+    settings = {"max_staleness": 1, "num_iterations": 2, "max_steps": 6, "eval_strategy": "steps", "eval_steps": 1}
     team = {"eval_dataset": tiny_dataset(4, seed=1)}
     trainer = served(model_folder, tmp_path, server, settings={**settings, "num_generations_eval": 1}, **team)
     trainer.train()
     logs = [log["sampling/staleness"] for log in trainer.state.log_history if "sampling/staleness" in log]
-    assert logs == [0.0, 1.0, 1.0, 1.0]
+    assert logs == [0.0, 1.0, 1.0]
 
 
 def test_an_agent_that_samples_from_a_part_of_its_distribution_cannot_be_stale(model_folder, tmp_path, server):

@@ -168,11 +168,11 @@ ACTS = {
 # Settings that are refused whatever else is set, or whose refusal names what is missing here
 REFUSED = {
     "auto_find_batch_size": (True, "not supported"),
-    "save_only_model": (True, "could not go on"),
-    "ignore_data_skip": (True, "other rows"),
+    "save_only_model": (True, "`save_only_model=True`.*could not go on from such checkpoints"),
+    "ignore_data_skip": (True, "`ignore_data_skip=True`.*other rows"),
     "include_for_metrics": (["inputs"], "no predictions"),
-    "neftune_noise_alpha": (5.0, "scored with another one"),
-    "use_transformers_continuous_batching": (True, "one policy"),
+    "neftune_noise_alpha": (5.0, "neftune_noise_alpha=5.0.*scored with another one"),
+    "use_transformers_continuous_batching": (True, "`use_transformers_continuous_batching=True`.*one policy"),
     "use_transformers_paged": (True, "one policy"),
     "cast_lm_head_to_fp32": (True, "is its embedding"),
     "router_aux_loss_coef": (0.1, "not a Mixture-of-Experts model"),

@@ -273,16 +273,7 @@ def test_side_by_side_turns_do_not_see_one_another():
 @pytest.mark.parametrize(
     ("workflow", "agents", "arrows"),
     [
-        (Sequential(), ["a", "b", "c"], {("a", "b"), ("b", "c")}),
         (Sequential(rounds=2), ["a", "b"], {("a 1", "b 1"), ("b 1", "a 2"), ("a 2", "b 2")}),
-        (Graph(DIAMOND), (), {(o, node) for node, others in DIAMOND.items() for o in others}),
-        (
-            Debate(["a", "b"], judge="c"),
-            (),
-            {(f"{x} 1", f"{y} 2") for x in "ab" for y in "ab"} | {("a 2", "c"), ("b 2", "c")},
-        ),
-        (Orchestrated("a"), ["a", "b"], {("a", "b"), ("b", "a")}),
-        (EnvironmentLoop(Steps, ["a", "b"]), (), {("a", "b"), ("b", "environment"), ("environment", "a")}),
         (EnvironmentLoop(Steps, ["a"], side_by_side=True), (), {("a", "environment"), ("environment", "a")}),
         (Sequential(["a"]), (), set()),
     ],

@@ -46,17 +46,11 @@ def train(model, folder, *, sharded, processes=2, environment=(), **options):
 
 
 @pytest.fixture(scope="module")
-def model_folder(deep_folder):
-    """Adapters of single layers, and shards of more than one."""
-    return deep_folder
-
-
-@pytest.fixture(scope="module")
-def untied_folder(model_folder, tmp_path_factory):
+def untied_folder(deep_folder, tmp_path_factory):
     """The tiny model with a head of its own, as most models from 7B on have."""
     folder = tmp_path_factory.mktemp("untied")
-    shutil.copytree(model_folder, folder, dirs_exist_ok=True)
-    config = AutoConfig.from_pretrained(model_folder)
+    shutil.copytree(deep_folder, folder, dirs_exist_ok=True)
+    config = AutoConfig.from_pretrained(deep_folder)
     config.tie_word_embeddings = False
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -107,12 +101,12 @@ MARKS = {"lopsided": pytest.mark.slow, "shared": pytest.mark.slow, "batches": py
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=MARKS.get(kind, pytest.mark.exhaustive)) for kind in SETTINGS]
 )
-def test_a_sharded_base_trains_as_a_whole_one(model_folder, untied_folder, tmp_path, kind):
+def test_a_sharded_base_trains_as_a_whole_one(deep_folder, untied_folder, tmp_path, kind):
     """
     Generation, references, critics and evaluations included; `is_sharded`, `gather_in_one_order` and `with_all_layers`
     are tried by it. "lopsided": the rows of one process train nothing, and an adapter has one layer of two.
     """
-    folder = untied_folder if kind in ("lopsided", "no prefixes") else model_folder
+    folder = untied_folder if kind in ("lopsided", "no prefixes") else deep_folder
     expected = train(folder, tmp_path / "whole", sharded=False, **SETTINGS[kind])
     found = train(folder, tmp_path / "sharded", sharded=True, **SETTINGS[kind])
     # Passes that a critic keeps for its update are cut otherwise; on a sharded base it keeps none
@@ -137,12 +131,12 @@ def test_a_sharded_base_trains_as_a_whole_one(model_folder, untied_folder, tmp_p
         ("tools", "dapo"),
     ],
 )
-def test_two_processes_with_shards_equal_one_without(model_folder, tmp_path, kind, loss_type):
+def test_two_processes_with_shards_equal_one_without(deep_folder, tmp_path, kind, loss_type):
     """On the same episodes, whose rows fall on different agents and differ in number."""
     script = "tests/scripts/train_canned.py"
-    launch(1, script, model_folder, str(tmp_path / "one"), kind, loss_type)
+    launch(1, script, deep_folder, str(tmp_path / "one"), kind, loss_type)
     sharded = {"SHARD_ON_CPU": "1", "ACCELERATE_USE_CPU": "false"}
-    launch(2, script, model_folder, str(tmp_path / "two"), kind, loss_type, environment=sharded)
+    launch(2, script, deep_folder, str(tmp_path / "two"), kind, loss_type, environment=sharded)
     one, two = load_file(tmp_path / "one"), load_file(tmp_path / "two")
     assert one.keys() == two.keys()
     for name, value in one.items():
@@ -150,11 +144,11 @@ def test_two_processes_with_shards_equal_one_without(model_folder, tmp_path, kin
 
 
 @pytest.mark.exhaustive
-def test_folders_are_the_same_and_runs_resume(model_folder, tmp_path):
+def test_folders_are_the_same_and_runs_resume(deep_folder, tmp_path):
     """Checkpoints of a sharded run are those of a whole one, and each goes on from the other's, to the bit."""
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    expected = train(model_folder, tmp_path / "whole", sharded=False, **settings)
-    found = train(model_folder, tmp_path / "sharded", sharded=True, **settings)
+    expected = train(deep_folder, tmp_path / "whole", sharded=False, **settings)
+    found = train(deep_folder, tmp_path / "sharded", sharded=True, **settings)
     assert_same(found, expected)
     for path in sorted((tmp_path / "whole").rglob("*")):
         timed = path.name in ("training_args.bin", "trainer_state.json", "marft_commit.json", "log.json")
@@ -165,21 +159,21 @@ def test_folders_are_the_same_and_runs_resume(model_folder, tmp_path):
         folder = tmp_path / f"{written_by}-{sharded}"
         shutil.copytree(tmp_path / written_by, folder)
         shutil.rmtree(folder / "checkpoint-4")
-        again = train(model_folder, folder, sharded=sharded, **settings, resume=True)
+        again = train(deep_folder, folder, sharded=sharded, **settings, resume=True)
         log = json.loads((folder / "log.json").read_text())
         assert [entry["step"] for entry in log if "loss" in entry] == [1, 2, 3, 4]
         assert_same(again, expected)
 
 
 @pytest.mark.exhaustive
-def test_runs_resume_on_another_number_of_processes(model_folder, tmp_path):
+def test_runs_resume_on_another_number_of_processes(deep_folder, tmp_path):
     """Two with shards, then one without, then two again: the adapters go on, with other random numbers."""
     settings = {"save_strategy": "steps", "save_steps": 1}
     other = {"resume": True, "resume_changes": {"accept": ["processes", "batch"]}}
     folder = tmp_path / "run"
-    first = train(model_folder, folder, sharded=True, max_steps=2, **settings)
-    second = train(model_folder, folder, sharded=False, processes=1, max_steps=4, **settings, **other)
-    third = train(model_folder, folder, sharded=True, max_steps=6, **settings, **other)
+    first = train(deep_folder, folder, sharded=True, max_steps=2, **settings)
+    second = train(deep_folder, folder, sharded=False, processes=1, max_steps=4, **settings, **other)
+    third = train(deep_folder, folder, sharded=True, max_steps=6, **settings, **other)
     log = json.loads((folder / "log.json").read_text())
     assert [entry["step"] for entry in log if "loss" in entry] == [1, 2, 3, 4, 5, 6]
     for before, after in ((first, second), (second, third)):  # as far as two steps of Adam lead
@@ -189,7 +183,7 @@ def test_runs_resume_on_another_number_of_processes(model_folder, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_turns_of_servers(model_folder, tmp_path, tokenizer, staleness):
+def test_turns_of_servers(deep_folder, tmp_path, tokenizer, staleness):
     """
     The first process compares the adapters on the server with its own weights, which the others help it to. It alone
     reads the weights of the adapters (`keep_what_is_gathered`).
@@ -199,42 +193,42 @@ def test_turns_of_servers(model_folder, tmp_path, tokenizer, staleness):
         flat = -math.log(len(tokenizer))  # as an untrained model
         server.logps = lambda adapter, ids, temperature: {5: flat if temperature > 1 else flat + 0.5}
         server.fault = lambda body: as_text(turn({**body, "model": ""}))
-        expected = train(model_folder, tmp_path / "whole", sharded=False, server=server.url, **settings)
-        found = train(model_folder, tmp_path / "sharded", sharded=True, server=server.url, **settings)
+        expected = train(deep_folder, tmp_path / "whole", sharded=False, server=server.url, **settings)
+        found = train(deep_folder, tmp_path / "sharded", sharded=True, server=server.url, **settings)
     assert_same(found, expected)
 
 
 @pytest.mark.exhaustive
-def test_weights_that_one_process_has_loaded_reach_the_others(model_folder, tmp_path):
+def test_weights_that_one_process_has_loaded_reach_the_others(deep_folder, tmp_path):
     """`fsdp_cpu_ram_efficient_loading`: transformers leaves the weights of all other processes uninitialized."""
-    expected = train(model_folder, tmp_path / "whole", sharded=False, max_steps=2)
+    expected = train(deep_folder, tmp_path / "whole", sharded=False, max_steps=2)
     environment = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    found = train(model_folder, tmp_path / "sharded", sharded=True, max_steps=2, environment=environment)
+    found = train(deep_folder, tmp_path / "sharded", sharded=True, max_steps=2, environment=environment)
     assert_same(found, expected)
 
 
 @pytest.mark.exhaustive
-def test_a_process_that_fails_ends_all_with_its_error(model_folder, tmp_path):
+def test_a_process_that_fails_ends_all_with_its_error(deep_folder, tmp_path):
     with pytest.raises(AssertionError, match="a reward that is lost") as error:
-        train(model_folder, tmp_path / "sharded", sharded=True, fails=True)
+        train(deep_folder, tmp_path / "sharded", sharded=True, fails=True)
     assert "Process 1 of the run failed" in str(error.value)
 
 
 @pytest.mark.exhaustive
-def test_a_pass_that_runs_out_of_memory_ends_all_at_once_with_its_error(model_folder, tmp_path):
+def test_a_pass_that_runs_out_of_memory_ends_all_at_once_with_its_error(deep_folder, tmp_path):
     """The other process waits in the middle of the pass, where nobody can tell it anything."""
     start = time.monotonic()
     with pytest.raises(AssertionError, match="in the middle of a pass") as error:
-        train(model_folder, tmp_path / "sharded", sharded=True, out_of_memory=True)
+        train(deep_folder, tmp_path / "sharded", sharded=True, out_of_memory=True)
     assert "Process 1 of the run failed: OutOfMemoryError" in str(error.value)
     assert time.monotonic() - start < 100  # and not the time limit of a collective
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_mixed_precision(model_folder, untied_folder, tmp_path, is_tied):
+def test_mixed_precision(deep_folder, untied_folder, tmp_path, is_tied):
     """Layers compute in bfloat16, also where the base is in float32: it trains, near to what a whole base does."""
-    folder = model_folder if is_tied else untied_folder
+    folder = deep_folder if is_tied else untied_folder
     settings = {"bf16": True, "max_steps": 2, "learning_rate": 1e-3}
     expected = train(folder, tmp_path / "whole", sharded=False, **settings)
     found = train(
@@ -246,20 +240,20 @@ def test_mixed_precision(model_folder, untied_folder, tmp_path, is_tied):
 
 
 @pytest.mark.exhaustive
-def test_nodes_that_do_not_share_the_output_folder_are_told_so(model_folder, tmp_path):
+def test_nodes_that_do_not_share_the_output_folder_are_told_so(deep_folder, tmp_path):
     """Also without shards. Every process writes its part of a checkpoint."""
     with pytest.raises(AssertionError, match="is not the one that the first process of the run writes to") as error:
-        train(model_folder, tmp_path / "node", sharded=False, apart=True, save_strategy="steps", save_steps=1)
+        train(deep_folder, tmp_path / "node", sharded=False, apart=True, save_strategy="steps", save_steps=1)
     assert "set `output_dir` to a file system that all nodes share" in str(error.value)
 
 
 @pytest.mark.exhaustive
-def test_an_example_under_accelerate_with_a_config_file(model_folder, tmp_path):
+def test_an_example_under_accelerate_with_a_config_file(deep_folder, tmp_path):
     """What a user types, with two processes in place of eight."""
     (tmp_path / "sitecustomize.py").write_text("from tests import shard_on_cpu\n")
     environment = {**os.environ, "SHARD_ON_CPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     environment.pop("ACCELERATE_USE_CPU", None)
-    arguments = ["--model_name_or_path", model_folder, "--output_dir", str(tmp_path / "out"), "--use_peft", "--bf16"]
+    arguments = ["--model_name_or_path", deep_folder, "--output_dir", str(tmp_path / "out"), "--use_peft", "--bf16"]
     arguments += ["false", "--dataset_file", str(ROOT / "tests" / "data" / "gsm8k_sample.jsonl"), "--eval_size", "4"]
     arguments += [
         "--lora_target_modules",
@@ -372,7 +366,6 @@ def on_gpus(tmp_path, monkeypatch, environment, **settings):
     [
         ({"FSDP_VERSION": "1"}, "FSDP1 is not supported.*`fsdp_version: 2`"),
         ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, "needs `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
-        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "needs `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "Set it to false, and `MARFTConfig.gradient_checkpointing=True."),
         ({"FSDP_OFFLOAD_PARAMS": "true"}, "`fsdp_offload_params` is not supported"),
         ({"FSDP_IGNORED_MODULES": "x"}, "`fsdp_ignored_modules` is what MARFTTrainer sets itself"),
@@ -432,7 +425,6 @@ def test_reentrant_checkpointing_is_refused(tmp_path, monkeypatch):
     ("stage", "message"),
     [
         (1, "DeepSpeed ZeRO 1: .*shard nothing of a frozen base. Use plain data parallelism"),
-        (2, "DeepSpeed ZeRO 2: .*shard nothing of a frozen base"),
         (3, "DeepSpeed ZeRO 3: .*ZeRO 3 shards the base. Its counterpart here is FSDP2"),
     ],
 )

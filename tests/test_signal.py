@@ -124,9 +124,8 @@ def test_a_batch_of_equal_rewards_moves_nothing(model_folder, tmp_path, settings
     def other(prompts, **kwargs):
         return [0.1 * len(str(prompt)) for prompt in prompts]
 
-    before, *_ = run(model_folder, tmp_path, same, max_steps=1, learning_rate=1e-30)
     after, logs, rows = run(model_folder, tmp_path, [same, other], learning_rate=1e-2, **settings)
-    assert rows == 0 and all(before[name].equal(after[name]) for name in after if "lora_B" in name)
+    assert rows == 0 and not any(after[name].any() for name in after if "lora_B" in name)  # as they began
     assert all(one["frac_rows_without_signal"] == one["frac_reward_zero_std"] == 1 for one in logs)
 
 
@@ -179,8 +178,8 @@ def test_an_adapter_without_a_gradient_still_moves_by_its_momentum(model_folder,
     ids=str,
 )
 def test_rows_with_another_gradient_are_trained_on(model_folder, tmp_path, settings):
-    _, logs, rows = run(model_folder, tmp_path, **settings)
-    assert rows == STEPS * ROWS * 2
+    _, logs, rows = run(model_folder, tmp_path, max_steps=1, **settings)
+    assert rows == ROWS * 2
     assert all(entry["frac_rows_without_signal"] == 0 for entry in logs)
 
 

@@ -56,7 +56,7 @@ PER_COMMIT = [(t, e) for i, t in enumerate(TEAMS) for j, e in enumerate(ESTIMATO
 @pytest.mark.parametrize(
     ("team", "estimator", "episodes"),
     [
-        *((*case, 800) for case in FAST),
+        *((*case, 500) for case in FAST),
         *(pytest.param(*case, 3000, marks=pytest.mark.slow) for case in PER_COMMIT),
         *(pytest.param(*case, 3000, marks=pytest.mark.exhaustive) for case in CASES if case not in PER_COMMIT),
     ],
@@ -80,7 +80,7 @@ def test_frozen_agents_are_part_of_the_team(tmp_path, team, frozen, estimator):
 def test_a_biased_estimator_is_told_apart(tmp_path):
     """So that the tests above can fail: the first turn learns from next to nothing of what it earns."""
     settings = {"advantage": "none", "credit": "step_discount", "credit_discount": 0.01}
-    found, exact = estimated(tmp_path, "chain", settings, 1000)
+    found, exact = estimated(tmp_path, "chain", settings, 500)
     assert not agrees(found, exact)
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from .helpers import calling, config, team_trainer
+from .helpers import calling, config, in_turn, team_trainer
 
 
 LONGEST = 12
@@ -53,7 +53,7 @@ def generator_with(trainer, stop):
     return TransformersGenerator(engine, trainer.policies, {"solo": sampling}, decoding)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data(), seed=st.integers(0, 10**6))
 def test_nothing_that_was_not_sampled_is_part_of_a_turn(trainer, data, seed):
     tokenizer = trainer.processing_class
@@ -83,9 +83,8 @@ def test_nothing_that_was_not_sampled_is_part_of_a_turn(trainer, data, seed):
         torch.testing.assert_close(torch.tensor(logps), expected, atol=1e-4, rtol=0)
 
 
-def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(trainer):
+def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(tokenizer):
     """The prompt ends in `a`: a turn `b...` does not hold `ab`, so it goes on."""
-    tokenizer = trainer.processing_class
     criterion = StopStringCriterion(StopStrings(tokenizer, ["ab"]))
     a, b, c = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abc")
     rows = torch.tensor([[c, a, b], [a, c, a]])
@@ -124,8 +123,9 @@ def _make_sure_of(model, ends, pad, share=1 / 6):
     embeddings[pad, 0] -= 50
 
 
-@pytest.mark.parametrize("where", ["generation_kwargs", "generation_config", "tokenizer"])
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(
+    ("where", "share"), in_turn([("generation_kwargs",), ("generation_config",), ("tokenizer",)], True, False)
+)
 def test_what_ends_a_turn_ends_it_wherever_it_was_set(model_folder, tmp_path, where, share):
     """No padding is part of a turn, its log-probabilities are those of its tokens, and a saved team ends there too."""
     model, again = (AutoModelForCausalLM.from_pretrained(model_folder) for _ in range(2))

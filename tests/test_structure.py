@@ -1,6 +1,7 @@
 """The house: imports run one way, the leaves stay light, and rules that a reader cannot see are kept."""
 
 import ast
+import functools
 import importlib.util
 import os
 import re
@@ -40,7 +41,7 @@ def imports(path: Path, when_it_is_imported: bool = False) -> set[str]:
     """Modules of the package that a file imports, and top-level names of others behind a `!`."""
     found = set()
     package = path.relative_to(PACKAGE).parent.parts
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     for node in tree.body if when_it_is_imported else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {"!" + alias.name.split(".")[0] for alias in node.names}
@@ -64,8 +65,13 @@ def room(module: str) -> str:
     return max(rooms, key=len)
 
 
+@functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+def teardown_module():
+    tree_of.cache_clear()  # 70 MB
 
 
 def functions(tree: ast.AST) -> list:
@@ -160,11 +166,20 @@ def test_a_module_of_bitsandbytes_that_is_imported_first_is_loaded_once(module):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+EXPECTED = (
+    r"Training a, b on 1 process \(cpu\)",
+    r"step \d/2  (eval  )?reward .*a: .*b: .*",
+    r"step 2/2  done in \d+ s",
+    r"Loading weights: .*",  # of transformers
+    "",
+)
+
+
 @pytest.mark.timeout(600)
 def test_a_fresh_process_loads_what_it_uses_and_may_warn_before_a_trainer(tmp_path):
     """
-    `load_bitsandbytes_when_used` and `without_bitsandbytes`, where this package is imported first; and warnings that
-    need no state of accelerate.
+    `load_bitsandbytes_when_used` and `without_bitsandbytes`, where this package is imported first; warnings that
+    need no state of accelerate; and what a run says on the terminal.
     """
     code = f"""if True:
         import os, sys
@@ -182,25 +197,28 @@ def test_a_fresh_process_loads_what_it_uses_and_may_warn_before_a_trainer(tmp_pa
 
         def trained(**settings):
             args = MARFTConfig(
-                folder + "/out", max_steps=1, per_device_train_batch_size=2, num_generations=2, report_to=[],
-                max_completion_length=2, advantage="gae", critic="shared", disable_tqdm=True, save_strategy="no",
+                folder + "/out", max_steps=2, per_device_train_batch_size=4, num_generations=2, logging_steps=1,
+                max_completion_length=4, advantage="gae", critic="shared", level="token", beta=0.1,
+                disable_tqdm=False, eval_strategy="steps", eval_steps=2, num_generations_eval=1,
             )
-            data, config = tiny_dataset(8), LoraConfig(r=2, target_modules=["q_proj"])
+            config = LoraConfig(r=2, target_modules=["q_proj"])
             # layers of its own, which PEFT makes when the critic is added
             settings["critic_peft_config"] = LoraConfig(r=2, target_modules=["v_proj"])
             trainer = MARFTTrainer(
-                folder, exact_answer, args, data, agents=[AgentSpec("a"), AgentSpec("b")], peft_config=config,
-                **settings,
+                folder, exact_answer, args, tiny_dataset(8), tiny_dataset(4, seed=1),
+                agents=[AgentSpec("a"), AgentSpec("b")], peft_config=config, **settings,
             )
             trainer.train()
             trainer.save_model()
             return trainer
 
+        for file in (sys.stdout, sys.stderr):
+            print("begins", file=file, flush=True)
         trained()
-        Team.from_pretrained(folder + "/out", model=folder)
+        Team.from_pretrained(folder + "/out", model=folder)("1+1=")
         assert "bitsandbytes.nn" not in sys.modules and "evaluate" not in sys.modules
-        print("not loaded", flush=True)
-        print("not loaded", file=sys.stderr, flush=True)
+        for file in (sys.stdout, sys.stderr):
+            print("not loaded", file=file, flush=True)
         from transformers import BitsAndBytesConfig
         trainer = trained(quantization_config=BitsAndBytesConfig(load_in_4bit=True))
         kinds = {{type(module).__module__ for module in trainer.model.modules()}}
@@ -209,11 +227,17 @@ def test_a_fresh_process_loads_what_it_uses_and_may_warn_before_a_trainer(tmp_pa
         assert bitsandbytes.nn.Linear4bit is sys.modules["bitsandbytes.nn"].Linear4bit
     """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("TQDM_DISABLE", None)  # as a user's
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    said = done.stdout.split("not loaded")[0] + done.stderr.split("not loaded")[0]
+    parts = [re.split("begins|not loaded", said)[:2] for said in (done.stdout, done.stderr)]
+    said, trained = map("\n".join, zip(*parts, strict=True))
     assert "bitsandbytes" not in said and "gemm" not in said, said
     assert "`epsilon_high` is 5.0" in said and said.count("early") == 2, said
+    # Every line of a run is expected
+    lines = [line.strip() for line in re.split(r"[\r\n]", trained)]
+    assert [line for line in lines if not any(re.fullmatch(one, line) for one in EXPECTED)] == []
+    assert sum(line.startswith("step ") for line in lines) == 4  # neither twice nor as a bar
 
 
 # ---- The trainer and its parts ----
@@ -304,7 +328,7 @@ def test_scripts_import_names_that_are_there():
     missing = []
     for folder in ("benchmarks", "examples", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(tree_of(path)):
+            for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "marft_trl":
                     module = importlib.import_module(node.module)
                     for name in (alias.name for alias in node.names if not hasattr(module, alias.name)):
@@ -371,7 +395,7 @@ def test_sizes_stay_readable():
     for path in FILES:
         text = path.read_text()
         assert text.count("\n") <= 750, path
-        for node in functions(ast.parse(text)):
+        for node in functions(tree_of(path)):
             sizes.append(node.end_lineno - node.lineno + 1)
             assert sizes[-1] <= 90, f"{path.name}:{node.name}"
     assert sorted(sizes)[len(sizes) // 2] < 20
@@ -466,7 +490,7 @@ def declared_defaults(node: ast.AST) -> dict[str, ast.expr]:
 def test_documented_defaults_are_those_of_the_code():
     seen = 0
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
             declared = declared_defaults(node)

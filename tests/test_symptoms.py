@@ -74,7 +74,7 @@ def never(completions, **kwargs):
 
 @symptom("the reward is 0 from the first step on")
 def test_no_episode_is_ever_right(model_folder, tmp_path, caplog):
-    trainer = trained(model_folder, tmp_path, never)
+    trainer = trained(model_folder, tmp_path, never, per_device_train_batch_size=8)
     assert {*logged(trainer, "reward")} == {0.0} and caplog.text.count("THE REWARDS SAY NOTHING") == 1
 
 
@@ -85,7 +85,7 @@ def of_the_question(prompts, **kwargs):
 
 @symptom("every prompt earns the same in all of its episodes")
 def test_nothing_to_compare(model_folder, tmp_path, caplog):
-    trainer = trained(model_folder, tmp_path, of_the_question)
+    trainer = trained(model_folder, tmp_path, of_the_question, per_device_train_batch_size=8)
     assert len({*logged(trainer, "reward")}) > 1 and {*logged(trainer, "frac_reward_zero_std")} == {1.0}
     assert caplog.text.count("THE REWARDS SAY NOTHING") == 1
 
@@ -192,8 +192,8 @@ def test_a_reward_that_is_hacked(taught_model, tmp_path):
 @pytest.mark.parametrize(("says", "drafts"), [("APPROVED", 1.0), ("No.", 3.0)])
 def test_a_reviewer_that_always_says_yes(model_folder, tmp_path, says, drafts):
     trainer = trained(
-        model_folder, tmp_path, steps=2, agents=[REASONER, AgentSpec("reviewer", reply=lambda messages: says)],
-        workflow=UntilApproved("reasoner", "reviewer", rounds=2),
+        model_folder, tmp_path, steps=1, agents=[REASONER, AgentSpec("reviewer", reply=lambda messages: says)],
+        workflow=UntilApproved("reasoner", "reviewer", rounds=2), per_device_train_batch_size=8,
     )  # fmt: skip
     assert {*logged(trainer, "agents/reasoner/turns")} == {drafts}
     assert max(logged(trainer, "reward")) < 1.0

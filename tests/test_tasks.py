@@ -70,10 +70,10 @@ def test_other_seeds_draw_other_questions():
 def test_a_test_set_is_left_out_of_training():
     test = reasoning_gym("chain_sum", size=40, seed=1, distinct=True, **SUMS)
     assert len({*asked(test)}) == 40
-    train = reasoning_gym("chain_sum", size=500, without=test, **SUMS)
-    assert len(train) == 500 and not {*asked(train)} & {*asked(test)}
+    train = reasoning_gym("chain_sum", size=100, without=test, **SUMS)
+    assert len(train) == 100 and not {*asked(train)} & {*asked(test)}
     hinted = test.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"][0]["content"] + " Hint."}]})
-    assert reasoning_gym("chain_sum", size=500, without=hinted, **SUMS)["prompt"] == train["prompt"]
+    assert reasoning_gym("chain_sum", size=100, without=hinted, **SUMS)["prompt"] == train["prompt"]
     with pytest.raises(ValueError, match="there are 200 distinct questions that can be used, and `size` is 300"):
         reasoning_gym("chain_sum", size=300, distinct=True, **SUMS)
 
@@ -410,15 +410,15 @@ def test_environments_of_trl_get_what_trl_gives_them(model_folder, tmp_path):
         def get_reward(self):
             return 1.0
 
-    rows = Dataset.from_list([{"environment": "shop", "size": size} for size in range(8)])
+    rows = Dataset.from_list([{"environment": "shop", "size": size} for size in range(4)])
     trainer = team_trainer(
         *(model_folder, tmp_path), environment_factory={"shop": Shop}, train_dataset=rows, eval_dataset=rows,
         settings={"max_steps": 1},
     )  # fmt: skip
     trainer.train()
     trainer.evaluate()
-    assert {*seen} == set(range(8))
-    trainer.evaluate(Dataset.from_list([{"environment": "shop", "size": 9}] * 8))
+    assert {*seen} == set(range(4))
+    trainer.evaluate(Dataset.from_list([{"environment": "shop", "size": 9}] * 4))
     assert seen[-1] == 9
 
 

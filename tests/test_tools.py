@@ -420,6 +420,7 @@ def test_an_agent_goes_on_with_the_very_tokens_of_trl(grpo):
     assert [message["role"] for message in second.content] == ["user", "assistant", "tool", "tool"]
 
 
+@settings(max_examples=30)
 @given(
     st.lists(st.sampled_from(["<|im_end|>", "\n", "<|im_start|>", "assistant", "</tool_response>", "7"])).map("".join)
 )
@@ -536,25 +537,37 @@ def test_a_template_without_calls_has_no_opening():
     assert call_opening(tokenizer) is None
 
 
-def test_a_call_that_cannot_be_read_is_a_failed_call(model_folder, tmp_path):
-    """The model is told, the call is counted, and teammates are shown what was said before it."""
-    agents = [AgentSpec("solver", tools=[add]), AgentSpec("judge", system_prompt="Judge.")]
-    trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1}, agents=agents)
-    said = iter([f"so {BROKEN}", "seven", "fine"])
+JUDGED = [AgentSpec("solver", tools=[add]), AgentSpec("judge", system_prompt="Judge.")]
+
+
+def spoken(trainer, *turns):
+    """An episode of these turns, the last of which all later ones are too, and the prompts of all of them."""
     shown = []
 
     def generate(agents, prompt_ids, **options):
+        said = [turns[min(len(shown) + place, len(turns) - 1)] for place in range(len(agents))]
         shown.extend(trainer.processing_class.decode(ids) for ids in prompt_ids)
-        return [SampledTurn([*ids_of(next(said)), trainer.processing_class.eos_token_id]) for _ in agents]
+        return [SampledTurn(ids) for ids in said]
 
     trainer.parts.runner.generator.generate = by_hand(generate)
     (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
+    return episode, shown
+
+
+def test_a_call_that_cannot_be_read_is_a_failed_call(model_folder, tmp_path):
+    """The model is told, the call is counted, and teammates are shown what was said before it."""
+    trainer = tool_trainer(model_folder, tmp_path, agents=JUDGED)
+    episode, shown = spoken(trainer, *map(ids_of, (f"so {BROKEN}", "seven", "fine")))
     assert [(turn.agent, turn.text.strip()) for turn in episode.turns] == [
         ("solver", f"so {BROKEN}"), ("solver", "seven"), ("judge", "fine"),
     ]  # fmt: skip
     assert "could not be read" in episode.feedback[0].text and "could not be read" in shown[1]
     assert episode.counts["tools/calls"] == episode.counts["tools/failures"] == episode.counts["tools/malformed"] == 1
     assert "tool_call" not in shown[2].split("Judge.")[1] and "seven" in shown[2]
+    # One that the limit cuts off
+    episode, shown = spoken(trainer, ids_of('so <tool_call>\n{"name": "add", "ar')[:-1])
+    assert episode.turns[0].truncated and not episode.turns[0].tool_calls
+    assert "[solver]\nso" in shown[1] and "tool_call" not in shown[1].split("Judge.")[1]
 
 
 @pytest.mark.parametrize(
@@ -573,56 +586,23 @@ def test_what_begins_a_call(text, says):
     assert (None if found is None else text[: found.start()].rstrip()) == says
 
 
-def test_a_call_that_the_limit_cuts_off_is_not_shown(model_folder, tmp_path):
-    agents = [AgentSpec("solver", tools=[add]), AgentSpec("judge", system_prompt="Judge.")]
-    trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1}, agents=agents)
-    shown = []
-
-    def generate(agents, prompt_ids, **options):
-        shown.extend(trainer.processing_class.decode(ids) for ids in prompt_ids)
-        return [SampledTurn(ids_of('so <tool_call>\n{"name": "add", "ar')[:-1]) for _ in agents]
-
-    trainer.parts.runner.generator.generate = by_hand(generate)
-    (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
-    assert episode.turns[0].truncated and not episode.turns[0].tool_calls
-    assert "[solver]\nso" in shown[1] and "tool_call" not in shown[1].split("Judge.")[1]
-
-
 def test_a_last_word_that_calls_is_shown_without_its_calls(model_folder, tmp_path):
-    agents = [AgentSpec("solver", tools=[add]), AgentSpec("judge", system_prompt="Judge.")]
-    trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1, "max_tool_calls": 1}, agents=agents)
-    shown = []
-
-    def generate(agents, prompt_ids, **options):
-        shown.extend(trainer.processing_class.decode(ids) for ids in prompt_ids)
-        text = {"solver": f"adding {CALL}", "judge": "fine"}
-        return [SampledTurn([*ids_of(text[agent]), trainer.processing_class.eos_token_id]) for agent in agents]
-
-    trainer.parts.runner.generator.generate = by_hand(generate)
-    (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
+    trainer = tool_trainer(model_folder, tmp_path, {"max_tool_calls": 1}, agents=JUDGED)
+    episode, shown = spoken(trainer, *[ids_of(f"adding {CALL}")] * 3, ids_of("fine"))
     judged = shown[-1].split("Judge.")[1]
     assert episode.turns[-1].agent == "judge" and "[solver]" in judged and "adding" in judged
     assert "tool_call" not in judged
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_an_agent_goes_on_after_results_as_often_as_it_may(model_folder, tmp_path, rounds):
-    agents = [AgentSpec("solver", tools=[add]), AgentSpec("judge")]
-    trainer = tool_trainer(model_folder, tmp_path, {"max_tool_calling_iterations": rounds}, agents=agents)
-    ending = [trainer.processing_class.eos_token_id]
-    trainer.parts.runner.generator.generate = by_hand(
-        lambda agents, prompt_ids: [SampledTurn(ids_of(CALL) + ending) for _ in agents]
-    )
-    (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
-    assert [turn.agent for turn in episode.turns] == ["solver"] * (1 + rounds) + ["judge"]
+def test_an_agent_goes_on_after_results_as_often_as_it_may(model_folder, tmp_path):
+    trainer = tool_trainer(model_folder, tmp_path, {"max_tool_calling_iterations": 2}, agents=JUDGED)
+    episode, _ = spoken(trainer, ids_of(CALL))
+    assert [turn.agent for turn in episode.turns] == ["solver"] * 3 + ["judge"]
 
 
 def test_a_lone_agents_broken_call_ends_its_turn_as_in_grpo_trainer(model_folder, tmp_path):
-    trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1}, agents=[AgentSpec("solo", tools=[add])])
-    trainer.parts.runner.generator.generate = by_hand(
-        lambda agents, prompt_ids: [SampledTurn(ids_of(BROKEN)) for _ in agents]
-    )
-    (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
+    trainer = tool_trainer(model_folder, tmp_path, agents=[AgentSpec("solo", tools=[add])])
+    episode, _ = spoken(trainer, ids_of(BROKEN))
     assert len(episode.turns) == 1 and not episode.turns[0].tool_calls
 
 

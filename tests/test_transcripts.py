@@ -92,15 +92,15 @@ class Reader(HTMLParser):
         self.colours += [dict(attributes)["style"]] if tag == "span" else []
 
 
-def test_the_own_reward_of_a_turn_is_told(model_folder, tmp_path):
+def test_the_own_reward_of_a_turn_is_told_though_no_transcript_is_printed(model_folder, tmp_path, capsys):
     def half(completions, **kwargs):
         return [0.25] * len(completions)
 
     agents = [AgentSpec("solver", reward_funcs=half)]
-    settings = {"credit": "per_step", "max_steps": 1, "log_completions": True}
+    settings = {"credit": "per_step", "max_steps": 1, "log_completions": True, "num_completions_to_print": 0}
     team_trainer(model_folder, tmp_path, agents=agents, settings=settings).train()
     (page,) = (tmp_path / "completions").glob("transcripts_*.html")
-    assert "own reward: half 0.25" in page.read_text()
+    assert "own reward: half 0.25" in page.read_text() and "the team's answer" not in capsys.readouterr().out
 
 
 LEGEND = ["--a:-1", "--a:-.5", "--a:0", "--a:.5", "--a:1"]
@@ -177,10 +177,10 @@ def test_long_texts_are_rendered_in_linear_time(piece):
     assert grows_linearly(render, 400_000)
 
 
-def test_a_thousand_turns_are_rendered():
-    episode = rehearse(Sequential(rounds=1000), ["solver"], lambda *_: "word", "q")
+def test_hundreds_of_turns_are_rendered():
+    episode = rehearse(Sequential(rounds=300), ["solver"], lambda *_: "word", "q")
     start = time.process_time()
-    assert len(html_page([Transcript.of(episode)])) > 100_000 and "solver #999" in format_episode(episode)
+    assert len(html_page([Transcript.of(episode)])) > 100_000 and "solver #299" in format_episode(episode)
     assert time.process_time() - start < 60
 
 

@@ -5,7 +5,7 @@ import math
 import re
 from pathlib import Path
 
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential
 from marft_trl.agents import check_team
 from marft_trl.config.dataset_checks import check_prompts
 from marft_trl.config.inherited import UNUSED, table
@@ -52,17 +52,11 @@ CHAT = [{"role": "user", "content": "How many?"}]
 @pytest.mark.parametrize(
     ("dataset", "error", "message"),
     [
-        (None, ValueError, "`train_dataset` is required unless an `environment_factory` is provided"),
         ([{"prompt": "x"}], TypeError, "`train_dataset` must be a `Dataset`.*list"),
         (rows([]), ValueError, "`train_dataset` is empty.*0 rows"),
         (rows(["one"]), ValueError, "has 1 prompts, but one generation batch needs 2"),
-        (
-            Dataset.from_dict({"question": GOOD}),
-            ValueError,
-            r"no column `prompt`; it has \['question'\].*rename_column",
-        ),
         (rows([*GOOD, None]), ValueError, "row 8 of `train_dataset` is None"),
-        (rows(["a", " ", "b"]), ValueError, "row 1 of `train_dataset` is empty"),
+        (rows(["a", " ", "b"]), ValueError, "row 1 of `train_dataset` is empty. Remove"),
         (rows([CHAT, []]), ValueError, "row 1 .*not one of messages"),
         (rows([CHAT, [{"role": "user", "content": None}]]), ValueError, "row 1 .*'user' message without content"),
         (rows([1, 2, 3]), TypeError, "row 0 .*is a int"),
@@ -108,12 +102,10 @@ def test_a_bad_row_of_a_stream_is_found_when_it_is_read(model_folder, tmp_path):
 @pytest.mark.parametrize(
     ("agents", "error", "message"),
     [
-        ([], ValueError, "`agents` is empty"),
+        ([], ValueError, "`agents` is empty.*at least one agent"),
         (None, TypeError, "must be a list of `AgentSpec`, got NoneType"),
-        (AgentSpec("solver"), TypeError, "got AgentSpec"),
-        (["solver"], TypeError, "item of type str"),
-        ([AgentSpec("solver"), AgentSpec("solver")], ValueError, "Two agents have the name 'solver'"),
-        ([AgentSpec("solver", trainable=False)], ValueError, "All agents have `trainable=False`"),
+        ([AgentSpec("solver"), AgentSpec("solver")], ValueError, "the name 'solver'.*names must be unique"),
+        ([AgentSpec("solver", trainable=False)], ValueError, "All agents have `trainable=False`.*Let at least one"),
         (
             [AgentSpec("one", adapter="both"), AgentSpec("two", adapter="both", trainable=False)],
             ValueError,
@@ -211,7 +203,7 @@ def test_the_lora_configs_that_cannot_live_together(model_folder, tmp_path, no_g
         ({"workflow": Sequential}, TypeError, r"Pass an object: `workflow=MyWorkflow\(\)`"),
         ({"workflow": Sequential(["solver"])}, ValueError, "names the agent 'solver', but the team has 'reasoner'"),
         ({"args": {"output_dir": "x"}}, TypeError, "`args` must be a `MARFTConfig`"),
-        ({"model": 3}, TypeError, "`model` must be"),
+        ({"model": 3}, TypeError, "`model` must be the name or folder of a model"),
         ({"processing_class": "gpt2"}, TypeError, "`processing_class` must be a tokenizer"),
         ({"tools": [print]}, ValueError, "`print` of agent 'reasoner' cannot be described"),
         ({"rollout_func": print}, ValueError, "`rollout_func` is not supported.*workflow"),
@@ -238,17 +230,7 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
     ("settings", "message"),
     [
         ({"num_generations": 1}, r"`num_generations` \(1\) needs a critic"),
-        ({"loss_type": "grp0"}, "`loss_type` must be one of.*Did you mean 'grpo'"),
-        ({"scale_rewards": "grop"}, "Did you mean 'group'"),
         ({"advantage": "agents"}, "Did you mean 'agent'"),
-        ({"context_overflow": "cut"}, "`context_overflow` must be one of"),
-        ({"epsilon": -1.0}, "`epsilon` must be a finite number of at least 0"),
-        ({"beta": math.nan}, "`beta` must be a finite number"),
-        ({"learning_rate": math.nan}, "`learning_rate` must be a finite number"),
-        ({"temperature": 0.0}, "`temperature` must be a finite number above 0"),
-        ({"max_completion_length": 0}, "`max_completion_length` must be"),
-        ({"max_tokens_per_micro_batch": 0}, "`max_tokens_per_micro_batch` must be"),
-        ({"use_vllm": True, "vllm_mode": "sever"}, "Did you mean 'server'"),
         (
             {"use_vllm": True, "vllm_structured_outputs_regex": "a*"},
             "`vllm_structured_outputs_regex` is not supported",
@@ -258,8 +240,6 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
             "a turn is one action. Set 'sequence_mask'",
         ),
         ({"use_vllm": True, "loss_type": "vespo"}, "`loss_type='vespo'` needs `vllm_importance_sampling_mode="),
-        ({"vllm_request_timeout": 0}, "`vllm_request_timeout` must be"),
-        ({"fidelity_tolerance": -1.0}, "`fidelity_tolerance` must be"),
         ({"sync_ref_model": True}, "`sync_ref_model=True` has no effect with `beta=0.0`"),
         ({"top_entropy_quantile": 0.5, "level": "action"}, "trains some tokens of a turn"),
         ({"level": "action", "beta": 0.1, "use_bias_correction_kl": True}, "by the ratio of the whole"),
@@ -267,24 +247,31 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
         ({"sequential_clip": 0.2}, "`sequential_clip=0.2` has no effect with `update_order='joint'`"),
         ({"sequential_clip": 0}, "`sequential_clip` must be a finite number above 0, or None for no clipping"),
         ({"advantage": "turn_itself", "candidate_samples": 2}, "with `advantage='turn_itself'` they are scored as"),
-        ({"top_p": 2.0}, "`top_p` must be a finite number of at most 1"),
-        ({"min_p": 1.5}, "`min_p` must be a finite number of at most 1"),
-        ({"reward_timeout": 0}, "`reward_timeout` must be a finite number above 0, or None for no limit"),
-        ({"max_episode_turns": 0}, "`max_episode_turns` must be a finite number above 0"),
-        ({"max_skipped_share": 2.0}, r"`max_skipped_share` must be a finite number in \[0, 1\]"),
-        ({"max_staleness": 1.5}, "`max_staleness` must be an integer"),
-        ({"on_episode_error": "skipp"}, "Did you mean 'skip'"),
         ({"per_device_train_batch_size": 6}, "divisible by"),
-        ({"save_only_model": True}, "`save_only_model=True`.*could not go on from such checkpoints"),
-        ({"ignore_data_skip": True}, "`ignore_data_skip=True`"),
         ({"on_episode_error": "skip", "credit": "counterfactual"}, "does not go with candidates.*or re-runs"),
-        ({"max_unscored_batches": 0}, "`max_unscored_batches` must be a finite number above 0"),
-        ({"use_transformers_continuous_batching": True}, "`use_transformers_continuous_batching=True`"),
     ],
 )
 def test_bad_configs(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         config(tmp_path, **settings)
+
+
+BEYOND = {
+    "max_completion_length": (0, ""), "max_tokens_per_micro_batch": (0, ""), "vllm_request_timeout": (0, ""),
+    "fidelity_tolerance": (-1.0, ""), "temperature": (0.0, "above 0"), "max_episode_turns": (0, "above 0"),
+    "top_p": (2.0, "of at most 1"), "min_p": (1.5, "of at most 1"), "max_unscored_batches": (0, "above 0"),
+    "reward_timeout": (0, "above 0, or None for no limit"), "max_skipped_share": (2.0, r"in \[0, 1\]"),
+    "epsilon": (-1.0, "of at least 0"), "max_staleness": (1.5, "an integer"), "loss_type": ("grp0", "mean 'grpo'"),
+    "scale_rewards": ("grop", "mean 'group'"), "context_overflow": ("cut", "one of"),
+    "vllm_mode": ("sever", "mean 'server'"), "on_episode_error": ("skipp", "mean 'skip'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_values_that_a_setting_does_not_take(tmp_path, name):
+    value, words = BEYOND[name]
+    with pytest.raises(ValueError, match=f"`{name}` must be .*{words}"):
+        config(tmp_path, use_vllm=name == "vllm_mode", **{name: value})
 
 
 @given(value=st.floats(), name=st.sampled_from(["learning_rate", "beta", "epsilon", "temperature", "max_grad_norm"]))
@@ -354,7 +341,6 @@ def test_beams_are_warned_of_once(model_folder, tmp_path, caplog):
     [
         ({"generation_kwargs": {"num_return_sequences": 2}}, "num_return_sequences=2"),
         ({"generation_kwargs": {"stop_strings": ["x"]}}, r"AgentSpec\(stop=...\)"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
         ({"advantage": "rae", "num_generations": 1, "rae_decay": 1.0}, "at 0 for ever"),
         ({"advantage": "rae", "rae_column": "game", "remove_unused_columns": True}, "leaves prompts alone"),
     ],
@@ -374,8 +360,6 @@ def test_dictionaries_on_a_command_line():
 
 
 def test_a_subclass_with_other_defaults_keeps_the_rules(tmp_path):
-    import dataclasses
-
     @dataclasses.dataclass
     class Ours(MARFTConfig):
         advantage: str = "gae"
@@ -390,8 +374,6 @@ def test_a_subclass_with_other_defaults_keeps_the_rules(tmp_path):
 
 
 def test_every_new_field_is_documented_with_its_default():
-    import dataclasses
-
     documented = MARFTConfig.__doc__ + EngineSettings.__doc__ + LimitSettings.__doc__ + EvaluationSettings.__doc__
     known = {field.name: field for field in dataclasses.fields(GRPOConfig)}
     for field in dataclasses.fields(MARFTConfig):
@@ -411,18 +393,12 @@ def test_every_new_field_is_documented_with_its_default():
     ("scores", "error", "message"),
     [
         (None, TypeError, "`judge` returned a NoneType"),
-        (1.0, TypeError, "returned a float"),
-        ({"a": 1.0, "b": 2.0}, TypeError, "returned a dict"),
         ("ab", TypeError, "returned a str"),
-        ([1.0], ValueError, "'judge' returned 1 rewards, but 2 were expected"),
-        ([1.0, "2"], TypeError, "'2' of type str for completion 1"),
         ([1.0, [2.0]], TypeError, "for completion 1"),
-        ([1.0, 1j], TypeError, "for completion 1"),
         ([1.0, math.nan], ValueError, "returned nan for completion 1"),
         ([1.0, 10**400], ValueError, "returned inf for completion 1"),
         ([1.0, np.int64(-(2**63))], ValueError, "for completion 1"),
         ([math.inf, 1.0], ValueError, "returned inf for completion 0"),
-        ([1.0, 1e39], ValueError, "returned 1e[+]39 for completion 1"),
         ([1.0, 3e38], ValueError, "returned 3e[+]38 for completion 1"),
         ([2e15, 1.0], ValueError, r"returned 2000000000000000.0 for completion 0.*at most 1e[+]15"),
         (torch.zeros(2, 1), TypeError, r"Tensor of shape \(2, 1\)"),
@@ -442,8 +418,7 @@ def test_good_scores(scores):
     assert len(check_scores(scores, "judge", 2)) == 2
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, "1"])
+@pytest.mark.parametrize(("bad", "asynchronous"), [(math.nan, False), ("1", True)])
 def test_a_bad_score_ends_training_with_the_weights_as_they_were(model_folder, tmp_path, bad, asynchronous):
     def score(completions):
         return [*varied_reward(completions)[:-1], bad]
@@ -478,20 +453,17 @@ def test_none_throughout_is_an_error_where_wanted_and_none_for_some_is_counted(m
     with pytest.raises(ValueError, match="returned None for all 8 episodes of 3 generation batches in a row"):
         throughout.train()  # evaluations in between do not begin to count anew
     assert not moved(before, weights(throughout)) and throughout.state.global_step == 2
-    unbounded = team_trainer(model_folder, tmp_path, reward_funcs=nothing, settings={"max_steps": 4})
-    unbounded.train()
-    assert unbounded.state.global_step == 4 and not moved(before, weights(unbounded))
     # `without_unscored_rows_in_the_log`
     assert "following kwargs:\n" not in caplog.text  # TRL's words go on with the row
     assert "returned None for the following kwargs: those of 8 of 8 episodes" in caplog.text
 
     def at_first(completions, trainer_state, **kwargs):
-        return nothing(completions) if trainer_state.global_step < 2 else varied_reward(completions)
+        return nothing(completions) if trainer_state.global_step < 4 else varied_reward(completions)
 
-    later = team_trainer(model_folder, tmp_path, reward_funcs=at_first, settings={"max_steps": 3})
+    later = team_trainer(model_folder, tmp_path, reward_funcs=at_first, settings={"max_steps": 5})
     later.train()
-    assert [e["frac_unscored"] for e in later.state.log_history if "loss" in e] == [1.0, 1.0, 0.0]
-    trainer = team_trainer(model_folder, tmp_path, reward_funcs=[some, nothing])
+    assert [e["frac_unscored"] for e in later.state.log_history if "loss" in e] == [1.0] * 4 + [0.0]
+    trainer = team_trainer(model_folder, tmp_path, reward_funcs=[some, nothing], settings={"max_steps": 1})
     trainer.train()
     assert {e["frac_unscored"] for e in trainer.state.log_history if "loss" in e} == {1 / 8}
 
@@ -545,7 +517,7 @@ def test_an_observation_longer_than_the_window(model_folder, tmp_path):
     agents = [AgentSpec("reasoner", max_completion_length=24), AgentSpec("actor", max_completion_length=6)]
 
     def trainer(**settings):
-        settings["model_init_kwargs"] = {"max_position_embeddings": 70}
+        settings |= {"max_steps": 1, "model_init_kwargs": {"max_position_embeddings": 70}}
         workflow = Sequential(rounds=3)
         return team_trainer(model_folder, tmp_path, agents=agents, workflow=workflow, settings=settings)
 
@@ -630,16 +602,6 @@ def test_team_of_eight(model_folder, tmp_path):
     assert all(any(f".{agent.name}." in name for name in changed) for agent in agents)
 
 
-class Computed(Workflow):
-    async def run(self, episode):
-        await episode.turn("nobody" + "")
-
-
-def test_an_unknown_agent_at_run_time_is_named(model_folder, tmp_path):
-    with pytest.raises(RuntimeError, match="'nobody'.*'reasoner', 'actor'"):
-        team_trainer(model_folder, tmp_path, workflow=Computed()).train()
-
-
 def test_prompts_of_two_kinds_are_not_mixed():
     check_prompts([{"prompt": "x"}, {"prompt": "y"}], "d", 0)
     with pytest.raises(ValueError, match="row 1 of `d` is a list of messages, while the first one is text"):
@@ -692,19 +654,10 @@ def test_accumulation_is_set_in_one_place(model_folder, tmp_path):
         team_trainer(model_folder, tmp_path, settings=settings)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("learning_rat", "`MARFTConfig` has no setting `learning_rat`. Did you mean 'learning_rate'?"),
-        (
-            "collapse_window",
-            "There is no setting `collapse_window` any more: `eval_reward` is compared with its best.",
-        ),
-    ],
-)
-def test_settings_that_are_none(tmp_path, name, message):
-    with pytest.raises(TypeError, match=re.escape(message)):
-        MARFTConfig(str(tmp_path), **{name: 1})
+def test_settings_that_are_none(tmp_path):
+    message = "no setting `collapse_window` any more: `eval_reward` is compared with its best."
+    with pytest.raises(TypeError, match=message):
+        MARFTConfig(str(tmp_path), collapse_window=1)
 
 
 def test_checkpoints_of_another_way_to_end_are_left_out(tmp_path, caplog):
@@ -727,8 +680,3 @@ def test_a_callback_that_changes_what_a_batch_is_is_named(model_folder, tmp_path
     trainer = team_trainer(model_folder, tmp_path, callbacks=[Changes()])
     with pytest.raises(RuntimeError, match=f"`{name}` changed from [124] to 8"):
         trainer.train()
-
-
-def test_a_head_that_is_the_embedding_is_not_cast_alone(model_folder, tmp_path):
-    with pytest.raises(ValueError, match="`cast_lm_head_to_fp32=True` does not go with adapters"):
-        team_trainer(model_folder, tmp_path, settings={"cast_lm_head_to_fp32": True})

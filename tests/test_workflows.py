@@ -118,16 +118,6 @@ def test_a_workflow_may_wait_for_something_else():
     assert sum(map(len, batches)) == 4
 
 
-def test_a_thousand_turns_neither_recurse_nor_crawl():
-    class Long(Workflow):
-        async def run(self, episode):
-            for _ in range(1000):
-                await episode.turn("solver", sees=episode.turns[-1:])
-
-    (episode,) = collect(Long(), [{"prompt": "x"}], ["solver"], answer_all([]))
-    assert len(episode.turns) == 1000 and episode.turns[-1].sees == (998,)
-
-
 def test_collect_works_inside_a_running_loop():
     async def notebook():
         return collect(Sequential(), [{"prompt": "x"}], ["solver"], answer_all([]))

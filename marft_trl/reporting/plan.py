@@ -361,7 +361,6 @@ class Planner:
         ]
         longest = sum(length * self._candidates(name) for name, length in lengths if name in trained)
         by_agent = ", ".join(f"{name} {count}" for name, count in turns.items())
-        length = _count(args.max_steps, "step") if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
         return [
             f"{_count(episodes, 'episode is', 'episodes are')} generated at once: "
             f"{_count(episodes // args.num_generations, 'prompt')} x "
@@ -373,13 +372,33 @@ class Planner:
             *self._describe_window(lengths),
             f"micro-batches of at most {_count(args.per_device_train_batch_size, 'row')}"
             + (f" and {args.max_tokens_per_micro_batch} tokens" if args.max_tokens_per_micro_batch else ""),
-            f"each episode is used {_count(args.num_iterations, 'time')}; {length}",
+            f"each episode is used {_count(args.num_iterations, 'time')}; {self._describe_length()}",
+            *self._describe_single_prompt(per_step),
         ]
+
+    def _describe_length(self) -> str:
+        args = self._args
+        if args.max_steps > 0:
+            return _count(args.max_steps, "step")
+        batches = len(self._dataset()) * args.num_generations // (self._episodes_at_once() * self._processes.count)
+        steps = math.ceil(args.num_train_epochs * math.ceil(batches * self._steps_per_batch()))
+        return f"{args.num_train_epochs:g} epochs, which are {steps:,} steps"
+
+    def _describe_single_prompt(self, per_step: int) -> list[str]:
+        """A hint where an optimizer step sees one prompt, as TRL's default batch size of 8 makes it."""
+        if per_step > self._args.num_generations:
+            return []
+        return ["ONE PROMPT in a step: increase `per_device_train_batch_size`, for example to 8 prompts in a step"]
+
+    def _steps_per_batch(self) -> Fraction:
+        """Number of optimizer steps that a generation batch is used for."""
+        args = self._args
+        return Fraction(args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps)
 
     def _describe_generation(self, rehearsal: Rehearsal) -> str:
         """How often is generated, and how many tokens are sampled one after the other."""
         args = self._args
-        every = Fraction(args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps)
+        every = self._steps_per_batch()
         batches, steps = _count(every.denominator, "generation batch", "generation batches"), every.numerator
         policies = {agent.name for agent in self._agents if agent.has_policy}
         turns = [turn.agent for turn in rehearsal.episode.turns if turn.agent in policies]

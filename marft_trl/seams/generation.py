@@ -167,12 +167,16 @@ class TrlEngine:
 
     def __init__(self, trainer: GRPOTrainer, general: Mapping[str, Any]):
         self._trainer, self._general = trainer, dict(general)
+        self._wrapped, self._unwrapped = None, None
         self.tokenizer = trainer._tokenizer
 
     @property
     def model(self) -> Any:
         """The model without wrappers of data parallelism."""
-        return self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
+        wrapped = self._trainer.model_wrapped
+        if wrapped is not self._wrapped:  # accelerate looks through all modules for compiled ones
+            self._wrapped, self._unwrapped = wrapped, self._trainer.accelerator.unwrap_model(wrapped)
+        return self._unwrapped
 
     def settings(self, sampling: Any) -> dict[str, Any]:
         """
