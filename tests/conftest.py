@@ -22,7 +22,7 @@ from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
 import jinja2
 import pytest
 import torch
-from accelerate.utils import imports, memory, other
+from accelerate.utils import imports, other
 from hypothesis import settings
 
 from .helpers import SIZES
@@ -34,12 +34,11 @@ STARTED: list[None] = []  # tests of this process
 tiny_model.__defaults__ = (int(os.environ.get("MARFT_TEST_SEED", "0")),)
 
 # What takes a fifth of the time of all tests and changes no result: metadata and modules that accelerate reads for
-# every model that it unwraps, collections around each training, the template of each adapter's card, which PEFT
-# compiles anew, the certificates that each HTTP client reads, the stack that torch formats for every seed of a GPU
-# that is not there, and the disk (whether a file survives a power cut is nothing that a test could see).
+# every model that it unwraps, the template of each adapter's card, which PEFT compiles again each time, the
+# certificates that each HTTP client reads, the stack that torch formats for every seed of a GPU that is not there, and
+# the disk (whether a file survives a power cut is nothing that a test could see).
 imports._is_package_available = functools.cache(imports._is_package_available)
 other.has_compiled_regions = lambda model: False
-memory.clear_device_cache = lambda garbage_collection=False: None
 jinja2.Template = functools.cache(jinja2.Template)
 with contextlib.suppress(ImportError):  # openai before 3 has another client
     import httpcore2

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.runs import run_folder as commits
 from marft_trl.runs.resume import ResumeChanges, check_structure
+from marft_trl.system.files import module_of
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
 from marft_trl.workflows import Sequential
 
@@ -322,6 +323,28 @@ def test_an_accepted_change_goes_on_and_other_versions_are_said(small_model, sto
     assert began_at(trainer) == 2 and trainer.state.global_step == 4
     assert "dataset.rows: 64 -> 40" in caplog.text and "seed.seed: 42 -> 7" in caplog.text
     assert "versions.torch: 2.0 -> " in caplog.text and "not be bit-exact" in caplog.text
+
+
+def test_a_checkpoint_has_the_code_that_ran_and_not_the_file_that_was_edited_meanwhile(small_model, tmp_path, caplog):
+    file = tmp_path / "edited_rewards.py"
+    text = "class Reward:\n    def __call__(self, completions, **columns):\n        return [1.0] * len(completions)\n"
+    file.write_text(text)
+
+    class Edit(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            file.write_text("# Edited while the run goes on\n" + text.replace("1.0", "2.0"))
+
+    def trainer(callbacks=()):
+        reward = module_of(file).Reward()
+        return team_trainer(small_model, tmp_path / "run", settings=SAVE, reward_funcs=reward, callbacks=[*callbacks])
+
+    trainer([Edit()]).train()
+    file.write_text(text)
+    trainer().train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert "rewards[0]" not in caplog.text
+    file.write_text(text.replace("1.0", "2.0"))
+    trainer().train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert "team.rewards[0]" in caplog.text  # what was changed between two runs is told
 
 
 def test_workflows_that_have_moved_are_those_of_before():

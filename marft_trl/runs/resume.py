@@ -80,9 +80,19 @@ class RunSettings:
     ):
         self._args, self._agents, self._policies = args, team.agents, team.policies
         self._workflow, self._critic = team.workflow, team.critic
-        self._model, self._base, self._rewards, self._view = model, base, rewards, view
+        self._model, self._base, self._view = model, base, view
         self._weights, self._dataset, self._num_processes = list(weights), dataset, num_processes
         self._slow: dict[str, Any] | None = None
+        # Now, as the files may be edited while the run goes on
+        self._workflow_code = code_of(team.workflow) if _is_of_user(team.workflow) else None
+        self._code = {
+            **{f"agents.{agent.name}.reply": code_of(agent.reply) for agent in team.agents if agent.reply is not None},
+            **{
+                f"{owner or 'team'}.rewards[{position}]": code_of(function)
+                for owner, functions in rewards.items()
+                for position, function in enumerate(functions)
+            },
+        }
         # Now, because no process may have whole weights later
         self._base_weights = hash_of_weights(model) if team.policies.has_adapters else None
 
@@ -118,8 +128,8 @@ class RunSettings:
     def _describe_workflow(self) -> dict[str, Any]:
         """Its description, and for a class outside of this package a hash of its source."""
         described = dict(self._workflow.describe())
-        if type(self._workflow).__module__.partition(".")[0] != __name__.partition(".")[0]:
-            described["code"] = code_of(self._workflow)
+        if self._workflow_code is not None:
+            described["code"] = self._workflow_code
         return described
 
     def _adapters(self) -> dict[str, Any]:
@@ -145,14 +155,14 @@ class RunSettings:
                 name: value for name, value in agent.to_dict().items() if name not in ("name", "adapter", "trainable")
             }
             recorded |= {f"agents.{agent.name}.{name}": plain(value) for name, value in spec.items()}
-            if agent.reply is not None:
-                recorded[f"agents.{agent.name}.reply"] = code_of(agent.reply)
-        for owner, functions in self._rewards.items():
-            for position, function in enumerate(functions):
-                recorded[f"{owner or 'team'}.rewards[{position}]"] = code_of(function)
+        recorded |= self._code
         recorded["reward_weights"] = self._weights
         recorded["view"] = callable_name(self._view())
         return recorded
+
+
+def _is_of_user(workflow: Any) -> bool:
+    return type(workflow).__module__.partition(".")[0] != __name__.partition(".")[0]
 
 
 def plain(value: Any) -> Any:
