@@ -29,7 +29,7 @@ quickstart: $(READY)  ## train the embedded team and show that it improved; on t
 real: $(READY)  ## train a pretrained duo on three families of tasks, and one agent beside it: an hour on two cores
 	$(BIN)/python -W ignore examples/real.py
 
-test: $(READY)  ## the tests, on the CPU: six minutes on two cores
+test: $(READY)  ## the tests, on the CPU: four minutes on two cores
 	$(BIN)/python -m pytest -n 3 --dist worksteal -q -m "not slow and not exhaustive"
 
 test-gpu: $(READY)  ## what means something on a GPU alone; three minutes
