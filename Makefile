@@ -121,4 +121,4 @@ gpu: $(READY)  ## what has to be so on a GPU, checked, with figures
 	$(BIN)/python -W ignore benchmarks/gpu.py --page benchmark-output/gpu.md
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-newest .venv-python3* mutation-output .venv-comlrl .venv-vllm quickstart-output learning-output real-output warm-up-output scaling-output staleness-output choose-output site-output
+	rm -rf $(VENV) .venv-lowest .venv-newest .venv-python3* mutation-output .venv-comlrl .venv-vllm quickstart-output real-output warm-up-output benchmark-output site-output

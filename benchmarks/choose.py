@@ -224,7 +224,7 @@ def main():
     parser.add_argument("--check", metavar="SETTING/ARM/SEED", help="repeat one run and compare")
     parser.add_argument("--settings", nargs="+", metavar="SETTING", help="of the grid; all by default")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--output_dir", type=Path, default=Path("choose-output"))
+    parser.add_argument("--output_dir", type=Path, default=Path("benchmark-output/choose"))
     options = parser.parse_args()
     folder = options.output_dir / options.grid
     if options.check:

@@ -148,7 +148,7 @@ def main():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--prompts", type=int, default=400)
     parser.add_argument("--batch", type=int, default=8, help="prompts of a gradient")
-    parser.add_argument("--output_dir", type=Path, default=Path("credit_fidelity"))
+    parser.add_argument("--output_dir", type=Path, default=Path("benchmark-output/credit_fidelity"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()

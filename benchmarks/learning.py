@@ -211,7 +211,7 @@ def main():
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="settings that override presets")
     parser.add_argument("--equal_tokens", action="store_true", help="fewer episodes where a preset generates more")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--output_dir", type=Path, default=Path("learning-output"))
+    parser.add_argument("--output_dir", type=Path, default=Path("benchmark-output/learning"))
     parser.add_argument("--one", nargs=2, metavar=("PRESET", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)

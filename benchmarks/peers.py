@@ -1,8 +1,9 @@
 """
 Compare the cost of a training step of TRL, CoMLRL and marft_trl on the same task.
 
-    make benchmark-peers
-    python benchmarks/peers.py --sizes tiny --repeats 5 --comlrl none
+    make benchmark-peers                                                # all sizes, into benchmark-output/peers.json
+    python benchmarks/peers.py --sizes tiny --repeats 5 --comlrl none   # a part
+    python benchmarks/peers.py --tables [--page]                        # the tables of the last whole run, or the page
 
 The task has two agents, each with its own prompt for the same problem, 4 generations of each prompt, and LoRA on the
 queries and values. The agents do not see each other's turns, because CoMLRL does not support this. Prompts and
@@ -11,16 +12,21 @@ completions have fixed numbers of tokens. TRL trains each agent with a separate 
 Each system runs in a process with one thread. The processes alternate, one complete step at a time (generation,
 rewards, forward, backward, optimizer). Times are CPU seconds. The table has medians and, in brackets, the range of the
 ratios of neighbouring steps. Memory is the peak of a process minus its memory before the model was built. CoMLRL is
-installed in a separate environment, which is created if it does not exist.
+installed in a separate environment, which is created if it does not exist. `--page` writes `docs/reports/peers.md` and
+`docs/reports/data/peers.json`, after a whole run alone; `tests/test_figures.py` compares the pages with the data.
 """
 
 import argparse
 import json
+import platform
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import venv
+from importlib.metadata import version
 from pathlib import Path
 
 from peers_worker import prepare
@@ -32,14 +38,16 @@ SIZES = {  # prompts, hidden size, layers, vocabulary
     "mid": (4, 512, 8, 2048),
     "V32k": (8, 128, 4, 32768),
 }
-RATIOS = {  # title: numerator, denominators (summed), and the goal for each size
-    "two agents / two TRL steps": ("team", ("trl-left", "trl-right"), (0.50, 0.52, 0.25)),
-    "two agents / CoMLRL": ("team", ("comlrl",), (0.33, 0.48, 0.32)),
-    "one agent / one TRL step": ("solo", ("trl-left",), (0.52, 0.55, 0.27)),
-    "PPO, frozen critic / two agents": ("ppo-frozen", ("team",), (1.25,) * 3),
-    "PPO, shared critic / two agents": ("ppo-shared", ("team",), (1.60,) * 3),
+RATIOS = {  # title: numerator, denominators (summed)
+    "two agents / two TRL steps": ("team", ("trl-left", "trl-right")),
+    "two agents / CoMLRL": ("team", ("comlrl",)),
+    "one agent / one TRL step": ("solo", ("trl-left",)),
+    "PPO, frozen critic / two agents": ("ppo-frozen", ("team",)),
+    "PPO, shared critic / two agents": ("ppo-shared", ("team",)),
 }
-MEMORY = (1.10, 1.10, 0.50)
+PACKAGES = ("torch", "transformers", "trl", "peft")
+REPORTS = HERE.parent / "docs" / "reports"
+DATA, PAGE = REPORTS / "data" / "peers.json", REPORTS / "peers.md"
 CONTENDERS = ("trl-left", "trl-right", "comlrl", "team", "solo", "ppo-frozen", "ppo-shared")
 
 
@@ -83,7 +91,8 @@ def comlrl_python(folder: Path) -> str:
     return str(python)
 
 
-def measure(size: str, options) -> tuple[dict[str, list[float]], dict[str, float]]:
+def measure(size: str, options) -> dict:
+    """Seconds of each step by contender, and peak memory in bytes."""
     prompts, hidden, layers, vocabulary = SIZES[size]
     names = [name for name in CONTENDERS if name != "comlrl" or options.comlrl != "none"]
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -103,38 +112,81 @@ def measure(size: str, options) -> tuple[dict[str, list[float]], dict[str, float
             for name, contender in contenders.items():
                 result = contender.step()
                 if repeat:  # the first round warms up
-                    seconds[name].append(result["seconds"])
+                    seconds[name].append(round(result["seconds"], 4))
                 peaks[name] = result["peak"]
         for contender in contenders.values():
             contender.stop()
-    return seconds, peaks
+    return {"seconds": seconds, "peaks": peaks}
 
 
-def table(measured: dict[str, tuple[dict[str, list[float]], dict[str, float]]]) -> str:
-    columns = list(measured)
-    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for name in CONTENDERS:
-        cells = [f"{statistics.median(its[name]):.2f} s" if name in its else "" for its, _ in measured.values()]
-        lines.append(f"| {name}, CPU seconds of a step | {' | '.join(cells)} |")
-    for title, (above, below, goals) in RATIOS.items():
-        cells = []
-        for size, (its, _) in measured.items():
-            if not all(name in its for name in (above, *below)):
-                cells.append("")
-                continue
-            ratios = [a / sum(b) for a, *b in zip(its[above], *(its[name] for name in below), strict=True)]
-            goal = goals[list(SIZES).index(size)]
-            spread = f"{min(ratios):.2f} - {max(ratios):.2f}"
-            cells.append(f"**{statistics.median(ratios):.2f}** ({spread}), goal {goal:.2f}")
+def ratios(size: dict, above: str, below: tuple[str, ...]) -> list[float]:
+    """Ratios of neighboring steps of one size; none if a contender was left out."""
+    seconds = size["seconds"]
+    if not all(name in seconds for name in (above, *below)):
+        return []
+    return [a / sum(b) for a, *b in zip(seconds[above], *(seconds[name] for name in below), strict=True)]
+
+
+def table(sizes: dict[str, dict]) -> str:
+    lines = [f"| | {' | '.join(sizes)} |", "|---" * (len(sizes) + 1) + "|"]
+    for title, (above, below) in RATIOS.items():
+        every = [ratios(size, above, below) for size in sizes.values()]
+        cells = [f"**{statistics.median(its):.2f}** ({min(its):.2f} - {max(its):.2f})" if its else "" for its in every]
         lines.append(f"| {title} | {' | '.join(cells)} |")
+    for title, below in (("one TRL run", "trl-left"), ("CoMLRL", "comlrl")):
+        cells = [
+            f"**{size['peaks']['team'] / size['peaks'][below]:.2f}**" if below in size["peaks"] else ""
+            for size in sizes.values()
+        ]
+        lines.append(f"| peak memory of two agents / of {title} | {' | '.join(cells)} |")
     for name in CONTENDERS:
-        cells = [f"{peaks[name] / 1e6:.0f} MB" if name in peaks else "" for _, peaks in measured.values()]
-        lines.append(f"| {name}, peak memory | {' | '.join(cells)} |")
-    cells = [
-        f"**{peaks['team'] / peaks['trl-left']:.2f}**, goal {MEMORY[list(SIZES).index(size)]:.2f}"
-        for size, (_, peaks) in measured.items()
-    ]
-    lines.append(f"| peak memory of two agents / of one TRL run | {' | '.join(cells)} |")
+        its = [size["seconds"].get(name) for size in sizes.values()]
+        cells = [f"{statistics.median(seconds):.2f} s" if seconds else "" for seconds in its]
+        lines.append(f"| {name}, CPU seconds of a step | {' | '.join(cells)} |")
+    for name in CONTENDERS:
+        peaks = [size["peaks"].get(name) for size in sizes.values()]
+        lines.append(
+            f"| {name}, peak memory | {' | '.join(f'{peak / 1e6:.0f} MB' if peak else '' for peak in peaks)} |"
+        )
+    return "\n".join(lines)
+
+
+def page(found: dict) -> str:
+    """`docs/reports/peers.md` of the data of a run."""
+    made = found["made"]
+    sizes = "; ".join(
+        f"*{name}*: {prompts} prompts, hidden size {hidden}, {layers} layers, a vocabulary of {vocabulary:,}"
+        for name, (prompts, hidden, layers, vocabulary) in SIZES.items()
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    text = (
+        f"Two agents with LoRAs on queries and values, prompts of {made['prompt_tokens']} tokens, 4 generations of "
+        f"{made['new_tokens']} new tokens each. {sizes}. The agents do not see each other's turns, because CoMLRL "
+        "does not support this; TRL trains each agent with its own `GRPOTrainer`. Every system runs in a process with "
+        f"one thread, and the processes take turns, step by step. The table has medians of {made['repeats']} steps, "
+        "and in brackets the range of the ratios of neighboring steps. Differences below 15 % are not significant on "
+        f"a shared machine. `make benchmark-peers` made it on a CPU ({made['processor']}) with {versions}, CoMLRL "
+        "1.4.3."
+    )
+    return f"# Against TRL and CoMLRL\n\n{textwrap.fill(text, 119)}\n\n{table(found['sizes'])}\n"
+
+
+def summary(found: dict) -> str:
+    """The table of `docs/reports/comparison.md`."""
+    titles = {
+        "tiny": "hidden 128, vocabulary 2k",
+        "mid": "hidden 512, vocabulary 2k",
+        "V32k": "hidden 128, vocabulary 32k",
+    }
+    made, sizes = found["made"], found["sizes"]
+    head = f"prompts of {made['prompt_tokens']} tokens, {made['new_tokens']} new ones"
+    lines = [f"| {head} | {' | '.join(titles[name] for name in sizes)} |", "|---" * (len(sizes) + 1) + "|"]
+    for key in ("two agents / two TRL steps", "two agents / CoMLRL"):
+        cells = [f"{statistics.median(ratios(size, *RATIOS[key])):.2f}" for size in sizes.values()]
+        lines.append(f"| time: {key} | {' | '.join(cells)} |")
+    for title, below in (("one TRL run", "trl-left"), ("CoMLRL", "comlrl")):
+        cells = [f"{size['peaks']['team'] / size['peaks'][below]:.2f}" for size in sizes.values()]
+        lines.append(f"| peak memory: two agents / {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -145,21 +197,34 @@ def main():
     parser.add_argument("--prompt_tokens", type=int, default=128)
     parser.add_argument("--new_tokens", type=int, default=32)
     parser.add_argument("--comlrl", default=str(HERE.parent / ".venv-comlrl"), help="CoMLRL environment, or 'none'.")
-    parser.add_argument(
-        "--output", type=Path, default=HERE.parent / "docs" / "reports" / "peers.md", help="File for the table."
-    )
+    parser.add_argument("--output", type=Path, default=Path("benchmark-output") / "peers.json")
+    parser.add_argument("--tables", action="store_true", help="Run nothing.")
+    parser.add_argument("--page", action="store_true", help="Write the page and its data.")
     options = parser.parse_args()
-    measured = {}
-    for size in options.sizes:
-        measured[size] = measure(size, options)
-        print(table({size: measured[size]}), flush=True)
-    text = (
-        f"Prompts of {options.prompt_tokens} tokens, 4 generations of {options.new_tokens} new tokens each; "
-        f"{options.repeats} steps.\nMedians; in brackets the spread of the ratios of neighbouring steps.\n\n"
-        f"{table(measured)}\n"
-    )
-    print(text)
-    options.output.write_text(f"# Against TRL and CoMLRL\n\n{text}")
+    if options.tables:
+        found = json.loads(options.output.read_text() if options.output.exists() else DATA.read_text())
+    else:
+        made = {name: getattr(options, name) for name in ("prompt_tokens", "new_tokens", "repeats")}
+        made |= {"processor": processor(), "versions": {name: version(name) for name in PACKAGES}}
+        found = {"made": made, "sizes": {}}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        for size in options.sizes:
+            found["sizes"][size] = measure(size, options)
+            print(table({size: found["sizes"][size]}), flush=True)
+            options.output.write_text(json.dumps(found, indent=1) + "\n")  # nothing is lost if a later size fails
+    print(page(found))
+    if options.page:
+        if list(found["sizes"]) != list(SIZES) or any(
+            "comlrl" not in size["peaks"] for size in found["sizes"].values()
+        ):
+            parser.error("a page is written of a whole run: all sizes, with CoMLRL")
+        DATA.write_text(json.dumps(found, indent=1) + "\n")
+        PAGE.write_text(page(found))
+
+
+def processor() -> str:
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--series", nargs="+", choices=list(SERIES), default=list(SERIES))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output_dir", type=Path, default=Path("scaling-output"))
+    parser.add_argument("--output_dir", type=Path, default=Path("benchmark-output/scaling"))
     options = parser.parse_args()
     options.output_dir.mkdir(parents=True, exist_ok=True)
     parts = []

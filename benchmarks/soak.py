@@ -1,7 +1,7 @@
 """
 A long run with faults on: memory, open files and threads stay flat, every agent trains, nothing is NaN.
 
-    python benchmarks/soak.py [--steps 5000] [--output docs/reports]
+    python benchmarks/soak.py [--steps 5000] [--output FOLDER]
 
 A team of three, whose episodes differ in length, on an embedded model of one small layer. One reward in a hundred
 raises, one episode in a hundred fails; both are skipped. A checkpoint is saved every 50 steps, and two are kept.
@@ -119,7 +119,7 @@ def picture(rows: list, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--output", type=Path, default=Path("soak-output"))
+    parser.add_argument("--output", type=Path, default=Path("benchmark-output/soak"))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

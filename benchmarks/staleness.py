@@ -107,7 +107,7 @@ def main():
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--port", type=int, default=8300)
     parser.add_argument("--url", help="a server that runs with the quickstart's model")
-    parser.add_argument("--output_dir", type=Path, default=Path("staleness-output"))
+    parser.add_argument("--output_dir", type=Path, default=Path("benchmark-output/staleness"))
     parser.add_argument("--one", nargs=2, metavar=("VARIANT", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,6 +1,8 @@
 """Functions in the recorded settings of a run: by their source and by what they were made with."""
 
+import ast
 import functools
+import gc
 
 from marft_trl.extras.sandbox import get_code_reward
 from marft_trl.extras.tasks import get_reasoning_gym_reward
@@ -61,3 +63,27 @@ def test_tables_and_variables_without_a_value_are_read():
     assert code_of(early).startswith("early (")
     late = 1
     assert early([]) == late
+
+
+class Parses:
+    """Garbage whose finalizer parses code, as one that logs a traceback, and leaves garbage again."""
+
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        ast.parse("x = 1")
+        Parses()
+
+
+def test_the_source_of_a_class_is_read_whatever_finalizers_do():
+    before = gc.get_threshold()
+    expected = code_of(Parses())
+    try:
+        gc.set_threshold(20)
+        Parses()
+        assert all(code_of(Parses()) == expected for _ in range(20))
+    finally:
+        gc.set_threshold(*before)
+        Parses.__del__ = lambda self: None
+        gc.collect()

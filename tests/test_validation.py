@@ -10,6 +10,13 @@ from marft_trl.agents import check_team
 from marft_trl.config.dataset_checks import check_prompts
 from marft_trl.config.inherited import UNUSED, table
 from marft_trl.config.marft_config import EngineSettings, EvaluationSettings, LimitSettings
+from marft_trl.rewards import (
+    get_coder_reward,
+    get_outcome_reward,
+    get_planner_reward,
+    get_solver_reward,
+    get_verifier_reward,
+)
 from marft_trl.rollout.generator import SampledTurn
 from marft_trl.rollout.reward_scorer import check_scores
 from marft_trl.tiny import exact_answer, tiny_dataset
@@ -224,6 +231,20 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
         team_trainer(model_folder, tmp_path, reward_funcs=judge)
     with pytest.raises(ValueError, match=r"needs \['solution'\], but `eval_dataset` has the columns \['prompt'\]"):
         team_trainer(model_folder, tmp_path, reward_funcs=exact_answer, eval_dataset=rows(GOOD))
+    settings, makers = {"credit": "per_step"}, (get_outcome_reward, get_planner_reward, get_solver_reward)
+    for make in (*makers, get_coder_reward, get_verifier_reward):  # their functions call it for the outcome
+        agents = [AgentSpec(name, reward_funcs=make(judge)) for name in ("reasoner", "actor")]
+        with pytest.raises(ValueError, match=r"needs \['rubric'\], but `train_dataset`"):
+            team_trainer(model_folder, tmp_path, agents=agents, settings=settings)
+    agents = [AgentSpec(name, reward_funcs=get_outcome_reward(exact_answer)) for name in ("reasoner", "actor")]
+    with pytest.raises(ValueError, match=r"`remove_unused_columns=True` leaves prompts alone.*needs \['solution'\]"):
+        team_trainer(model_folder, tmp_path, agents=agents, settings={**settings, "remove_unused_columns": True})
+
+
+def test_a_baseline_that_needs_a_missing_column(model_folder, tmp_path, no_generation):
+    settings = {"advantage": "rae", "num_generations": 1, "rae_column": "solutions"}
+    with pytest.raises(ValueError, match=r"`rae_column='solutions'` is no column of `train_dataset`. Did you mean"):
+        team_trainer(model_folder, tmp_path, settings=settings)
 
 
 @pytest.mark.parametrize(

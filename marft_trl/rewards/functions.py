@@ -107,7 +107,7 @@ def get_planner_reward(outcome: Reward, steps: int = 2) -> Reward:
         ends = _outcomes(outcome, _answers(columns, "planner"), columns)
         return [None if end is None else 0.5 * plan + 0.5 * end for plan, end in zip(plans, ends, strict=True)]
 
-    return planner_reward
+    return _with_outcome(planner_reward, outcome)
 
 
 def get_outcome_reward(outcome: Reward) -> Reward:
@@ -122,7 +122,7 @@ def get_outcome_reward(outcome: Reward) -> Reward:
     from trl.trainer.utils import get_callable_name  # when it is used: workflows load no model library
 
     outcome_reward.__name__ = get_callable_name(outcome)
-    return outcome_reward
+    return _with_outcome(outcome_reward, outcome)
 
 
 def get_solver_reward(outcome: Reward, floor: float = 0.1) -> Reward:
@@ -131,7 +131,7 @@ def get_solver_reward(outcome: Reward, floor: float = 0.1) -> Reward:
     def solver_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
         return _if_formed(floor, outcome, turn, [boxed(item.text) is not None for item in turn], columns)
 
-    return solver_reward
+    return _with_outcome(solver_reward, outcome)
 
 
 def get_coder_reward(outcome: Reward, floor: float = 0.1) -> Reward:
@@ -140,7 +140,7 @@ def get_coder_reward(outcome: Reward, floor: float = 0.1) -> Reward:
     def coder_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
         return _if_formed(floor, outcome, turn, [last_python_block(item.text) is not None for item in turn], columns)
 
-    return coder_reward
+    return _with_outcome(coder_reward, outcome)
 
 
 def get_verifier_reward(outcome: Reward) -> Reward:
@@ -149,7 +149,13 @@ def get_verifier_reward(outcome: Reward) -> Reward:
     def verifier_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
         return list(_outcomes(outcome, _answers_or_own(turn, columns), columns))
 
-    return verifier_reward
+    return _with_outcome(verifier_reward, outcome)
+
+
+def _with_outcome(reward: Reward, outcome: Reward) -> Reward:
+    """The reward function, with the function that it calls, whose columns the trainer looks for in the dataset."""
+    reward.__dict__["outcome"] = outcome
+    return reward
 
 
 def _if_formed(floor: float, outcome: Reward, turn: Sequence[Turn], has_form: Sequence[bool], columns: dict) -> list:

@@ -329,12 +329,15 @@ def _takes(func: Callable, name: str) -> bool:
 
 
 def _required_arguments(func: Callable) -> list[str]:
+    """Of a function, and of the function that it calls for the outcome of the episode."""
     try:
         parameters = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature
         return []
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
+    own = [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
+    outcome = getattr(func, "outcome", None)
+    return own + (_required_arguments(outcome) if callable(outcome) else [])
 
 
 def checked_reward(func, policy: OnFailure | None = None, failures: Failures | None = None):

@@ -25,6 +25,7 @@ from ..config.options import rules_of
 from ..config.team_setup import TeamSetup
 from ..prompts.views import View
 from ..seams.libraries import installed_version
+from ..system.files import source_of
 from ..system.hints import did_you_mean
 from ..system.redaction import without_secrets
 from ..workflows.base import callable_name
@@ -195,7 +196,7 @@ def code_of(function: Any) -> str:
         function = function.func
     function = getattr(function, "__wrapped__", function)
     try:
-        source = inspect.getsource(function if inspect.isroutine(function) else type(function))
+        source = source_of(function if inspect.isroutine(function) else type(function))
     except (OSError, TypeError):
         return name
     made += filter(None, (getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None)))

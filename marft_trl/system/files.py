@@ -1,14 +1,17 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Files that survive a kill or a power cut, the limit of open files, and modules from users' files."""
+"""Files that survive a kill or a power cut, the limit of open files, and modules and sources of users' files."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
+import inspect
 import os
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 # Limits of open files that are tried, in this order; the second one is macOS's largest
@@ -80,3 +83,21 @@ def module_of(file: Path) -> ModuleType:
     _LOADED.add(name)
     spec.loader.exec_module(module)
     return module
+
+
+def source_of(function: Any) -> str:
+    """
+    Source of a function or class. No garbage is collected meanwhile: for a class, `inspect` parses the file, and
+    CPython 3.11 raises a `SystemError` if a finalizer parses something at the same time, such as one that logs a
+    traceback (https://github.com/python/cpython/issues/106905).
+
+    Raises:
+        OSError, TypeError: there is no source.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return inspect.getsource(function)
+    finally:
+        if collects:
+            gc.enable()

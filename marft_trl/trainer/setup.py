@@ -253,8 +253,8 @@ def datasets_of(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_
         train_dataset = placeholder_prompts(args)
     train_dataset, eval_dataset = with_prompts(workflow, train_dataset), with_prompts(workflow, eval_dataset)
     check_best_metric(args, eval_dataset)
-    check_column(args, workflow, train_dataset, eval_dataset)
     check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
+    check_column(args, workflow, train_dataset, eval_dataset)
     check_stream(args, train_dataset)
     return train_dataset, eval_dataset
 
@@ -291,14 +291,16 @@ def rewards_of(
     """
     functions, weights = team_reward_funcs(reward_funcs, args, workflow)
     check_rewards(functions, train_dataset, eval_dataset)
-    if args.remove_unused_columns and "prompt" in (column_names(train_dataset) or ()):
-        try:
-            check_rewards(functions, train_dataset.select_columns(["prompt"]))
-        except ValueError as error:
-            raise ValueError(f"`remove_unused_columns=True` leaves prompts alone. Set it to False. {error}") from None
     of_turns = turn_reward_funcs(args, agents, workflow)
     check_judges(agents, functions, of_turns)
     check_turn_rewards(of_turns, train_dataset)
+    if args.remove_unused_columns and "prompt" in (column_names(train_dataset) or ()):
+        prompts = train_dataset.select_columns(["prompt"])
+        try:
+            check_rewards(functions, prompts)
+            check_turn_rewards(of_turns, prompts)
+        except ValueError as error:
+            raise ValueError(f"`remove_unused_columns=True` leaves prompts alone. Set it to False. {error}") from None
     return functions, weights, of_turns
 
 
@@ -329,11 +331,15 @@ def check_best_metric(args: MARFTConfig, eval_dataset: Any) -> None:
 
 def check_column(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> None:
     """
-    Check that the column of [`ByColumn`] says for each row which workflow runs.
+    Check that the column of [`ByColumn`] says for each row which workflow runs, and that `rae_column` is there.
 
     Raises:
         ValueError: a dataset does not have the column, or a value of it has no workflow.
     """
+    present = column_names(train_dataset)
+    if args.rae_column is not None and present is not None and args.rae_column not in present:
+        hint = did_you_mean(args.rae_column, present) or f" It has {', '.join(map(repr, sorted(present)))}."
+        raise ValueError(f"`rae_column={args.rae_column!r}` is no column of `train_dataset`.{hint}")
     if not isinstance(workflow, ByColumn):
         return
     if args.remove_unused_columns:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import dataclasses
-import inspect
 import re
 import textwrap
 from abc import ABC, abstractmethod
@@ -18,6 +17,7 @@ from ..agents import AgentSpec
 from ..episodes.live import LiveEpisode
 from ..episodes.records import EndOfEpisode, Seen, Turn, unknown_agent
 from ..episodes.rehearsal import rehearse
+from ..system.files import source_of
 from ..system.hints import did_you_mean
 
 
@@ -101,7 +101,7 @@ class Workflow(ABC):
         in the source code (`episode.turn("writer")`). Names computed at run time are checked when a turn is requested.
         """
         try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(type(self))))
+            tree = ast.parse(textwrap.dedent(source_of(type(self))))
         except (OSError, TypeError, SyntaxError):  # no source at hand, e.g. a class typed into an interpreter
             return []
         calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))

@@ -22,7 +22,7 @@ from ...agents import AgentSpec, check_team
 from ...config.checks import check_names
 from ...config.marft_config import MARFTConfig
 from ...runs.resume import code_of, dataset_hash, fields_about, plain
-from ...system.files import module_of
+from ...system.files import module_of, source_of
 from ...system.hints import checked_names, did_you_mean
 from ...system.redaction import without_secrets
 from ...trainer import MARFTTrainer
@@ -99,7 +99,7 @@ def _code(function: Any) -> str:
     if not isinstance(function, type):
         return code_of(function)
     try:
-        return f"{function.__qualname__} ({hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]})"
+        return f"{function.__qualname__} ({hashlib.sha256(source_of(function).encode()).hexdigest()[:12]})"
     except (OSError, TypeError):
         return function.__qualname__
 
