@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Which adapter of the base acts, trains or is a reference, and references that follow the policies."""
+"""Switch, train and freeze the adapters of a team, and keep reference policies that can follow them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..seams.models import AdapterLayers
 from .lora import adapter_parameters
 
 
-# The one policy of a team without adapters.
+# Name of the only policy of a team without adapters.
 SHARED_POLICY = "policy"
-# In place of the name of an adapter, for an agent whose turns a function writes. No adapter can have this name.
+# Adapter name of agents whose turns a function writes. No adapter can have this name.
 NO_POLICY = "=none"
 
 
@@ -30,9 +30,9 @@ class Policies:
     """
     The policies of a team: the parameters of each adapter, and the adapter that is active.
 
-    All switching of adapters goes through this class, for two reasons. PEFT's `set_adapter` sets `requires_grad=False`
-    on all other adapters. And if an adapter is switched off between forward and backward, its gradient is lost without
-    an error.
+    Adapters are switched only through this class, for two reasons. PEFT's `set_adapter` sets `requires_grad=False` on
+    all other adapters. And an adapter that is switched off between forward and backward loses its gradient without an
+    error.
 
     Args:
         model: Model returned by [`add_adapters`].
@@ -57,23 +57,23 @@ class Policies:
             self.trained = [SHARED_POLICY]
         self.names = sorted(set(policy_of.values()))
         self._layers = AdapterLayers(model) if isinstance(model, PeftModel) else None
-        # Of each adapter the names of its parameters, and where they are
+        # Names of the parameters of each adapter, with the module and attribute that holds them
         self._places_of: dict[str, list[tuple[str, torch.nn.Module, str]]] = {}
         self._starts: dict[str, list[torch.Tensor]] = {}
         self._critics: list[str] = []
-        self.has_pending_rows = False  # set by the loss, which trains on slices of an optimizer step together
+        self.has_pending_rows = False  # set by the loss, which may train on all slices of an optimizer step at once
         self.release()
 
     def adapter_of(self, agent: str) -> str:
         """
-        Name of the adapter that an agent acts with; `"policy"` if there are no adapters, and [`NO_POLICY`] for an
-        agent whose turns a function writes.
+        Return the name of an agent's adapter: `"policy"` if there are no adapters, and [`NO_POLICY`] for an agent
+        whose turns a function writes.
         """
         return self._adapter_of[agent]
 
     def origin_of(self, adapter: str) -> str:
-        """Where the weights of an adapter come from: `"fresh"`, `"loaded"`, or what they are a copy of."""
-        return self._origins.get(adapter, "those of the model")
+        """Return the origin of the weights of an adapter: `"fresh"`, `"loaded"`, or the source of a copy."""
+        return self._origins.get(adapter, "weights of the model")
 
     @property
     def to_save(self) -> list[str]:
@@ -81,7 +81,7 @@ class Policies:
         return [*self.names, *self._critics]
 
     def agents_of(self, adapter: str) -> list[str]:
-        """Names of the agents that act with an adapter, in team order."""
+        """Return the names of the agents that use an adapter, in team order."""
         return [agent for agent, value in self._adapter_of.items() if value == adapter]
 
     @property
@@ -101,16 +101,16 @@ class Policies:
                 self._places_of[adapter] = [
                     (name, self._model.get_submodule(module), last) for name, module, last in parts
                 ]
-            # Places, because a parameter may be replaced, such as by one on another device
+            # Looked up each time, because parameters may be replaced, for example on a move to another device
             return {name: getattr(module, last) for name, module, last in self._places_of[adapter]}
         return {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
 
     def all_parameters(self) -> list[torch.nn.Parameter]:
-        """Parameters of all adapters, frozen ones and those of the critic included."""
+        """Return the parameters of all adapters, including frozen adapters and the critic's adapters."""
         return [parameter for name in [*self.names, *self._critics] for parameter in self.parameters(name).values()]
 
     def add_critic(self, name: str, config: PeftConfig) -> None:
-        """Add an adapter for the critic to the base. It is trained with the others and belongs to no agent."""
+        """Add an adapter for the critic to the base. It is trained like the other adapters, but no agent uses it."""
         with without_bitsandbytes(self._model):
             self._model.add_adapter(name, copy.deepcopy(config))
         self._critics.append(name)
@@ -121,27 +121,27 @@ class Policies:
         self.activate_adapter(self._adapter_of[agent])
 
     def activate_first(self) -> None:
-        """Activate the adapter of the first agent that has one."""
+        """Activate the adapter of the first agent with a policy."""
         self.activate_adapter(next(name for name in self._adapter_of.values() if name != NO_POLICY))
 
     def activate_adapter(self, name: str) -> None:
-        """Like [`~Policies.activate`], for an adapter by name, such as one of the critic."""
+        """Activate an adapter by name, for example an adapter of the critic. See [`~Policies.activate`]."""
         if self._layers:
-            # `release` sets `requires_grad` for all adapters at once, so PEFT must not
+            # `release` sets `requires_grad` of all adapters, so PEFT must not change it
             self._layers.activate(name)
             self.release()
 
     def release(self) -> None:
-        """Set `requires_grad` on all trained adapters and on those of the critic, and on no others."""
+        """Set `requires_grad=True` on all trained adapters and those of the critic, and `False` on all others."""
         if self._layers:
             learning = [*self.trained, *self._critics]
-            frozen = [name for name in self._model.peft_config if name not in learning]  # those of nobody, too
+            frozen = [name for name in self._model.peft_config if name not in learning]  # also without an agent
             self._layers.set_requires_grad(learning, True)
             self._layers.set_requires_grad(frozen, False)
 
     def remember_starts(self, all_of_them: bool = False) -> None:
         """
-        Copy the current weights of adapters that do not start as the identity. The copies are their references.
+        Copy the current weights as references, except of adapters that do not change the base yet (`lora_B` is 0).
 
         Args:
             all_of_them: copy the weights of all adapters. Needed if references will be moved, see
@@ -160,7 +160,7 @@ class Policies:
                 reference.mul_(1.0 - alpha).add_(parameter, alpha=alpha)
 
     def references(self) -> dict[str, torch.Tensor]:
-        """The copied references, keyed by adapter name and position of the tensor."""
+        """Return the copied references, keyed by adapter name and position of the tensor."""
         return {f"{name}.{i}": tensor for name, start in self._starts.items() for i, tensor in enumerate(start)}
 
     def starts_as_base(self, agent: str) -> bool:
@@ -169,16 +169,16 @@ class Policies:
 
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
-        """Context manager: deactivate all adapters."""
+        """Context manager that deactivates all adapters."""
         if self._layers is None:
-            raise TypeError("The base cannot act alone: the team has no adapters, and trains the base itself.")
+            raise TypeError("The base cannot be used without adapters: the team has no adapters and trains the base.")
         with self._layers.disabled():
             yield
-        self.release()  # PEFT's own may have set `requires_grad=False` on all but the active adapter
+        self.release()  # PEFT may have set `requires_grad=False` on all but the active adapter
 
     @contextlib.contextmanager
     def reference(self, agent: str) -> Iterator[None]:
-        """Context manager: the policy of an agent is its reference, the base or the weights its adapter began with."""
+        """Context manager that switches an agent to its reference: the base, or its adapter's initial weights."""
         adapter = self._adapter_of[agent]
         if self.starts_as_base(agent):
             with self.base():
@@ -190,14 +190,14 @@ class Policies:
 
     @property
     def have_gradients(self) -> bool:
-        """`True` between the micro-steps of an optimizer step, while gradients add up or rows wait."""
+        """`True` between the micro-steps of an optimizer step, while gradients accumulate or rows are pending."""
         return self.has_pending_rows or any(
             p.grad is not None for name in self.trained for p in self.parameters(name).values()
         )
 
     @contextlib.contextmanager
     def with_weights(self, adapter: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Context manager: an adapter has other weights, in the order of [`~Policies.parameters`]."""
+        """Context manager that gives an adapter other weights, in the order of [`~Policies.parameters`]."""
         parameters = list(self.parameters(adapter).values())
         current = [parameter.data for parameter in parameters]
         try:
@@ -239,7 +239,7 @@ class SyncReferences(TrainerCallback):
 
 
 def _references(policies: Policies, ref_model: nn.Module | None) -> dict[str, torch.Tensor]:
-    """References by name: those of the adapters, or the weights of TRL's reference model."""
+    """Return the references by name: those of the adapters, or the weights of TRL's reference model."""
     if ref_model is None:
         return policies.references()
     return {name: parameter.detach() for name, parameter in ref_model.named_parameters()}
@@ -257,15 +257,15 @@ def load_references(policies: Policies, ref_model: nn.Module | None, folder: str
     Load what [`save_references`] wrote, in place.
 
     Raises:
-        ValueError: the checkpoint has no references, or those of other adapters.
+        ValueError: the checkpoint has no references, or references of other adapters.
     """
     path = Path(folder) / REFERENCES_NAME
     saved = load_file(path) if path.is_file() else {}
     present = _references(policies, ref_model)
     if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in present.items()}:
         raise ValueError(
-            f"The checkpoint {folder} has no references ({REFERENCES_NAME}) of these policies, but "
-            "`sync_ref_model=True` goes on from them. Resume with the settings that it was written with."
+            f"The checkpoint {folder} has no references ({REFERENCES_NAME}) for these policies, but "
+            "`sync_ref_model=True` needs them. Resume with the settings of the run that wrote the checkpoint."
         )
     for name, tensor in present.items():
         tensor.copy_(saved[name])

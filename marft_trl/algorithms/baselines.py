@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Baselines and credit rules. To add one, write a function and name it in `BASELINES` or `CREDITS`."""
+"""Baselines and credit rules. To add another, write a function and list it in `BASELINES` or `CREDITS`."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from . import functional
 
 class RunningBaselines:
     """
-    Exponential moving averages of returns, one for each kind of task, and for each agent where agents have returns of
-    their own.
+    Exponential moving averages of returns, separate for each kind of task, and for each agent if agents have different
+    returns.
 
-    The baseline of a generation batch is the average before it, so that it does not depend on the batch. As in Adam,
-    the average is divided by `1 - decay^n` after `n` batches: after the first one it is the mean of that batch.
+    The baseline of a generation batch is the average over earlier batches, so that it does not depend on the batch. As
+    in Adam, the average is divided by `1 - decay^n` after `n` batches. After the first batch, it is the batch mean.
 
     Args:
         decay: weight of the average so far, in `[0, 1)`.
-        column: dataset column whose values have averages of their own.
+        column: dataset column. Each of its values has a separate average.
 
-    Source: role-conditioned advantage estimation of SPIRAL (2506.24119), there updated after each episode.
+    Source: role-conditioned advantage estimation of SPIRAL (2506.24119), which updates after each episode.
     """
 
     def __init__(self, decay: float, column: str | None = None):
         self._decay, self._column = decay, column
-        self._averages: dict[str, tuple[float, int]] = {}  # before correction, and number of batches
+        self._averages: dict[str, tuple[float, int]] = {}  # before bias correction; number of batches
 
     @classmethod
     def of_args(cls, args: Any) -> RunningBaselines:
-        """Those of `rae_decay` and `rae_column`."""
+        """Make the averages that `rae_decay` and `rae_column` describe."""
         return cls(args.rae_decay, args.rae_column)
 
     def key(self, agent: str, row: Mapping[str, Any], is_own: bool) -> str:
         """
-        Key of the average that a turn is compared with.
+        Return the key of the average that is the baseline of a turn.
 
         Args:
-            is_own: whether every agent has its own return.
+            is_own: whether every agent has an individual return.
         """
         kind = "" if self._column is None else str(row[self._column])
         return f"{agent}/{kind}" if is_own else kind
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run goes on with; JSON-serializable."""
+        """Return the state for resuming, JSON-serializable."""
         return {key: list(value) for key, value in self._averages.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a [`state_dict`]."""
+        """Load a state from [`state_dict`]."""
         self._averages = {key: (average, count) for key, (average, count) in state.items()}
 
     def of(self, keys: Sequence[str]) -> torch.Tensor:
-        """Baselines `(N,)`; 0 for keys without a return so far."""
+        """Return the baselines `(N,)` of these keys, 0 for keys without earlier returns."""
         return torch.tensor([self._of(key) for key in keys])
 
     def _of(self, key: str) -> float:
@@ -65,35 +65,35 @@ class RunningBaselines:
 
     def update(self, keys: Sequence[str], returns: torch.Tensor, weights: torch.Tensor) -> None:
         """
-        Take in the returns of a batch.
+        Update the averages with the returns of a batch.
 
         Args:
-            returns (`torch.Tensor` of shape `(N,)`): their returns, NaN where nothing scored them.
-            weights (`torch.Tensor` of shape `(N,)`): their weights in the mean of the batch.
+            returns (`torch.Tensor` of shape `(N,)`): returns of the turns; NaN where nothing scored the turn.
+            weights (`torch.Tensor` of shape `(N,)`): weights of the turns in the mean of the batch.
         """
         for key in sorted(set(keys)):
-            mine = torch.tensor([item == key for item in keys]) & ~returns.isnan()
-            if not mine.any():
+            selected = torch.tensor([item == key for item in keys]) & ~returns.isnan()
+            if not selected.any():
                 continue
-            total, part = weights[mine].double(), returns[mine].double()
+            weight, value = weights[selected].double(), returns[selected].double()
             average, count = self._averages.get(key, (0.0, 0))
-            mean = ((total * part).sum() / total.sum()).item()
+            mean = ((weight * value).sum() / weight.sum()).item()
             self._averages[key] = (self._decay * average + (1 - self._decay) * mean, count + 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
     """
-    The turns of all processes with their returns. `N` turns.
+    The `N` turns of all processes, with their returns.
 
     Args:
         episodes (`torch.Tensor` of shape `(N,)`): index of the episode of each turn.
         agents (`torch.Tensor` of shape `(N,)`): index of the agent of each turn.
         nodes (`torch.Tensor` of shape `(N,)`): index, inside the episode, of the turn or of the set of candidates.
         returns (`torch.Tensor` of shape `(N,)`): return of each turn; NaN where nothing scored it.
-        group_size: `G`, episodes of a prompt; groups are consecutive episodes.
+        group_size: number of episodes per prompt, `G`. The episodes of a group are consecutive.
         num_agents: number of agents of the team.
-        by_agent: whether every agent has its own return, so that the turns of different agents are not compared.
+        by_agent: whether every agent has an individual return, so that turns of different agents are not compared.
         running (`torch.Tensor` of shape `(N,)`, *optional*): running baseline of each turn.
     """
 
@@ -106,34 +106,34 @@ class Samples:
     by_agent: bool = False
     running: torch.Tensor | None = None
 
-    def _apart(self, index: torch.Tensor) -> torch.Tensor:
+    def _by_agent(self, index: torch.Tensor) -> torch.Tensor:
         return index * self.num_agents + self.agents if self.by_agent else index
 
     @property
     def prompts(self) -> torch.Tensor:
         """Index of the prompt of each turn, or of the prompt and its agent, `(N,)`."""
-        return self._apart(self.episodes // self.group_size)
+        return self._by_agent(self.episodes // self.group_size)
 
     @property
     def runs(self) -> torch.Tensor:
         """Index of the episode of each turn, or of the episode and its agent, `(N,)`."""
-        return self._apart(self.episodes)
+        return self._by_agent(self.episodes)
 
     @property
     def per_episode(self) -> torch.Tensor:
-        """Weights by which every episode counts once, whatever its number of scored turns, `(N,)`."""
+        """Weights `(N,)` that sum to 1 over the scored turns of every episode."""
         scored = torch.bincount(self.runs[~self.returns.isnan()], minlength=int(self.runs.max()) + 1)
         return 1 / scored.clamp(min=1)[self.runs].float()
 
     @property
     def per_turn(self) -> torch.Tensor:
-        """Weights by which every turn counts once, `(N,)`."""
+        """Weights `(N,)` of 1 for every turn."""
         return torch.ones_like(self.returns)
 
     @property
     def all_alike(self) -> torch.Tensor:
-        """One index for all turns, or for those of each agent, `(N,)`."""
-        return self._apart(torch.zeros_like(self.episodes))
+        """The same index `(N,)` for all turns, or for all turns of an agent."""
+        return self._by_agent(torch.zeros_like(self.episodes))
 
 
 @dataclass(frozen=True)
@@ -145,20 +145,20 @@ class Baseline:
         name: The value of `MARFTConfig.advantage` that chooses it.
         function: `function(samples, scale)` returns advantages `(N,)`, 0 where nothing scored a turn. `scale` is
             `scale_rewards`: `"group"`, `"batch"` or `"none"`.
-        needs_group: Whether it compares episodes of a prompt, so that `num_generations` has to be at least 2.
-        scales: Whether it divides by the deviation that `scale_rewards` names.
-        uses_candidates: Whether it compares candidates for one turn, which the trainer then samples.
-        completes: Whether candidates are worth the episodes that are completed from them, and not themselves as
-            answers.
-        goes_on: Value of `continue_from` if none is set.
-        takes_normalized_objectives: Whether it works with `multi_objective_aggregation="normalize_then_sum"`.
-        state: `state(args)` makes the state of a baseline that remembers earlier batches: [`RunningBaselines`], or a
-            class with its methods.
-        reads: Fields of the training arguments that it alone reads.
-        by_episode: `by_episode(rewards, group_size, scale)` returns advantages and deviations `(E,)` of whole
-            episodes, for turns that all have the return of their episode. Without it the function is asked turn by
-            turn.
-        in_evaluation: Name of the baseline that takes its place in evaluation. Defaults to the baseline itself.
+        needs_group: Whether the baseline compares episodes of a prompt, which needs `num_generations` of at least 2.
+        scales: Whether advantages are divided by the standard deviation that `scale_rewards` selects.
+        uses_candidates: Whether the baseline compares several candidates for a turn, which the trainer samples.
+        completes: Whether the return of a candidate comes from episodes that are completed from it. If `False`, the
+            candidate itself is scored as an answer.
+        goes_on: Default of `continue_from`.
+        takes_normalized_objectives: Whether it supports `multi_objective_aggregation="normalize_then_sum"`.
+        state: `state(args)` makes the state of a baseline that depends on earlier batches: [`RunningBaselines`], or an
+            object with the same methods.
+        reads: Fields of the training arguments that only this baseline reads.
+        by_episode: `by_episode(rewards, group_size, scale)` returns advantages and standard deviations `(E,)` of whole
+            episodes, for turns that all have the return of their episode. If omitted, `function` computes advantages
+            of single turns.
+        in_evaluation: Name of the baseline to use in evaluation. Defaults to the baseline itself.
     """
 
     name: str
@@ -176,15 +176,15 @@ class Baseline:
 
     @property
     def settings(self) -> frozenset[str]:
-        """Fields of the training arguments that only such a baseline reads."""
-        of_candidates = ("turn_candidates", "candidate_samples", "continue_from") if self.uses_candidates else ()
-        return frozenset([*self.reads, *of_candidates])
+        """Fields of the training arguments that have an effect only with this baseline or similar baselines."""
+        candidate_settings = ("turn_candidates", "candidate_samples", "continue_from") if self.uses_candidates else ()
+        return frozenset([*self.reads, *candidate_settings])
 
 
 def _cells(
     samples: Samples, scale: str, cells: torch.Tensor, weights: torch.Tensor, batch_pools: torch.Tensor
 ) -> torch.Tensor:
-    """Advantages in cells; the deviation is that of the cell, or of a pool of the whole batch."""
+    """Return advantages within cells. The standard deviation is that of the cell, or of a pool of the batch."""
     pools = {"group": cells, "batch": batch_pools, "none": None}[scale]
     return functional.cell_advantages(samples.returns, cells, weights, pools)
 
@@ -257,13 +257,14 @@ class CreditRule:
         name: The value of `MARFTConfig.credit` that chooses it.
         share: `share(reward, turns, steps, discount, as_rewards)` returns the credit `(K,)` of the turns of an
             episode. `steps` `(K,)` are the joint steps of the turns, `discount` is `credit_discount`, and `as_rewards`
-            tells whether the credit is a stream of rewards, which is summed, or the return of each turn.
-        reruns: Whether it subtracts the mean reward of re-runs in which the turn is another one. `share` is not called
-            then.
-        removes: Whether the turn of a re-run is an empty one. Otherwise the reference of its agent samples it anew.
-        scores_turns: Whether turns have rewards of their own, from reward functions of agents, which are mixed in.
-        discounts: Whether it uses `credit_discount`.
-        in_evaluation: Name of the rule that takes its place in evaluation. Defaults to the rule itself.
+            selects rewards per turn, which are summed later, instead of the return of each turn.
+        reruns: Whether the rule subtracts the mean reward of re-runs in which the turn is replaced. `share` is not
+            called then.
+        removes: Whether re-runs replace the turn by an empty turn. Otherwise, the reference policy of its agent
+            samples a new turn.
+        scores_turns: Whether the rule adds rewards of single turns, from the reward functions of agents.
+        discounts: Whether the rule uses `credit_discount`.
+        in_evaluation: Name of the rule to use in evaluation. Defaults to the rule itself.
     """
 
     name: str
@@ -276,7 +277,7 @@ class CreditRule:
 
     @property
     def settings(self) -> frozenset[str]:
-        """Fields of the training arguments that only such a rule reads."""
+        """Fields of the training arguments that have an effect only with this rule or similar rules."""
         flags = {
             "counterfactual_samples": self.reruns,
             "own_reward_weight": self.scores_turns,
@@ -286,7 +287,7 @@ class CreditRule:
 
     @property
     def uses_references(self) -> bool:
-        """`True` if turns are sampled from references."""
+        """`True` if reference policies sample turns of re-runs."""
         return self.reruns and not self.removes
 
 

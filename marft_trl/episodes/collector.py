@@ -215,7 +215,7 @@ async def limiting(workflow: RunsEpisodes, patience: float | None) -> AsyncItera
 
 @contextlib.contextmanager
 def limited_by(limit: TimeLimit | None) -> Iterator[None]:
-    """Context manager: [`collecting`] applies this time limit to blocking code."""
+    """Context manager in which [`collecting`] applies this time limit to blocking code."""
     reset_token = _BLOCKING_LIMIT.set(limit)
     try:
         yield
@@ -360,14 +360,14 @@ class _EpisodeBatch:
         ):
             _warn_once(
                 f"The task `{task_name}` that the workflow `{name}` started is still running after the end of its "
-                "episode. Await it in `run`: whatever it does later does not count."
+                "episode. Await it in `run`. Its later results are ignored."
             )
 
     async def _drive(self, group: Sequence[int]) -> None:
-        watch = self._guard.watch()
+        hang_detector = self._guard.watch()
         while not all(self._tasks[index].done() for index in group):
             try:
-                await self._run_until_waiting(group, watch)
+                await self._run_until_waiting(group, hang_detector)
             except EpisodeError as error:  # an episode hangs
                 self._guard.note(error, replace=True)
                 self._tasks[cast(int, error.episode)].cancel()
@@ -389,46 +389,46 @@ class _EpisodeBatch:
             self._waiting[index].clear()
         return batch
 
-    async def _run_until_waiting(self, group: Sequence[int], watch: HangDetector) -> None:
+    async def _run_until_waiting(self, group: Sequence[int], hang_detector: HangDetector) -> None:
         """Run the event loop until all unfinished episodes wait for a turn, or an episode has failed."""
-        quiet, pause, since = 0, _MIN_POLL_SECONDS, math.inf
-        watch.begin()
+        idle_iterations, poll_seconds, pending_since = 0, _MIN_POLL_SECONDS, math.inf
+        hang_detector.begin()
         while True:
             known = self._progress(group)
             await asyncio.sleep(0)
             # After a function returns, its branch needs a few iterations to request a turn
-            quiet = quiet + 1 if self._progress(group) == known else 0
-            if quiet < _IDLE_ITERATIONS:
+            idle_iterations = idle_iterations + 1 if self._progress(group) == known else 0
+            if idle_iterations < _IDLE_ITERATIONS:
                 continue
             # Wait for the tools of all episodes in the group, so that batches do not depend on how long tools take
-            asks = [index for index in group if self._has_pending_request(index)]
-            self._not_awaited.difference_update(asks)
+            requesting = [index for index in group if self._has_pending_request(index)]
+            self._not_awaited.difference_update(requesting)
             unfinished = [index for index in group if not self._tasks[index].done()]
-            begun = [index for index in unfinished if not self._episodes[index].is_queued]
-            elsewhere = [index for index in begun if self._episodes[index].busy or index not in asks]
-            since = min(since, time.monotonic()) if asks else math.inf
+            admitted = [index for index in unfinished if not self._episodes[index].is_queued]
+            blocked = [index for index in admitted if self._episodes[index].busy or index not in requesting]
+            pending_since = min(pending_since, time.monotonic()) if requesting else math.inf
             fails = not self._guard.tolerates and any(_has_failed(self._tasks[index]) for index in group)
-            if fails or (not elsewhere and (asks or not unfinished)):
+            if fails or (not blocked and (requesting or not unfinished)):
                 return
-            watch.look(self._episodes, elsewhere)
-            if asks and self._not_awaited.issuperset(elsewhere):
+            hang_detector.look(self._episodes, blocked)
+            if requesting and self._not_awaited.issuperset(blocked):
                 return
-            if self._guard.holds_up is not None and time.monotonic() - since > self._guard.holds_up:
-                self._stop_waiting_for(elsewhere, self._guard.holds_up)
+            if self._guard.holds_up is not None and time.monotonic() - pending_since > self._guard.holds_up:
+                self._stop_waiting_for(blocked, self._guard.holds_up)
                 return
             # A workflow awaits something else, such as a web service: check again after a short pause.
-            running = [self._tasks[index] for index in elsewhere or unfinished]
-            await asyncio.wait(running, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
-            quiet, pause = 0, min(2 * pause, _MAX_POLL_SECONDS)
+            running = [self._tasks[index] for index in blocked or unfinished]
+            await asyncio.wait(running, timeout=poll_seconds, return_when=asyncio.FIRST_COMPLETED)
+            idle_iterations, poll_seconds = 0, min(2 * poll_seconds, _MAX_POLL_SECONDS)
 
     def _has_pending_request(self, index: int) -> bool:
         """Return `True` if an episode waits for a turn."""
         return any(not request.waiter.done() for request in self._waiting[index])
 
-    def _stop_waiting_for(self, elsewhere: Sequence[int], seconds: float) -> None:
-        """Let the other episodes continue without the given episodes until these request a turn again."""
-        self._not_awaited.update(elsewhere)
-        for index in elsewhere:
+    def _stop_waiting_for(self, blocked: Sequence[int], seconds: float) -> None:
+        """Let the other episodes continue without these episodes until these request a turn again."""
+        self._not_awaited.update(blocked)
+        for index in blocked:
             self._episodes[index].count("held_up")
         _warn_once(
             f"Episodes of the workflow `{self._guard.name}` have waited {seconds:g} seconds for another episode and "
@@ -444,7 +444,7 @@ class _EpisodeBatch:
 
     async def _answer_all(self, batch: list[Request]) -> None:
         """
-        Answer requests in order, with recorded completions where there are any and generated completions elsewhere.
+        Answer requests in order, with recorded completions where available, and generated completions otherwise.
         """
         found = [self._find_recorded(request) for request in batch]
         earlier: Counter[int] = Counter()  # number of earlier requests in the batch, by episode

@@ -68,7 +68,7 @@ class MixedPass:
         has_shards: bool,
     ) -> MixedPass | None:
         """
-        The mixed passes of a run, or `None` if every micro-batch has a pass of its own.
+        Return the mixed passes of a run, or `None` if every micro-batch has a separate pass.
 
         Args:
             model: the model with the adapters, without wrappers.
@@ -107,7 +107,7 @@ class MixedPass:
         return [group for group, _ in groups]
 
     def _fit(self, shapes: Sequence[_PassShape]) -> bool:
-        """Whether micro-batches of these shapes may share a pass."""
+        """Return `True` if micro-batches of these shapes may share a pass."""
         mixed_tokens, separate_tokens = _PassShape.tokens(shapes), sum(_PassShape.tokens([shape]) for shape in shapes)
         max_tokens = self._batcher.max_tokens
         if mixed_tokens > _MAX_PADDING_RATIO * separate_tokens or (
@@ -139,7 +139,8 @@ def _reason_not_mixed(
 
 class _PassShape(NamedTuple):
     """
-    Shape of the passes of a micro-batch: shared prefixes with their maximum length, rows with their maximum rest.
+    Shape of the pass of a micro-batch: number and maximum length of shared prefixes, number of rows and maximum length
+    of their remaining tokens.
     """
 
     prefixes: int
@@ -222,8 +223,8 @@ class OutOfMemory:
             self._randomness.restore(states)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            for take_back in undo:
-                take_back()
+            for undo_changes in undo:
+                undo_changes()
             try:
                 return work()
             except torch.OutOfMemoryError as error:
@@ -409,8 +410,7 @@ class TeamLoss(TrainerCallback):
         self._unlogged += (notes := [item.notes for item in waiting])
         recorders = [recorder for note in notes for recorder in (note.metrics, note.values) if recorder is not None]
         snapshots = [recorder.snapshot for recorder in (*recorders, self._updates.divergence, self._updates.shares)]
-        # The losses gather thresholds from all processes, and all processes take part in passes through a sharded
-        # model
+        # Losses gather thresholds from all processes, and every pass through a sharded model needs all processes
         is_local = not self._processes.have_shards
         is_local &= self._processes.count == 1 or self._settings.top_entropy_quantile >= 1.0
         rows = dict.fromkeys(row for value in waiting for row in value.slice.rows)
@@ -619,7 +619,7 @@ def _mask_above(known: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor
 
 
 def loss_metrics(settings: TrlSettings, has_entropy_bonus: bool) -> list[str]:
-    """Names of the metrics that TRL's loss adds under these settings, the same on every process."""
+    """Return the names of the metrics that TRL's loss adds with these settings, the same on every process."""
     names = ["entropy", WITHOUT_SIGNAL]
     names += ["kl"] if settings.beta != 0.0 else []
     names += ["policy_loss"] if has_entropy_bonus else []

@@ -1,10 +1,10 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-Observations: turns and feedback -> messages -> token ids. Text of a model cannot become a control token or a turn.
+Build observations: turns and feedback -> messages -> token ids. Model output cannot form control tokens or turns.
 
-Text of teammates is never tokenized together with the chat template. The template is rendered with placeholders in
-place of the contents. Its pieces are tokenized with control tokens, the contents are tokenized without them, and the
-token ids are joined.
+Text of teammates is never tokenized together with the chat template. The template is rendered with placeholders for
+the contents. Its pieces are tokenized with control tokens, the contents are tokenized without them, and the token ids
+are joined.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .views import (
 )
 
 
-# Of texts with more characters for each token of the window, so many are tokenized first
-_CHARACTERS = 16
-# Prompts of which it is remembered what they were made from
-_MOST_SHOWN = 100_000
+# Characters per token of the window. Of longer texts, only this many characters are tokenized at first
+_CHARACTERS_PER_TOKEN = 16
+# Maximum number of prompts whose tool schemas are cached
+_MAX_CACHED_PROMPTS = 100_000
 
 
 @dataclass(eq=False)
@@ -48,9 +48,9 @@ class Observation:
     Args:
         content: observation as text or messages.
         dropped: number of turns and feedback left out to fit the model's window.
-        problem: reason why the observation cannot be shown, if its episode has to end.
-        is_too_long: whether the reason is that it does not fit.
-        is_cut: whether `ids` are the first ones alone, which do not fit by far.
+        problem: reason why the observation is not valid, which ends the episode.
+        is_too_long: whether the observation does not fit the model's window.
+        is_cut: whether `ids` has only the first tokens, because the observation is far too long.
     """
 
     content: str | Messages
@@ -63,7 +63,7 @@ class Observation:
 
     @property
     def size(self) -> str:
-        """Number of tokens, in words."""
+        """Number of tokens, as text for messages."""
         return f"{'more than ' if self.is_cut else ''}{len(self.ids)} tokens"
 
 
@@ -75,7 +75,7 @@ class Query(NamedTuple):
         seen: turns and feedback to show to the agent.
         functions: functions that the agent may call.
         after: the agent's own turn with tool calls, whose results are the last items of `seen`.
-        messages: what the agent is shown in place of its view, see [`RequestedTurn`].
+        messages: messages to show to the agent instead of its view, see [`RequestedTurn`].
     """
 
     agent: AgentSpec
@@ -96,7 +96,7 @@ class Window:
         reserved: number of tokens that each agent may generate after its observation.
         overflow: `"raise"` (an error is raised), `"drop_oldest_turn"` (the oldest turns are left out) or
             `"end_episode"` (`problem` of the observation is set).
-        unread: names of agents whose observations no model reads, so that it does not limit them.
+        unread: names of agents whose observations no model reads, so that the window does not limit them.
     """
 
     size: int | None = None
@@ -116,16 +116,16 @@ class PromptBuilder:
             so that the prompts of a single agent equal those of `GRPOTrainer`.
         view: Function `view(agent, prompt, seen)` that returns the messages shown to the agent. The contents of the
             messages are encoded without control tokens.
-        chat_template: Chat template to use instead of the tokenizer's own, or one with keyword arguments.
+        chat_template: Chat template to use instead of the tokenizer's, or a [`ChatTemplate`] with keyword arguments.
         plain: Whether to keep text prompts as text instead of converting them to a user message. Used for a single
             agent without a system prompt, as in `GRPOTrainer`. Always `True` for tokenizers without a chat template.
-        window: The tokens that the model can attend to, and what happens if an observation does not fit.
+        window: Context window of the model, and what happens if an observation does not fit.
         ends: Ids of the tokens that end a turn.
-        aliases: Names that agents are shown of one another, by agent name, if they differ from the agents' names.
-        alone: Whether an agent is shown nothing but the prompt, its own turns and the results of its calls. Its
-            prompts are then tokenized as in `GRPOTrainer`, and nothing is quoted. Otherwise, prompts contain no
-            control tokens, and neither they nor results contain lines that look like the name of a speaker.
-        show_reasoning: Whether earlier turns are shown with their reasoning where the chat template cuts it.
+        aliases: Names under which agents see each other, by agent name. Defaults to the agents' names.
+        alone: Whether an agent sees only the prompt, its own turns and the results of its calls. Prompts are then
+            tokenized as in `GRPOTrainer`, and nothing is quoted. Otherwise, prompts contain no control tokens, and
+            neither prompts nor results contain lines that look like the name of a speaker.
+        show_reasoning: Whether earlier turns keep their reasoning where the chat template removes it.
     """
 
     def __init__(
@@ -141,8 +141,9 @@ class PromptBuilder:
         alone: bool = False,
         show_reasoning: bool = False,
     ):
-        given = chat_template
-        self.template = given if isinstance(given, ChatTemplate) else ChatTemplate(tokenizer, given)
+        if not isinstance(chat_template, ChatTemplate):
+            chat_template = ChatTemplate(tokenizer, chat_template)
+        self.template = chat_template
         self.tokenizer = tokenizer
         self._tokenize = tokenize
         self.view = view
@@ -157,10 +158,12 @@ class PromptBuilder:
         self._folds_system = not self._plain and not self.template.renders_system
         self._reasoning = None if self._plain else EarlierReasoning(self.template)
         self.show_reasoning = show_reasoning
-        self._shown: dict[int, str] = {}  # functions that were shown with messages, by the hash of the tokens
+        self._shown: dict[int, str] = {}  # tool schemas of prompts, by the hash of the token ids
 
     def build(self, queries: Iterable[Query | tuple]) -> list[Observation]:
         """
+        Build observations.
+
         Args:
             queries: Inputs of each observation, as a [`Query`] or a tuple `(agent, prompt, seen)`.
 
@@ -169,69 +172,75 @@ class PromptBuilder:
         Raises:
             ValueError: The chat template cannot render the messages, or they do not fit the model's window.
         """
-        asked: list[Query] = [_as_shown(Query(*query)) for query in queries]
-        built = {index: self._given(query) for index, query in enumerate(asked) if query.messages is not None}
-        for index, query in enumerate(asked):
-            if index not in built and self._view_of(query.agent) is team_view:  # which shows the whole prompt
+        restricted: list[Query] = [_as_shown(Query(*query)) for query in queries]
+        built = {
+            index: self._build_from_messages(query)
+            for index, query in enumerate(restricted)
+            if query.messages is not None
+        }
+        for index, query in enumerate(restricted):
+            if index not in built and self._view_of(query.agent) is team_view:  # it shows the whole prompt
                 cut = self._first_tokens(query.agent, query.prompt)
                 built |= {index: self._fit(query._replace(seen=()), cut)} if cut is not None else {}
-        contents = ["" if index in built else self._observe(query) for index, query in enumerate(asked)]
+        contents = ["" if index in built else self._observe(query) for index, query in enumerate(restricted)]
         ids: dict[int, list[int]] = {}
         alike: dict[tuple, list[int]] = {}
-        for index, query in enumerate(asked):
+        for index, query in enumerate(restricted):
             if index in built:
                 continue
             if not query.seen and self._view_of(query.agent) is team_view and self._is_safe(contents[index]):
                 kind = isinstance(contents[index], list), tuple(map(unbound, query.functions))  # type: ignore[arg-type]
                 alike.setdefault(kind, []).append(index)
         for indices in alike.values():
-            functions = asked[indices[0]].functions
+            functions = restricted[indices[0]].functions
             batch = [contents[index] for index in indices]
             first = batch[0]
             with contextlib.nullcontext() if isinstance(first, str) else naming_templates(self.tokenizer, first):
                 tokenized = self._tokenize(batch, *([functions] if functions else []))
-            ids |= {index: list(indice) for index, indice in zip(indices, tokenized, strict=True)}
-        for index, query in enumerate(asked):
+            ids |= {index: list(token_ids) for index, token_ids in zip(indices, tokenized, strict=True)}
+        for index, query in enumerate(restricted):
             if index in built:
                 continue
             if query.after is not None:
-                own = self._go_on(query, query.after)
+                own = self._continue_turn(query, query.after)
             else:
                 own = ids[index] if index in ids else self._join(contents[index], query.functions)
             built[index] = self._fit(query, Observation(contents[index], own, list(query.seen)))
-        return [built[index] for index in range(len(asked))]
+        return [built[index] for index in range(len(restricted))]
 
-    def _given(self, query: Query) -> Observation:
-        """The observation of messages that another program has written. What is wrong with them is its `problem`."""
-        agent, given = query.agent, [dict(message) for message in query.messages or ()]
-        if agent.system_prompt is not None and all(message["role"] != "system" for message in given):
-            given.insert(0, {"role": "system", "content": agent.system_prompt})
-        turns = [message["content"] if isinstance(message["content"], Turn) else None for message in given]
-        shown = [item if turn is None else self._as_turn(item, turn) for item, turn in zip(given, turns, strict=True)]
+    def _build_from_messages(self, query: Query) -> Observation:
+        """Build the observation of messages from another program. If they are not valid, set its `problem`."""
+        agent, messages = query.agent, [dict(message) for message in query.messages or ()]
+        if agent.system_prompt is not None and all(message["role"] != "system" for message in messages):
+            messages.insert(0, {"role": "system", "content": agent.system_prompt})
+        turns = [message["content"] if isinstance(message["content"], Turn) else None for message in messages]
+        shown = [
+            item if turn is None else self._as_turn(item, turn) for item, turn in zip(messages, turns, strict=True)
+        ]
         observation = Observation(shown, [], list(query.seen))
         try:
             if (first := self._first_tokens(agent, shown)) is not None:
-                return self._overflowing(agent, first)
+                return self._mark_too_long(agent, first)
             self._check(shown)
             for schema in query.functions:
-                if self._encode.spells_control_token(_spelled(schema)):
+                if self._encode.spells_control_token(_strings(schema)):
                     raise PromptError(f"The schema of the tool {tool_name(schema)!r} spells a control token.")
             if not self.template.renders_results:
                 shown = without_roles(shown, self.template.renders_called_results())
             if self._folds_system:
                 shown, turns = fold_system(shown), turns[len(shown) - len(fold_system(shown)) :]
-            observation.content, observation.ids = shown, self._spelled_given(shown, turns, query.functions)
-            self._shown = {} if len(self._shown) >= _MOST_SHOWN else self._shown
+            observation.content, observation.ids = shown, self._encode_messages(shown, turns, query.functions)
+            self._shown = {} if len(self._shown) >= _MAX_CACHED_PROMPTS else self._shown
             self._shown[hash(tuple(observation.ids))] = repr(list(query.functions))
         except (MemoryError, TimeoutError):
             raise
-        except Exception as error:  # whatever it is, it is that request's
+        except Exception as error:  # any error concerns only this request
             observation.problem = str(error) or type(error).__name__
             return observation
-        return observation if self._fits(agent, observation.ids) else self._overflowing(agent, observation)
+        return observation if self._fits(agent, observation.ids) else self._mark_too_long(agent, observation)
 
-    def _overflowing(self, agent: AgentSpec, observation: Observation) -> Observation:
-        """An observation of messages with its problem: it does not fit."""
+    def _mark_too_long(self, agent: AgentSpec, observation: Observation) -> Observation:
+        """Set the `problem` of an observation of messages that does not fit."""
         observation.is_too_long = True
         observation.problem = (
             f"The messages have {observation.size} and {agent.name!r} may generate "
@@ -241,49 +250,50 @@ class PromptBuilder:
 
     def _first_tokens(self, agent: AgentSpec, prompt: str | Messages) -> Observation | None:
         """
-        The first tokens of a prompt that does not fit by far. They are enough to refuse it, and all of them could take
-        minutes. Twice as many as fit, since the last ones of a part of a text may be other ones in the whole.
+        Return the first tokens of a prompt that is far too long, or `None`. They are enough to reject the prompt;
+        tokenizing all of it could take minutes. The limit is twice the window, because the last tokens of a prefix may
+        differ from those of the whole text.
         """
         if self.window is None or agent.name in self._unread:
             return None
         contents = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
         text = "\n".join(content for content in contents if isinstance(content, str))
-        most = _CHARACTERS * self.window
+        most = _CHARACTERS_PER_TOKEN * self.window
         ids = self._encode(text[:most]) if len(text) > most else []
         return Observation(prompt, ids, [], is_cut=True) if len(ids) > 2 * self.window else None
 
-    def _spelled_given(
+    def _encode_messages(
         self, messages: Messages, turns: Sequence[Turn | None], functions: Sequence[Function]
     ) -> list[int]:
         """
-        Token ids of messages, of which some are turns. If a conversation goes on from a turn, its prompt and the turn
-        stand as they were, unless the template shows something else of them now.
+        Return the token ids of messages, some of which are turns. If a conversation continues from a turn, the tokens
+        of the turn and its prompt are reused, unless the template now renders them differently.
         """
         pieces = self._pieces(messages, functions)
         found = {index: turn for index, turn in enumerate(turns) if turn is not None}
         last = max(found, default=0)
         if 0 < last < len(messages) - 1:
             before = self._pieces(messages[:last], functions)
-            ids = self._spoken(found[last], messages[last])
+            ids = self._tokens_of_turn(found[last], messages[last])
             tail = self._tail(ids, before, pieces, messages[: last + 1], functions)
             if tail and self._was_shown(found[last], messages[:last], turns[:last], functions):
-                return [*found[last].prompt_ids, *ids, *self._spell(tail, found)]
-        return self._spell(pieces, found)
+                return [*found[last].prompt_ids, *ids, *self._encode_pieces(tail, found)]
+        return self._encode_pieces(pieces, found)
 
     def _was_shown(
         self, turn: Turn, messages: Messages, turns: Sequence[Turn | None], functions: Sequence[Function]
     ) -> bool:
-        """Whether a turn was made from these messages. Known without another look at all turns before, as a rule."""
+        """Return `True` if a turn was sampled from these messages. Usually a cache knows, so nothing is rendered."""
         shown = self._shown.get(hash(tuple(turn.prompt_ids)))
         is_known = messages == turn.observation and shown == repr(list(functions))
-        return is_known or self._spelled_given(messages, turns, functions) == list(turn.prompt_ids)
+        return is_known or self._encode_messages(messages, turns, functions) == list(turn.prompt_ids)
 
     def _tail(
         self, ids: Sequence[int], before: Pieces, pieces: Pieces, until: Messages, functions: Sequence[Function]
     ) -> Pieces | None:
         """
-        What comes after a turn in the pieces of a conversation; `None` if the conversation does not go on from it, as
-        the template shows less of the turn, or something else before or after it.
+        Return the pieces of a conversation that follow a turn. Return `None` if the conversation does not continue
+        from the turn, because the template shows only part of the turn, or different text before or after it.
 
         Args:
             ids: the tokens of the turn.
@@ -298,33 +308,33 @@ class PromptBuilder:
         if not until[-1].get("tool_calls"):
             start, rest = own[-1] + 1, pieces[own[-1] + 1]
         else:
-            said = self._pieces(until, functions, add_generation_prompt=False)
-            place = said[-1].rfind(ending, len(before[-1]) if len(said) == len(before) else 0) if ending else -1
-            if place >= 0:  # templates add a line break after it, which was not sampled
-                said[-1] = said[-1][:place]
-            if not begins(pieces, said):
+            opening = self._pieces(until, functions, add_generation_prompt=False)
+            place = opening[-1].rfind(ending, len(before[-1]) if len(opening) == len(before) else 0) if ending else -1
+            if place >= 0:  # templates add a line break after the end token, which was not sampled
+                opening[-1] = opening[-1][:place]
+            if not begins(pieces, opening):
                 return None
-            start, rest = len(said) - 1, pieces[len(said) - 1].removeprefix(said[-1])
+            start, rest = len(opening) - 1, pieces[len(opening) - 1].removeprefix(opening[-1])
         return [rest.removeprefix(ending), *pieces[start + 1 :]] if rest.startswith(ending) else None
 
     def _pieces(self, messages: Messages, functions: Sequence[Function], add_generation_prompt: bool = True) -> Pieces:
-        """The pieces of messages, in which reasoning is where the template has it."""
+        """Return the pieces of messages, with reasoning where the template expects it."""
         last = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=0)
-        told = messages
+        split = messages
         if self._reasoning is not None:
-            told = [
+            split = [
                 self._reasoning.as_fields(message, index < last) if message["role"] == "assistant" else message
                 for index, message in enumerate(messages)
             ]
-        pieces = self.template.pieces(told, functions, add_generation_prompt)
+        pieces = self.template.pieces(split, functions, add_generation_prompt)
         if not self.show_reasoning:
             return pieces
-        shown = {piece.message for piece in pieces[1::2] if piece.is_reasoning}  # the rest is shown as a content
-        told = [new if index in shown else old for index, (new, old) in enumerate(zip(told, messages, strict=True))]
-        return self.template.pieces(told, functions, add_generation_prompt)
+        shown = {piece.message for piece in pieces[1::2] if piece.is_reasoning}  # other reasoning stays in the content
+        split = [new if index in shown else old for index, (new, old) in enumerate(zip(split, messages, strict=True))]
+        return self.template.pieces(split, functions, add_generation_prompt)
 
     def _as_turn(self, message: dict[str, Any], turn: Turn) -> dict[str, Any]:
-        """A message that is a turn, with its text, and its calls if the template shows them."""
+        """Return the message of a turn with its text, and with its tool calls if the template renders them."""
         calls = message.get("tool_calls") or calls_in(turn)
         rest = {name: value for name, value in message.items() if name != "tool_calls"}
         if not self._shows(calls):
@@ -332,23 +342,23 @@ class PromptBuilder:
         return rest | {"content": turn.without_calls or "", "tool_calls": calls}
 
     def _shows(self, calls: Sequence[dict[str, Any]]) -> bool:
-        """Whether the template shows calls. They are its own text, which must not have control tokens of a model."""
+        """Return `True` if the template can render tool calls, and these contain no control tokens."""
         return (
             bool(calls)
             and self.template.renders_called_results(len(calls))
-            and not self._encode.spells_control_token(_spelled(calls))
+            and not self._encode.spells_control_token(_strings(calls))
         )
 
-    def _spoken(self, turn: Turn, message: dict[str, Any]) -> Sequence[int]:
-        """The tokens of a turn that a conversation goes on from."""
-        return self._closed(turn) if message.get("tool_calls") else turn.completion_ids
+    def _tokens_of_turn(self, turn: Turn, message: dict[str, Any]) -> Sequence[int]:
+        """Return the tokens of a turn from which a conversation continues."""
+        return self._with_end_token(turn) if message.get("tool_calls") else turn.completion_ids
 
     def _ending(self, ids: Sequence[int]) -> str:
-        """The token that has ended a turn; empty if none has."""
+        """Return the text of the token that ended a turn, or an empty string."""
         return self.tokenizer.decode(ids[-1:]) if ids and ids[-1] in self._ends else ""
 
-    def _closed(self, turn: Turn) -> list[int]:
-        """The tokens of a turn with that which ends it: a turn that ended at a stop string has none."""
+    def _with_end_token(self, turn: Turn) -> list[int]:
+        """Return the tokens of a turn, with an EOS token added if the turn has no end token (after a stop string)."""
         closed = bool(turn.completion_ids) and turn.completion_ids[-1] in self._ends
         ending = self.tokenizer.eos_token_id
         return [*turn.completion_ids, *([] if closed or ending is None else [ending])]
@@ -360,12 +370,9 @@ class PromptBuilder:
 
     def written(self, agent: str, text: str) -> tuple[list[int], bool]:
         """
-        Tokens of a turn that a function wrote, without control tokens, and whether it was cut to the length of the
-        agent's turns.
+        Tokenize a turn that a function wrote, without control tokens.
 
-        Args:
-            agent: name of the agent.
-            text: the text.
+        Returns: the tokens, and whether they were truncated to the maximum length of the agent's turns.
         """
         ids, most = self._encode(text), self._reserved.get(agent)
         return ids[:most], most is not None and len(ids) > most
@@ -377,7 +384,7 @@ class PromptBuilder:
 
     def unprotected(self, uses_tools: bool) -> str | None:
         """
-        Return why texts can look like other messages to the model, in spite of quoted lines; `None` if they cannot.
+        Return the reason why text can look like other messages to the model although lines are quoted, or `None`.
 
         Args:
             uses_tools: whether agents call functions.
@@ -385,9 +392,9 @@ class PromptBuilder:
         if self._alone:
             return None
         if "\n" not in self.tokenizer.decode(self._encode("x\nx")):
-            return "the tokenizer reads line breaks as spaces, so the names of speakers have no lines of their own"
+            return "the tokenizer reads line breaks as spaces, so the names of speakers are not on separate lines"
         if self._plain:
-            return "the tokenizer has no chat template, so nothing but the lines with names tells texts apart"
+            return "the tokenizer has no chat template, so only the lines with names separate messages"
         marks = self.template.plain_marks(uses_tools)
         if marks:
             return (
@@ -399,8 +406,8 @@ class PromptBuilder:
         agent, prompt = query.agent, query.prompt
         if not observation.ids:
             raise ValueError(
-                f"What agent {agent.name!r} is shown has no tokens: the chat template of the tokenizer "
-                f"{self.tokenizer.name_or_path!r} renders nothing. Use another template (`tokenizer.chat_template = "
+                f"The observation of agent {agent.name!r} has no tokens: the chat template of the tokenizer "
+                f"{self.tokenizer.name_or_path!r} renders nothing. Set another template (`tokenizer.chat_template = "
                 "...`)."
             )
         reserved = self._reserved.get(agent.name, 0)
@@ -408,8 +415,8 @@ class PromptBuilder:
             return observation
         if self._overflow != "drop_oldest_turn" or not observation.seen:
             problem = (
-                f"What agent {agent.name!r} is shown has {observation.size} and it may generate {reserved} "
-                f"more, but the model's window is {self.window} tokens ({len(observation.seen)} turns shown). Lower "
+                f"The observation of agent {agent.name!r} has {observation.size} and its turn up to {reserved}, "
+                f"but the model's window is {self.window} tokens ({len(observation.seen)} turns shown). Lower "
                 "`max_completion_length`, show fewer turns (`sees=`), set "
                 + ("" if self._overflow == "drop_oldest_turn" else "`context_overflow='drop_oldest_turn'` or ")
                 + f"`context_overflow='end_episode'`, or shorten the prompt {str(prompt)[:80]!r}."
@@ -424,7 +431,7 @@ class PromptBuilder:
         """Drop as few of the oldest turns as necessary. A binary search finds the number."""
 
         def without(count: int) -> Observation:
-            rest = query._replace(seen=_from(observation.seen, count), after=None)
+            rest = query._replace(seen=_drop_oldest(observation.seen, count), after=None)
             content = self._observe(rest)
             shown = Observation(content, self._join(content, query.functions), list(rest.seen))
             shown.dropped = observation.dropped + len(observation.seen) - len(rest.seen)
@@ -445,21 +452,21 @@ class PromptBuilder:
         prompt = query.prompt
         if query.after is not None and not isinstance(query.after.observation, str):
             return [*query.after.observation, *self._own_messages(query, query.after)]
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not self._alone:  # else as in `GRPOTrainer`
-            asked = [_filled(message) for message in asked]
+        prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not self._alone:  # otherwise, messages stay as in `GRPOTrainer`
+            prompt_messages = [_without_empty_fields(message) for message in prompt_messages]
         if not self._alone or query.seen:
-            self._check(asked)
+            self._check(prompt_messages)
         shown = query.seen
         if self._reasoning is not None and not self.show_reasoning:
             shown = self._reasoning.shown(query.seen, query.after)
         if self._view_of(query.agent) is team_view:
             shown = [
-                item if isinstance(item, Feedback) or self._shows(calls_in(item)) else _uncalled(item)
+                item if isinstance(item, Feedback) or self._shows(calls_in(item)) else _without_calls(item)
                 for item in shown
             ]
         agent, seen = renamed(query.agent, shown, self.aliases) if self.aliases else (query.agent, shown)
-        messages = shown_by(self._view_of(query.agent), agent, self._quoted(asked), seen)
+        messages = shown_by(self._view_of(query.agent), agent, self._quoted(prompt_messages), seen)
         if not self.template.renders_results:
             messages = merge_neighbours(without_roles(messages, self.template.renders_called_results()))
         if self._plain and isinstance(prompt, str) and not query.functions:
@@ -477,52 +484,52 @@ class PromptBuilder:
     def _check(self, prompt: Messages) -> None:
         """
         Raises:
-            ValueError: The content of a message is no text, or another field spells a control token.
+            ValueError: The content of a message is not a string, or another field contains a control token.
         """
         for number, message in enumerate(prompt):
             if not message.get("content") and message.get("tool_calls") and not self.template.renders_calls:
                 raise PromptError(
                     f"Message {number} of a prompt only calls tools, which the chat template of the tokenizer "
-                    f"{self.tokenizer.name_or_path!r} does not show. Remove it, or write the calls as its content."
+                    f"{self.tokenizer.name_or_path!r} does not show. Remove it, or put the calls into its `content`."
                 )
             if not isinstance(message.get("content"), str | None):
                 raise PromptError(
                     f"Message {number} of a prompt has the content {str(message.get('content'))[:80]!r}, which is not "
-                    "a string. Agents of a team are shown texts: join the parts of the content to one string."
+                    "a string. Agents of a team only read text: join the parts of the content into one string."
                 )
             fields = {} if self._alone else {name: item for name, item in message.items() if name != "content"}
             name = next(
-                (name for name, value in fields.items() if self._encode.spells_control_token(_spelled(value))), None
+                (name for name, value in fields.items() if self._encode.spells_control_token(_strings(value))), None
             )
             if name is not None:
                 raise PromptError(
                     f"Message {number} of a prompt has the field {name!r} with {str(message[name])[:80]!r}, which "
-                    "spells a control token of the tokenizer. Only `content` can hold any text: remove it there."
+                    "spells a control token of the tokenizer. Only `content` may contain such text: change the field."
                 )
 
     def _is_safe(self, content: str | Messages) -> bool:
-        """`True` if no control token could come from a content when it is tokenized together with the template."""
+        """Return `True` if a content cannot form control tokens when it is tokenized together with the template."""
         if self._alone:
             return True
         texts = [content] if isinstance(content, str) else [message.get("content") or "" for message in content]
         return all(map(self._encode.is_plain, texts))
 
     def _own_messages(self, query: Query, turn: Turn) -> Messages:
-        """Return a turn with tool calls, and the results, as messages."""
+        """Return a turn with tool calls, and the results of the calls, as messages."""
         results = [item for item in query.seen[query.seen.index(turn) + 1 :] if isinstance(item, Feedback)]
-        said = [{"role": "tool", "name": result.tool, "content": result.text} for result in results]
-        return [{"role": "assistant", "content": turn.raw_text}, *self._quoted(said)]
+        messages = [{"role": "tool", "name": result.tool, "content": result.text} for result in results]
+        return [{"role": "assistant", "content": turn.raw_text}, *self._quoted(messages)]
 
     def _join(self, observation: str | Messages, functions: Sequence[Function] = ()) -> list[int]:
         if isinstance(observation, str):
-            head = self.tokenizer("")["input_ids"]  # the tokenizer's own opening token, if it has one
+            head = self.tokenizer("")["input_ids"]  # the BOS token, if the tokenizer adds it
             return list(head) + self._encode(observation)
-        return self._spell(self._pieces(observation, functions))
+        return self._encode_pieces(self._pieces(observation, functions))
 
-    def _spell(self, pieces: Pieces, turns: Mapping[int, Turn] | None = None) -> list[int]:
+    def _encode_pieces(self, pieces: Pieces, turns: Mapping[int, Turn] | None = None) -> list[int]:
         """
-        Return token ids of `pieces`, which alternate between template text and [`Part`]. `turns`: messages that are
-        turns, whose texts have the tokens that were sampled.
+        Return the token ids of `pieces`, which alternate between template text and [`Part`]. `turns`: turns by message
+        index; their texts keep the sampled tokens.
         """
         ids: list[int] = []
         for piece in pieces:
@@ -535,19 +542,19 @@ class PromptBuilder:
                 ids += self._encode(piece.text)
         return ids
 
-    def _go_on(self, query: Query, turn: Turn) -> list[int]:
+    def _continue_turn(self, query: Query, turn: Turn) -> list[int]:
         """Return the unchanged tokens of a turn and its prompt, followed by the results of its calls, as TRL does."""
-        _, *said = self._own_messages(query, turn)
-        ids = self._closed(turn)
+        _, *results = self._own_messages(query, turn)
+        ids = self._with_end_token(turn)
         return [
             *turn.prompt_ids,
             *ids,
-            *self._spell(self.template.pieces_after(said, query.functions, self._ending(ids))),
+            *self._encode_pieces(self.template.pieces_after(results, query.functions, self._ending(ids))),
         ]
 
 
 def is_plain(agents: Sequence[AgentSpec], uses_tools: bool) -> bool:
-    """Return `True` if text prompts stay text, as in `GRPOTrainer`: a single agent without role prompt and tools."""
+    """Return `True` if text prompts stay text, as in `GRPOTrainer`: one agent without system prompt and tools."""
     return len(agents) == 1 and agents[0].system_prompt is None and not uses_tools
 
 
@@ -565,11 +572,11 @@ def _as_shown(query: Query) -> Query:
     return query._replace(seen=[*before, *query.seen[start:]])
 
 
-def _uncalled(turn: Turn) -> Turn:
+def _without_calls(turn: Turn) -> Turn:
     return replace(turn, tool_calls=()) if turn.tool_calls else turn
 
 
-def _from(seen: Sequence[Seen], count: int) -> list[Seen]:
+def _drop_oldest(seen: Sequence[Seen], count: int) -> list[Seen]:
     """Drop the `count` oldest items, and then tool results whose call was dropped."""
     rest = list(seen[count:])
     while rest and isinstance(rest[0], Feedback) and rest[0].tool is not None:
@@ -577,19 +584,19 @@ def _from(seen: Sequence[Seen], count: int) -> list[Seen]:
     return rest
 
 
-def _filled(message: dict[str, Any]) -> dict[str, Any]:
+def _without_empty_fields(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message without the empty fields that `datasets` adds."""
     return {name: value for name, value in message.items() if value is not None or name in ("role", "content")}
 
 
-def _spelled(value: Any) -> str:
-    """Return all texts within a field of a message. Fields that are no texts are numbers, `None` and booleans."""
+def _strings(value: Any) -> str:
+    """Return all strings within a field of a message, joined. Other values are skipped."""
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
-    return value if isinstance(value, str) else " ".join(map(_spelled, value)) if isinstance(value, Sequence) else ""
+    return value if isinstance(value, str) else " ".join(map(_strings, value)) if isinstance(value, Sequence) else ""
 
 
 def _as_text(message: dict[str, Any], name: str) -> str:
-    """Return a message without a chat template, which would tell an agent's own turns from other texts."""
+    """Format a message without a chat template. A speaker line marks the agent's own turns."""
     content = message["content"]
     return f"{speaker_line(name)}\n{quoted(content)}" if message["role"] == "assistant" else content

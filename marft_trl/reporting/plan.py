@@ -44,20 +44,20 @@ from ..workflows.base import callable_name, turn_links
 from .transcripts import messages_as_text
 
 
-# Turns after which a rehearsal is ended: a loop may wait for a text that made-up turns never have.
-_LONGEST_REHEARSAL = 64
+# Maximum number of turns of a rehearsal. A loop may wait for text that placeholder turns never contain.
+_MAX_REHEARSAL_TURNS = 64
 
 
 @dataclass(frozen=True)
 class Rehearsal:
     """
-    An episode with made-up turns.
+    An episode with placeholder turns.
 
     Args:
-        shown: what each agent was shown first.
-        prompts: for each turn its agent, the tokens of its prompt if every turn that it sees had maximum length, and
-            how many of them precede the first such turn.
-        waves: agents whose turns are generated at the same time, one after the other.
+        shown: first observation of each agent.
+        prompts: for each turn, the agent, the number of tokens of its prompt if all turns in it had maximum length,
+            and the number of these tokens before the first such turn.
+        waves: for each generation call, the agents whose turns are generated together.
     """
 
     episode: Episode
@@ -66,21 +66,21 @@ class Rehearsal:
     waves: list[list[str]]
 
 
-# Activations are this much larger than what is kept for a backward pass: what lives for a moment, and fragmentation
-_SHORT_LIVED = 1.05
+# Ratio of the activation peak to the activations kept for backward: temporary tensors and fragmentation
+_PEAK_RATIO = 1.05
 
 
 class Planner:
     """
-    Says what a run will do.
+    Describes a run before it starts.
 
     Args:
-        runner: builds observations, and runs the workflow with made-up turns.
-        model: the model without wrappers of data parallelism.
+        runner: builds observations, and runs the workflow with placeholder turns.
+        model: the model without data-parallel wrappers.
         tokenizer: counts tokens.
-        window: tokens that the model can attend to.
-        train_dataset: `train_dataset()` returns the dataset whose first row is rehearsed.
-        copies: past copies, which take memory.
+        window: number of tokens that the model can attend to.
+        train_dataset: `train_dataset()` returns the training dataset. The rehearsal runs on its first row.
+        copies: past copies of adapters, which count toward the memory.
     """
 
     def __init__(
@@ -105,17 +105,17 @@ class Planner:
 
     def plan(self) -> str:
         """
-        Text about the agents, the links between them, the batches in episodes, turns and tokens, the memory, and the
-        observation of each agent on the first row of the dataset, with made-up turns of its teammates.
+        Describe the agents, the links between them, the batches in episodes, turns and tokens, the memory, and the
+        observation of each agent on the first row of the dataset, with placeholder turns of its teammates.
         """
         rehearsal = self.rehearse(next(iter(self._dataset())))
         episode, shown = rehearsal.episode, rehearsal.shown
         links = [f"{start} -> {end}" for start, end in self.links(rehearsal)]
         parts = {
             "Team": [self._describe(agent) for agent in self._agents],
-            f"Workflow: {type(self._workflow).__name__}": links or ["(nobody is shown another's words)"],
+            f"Workflow: {type(self._workflow).__name__}": links or ["(no agent sees turns of another agent)"],
             "Batches": self._describe_batches(rehearsal),
-            "Memory of a process, with every turn as long as it may be": self._describe_memory(),
+            "Memory per process, with every turn at maximum length": self._describe_memory(),
         }
         lines = [line for title, part in parts.items() for line in ["", title, *(f"  {item}" for item in part)]]
         for agent in self._agents:
@@ -130,7 +130,7 @@ class Planner:
             sizes = self._shards()
             held, gathered, count = readable(sizes.held), readable(sizes.gathered), self._processes.count
             lines.append(f"The base is in shards over {count} processes (FSDP2): {held} on each, and up to {gathered}")
-            lines.append("gathered at once. Adapters and critics are whole on each.")
+            lines.append("gathered at once. Adapters and critics are not sharded.")
         return lines
 
     def _shards(self) -> ShardSizes:
@@ -140,17 +140,17 @@ class Planner:
 
     def memory_plan(self) -> MemoryPlan:
         """
-        The memory that this process needs, part by part, with every turn as long as it may be: counted, but for the
-        activations, whose size by token is measured on a few short rows.
+        Estimate the memory that this process needs, part by part, with every turn at maximum length. All parts are
+        computed, except the activations, whose size per token is measured on a few short rows.
         """
         adapters = [p for name in self._policies.names for p in self._policies.parameters(name).values()]
         adapters = adapters if self._policies.has_adapters else []
         critic = self._critic
-        of_critic = [p for part in critic.parts for p in critic.parameters(part).values()] if critic else []
-        apart = {id(tensor) for tensor in [*adapters, *of_critic]}
+        critic_parameters = [p for part in critic.parts for p in critic.parameters(part).values()] if critic else []
+        apart = {id(tensor) for tensor in [*adapters, *critic_parameters]}
         model = self._model
         base = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in apart]
-        trained = [p for p in [*model.parameters(), *of_critic] if p.requires_grad]
+        trained = [p for p in [*model.parameters(), *critic_parameters] if p.requires_grad]
         trained = list({id(p): p for p in trained}.values())
         config, width = model.config.get_text_config(), 2 if self._args.bf16 or self._args.fp16 else 4
         rehearsal = self.rehearse(next(iter(self._dataset())))
@@ -165,8 +165,8 @@ class Planner:
         return MemoryPlan(
             base=sum(self._shards()) if self._processes.have_shards else size_of(base),
             adapters=size_of(adapters) + (self._copies.size() if self._copies is not None else 0),
-            critic=size_of(of_critic),
-            # DDP keeps a second copy of all gradients, in buckets of its own
+            critic=size_of(critic_parameters),
+            # DDP keeps a second copy of all gradients, in its buckets
             gradients=size_of(trained) * (2 if self._processes.count > 1 and not self._processes.have_shards else 1),
             optimizer=optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),
             activations=self._activations(prompts, turn, cost),
@@ -180,15 +180,16 @@ class Planner:
 
     def _activations(self, prompts: Sequence[tuple[str, int, int]], longest: int, cost: ActivationCost) -> int:
         """
-        Bytes of the largest micro-batch: of an agent, or of the critic where it keeps its passes of all turns.
+        Return the bytes of the activations of the largest micro-batch: of an agent, or of a critic that keeps its
+        passes over all turns.
 
         Args:
-            prompts: for each turn its agent, tokens of its prompt, and how many of them its group shares.
-            cost: of a token.
+            prompts: for each turn, the agent, the tokens of the prompt, and the number of them that the group shares.
+            cost: memory cost per token.
         """
         config, needed, limits = self._model.config.get_text_config(), [], []
-        work = [self._work_of(*prompt) for prompt in prompts]
-        if self._batcher.joins_slices:  # all turns of an agent
+        work = [self._count_tokens(*prompt) for prompt in prompts]
+        if self._batcher.joins_slices:  # a micro-batch may have all turns of an agent
             agents = dict.fromkeys(agent for agent, *_ in prompts)
             turns = {
                 name: [value for item, value in zip(prompts, work, strict=True) if item[0] == name] for name in agents
@@ -207,10 +208,10 @@ class Planner:
             limits.append(0 if checkpointing else limit)
         if self._learner is not None and self._learner.may_keep_passes:
             needed.append(self._kept_by_critic(prompts, min(limits), cost))
-        return round(_SHORT_LIVED * max(needed))
+        return round(_PEAK_RATIO * max(needed))
 
-    def _work_of(self, agent: str, length: int, same: int) -> tuple[int, int, int]:
-        """Numbers of tokens that the turns of an agent compute, repeat and score."""
+    def _count_tokens(self, agent: str, length: int, same: int) -> tuple[int, int, int]:
+        """Return the numbers of computed, repeated and scored tokens of an agent's micro-batch."""
         rows, new = self._args.per_device_train_batch_size, self._samplings[agent].max_completion_length
         rows *= self._args.gradient_accumulation_steps if self._batcher.joins_slices else 1
         same = same if self._batcher.share else 0
@@ -218,12 +219,12 @@ class Planner:
         return tokens, rows * same, rows * new
 
     def _kept_by_critic(self, prompts: Sequence[tuple[str, int, int]], limit: int, cost: ActivationCost) -> int:
-        work = [self._work_of(*prompt) for prompt in prompts]
+        work = [self._count_tokens(*prompt) for prompt in prompts]
         if sum(cost.size(tokens, repeated, False) for tokens, repeated, _ in work) > limit * cost.per_token:
             return 0
-        reads_all = self._level.reads_completions  # else prompts alone
+        reads_all = self._level.reads_completions  # otherwise, only prompts
         sizes = [cost.size(tokens - (not reads_all) * scored, repeated, False) for tokens, repeated, scored in work]
-        # A layer's worth on top is needed by one backward pass at a time
+        # Each size includes temporary memory of one layer, which only one backward pass needs at a time
         layers = self._model.config.get_text_config().num_hidden_layers
         return round((sum(sizes) * layers + max(sizes)) / (layers + 1))
 
@@ -232,16 +233,16 @@ class Planner:
 
     def _turns_at_once(self, agents: Sequence[str], waves: Sequence[Sequence[str]]) -> int:
         """
-        Bound of the number of turns that are generated at once: of the episodes, their candidates and what completes
-        them, and their re-runs, one for each turn of a trained agent.
+        Return an upper bound of the number of turns that are generated at once: in episodes, candidates and their
+        completions, and re-runs, of which there is one per turn of a trained agent.
 
         Args:
-            agents: those of the turns of an episode.
-            waves: those whose turns are generated at the same time.
+            agents: agents of the turns of an episode, in order.
+            waves: for each generation call, the agents whose turns are generated together.
         """
         args, rule = self._args, CREDITS[self._args.credit]
         episodes = max(self._rows_at_once(wave) for wave in waves)
-        if rule.reruns:  # if the last turn is removed, nothing is generated anew
+        if rule.reruns:  # removing the last turn generates nothing
             changed = agents[:-1] if rule.removes else agents
             return episodes * max(sum(agent in self._trained() for agent in changed), 1)
         most = max(self._candidates(agent) for agent in agents)
@@ -249,11 +250,11 @@ class Planner:
         return episodes * most * (args.candidate_samples if completes else 1)
 
     def _rows_at_once(self, wave: Sequence[str]) -> int:
-        """Rows of the largest pass that generates the turns of some agents in all episodes."""
+        """Return the number of rows of the largest pass that generates turns of these agents in all episodes."""
         policies = {agent.name for agent in self._agents if agent.has_policy}
         adapters = Counter(self._policies.adapter_of(agent) for agent in wave if agent in policies)
         rows = [self._episodes_at_once() * count for count in adapters.values()]
-        together = sum(rows) <= MIXED_ROWS * len(rows)  # a few rows of several adapters are one pass
+        together = sum(rows) <= MIXED_ROWS * len(rows)  # few rows of several adapters share a pass
         return sum(rows) if together else max(rows)
 
     def _candidates(self, agent: str) -> int:
@@ -273,10 +274,11 @@ class Planner:
             built = runner.observe(runner.query(entry)._replace(after=None) for entry in requests)
             for request, observation in zip(requests, built, strict=True):
                 shown.setdefault(request.agent, observation)
-                prompts.append((request.agent, self._longest(observation), self._same(runner, request, observation)))
-            if len(requests[0].episode.turns) >= _LONGEST_REHEARSAL:
-                return [EndOfEpisode("the rehearsal is long enough")] * len(requests)
-            return [item.completed(self._made_up(item.agent)) for item in requests]
+                shared = self._shared_length(runner, request, observation)
+                prompts.append((request.agent, self._max_length(observation), shared))
+            if len(requests[0].episode.turns) >= _MAX_REHEARSAL_TURNS:
+                return [EndOfEpisode("the rehearsal has the maximum number of turns")] * len(requests)
+            return [item.completed(self._placeholder(item.agent)) for item in requests]
 
         with self._runner.rehearsing() as runner:
             (episode,) = runner.run([row], answer)
@@ -285,14 +287,14 @@ class Planner:
         shown |= {agent.name: item for agent, item in zip(rest, alone, strict=True)}
         return Rehearsal(episode, shown, prompts, waves)
 
-    def _spec_of(self, name: str) -> AgentSpec:
+    def _find_agent(self, name: str) -> AgentSpec:
         return next(agent for agent in self._agents if agent.name == name)
 
-    def _made_up(self, agent: str) -> str:
+    def _placeholder(self, agent: str) -> str:
         return f"(what {self._aliases.get(agent, agent)} says)"
 
-    def _longest(self, observation: Observation) -> int:
-        """Tokens of an observation if the turns in it were as long as they may be."""
+    def _max_length(self, observation: Observation) -> int:
+        """Return the number of tokens of an observation if all turns in it had maximum length."""
         longer = 0
         for item in observation.seen:
             if isinstance(item, Turn):
@@ -300,31 +302,31 @@ class Planner:
                 longer += max(self._samplings[item.agent].max_completion_length - made_up, 0)
         return len(observation.ids) + longer
 
-    def _same(self, runner: EpisodeRunner, request: Request, observation: Observation) -> int:
+    def _shared_length(self, runner: EpisodeRunner, request: Request, observation: Observation) -> int:
         """Number of tokens of an observation that do not depend on turns of teammates."""
         if not any(isinstance(item, Turn) for item in observation.seen):
             return len(observation.ids) - 1
-        if request.given is not None:  # another program has written it
+        if request.given is not None:  # another program wrote the observation
             return 0
         others = [replace(item, text="?", raw_text="?") if isinstance(item, Turn) else item for item in request.seen]
-        query = Query(self._spec_of(request.agent), request.episode.prompt, others, request.functions)
+        query = Query(self._find_agent(request.agent), request.episode.prompt, others, request.functions)
         (other,) = runner.observe([query])
         (cluster, *_) = clusters([observation.ids, other.ids])
         return cluster.length if len(cluster.rows) > 1 else 0
 
     def links(self, rehearsal: Rehearsal | None = None) -> list[tuple[str, str]]:
-        """Pairs of agents of which the second sees the first: as the workflow says, or as in a rehearsal."""
+        """Return pairs of agents in which the second sees turns of the first, from the workflow or a rehearsal."""
         with self._runner.rehearsing():
             pairs = self._workflow.links([agent.name for agent in self._agents])
         if pairs or len(self._agents) == 1 or (rehearsal is None and self._workflow.acts_outside):
             return pairs
         try:
             return turn_links((rehearsal or self.rehearse(next(iter(self._dataset())))).episode.turns)
-        except Exception:  # a picture is not worth a run
+        except Exception:  # a missing picture must not stop a run
             return []
 
     def picture(self) -> str:
-        """The workflow as a Mermaid flowchart; empty for one that is run outside."""
+        """Return the workflow as a Mermaid flowchart, or an empty string for the workflow of an external program."""
         if self._workflow.acts_outside:
             return ""
         with self._runner.rehearsing():
@@ -342,7 +344,7 @@ class Planner:
         trained = f"learning rate {rate:g}" if agent.trainable else "frozen"
         if agent.copy_of is not None:
             pool = _count(agent.copies, "past copy", "past copies")
-            trained = f"up to {pool} of {agent.copy_of}, one more every {_count(agent.copy_every, 'step')}"
+            trained = f"up to {pool} of {agent.copy_of}, a new copy every {_count(agent.copy_every, 'step')}"
         where = self._policies.origin_of(adapter)
         facts = [f"adapter {adapter}, {weights:,} weights, {where}", trained, f"temperature {sampling.temperature:g}"]
         facts += [f"up to {sampling.max_completion_length} tokens"]
@@ -367,7 +369,7 @@ class Planner:
             f"{_count(args.num_generations, 'episode')}, on {_count(processes, 'process', 'processes')}",
             f"{_count(len(rehearsal.episode.turns), 'turn')} in an episode, as rehearsed: {by_agent}",
             f"{_count(per_step, 'episode')} in an optimizer step: {_count(per_step * rows, 'training row')}, at most "
-            f"{per_step * longest:,} tokens, with every turn as long as it may be",
+            f"{per_step * longest:,} tokens, with every turn at maximum length",
             self._describe_generation(rehearsal),
             *self._describe_window(lengths),
             f"micro-batches of at most {_count(args.per_device_train_batch_size, 'row')}"
@@ -385,18 +387,18 @@ class Planner:
         return f"{args.num_train_epochs:g} epochs, which are {steps:,} steps"
 
     def _describe_single_prompt(self, per_step: int) -> list[str]:
-        """A hint where an optimizer step sees one prompt, as TRL's default batch size of 8 makes it."""
+        """Return a warning if an optimizer step has only one prompt, as with TRL's default batch size of 8."""
         if per_step > self._args.num_generations:
             return []
         return ["ONE PROMPT in a step: increase `per_device_train_batch_size`, for example to 8 prompts in a step"]
 
     def _steps_per_batch(self) -> Fraction:
-        """Number of optimizer steps that a generation batch is used for."""
+        """Return the number of optimizer steps per generation batch."""
         args = self._args
         return Fraction(args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps)
 
     def _describe_generation(self, rehearsal: Rehearsal) -> str:
-        """How often is generated, and how many tokens are sampled one after the other."""
+        """Describe how often the run generates, and the number of consecutive decoding steps."""
         args = self._args
         every = self._steps_per_batch()
         batches, steps = _count(every.denominator, "generation batch", "generation batches"), every.numerator
@@ -406,18 +408,18 @@ class Planner:
         extra = completes_candidates(args) or CREDITS[args.credit].reruns
         return (
             f"{batches} in {_count(steps, 'optimizer step')}, of at most {longest:,} decoding steps one after the "
-            "other" + (", besides those of what completes candidates and of re-runs" if extra else "")
+            "other" + (", plus those of completions of candidates and of re-runs" if extra else "")
         )
 
     def _describe_window(self, lengths: Sequence[tuple[str, int]]) -> list[str]:
-        """A warning where a turn may outgrow the model's window."""
+        """Return a warning if an observation and its turn may exceed the model's window."""
         window = self._window
-        name, length = max(lengths, key=lambda one: one[1])
+        name, length = max(lengths, key=lambda item: item[1])
         if window is None or length <= window:
             return []
         return [
-            f"TOO LONG: a turn of {name} may take {length:,} tokens with what it is shown, the model's window is "
-            f"{window:,}; context_overflow={self._args.context_overflow!r} says what happens then"
+            f"TOO LONG: an observation and a turn of {name} may have {length:,} tokens, but the model's window is "
+            f"{window:,} tokens (context_overflow={self._args.context_overflow!r} applies)"
         ]
 
 

@@ -134,7 +134,7 @@ class EpisodeRunner:
         seed: seed of turns that servers sample.
 
     Attributes:
-        mode: what episodes are run for. [`~EpisodeRunner.changed`] makes a runner with another mode.
+        mode: the run mode. [`~EpisodeRunner.changed`] makes a runner with another mode.
         dropped_turns: number of turns left out of observations because they did not fit the context window.
         device_lock: lock of the model while it generates.
     """
@@ -157,9 +157,8 @@ class EpisodeRunner:
         self.prompts, self.generator, self.randomness = prompts, generator, randomness
         self._users = users or UserState({})
         self.mode, self.keys = RunMode(), SeedKeys(seed)
-        self._first_observations: list[
-            tuple[Query, Observation | PromptError]
-        ] = []  # cache of first observations, by query
+        # Cache of first observations, by query
+        self._first_observations: list[tuple[Query, Observation | PromptError]] = []
         self.device_lock = threading.RLock()
         self._tokenizer_lock = threading.RLock()  # for code that is not thread-safe: tokenizers, and TRL's use of them
         self.dropped_turns = 0
@@ -244,7 +243,7 @@ class EpisodeRunner:
         Args:
             key: key of the re-runs.
         """
-        if self._batches_episodes:  # with the random states of user code, which waiting episodes must not use
+        if self._batches_episodes:  # waiting episodes must not use the random states of user code
             return self._run_sync(rows, key, answer, reruns)
         return await self.collect(rows, key, answer, reruns)
 
@@ -260,7 +259,7 @@ class EpisodeRunner:
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Asynchronous context manager around [`~EpisodeRunner.collect`]."""
+        """Asynchronous context manager that connects to the servers. Required around [`~EpisodeRunner.collect`]."""
         async with self.open() as collect_context:
             with collect_context():
                 yield
@@ -347,18 +346,18 @@ class EpisodeRunner:
         """
         Return the observation of a query. First observations are cached, since all samples of a question share them.
         """
-        asked = Query(*query)
-        if asked.seen:
-            return self.prompts.build([asked])[0]
-        if (same := next((found for known, found in self._first_observations if known == asked), None)) is None:
+        query = Query(*query)
+        if query.seen:
+            return self.prompts.build([query])[0]
+        if (cached := next((value for key, value in self._first_observations if key == query), None)) is None:
             try:
-                (same,) = self.prompts.build([asked])
+                (cached,) = self.prompts.build([query])
             except PromptError as error:
-                same = error
-            self._first_observations.append((asked, same))
-        if isinstance(same, PromptError):
-            raise same
-        return copy.copy(same)
+                cached = error
+            self._first_observations.append((query, cached))
+        if isinstance(cached, PromptError):
+            raise cached
+        return copy.copy(cached)
 
     async def _run_locked(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """
@@ -409,25 +408,25 @@ class EpisodeRunner:
         """Sample a completion for each request. It is empty for a request whose episode ends instead."""
         mode, follower = self.mode, self.mode.follower
 
-        def make_observed(index: int, request: Request, observation: Observation) -> SampleRequest:
-            key_of_turn, past_copy = (*turn_key(request, key), index), request.episode.copies.get(request.agent)
-            live = follower.begins(request, seed_of(key_of_turn)) if follower is not None else None
-            return SampleRequest(request.agent, observation.ids, key_of_turn, request.by_reference, past_copy, live)
+        def make_sample_request(index: int, request: Request, observation: Observation) -> SampleRequest:
+            sample_key, past_copy = (*turn_key(request, key), index), request.episode.copies.get(request.agent)
+            live = follower.begins(request, seed_of(sample_key)) if follower is not None else None
+            return SampleRequest(request.agent, observation.ids, sample_key, request.by_reference, past_copy, live)
 
         inputs = {
-            index: make_observed(index, request, observation)
+            index: make_sample_request(index, request, observation)
             for index, (request, observation) in enumerate(zip(requests, observations, strict=True))
             if observation.problem is None
         }
         sampled_by_index: dict[int, SampledTurn] = {}
-        groups: dict[tuple, list[int]] = {}  # other programs may set sampling settings, except in training
+        groups: dict[tuple, list[int]] = {}  # by sampling settings of requests, which training ignores
         for index in inputs:
             requested_turn = requests[index].given
             groups.setdefault(
                 tuple(requested_turn.sampling.items()) if requested_turn and not mode.trains else (), []
             ).append(index)
-        for kind, indices in groups.items():
-            options, group = {**mode.options, **decoding(dict(kind))}, [inputs[index] for index in indices]
+        for sampling, indices in groups.items():
+            options, group = {**mode.options, **decoding(dict(sampling))}, [inputs[index] for index in indices]
             sampled = await self.generator.generate(group, **options)
             check_sampled(sampled, [item.agent for item in group], self._limits.vocabulary)
             sampled_by_index |= zip(indices, sampled, strict=True)
@@ -445,12 +444,13 @@ class EpisodeRunner:
         """Complete a request with the `reply` function of the agent (`AgentSpec.reply`)."""
         agent = self._specs[request.agent]
         function = cast(Callable, agent.reply)
-        query = [self.query(request)]
-        (observation,) = self.observe(query) if self._has_user_views else await self._run_locked(self.observe, query)
+        queries = [self.query(request)]
+        observations = self.observe(queries) if self._has_user_views else await self._run_locked(self.observe, queries)
+        (observation,) = observations
         if observation.problem is not None:
             return EndOfEpisode(observation.problem, observation.is_too_long)
-        shown = observation.content
-        messages = [{"role": "user", "content": shown}] if isinstance(shown, str) else copy.deepcopy(shown)
+        content = observation.content
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else copy.deepcopy(content)
         try:
             text = await request.episode.write(function, messages)
         except Exception as error:

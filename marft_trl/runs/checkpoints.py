@@ -107,14 +107,14 @@ def load_rollouts(
         return state["step"], None, state.get("extra", {})
     tensors = load_file(stem.with_suffix(".safetensors"))
     slices = []
-    for s, described in enumerate(state["slices"]):
+    for s, slice_state in enumerate(state["slices"]):
         rows = []
-        for r, plain in enumerate(described.pop("rows")):
+        for r, plain in enumerate(slice_state.pop("rows")):
             names = [field.name for field in fields(Row) if f"{s}.{r}.{field.name}" in tensors]
             if plain.get("sampled_by") is not None:
                 plain["sampled_by"] = SampledBy(*plain["sampled_by"])
             rows.append(Row(**plain, **{name: tensors[f"{s}.{r}.{name}"] for name in names}))
-        slices.append(Slice(**{**described, "rows": rows, "adapters": frozenset(described["adapters"])}))
+        slices.append(Slice(**{**slice_state, "rows": rows, "adapters": frozenset(slice_state["adapters"])}))
     return state["step"], slices, state.get("extra", {})
 
 
@@ -342,7 +342,7 @@ class Checkpoints:
             self.best.save(folder)
 
     def _own_state(self) -> dict[str, Any]:
-        is_spent = self._state.micro_step % self._schedule.generate_every == 0  # new episodes are due anyway
+        is_spent = self._state.micro_step % self._schedule.generate_every == 0  # the next step samples new episodes
         extra = {name: owner.state_dict() for name, owner in self.owners.items()}
         return {
             "micro_step": self._state.micro_step,
@@ -359,7 +359,7 @@ class Checkpoints:
         """
         with undisturbed():
             own = self._own_state()
-            # Never changed, and of thousands of numbers
+            # Not copied, because they are large and never modified
             kept = (self._state.slices, own["extra"].get("user_randomness"))
             self._last_step = {
                 "step": self._state.optimizer_step,
@@ -619,7 +619,7 @@ def _check_is_checkpoint(folder: Path) -> None:
     if inside:
         raise ValueError(
             f"{folder} is the folder of a run, not a checkpoint. Pass `True` for the newest checkpoint, or the path "
-            f"of one: {inside[-1]}."
+            f"of a checkpoint, such as {inside[-1]}."
         )
     is_checkpoint = any((folder / name).exists() for name in (commits.COMMIT_NAME, commits.OPEN_NAME))
     if (folder / MANIFEST_NAME).exists() and not is_checkpoint:

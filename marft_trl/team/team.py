@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Inference with a trained team. Prompts, tokenization, stop strings and sampling are those of training."""
+"""Inference with a trained team. Prompts, tokenization, stop strings and sampling match training."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from ..extras.engines.team_servers import Servers
 
 
-# Number of episodes above which a bar shows how many are done
-_WITH_BAR = 20
+# Number of episodes above which a progress bar is shown
+_PROGRESS_BAR_ABOVE = 20
 
 
 class Team:
@@ -76,13 +76,13 @@ class Team:
 
     Args:
         agents (`Sequence[AgentSpec]`): the agents.
-        workflow ([`Workflow`]): decides who acts next and what each sees.
+        workflow ([`Workflow`]): decides which agent acts next and what each agent sees.
         runner ([`EpisodeRunner`]): runs episodes.
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the base with the agents' adapters.
         seeds (`random.Random`, *optional*): source of the seed of `run` if none is passed. It keeps the global random
             states, which a trainer uses, unchanged.
-        finish (`Callable[[], None]`, *optional*): called at the end of a run. Other processes may not be done yet.
-        saved ([`SavedTeam`], *optional*): what a loaded team consists of besides. Without it, nobody joins or leaves.
+        finish (`Callable[[], None]`, *optional*): called at the end of a run, which other processes may reach later.
+        saved ([`SavedTeam`], *optional*): further parts of a loaded team. Without them, its agents cannot change.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class Team:
                 Folder of the team, or its Hub id.
             model (`str` or [`~transformers.PreTrainedModel`], *optional*):
                 Base model: a Hub id, a folder, or a loaded model without adapters. Defaults to the Hub model that the
-                team was trained on. Required if the team was trained on a local base. It is loaded onto one device;
-                pass a base that needs several as a loaded model, such as one with `device_map="auto"`.
+                team was trained on. Required if the team was trained on a local base. The base is loaded onto one
+                device. If it needs several devices, pass a loaded model, for example with `device_map="auto"`.
             quantization_config (*optional*):
                 Quantization config used to load the base. Defaults to the config of training. `False` disables
                 quantization.
@@ -152,13 +152,13 @@ class Team:
             token (`str` or `bool`, *optional*):
                 Hub token.
             replies (`dict[str, Callable]`, *optional*):
-                Functions `reply(messages)` by agent name, of agents whose turns a function wrote in training, and of
-                others that a function is to take the place of.
+                Functions `reply(messages)` by agent name, for agents whose turns a function wrote in training, and for
+                other agents that a function replaces.
             engine (`str`, `Sequence[str]` or [`Servers`], *optional*):
-                Address of a vLLM server, or of several, that sample the turns. They need the base, the flags that
-                [`vllm_command`] gives, and a folder in common with this process. Each adapter is loaded under a name
-                of its own, and compared with the one here, whose base is loaded onto the CPU for this. `close()`, or
-                the end of the process, takes the adapters from the servers.
+                Address of a vLLM server, or a list of addresses. The servers sample the turns. They need the base, the
+                flags from [`vllm_command`], and a folder shared with this process. Each adapter is loaded under a
+                unique name and compared with the local adapter, for which the base is loaded onto the CPU. `close()`,
+                or the end of the process, removes the adapters from the servers.
 
         Raises:
             FileNotFoundError: The folder does not exist.
@@ -172,14 +172,14 @@ class Team:
         if workflow is None:
             workflow = rebuild(manifest.workflow, environment_factory)
         elif environment_factory is not None:
-            raise ValueError("`workflow` and `environment_factory` were both passed. Pass the workflow alone.")
+            raise ValueError("`workflow` and `environment_factory` were both passed. Pass only `workflow`.")
         views = views_of(inference, view)
         agents = with_replies(with_functions(manifest.agents, inference, tools, views), inference, replies or {})
         workflow.check([agent.name for agent in agents])
         tokenizer = processing_class or load_tokenizer(folder)
         if tokenizer.pad_token is None:  # as in training
             tokenizer.pad_token = tokenizer.eos_token
-        servers = _servers_of(engine)
+        servers = _connect_servers(engine)
         device = torch.device("cpu") if servers is not None else PartialState().device
         base = load_base(manifest, folder, model, quantization_config, device)
         warn_of_another_base(manifest, base, tokenizer)
@@ -193,7 +193,7 @@ class Team:
         return made
 
     def close(self) -> None:
-        """Take the adapters from the servers. A team without servers has nothing to close."""
+        """Remove the adapters from the servers. Without servers, nothing happens."""
         self._runner.generator.close()
 
     def __enter__(self) -> Team:
@@ -211,8 +211,8 @@ class Team:
         sampling: Mapping[str, float] | None = None,
     ) -> str:
         """
-        The team's answer to one question, sampled as in training. [`Team.run`] takes several, and returns whole
-        episodes.
+        Return the team's answer to a question, sampled as in training. [`Team.run`] takes several questions and
+        returns whole episodes.
 
         Args:
             question (`str`, `list[dict]` or `dict`):
@@ -225,8 +225,9 @@ class Team:
                 Sampling settings, as in [`Team.run`].
 
         Raises:
-            TypeError: `question` is neither a text nor messages nor a row; several questions are for [`Team.run`].
-            ValueError: it is empty.
+            TypeError: `question` is not a text, a list of messages or a dataset row. For several questions, use
+                [`Team.run`].
+            ValueError: `question` is empty.
         """
         check_one(question, "team(question)")
         (episode,) = self.run([question], greedy=greedy, seed=seed, sampling=sampling)
@@ -258,10 +259,10 @@ class Team:
                 random states are restored afterwards. If `None`, a loaded team uses torch's current random state, and
                 `trainer.team` draws a seed from its own generator.
             batch_size (`int`, *optional*):
-                Number of episodes that run at once. If `None`, as many as there is memory for. What is sampled with a
-                seed depends on it.
+                Number of episodes that run at once. If `None`, as many as fit into memory. The samples of a seed
+                depend on it.
             sampling (`dict`, *optional*):
-                Sampling settings of all agents in place of those of training: `temperature`, `top_p`, `top_k`,
+                Sampling settings of all agents that override those of training: `temperature`, `top_p`, `top_k`,
                 `min_p`.
 
         Returns: the finished episodes, grouped by prompt; `episode.answer.text` is the team's answer.
@@ -275,7 +276,7 @@ class Team:
             seed = self._seeds.getrandbits(31)
         size, episodes = batch_size or self._episodes_that_fit(rows), []
         with (
-            tqdm(total=len(rows), desc="episodes", disable=True if len(rows) <= _WITH_BAR else None) as bar,
+            tqdm(total=len(rows), desc="episodes", disable=True if len(rows) <= _PROGRESS_BAR_ABOVE else None) as bar,
             self._running(options, seed) as runner,
         ):
             for start in range(0, len(rows), size):
@@ -294,9 +295,9 @@ class Team:
         sampling: Mapping[str, float] | None = None,
     ) -> list[Episode]:
         """
-        Like [`Team.run`], awaited. Several may run at the same time, e.g. in handlers of a web service: their turns
-        are sampled together. With a seed, an answer does not depend on what else runs, but it is another one than that
-        of [`Team.run`]; greedy answers are the same.
+        Asynchronous version of [`Team.run`]. Several calls may run at the same time, for example in the handlers of a
+        web service. Their turns share batches. With a seed, an answer does not depend on other calls, but it differs
+        from the answer of [`Team.run`]. Greedy answers are the same.
 
         Args:
             prompts, num_samples, greedy, seed, sampling: as in [`Team.run`].
@@ -314,7 +315,7 @@ class Team:
         sampling: Mapping[str, float] | None = None,
     ) -> Iterator[Event]:
         """
-        What happens while the team answers, as it happens.
+        Stream the events of an episode while the team answers.
 
         ```python
         for event in team.stream("How many apples are left?"):
@@ -329,8 +330,8 @@ class Team:
             question (`str`, `list[dict]` or `dict`): a text, a list of messages, or a dataset row with a `prompt`.
             greedy, seed, sampling: as in [`Team.arun`].
 
-        Yields: [`TurnStarted`], [`TextDelta`] and [`TurnEnded`] of each turn, and an [`Answer`] at the end. To stop
-        listening ends the episode.
+        Yields: [`TurnStarted`], [`TextDelta`] and [`TurnEnded`] of each turn, and an [`Answer`] at the end. Closing
+        the iterator ends the episode.
         """
         check_one(question, "team.stream(question)")
         ask = self._ask([question], 1, greedy, seed, sampling)
@@ -344,16 +345,16 @@ class Team:
         seed: int | None = None,
         sampling: Mapping[str, float] | None = None,
     ) -> AsyncIterator[Event]:
-        """Like [`Team.stream`], for `async for`. Several may run at the same time."""
+        """Asynchronous version of [`Team.stream`]. Several streams may run at the same time."""
         check_one(question, "team.astream(question)")
         return self.live.stream(self._ask([question], 1, greedy, seed, sampling))
 
     @property
     def live(self) -> LiveTeam:
-        """Runs episodes in event loops."""
+        """The [`LiveTeam`] that runs episodes in event loops."""
         if self._live is None:
             generator, most = self._runner.generator, functools.partial(turns_that_fit, self.model)
-            generator = DeviceThread(generator, self._acting, most) if generator.batches else generator
+            generator = DeviceThread(generator, self._reserve_model, most) if generator.batches else generator
             self._live = LiveTeam(self._runner, generator)
         return self._live
 
@@ -367,7 +368,7 @@ class Team:
         if not self._runner.generator.batches:
             return len(rows)
         lengths = [self._runner.generator.settings(agent.name)["max_new_tokens"] for agent in self.agents]
-        longest = max(len(str(row.get("prompt", ""))) for row in rows)  # a token has a character at least
+        longest = max(len(str(row.get("prompt", ""))) for row in rows)  # a token has at least one character
         return turns_that_fit(self.model, longest + sum(lengths))
 
     def to_dataset(
@@ -381,8 +382,8 @@ class Team:
         threshold: float | None = None,
     ) -> Dataset:
         """
-        Turns of episodes as a dataset of TRL's other trainers, each with what its agent was shown: to warm an agent up
-        on its own best turns (rejection sampling), or to train it offline.
+        Convert turns of episodes to a dataset for TRL's other trainers, each turn with the observation of its agent.
+        Use it to warm an agent up on its best turns (rejection sampling), or to train it offline.
 
         ```python
         episodes = team.run(rows, num_samples=8)
@@ -392,49 +393,49 @@ class Team:
 
         Args:
             episodes (`Sequence[Episode]`):
-                What [`Team.run`] returns. Episodes of the same row are compared with one another.
+                Episodes from [`Team.run`]. Episodes of the same row are compared with each other.
             kind (`str`, *optional*, defaults to `"prompt-completion"`):
-                `"prompt-completion"` (for `SFTTrainer`, with a loss on what the agent said), `"sft"` (whole
-                conversations, for `SFTTrainer`), `"dpo"` (of each prompt the turns of the best and of the worst
-                episode, where the agent was shown the same), or `"kto"` (turns with a `label`: whether their episode
-                earned at least `threshold`, or more than the mean of its prompt).
+                `"prompt-completion"` (for `SFTTrainer`, with a loss on the turn), `"sft"` (whole conversations, for
+                `SFTTrainer`), `"dpo"` (for each prompt, the turns of the best and the worst episode that have the same
+                observation), or `"kto"` (turns with a `label`: whether the reward of their episode is at least
+                `threshold`, or above the mean of its prompt).
             agent (`str`, *optional*):
-                Whose turns. Defaults to those of all agents; the column `agent` has their names.
+                Agent whose turns to convert. Defaults to all agents; the column `agent` has their names.
             rewards (`Sequence[float]`, *optional*):
-                Reward of each episode. Defaults to what it earned in the workflow.
+                Reward of each episode. Defaults to the reward from the workflow.
             best (`int`, *optional*):
-                Number of episodes of each prompt that are kept. Defaults to all.
+                Number of best episodes to keep per prompt. Defaults to all.
             threshold (`float`, *optional*):
-                Smallest reward of an episode that is kept.
+                Minimum reward of the episodes to keep.
 
-        Returns: a `datasets.Dataset`. Turns that were cut at their length limit are left out where they would be
-        learnt.
+        Returns: a `datasets.Dataset`. Turns truncated at the length limit are left out where a trainer would learn
+        them.
 
         Raises:
-            ValueError: an argument cannot be, or nothing is left; the message says what to change.
+            ValueError: an argument is not valid, or no turn is left. The message says what to change.
         """
         names = [item.name for item in self.agents if item.has_policy]
         template = self._runner.prompts.template.options
         return to_dataset(episodes, kind, names, agent, rewards, best, threshold, template)
 
-    # ---- Who is in it ----
+    # ---- Agents of the team ----
 
     def __getitem__(self, agent: str) -> PreTrainedModel:
         """
-        An agent as a plain model of PEFT, with its adapter alone: `team["solver"].generate(...)`. The adapter is a
-        copy; the base takes no further memory. Of a team without adapters it is the one policy of all agents.
+        Return an agent as a PEFT model with only its adapter: `team["solver"].generate(...)`. The adapter is a copy,
+        and the base is shared, so it takes no further memory. For a team without adapters, return the shared model.
         """
-        adapter = self._agent(agent).adapter
-        with self._acting():
+        adapter = self._find_agent(agent).adapter
+        with self._reserve_model():
             return alone(self.model, adapter) if isinstance(self.model, PeftModel) else self.model
 
     def merge(self, agent: str) -> PreTrainedModel:
         """
-        A copy of the base with the adapter of an agent added to its weights, to be used without PEFT. Its prompts are
-        not in it: they stand in `team.agents`.
+        Return a copy of the base with the adapter of an agent merged into its weights, for use without PEFT. It does
+        not include the agent's prompts, which are in `team.agents`.
         """
-        adapter = self._agent(agent).adapter
-        with self._acting():
+        adapter = self._find_agent(agent).adapter
+        with self._reserve_model():
             return merged(self.model, adapter) if isinstance(self.model, PeftModel) else copy.deepcopy(self.model)
 
     def add_agent(
@@ -450,82 +451,83 @@ class Team:
 
         Args:
             agent ([`AgentSpec`]):
-                The agent. With `adapter=` it acts with an adapter that the team has.
+                The agent. Set `adapter=` to use an existing adapter of the team.
             weights (`str` or `os.PathLike`, *optional*):
-                Folder or Hub id of its adapter, such as what `SFTTrainer` has saved.
+                Folder or Hub id of the agent's adapter, for example as saved by `SFTTrainer`.
             peft_config ([`~peft.PeftConfig`], *optional*):
-                Config of a fresh adapter, with which it acts as the base does until it is trained.
+                Config of a new adapter. The agent behaves like the base until the adapter is trained.
             before (`str`, *optional*):
-                Agent that it is put before. Defaults to the end of the team.
+                Name of the agent to insert the new agent before. Defaults to the end of the team.
             workflow ([`Workflow`], *optional*):
-                Workflow of the new team. Required if the present one names its agents and the new one is to act.
+                Workflow of the new team. Required if the current workflow names its agents and the new agent shall
+                act.
 
         Raises:
-            ValueError: the name is taken, or its weights do not fit the base.
+            ValueError: the name is taken, or the weights do not fit the base.
         """
-        saved = self._loaded("add_agent")
-        place = len(self.agents) if before is None else self.agents.index(self._agent(before))
+        saved = self._require_loaded("add_agent")
+        place = len(self.agents) if before is None else self.agents.index(self._find_agent(before))
         agents = check_team([*self.agents[:place], agent, *self.agents[place:]])
         workflow = workflow or self.workflow
         workflow.check([item.name for item in agents])
-        with self._acting():
+        with self._reserve_model():
             known = set(self.model.peft_config) if isinstance(self.model, PeftModel) else set()
             if known and agent.has_policy:
                 add_adapter(self.model, agent, weights, peft_config)
             try:
-                self._become(agents, workflow, saved.of(agents, workflow, {}))
-            except Exception:  # such as a tool that cannot be shown
+                self._replace_agents(agents, workflow, saved.of(agents, workflow, {}))
+            except Exception:  # for example, the template cannot show a tool
                 for name in set(getattr(self.model, "peft_config", ())) - known:
                     self.model.delete_adapter(name)
                 raise
 
     def rename_agent(self, agent: str, name: str, workflow: Workflow | None = None) -> None:
         """
-        Give an agent another name. Its adapter is renamed with it, unless others share it.
+        Rename an agent. Its adapter is renamed too, unless other agents share it.
 
         Args:
-            agent (`str`): its present name.
-            name (`str`): its new name.
-            workflow ([`Workflow`], *optional*): workflow of the new team, if the present one names the agent.
+            agent (`str`): current name of the agent.
+            name (`str`): new name of the agent.
+            workflow ([`Workflow`], *optional*): workflow of the new team, if the current workflow names the agent.
         """
-        saved, old = self._loaded("rename_agent"), self._agent(agent)
-        has_its_own = isinstance(self.model, PeftModel) and has_own_adapter(old, self.agents)
-        new = dataclasses.replace(old, name=name, adapter=name if has_its_own else old.adapter)
+        saved, old = self._require_loaded("rename_agent"), self._find_agent(agent)
+        owns_adapter = isinstance(self.model, PeftModel) and has_own_adapter(old, self.agents)
+        new = dataclasses.replace(old, name=name, adapter=name if owns_adapter else old.adapter)
         agents = check_team(replaced(self.agents, old, new))
         workflow = workflow or self.workflow
         workflow.check([item.name for item in agents])
-        with self._acting(), renaming(self.model, str(old.adapter), name if has_its_own else str(old.adapter)):
-            self._become(agents, workflow, saved.of(agents, workflow, {name: agent}))
+        with self._reserve_model(), renaming(self.model, str(old.adapter), name if owns_adapter else str(old.adapter)):
+            self._replace_agents(agents, workflow, saved.of(agents, workflow, {name: agent}))
 
     def drop_agent(self, agent: str, workflow: Workflow | None = None) -> None:
         """
-        Take an agent out. Its adapter goes with it, unless others share it.
+        Remove an agent. Its adapter is removed too, unless other agents share it.
 
         Args:
-            agent (`str`): its name.
-            workflow ([`Workflow`], *optional*): workflow of the new team, if the present one names the agent.
+            agent (`str`): name of the agent.
+            workflow ([`Workflow`], *optional*): workflow of the new team, if the current workflow names the agent.
         """
-        saved, old = self._loaded("drop_agent"), self._agent(agent)
+        saved, old = self._require_loaded("drop_agent"), self._find_agent(agent)
         agents = [item for item in self.agents if item is not old]
         if not any(entry.has_policy for entry in agents):
-            raise ValueError(f"{agent!r} is the last agent that a model speaks for; a team needs one.")
+            raise ValueError(f"{agent!r} is the last agent with a policy, and a team needs at least one.")
         agents, workflow = check_team(agents), workflow or self.workflow
         workflow.check([value.name for value in agents])
-        with self._acting():
-            self._become(agents, workflow, saved.of(agents, workflow, {}))
+        with self._reserve_model():
+            self._replace_agents(agents, workflow, saved.of(agents, workflow, {}))
             if isinstance(self.model, PeftModel):
                 drop_adapters(self.model, agents)
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """
-        Save a loaded team as [`MARFTTrainer`] saves it: one PEFT folder per adapter, tokenizer, manifest, model card.
-        `trainer.save_model()` saves a team in training.
+        Save a loaded team in the format of [`MARFTTrainer`]: one PEFT folder per adapter, tokenizer, manifest and
+        model card. To save a team in training, call `trainer.save_model()`.
 
         Args:
-            folder (`str` or `os.PathLike`): where to. It is created if need be.
+            folder (`str` or `os.PathLike`): target folder, which is created if it does not exist.
         """
-        with self._acting():
-            self._loaded("save_pretrained").save(Path(folder), self.model)
+        with self._reserve_model():
+            self._require_loaded("save_pretrained").save(Path(folder), self.model)
 
     def push_to_hub(
         self,
@@ -536,34 +538,34 @@ class Team:
         commit_message: str = "Upload team",
     ) -> CommitInfo:
         """
-        Push a loaded team to the Hub. Adapters of agents that the team there had, and this one has not, are removed.
+        Push a loaded team to the Hub. Adapters in the repository that this team does not have are removed.
 
         Args:
-            repo_id (`str`): Hub id, such as `"me/my-team"`. The repository is created if need be.
+            repo_id (`str`): Hub id, such as `"me/my-team"`. The repository is created if it does not exist.
             private (`bool`, *optional*): whether a new repository is private. Defaults to the owner's setting.
             token (`str` or `bool`, *optional*): Hub token.
-            revision (`str`, *optional*): branch.
+            revision (`str`, *optional*): branch to push to.
             commit_message (`str`, *optional*, defaults to `"Upload team"`): message of the commit.
         """
-        saved = self._loaded("push_to_hub")
-        with self._acting():
+        saved = self._require_loaded("push_to_hub")
+        with self._reserve_model():
             return saved.push(self.model, HfApi(token=token), repo_id, private, revision, commit_message)
 
-    def _agent(self, name: str) -> AgentSpec:
+    def _find_agent(self, name: str) -> AgentSpec:
         found = next((agent for agent in self.agents if agent.name == name), None)
         if found is None:
             raise KeyError(unknown_agent(name, [item.name for item in self.agents], "the team"))
         return found
 
-    def _loaded(self, method: str) -> SavedTeam:
+    def _require_loaded(self, method: str) -> SavedTeam:
         if self._saved is None:
             how = "Save it with `trainer.save_model()`, and load it with `Team.from_pretrained`."
-            raise RuntimeError(f"`{method}` is for a loaded team, and this one is in training. {how}")
+            raise RuntimeError(f"`{method}` needs a loaded team, but this team is in training. {how}")
         if method.endswith("_agent") and self._live is not None and self._live.running:
-            raise RuntimeError(f"`{method}` would change a team that is answering. Wait until it has answered.")
+            raise RuntimeError(f"`{method}` cannot change a team that is answering. Wait until it has answered.")
         return self._saved
 
-    def _become(self, agents: list[AgentSpec], workflow: Workflow, saved: SavedTeam) -> None:
+    def _replace_agents(self, agents: list[AgentSpec], workflow: Workflow, saved: SavedTeam) -> None:
         before, self._runner = self._runner, saved.runner(agents, workflow, self.model)
         before.generator.close()
         self._runner.device_lock = before.device_lock  # this thread has acquired it
@@ -573,9 +575,9 @@ class Team:
     def _running(self, options: dict[str, Any], seed: int | None) -> Iterator[EpisodeRunner]:
         model = self.model
         devices = [] if model.device.type == "cpu" else [model.device]
-        with self._acting():
+        with self._reserve_model():
             randomness = UserRandomness(seed, model.device) if seed is not None else None
-            # That of the team as it is now: another thread may have changed it
+            # Read the runner under the lock: another thread may have replaced it
             runner = self._runner.changed(RunMode(options), randomness=randomness, keys=SeedKeys("seeded", seed or 0))
             with torch.random.fork_rng(devices, enabled=seed is not None, device_type=model.device.type):
                 if seed is not None:
@@ -585,8 +587,8 @@ class Team:
                 self._finish()
 
     @contextlib.contextmanager
-    def _acting(self) -> Iterator[None]:
-        """Context manager: the model acts for nobody else, and without dropout."""
+    def _reserve_model(self) -> Iterator[None]:
+        """Context manager that reserves the model for this thread and turns dropout off."""
         with self._runner.device_lock:
             was_training = self.model.training
             self.model.eval()
@@ -596,7 +598,7 @@ class Team:
                 self.model.train(was_training)
 
 
-def _servers_of(engine: str | Sequence[str] | Servers | None) -> Servers | None:
+def _connect_servers(engine: str | Sequence[str] | Servers | None) -> Servers | None:
     if engine is None:
         return None
     from ..extras.engines.team_servers import Servers

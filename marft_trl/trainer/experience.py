@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""From dataset rows to training data: the story of a generation batch."""
+"""Turn dataset rows into training data: sample episodes, compute advantages and cut slices of rows."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 class Evaluations:
     """
-    Settings of evaluations: those of the training arguments, or of one call of `evaluate`.
+    Settings of evaluation, from the training arguments or from a call of `evaluate`.
 
     Args:
         agents: names of the agents.
-        reporter: reports several episodes of a question.
-        collapse: looks at evaluations of the trainer's own set.
+        reporter: computes metrics over several episodes of a question, such as pass@k.
+        collapse: watches the rewards on the trainer's own evaluation set.
     """
 
     def __init__(self, run: RunContext, agents: Sequence[str], reporter: Reporter, collapse: Collapse | None = None):
@@ -59,23 +59,23 @@ class Evaluations:
         is_other_set: bool = False,
     ) -> Iterator[None]:
         """
-        Context manager: evaluations have these settings, where they are not `None`. May be nested: `evaluate` calls
-        itself for each of several sets.
+        Context manager that overrides the settings of evaluation. `None` keeps a setting. It can be nested, because
+        `evaluate` calls itself for each evaluation set.
 
         Args:
-            num_samples: episodes of each question.
-            is_other_set: whether it is not the trainer's own set.
+            num_samples: number of episodes per question.
+            is_other_set: whether the evaluation set is not the trainer's own set.
 
         Raises:
-            ValueError: as the same settings of [`MARFTConfig`], or a batch would have parts of questions.
+            ValueError: a setting is not valid (see [`MARFTConfig`]), or a batch would split the samples of a question.
         """
         check_sampling(sampling, "sampling")
         self._check_samples(num_samples)
         self._check_size("num_samples" if num_samples else "num_generations_eval", num_samples)
         values = self._k if k is None else k
         check_k(values, num_samples or self._settings.group_size(training=False), "eval_k" if k is None else "k")
-        # `evaluate` of several sets calls itself; inner calls go on with the settings of the outer one
-        kept = self._sampling, self._k
+        # `evaluate` calls itself for each of several sets. The inner calls keep the settings of the outer call
+        outer = self._sampling, self._k
         is_other = is_other_set or num_samples is not None or sampling is not None
         watch = (
             self._collapse.ignoring_evaluations(is_other) if self._collapse is not None else contextlib.nullcontext()
@@ -85,11 +85,11 @@ class Evaluations:
             with watch, self._settings.evaluating_with(num_samples), self._reporter.reporting_at(values):
                 yield
         finally:
-            self._sampling, self._k = kept
+            self._sampling, self._k = outer
 
     @contextlib.contextmanager
     def without_losses(self) -> Iterator[None]:
-        """Context manager: evaluations report no loss, which takes a pass through the model. Nothing else differs."""
+        """Context manager that evaluates without a loss, which saves a forward pass. Other metrics stay the same."""
         self._with_losses = False
         try:
             yield
@@ -97,7 +97,7 @@ class Evaluations:
             self._with_losses = True
 
     def loss(self, losses: TeamLoss, *batch: Any) -> torch.Tensor | None:
-        """The loss of an evaluation batch; `None` without losses. `batch` are the arguments of `in_evaluation`."""
+        """Return the loss of an evaluation batch, or `None` without losses. `batch`: arguments of `in_evaluation`."""
         return losses.in_evaluation(*batch) if self._with_losses else None
 
     def _check_samples(self, num_samples: int | None) -> None:
@@ -119,37 +119,37 @@ class Evaluations:
 
     @contextlib.contextmanager
     def silencing(self, *names: str) -> Iterator[None]:
-        """Context manager: turns of these agents are empty, for teammates, environments and answers."""
+        """Context manager that replaces turns of these agents by empty text, also for environments and answers."""
         for name in names:
             if name not in self._agents:
                 raise ValueError(unknown_agent(name, self._agents, "`silencing`"))
-        kept, self._silent = self._silent, frozenset(names)
+        outer, self._silent = self._silent, frozenset(names)
         try:
             yield
         finally:
-            self._silent = kept
+            self._silent = outer
 
     @property
     def mode(self) -> RunMode:
-        """How episodes are run."""
+        """Run mode of evaluation episodes."""
         return RunMode(decoding(self._sampling), silent=self._silent)
 
     def begin(self) -> None:
-        """Forget the episodes of an evaluation that failed before its end."""
+        """Discard the episodes of an evaluation that failed before it finished."""
         self._reporter.begin_evaluation()
 
     def metrics(self, dataset: Any, prefix: str) -> dict[str, float]:
         """
-        Metrics of the evaluation that has just run.
+        Return the metrics of the evaluation that just ran.
 
         Args:
             dataset: the evaluation set.
-            prefix: what stands before the names, such as `"eval"`.
+            prefix: prefix of the metric names, such as `"eval"`.
         """
         return {f"{prefix}_{name}": value for name, value in self._reporter.end_evaluation(dataset, prefix).items()}
 
 
-# Fills in what rows need of a model: `fill(rollout, rows, training)` returns the rows with it
+# `fill(rollout, rows, training)` returns the rows with more model outputs, such as log-probabilities or values
 Fill = Callable[[Rollout, list[Row], bool], list[Row]]
 
 
@@ -161,13 +161,14 @@ def fills_of(
     needs_old: bool,
 ) -> list[Fill]:
     """
-    What the rows of a run need, in order. A later fill may use what an earlier one has computed: weights of servers'
-    tokens come from the old log-probabilities, a frozen critic reads the pass of the reference.
+    Return the functions that add model outputs to the rows of a run, in order. A later function may use the outputs of
+    an earlier function: importance weights of turns from servers need the old log-probabilities, and a frozen critic
+    reuses the forward pass of the reference.
 
     Args:
-        run: whether there is a KL to a reference.
-        correction: compares and weighs turns that servers sampled.
-        needs_old: whether rows need log-probabilities of the policy that sampled.
+        run: its settings tell whether the loss has a KL term.
+        correction: computes the importance weights of turns that servers sampled.
+        needs_old: whether rows need the log-probabilities of the policy that sampled them.
     """
 
     def old(rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
@@ -177,7 +178,7 @@ def fills_of(
     def old_and_weights(rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
         if not training or correction is None:
             return rows
-        with log_probs.scoring(dropout=False):  # as on a server
+        with log_probs.scoring(dropout=False):  # servers sample without dropout
             rows = log_probs.with_old(rows)
         return correction.corrected(rows)
 
@@ -190,7 +191,7 @@ def fills_of(
     def values(rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
         if learner is None:
             return rows
-        may_keep = training and learner.may_keep_passes  # asked before `scoring` takes checkpointing back
+        may_keep = training and learner.may_keep_passes  # read before `scoring` turns checkpointing off
         with log_probs.scoring():
             return learner.with_values(rollout, rows, may_keep)
 
@@ -204,13 +205,13 @@ def fills_of(
     return fills
 
 
-class Evaluated(NamedTuple):
+class EvaluationBatch(NamedTuple):
     """
     An evaluation batch.
 
     Args:
-        slice: their rows, for the loss.
-        std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode.
+        slice: rows of the episodes, for the loss.
+        std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation of the rewards in each episode's group.
     """
 
     rollout: Rollout
@@ -218,22 +219,22 @@ class Evaluated(NamedTuple):
     std: torch.Tensor | None
 
 
-_OF_WEIGHTS = (
-    "The weights have probably diverged, or overflow in the precision of the run: go on from an earlier checkpoint "
+_WEIGHTS_ADVICE = (
+    "The weights have probably diverged or overflowed in the precision of the run. Resume from an earlier checkpoint "
     "with a lower learning rate."
 )
-_OF_ADVANTAGES = "Look at the size of the rewards, of the values of the critic, and at `scale_rewards`."
-_BEFORE_ADVANTAGES = dict.fromkeys(("old_per_token_logps", "ref_per_token_logps", "old_values"), _OF_WEIGHTS)
+_ADVANTAGES_ADVICE = "Check the magnitude of the rewards and of the critic's values, and the setting `scale_rewards`."
+_MODEL_OUTPUT_ADVICE = dict.fromkeys(("old_per_token_logps", "ref_per_token_logps", "old_values"), _WEIGHTS_ADVICE)
 
 
 class BatchMaker:
     """
-    Makes slices of training rows out of dataset rows.
+    Samples episodes for dataset rows and turns them into slices of training rows.
 
     Args:
-        fills: what rows need before they have advantages, in order.
-        batcher: bounds micro-batches by the memory that is free.
-        collapse: restores adapters before episodes are sampled.
+        fills: functions that add model outputs to rows before advantages are computed, in order.
+        batcher: limits micro-batches to the free memory.
+        collapse: restores the best adapters after a collapse, before episodes are sampled.
     """
 
     def __init__(
@@ -255,59 +256,59 @@ class BatchMaker:
         self._reporter, self._reach, self._collapse = reporter, reach, collapse
 
     def for_training(self, inputs: Sequence[dict[str, Any]]) -> list[Slice]:
-        """Episodes for the dataset rows of a generation batch, as slices of training rows."""
+        """Sample episodes for the dataset rows of a generation batch, and return slices of training rows."""
         if self._collapse is not None:
             self._collapse.undo()
         rollout = self._rollouts.run(inputs, training=True)
-        rows, std, credited, own_rewards = self._estimated(rollout, training=True)
-        self._reach.note_advantages(self._have_advantages(credited))
+        rows, std, credited, own_rewards = self._estimate_rows(rollout, training=True)
+        self._reach.note_advantages(self._find_credited(credited))
         advantages, generated = advantages_by_turn(rollout, rows), self._rollouts.take_generated()
         self._reporter.rollout(rollout, std, advantages, own_rewards, generated)
-        order = torch.randperm(len(rows))  # the one draw that TRL makes here
-        if self._batcher.share:  # a group that stays together computes its prefixes once
-            # Groups may reach over processes, so positions are those among all rows
+        order = torch.randperm(len(rows))  # TRL draws exactly this permutation here
+        if self._batcher.share:  # groups that stay together share prefixes
+            # Groups may span processes, so the group index counts the rows of all processes
             first, size = self._processes.index * len(rows), self._settings.group_size(training=True)
             order = together(order, [(first + index) // size for index in range(len(rows))])
-        return self._weighed(cut_slices(rows, order, self._args.per_device_train_batch_size))
+        return self._weigh(cut_slices(rows, order, self._args.per_device_train_batch_size))
 
-    def for_evaluation(self, inputs: Sequence[dict[str, Any]], mode: RunMode) -> Evaluated:
-        """Episodes for the dataset rows of an evaluation batch, as one slice, under the rules of training."""
+    def for_evaluation(self, inputs: Sequence[dict[str, Any]], mode: RunMode) -> EvaluationBatch:
+        """Sample episodes for the dataset rows of an evaluation batch, with one slice of rows, as in training."""
         rollout = self._rollouts.run(inputs, training=False, mode=mode)
-        rows, std, *_ = self._estimated(rollout, training=False)
-        (slice_,) = self._weighed([[row for its_rows in rows for row in its_rows]])
-        return Evaluated(rollout, slice_, std if self._settings.group_size(training=False) > 1 else None)
+        rows, std, *_ = self._estimate_rows(rollout, training=False)
+        (slice_,) = self._weigh([[row for episode_rows in rows for row in episode_rows]])
+        return EvaluationBatch(rollout, slice_, std if self._settings.group_size(training=False) > 1 else None)
 
-    def _estimated(self, rollout: Rollout, training: bool) -> Estimated:
-        """The rows of each episode with all that their losses need, in the order of the steps that fill them."""
-        # Baselines that compare candidates need their rows too, others the spoken turns alone
+    def _estimate_rows(self, rollout: Rollout, training: bool) -> Estimated:
+        """Make the rows of each episode, and add the model outputs and advantages that the losses need."""
+        # Baselines that compare candidates need the rows of all candidates, other baselines only those of the turns
         turns = self._estimator.turns(rollout, training)
         rows = self._rows(rollout, turns, training)
         if training:
-            # Before the first pass over the rows, so that no pass is larger than what fits
+            # Before the first pass over the rows, so that no pass needs more memory than is free
             self._batcher.fit([row for row in rows if row.is_trained or row.critic is not None])
         for fill in self._fills:
             rows = fill(rollout, rows, training)
-        # Fills take rows as one list, because passes do not care for episodes; estimators do
+        # Forward passes take all rows in one list, but estimators need them by episode
         filled = iter(rows)
-        by_episode = [[next(filled) for _ in its_turns] for its_turns in turns]
+        by_episode = [[next(filled) for _ in episode_turns] for episode_turns in turns]
         if not training:
             return self._estimator.estimate(rollout, by_episode, training)
-        # Looked at in two steps, so that the error names what was wrong first
+        # Checked in two steps, so that the error names the first value that is wrong
         with self._processes.together():
-            check_finite(rows, _BEFORE_ADVANTAGES)
+            check_finite(rows, _MODEL_OUTPUT_ADVICE)
         estimated = self._estimator.estimate(rollout, by_episode, training)
         with self._processes.together():
-            check_finite([row for value in estimated.rows for row in value], {"advantage": _OF_ADVANTAGES})
+            check_finite([row for value in estimated.rows for row in value], {"advantage": _ADVANTAGES_ADVICE})
         return estimated
 
     def _rows(self, rollout: Rollout, turns: Sequence[Sequence[Any]], training: bool) -> list[Row]:
-        """A training row for each turn or candidate, in the order of the episodes."""
+        """Make a training row for each turn or candidate, in the order of the episodes."""
         rows: list[Row] = []
-        for index, (episode, its_turns) in enumerate(zip(rollout.episodes, turns, strict=True)):
-            # Turns of one joint action share a factor in sequential updates
+        for index, (episode, episode_turns) in enumerate(zip(rollout.episodes, turns, strict=True)):
+            # Turns of a joint action share an importance factor in sequential updates
             joint_actions = episode.joint_actions()
-            for turn in its_turns:
-                is_spoken = turn.index < len(episode.turns) and episode.turns[turn.index] is turn
+            for turn in episode_turns:
+                is_episode_turn = turn.index < len(episode.turns) and episode.turns[turn.index] is turn
                 rows.append(
                     Row(
                         agent=turn.agent,
@@ -317,36 +318,36 @@ class BatchMaker:
                         counts=not (self._settings.mask_truncated_completions and turn.truncated),
                         episode=index,
                         is_trained=self._policies.is_trained(turn.agent),
-                        joint_action=joint_actions[turn.index] if is_spoken else 0,  # a candidate is in none
+                        joint_action=joint_actions[turn.index] if is_episode_turn else 0,  # candidates have none
                         number=len(rows),
                         words=max(len(turn.text.split()), 1),
                         critic=self._critic.part_of(turn.agent) if self._critic is not None else None,
                         sampled_by=turn.sampled_by,
-                        **_recorded(turn, training),
+                        **_recorded_logps(turn, training),
                     )
                 )
         return rows
 
-    def _have_advantages(self, credited: set[str]) -> dict[str, bool]:
-        """For each trained agent whether one of its turns, on any process, is credited."""
+    def _find_credited(self, credited: set[str]) -> dict[str, bool]:
+        """Return, for each trained agent, whether any of its turns on any process received credit."""
         names = [name for adapter in self._schedule.adapters for name in self._policies.agents_of(adapter)]
-        # A process without a turn of an agent says nothing of it
+        # A process without turns of an agent contributes `False`
         flags = self._processes.max(torch.tensor([name in credited for name in names], dtype=torch.float64))
         return dict(zip(names, (flags > 0).tolist(), strict=True))
 
-    def _weighed(self, slices: list[list[Row]]) -> list[Slice]:
-        # Counts of all processes: a row weighs the same, whichever process has it
+    def _weigh(self, slices: list[list[Row]]) -> list[Slice]:
+        # Counts are summed over processes, so that the weight of a row does not depend on its process
         names, parts = self._policies.names, self._critic.parts if self._critic is not None else []
         by_agent = self._args.agent_weight == "equal"
         agents = {agent: name for name in names for agent in self._policies.agents_of(name)} if by_agent else {}
         pools = Pools(names, parts, agents)
-        # One collective for all slices: every process makes it, also one without rows
+        # One collective for all slices. Processes without rows take part in it too
         counts = self._processes.sum(count_rows(slices, pools))
         return weigh(slices, pools, counts)
 
 
-def _recorded(turn: Turn, training: bool) -> dict[str, torch.Tensor]:
-    """Log-probabilities that were recorded when a turn was sampled, under the name that they have in a row."""
+def _recorded_logps(turn: Turn, training: bool) -> dict[str, torch.Tensor]:
+    """Return the log-probabilities recorded when a turn was sampled, under their field name in [`Row`]."""
     if not training or turn.logps is None:
         return {}
     logps = torch.tensor(turn.logps, dtype=torch.float32)
@@ -355,17 +356,17 @@ def _recorded(turn: Turn, training: bool) -> dict[str, torch.Tensor]:
 
 def check_finite(rows: Sequence[Row], fields: Mapping[str, str]) -> None:
     """
-    Raise if a number that training would use is not finite.
+    Raise an error if a value that training would use is not finite.
 
     Args:
-        fields: fields of rows, and what to look at if one is not finite.
+        fields: names of row fields, each with the advice for the error message.
 
     Raises:
-        FloatingPointError: the message has the agent, the episode and the field.
+        FloatingPointError: a value is not finite. The message names the agent, the episode and the field.
     """
     for field, advice in fields.items():
-        # One look at all numbers; which row it was is only asked if one is not finite
-        values = [(row, torch.as_tensor(its)) for row in rows if (its := getattr(row, field)) is not None]
+        # Check all values at once, and search for the row only if a value is not finite
+        values = [(row, torch.as_tensor(data)) for row in rows if (data := getattr(row, field)) is not None]
         if not values or torch.cat([item.reshape(-1) for _, item in values]).isfinite().all():
             continue
         row = next(row for row, value in values if not value.isfinite().all())
@@ -376,18 +377,18 @@ def check_finite(rows: Sequence[Row], fields: Mapping[str, str]) -> None:
 
 
 def advantages_by_turn(rollout: Rollout, rows: Sequence[Sequence[Row]]) -> list[list[Advantage]]:
-    """For each episode the advantages of its turns, for people; `None` without a row."""
+    """Return the advantages of the turns of each episode, for transcripts. `None` marks turns without a row."""
     by_turn: list[list[Advantage]] = []
-    for episode, its_rows in zip(rollout.episodes, rows, strict=True):
-        # The turns of an agent have rows in their order; of candidates, only one has the tokens of the turn
-        left: dict[tuple, list[Row]] = {}
-        for row in its_rows:
+    for episode, episode_rows in zip(rollout.episodes, rows, strict=True):
+        # Rows of an agent are in the order of its turns. Of several candidates, only one has the tokens of the turn
+        remaining: dict[tuple, list[Row]] = {}
+        for row in episode_rows:
             key = row.agent, tuple(row.prompt_ids.tolist()), tuple(row.completion_ids.tolist())
-            left.setdefault(key, []).append(row)
-        found = [left.get((t.agent, tuple(t.prompt_ids), tuple(t.completion_ids)), []) for t in episode.turns]
-        by_turn.append([_plain(rows.pop(0).advantage) if rows else None for rows in found])
+            remaining.setdefault(key, []).append(row)
+        found = [remaining.get((t.agent, tuple(t.prompt_ids), tuple(t.completion_ids)), []) for t in episode.turns]
+        by_turn.append([_to_python(rows.pop(0).advantage) if rows else None for rows in found])
     return by_turn
 
 
-def _plain(advantage: float | torch.Tensor) -> float | list[float]:
+def _to_python(advantage: float | torch.Tensor) -> float | list[float]:
     return advantage.tolist() if isinstance(advantage, torch.Tensor) else advantage

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""OpenAI's API over HTTP: one application of aiohttp that reads requests and writes answers, for any backend."""
+"""OpenAI-compatible HTTP API: an aiohttp application that parses requests and writes responses of any backend."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from . import chat, responses
 from .requests import ChatReply, ChatRequest, RequestError, problem_of
 
 
-# A further form of the API is a module with `read`, `answer`, `Stream`, `encoded`, `failed` and `END`, and a line here
+# To add an endpoint, write a module with `read`, `answer`, `Stream`, `encoded`, `failed` and `END`, and list it here
 DIALECTS: dict[str, Any] = {"/v1/chat/completions": chat, "/v1/responses": responses}
-# Seconds in which a body has to arrive, and after which a stream without news gets a comment, for proxies
+# Maximum seconds for reading a request body, and seconds between keep-alive comments in an idle stream, for proxies
 _SECONDS, _SILENCE = 60.0, 15.0
-# Parts of a stream that are written at once
-_AT_ONCE = 256
+# Maximum number of stream chunks per write
+_MAX_CHUNKS_PER_WRITE = 256
 _CLIENT, _MODEL = web.RequestKey("marft_client", object), web.RequestKey("marft_model", str)
-# Called with a further text of an answer (or, second, of what comes before it), its agent and the number of its turn
+# `tell(text, is_answer, agent, turn)` is called with new text. `is_answer`: whether the text is part of the answer
 Tell = Callable[[str, bool, str, int], None]
 
 
 class Answer(NamedTuple):
     """
-    What a client gets.
+    Replies to a request.
 
     Args:
-        messages: as many as the client has asked for.
-        lost: called if the answer could not be sent.
+        messages: as many replies as the client requested (`n`).
+        lost: called if the replies could not be sent.
     """
 
     messages: Sequence[ChatReply]
@@ -42,13 +42,13 @@ class Answer(NamedTuple):
 
 class Outcome(NamedTuple):
     """
-    How a request has ended.
+    Outcome of a request, for logs and metrics.
 
     Args:
-        model: name that was asked for; empty if it was not read.
-        status: HTTP status; 499 if the client has gone.
-        seconds: from its beginning.
-        wrong: why it was refused.
+        model: name of the requested model; empty if the request was not parsed.
+        status: HTTP status; 499 if the client closed the connection.
+        seconds: duration of the request.
+        wrong: error that was sent to the client.
     """
 
     model: str
@@ -58,67 +58,67 @@ class Outcome(NamedTuple):
 
 
 class Client(Protocol):
-    """Who may ask, for a request that was let in."""
+    """The client of an admitted request."""
 
     @property
     def models(self) -> Sequence[str]:
-        """Names that may be asked for."""
+        """Names of the models that the client may request."""
 
     async def ask(self, asked: ChatRequest, body: bytes, is_again: bool, tell: Tell | None) -> Answer:
         """
         Answer a request.
 
         Args:
-            is_again: whether the client says that it has tried before.
-            tell: for a stream, may be called with texts as they grow.
+            is_again: whether the client marks the request as a retry.
+            tell: called with new text of a stream.
 
         Raises:
-            RequestError: it cannot be answered.
+            RequestError: the request cannot be answered.
         """
 
 
 class Backend(Protocol):
-    """Who answers."""
+    """Admits clients and handles their requests."""
 
     @property
     def timeout(self) -> float | None:
-        """Seconds of an answer."""
+        """Maximum seconds for answering a request."""
 
     @property
     def max_body(self) -> int:
-        """Bytes of a request."""
+        """Maximum size of a request body in bytes."""
 
     @property
     def closes(self) -> bool:
-        """Whether each request has a connection of its own."""
+        """Whether to close the connection after each request."""
 
     @property
     def json_only(self) -> bool:
-        """Whether a request has to say that it is JSON, which a page of another server cannot without asking first."""
+        """Whether to require `Content-Type: application/json`, which other sites cannot send without preflight."""
 
     def admit(self, request: web.Request) -> Any:
         """
-        The [`Client`] of a request, by its key, before anything of its body is read.
+        Return the [`Client`] of a request by its API key, before the body is read.
 
         Raises:
-            RequestError: it has none.
+            RequestError: the request has no valid key.
         """
 
     def answering(self, request: web.Request) -> contextlib.AbstractContextManager[None]:
         """Context manager around the handling of a request."""
 
     def ended(self, request: web.Request, client: Any, outcome: Outcome) -> None:
-        """A request has ended. `client`: as `admit` has returned it, `None` if it has not."""
+        """Called at the end of a request. `client`: the return value of `admit`, or `None` if it failed."""
 
 
 class HTTPApplication:
-    """The routes of the API."""
+    """Routes of the API."""
 
     def __init__(self, backend: Backend):
         self._backend = backend
 
     def application(self) -> web.Application:
-        """The application of aiohttp, to which a backend may add routes of its own."""
+        """Make the aiohttp application. The backend may add more routes."""
         app = web.Application(client_max_size=self._backend.max_body, middlewares=[self._around])
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name}", self._model)
@@ -139,13 +139,13 @@ class HTTPApplication:
                     response = await handler(request)
             except web.HTTPException as error:
                 routes = {route.canonical for route in request.app.router.resources()}
-                there = f" There are {', '.join(sorted(routes))}." if error.status == 404 else ""
+                there = f" Available routes: {', '.join(sorted(routes))}." if error.status == 404 else ""
                 wrong = RequestError(f"{error.reason}.{there}", error.status)
                 headers = {key: value for key, value in error.headers.items() if key == "Allow"}
-            except _Gone:  # whoever asked has closed the connection
+            except _ClientDisconnected:  # the client closed the connection
                 raise ConnectionResetError from None
             except Exception as error:
-                wrong = _described(error)
+                wrong = _to_request_error(error)
                 headers = {"Retry-After": "1"} if wrong.status == 503 else {}
             if wrong is not None:
                 response = web.json_response(wrong.body(), status=wrong.status, headers=headers)
@@ -164,7 +164,7 @@ class HTTPApplication:
         name, known = request.match_info["name"], client_of(request).models
         if name not in known:
             there = ", ".join(map(repr, known))
-            raise RequestError(f"There is no {name[:80]!r}; there are {there}.", 404, "model", "model_not_found")
+            raise RequestError(f"Unknown model {name[:80]!r}. Models: {there}.", 404, "model", "model_not_found")
         return web.json_response(chat.model(name))
 
     def _handler(self, dialect: Any) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -175,12 +175,12 @@ class HTTPApplication:
             asked = dialect.read(body, client.models)
             request[_MODEL] = asked.model
             is_again = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
-            identity = secrets.token_hex(12)
+            reply_id = secrets.token_hex(12)
             if asked.stream:
-                return await self._streamed(request, dialect, dialect.Stream(identity, asked), asked, body, is_again)
+                return await self._streamed(request, dialect, dialect.Stream(reply_id, asked), asked, body, is_again)
             async with asyncio.timeout(self._backend.timeout):
                 found = await client.ask(asked, body, is_again, None)
-            response = web.json_response(dialect.answer(identity, asked, found.messages))
+            response = web.json_response(dialect.answer(reply_id, asked, found.messages))
             if self._backend.closes:
                 response.force_close()
             try:
@@ -188,7 +188,7 @@ class HTTPApplication:
                 await response.write_eof()
             except ConnectionError as error:
                 found.lost()
-                raise _Gone from error
+                raise _ClientDisconnected from error
             except asyncio.CancelledError:
                 found.lost()
                 raise
@@ -200,8 +200,7 @@ class HTTPApplication:
         self, request: web.Request, dialect: Any, stream: Any, asked: ChatRequest, body: bytes, is_again: bool
     ) -> web.StreamResponse:
         """
-        The answer as server-sent events. A client that reads slowly holds nobody up: what answers does not wait for
-        it.
+        Send the answer as server-sent events. Generation does not wait for a client that reads slowly.
         """
         texts: asyncio.Queue[tuple[str, bool, str, int] | None] = asyncio.Queue()
         work = asyncio.ensure_future(
@@ -215,31 +214,31 @@ class HTTPApplication:
             try:
                 async with asyncio.timeout(self._backend.timeout):
                     first = await texts.get()
-                    if first is None:  # nothing was sent yet, so an error has a status
+                    if first is None:  # nothing was sent yet, so an error can set the HTTP status
                         await work
                     with _sending():
                         await response.prepare(request)
                         await response.write(b"".join(map(dialect.encoded, stream.begin())))
                     await _write(response, texts, lambda text: map(dialect.encoded, stream.delta(*text)), first)
-                    (said,) = (await work).messages
+                    (reply,) = (await work).messages
                     with _sending():
-                        await response.write(b"".join(map(dialect.encoded, stream.end(said))))
-            except _Gone:
+                        await response.write(b"".join(map(dialect.encoded, stream.end(reply))))
+            except _ClientDisconnected:
                 raise
             except Exception as error:
                 if not response.prepared:
                     raise
                 with _sending():
-                    await response.write(dialect.encoded(dialect.failed(_described(error))))
+                    await response.write(dialect.encoded(dialect.failed(_to_request_error(error))))
             try:
                 async with asyncio.timeout(self._backend.timeout):
                     with _sending():
                         await response.write(dialect.END)
                         await response.write_eof()
-            except TimeoutError:  # of a client that reads nothing
+            except TimeoutError:  # the client does not read
                 response.force_close()
             return response
-        except (_Gone, asyncio.CancelledError):
+        except (_ClientDisconnected, asyncio.CancelledError):
             if work.done() and not work.cancelled() and work.exception() is None:
                 work.result().lost()
             raise
@@ -250,26 +249,26 @@ class HTTPApplication:
                 work.exception()  # else asyncio logs it
 
 
-class _Gone(Exception):
+class _ClientDisconnected(Exception):
     """The client has closed its connection."""
 
 
 @contextlib.contextmanager
 def _sending() -> Iterator[None]:
-    """Context manager: errors of the connection are those of the client, and of nothing that answers it."""
+    """Context manager that turns connection errors into `_ClientDisconnected`, to tell them from backend errors."""
     try:
         yield
     except ConnectionError as error:
-        raise _Gone from error
+        raise _ClientDisconnected from error
 
 
 async def _write(response: web.StreamResponse, texts: asyncio.Queue, encoded: Callable[[Any], Any], text: Any) -> None:
-    """Write texts as they come. What has come meanwhile is written at once. Some forms leave texts out."""
+    """Write text as it arrives, with all pending text in one write. Some endpoints skip part of the text."""
     loop = asyncio.get_running_loop()
     silent_at = loop.time() + _SILENCE
     while text is not None:
         written = list(encoded(text))
-        while len(written) < _AT_ONCE and not texts.empty() and (text := texts.get_nowait()) is not None:
+        while len(written) < _MAX_CHUNKS_PER_WRITE and not texts.empty() and (text := texts.get_nowait()) is not None:
             written += encoded(text)
         while True:
             if written:
@@ -279,7 +278,7 @@ async def _write(response: web.StreamResponse, texts: asyncio.Queue, encoded: Ca
             if text is None:
                 return
             try:
-                # Not `wait_for`: Python 3.11's forgets a cancellation that comes together with a text
+                # Not `wait_for`: in Python 3.11, it loses a cancellation that arrives together with a text
                 async with asyncio.timeout_at(silent_at):
                     text = await texts.get()
                 break
@@ -288,25 +287,25 @@ async def _write(response: web.StreamResponse, texts: asyncio.Queue, encoded: Ca
 
 
 def client_of(request: web.Request) -> Any:
-    """The client that a request was admitted for."""
+    """Return the client of an admitted request."""
     return request[_CLIENT]
 
 
 def key_of(request: web.Request) -> str:
-    """The key of a request; empty without one."""
+    """Return the API key of a request, or an empty string."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
 async def body_of(request: web.Request) -> bytes:
     """
-    The body of a request.
+    Read the body of a request.
 
     Raises:
-        RequestError: it does not arrive in time, or is compressed: a few bytes would make any number of them.
+        RequestError: the body does not arrive in time, or is compressed (a few bytes could expand to any size).
     """
     if request.headers.get("Content-Encoding", "identity") != "identity":
-        raise RequestError("A compressed body is not read. Leave `Content-Encoding` out.", 415)
+        raise RequestError("Compressed request bodies are not supported. Remove the header `Content-Encoding`.", 415)
     try:
         async with asyncio.timeout(_SECONDS):
             return await request.read()
@@ -314,8 +313,8 @@ async def body_of(request: web.Request) -> bytes:
         raise RequestError(f"The request did not arrive within {_SECONDS:g} seconds.", 408) from error
 
 
-def _described(error: Exception) -> RequestError:
-    """An error as one that a client is told."""
+def _to_request_error(error: Exception) -> RequestError:
+    """Convert an error to the error that the client receives."""
     if isinstance(error, TimeoutError):
         return RequestError("The answer took too long.", 504, code="timeout")
     if isinstance(error, web.RequestPayloadError):

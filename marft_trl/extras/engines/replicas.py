@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The servers of a team: each request goes to one of them, and is sent again while that server does not answer."""
+"""vLLM servers of a team: distribute requests, and retry them while a server does not respond."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from .server import (
 
 logger = logging.getLogger(__name__)
 
-# How often a request is repeated whose answer is no turn, or whose adapter the server does not have
-_TRIES = 3
-# Seconds between two looks at a server that is down
+# Maximum number of failures of a request: an invalid response, or an adapter that the server does not have
+_MAX_FAILURES = 3
+# Seconds between two health checks of a server that is down
 _PAUSE = 0.5
 
 
 @dataclass(frozen=True)
 class ServerSettings:
     """
-    The servers of a team.
+    Settings of the servers of a team.
 
     Args:
         request_timeout: seconds after which a request for a turn is given up.
         server_timeout: seconds that requests wait while a server does not answer.
-        max_inflight: largest number of requests at a server at the same time.
-        health_timeout: seconds after which a server that does not say that it is well is down.
-        own: the only server, if this process has started it for itself.
-        sleep: whether it gives the memory of the device back while nothing is generated.
+        max_inflight: maximum number of concurrent requests per server.
+        health_timeout: seconds without a response to a health check after which a server is considered down.
+        own: the only server, if this process started it.
+        sleep: whether the own server frees its device memory while nothing is generated.
     """
 
     urls: tuple[str, ...]
@@ -58,7 +58,7 @@ class ServerSettings:
 
     @contextlib.asynccontextmanager
     async def connected(self):
-        """Asynchronous context manager: the [`VLLMServer`] of each address, for the present event loop."""
+        """Asynchronous context manager that yields a [`VLLMServer`] per address, for the current event loop."""
         from aiohttp import ClientSession, TCPConnector
 
         key = os.environ.get("VLLM_API_KEY") if self.own is None else self.own.key
@@ -70,34 +70,34 @@ class Replicas:
     """
     Connections to the servers of a team, for one event loop: `async with Replicas(...) as replicas`.
 
-    A request goes to the server with the fewest requests and stays there. While that server does not answer, the
-    request is sent again, with the same seed; the server first gets the adapters that it lacks.
+    A request goes to the server with the fewest requests and stays there. If that server goes down, the request is
+    sent again with the same seed when the server is back and has all adapters.
 
     Args:
-        make_ready: `await make_ready(server)` loads on a server what it lacks.
+        make_ready: `await make_ready(server)` loads missing adapters on a server.
     """
 
     def __init__(self, settings: ServerSettings, make_ready: Callable[[VLLMServer], Awaitable[None]]):
         self._settings, self._make_ready = settings, make_ready
         self._running: dict[VLLMServer, int] = {}
-        self._room = asyncio.Semaphore(settings.max_inflight * len(settings.urls))
-        self._returns: dict[VLLMServer, asyncio.Task] = {}  # waits for servers that do not answer
+        self._slots = asyncio.Semaphore(settings.max_inflight * len(settings.urls))
+        self._waits: dict[VLLMServer, asyncio.Task] = {}  # tasks that wait for servers that are down
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Replicas:
         servers = await self._stack.enter_async_context(self._settings.connected())
         self._running = dict.fromkeys(servers, 0)
         try:
-            await asyncio.gather(*map(self._return_of, servers))
+            await asyncio.gather(*map(self._wait_until_ready, servers))
         except BaseException:
             await self.__aexit__()
             raise
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        for task in self._returns.values():
+        for task in self._waits.values():
             task.cancel()
-        await asyncio.gather(*self._returns.values(), return_exceptions=True)
+        await asyncio.gather(*self._waits.values(), return_exceptions=True)
         await self._stack.aclose()
 
     async def generate(self, order: Order, hear: Callable[[list[int]], None] | None = None) -> tuple[Generated, str]:
@@ -109,10 +109,9 @@ class Replicas:
         Raises:
             EngineDownError: the server has not answered for `server_timeout` seconds.
             RefusedError: the server refused the request.
-            AnswerError: a server that is well answered several times with something that is not a whole turn, or not
-                in time.
+            AnswerError: a healthy server sent incomplete turns several times, or did not respond in time.
         """
-        async with self._room:
+        async with self._slots:
             server = min(self._running, key=self._running.__getitem__)
             self._running[server] += 1
             try:
@@ -121,17 +120,17 @@ class Replicas:
                 self._running[server] -= 1
 
     async def _generate(self, server: VLLMServer, order: Order, hear: Callable[[list[int]], None] | None) -> Generated:
-        heard, bad = 0, 0
+        num_heard, num_failures = 0, 0
         failed: Exception
 
-        def once() -> Callable[[list[int]], None] | None:
-            """What hears of the tokens of one try. A further try gives the same ones again."""
-            again = heard
+        def make_listener() -> Callable[[list[int]], None] | None:
+            """Make the listener of an attempt. It skips tokens that earlier attempts have already passed on."""
+            repeated = num_heard
 
             def hear_new(ids: list[int]) -> None:
-                nonlocal heard, again
-                old, again = min(again, len(ids)), max(again - len(ids), 0)
-                heard += len(ids) - old
+                nonlocal num_heard, repeated
+                old, repeated = min(repeated, len(ids)), max(repeated - len(ids), 0)
+                num_heard += len(ids) - old
                 if hear is not None and len(ids) > old:
                     hear(ids[old:])
 
@@ -139,56 +138,56 @@ class Replicas:
 
         while True:
             try:
-                return await server.generate(order, once())
-            except UnknownAdapterError as error:  # it was started again
-                bad, failed = bad + 1, error
-                await self._return_of(server)
+                return await server.generate(order, make_listener())
+            except UnknownAdapterError as error:  # the server was restarted
+                num_failures, failed = num_failures + 1, error
+                await self._wait_until_ready(server)
             except ServerDownError as error:
                 failed = error
-                if await self._is_well(server):  # it is this request that fails
-                    bad += 1
+                if await self._is_healthy(server):  # only this request fails
+                    num_failures += 1
                 else:
-                    logger.warning(f"{error} Its requests wait until it is back.")
-                    await self._return_of(server)
+                    logger.warning(f"{error} Requests to this server wait until it is back.")
+                    await self._wait_until_ready(server)
             except AnswerError as error:
-                bad, failed = bad + 1, error
-            if bad >= _TRIES:
+                num_failures, failed = num_failures + 1, error
+            if num_failures >= _MAX_FAILURES:
                 self._give_up(failed)
 
     def _give_up(self, error: Exception) -> NoReturn:
         """
         Raises:
-            AnswerError: requests for a turn have failed several times on servers that are well.
+            AnswerError: requests for a turn failed several times on healthy servers.
         """
         if not isinstance(error, ServerDownError):
             raise error
         raise AnswerError(
-            f"{error} This was the {_TRIES}rd try, and the server says that it is well. If turns need longer than "
-            f"{self._settings.request_timeout:g} seconds, with the time that they wait in the server, set a larger "
-            "`vllm_request_timeout`, or a smaller `vllm_max_inflight`."
+            f"{error} The request failed {_MAX_FAILURES} times, although the server is healthy. If turns need more "
+            f"than {self._settings.request_timeout:g} seconds, including the time in the server's queue, increase "
+            "`vllm_request_timeout` or lower `vllm_max_inflight`."
         ) from error
 
-    async def _is_well(self, server: VLLMServer) -> bool:
+    async def _is_healthy(self, server: VLLMServer) -> bool:
         try:
             await server.check_health(self._settings.health_timeout)
         except ServerDownError:
             return False
-        except RefusedError:  # a proxy that does not pass the question on
+        except RefusedError:  # from a proxy that does not forward health checks
             return True
         return True
 
-    async def _return_of(self, server: VLLMServer) -> None:
-        """Wait until a server answers and has all adapters. Requests that wait for the same one share the wait."""
-        task = self._returns.get(server)
+    async def _wait_until_ready(self, server: VLLMServer) -> None:
+        """Wait until a server responds and has all adapters. Requests to the same server share the wait."""
+        task = self._waits.get(server)
         if task is None or task.done():
-            task = self._returns[server] = asyncio.ensure_future(self._revive(server))
+            task = self._waits[server] = asyncio.ensure_future(self._poll_until_ready(server))
         await asyncio.shield(task)
 
-    async def _revive(self, server: VLLMServer) -> None:
+    async def _poll_until_ready(self, server: VLLMServer) -> None:
         start, is_back = time.monotonic(), False
         while not is_back:
             try:
-                with contextlib.suppress(RefusedError):  # a proxy that does not pass the question on
+                with contextlib.suppress(RefusedError):  # from a proxy that does not forward health checks
                     await server.check_health(self._settings.health_timeout)
                 await self._make_ready(server)
                 is_back = True
@@ -196,8 +195,8 @@ class Replicas:
                 if time.monotonic() - start > self._settings.server_timeout:
                     raise EngineDownError(
                         f"{server.url} has not answered for {self._settings.server_timeout:g} seconds "
-                        f"(`vllm_server_timeout`). {error} Start it again with the same command and resume; nothing "
-                        "was trained on the turns that are missing."
+                        f"(`vllm_server_timeout`). {error} Restart it with the same command, and resume the run. The "
+                        "missing turns were not used for training."
                     ) from error
                 await asyncio.sleep(_PAUSE)
 
@@ -206,42 +205,42 @@ def addresses(
     urls: str | Sequence[str] | None, host: str, port: int, name: str = "vllm_server_base_url"
 ) -> tuple[str, ...]:
     """
-    Addresses of servers, without a slash at their end.
+    Parse the addresses of servers. Trailing slashes and `/v1` are removed.
 
     Args:
-        urls: what the user passes.
-        host, port: of a single server, if nothing is passed.
-        name: name of what the user passes.
+        urls: addresses from the user: a sequence, or a string with commas.
+        host, port: address of a single server, used if `urls` is empty.
+        name: name of the setting, for error messages.
 
     Raises:
-        ValueError: one is not an HTTP address, or there twice.
+        ValueError: an address is not an HTTP address or is repeated.
     """
-    # TRL's default means all addresses of a server, and a client can only reach one: that of this machine
+    # TRL's default 0.0.0.0 is an address to bind to, not to connect to. It stands for this machine
     host = "127.0.0.1" if host == "0.0.0.0" else host  # noqa: S104
-    given = [urls] if isinstance(urls, str) else list(urls or [f"http://{host}:{port}"])
-    found = [url.strip().rstrip("/").removesuffix("/v1") for text in given for url in text.split(",")]
+    passed = [urls] if isinstance(urls, str) else list(urls or [f"http://{host}:{port}"])
+    found = [url.strip().rstrip("/").removesuffix("/v1") for text in passed for url in text.split(",")]
     for url in found:
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"`{name}` must be addresses such as 'http://host:8000', got {url!r}.")
+            raise ValueError(f"`{name}` must contain addresses such as 'http://host:8000', got {url!r}.")
     if len(set(found)) < len(found) or not found:
-        raise ValueError(f"`{name}` must name every server once, got {given!r}.")
+        raise ValueError(f"`{name}` must list every server exactly once, got {passed!r}.")
     return tuple(found)
 
 
-# What is said after some seconds without a server
-_HOW_TO_START = (
-    "The command that starts one is what `marft_trl.extras.engines.vllm_command(model, agents, args, peft_config)` "
-    "returns; another address is set as `vllm_server_base_url='http://host:8000'`. Or set `vllm_mode='colocate'` and "
-    "`vllm_python`, and the trainer starts a server on its own GPU."
+# Advice in messages about a missing server
+_START_ADVICE = (
+    "Start a server with the command from `marft_trl.extras.engines.vllm_command(model, agents, args, peft_config)`, "
+    "or set the address of another server: `vllm_server_base_url='http://host:8000'`. With `vllm_mode='colocate'` and "
+    "`vllm_python`, the trainer starts a server on its own GPU."
 )
-_SILENCE = 5.0  # seconds
+_WARN_AFTER_SECONDS = 5.0  # seconds without a server before a warning
 
 
 def longest_turn(settings: ServerSettings) -> int | None:
     """
-    Wait until all servers run, and ask how long an observation and a turn may be together.
+    Wait until all servers run, and return the maximum number of tokens of an observation and its turn.
 
-    Returns: the smallest number of tokens of all servers, or `None` if none tells.
+    Returns: the smallest limit of all servers, or `None` if no server reports a limit.
 
     Raises:
         EngineDownError: a server has not answered for `server_timeout` seconds.
@@ -252,13 +251,13 @@ def longest_turn(settings: ServerSettings) -> int | None:
 async def _longest_turn(settings: ServerSettings) -> int | None:
     start = time.monotonic()
     async with settings.connected() as servers:
-        found = await asyncio.gather(*[_models_of(server, settings, start) for server in servers])
+        found = await asyncio.gather(*[_wait_for_models(server, settings, start) for server in servers])
     lengths = [model.get("max_model_len") for models in found for model in models.values()]
     return min((length for length in lengths if length), default=None)
 
 
-async def _models_of(server: VLLMServer, settings: ServerSettings, start: float) -> dict[str, dict[str, Any]]:
-    was_told = False
+async def _wait_for_models(server: VLLMServer, settings: ServerSettings, start: float) -> dict[str, dict[str, Any]]:
+    has_warned = False
     while True:
         try:
             return await server.models(settings.health_timeout)
@@ -266,13 +265,13 @@ async def _models_of(server: VLLMServer, settings: ServerSettings, start: float)
             waited = time.monotonic() - start
             if waited > settings.server_timeout:
                 raise EngineDownError(
-                    f"There is no vLLM server at {server.url} after {settings.server_timeout:g} seconds "
-                    f"(`vllm_server_timeout`): {error} {_HOW_TO_START}"
+                    f"Found no vLLM server at {server.url} within {settings.server_timeout:g} seconds "
+                    f"(`vllm_server_timeout`): {error} {_START_ADVICE}"
                 ) from error
-            if not was_told and waited > _SILENCE:
-                was_told = True
+            if not has_warned and waited > _WARN_AFTER_SECONDS:
+                has_warned = True
                 logger.warning(
-                    f"No vLLM server answers at {server.url} yet; training begins when one does, for up to "
-                    f"{settings.server_timeout:g} seconds (`vllm_server_timeout`). {_HOW_TO_START}"
+                    f"Waiting for a vLLM server at {server.url}, for up to {settings.server_timeout:g} seconds "
+                    f"(`vllm_server_timeout`). {_START_ADVICE}"
                 )
             await asyncio.sleep(_PAUSE)
