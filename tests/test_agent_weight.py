@@ -91,18 +91,18 @@ def test_shares_are_those_of_separate_gradients(model_folder, tmp_path, settings
     workflow = Sequential(["talker", "talker", "quiet", "judge"])
     trainer = make(model_folder, tmp_path, team, workflow, max_steps=1, learning_rate=0.0, **settings)
     slices = []
-    inner = trainer.parts.loss.of_slice
+    inner = trainer.parts.loss.slice_loss
 
     def noting(model, slice_, *args):
         slices.append(slice_)
         return inner(model, slice_, *args)
 
-    trainer.parts.loss.of_slice = noting
+    trainer.parts.loss.slice_loss = noting
     trainer.train()
     entry = next(entry for entry in trainer.state.log_history if "agents/quiet/grad_share" in entry)
     steps = settings.get("gradient_accumulation_steps", 1)
     assert len(slices) == steps
-    trainer.parts.loss.of_slice = inner
+    trainer.parts.loss.slice_loss = inner
     trainer.model.train()
     norms = {}
     for name, adapter in (("talker", "team"), ("quiet", "team"), ("judge", "judge")):

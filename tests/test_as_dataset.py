@@ -63,7 +63,7 @@ def test_sft_learns_the_sampled_tokens_after_what_the_agent_was_shown(played, mo
         AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "actor", adapter_name="actor", is_trainable=True
     )
     again = team_trainer(model, tmp_path / "again")
-    assert again.policies.origin_of("actor") == "loaded" and again.policies.origin_of("reasoner") == "fresh"
+    assert again.policies.get_origin("actor") == "loaded" and again.policies.get_origin("reasoner") == "fresh"
     learnt = [one for name, one in trainer.model.named_parameters() if "lora_B" in name]
     found = [one for name, one in again.policies.parameters("actor").items() if "lora_B" in name]
     assert any(one.any() for one in learnt)

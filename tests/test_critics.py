@@ -32,7 +32,9 @@ def test_policy_and_critic_have_gradients_of_their_own(model_folder, tmp_path, c
         for parameters in parts.values():
             for parameter in parameters.values():
                 parameter.grad = None
-        trainer.parts.loss.of_slice(trainer.model, slice_, frozenset([name]), trainer.accelerator.backward).backward()
+        trainer.parts.loss.slice_loss(
+            trainer.model, slice_, frozenset([name]), trainer.accelerator.backward
+        ).backward()
         touched = {
             part for part, its in parts.items() if any(p.grad is not None and p.grad.any() for p in its.values())
         }

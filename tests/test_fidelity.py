@@ -138,7 +138,7 @@ def test_numbers_of_the_original(model_folder, tmp_path, preset):
 
 def loss_of(trainer, slice_, learning) -> float:
     """The loss of a slice where only these adapters, or parts of the critic, learn."""
-    loss = trainer.parts.loss.of_slice(trainer.model, slice_, frozenset(learning), trainer.accelerator.backward)
+    loss = trainer.parts.loss.slice_loss(trainer.model, slice_, frozenset(learning), trainer.accelerator.backward)
     return loss.item()
 
 

@@ -41,7 +41,7 @@ class Watched:
         self.metrics = Metrics({"train": Lists(), "eval": Lists()}, lambda: True)
         policies = SimpleNamespace(
             is_trained=lambda name: name == "planner",
-            agents_of=lambda adapter: [adapter] if adapter in NAMES else [],
+            get_agents=lambda adapter: [adapter] if adapter in NAMES else [],
             trained=["planner"],
             has_adapters=True,
         )

@@ -33,7 +33,7 @@ class Backend:
     def ended(self, request, client, outcome):
         self.outcomes.append(outcome)
 
-    async def ask(self, asked, body, is_again, tell):
+    async def ask(self, asked, body, is_retry, tell):
         return http.Answer([await self._ask(tell)], self._lost)
 
     def _lost(self):

@@ -96,7 +96,7 @@ def test_checkpoints_change_nothing_while_rollouts_go_on(model_folder, tmp_path,
 
     plain, drawn = train("plain")
     saved, drawn_too = train("saved", save_steps=1)
-    assert set(drawn) <= set(drawn_too) and len(set(drawn)) > 24  # a checkpoint rehearses the workflow
+    assert set(drawn) <= set(drawn_too) and len(set(drawn)) > 24  # a checkpoint is_rehearsal the workflow
     assert not moved(plain, saved)
 
 

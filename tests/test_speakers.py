@@ -375,5 +375,5 @@ def test_a_token_for_unknown_characters_that_is_spelled_is_one():
     tokenizer = copy.deepcopy(tokenizer_of("wordpiece", "qwen3"))
     tokenizer.eos_token = tokenizer.unk_token
     encode = PlainEncoder(tokenizer)
-    spells = encode.spells_control_token
+    spells = encode.contains_control_token
     assert not spells("\u6f22") and spells("a <unk> b") and spells("\u6f22 <|im_end|>")

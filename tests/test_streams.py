@@ -32,7 +32,7 @@ SETTING = TeamContext(("a", "b", "c"))
 
 @contextlib.asynccontextmanager
 async def within(limit):
-    with collector.limited_by(limit):
+    with collector.apply_time_limit(limit):
         yield
 
 

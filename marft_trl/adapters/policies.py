@@ -71,7 +71,7 @@ class Policies:
         """
         return self._adapter_of[agent]
 
-    def origin_of(self, adapter: str) -> str:
+    def get_origin(self, adapter: str) -> str:
         """Return the origin of the weights of an adapter: `"fresh"`, `"loaded"`, or the source of a copy."""
         return self._origins.get(adapter, "weights of the model")
 
@@ -80,7 +80,7 @@ class Policies:
         """Names of the adapters that are saved: those of the agents and of the critic."""
         return [*self.names, *self._critics]
 
-    def agents_of(self, adapter: str) -> list[str]:
+    def get_agents(self, adapter: str) -> list[str]:
         """Return the names of the agents that use an adapter, in team order."""
         return [agent for agent, value in self._adapter_of.items() if value == adapter]
 
@@ -139,7 +139,7 @@ class Policies:
             self._layers.set_requires_grad(learning, True)
             self._layers.set_requires_grad(frozen, False)
 
-    def remember_starts(self, all_of_them: bool = False) -> None:
+    def copy_references(self, all_of_them: bool = False) -> None:
         """
         Copy the current weights as references, except of adapters that do not change the base yet (`lora_B` is 0).
 
@@ -163,7 +163,7 @@ class Policies:
         """Return the copied references, keyed by adapter name and position of the tensor."""
         return {f"{name}.{i}": tensor for name, start in self._starts.items() for i, tensor in enumerate(start)}
 
-    def starts_as_base(self, agent: str) -> bool:
+    def base_is_reference(self, agent: str) -> bool:
         """Return `True` if the reference of an agent is the base without any adapter."""
         return self._adapter_of[agent] not in self._starts
 
@@ -180,7 +180,7 @@ class Policies:
     def reference(self, agent: str) -> Iterator[None]:
         """Context manager that switches an agent to its reference: the base, or its adapter's initial weights."""
         adapter = self._adapter_of[agent]
-        if self.starts_as_base(agent):
+        if self.base_is_reference(agent):
             with self.base():
                 yield
             return

@@ -33,7 +33,7 @@ class RunningBaselines:
         self._averages: dict[str, tuple[float, int]] = {}  # before bias correction; number of batches
 
     @classmethod
-    def of_args(cls, args: Any) -> RunningBaselines:
+    def from_args(cls, args: Any) -> RunningBaselines:
         """Make the averages that `rae_decay` and `rae_column` describe."""
         return cls(args.rae_decay, args.rae_column)
 
@@ -242,7 +242,7 @@ BASELINES: dict[str, Baseline] = {
         Baseline("c3", _c3, uses_candidates=True, goes_on="sampled", in_evaluation="leave_one_out"),
         Baseline("leave_one_out", _leave_one_out, needs_group=True),
         Baseline("batch", _batch),
-        Baseline("rae", _rae, state=RunningBaselines.of_args, reads=("rae_decay", "rae_column")),
+        Baseline("rae", _rae, state=RunningBaselines.from_args, reads=("rae_decay", "rae_column")),
         Baseline("none", _none),
     )
 }

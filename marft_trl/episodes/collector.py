@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from ..system.event_loop import Result, StepContext, run_coroutine, surrounding
+from ..system.event_loop import Result, StepContext, make_task, run_coroutine
 from ..system.watchdog import TimeLimit, time_limit
 from .guard import EpisodeError, EpisodeGuard, HangDetector, RunsEpisodes, brief
 from .records import Completion, EndOfEpisode, Episode, Function, RequestedTurn, Seen, TeamContext, Turn, TurnRequest
@@ -195,7 +195,7 @@ def run_unblocked(
 
     async def run_limited() -> Result:
         async with _run_heartbeat(limit):
-            with limited_by(limit):
+            with apply_time_limit(limit):
                 return await function()
 
     with _time_limit(workflow, patience) as limit:
@@ -206,7 +206,7 @@ def run_unblocked(
 async def limiting(workflow: RunsEpisodes, patience: float | None) -> AsyncIterator[TimeLimit | None]:
     """
     Asynchronous context manager that sets a time limit for code that blocks the event loop. The limit applies to
-    [`collecting`] within [`limited_by`], in any task of the loop. Different tasks may enter and exit it.
+    [`collecting`] within [`apply_time_limit`], in any task of the loop. Different tasks may enter and exit it.
     """
     with _time_limit(workflow, patience) as limit:
         async with _run_heartbeat(limit):
@@ -214,7 +214,7 @@ async def limiting(workflow: RunsEpisodes, patience: float | None) -> AsyncItera
 
 
 @contextlib.contextmanager
-def limited_by(limit: TimeLimit | None) -> Iterator[None]:
+def apply_time_limit(limit: TimeLimit | None) -> Iterator[None]:
     """Context manager in which [`collecting`] applies this time limit to blocking code."""
     reset_token = _BLOCKING_LIMIT.set(limit)
     try:
@@ -319,7 +319,7 @@ class _EpisodeBatch:
         """
         is_over = asyncio.Event()
         # The task factory stays set: other batches of this loop may continue after this batch has ended
-        asyncio.get_running_loop().set_task_factory(surrounding)
+        asyncio.get_running_loop().set_task_factory(make_task)
         self._tasks = [asyncio.ensure_future(self._guard.run(episode, is_over)) for episode in self._episodes]
         drivers = [asyncio.ensure_future(self._drive(group)) for group in groups]
         try:

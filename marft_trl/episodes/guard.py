@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from ..system.event_loop import STARTED, StepContext, Stepped
+from ..system.event_loop import STARTED, StepContext, StepWrapper
 from ..system.watchdog import TimeLimit
 from .live import LiveEpisode
 from .records import Call, EndOfEpisode, Messages, Turn
@@ -76,7 +76,7 @@ class EpisodeGuard:
         if self._around is None:
             return coroutine
         episode.around = self._around(episode.index)
-        return Stepped(coroutine, episode.around)
+        return StepWrapper(coroutine, episode.around)
 
     def note(self, error: EpisodeError, replace: bool = False) -> None:
         """

@@ -443,7 +443,7 @@ class AdapterUpdates:
                 stopped = kl > self._args.target_kl
                 if stopped:
                     gradients.drop_gradients(adapters[name])
-                for agent in self._policies.agents_of(name):
+                for agent in self._policies.get_agents(name):
                     self._metrics.add(f"agents/{agent}/approx_kl", kl)
                     self._metrics.add(f"agents/{agent}/stopped_updates", float(stopped))
             if self._args.use_adaptive_entropy and tokens:
@@ -460,7 +460,7 @@ class AdapterUpdates:
         coefficient, _ = self._entropy_control[adapter]
         coefficient = functional.adapted_entropy_coef(coefficient, entropy, args.entropy_target, *bounds)
         self._entropy_control[adapter] = coefficient, entropy
-        for agent in self._policies.agents_of(adapter):
+        for agent in self._policies.get_agents(adapter):
             self._metrics.add(f"agents/{agent}/entropy_coef", coefficient)
 
     def entropy_coef_of(self, adapter: str) -> float:
@@ -511,7 +511,7 @@ class AdapterUpdates:
         return self._args.max_grad_norm or math.inf  # 0: no clipping
 
     def _metric_names(self, adapter: str) -> list[str]:
-        return [f"agents/{agent}" for agent in self._policies.agents_of(adapter)] or ["critic"]
+        return [f"agents/{agent}" for agent in self._policies.get_agents(adapter)] or ["critic"]
 
     def _skip_if_not_finite(self, adapter: str, norm: torch.Tensor, parameters: dict[str, nn.Parameter]) -> None:
         for name in self._metric_names(adapter):
@@ -521,7 +521,7 @@ class AdapterUpdates:
             return
         gradients.drop_gradients(parameters)
         self._skipped_in_a_row[adapter] += 1
-        agents = ", ".join(map(repr, self._policies.agents_of(adapter)))
+        agents = ", ".join(map(repr, self._policies.get_agents(adapter)))
         whose = f"of the adapter {adapter!r} (agents {agents})" if agents else f"of the critic ({adapter!r})"
         step = self._state.optimizer_step + 1
         message = f"The gradient {whose} is not finite in step {step}; its update was skipped."

@@ -226,7 +226,7 @@ class CriticLearner:
         """Number of hidden states of the reference's pass that the critic can use in place of a pass of its own."""
         if self._args.critic_sees == "history":
             return 0  # the reference sees what the agent saw
-        is_base = self._critic.reads_reference_pass and self._policies.starts_as_base(row.agent)
+        is_base = self._critic.reads_reference_pass and self._policies.base_is_reference(row.agent)
         return self._critic.num_kept_features(len(row.completion_ids)) if is_base else 0
 
     def _rows_beyond_horizons(self, rollout: Rollout, first_number: int) -> dict[tuple[int, str], Row]:

@@ -222,7 +222,7 @@ class GradientShares:
 
     def __init__(self, policies: Policies, metrics: Metrics, processes: Processes):
         self._policies, self._metrics, self._processes = policies, metrics, processes
-        groups = {adapter: policies.agents_of(adapter) for adapter in policies.trained}
+        groups = {adapter: policies.get_agents(adapter) for adapter in policies.trained}
         self._groups = {adapter: agents for adapter, agents in groups.items() if len(agents) > 1}
         self._parts: dict[str, torch.Tensor] = {}  # by agent, since the optimizer step began
         self._last: dict[str, torch.Tensor] = {}  # by adapter, when the gradient was looked at
@@ -274,7 +274,7 @@ class GradientShares:
         for adapter, norm in norms.items():
             agents = self._groups.get(adapter)
             if agents is None:
-                of_agents[self._policies.agents_of(adapter)[0]] = norm
+                of_agents[self._policies.get_agents(adapter)[0]] = norm
             else:
                 of_agents |= self._within(adapter, agents, scale)
         total = sum(of_agents.values())

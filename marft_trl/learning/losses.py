@@ -374,7 +374,7 @@ class TeamLoss(TrainerCallback):
         has_sequence_ratio = (team.level.ratio or run.args.importance_sampling_level) == "sequence"
         self._row_metrics = {"vespo/phi_seq_mean", *(KNOWN_METRICS if has_sequence_ratio else ())}
 
-    def of_slice(
+    def slice_loss(
         self,
         model: nn.Module,
         slice_: Slice,

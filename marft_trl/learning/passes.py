@@ -141,7 +141,7 @@ class ModelPass:
     def warn_of_dropout(self, policies: Policies) -> None:
         """Log what drops out when turns are scored before an update and again in it."""
         configs = getattr(self._accelerator.unwrap_model(self.model), "peft_config", {})
-        pairs = [(adapter, agent) for adapter in policies.trained for agent in policies.agents_of(adapter)]
+        pairs = [(adapter, agent) for adapter in policies.trained for agent in policies.get_agents(adapter)]
         rates = {agent: getattr(configs.get(adapter), "lora_dropout", 0.0) for adapter, agent in pairs}
         parts = [f"`lora_dropout={rate:g}` of agent {agent!r}" for agent, rate in rates.items() if rate]
         parts += [f"`{name}={value:g}` of the base" for name, value in self._dropout_of_base().items()]

@@ -223,7 +223,7 @@ class PromptBuilder:
                 return self._mark_too_long(agent, first)
             self._check(shown)
             for schema in query.functions:
-                if self._encode.spells_control_token(_strings(schema)):
+                if self._encode.contains_control_token(_strings(schema)):
                     raise PromptError(f"The schema of the tool {tool_name(schema)!r} spells a control token.")
             if not self.template.renders_results:
                 shown = without_roles(shown, self.template.renders_called_results())
@@ -346,7 +346,7 @@ class PromptBuilder:
         return (
             bool(calls)
             and self.template.renders_called_results(len(calls))
-            and not self._encode.spells_control_token(_strings(calls))
+            and not self._encode.contains_control_token(_strings(calls))
         )
 
     def _tokens_of_turn(self, turn: Turn, message: dict[str, Any]) -> Sequence[int]:
@@ -378,7 +378,7 @@ class PromptBuilder:
         return ids[:most], most is not None and len(ids) > most
 
     @property
-    def is_untaught(self) -> bool:
+    def lacks_chat_template(self) -> bool:
         """`True` for a team whose tokenizer has no chat template."""
         return not self._alone and self.tokenizer.chat_template is None
 
@@ -499,7 +499,7 @@ class PromptBuilder:
                 )
             fields = {} if self._alone else {name: item for name, item in message.items() if name != "content"}
             name = next(
-                (name for name, value in fields.items() if self._encode.spells_control_token(_strings(value))), None
+                (name for name, value in fields.items() if self._encode.contains_control_token(_strings(value))), None
             )
             if name is not None:
                 raise PromptError(

@@ -51,7 +51,7 @@ class PlainEncoder:
         """`True` if a text yields no control token, also when it is tokenized as a template is."""
         return self._is_clean(self._tokenizer(as_plain(text), add_special_tokens=False)["input_ids"])
 
-    def spells_control_token(self, text: str) -> bool:
+    def contains_control_token(self, text: str) -> bool:
         """
         As not `is_plain`, apart from unknown characters. They become a token that can also be a control token, as the
         end of a text in GPT-2.

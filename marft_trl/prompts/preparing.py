@@ -55,7 +55,7 @@ def is_alone(agents: Sequence[AgentSpec], workflow: Workflow) -> bool:
 def warn_of_unprotected(prompts: PromptBuilder, uses_tools: bool) -> None:
     """Warn if a text that an agent writes can look like a message of somebody else."""
     reason = prompts.unprotected(uses_tools)
-    if prompts.is_untaught:
+    if prompts.lacks_chat_template:
         logger.warning(
             "The tokenizer has no chat template, so the model is probably a base model, which has not learned to "
             "follow the system prompts of agents or to end its turns. Use the instruction-tuned model of the family "

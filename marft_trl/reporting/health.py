@@ -125,7 +125,7 @@ class Health(TrainerCallback):
         return dict(zip(parameters, torch.stack([norm.double().cpu() for norm in norms]).tolist(), strict=True))
 
     def _whose(self, adapter: str) -> str:
-        agents = ", ".join(map(repr, self._policies.agents_of(adapter)))
+        agents = ", ".join(map(repr, self._policies.get_agents(adapter)))
         return f"the adapter {adapter!r} (agents {agents})" if agents else f"the critic ({adapter!r})"
 
     def _of_precision(self) -> list[Symptom]:
@@ -167,7 +167,7 @@ class Health(TrainerCallback):
         found = []
         for name, is_still in self._still.items():
             is_policy = name in self._policies.trained
-            names = [f"agents/{agent}" for agent in self._policies.agents_of(name)] if is_policy else ["critic"]
+            names = [f"agents/{agent}" for agent in self._policies.get_agents(name)] if is_policy else ["critic"]
             if not any(f"{item}/grad_norm" in latest for item in names):
                 continue  # its turn to learn has not come
             rate = "learning_rate" if is_policy else "critic_learning_rate"

@@ -345,7 +345,7 @@ class Planner:
         if agent.copy_of is not None:
             pool = _count(agent.copies, "past copy", "past copies")
             trained = f"up to {pool} of {agent.copy_of}, a new copy every {_count(agent.copy_every, 'step')}"
-        where = self._policies.origin_of(adapter)
+        where = self._policies.get_origin(adapter)
         facts = [f"adapter {adapter}, {weights:,} weights, {where}", trained, f"temperature {sampling.temperature:g}"]
         facts += [f"up to {sampling.max_completion_length} tokens"]
         facts += [f"tools {', '.join(tool.__name__ for tool in agent.functions)}"] if agent.functions else []

@@ -338,7 +338,7 @@ class Reporter:
     # ---- Evaluation ----
 
     @contextlib.contextmanager
-    def reporting_at(self, values: Sequence[int] | None) -> Iterator[None]:
+    def report_k(self, values: Sequence[int] | None) -> Iterator[None]:
         """Context manager: evaluations report pass@k and maj@k for these values of k; neither if `None`."""
         kept, self._k_values = self._k_values, values
         try:

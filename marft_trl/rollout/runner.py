@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 from ..adapters.copies import PastCopies
 from ..agents import AgentSpec
 from ..config.team_setup import decoding
-from ..episodes.collector import Request, collecting, limited_by, limiting, run_unblocked
+from ..episodes.collector import Request, apply_time_limit, collecting, limiting, run_unblocked
 from ..episodes.guard import EpisodeError
 from ..episodes.records import Completion, EndOfEpisode, Episode, PromptError, TeamContext
 from ..episodes.rerun import Rerun
@@ -78,7 +78,7 @@ class RunMode:
     Args:
         options: extra keyword arguments of [`~Generator.generate`].
         trains: whether the trainer trains on the turns.
-        rehearses: whether this is a dry run with placeholder turns, which calls no server.
+        is_rehearsal: whether this is a dry run with placeholder turns, which calls no server.
         is_concurrent: whether other threads or tasks use the random states of user code at the same time.
         silent: agents whose turns teammates, environments and the answer see as empty text.
         follower: receives turns while they are sampled.
@@ -86,7 +86,7 @@ class RunMode:
 
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     trains: bool = False
-    rehearses: bool = False
+    is_rehearsal: bool = False
     is_concurrent: bool = False
     silent: frozenset[str] = frozenset()
     follower: TurnListener | None = None
@@ -207,7 +207,7 @@ class EpisodeRunner:
     @property
     def _batches_episodes(self) -> bool:
         """`True` if episodes wait for each other, so that their requests share batches."""
-        return self.generator.batches or self.mode.rehearses
+        return self.generator.batches or self.mode.is_rehearsal
 
     def run(
         self,
@@ -271,10 +271,10 @@ class EpisodeRunner:
         manager; each call of [`~EpisodeRunner.collect`] needs a new context manager around it.
         """
         async with self._connected_servers(), limiting(self._workflow, self._limits.patience) as limit:
-            yield functools.partial(limited_by, limit)
+            yield functools.partial(apply_time_limit, limit)
 
     def _connected_servers(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        return contextlib.nullcontext() if self.mode.rehearses else self.generator.connected()
+        return contextlib.nullcontext() if self.mode.is_rehearsal else self.generator.connected()
 
     async def collect(
         self,
@@ -309,11 +309,11 @@ class EpisodeRunner:
 
     def _team_context(self, key: tuple) -> TeamContext:
         tools = {name: agent.functions for name, agent in self._specs.items() if agent.functions}
-        rehearses = self.mode.rehearses
-        scripts = {} if rehearses else {name: self._run_reply for name, spec in self._specs.items() if spec.reply}
+        is_rehearsal = self.mode.is_rehearsal
+        scripts = {} if is_rehearsal else {name: self._run_reply for name, spec in self._specs.items() if spec.reply}
         limits, aliases = self._limits, self.prompts.aliases
         draw = functools.partial(self._draw_copies, key)
-        trains = self.mode.trains and not rehearses
+        trains = self.mode.trains and not is_rehearsal
         return TeamContext(tuple(self._specs), tools, limits.tools, aliases, limits.max_turns, scripts, draw, trains)
 
     def _draw_copies(self, key: tuple, index: int) -> Mapping[str, int]:
@@ -327,7 +327,7 @@ class EpisodeRunner:
         the end, and calls no server.
         """
         state, randomness = self._users.state_dict(), UserRandomness(0, self.randomness.device)
-        mode = dataclasses.replace(self.mode, rehearses=True)
+        mode = dataclasses.replace(self.mode, is_rehearsal=True)
         try:
             with randomness.theirs():
                 yield self.changed(mode, randomness=randomness, keys=SeedKeys(0))

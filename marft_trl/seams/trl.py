@@ -369,7 +369,7 @@ class TrlSettings:
         """Episodes of a prompt, in training or in evaluation."""
         return self._trainer.num_generations if training else self._trainer.num_generations_eval
 
-    def evaluating_with(self, num_samples: int | None) -> contextlib.AbstractContextManager[None]:
+    def override_evaluation(self, num_samples: int | None) -> contextlib.AbstractContextManager[None]:
         """Context manager: evaluations have so many episodes of a prompt; as many as before if `None`."""
         number = num_samples or self._trainer.num_generations_eval
         return swapped(self._trainer, {"num_generations_eval": number})

@@ -148,7 +148,7 @@ _AROUND: contextvars.ContextVar[StepContext | None] = contextvars.ContextVar("ma
 _IN_THREAD: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[None]] = weakref.WeakKeyDictionary()
 
 
-class Stepped(Coroutine[Any, Any, Any]):
+class StepWrapper(Coroutine[Any, Any, Any]):
     """
     A coroutine with a context manager around each of its steps, and around those of the tasks that it starts. No step
     is taken while a function of a user runs in a thread, so that what surrounds them cannot mix.
@@ -204,10 +204,10 @@ STARTED: contextvars.ContextVar[list[tuple[asyncio.Task, str]] | None]
 STARTED = contextvars.ContextVar("marft_started", default=None)
 
 
-def surrounding(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task:
+def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task:
     """Task factory: tasks that users' code starts are surrounded like the code that started them, and noted."""
     around, started = _AROUND.get(), STARTED.get()
-    task = asyncio.Task(coroutine if around is None else Stepped(coroutine, around), loop=loop, **options)
+    task = asyncio.Task(coroutine if around is None else StepWrapper(coroutine, around), loop=loop, **options)
     if started is not None:
         started.append((task, getattr(coroutine, "__qualname__", type(coroutine).__name__)))
     return task

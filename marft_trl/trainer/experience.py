@@ -82,7 +82,7 @@ class Evaluations:
         )
         self._sampling, self._k = self._sampling if sampling is None else sampling, values
         try:
-            with watch, self._settings.evaluating_with(num_samples), self._reporter.reporting_at(values):
+            with watch, self._settings.override_evaluation(num_samples), self._reporter.report_k(values):
                 yield
         finally:
             self._sampling, self._k = outer
@@ -153,7 +153,7 @@ class Evaluations:
 Fill = Callable[[Rollout, list[Row], bool], list[Row]]
 
 
-def fills_of(
+def make_fills(
     run: RunContext,
     log_probs: LogProbs,
     learner: CriticLearner | None,
@@ -330,7 +330,7 @@ class BatchMaker:
 
     def _find_credited(self, credited: set[str]) -> dict[str, bool]:
         """Return, for each trained agent, whether any of its turns on any process received credit."""
-        names = [name for adapter in self._schedule.adapters for name in self._policies.agents_of(adapter)]
+        names = [name for adapter in self._schedule.adapters for name in self._policies.get_agents(adapter)]
         # A process without turns of an agent contributes `False`
         flags = self._processes.max(torch.tensor([name in credited for name in names], dtype=torch.float64))
         return dict(zip(names, (flags > 0).tolist(), strict=True))
@@ -339,7 +339,7 @@ class BatchMaker:
         # Counts are summed over processes, so that the weight of a row does not depend on its process
         names, parts = self._policies.names, self._critic.parts if self._critic is not None else []
         by_agent = self._args.agent_weight == "equal"
-        agents = {agent: name for name in names for agent in self._policies.agents_of(name)} if by_agent else {}
+        agents = {agent: name for name in names for agent in self._policies.get_agents(name)} if by_agent else {}
         pools = Pools(names, parts, agents)
         # One collective for all slices. Processes without rows take part in it too
         counts = self._processes.sum(count_rows(slices, pools))

@@ -201,7 +201,7 @@ class MARFTTrainer(GRPOTrainer):
         if sharding is not None:
             sharding.keep_adapters_whole(self, self.policies)
         # What adapters are now is what the KL is measured from
-        self.policies.remember_starts(all_of_them=args.sync_ref_model)
+        self.policies.copy_references(all_of_them=args.sync_ref_model)
         if args.sync_ref_model and self.policies.has_adapters:
             self.add_callback(SyncReferences(self.policies))
         team_callbacks(self, [agent.name for agent in self.agents])
@@ -291,7 +291,7 @@ class MARFTTrainer(GRPOTrainer):
             raise ValueError("MARFTTrainer does not support returning outputs.")
         self.schedule.check(self.args)
         learning = self.schedule.learning(self.parts.state.micro_step, self.state.global_step)
-        return self.parts.loss.of_slice(model, inputs, learning, self.accelerator.backward)
+        return self.parts.loss.slice_loss(model, inputs, learning, self.accelerator.backward)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         return self.parts.log_probs.for_trl(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)

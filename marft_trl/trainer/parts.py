@@ -58,7 +58,7 @@ from ..system.processes import Processes, other_devices
 from ..system.randomness import RandomStates, UserRandomness, UserState
 from ..system.run_metrics import Metrics
 from . import setup
-from .experience import BatchMaker, Evaluations, fills_of
+from .experience import BatchMaker, Evaluations, make_fills
 from .team_files import TeamFiles
 
 
@@ -164,7 +164,7 @@ def assemble(
     further = (run, rolling.rollouts, lambda: trainer.train_dataset, rolling.own)
     sampling = DynamicSampling(*further) if args.dynamic_sampling else None
     source, reporter = sampling or rolling.rollouts, telling.reporter
-    fills = fills_of(run, scoring.log_probs, learning.critic, learning.correction, scoring.needs_old)
+    fills = make_fills(run, scoring.log_probs, learning.critic, learning.correction, scoring.needs_old)
     experience = BatchMaker(
         *(team, run, schedule, source, fills, learning.estimator, scoring.batcher, reporter, rolling.reach),
         collapse=collapse if best is not None else None,

@@ -64,12 +64,12 @@ class Client(Protocol):
     def models(self) -> Sequence[str]:
         """Names of the models that the client may request."""
 
-    async def ask(self, asked: ChatRequest, body: bytes, is_again: bool, tell: Tell | None) -> Answer:
+    async def ask(self, asked: ChatRequest, body: bytes, is_retry: bool, tell: Tell | None) -> Answer:
         """
         Answer a request.
 
         Args:
-            is_again: whether the client marks the request as a retry.
+            is_retry: whether the client marks the request as a retry.
             tell: called with new text of a stream.
 
         Raises:
@@ -174,12 +174,12 @@ class HTTPApplication:
             client, body = client_of(request), await body_of(request)
             asked = dialect.read(body, client.models)
             request[_MODEL] = asked.model
-            is_again = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
+            is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
             reply_id = secrets.token_hex(12)
             if asked.stream:
-                return await self._streamed(request, dialect, dialect.Stream(reply_id, asked), asked, body, is_again)
+                return await self._streamed(request, dialect, dialect.Stream(reply_id, asked), asked, body, is_retry)
             async with asyncio.timeout(self._backend.timeout):
-                found = await client.ask(asked, body, is_again, None)
+                found = await client.ask(asked, body, is_retry, None)
             response = web.json_response(dialect.answer(reply_id, asked, found.messages))
             if self._backend.closes:
                 response.force_close()
@@ -197,14 +197,14 @@ class HTTPApplication:
         return answer
 
     async def _streamed(
-        self, request: web.Request, dialect: Any, stream: Any, asked: ChatRequest, body: bytes, is_again: bool
+        self, request: web.Request, dialect: Any, stream: Any, asked: ChatRequest, body: bytes, is_retry: bool
     ) -> web.StreamResponse:
         """
         Send the answer as server-sent events. Generation does not wait for a client that reads slowly.
         """
         texts: asyncio.Queue[tuple[str, bool, str, int] | None] = asyncio.Queue()
         work = asyncio.ensure_future(
-            client_of(request).ask(asked, body, is_again, lambda *text: texts.put_nowait(text))
+            client_of(request).ask(asked, body, is_retry, lambda *text: texts.put_nowait(text))
         )
         work.add_done_callback(lambda _: texts.put_nowait(None))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

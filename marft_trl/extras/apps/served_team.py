@@ -396,7 +396,7 @@ class _TeamBackend:
         """The team, and its agents."""
         return list(self._workflows)
 
-    async def ask(self, asked: ChatRequest, body: bytes, is_again: bool, tell: Tell | None) -> Answer:
+    async def ask(self, asked: ChatRequest, body: bytes, is_retry: bool, tell: Tell | None) -> Answer:
         """Answer a request with the team or an agent. Agents of applications act on the messages of the request."""
         is_direct = self._is_application_agent(asked.model)
         if is_direct:

@@ -167,7 +167,7 @@ class Session:
 
     # ---- In the thread of the endpoint ----
 
-    async def ask(self, asked: ChatRequest, body: bytes, is_again: bool, tell: Tell | None) -> Answer:
+    async def ask(self, asked: ChatRequest, body: bytes, is_retry: bool, tell: Tell | None) -> Answer:
         """
         The answer to a request, as a whole. If the caller is cancelled, the request is given up. A client's further
         try is known by its body.
@@ -180,8 +180,8 @@ class Session:
         self._check(asked)
         key = hashlib.sha256(body).hexdigest()
         same = self._by_body.setdefault(key, [])
-        self._firsts[key] += not is_again
-        waiting = self._earlier(same, is_again, self._firsts[key])
+        self._firsts[key] += not is_retry
+        waiting = self._earlier(same, is_retry, self._firsts[key])
         if waiting is not None:
             self.counts["retried"] += 1
         else:
@@ -216,14 +216,14 @@ class Session:
                 self._call(self._give_up, waiting)
 
     @staticmethod
-    def _earlier(same: Sequence[Waiting], is_again: bool, firsts: int) -> Waiting | None:
+    def _earlier(same: Sequence[Waiting], is_retry: bool, firsts: int) -> Waiting | None:
         """
         The request that a further try is of: one whose client is gone, else the latest if the client says so, and if
         each of the first tries has a turn already.
         """
         there = [item for item in same if not item.is_gone]
         left = [value for value in there if not value.clients]
-        return left[0] if left else there[-1] if there and is_again and len(there) >= firsts else None
+        return left[0] if left else there[-1] if there and is_retry and len(there) >= firsts else None
 
     def refuse(self, error: RequestError) -> None:
         """Note that a request was refused."""

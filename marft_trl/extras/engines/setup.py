@@ -185,7 +185,7 @@ def _entries(
         return entries
     for agent in agents:
         adapter, reference = agent.adapter, functools.partial(next_token, agent.name, by_reference=True)
-        if policies.starts_as_base(agent.name):
+        if policies.base_is_reference(agent.name):
             tensors = functools.partial(zero_tensors, model, adapter)
             entries[BASE] = Entry(tensors, served_config(model, adapter), reference, is_fixed=True)
         else:

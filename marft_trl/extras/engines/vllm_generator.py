@@ -364,7 +364,7 @@ class VLLMGenerator(Generator):
     def reference_entry(self, agent: str) -> str:
         """Return the library entry of the reference of an agent."""
         adapter = self._policies.adapter_of(agent)
-        return BASE if self._policies.starts_as_base(agent) else reference_of(adapter)
+        return BASE if self._policies.base_is_reference(agent) else reference_of(adapter)
 
     def _request_settings(self, agent: str) -> dict[str, Any]:
         """Return the settings that all requests for an agent share, under vLLM's names."""
