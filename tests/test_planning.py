@@ -94,7 +94,7 @@ def test_a_plan_reckons_with_turns_as_long_as_they_may_be(model_folder, tmp_path
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     model.config.max_position_embeddings = third + 50
     trainer = team_trainer(model, tmp_path, settings={"max_completion_length": 100}, agents=TEAM)
-    assert f"a turn of judge may take {third + 100:,} tokens" in trainer.plan()
+    assert f"an observation and a turn of judge may have {third + 100:,} tokens" in trainer.plan()
 
 
 def test_workflows_that_read_the_row_have_links_too(model_folder, tmp_path):
