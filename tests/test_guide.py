@@ -154,4 +154,15 @@ def test_the_guide_is_read_in_order_and_stays_short():
         assert page.split("\n\n")[1].startswith("After this page you"), name
         assert f"]({after}.md)" in page.rstrip().split("\n\n")[-1], name
     words = {page.stem: len(page.read_text().split()) for page in GUIDE}
-    assert words.pop("README") <= 900 and sum(words.values()) <= 12_000
+    assert words.pop("README") <= 900 and sum(words.values()) <= 12_000, words
+
+
+@pytest.mark.parametrize(("folder", "most"), [("reference", 14_000), ("reports", 6_000)])
+def test_reference_and_reports_stay_short(folder, most):
+    """Tables, which are looked up, and code are not counted."""
+    texts = {page.stem: page.read_text() for page in (ROOT / "docs" / folder).glob("*.md")}
+    prose = {
+        name: re.sub(r"^```.*?^```$|^\|[^\n]*$", "", text, flags=re.DOTALL | re.MULTILINE) for name, text in texts.items()
+    }
+    words = {name: len(text.split()) for name, text in prose.items()}
+    assert sum(words.values()) <= most, words
