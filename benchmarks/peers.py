@@ -3,7 +3,7 @@ Compare the cost of a training step of TRL, CoMLRL and marft_trl on the same tas
 
     make benchmark-peers                                                # all sizes, into benchmark-output/peers.json
     python benchmarks/peers.py --sizes tiny --repeats 5 --comlrl none   # a part
-    python benchmarks/peers.py --tables [--page]                        # the tables of the last whole run, or the page
+    python benchmarks/peers.py --tables [--page]                        # the tables of the last run, or the page
 
 The task has two agents, each with its own prompt for the same problem, 4 generations of each prompt, and LoRA on the
 queries and values. The agents do not see each other's turns, because CoMLRL does not support this. Prompts and

@@ -504,7 +504,11 @@ def test_a_server_that_is_not_there_is_told_after_seconds(model_folder, tmp_path
     settings = {"use_vllm": True, "vllm_server_timeout": 9.0, "vllm_server_port": 9}
     with pytest.raises(RuntimeError, match="127.0.0.1:9 within 9 seconds .*vllm_mode='colocate'"):
         team_trainer(model_folder, tmp_path, settings=settings)
-    told = [record.getMessage() for record in caplog.records if "Waiting for a vLLM server at http://127.0.0.1:9," in record.message]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "Waiting for a vLLM server at http://127.0.0.1:9," in record.message
+    ]
     assert next(ticks) > 9 and len(told) == 1 and "vllm_command" in told[0] and "for up to 9 seconds" in told[0]
 
 

@@ -162,7 +162,8 @@ def test_reference_and_reports_stay_short(folder, most):
     """Tables, which are looked up, and code are not counted."""
     texts = {page.stem: page.read_text() for page in (ROOT / "docs" / folder).glob("*.md")}
     prose = {
-        name: re.sub(r"^```.*?^```$|^\|[^\n]*$", "", text, flags=re.DOTALL | re.MULTILINE) for name, text in texts.items()
+        name: re.sub(r"^```.*?^```$|^\|[^\n]*$", "", text, flags=re.DOTALL | re.MULTILINE)
+        for name, text in texts.items()
     }
     words = {name: len(text.split()) for name, text in prose.items()}
     assert sum(words.values()) <= most, words

@@ -75,6 +75,11 @@ def test_a_plan_has_the_number_of_steps_and_says_where_one_has_a_single_prompt(s
     plan = trainer.plan()
     trainer.train()  # 4 batches of 4 prompts, each in 4 slices, 3 slices a step: 6 steps an epoch
     assert trainer.state.global_step == 9 and "1.5 epochs, which are 9 steps" in plan and "ONE PROMPT" not in plan
+    settings = {"max_steps": -1, "num_train_epochs": 1, "update_order": "sequential", "max_completion_length": 2}
+    trainer = team_trainer(small_model, tmp_path / "other", settings=settings, train_dataset=tiny_dataset(8))
+    plan = trainer.plan()
+    trainer.train()  # 4 batches, on which each of two agents takes a step
+    assert trainer.state.global_step == 8 and "1 epoch, which is 8 steps" in plan
     alone = {"per_device_train_batch_size": 4}
     assert "ONE PROMPT in a step: increase" in team_trainer(small_model, tmp_path, settings=alone).plan()
 

@@ -1,6 +1,7 @@
 """Bad input: an error that names what, got, needed and the fix, before the first generation."""
 
 import dataclasses
+import functools
 import math
 import re
 from pathlib import Path
@@ -236,6 +237,13 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
         agents = [AgentSpec(name, reward_funcs=make(judge)) for name in ("reasoner", "actor")]
         with pytest.raises(ValueError, match=r"needs \['rubric'\], but `train_dataset`"):
             team_trainer(model_folder, tmp_path, agents=agents, settings=settings)
+
+    @functools.wraps(agents[0].reward_funcs[0])
+    def with_rubric(completions, **columns):
+        return judge(completions, rubric=None)
+
+    agents = [AgentSpec(name, reward_funcs=with_rubric) for name in ("reasoner", "actor")]
+    team_trainer(model_folder, tmp_path, agents=agents, settings=settings)
     agents = [AgentSpec(name, reward_funcs=get_outcome_reward(exact_answer)) for name in ("reasoner", "actor")]
     with pytest.raises(ValueError, match=r"`remove_unused_columns=True` leaves prompts alone.*needs \['solution'\]"):
         team_trainer(model_folder, tmp_path, agents=agents, settings={**settings, "remove_unused_columns": True})

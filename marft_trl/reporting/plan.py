@@ -375,7 +375,7 @@ class Planner:
             f"micro-batches of at most {_count(args.per_device_train_batch_size, 'row')}"
             + (f" and {args.max_tokens_per_micro_batch} tokens" if args.max_tokens_per_micro_batch else ""),
             f"each episode is used {_count(args.num_iterations, 'time')}; {self._describe_length()}",
-            *self._describe_single_prompt(per_step),
+            *self._describe_single_prompt(episodes),
         ]
 
     def _describe_length(self) -> str:
@@ -384,18 +384,20 @@ class Planner:
             return _count(args.max_steps, "step")
         batches = len(self._dataset()) * args.num_generations // (self._episodes_at_once() * self._processes.count)
         steps = math.ceil(args.num_train_epochs * math.ceil(batches * self._steps_per_batch()))
-        return f"{args.num_train_epochs:g} epochs, which are {steps:,} steps"
+        epochs = "1 epoch, which is" if args.num_train_epochs == 1 else f"{args.num_train_epochs:g} epochs, which are"
+        return f"{epochs} {steps:,} steps"
 
-    def _describe_single_prompt(self, per_step: int) -> list[str]:
-        """Return a warning if an optimizer step has only one prompt, as with TRL's default batch size of 8."""
-        if per_step > self._args.num_generations:
+    def _describe_single_prompt(self, episodes: int) -> list[str]:
+        """Return a warning if a generation batch has only one prompt, as with TRL's default batch size of 8."""
+        if episodes > self._args.num_generations:
             return []
         return ["ONE PROMPT in a step: increase `per_device_train_batch_size`, for example to 8 prompts in a step"]
 
     def _steps_per_batch(self) -> Fraction:
-        """Return the number of optimizer steps per generation batch."""
+        """Return the number of optimizer steps per generation batch, which every trained adapter uses in turn."""
         args = self._args
-        return Fraction(args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps)
+        phases = len(self._policies.trained) if args.update_order == "sequential" else 1
+        return Fraction(args.steps_per_generation * args.num_iterations * phases, args.gradient_accumulation_steps)
 
     def _describe_generation(self, rehearsal: Rehearsal) -> str:
         """Describe how often the run generates, and the number of consecutive decoding steps."""

@@ -153,8 +153,8 @@ def get_verifier_reward(outcome: Reward) -> Reward:
 
 
 def _with_outcome(reward: Reward, outcome: Reward) -> Reward:
-    """The reward function, with the function that it calls, whose columns the trainer looks for in the dataset."""
-    reward.__dict__["outcome"] = outcome
+    """Return the reward function with the function that it calls, whose columns the trainer looks for."""
+    reward.__dict__["_marft_outcome"] = (reward, outcome)  # a wrapper, which has the same attributes, is another one
     return reward
 
 

@@ -336,8 +336,8 @@ def _required_arguments(func: Callable) -> list[str]:
         return []
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     own = [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
-    outcome = getattr(func, "outcome", None)
-    return own + (_required_arguments(outcome) if callable(outcome) else [])
+    made, outcome = getattr(func, "_marft_outcome", (None, func))
+    return own + (_required_arguments(outcome) if made is func else [])
 
 
 def checked_reward(func, policy: OnFailure | None = None, failures: Failures | None = None):

@@ -197,7 +197,7 @@ def code_of(function: Any) -> str:
     function = getattr(function, "__wrapped__", function)
     try:
         source = source_of(function if inspect.isroutine(function) else type(function))
-    except (OSError, TypeError):
+    except (OSError, TypeError, SyntaxError):  # a class in a file that is broken at the moment
         return name
     made += filter(None, (getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None)))
     if getattr(function, "__closure__", None):

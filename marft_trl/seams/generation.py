@@ -175,7 +175,8 @@ class TrlEngine:
         """The model without wrappers of data parallelism."""
         wrapped = self._trainer.model_wrapped
         if wrapped is not self._wrapped:  # accelerate looks through all modules for compiled ones
-            self._wrapped, self._unwrapped = wrapped, self._trainer.accelerator.unwrap_model(wrapped)
+            self._unwrapped = self._trainer.accelerator.unwrap_model(wrapped)
+            self._wrapped = wrapped  # last, for other threads
         return self._unwrapped
 
     def settings(self, sampling: Any) -> dict[str, Any]:

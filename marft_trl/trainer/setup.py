@@ -336,7 +336,7 @@ def check_column(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval
     Raises:
         ValueError: a dataset does not have the column, or a value of it has no workflow.
     """
-    present = column_names(train_dataset)
+    present = column_names(train_dataset) if args.rae_column is not None else None
     if args.rae_column is not None and present is not None and args.rae_column not in present:
         hint = did_you_mean(args.rae_column, present) or f" It has {', '.join(map(repr, sorted(present)))}."
         raise ValueError(f"`rae_column={args.rae_column!r}` is no column of `train_dataset`.{hint}")

@@ -100,7 +100,7 @@ def _code(function: Any) -> str:
         return code_of(function)
     try:
         return f"{function.__qualname__} ({hashlib.sha256(source_of(function).encode()).hexdigest()[:12]})"
-    except (OSError, TypeError):
+    except (OSError, TypeError, SyntaxError):
         return function.__qualname__
 
 
