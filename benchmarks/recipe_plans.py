@@ -124,8 +124,8 @@ def plan_on_gpu(trainer, cost, memory):
     taken = trainer.memory_plan()
     held = taken.base + taken.adapters + taken.critic + taken.gradients + taken.optimizer
 
-    def room(scored):
-        return max(0.7 * (memory - held) - head_size(vocabulary, scored, torch.device("cuda")), 1.0)
+    def room(scored, fixed=0.0):
+        return max(0.7 * (memory - held) - head_size(vocabulary, scored, torch.device("cuda")) - fixed, 1.0)
 
     batcher.free_for_activations = room
     return trainer.memory_plan()
