@@ -90,7 +90,8 @@ def test_a_run_that_is_repeated_is_the_same(tmp_path, monkeypatch, capsys):
     assert not others and set(arms) == {"team", "shared", "shared, equal weights"}
     for (one,) in arms.values():
         assert one["steps"] == 1 and one["tokens"] > 0 and len(one["right"]) == 64
-        assert sum(one["grad_share"].values()) == pytest.approx(1, abs=0.01)
+        shares = one["grad_share"].values()
+        assert len(shares) == 2 and sum(shares) == pytest.approx(any(shares), abs=0.01)  # 0 if no answer is right
     lines = choose.page_of("sharing", choose.kept("sharing")).splitlines()
     assert len(lines) == 2 * (2 + len(arms)) + 1
     for arm in ("team", "shared"):
