@@ -158,13 +158,12 @@ def shares(found):
     lines.append("|---|---|---|---|---|")
     for setting, arms in found.items():
         for name, runs in arms.items():
-            means = {
-                agent: statistics.fmean(run["grad_share"][agent] for run in runs) for agent in runs[0]["grad_share"]
-            }
-            largest = max(max(run["grad_share"].values()) for run in runs)
-            shown_means = ", ".join(f"{agent} {share:.2f}" for agent, share in means.items())
+            known = [run["grad_share"] for run in runs if run["grad_share"]]  # none if no answer of a run was right
+            means = {agent: statistics.fmean(run[agent] for run in known) for agent in (known[0] if known else ())}
+            largest = f"{max(max(run.values()) for run in known):.2f}" if known else ""
+            shown_means = ", ".join(f"{agent} {share:.2f}" for agent, share in means.items()) or "no gradient"
             falls = ", ".join(f"{100 * fall(run['rewards']):.0f}" for run in runs)
-            cells = [setting, FIRST["sharing"] if name == "team" else name, shown_means, f"{largest:.2f}", falls]
+            cells = [setting, FIRST["sharing"] if name == "team" else name, shown_means, largest, falls]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
