@@ -40,7 +40,7 @@ class Row:
         joint_action: Index of the joint action in the episode, see [`~Episode.joint_actions`].
         number: Position among the rows of its generation batch on this process.
         critic: Name of the part of the critic (and of its adapter) that values the turn.
-        critic_prompt_ids (`torch.Tensor` of shape `(C,)`, *optional*): Token ids that the critic reads in place of the
+        critic_prompt_ids (`torch.Tensor` of shape `(C,)`, *optional*): Token ids that the critic reads instead of the
             observation.
         old_values, value_targets (`torch.Tensor` of shape `(V,)`, *optional*): Values at the time of sampling, and
             value targets (NaN if unknown). `V` is 1 at action level and `max(L, 1)` at token level.

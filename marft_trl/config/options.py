@@ -37,7 +37,7 @@ class Rule:
         needed: whether a number may not be `None`.
         none: meaning of `None`, for messages.
         choices: known values: names, or a table by name, which may get further entries.
-        also: values beside those of a table.
+        also: values next to those of a table.
         only_if: other settings, each with the value that this one has an effect with. Where the other one names the
             entry of a table, entries with `settings` say which settings they read.
         about: `"results"`, which a resumed run compares, `"evaluations"`, `"machines"` or `"files"`.

@@ -46,7 +46,7 @@ class TurnRequest(NamedTuple):
         after: the turn of the same agent that called functions and that it goes on from.
         order: position among the requests of its episode; a turn and those that go on from it share one.
         is_final: whether it is the agent's last turn of the request; calls of functions in it are not answered.
-        given: what the agent is shown in place of its view, and how it is asked.
+        given: what the agent is shown instead of its view, and how it is asked.
     """
 
     agent: str

@@ -38,7 +38,7 @@ class Rerun:
 
     Args:
         episode: The record; the episode may still be running.
-        changed: Index of the turn that is not repeated: it is sampled anew from the agent's reference.
+        changed: Index of the turn that is not repeated: it is sampled again from the agent's reference.
         removed: Index of the turn that is an empty one.
         candidate: The request for a turn that is yet to come, and its completion.
         skip: Number of pending requests that show the same as that of `candidate` and come before it; they are

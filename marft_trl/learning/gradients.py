@@ -132,7 +132,7 @@ def checked_groups(
     groups stay those of the optimizer.
 
     Args:
-        source_of: name that an adapter has in the state, or `None` if it starts anew. If left out, the groups must be
+        source_of: name that an adapter has in the state, or `None` if it starts fresh. If left out, the groups must be
             the same.
     """
     settings = [{key: group[key] for key in _SETTINGS if key in group} for group in optimizer.param_groups]
@@ -158,7 +158,7 @@ def matched_state(saved: dict, current: Sequence[dict], source_of: Callable[[str
 
     Args:
         saved: state of an optimizer with one group per adapter.
-        source_of: name that an adapter has in the saved state; `None` if it starts anew.
+        source_of: name that an adapter has in the saved state; `None` if it starts fresh.
 
     Raises:
         ValueError: an adapter has another number of tensors.

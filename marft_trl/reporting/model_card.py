@@ -161,7 +161,7 @@ def team_card(
         repo: Hub id of the team.
         dataset_name: Hub id of the training data, or several.
         picture: The workflow as a Mermaid flowchart.
-        facts: How the team was trained, by what is said.
+        facts: How the team was trained, by label.
     """
     base = manifest.base_model if is_hub_id(manifest.base_model or "") else None
     repo = repo or model_name

@@ -224,7 +224,7 @@ def html_page(
     read with the keyboard. Its only script is known by its hash, so that no other one runs.
 
     Args:
-        index: file beside it that lists the pages of all steps.
+        index: file next to it that lists the pages of all steps.
         rewards: of all episodes, if these are the first of more.
     """
     about = f"{len(transcripts)} episodes{_mean_of([one.reward for one in transcripts])}"

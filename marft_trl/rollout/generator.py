@@ -117,7 +117,7 @@ class Generator:
         Args:
             observed: the observations. Without `batches`, those of one episode.
             greedy: take the most likely token each time.
-            sampling: `temperature`, `top_p`, `top_k` and `min_p` in place of the agents' own.
+            sampling: `temperature`, `top_p`, `top_k` and `min_p` instead of the agents' own.
 
         Returns: the sampled tokens of each turn, in order, up to and including the token that ends it.
         """

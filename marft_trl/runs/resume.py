@@ -258,7 +258,7 @@ class ResumeChanges:
     Intended changes of a resumed run, from `MARFTConfig(resume_changes=...)`.
 
     Args:
-        add: adapters that start anew.
+        add: adapters that start fresh.
         remove: adapters of the checkpoint that are left out.
         rename: new names of adapters, by their names in the checkpoint.
         accept: parts of the settings that may differ, among [`ACCEPTABLE`].

@@ -109,7 +109,7 @@ class Run(TrainerCallback):
     Args:
         args: when checkpoints are saved.
         checkpoint_size: about how many bytes a checkpoint has.
-        try_out: writes what a checkpoint has beside weights, and raises for what cannot be written.
+        try_out: writes what a checkpoint contains besides weights, and raises for what cannot be written.
         clean_up: called when training ends, in whatever way.
     """
 

@@ -532,7 +532,7 @@ class TrlLoss:
             model: whose active adapter is the agent's.
             inputs: tensors of the rows, see [`collate`].
             max_completion_length: of the agent, in tokens.
-            entropy_mask: in place of TRL's choice of the tokens of high entropy.
+            entropy_mask: instead of TRL's choice of the tokens of high entropy.
 
         Returns: the loss, and the metrics of the micro-batch.
         """

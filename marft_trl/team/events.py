@@ -200,7 +200,7 @@ class Narrator:
     Tells of the turns of an episode as events, see [`TurnListener`].
 
     Args:
-        tell: is told. If left out, turns end when nobody waits for them any more, and that is all.
+        tell: gets the events. If left out, turns end when nobody waits for them any more, and that is all.
         limit: largest number of tokens of a turn.
     """
 

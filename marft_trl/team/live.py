@@ -177,7 +177,7 @@ class Question:
 
     Args:
         rows: dataset rows with a `prompt`. Each gives an episode.
-        seed: answers depend on it, and not on what is answered beside them.
+        seed: answers depend on it, and not on what is answered with them.
         options: options of the generator: `greedy`, or `sampling`.
         max_tokens: largest number of tokens of a turn, where it is below that of its agent.
     """
@@ -243,7 +243,7 @@ class LiveTeam:
 
         Args:
             ask: the questions. Cancel the task to end them: their turns end with the next token.
-            tell: is told what happens, of an ask with one row.
+            tell: gets the events of an ask with one row.
         """
         narrator = Narrator(self._runner.prompts.tokenizer, tell, ask.max_tokens)
         runner = self._runner.changed(
