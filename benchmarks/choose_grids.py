@@ -149,11 +149,17 @@ TEAMS = {
 }
 
 
-def sharing(team="voting", family="chain_sum", max_steps=20):
-    """Own adapters, one shared by all, and one shared by all with the same weight for each agent."""
+def sharing(team="voting", family="chain_sum", max_steps=20, held_out=None):
+    """
+    Own adapters, one shared by all, and one shared by all with the same weight for each agent; all held-out questions
+    or the first of them.
+    """
     agents, workflow = TEAMS[team]
     shared = [dataclasses.replace(agent, adapter="team") for agent in agents]
-    return real.make(family, max_steps).changed(
+    experiment = real.make(family, max_steps)
+    if held_out is not None:
+        experiment = experiment.changed(eval_dataset=experiment.eval_dataset.select(range(held_out)))
+    return experiment.changed(
         agents=agents,
         workflow=workflow,
         args=settings(max_steps),

@@ -53,6 +53,13 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=10
 settings.load_profile("ci")
 
 
+def pytest_collection_modifyitems(items):
+    """Give slow tests three times as long: how fast a machine is decides no test."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
+
+
 def pytest_collection_finish():
     """Leave what was imported out of every later collection: a trainer collects whenever it starts to train."""
     gc.collect()
