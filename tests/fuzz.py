@@ -36,7 +36,7 @@ with atheris.instrument_imports(include=["marft_trl", *LIBRARIES]):
     from marft_trl import AgentSpec, MARFTConfig
     from marft_trl.adapters.files import check_adapter
     from marft_trl.adapters.manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
-    from marft_trl.prompts.encoding import PlainEncoder
+    from marft_trl.prompts.chat_template import PlainEncoder
     from marft_trl.prompts.tool_calls import call_pattern, parse_calls
     from marft_trl.prompts.views import quoted
     from marft_trl.runs.run_folder import COMMIT_NAME, DamagedCheckpoint, begin, commit, verify

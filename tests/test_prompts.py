@@ -4,8 +4,7 @@ from marft_trl import AgentSpec, Turn
 from marft_trl.config.dataset_checks import check_prompts
 from marft_trl.learning.batching import collate
 from marft_trl.prompts.builder import PromptBuilder, Query, Window
-from marft_trl.prompts.chat_template import naming_templates
-from marft_trl.prompts.encoding import PlainEncoder
+from marft_trl.prompts.chat_template import PlainEncoder, naming_templates
 from marft_trl.prompts.views import merge_neighbours, team_view
 from marft_trl.tiny import tiny_tokenizer
 

@@ -10,7 +10,7 @@ from marft_trl import AgentSpec, Turn
 from marft_trl.episodes.records import Feedback
 from marft_trl.prompts import preparing
 from marft_trl.prompts.builder import PromptBuilder
-from marft_trl.prompts.encoding import PlainEncoder
+from marft_trl.prompts.chat_template import PlainEncoder
 from marft_trl.prompts.views import _OPENING, _folded, quoted
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.workflows import EnvironmentLoop, Sequential

@@ -18,8 +18,16 @@ from ..agents import AgentSpec
 from ..episodes.records import Feedback, Function, Messages, PromptError, Seen, Turn
 from ..episodes.tools import tool_name
 from ..workflows.base import renamed
-from .chat_template import ChatTemplate, EarlierReasoning, Part, Pieces, begins, naming_templates, unbound
-from .encoding import PlainEncoder
+from .chat_template import (
+    ChatTemplate,
+    EarlierReasoning,
+    Part,
+    Pieces,
+    PlainEncoder,
+    begins,
+    naming_templates,
+    unbound,
+)
 from .views import (
     SEPARATOR,
     View,

@@ -46,7 +46,7 @@ from ..workflows.base import alias_names, callable_name
 
 
 if TYPE_CHECKING:
-    from ..extras.engines.team_servers import Servers
+    from ..extras.engines.setup import Servers
 
 
 logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer

@@ -58,7 +58,7 @@ from .saved_team import (
 
 
 if TYPE_CHECKING:
-    from ..extras.engines.team_servers import Servers
+    from ..extras.engines.setup import Servers
 
 
 # Number of episodes above which a progress bar is shown
@@ -601,7 +601,7 @@ class Team:
 def _connect_servers(engine: str | Sequence[str] | Servers | None) -> Servers | None:
     if engine is None:
         return None
-    from ..extras.engines.team_servers import Servers
+    from ..extras.engines.setup import Servers
 
     return engine if isinstance(engine, Servers) else Servers(engine)
 

@@ -2,7 +2,7 @@
 """Engines beside the trainer's own: vLLM servers, and a base in shards (FSDP2)."""
 
 from .own_server import vllm_command
-from .team_servers import Servers
+from .setup import Servers
 
 
 __all__ = ["Servers", "vllm_command"]
