@@ -2,7 +2,7 @@
 What a central critic explains, and what it costs: agents that see their own observations alone, and a return that
 depends on what another one saw. The critic alone learns.
 
-    python benchmarks/central_critic.py [--seeds 5] [--steps 25]
+    python benchmarks/central_critic.py [--seeds 5] [--steps 25] [--page]
 """
 
 import argparse
@@ -16,6 +16,7 @@ from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
 from marft_trl.tiny import tiny_model, tiny_tokenizer
 from marft_trl.workflows import EnvironmentLoop
 
+import figures
 from datasets import Dataset
 from peft import LoraConfig
 from transformers.utils import logging
@@ -71,32 +72,39 @@ def run(sees, seed, steps):
             train_dataset=Dataset.from_list([{"prompt": "Dig.", "gold": draw.randint(0, 1)} for _ in range(2000)]),
             peft_config=LoraConfig(r=8, target_modules="all-linear"),
         )
-        start = time.perf_counter()
+        start = time.process_time()
         trainer.train()
-        seconds = (time.perf_counter() - start) / steps
+        seconds = (time.process_time() - start) / steps
     logs = [
         log["critic/explained_variance"] for log in trainer.state.log_history if "critic/explained_variance" in log
     ]
-    return statistics.mean(logs[-LAST:]), seconds
+    return round(statistics.mean(logs[-LAST:]), 4), round(seconds, 3)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=25)
-    options = parser.parse_args()
+    options = figures.parse(parser)
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
-    found = {
+    runs = {
         sees: [run(sees, seed, options.steps) for seed in range(options.seeds)] for sees in ("observation", "history")
     }
-    print("| critic_sees | explained variance, mean (range) | seconds of a step |\n|---|---|---|")
-    for sees, its in found.items():
-        shares = [share for share, _ in its]
+    found = {"made": figures.made("python benchmarks/central_critic.py"), "runs": runs}
+    print(tables(found)["central_critic"])
+    if options.page:
+        figures.publish("central_critic", found)
+
+
+def tables(found):
+    """Means and ranges over seeds of the explained variance, and medians of the seconds of a step."""
+    rows = []
+    for sees, runs in found["runs"].items():
+        shares = [share for share, _ in runs]
         spread = f"{statistics.mean(shares):.2f} ({min(shares):.2f} - {max(shares):.2f})"
-        print(f"| {sees} | {spread} | {statistics.median(seconds for _, seconds in its):.2f} |")
-    ratios = [h[1] / o[1] for h, o in zip(found["history"], found["observation"], strict=True)]
-    print(f"time of a step, history / observation: {statistics.median(ratios):.2f}")
+        rows.append([f'`"{sees}"`', spread, f"{statistics.median(seconds for _, seconds in runs):.2f}"])
+    return {"central_critic": figures.markdown(["`critic_sees`", "explained variance", "CPU seconds of a step"], rows)}
 
 
 if __name__ == "__main__":

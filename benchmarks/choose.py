@@ -2,13 +2,15 @@
 The grids behind the page "Choose": presets, learning rates, adapters, and whether a team is worth it.
 
     python benchmarks/choose.py presets                  # runs what is not done, then prints the table
-    python benchmarks/choose.py presets --tables         # the table, from docs/reports/data/presets.json
+    python benchmarks/choose.py presets --page           # writes docs/reports/data/presets.json and the page, too
+    python benchmarks/choose.py presets --tables         # the table, from the data file
     python benchmarks/choose.py rates --check "no preset/r=8, 1e-3/0"    # one run once more: are its answers the same?
 
 Every setting of a grid is a report of `marft_trl.extras.report`: arms are trained until they have generated as many
 tokens as the setting's first one, the team, with the same seed, and are evaluated on the same questions. A run that is
 done is not repeated, and one that was interrupted goes on from its last checkpoint. What came of the runs is kept in
-`docs/reports/data/<grid>.json`, from which the tables of `docs/reports/choices.md` are made.
+`--output_dir`. With `--page`, the settings that were run replace those in `docs/reports/data/<grid>.json`, from which
+the tables of `docs/reports/choices.md` are made.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from marft_trl.reporting.evaluation import scores
 
 import numpy as np
 from choose_grids import GRIDS
+from figures import pasted
 
 
 ROOT = Path(__file__).parents[1]
@@ -101,20 +104,22 @@ def run(grid, folder, workers, chosen=None):
             f"{Path(__file__).with_name('choose_grids.py')}:{grid}",
             output_dir=str(folder / label(one)), seeds=seeds, arms=arms, workers=workers, settings=one,
         )  # fmt: skip
-        write(grid, kept(grid) | collected(grid, folder))
+        write(folder / f"{grid}.json", collected(grid, folder))
 
 
-def kept(grid):
-    """What came of earlier runs, also those of another folder."""
-    file = DATA / f"{grid}.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+def kept(grid, folder=None):
+    """What the data file has; of settings that were run in a folder, what came of these runs."""
+    found = {}
+    for file in [DATA / f"{grid}.json", *([folder / f"{grid}.json"] if folder else [])]:
+        found |= json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return found
 
 
-def write(grid, found):
-    DATA.mkdir(parents=True, exist_ok=True)
+def write(file, found):
+    file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(found, indent=1)
     text = text.replace("\n     ", " ").replace("\n    ]", " ]")  # lists of numbers on one line
-    (DATA / f"{grid}.json").write_text(text + "\n", encoding="utf-8")
+    file.write_text(text + "\n", encoding="utf-8")
 
 
 def rows(arms):
@@ -209,17 +214,11 @@ def page_of(grid, found):
     return "\n\n".join(tables)
 
 
-def pasted(text, grid, tables):
-    """A page with the tables of a grid between its two comments."""
-    begin, end = f"<!-- {grid} -->\n", f"<!-- end of {grid} -->"
-    before, _, rest = text.partition(begin)
-    return f"{before}{begin}{tables}\n{end}{rest.partition(end)[2]}" if rest else text
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("grid", choices=list(GRIDS))
     parser.add_argument("--tables", action="store_true", help="run nothing")
+    parser.add_argument("--page", action="store_true", help="write the data file and the page")
     parser.add_argument("--check", metavar="SETTING/ARM/SEED", help="repeat one run and compare")
     parser.add_argument("--settings", nargs="+", metavar="SETTING", help="of the grid; all by default")
     parser.add_argument("--workers", type=int, default=2)
@@ -232,10 +231,12 @@ def main():
         return
     if not options.tables:
         run(options.grid, folder, options.workers, options.settings)
-    found = kept(options.grid)
+    found = kept(options.grid, folder)
     tables = page_of(options.grid, found)
     print(tables)
-    PAGE.write_text(pasted(PAGE.read_text(encoding="utf-8"), options.grid, tables), encoding="utf-8")
+    if options.page:
+        write(DATA / f"{options.grid}.json", found)
+        PAGE.write_text(pasted(PAGE.read_text(encoding="utf-8"), options.grid, tables), encoding="utf-8")
 
 
 def check(grid, setting, arm, seed, folder):

@@ -1,7 +1,7 @@
 """
 Compare credit estimators with the truth, on teams so small that the truth can be computed.
 
-    python benchmarks/credit_fidelity.py --prompts 100
+    python benchmarks/credit_fidelity.py
     python benchmarks/credit_fidelity.py --teams chain --seeds 0 --prompts 200
 
 Every turn is one of three tokens, policies and rewards are random (one draw for each seed), and the exact marginal
@@ -17,7 +17,7 @@ marked. The critics of `gae` read all that was said, and are trained on 3,840 ep
 - gradient: cosine of the gradient of `--batch` prompts, with respect to the logits of the policies, with the exact
   one.
 
-The script writes `credit_fidelity.md`, `credit_fidelity.csv` and `credit_fidelity.png` into `--output_dir`.
+The script writes `credit_fidelity.csv` and `credit_fidelity.png` into `--output_dir`.
 """
 
 import argparse
@@ -30,6 +30,7 @@ import warnings
 from collections import defaultdict
 from pathlib import Path
 
+import figures
 import torch
 from transformers.utils import logging
 
@@ -97,12 +98,12 @@ def measure(team: Team, name: str, budget: float, options) -> tuple[dict, float]
         rows = [row for row in slice_.rows if row.is_trained]
         tokens = draw.tokens / options.prompts
         group = episodes // options.prompts
-        return figures(
+        return quality(
             truth, [(row.episode // group, *key_of(row, world), value_of(row)) for row in rows], options
         ), tokens
 
 
-def figures(truth: Truth, rows: list[tuple], options) -> dict:
+def quality(truth: Truth, rows: list[tuple], options) -> dict:
     """
     Args:
         truth: exact values.
@@ -146,10 +147,10 @@ def main():
     parser.add_argument("--teams", nargs="+", default=["chain", "parallel", "orchestrated", "game"])
     parser.add_argument("--estimators", nargs="+", default=list(ESTIMATORS)[:-1], help="all but the last unless named")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--prompts", type=int, default=400)
+    parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--batch", type=int, default=8, help="prompts of a gradient")
     parser.add_argument("--output_dir", type=Path, default=Path("benchmark-output/credit_fidelity"))
-    options = parser.parse_args()
+    options = figures.parse(parser)
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     python_logging.disable(python_logging.WARNING)
@@ -165,6 +166,8 @@ def main():
                 results.append({"team": team, "estimator": name, "seed": seed, "tokens": tokens, **its})
             print(line(name, [its for its, _ in per_seed], statistics.fmean(t for _, t in per_seed)), flush=True)
     write(results, options)
+    if options.page:
+        figures.publish("credit_fidelity", data(results))
 
 
 def line(name: str, results: list[dict], tokens: float) -> str:
@@ -182,33 +185,57 @@ def write(results: list[dict], options) -> None:
         writer = csv.DictWriter(file, list(results[0]))
         writer.writeheader()
         writer.writerows(results)
-    text = []
-    for team in options.teams:
-        text += [
-            f"**{team}**",
-            "",
-            "| estimator | tokens | fidelity | bias | spread | gradient |",
-            "|---|---|---|---|---|---|",
-        ]
-        for name in options.estimators:
-            its = [one for one in results if one["team"] == team and one["estimator"] == name]
-            text.append(line(name, its, statistics.fmean(one["tokens"] for one in its)))
-        best = (
-            [max(of(results, team, base, seed) for base in GROUP_BASELINES) for seed in options.seeds]
-            if all(base in options.estimators for base in GROUP_BASELINES)
-            else []
-        )
-        for name in [one for one in options.estimators if one.startswith("c3")] if best else []:
-            above = sum(of(results, team, name, seed) > its for seed, its in zip(options.seeds, best, strict=True))
-            text.append(f"\n{name}: above every group baseline in {above} of {len(best)} seeds.")
-        text.append("")
-    (options.output_dir / "credit_fidelity.md").write_text("\n".join(text), encoding="utf-8")
     draw_picture(results, options)
 
 
-def of(results: list[dict], team: str, name: str, seed: int) -> float:
-    return next(
-        one["fidelity"] for one in results if (one["team"], one["estimator"], one["seed"]) == (team, name, seed)
+def data(results: list[dict]) -> dict:
+    """What the data file has: the figures of each team, estimator and seed."""
+    runs: dict = {}
+    for result in results:
+        values = [round(float(result[column]), 4) for column in ("tokens", *COLUMNS)]
+        runs.setdefault(result["team"], {}).setdefault(result["estimator"], []).append(values)
+    return {
+        "made": figures.made("python benchmarks/credit_fidelity.py"),
+        "columns": ["tokens", *COLUMNS],
+        "runs": runs,
+    }
+
+
+def tables(found: dict) -> dict[str, str]:
+    """Two teams with all columns, two with their fidelity, and how often `c3` is above the group baselines."""
+    texts = {}
+    for team in ("chain", "game"):
+        lines = []
+        for name, runs in found["runs"][team].items():
+            results = [dict(zip(found["columns"], run, strict=True)) for run in runs]
+            lines.append(line(name, results, statistics.fmean(run["tokens"] for run in results)))
+        columns = ["estimator", *found["columns"]]
+        texts[f"fidelity {team}"] = "\n".join([figures.markdown(columns, []), *lines])
+    short = ("parallel", "orchestrated")
+    rows = []
+    for name in found["runs"]["parallel"]:
+        cells = [short_cells(found["runs"][team][name]) for team in short]
+        rows.append([name, *(cell for pair in cells for cell in pair)])
+    columns = ["estimator", *(f"{team}: {column}" for team in short for column in ("tokens", "fidelity"))]
+    texts["fidelity others"] = figures.markdown(columns, rows)
+    rows = []
+    for name in [name for name in found["runs"]["chain"] if name.startswith("c3")]:
+        rows.append([name, *(seeds_above(runs, name) for runs in found["runs"].values())])
+    texts["fidelity seeds"] = figures.markdown(["estimator", *found["runs"]], rows)
+    return texts
+
+
+def short_cells(runs: list[list[float]]) -> tuple[str, str]:
+    """Tokens and fidelity: mean; median and range over seeds."""
+    values = [fidelity for _, fidelity, *_ in runs]
+    spread = f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
+    return f"{statistics.fmean(tokens for tokens, *_ in runs):.0f}", spread
+
+
+def seeds_above(runs: dict[str, list], name: str) -> int:
+    """Number of seeds in which an estimator has a higher fidelity than every group baseline."""
+    return sum(
+        run[1] > max(runs[baseline][seed][1] for baseline in GROUP_BASELINES) for seed, run in enumerate(runs[name])
     )
 
 

@@ -13,7 +13,7 @@ or re-runs get fewer episodes, so that all generate about as many tokens.
 
 "Start" and "end" are accuracies of sampled answers (temperature 1) on 400 held-out questions. "Area" is the mean
 training reward over generation batches. "Explained variance" is the mean over the last quarter of the batches. The
-script writes `learning.md`, `learning.csv`, `learning.png` and `runs.jsonl` into `--output_dir`.
+script writes `learning.csv`, `learning.png` and `runs.jsonl` into `--output_dir`.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from marft_trl.config.presets import PRESETS
 from marft_trl.reporting import team_exact_match
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 
+import figures
 import torch
 from peft import LoraConfig
 from transformers import PrinterCallback, set_seed
@@ -51,6 +52,8 @@ TUNED: dict[str, dict] = {
 # Turns that are generated for an episode of two agents, relative to its own: the rewards of candidates are those of
 # episodes that are completed from them, and re-runs generate what follows a turn
 COST = {"at-grpo": 6.0, "c3": 12.0, "ccpo": 1.5}
+# Presets that the page on credit compares at equal tokens
+CREDIT = ["c3", "ccpo", "magrpo", "mappo", "at-grpo"]
 # A single agent with the same number of generated tokens: PPO compared with the group baseline.
 SOLO = {"solo-ppo": "marft-t", "solo-grpo": "grpo"}
 
@@ -204,7 +207,7 @@ def draw(results: list[dict], path: Path) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--presets", nargs="+", default=[*PRESETS, *SOLO], choices=[*PRESETS, *SOLO])
+    parser.add_argument("--presets", nargs="+", choices=[*PRESETS, *SOLO], help="all, or those of the credit page")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--batches", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=4)
@@ -213,7 +216,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output_dir", type=Path, default=Path("benchmark-output/learning"))
     parser.add_argument("--one", nargs=2, metavar=("PRESET", "SEED"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = figures.parse(parser, free=("output_dir", "jobs", "equal_tokens", "one"))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if options.one:
@@ -224,6 +227,7 @@ def main():
             print(json.dumps(run(name, int(seed), *sizes, folder, changed, equal_tokens=options.equal_tokens)))
         return
     options.output_dir.mkdir(parents=True, exist_ok=True)
+    options.presets = options.presets or (CREDIT if options.equal_tokens else [*PRESETS, *SOLO])
     tiny_team_model()  # built once, before the runs start
     jobs = [(name, seed) for seed in range(options.seeds) for name in options.presets]
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -232,9 +236,37 @@ def main():
         writer = csv.DictWriter(file, fieldnames=list(results[0]))
         writer.writeheader()
         writer.writerows(results)
-    (options.output_dir / "learning.md").write_text(table(results) + "\n", encoding="utf-8")
     draw(results, options.output_dir / "learning.png")
     print(f"\n{table(results)}\n\nwritten to {options.output_dir}/")
+    if options.page:
+        name = "equal_tokens" if options.equal_tokens else "learning"
+        command = "python benchmarks/learning.py --equal_tokens" if options.equal_tokens else "make benchmark-learning"
+        figures.publish(name, data(command, results))
+
+
+def data(command: str, results: list[dict]) -> dict:
+    """What the data file has: the figures of each run, without its curve."""
+    columns = ["start", "end", "area", "seconds", "tokens", "explained_variance"]
+    runs = {}
+    for result in sorted(results, key=lambda result: result["seed"]):
+        figures_of_run = [result[column] and round(result[column], 4) for column in columns]
+        runs.setdefault(result["preset"], []).append(figures_of_run)
+    return {"made": figures.made(command), "columns": columns, "runs": runs}
+
+
+def tables(found: dict) -> dict[str, str]:
+    """The tables of pages: all presets, or those that are compared at equal tokens."""
+    results = [
+        {"preset": preset, **dict(zip(found["columns"], run, strict=True))}
+        for preset, runs in found["runs"].items()
+        for run in runs
+    ]
+    is_equal = "--equal_tokens" in found["made"]["command"]
+    columns = ["preset", *(["start"] if is_equal else []), "end", "seconds", "generated tokens"]
+    head, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(results).splitlines()]
+    places = [head.index(column) for column in columns]
+    rows = [[cells[place] for place in places] for cells in lines]
+    return {"equal_tokens" if is_equal else "learning": figures.markdown(columns, rows)}
 
 
 if __name__ == "__main__":

@@ -18,17 +18,15 @@ installed in a separate environment, which is created if it does not exist. `--p
 
 import argparse
 import json
-import platform
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import textwrap
 import venv
-from importlib.metadata import version
 from pathlib import Path
 
+import figures
 from peers_worker import prepare
 
 
@@ -45,7 +43,6 @@ RATIOS = {  # title: numerator, denominators (summed)
     "PPO, frozen critic / two agents": ("ppo-frozen", ("team",)),
     "PPO, shared critic / two agents": ("ppo-shared", ("team",)),
 }
-PACKAGES = ("torch", "transformers", "trl", "peft")
 REPORTS = HERE.parent / "docs" / "reports"
 DATA, PAGE = REPORTS / "data" / "peers.json", REPORTS / "peers.md"
 CONTENDERS = ("trl-left", "trl-right", "comlrl", "team", "solo", "ppo-frozen", "ppo-shared")
@@ -205,7 +202,7 @@ def main():
         found = json.loads(options.output.read_text() if options.output.exists() else DATA.read_text())
     else:
         made = {name: getattr(options, name) for name in ("prompt_tokens", "new_tokens", "repeats")}
-        made |= {"processor": processor(), "versions": {name: version(name) for name in PACKAGES}}
+        made |= figures.made("make benchmark-peers")
         found = {"made": made, "sizes": {}}
         options.output.parent.mkdir(parents=True, exist_ok=True)
         for size in options.sizes:
@@ -220,11 +217,6 @@ def main():
             parser.error("a page is written of a whole run: all sizes, with CoMLRL")
         DATA.write_text(json.dumps(found, indent=1) + "\n")
         PAGE.write_text(page(found))
-
-
-def processor() -> str:
-    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ medians of CPU seconds per generated token. The series are:
 - `ends`: generation only. Rows have 4 to 128 tokens, with our decoding loop (`spread`) and with the loop of
   transformers (`plain`). The cost of a token is compared with rows that all have 128 tokens (`full`).
 
-The script writes `scaling.md` and a figure for each series into `--output_dir`.
+The script prints a table, and writes a figure for each series into `--output_dir`.
 """
 
 import argparse
@@ -29,6 +29,7 @@ import time
 import warnings
 from pathlib import Path
 
+import figures
 from peers import Contender
 
 
@@ -161,40 +162,58 @@ def measure(name, repeats):
     return values, [[result[index] for result in results] for index in range(len(values))]
 
 
-def summary(name, values, results):
-    """Return the Markdown table as lines, the points of the figure and the label of its y axis."""
-    medians = [statistics.median(result["value"] for result in its) for its in results]
-    if name == "memory":
-        held = [statistics.median(result["peak"] for result in its) / 1e6 for its in results]
-        state = 4 * results[0][0]["adapter"] / 1e6
-        added = [(b - a) / (m - n) for a, b, n, m in zip(held, held[1:], values, values[1:], strict=False)]
-        lines = [
-            "| agents | memory held | for each agent more | its weights, gradient and moments |",
-            "|---|---|---|---|",
-        ]
-        for value, size, more in zip(values, held, [None, *added], strict=True):
-            lines.append(f"| {value} | {size:.0f} MB | {'' if more is None else f'{more:.1f} MB'} | {state:.1f} MB |")
-        whole = (held[-1] - held[0]) / (values[-1] - values[0])
-        lines.append(f"\nFrom 1 to 8 agents: {whole:.1f} MB for each agent more, {whole / state:.2f} of its state.")
-        return lines, held, "MB held"
-    first = [index - index % 3 if name == "ends" else values.index(BASE[name]) for index in range(len(values))]
-    bases = [medians[index] for index in first]
-    against = "full" if name == "ends" else BASE[name]
-    lines = [f"| {SERIES[name][0]} | CPU ms by token | against `{against}` |", "|---|---|---|"]
-    for value, median, base in zip(values, medians, bases, strict=True):
-        lines.append(f"| {value} | {1000 * median:.3f} | {median / base:.2f} |")
-    return lines, [1000 * median for median in medians], "CPU ms by token"
+TITLES = {
+    "agents": "agents, each with its own prompt",
+    "episodes": "episodes of a batch, two agents",
+    "completions": "new tokens of a turn",
+    "turns": "turns of one agent that sees all its turns",
+}
+ROWS = ("all with 128 tokens", "with 4 to 128", "the same, with the loop of transformers")
 
 
-def draw(name, values, heights, label, folder):
+def heights(series):
+    """Megabytes of a process, or CPU milliseconds per token, by value."""
+    if "megabytes" in series:
+        return [statistics.median(megabytes) for megabytes in series["megabytes"]]
+    return [1000 * statistics.median(seconds) for seconds in series["seconds"]]
+
+
+def tables(found):
+    """Medians over repeats, and their ratios to a base."""
+    rows, series = [], found["series"]
+    for name, title in TITLES.items():
+        if name in series:
+            base = heights(series[name])[series[name]["values"].index(BASE[name])]
+            rows.append(line(title, series[name]["values"], heights(series[name]), base))
+    points = heights(series["ends"]) if "ends" in series else []
+    for first in range(0, len(points), 3):
+        count = series["ends"]["values"][first].split(", ")[1].split()[0]
+        rows.append(line(f"generation of {count} rows", ROWS, points[first : first + 3], points[first]))
+    if "memory" in series:
+        counts, held = series["memory"]["values"], heights(series["memory"])
+        more = (held[-1] - held[0]) / (counts[-1] - counts[0])
+        state = series["memory"]["state"]
+        texts = [f"memory for each further agent, {counts[0]} to {counts[-1]}", "its state; in all"]
+        rows.append([*texts, f"{state:.1f} MB, {more:.1f} MB", f"1, {more / state:.2f}"])
+    return {"scaling": figures.markdown(["", "values", "CPU ms per token", "ratios"], rows)}
+
+
+def line(title, values, points, base):
+    """A row of the table: all values of a series."""
+    separator = "; " if title.startswith("generation") else ", "
+    ratios = ["1" if point == base else f"{point / base:.2f}" for point in points]
+    return [title, separator.join(map(str, values)), ", ".join(f"{point:.3f}" for point in points), ", ".join(ratios)]
+
+
+def draw(name, series, folder):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 3))
     axes = figure.add_subplot()
-    axes.plot([str(value) for value in values], heights, marker="o")
+    axes.plot([str(value) for value in series["values"]], heights(series), marker="o")
     axes.set_ylim(bottom=0)
     axes.set_xlabel(name)
-    axes.set_ylabel(label)
+    axes.set_ylabel("megabytes" if name == "memory" else "CPU milliseconds per token")
     figure.tight_layout()
     figure.savefig(folder / f"scaling-{name}.png", dpi=110)
 
@@ -204,16 +223,22 @@ def main():
     parser.add_argument("--series", nargs="+", choices=list(SERIES), default=list(SERIES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output_dir", type=Path, default=Path("benchmark-output/scaling"))
-    options = parser.parse_args()
+    options = figures.parse(parser)
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    parts = []
+    found = {"made": figures.made("make benchmark-scaling"), "series": {}}
     for name in options.series:
         values, results = measure(name, options.repeats)
-        lines, heights, label = summary(name, values, results)
-        parts.append("\n".join([f"**{name}**", "", *lines]))
-        print(parts[-1], flush=True)
-        draw(name, values, heights, label, options.output_dir)
-    (options.output_dir / "scaling.md").write_text("\n\n".join(parts) + "\n")
+        found["series"][name] = series = {"values": values}
+        if name == "memory":
+            series["megabytes"] = [[round(result["peak"] / 1e6, 1) for result in point] for point in results]
+            series["state"] = round(4 * results[0][0]["adapter"] / 1e6, 1)  # weights, gradient, two moments
+        else:
+            series["seconds"] = [[round(result["value"], 7) for result in point] for point in results]
+        print(f"{name}: {', '.join(f'{point:.3f}' for point in heights(series))}", flush=True)
+        draw(name, series, options.output_dir)
+    print(tables(found)["scaling"])
+    if options.page:
+        figures.publish("scaling", found)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,17 @@
 Self-play in the game of `examples/self_play.py`, over several seeds: winnable games that are not lost to a perfect
 player, before training, after it, and after twice as many steps.
 
-    python benchmarks/self_play.py [--opponents self copies perfect] [--seeds 5] [--steps 60] [--games 200]
+    python benchmarks/self_play.py [--opponents self copies perfect] [--seeds 5] [--steps 60] [--games 200] [--page]
 """
 
 import argparse
 import statistics
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 
+import figures
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -55,27 +55,36 @@ def run(opponent, seed, steps, games):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--opponents", nargs="+", default=["self", "copies", "perfect"])
+    parser.add_argument("--opponents", nargs="+", default=["self", "copies"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--games", type=int, default=200)
-    options = parser.parse_args()
+    options = figures.parse(parser)
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
-    at = ["before", f"{options.steps} steps", f"{2 * options.steps} steps"]
-    print("| opponent | decoding |", " | ".join(at), "|\n|---|---|---|---|---|")
+    runs = {opponent: [] for opponent in options.opponents}
     for opponent in options.opponents:
-        start, runs = time.perf_counter(), []
         for seed in range(options.seeds):
-            runs.append(run(opponent, seed, options.steps, options.games))
-            print(f"<!-- {opponent}, seed {seed}: {runs[-1]} -->", file=sys.stderr, flush=True)
-        for index, decoding in enumerate(("greedy", "sampled")):
-            cells = []
-            for moment in range(3):
-                shares = [one[moment][index] for one in runs]
-                cells.append(f"{statistics.median(shares):.1%} ({min(shares):.1%} - {max(shares):.1%})")
-            print(f"| {opponent} | {decoding} | {' | '.join(cells)} |", flush=True)
-        print(f"<!-- {opponent}: {(time.perf_counter() - start) / options.seeds:.0f} s per run -->", flush=True)
+            runs[opponent].append(run(opponent, seed, options.steps, options.games))
+            print(f"{opponent}, seed {seed}: {runs[opponent][-1]}", file=sys.stderr, flush=True)
+    found = {"made": figures.made("python benchmarks/self_play.py"), "steps": options.steps, "runs": runs}
+    print(tables(found)["self_play"])
+    if options.page:
+        figures.publish("self_play", found)
+
+
+def tables(found):
+    """Medians and ranges over seeds of the shares of games not lost, with greedy and with sampled moves."""
+    names = {"self": "the same policy", "copies": "past copies", "perfect": "a perfect player"}
+    rows = []
+    for opponent, runs in found["runs"].items():
+        for index, moves in enumerate(("greedy", "sampled")):
+            shares = [[measured[moment][index] for measured in runs] for moment in range(3)]
+            cells = [f"{statistics.median(of_one):.1%} ({min(of_one):.1%} - {max(of_one):.1%})" for of_one in shares]
+            rows.append([names[opponent], moves, *cells])
+    steps = found["steps"]
+    columns = ["opponent in training", "moves", "before", f"{steps} steps", f"{2 * steps} steps"]
+    return {"self_play": figures.markdown(columns, rows)}
 
 
 if __name__ == "__main__":

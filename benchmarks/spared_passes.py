@@ -1,14 +1,13 @@
 """
 Measure what is saved in a training step: rows that teach nothing, and passes that agents share.
 
-    python benchmarks/spared_passes.py
+    python benchmarks/spared_passes.py [--page]
     python benchmarks/spared_passes.py --hidden 256 --layers 4 --agents 8 --rows 4
 
-First table: a team of two, of whose groups half have no signal, with and without the passes of their rows. Other
-tables: `--agents` agents with `--rows` turns each, in parallel and in a chain, with passes of their own and with mixed
-ones. Times are those of the training part of a step (losses, backward passes, the optimizer) and of whole steps with
-generation; wall-clock milliseconds of one thread. Variants alternate; shown are medians and the range of the ratio of
-neighbouring steps.
+A team of two, of whose groups half have no signal, with and without the passes of their rows; and `--agents` agents
+with `--rows` turns each, in parallel and in a chain, with passes of their own and with mixed ones. Times are those of
+the training part of a step (losses, backward passes, the optimizer) and of whole steps with generation; CPU
+milliseconds of one thread. Variants alternate; shown are medians and the range of the ratio of neighboring steps.
 """
 
 import argparse
@@ -22,6 +21,7 @@ from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential
 from marft_trl.tiny import tiny_dataset, tiny_model, tiny_tokenizer
 from marft_trl.workflows import Debate
 
+import figures
 import torch
 from peft import LoraConfig
 from transformers import PrinterCallback
@@ -71,9 +71,9 @@ class Steps:
     def step(self) -> tuple[float, float]:
         """Milliseconds of the training part of a step, and of all of it."""
         trainer = self.trainer
-        begin = time.perf_counter()
+        begin = time.process_time()
         slices = trainer.parts.experience.for_training(self.rows)
-        middle = time.perf_counter()
+        middle = time.process_time()
         trainer.accelerator.gradient_state._set_sync_gradients(True)
         for slice_ in slices:
             loss = trainer.compute_loss(trainer.model, slice_)
@@ -83,27 +83,35 @@ class Steps:
         trainer.parts.updates.clip(1.0)
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
-        end = time.perf_counter()
+        end = time.process_time()
         return 1000 * (end - middle), 1000 * (end - begin)
 
 
-def compare(variants: dict[str, Steps], repeats: int) -> None:
-    """Print a table; the first variant is the one that the others are compared with."""
+def compare(variants: dict[str, Steps], repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """Milliseconds of the training part and of all of a step, by variant and repeat."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     for round_ in range(repeats + 2):
         for name, steps in variants.items():
             taken = steps.step()
             if round_ > 1:
-                times[name].append(taken)
-    first = times[next(iter(times))]
-    print("| | training | ratio | whole step | ratio |\n|---|---|---|---|---|")
-    for name, its in times.items():
-        cells = []
-        for part in range(2):
-            ratios = [mine[part] / theirs[part] for mine, theirs in zip(its, first, strict=True)]
-            cells.append(f"{statistics.median(one[part] for one in its):.0f} ms")
-            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})")
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+                times[name].append((round(taken[0], 1), round(taken[1], 1)))
+    return times
+
+
+def tables(found):
+    """Medians of milliseconds, and of the ratios to the first variant of a team with their ranges."""
+    rows = []
+    for team, times in found["runs"].items():
+        first = next(iter(times.values()))
+        for name, steps in times.items():
+            cells = []
+            for part in range(2):
+                ratios = [step[part] / other[part] for step, other in zip(steps, first, strict=True)]
+                cells.append(f"{statistics.median(step[part] for step in steps):.0f} ms")
+                spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
+                cells.append("1" if steps is first else spread)
+            rows.append([team, name, *cells])
+    return {"spared_passes": figures.markdown(["team", "passes", "training", "ratio", "whole step", "ratio"], rows)}
 
 
 def varied(completions, **kwargs):
@@ -130,16 +138,16 @@ def main():
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--episodes", type=int, default=64, help="episodes of the first table")
     parser.add_argument("--repeats", type=int, default=9)
-    options = parser.parse_args()
+    options = figures.parse(parser)
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     team = [AgentSpec("reasoner", system_prompt="Write the steps."), AgentSpec("actor", system_prompt="Answer.")]
+    runs = {}
     with folder() as path:
-        print(f"\nHalf of the groups without a signal, {options.episodes} episodes of two agents:\n")
         chunk = {"max_tokens_per_micro_batch": 4096}
         sizes = options.episodes, 4
-        compare(
+        runs["two agents, half of the groups without a signal"] = compare(
             {
                 "all rows": Steps(options, path, team, *sizes, of_half, skip_rows_without_signal=False, **chunk),
                 "rows with a signal": Steps(options, path, team, *sizes, of_half, **chunk),
@@ -151,8 +159,7 @@ def main():
         many = [AgentSpec(name, system_prompt=f"Part {number}.") for number, name in enumerate(names)]
         sizes = options.rows, options.rows
         for shape, workflow in (("in parallel", Debate(names, rounds=1)), ("in a chain", Sequential(names))):
-            print(f"\n{options.agents} agents {shape}, {options.rows} turns of each:\n")
-            compare(
+            runs[f"{options.agents} agents {shape}"] = compare(
                 {
                     "separate passes": Steps(options, path, many, *sizes, varied, workflow, mixed_passes=False),
                     "mixed passes": Steps(options, path, many, *sizes, varied, workflow, mixed_passes=True),
@@ -160,6 +167,10 @@ def main():
                 },
                 options.repeats,
             )
+    found = {"made": figures.made("python benchmarks/spared_passes.py"), "runs": runs}
+    print(tables(found)["spared_passes"])
+    if options.page:
+        figures.publish("spared_passes", found)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 import ast
 import html as markup
 import re
+import tomllib
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -14,6 +15,14 @@ LINK = re.compile(r"\]\((\.\./[\w./-]+)(#[\w-]+)?\)")
 NAMES = re.compile(r"<!-- names of ([\w.]+) -->")
 FLOWCHART = re.compile(r"^```mermaid\nflowchart LR\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
 ARROW = re.compile(r"\s+--(?:\s+(.+?)\s+--)?>\s+")
+
+
+def on_config(config):
+    """The version below each page, and the repository's address at its top once `[project.urls]` names it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    config.copyright = f"marft_trl {project['version']}"
+    config.repo_url = project.get("urls", {}).get("Repository")
+    return config
 
 
 def on_page_markdown(markdown, page, config, files):

@@ -86,7 +86,10 @@ def test_a_run_that_is_repeated_is_the_same(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(choose.GRIDS, "sharing", (choose.GRIDS["sharing"][0], [SHORT], [0]))
     monkeypatch.setattr(choose, "DATA", tmp_path / "data")
     choose.run("sharing", tmp_path / "runs", workers=2)
-    (setting, arms), *others = choose.kept("sharing").items()
+    found = choose.kept("sharing", tmp_path / "runs")
+    assert not choose.DATA.exists()  # a data file is written with `--page` alone
+    choose.write(choose.DATA / "sharing.json", found)
+    (setting, arms), *others = found.items()
     assert not others and set(arms) == {"team", "shared", "shared, equal weights"}
     for (one,) in arms.values():
         assert one["steps"] == 1 and one["tokens"] > 0 and len(one["right"]) == 8

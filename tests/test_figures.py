@@ -14,12 +14,29 @@ REPORTS = ROOT / "docs" / "reports"
 
 
 @pytest.fixture
-def peers(monkeypatch):
+def module(monkeypatch):
+    """Loads a benchmark."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("peers")
+    return importlib.import_module
 
 
-def test_the_cost_of_a_step_is_that_of_the_data(peers):
+def test_tables_of_pages_are_those_of_the_data(module):
+    figures = module("figures")
+    texts = figures.blocks()
+    for page, text in figures.pages(texts).items():
+        assert page.read_text(encoding="utf-8") == text, page
+    begun = [
+        name for page in figures.PAGES for name in re.findall(r"<!-- (?!end of|names of)(.*?) -->", page.read_text())
+    ]
+    own = {"presets", "rates", "sharing", "worth"}  # of `choose.py`, which `test_choices.py` compares
+    assert sorted(begun) == sorted({*texts, *own})  # every table is on one page
+    files = {file.stem for file in figures.DATA.glob("*.json")}
+    assert files - {*figures.MADE_BY} == {"peers", "printed", *own}
+    assert not files & figures.load("printed").keys()  # a table has one source
+
+
+def test_the_cost_of_a_step_is_that_of_the_data(module):
+    peers = module("peers")
     found = json.loads((REPORTS / "data" / "peers.json").read_text())
     assert (REPORTS / "peers.md").read_text() == peers.page(found)
     assert list(found["sizes"]) == list(peers.SIZES)
@@ -32,3 +49,41 @@ def test_the_cost_of_a_step_is_that_of_the_data(peers):
     text = " ".join((ROOT / "README.md").read_text().split())
     said = re.search(r"a step of two agents takes ([\d., and]+) of the time of two `GRPOTrainer` steps", text)
     assert re.findall(r"0\.\d+", said[1]) == sorted(cells["two agents / two TRL steps"])
+
+
+# Decimals of pages that nobody measured: versions, settings, levels of significance
+NOT_MEASURED = {
+    "README.md": {"3.11"},
+    "docs/guide/choose_an_algorithm.md": {"0.01"},
+    "docs/guide/train_your_application.md": {"0.02"},
+    "docs/reports/comparison.md": {"2.58", "2026.8"},
+}
+
+
+def prose(text):
+    """A page without its blocks of figures, code and addresses."""
+    text = re.sub(r"<!-- (.*?) -->\n.*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
+    return re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|\barXiv[: ]\d+\.\d+|\b2\d{3}\.\d{5}", "", text, flags=re.DOTALL)
+
+
+def test_figures_in_sentences_are_measured(module):
+    """A decimal in a sentence of README, guide and reports is in a table of data, or in a sentence of the data."""
+    figures = module("figures")
+    tables = "\n".join(
+        [*figures.blocks().values(), (REPORTS / "peers.md").read_text(), (REPORTS / "choices.md").read_text()]
+    )
+    known = set(re.findall(r"\d+\.\d+", tables))
+    sentences = figures.load("printed")["sentences"]
+    unknown = {}
+    for page in figures.PAGES:
+        name = str(page.relative_to(ROOT))
+        text = page.read_text(encoding="utf-8")
+        if name.startswith("docs/reference") or name == "docs/reports/choices.md":
+            continue
+        own = [sentence["text"] for sentence in sentences if sentence["page"] == name]
+        assert all(sentence in " ".join(text.split()) for sentence in own), name
+        found = set(re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", prose(text)))
+        unknown[name] = sorted(
+            found - known - set(re.findall(r"\d+\.\d+", " ".join(own))) - NOT_MEASURED.get(name, set())
+        )
+    assert not {name: numbers for name, numbers in unknown.items() if numbers}

@@ -82,6 +82,7 @@ def test_the_site_is_complete(site):
     for name, count in {"workflows": 7, "environments_and_games": 1}.items():
         text = (site / "guide" / f"{name}.html").read_text()
         assert text.count('<svg class="flowchart"') == count and 'class="mermaid"' not in text
+    assert f"marft_trl {importlib.import_module('marft_trl').__version__}" in (site / "index.html").read_text()
     api = (site / "reference" / "api.html").read_text()
     for module in ["marft_trl", *listed()]:
         for name in importlib.import_module(module).__all__:

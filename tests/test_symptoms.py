@@ -72,7 +72,7 @@ def never(completions, **kwargs):
     return [0.0] * len(completions)
 
 
-@symptom("the reward is 0 from the first step on")
+@symptom("the reward stays 0")
 def test_no_episode_is_ever_right(model_folder, tmp_path, caplog):
     trainer = trained(model_folder, tmp_path, never, per_device_train_batch_size=8)
     assert {*logged(trainer, "reward")} == {0.0} and caplog.text.count("THE REWARDS SAY NOTHING") == 1
@@ -83,7 +83,7 @@ def of_the_question(prompts, **kwargs):
     return [float(len(str(prompt)) % 3) for prompt in prompts]
 
 
-@symptom("every prompt earns the same in all of its episodes")
+@symptom("all episodes of a prompt get the same reward")
 def test_nothing_to_compare(model_folder, tmp_path, caplog):
     trainer = trained(model_folder, tmp_path, of_the_question, per_device_train_batch_size=8)
     assert len({*logged(trainer, "reward")}) > 1 and {*logged(trainer, "frac_reward_zero_std")} == {1.0}
@@ -98,7 +98,7 @@ def test_turns_are_cut(model_folder, tmp_path):
         assert (min(logged(trainer, "agents/reasoner/completions/clipped_ratio")) > 0.8) == bool(share)
 
 
-@symptom("agents forget what was said")
+@symptom("agents forget earlier turns")
 def test_prompts_are_cut(model_folder, tmp_path):
     agents = [REASONER, ACTOR, AgentSpec("last", max_completion_length=6)]
     trainer = team_trainer(
@@ -162,7 +162,7 @@ def test_a_rate_that_is_too_high(taught_model, tmp_path):
     assert clipped[3e-2][1] > 2 * clipped[1.5e-3][1]
 
 
-@symptom("nothing moves at all")
+@symptom("the policy does not move")
 @pytest.mark.slow
 def test_a_rate_that_is_too_low(model_folder, tmp_path):
     far = {}
@@ -178,7 +178,7 @@ def sevens(completions, **kwargs):
     return [min(str(one).count("7"), 5) / 5 for one in completions]
 
 
-@symptom("the reward rises, the text is strange")
+@symptom("the reward rises while the texts get worse")
 @pytest.mark.slow
 def test_a_reward_that_is_hacked(taught_model, tmp_path):
     trainer = trained(

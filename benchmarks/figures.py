@@ -1,0 +1,142 @@
+"""
+Figures of pages: `docs/reports/data/<name>.json` has what a benchmark measured, and pages have the tables that are
+made of it, between `<!-- <block> -->` and `<!-- end of <block> -->`. `printed.json` has tables as a command printed
+them, and `sentences` of pages, where the single measurements were not kept.
+
+    python benchmarks/figures.py     # write the tables of all pages again, from the data
+
+A benchmark writes both with `--page`, after a run with its default settings. `tests/test_figures.py` compares them.
+"""
+
+import importlib
+import json
+import platform
+import re
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "docs" / "reports" / "data"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PACKAGES = ("torch", "transformers", "trl", "peft")
+
+# Data files by the module that makes tables of them. `tables(found)` returns the text of each block.
+MADE_BY = {
+    "central_critic": "central_critic",
+    "credit_fidelity": "credit_fidelity",
+    "equal_tokens": "learning",
+    "learning": "learning",
+    "scaling": "scaling",
+    "self_play": "self_play",
+    "spared_passes": "spared_passes",
+}
+
+
+def processor() -> str:
+    """Name of the processor, as Linux has it."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []
+    return names[0] if names else platform.machine()
+
+
+def made(command: str) -> dict:
+    """What figures were made with."""
+    return {
+        "command": command,
+        "processor": processor(),
+        "versions": {package: version(package) for package in PACKAGES},
+    }
+
+
+def parse(parser, free=("output_dir", "jobs")):
+    """Parse the command line of a benchmark, with `--page`, which goes with the default settings alone."""
+    parser.add_argument("--page", action="store_true", help="write the data file, and the tables of pages")
+    options = parser.parse_args()
+    other = [
+        name
+        for name, value in vars(options).items()
+        if name not in ("page", *free) and value != parser.get_default(name)
+    ]
+    if options.page and other:
+        parser.error(f"`--page` is for a run with the default settings. Leave out `--{'`, `--'.join(other)}`.")
+    return options
+
+
+def publish(name: str, found: dict) -> None:
+    """Write what was measured to the data file, and its tables into the pages."""
+    text = json.dumps(found, indent=1)
+    # Lists of numbers on one line
+    text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda match: f"[{' '.join(match[1].split())}]", text)
+    (DATA / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    _leave_out_printed(name)
+    for page, text in pages(blocks()).items():
+        page.write_text(text, encoding="utf-8")
+
+
+def _leave_out_printed(name: str) -> None:
+    """Remove an earlier table that had no data of its own."""
+    file = DATA / "printed.json"
+    printed = json.loads(file.read_text(encoding="utf-8"))
+    if printed.pop(name, None) is not None:
+        file.write_text(json.dumps(printed, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def load(name: str) -> dict:
+    """What was measured."""
+    return json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def blocks() -> dict[str, str]:
+    """The text of every block."""
+    printed = load("printed")
+    texts = {name: markdown(run["columns"], run["rows"]) for name, run in printed.items() if name != "sentences"}
+    for name, module in MADE_BY.items():
+        if (DATA / f"{name}.json").exists():
+            texts |= importlib.import_module(module).tables(load(name))
+    return {**texts, "made": table_of_runs()}
+
+
+def pages(texts: dict[str, str]) -> dict[Path, str]:
+    """The pages with their blocks."""
+    found = {}
+    for page in PAGES:
+        before = text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"<!-- end of ([\w ]+) -->", before):
+            if name in texts:
+                text = pasted(text, name, texts[name])
+        found[page] = text
+    return found
+
+
+def pasted(text: str, name: str, table: str) -> str:
+    """A page with a table between the two comments of a block."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}{table}\n{end}{rest.partition(end)[2]}" if rest else text
+
+
+def markdown(columns, rows) -> str:
+    """A Markdown table."""
+    head, *body = (re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(map(str, cells))} |") for cells in [columns, *rows])
+    return "\n".join([head, "|---" * len(columns) + "|", *body])
+
+
+def table_of_runs() -> str:
+    """The data files: who wrote them, and on which processor."""
+    printed = load("printed")
+    runs = [load(name)["made"] for name in ("peers", *MADE_BY) if (DATA / f"{name}.json").exists()]
+    runs += [run for name, run in printed.items() if name != "sentences"] + printed["sentences"]
+    rows = [(f"`{run['command']}`", run["processor"], run.get("version") or shown(run["versions"])) for run in runs]
+    return markdown(["command", "processor", "versions"], sorted(set(rows)))
+
+
+def shown(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in versions.items() if name in PACKAGES)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    for page, text in pages(blocks()).items():
+        page.write_text(text, encoding="utf-8")
