@@ -135,7 +135,7 @@ def main():
             tokenizer = tokenizer_of("byte_level", family)
             template = ChatTemplate(tokenizer)
             assert is_right(tokenizer) and template.renders_system, name
-            cells = [not template.plain_marks(), has_tools(tokenizer), EarlierReasoning(template).is_cut]
+            cells = [not template.plain_marks(), has_tools(tokenizer), EarlierReasoning(template).removes_reasoning]
         print(f"| {name} | {' | '.join(map(yes, cells))} |", flush=True)
     print("\n| `model_type` | learns | saved, loaded, asked, trained on | shared prefixes |")
     print("|---|---|---|---|")

@@ -330,12 +330,12 @@ def _check_shared_adapters(agents: list[AgentSpec]) -> None:
     for agent in agents:
         owner = owners.setdefault(agent.adapter, agent)
         for field_name in ("trainable", "learning_rate", "peft_config", "copy_of", "copy_every", "copies"):
-            mine, theirs = getattr(agent, field_name), getattr(owner, field_name)
-            if mine != theirs:
+            value, owner_value = getattr(agent, field_name), getattr(owner, field_name)
+            if value != owner_value:
                 raise ValueError(
                     f"Agents {owner.name!r} and {agent.name!r} share the adapter {agent.adapter!r} but differ in "
-                    f"`{field_name}` ({_brief(theirs)} and {_brief(mine)}). Set the same value on both, or give them "
-                    "different adapters."
+                    f"`{field_name}` ({_brief(owner_value)} and {_brief(value)}). Set the same value on both, or give "
+                    "them different adapters."
                 )
 
 

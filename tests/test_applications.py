@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from marft_trl import AgentSpec, Sequential, Team, Workflow
 from marft_trl.episodes import collector
-from marft_trl.episodes.collector import collecting
+from marft_trl.episodes.collector import collect_async
 from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.records import EndOfEpisode, RequestedTurn, TeamContext
 from marft_trl.episodes.rerun import Rerun
@@ -247,14 +247,14 @@ def test_an_application_that_calls_its_tools_trains_as_an_agent_that_has_them(ap
 
 def said_to(requests):
     """Each agent says its name and the last message that it was shown."""
-    return [one.completed(f"{one.agent}: {one.given.messages[-1]['content']}") for one in requests]
+    return [one.completed(f"{one.agent}: {one.requested_turn.messages[-1]['content']}") for one in requests]
 
 
 def played(app, answer=said_to, rows=1, **settings):
     """Episodes of an application whose agents need no model."""
     workflow = ExternalApp(app, **{"together": 0.0, **settings})
     given = [{"prompt": f"question {number}", "number": number} for number in range(rows)]
-    return collect(workflow, given, ["ann", "ben"], answer, patience=20)
+    return collect(workflow, given, ["ann", "ben"], answer, workflow_timeout=20)
 
 
 closes = []  # what answers say of their connections
@@ -354,7 +354,7 @@ def test_a_field_of_a_request_has_the_same_answer_on_every_route(namesakes):  # 
     def answer(requests):
         return [one.completed("x") for one in requests]
 
-    collect(ExternalApp(app, together=0), [{"prompt": "x"}], NAMES, answer, patience=60)
+    collect(ExternalApp(app, together=0), [{"prompt": "x"}], NAMES, answer, workflow_timeout=60)
     for where, workflow in {"alone": None, "messages": ExternalApp(None)}.items():
         team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base", workflow=workflow)
         with serving(team) as url:
@@ -446,11 +446,11 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started(program):
     pids = []
 
     def answer(requests):
-        pids.append(requests[0].given.messages[-1]["content"])
+        pids.append(requests[0].requested_turn.messages[-1]["content"])
         return said_to(requests)
 
     with pytest.raises(EpisodeError, match=r"has waited for `.*app.py hang` for 3 seconds"):
-        collect(ExternalApp([*command, "hang"], together=0), [{"prompt": "x"}], ["ann"], answer, patience=3.0)
+        collect(ExternalApp([*command, "hang"], together=0), [{"prompt": "x"}], ["ann"], answer, workflow_timeout=3.0)
     end = time.monotonic() + 20
     while psutil.pid_exists(int(pids[-1])) and time.monotonic() < end:
         time.sleep(0.05)
@@ -586,7 +586,7 @@ def two_endpoints():
 
         rows, setting = [{"prompt": "x", "number": number} for number in range(2)], TeamContext(("ann", "ben"))
         # As with servers: no episode waits for another one
-        found.extend(asyncio.run(collecting(ExternalApp(app, together=0, earns=True), rows, setting, answer)))
+        found.extend(asyncio.run(collect_async(ExternalApp(app, together=0, earns=True), rows, setting, answer)))
 
     thread = threading.Thread(target=play)
     thread.start()
@@ -935,7 +935,7 @@ def test_episodes_share_threads_and_limits_without_waiting_for_one_another_for_g
         async with limit[0], raw(endpoint) as send:
             await send("chat/completions", chat("ann", "x"))
 
-    assert [len(one.turns) for one in played(limited, rows=8, holds_up=0.2)] == [1] * 8
+    assert [len(one.turns) for one in played(limited, rows=8, max_wait_for_episodes=0.2)] == [1] * 8
     assert "continue without" in caplog.text
 
 
@@ -990,7 +990,7 @@ def test_of_the_same_answers_each_is_the_turn_of_its_place():
                 messages += [{"role": "assistant", "content": "ok"}]
 
     (episode,) = played(app, answer)
-    shown = [one["content"] for one in turns[2].given.messages if one["role"] == "assistant"]
+    shown = [one["content"] for one in turns[2].requested_turn.messages if one["role"] == "assistant"]
     assert [turn.index for turn in shown] == [0, 1] and shown == list(episode.turns[:2])
 
 
@@ -1005,7 +1005,7 @@ def test_a_rerun_knows_requests_of_an_application_by_their_messages(about, order
             await ask("ann", user(text))
 
     def said(requests):
-        texts = [one.given.messages[-1]["content"] for one in requests]
+        texts = [one.requested_turn.messages[-1]["content"] for one in requests]
         asked.extend(zip(requests, texts, [one.by_reference for one in requests], strict=True))
         return [one.completed(f"{text} {len(asked)}") for one, text in zip(requests, texts, strict=True)]
 
@@ -1015,7 +1015,7 @@ def test_a_rerun_knows_requests_of_an_application_by_their_messages(about, order
     if is_candidate:  # for the second turn, when the first one has been taken
         request = asked[1][0]
         record = dataclasses.replace(record, turns=record.turns[:1], asked=record.asked[:1], given=record.given[:1])
-        rerun = Rerun(record, candidate=(request.ask, request.completed("better")))
+        rerun = Rerun(record, candidate=(request.turn_request, request.completed("better")))
     else:
         rerun = Rerun(record, **{about: 1})
     (again,) = collect(ExternalApp(app), [record.row], ["ann"], said, [rerun])
@@ -1052,7 +1052,7 @@ def test_an_application_gets_calls_with_an_object_and_others_as_a_text(arguments
 
     (episode,) = played(app, answer, tools=True)
     assert calls == [[sent] if sent is not None else []]
-    assert asked[1].given.messages[1]["content"] is episode.turns[0]
+    assert asked[1].requested_turn.messages[1]["content"] is episode.turns[0]
 
 
 @pytest.mark.parametrize(
@@ -1108,7 +1108,7 @@ def app(row, endpoint):
 
 app = app if sys.argv[1] == "function" else sys.argv[2:]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell begins with it ignored
-collect(ExternalApp(app), [{"prompt": "x"}], TeamContext(("ann",)), lambda requests: [], patience=600)
+collect(ExternalApp(app), [{"prompt": "x"}], TeamContext(("ann",)), lambda requests: [], workflow_timeout=600)
 """
 
 
@@ -1149,11 +1149,11 @@ async def app(row, endpoint):
                 assert response.status == 200, await response.text()
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-print(Endpoint.of_process().base_url, flush=True)
+print(Endpoint.get_or_start().base_url, flush=True)
 for line in sys.stdin:
     rows = [{"prompt": "x"}] * int(line)
     answer = lambda requests: [one.completed("y") for one in requests]
-    episodes = collect(ExternalApp(app, together=0), rows, TeamContext(("ann",)), answer, patience=30)
+    episodes = collect(ExternalApp(app, together=0), rows, TeamContext(("ann",)), answer, workflow_timeout=30)
     print(sum(len(one.turns) for one in episodes), flush=True)
 """
 
@@ -1218,7 +1218,7 @@ def test_an_application_that_asks_again_after_each_refusal_is_ended(why, rows):
     )
     began = time.monotonic()
     with pytest.raises(EpisodeError, match="has waited for `.*app` for 0.5 seconds|asked 1000 times without"):
-        collector.collect(ExternalApp(app, together=together), given, setting, answer, patience=0.5)
+        collector.collect(ExternalApp(app, together=together), given, setting, answer, workflow_timeout=0.5)
     assert time.monotonic() - began < 20
 
 
@@ -1229,7 +1229,7 @@ def test_a_function_whose_episode_has_ended_does_not_go_on_in_its_thread():
                 status_of(endpoint, "chat/completions", json.dumps(chat("eve", "x")).encode())
 
     with pytest.raises(EpisodeError, match="has waited for"):
-        collect(ExternalApp(app, together=0), [{"prompt": "x"}], ["ann"], said_to, patience=0.2)
+        collect(ExternalApp(app, together=0), [{"prompt": "x"}], ["ann"], said_to, workflow_timeout=0.2)
     end = time.monotonic() + 20
     while any(one.name == "marft-app" for one in threading.enumerate()) and time.monotonic() < end:
         time.sleep(0.01)
@@ -1349,6 +1349,6 @@ def test_the_others_wait_for_one_that_is_stuck_once():
         waves.append(len(requests))
         return said_to(requests)
 
-    episodes = played(app, answer, rows=3, holds_up=0.7)
+    episodes = played(app, answer, rows=3, max_wait_for_episodes=0.7)
     assert [len(one.turns) for one in episodes] == [4, 4, 4] and waves == [3, 2, 2, 2, 1, 1, 1]
     assert [one.counts.get("held_up", 0) for one in episodes] == [1, 0, 0]

@@ -166,7 +166,7 @@ def written(folder: RunFolder, step: int, state: str, run: str | None = None) ->
 )
 def test_rotation_keeps_the_newest_the_best_and_what_is_not_ours(tmp_path_factory, states, limit, best):
     folder = RunFolder(tmp_path_factory.mktemp("run"))
-    folder.go_on("me")
+    folder.continue_run("me")
     paths = [written(folder, step, state) for step, state in enumerate(states)]
     best_path = paths[best] if best is not None and best < len(paths) else None
     folder.rotate(limit, best_path)
@@ -186,7 +186,7 @@ def test_rotation_keeps_the_newest_the_best_and_what_is_not_ours(tmp_path_factor
 @pytest.mark.parametrize("instant", ["opened", "written", "closed"])
 def test_a_checkpoint_that_is_written_again_leaves_the_old_one_until_it_stands(tmp_path, instant):
     folder = RunFolder(tmp_path)
-    folder.go_on("me")
+    folder.continue_run("me")
     written(folder, 2, "complete")
     (tmp_path / "checkpoint-2" / "stray").write_text("of before")
     commits.commit(tmp_path / "checkpoint-2", "me", 2, {})
@@ -207,7 +207,7 @@ def test_a_folder_belongs_to_one_run_at_a_time(small_model, tmp_path):
     code = (
         "import sys, time; from marft_trl.runs.run_folder import RunFolder\n"
         f"folder = RunFolder({str(tmp_path)!r})\n"
-        "with folder.held():\n    folder.go_on('other'); print('held', flush=True); time.sleep(600)"
+        "with folder.held():\n    folder.continue_run('other'); print('held', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"
@@ -481,7 +481,7 @@ def test_structural_changes_are_refused_with_a_table_and_others_announced():
     with pytest.raises(ValueError, match=r"(?s)adapters\.b\.r +4 +8.*dataset\.rows +8 +9.*'accept': \['dataset'\]"):
         both = {**changed("dataset", rows=9), "adapters": {**SETTINGS["adapters"], "b": {"trained": True, "r": 8}}}
         check_structure(SETTINGS, both, ResumeChanges(), "c")
-    accepted = ResumeChanges.of({"accept": ["dataset"]})
+    accepted = ResumeChanges.from_dict({"accept": ["dataset"]})
     assert check_structure(SETTINGS, changed("dataset", rows=9), accepted, "c") == ["dataset.rows: 8 -> 9"]
     versions = check_structure(SETTINGS, changed("versions", torch="2.14"), ResumeChanges(), "c")
     assert versions == ["versions.torch: 2.13 -> 2.14"]
@@ -499,7 +499,7 @@ def test_structural_changes_are_refused_with_a_table_and_others_announced():
 def test_the_order_of_the_team_is_compared_with_its_announced_changes():
     def compare(saved, present, **changes):
         before, after = ({"workflow": {"team": team}} for team in (saved, present))
-        return check_structure(before, after, ResumeChanges.of(changes), "")
+        return check_structure(before, after, ResumeChanges.from_dict(changes), "")
 
     assert compare(["a", "b"], ["c", "d", "b"], rename={"a": "c"}, add=["d"]) == []
     assert compare(["a", "b", "c"], ["a", "c"], remove=["b"]) == []
@@ -520,7 +520,7 @@ def test_the_order_of_the_team_is_compared_with_its_announced_changes():
 )
 def test_names_that_do_not_add_up_are_refused(changes, present, message):
     with pytest.raises(ValueError, match=message):
-        ResumeChanges.of(changes).check_names(["a", "b"], present)
+        ResumeChanges.from_dict(changes).check_names(["a", "b"], present)
 
 
 @pytest.mark.parametrize(
@@ -535,7 +535,7 @@ def test_names_that_do_not_add_up_are_refused(changes, present, message):
 )
 def test_changes_that_make_no_sense(changes, error, message):
     with pytest.raises(error, match=message):
-        ResumeChanges.of(changes)
+        ResumeChanges.from_dict(changes)
 
 
 def test_a_process_that_sees_another_folder_says_so_before_training(tmp_path, monkeypatch):

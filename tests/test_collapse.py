@@ -183,10 +183,10 @@ def test_a_step_from_before_adapters_went_back_is_not_saved(model_folder, tmp_pa
     monkeypatch.setattr(TrlState, "window", lambda self: None)  # there is one while training runs
     checkpoints.folder.start()
     checkpoints.best.take()
-    checkpoints.remember()
+    checkpoints.record_step()
     checkpoints.best.restore(trainer.policies.trained[0])
     assert not checkpoints.save_recorded_step(lambda: saved.append(True)) and not saved
-    checkpoints.remember()
+    checkpoints.record_step()
     assert checkpoints.save_recorded_step(lambda: saved.append(True)) and saved
 
 
@@ -199,7 +199,7 @@ def test_copies_of_collapsed_policies_leave_the_pool(model_folder, tmp_path):
     )
     given.trainer = trainer
     trainer.train()
-    steps = trainer.parts.checkpoints.copies.steps("right")
+    steps = trainer.parts.checkpoints.past_copies.steps("right")
     assert 1 in steps and 2 not in steps  # the copy of step 3 is taken after the adapters went back
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from marft_trl import MARFTConfig, Team, TeamManifest
 from marft_trl.extras.commands import COMMANDS, main
-from marft_trl.extras.commands.command import as_tokens, config_of
+from marft_trl.extras.commands.command import as_tokens, read_config
 from marft_trl.extras.commands.others import KINDS
 from marft_trl.extras.commands.scripts import Recipe, reward_named
 from marft_trl.extras.commands.training import Launcher
 from marft_trl.extras.sandbox import code_reward
 from marft_trl.rewards import math_reward
-from marft_trl.seams.libraries import options_of
+from marft_trl.seams.libraries import get_options
 
 import pytest
 import yaml
@@ -108,7 +108,7 @@ def test_flags_win_over_files_and_files_over_defaults_for_every_option(kinds):
         return TrlParser(kinds, allow_abbrev=False) if kinds else launch_command_parser()
 
     counted, parser = 0, make()
-    for name, action in options_of(parser).items():
+    for name, action in get_options(parser).items():
         if name in ("help", "module", "no_python") or name != action.dest:  # aliases are their own entries
             continue
         if (values := two_values(action)) is None:  # only a file can have it
@@ -120,9 +120,9 @@ def test_flags_win_over_files_and_files_over_defaults_for_every_option(kinds):
 
         def read(given, flags, name=name):
             if kinds is None:
-                mine, rest = launcher.of_config(given, flags)
+                mine, rest = launcher.split_config(given, flags)
                 assert not rest
-                flags, left = launcher.of_command_line(flags)
+                flags, left = launcher.split_command_line(flags)
                 assert not left
                 tokens = [*mine, *flags, "script.py"]
             else:
@@ -146,7 +146,7 @@ def test_settings_of_the_script_a_file_and_flags_in_this_order(script, monkeypat
     Path("run.yaml").write_text(yaml.safe_dump(in_file))
     monkeypatch.delenv("MARFT_X", raising=False)
     recipe = Recipe.read("team.py")
-    given, rest = config_of(["--seed", "3", "--config", "run.yaml", "--max_steps=9"])
+    given, rest = read_config(["--seed", "3", "--config", "run.yaml", "--max_steps=9"])
     args, more = recipe.parse([*as_tokens(given, recipe.parser), *rest])
     assert (args.learning_rate, args.max_steps, args.seed, more.rank) == (1e-4, 9, 3, 2)
     assert args.num_generations == 2 and args.model_init_kwargs == {"dtype": "float32"} and not more.quick
@@ -157,13 +157,13 @@ def test_settings_of_the_script_a_file_and_flags_in_this_order(script, monkeypat
 
 def test_options_of_the_launcher_are_told_from_those_of_the_run():
     launcher = Launcher(["gradient_accumulation_steps", "debug"])
-    mine, rest = launcher.of_command_line(
+    mine, rest = launcher.split_command_line(
         ["--num_processes", "2", "--seed", "1", "--multi_gpu", "--mixed_precision=bf16", "--debug", "x", "--cpu"]
     )
     assert mine == ["--num_processes", "2", "--multi_gpu", "--mixed_precision=bf16", "--cpu"]
     assert rest == ["--seed", "1", "--debug", "x"]
     in_file = {"num_processes": 2, "seed": 1, "multi_gpu": False}
-    assert launcher.of_config(in_file) == (["--num_processes=2"], {"seed": 1})
+    assert launcher.split_config(in_file) == (["--num_processes=2"], {"seed": 1})
 
 
 # ---- What is wrong is said ----

@@ -329,7 +329,7 @@ def test_a_team_in_an_environment_trains(model_folder, tmp_path):
 def test_an_episode_that_outgrows_the_window(model_folder, tmp_path, overflow):
     trainer, advantages = rollout(model_folder, tmp_path, None, advantage="none", context_overflow=overflow)
     assert advantages == [3.0] * 4  # without reward functions
-    trainer.parts.runner.prompts.window = 60
+    trainer.parts.runner.prompts.window_size = 60
     trainer.parts.state.metrics["train"].clear()
     long = {"prompt": "go", "rounds": 5}
     (slice_,) = trainer.parts.experience.for_training([long] * 4)
@@ -339,7 +339,7 @@ def test_an_episode_that_outgrows_the_window(model_folder, tmp_path, overflow):
     if overflow == "end_episode":
         assert metrics["context/ended_episodes"] == [4.0] and all(0 < number < 10 for number in turns)
         with pytest.raises(EpisodeError, match=r"cannot begin, on the prompt .* the model's window is 5 tokens"):
-            trainer.parts.runner.prompts.window = 5
+            trainer.parts.runner.prompts.window_size = 5
             trainer.parts.experience.for_training([long] * 4)
     else:
         assert turns == [10] * 4 and metrics["context/dropped_turns"][0] > 0

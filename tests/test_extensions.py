@@ -111,7 +111,7 @@ def test_a_level_of_ones_own(model_folder, tmp_path, monkeypatch):
     row = slice_.rows[0]
     trainer.model.train()
     with torch.no_grad():
-        (logps,) = trainer.parts.log_probs.of_policy([row])
+        (logps,) = trainer.parts.log_probs.compute_log_probs([row])
         seen = RootLevel().seen_by_loss(
             logps.unsqueeze(0),
             torch.zeros(1, len(logps)),
@@ -201,7 +201,7 @@ def test_state_of_ones_own_is_part_of_checkpoints(model_folder, tmp_path):
     settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     trainer, resumed = (team_trainer(model_folder, tmp_path, settings=settings) for _ in range(2))
     mine, theirs = Curriculum(), Curriculum()
-    trainer.parts.checkpoints.owners["curriculum"], resumed.parts.checkpoints.owners["curriculum"] = mine, theirs
+    trainer.parts.checkpoints.stateful["curriculum"], resumed.parts.checkpoints.stateful["curriculum"] = mine, theirs
     mine.lesson = 5
     trainer.train()
     resumed.train(resume_from_checkpoint=True)

@@ -449,7 +449,7 @@ def test_a_workflow_that_blocks_the_event_loop_is_named(monkeypatch):
     with pytest.raises(
         EpisodeError, match=r"`Blocking` blocks the event loop: run \(test_failures.py:\d+\) has.*episode.call"
     ):
-        collect(Blocking(), [{"prompt": "q"}], ["a"], echo(), patience=0.3)
+        collect(Blocking(), [{"prompt": "q"}], ["a"], echo(), workflow_timeout=0.3)
     assert time.monotonic() - start < 20
 
 

@@ -368,7 +368,7 @@ def test_routes_types_and_encodings(named):
 
 
 def test_a_body_has_to_arrive_in_time(named, monkeypatch):
-    monkeypatch.setattr("marft_trl.extras.apps.http._SECONDS", 0.2)
+    monkeypatch.setattr("marft_trl.extras.apps.http._BODY_SECONDS", 0.2)
     host, port = named.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as slow:
         head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

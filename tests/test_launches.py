@@ -258,7 +258,7 @@ TAPES = []
 @pytest.fixture
 def tapes(monkeypatch):
     TAPES.clear()
-    monkeypatch.setattr(steps, "why_not_captured", lambda model: None)
+    monkeypatch.setattr(steps, "find_capture_obstacle", lambda model: None)
     monkeypatch.setattr(steps, "captured", on_tape)
     return TAPES
 
@@ -381,7 +381,7 @@ def test_stop_texts_end_turns_of_fixed_steps(model_folder, tmp_path, tokenizer):
 def test_where_steps_are_captured(model_folder, tmp_path, monkeypatch, caplog, kind, line):
     """On a GPU by default; the log has the loop that runs and the reason."""
     trainer = static_team(model_folder, tmp_path)
-    generator, sampling = trainer.parts.runner.generator, Sampling.of(AgentSpec("ann"), trainer.args)
+    generator, sampling = trainer.parts.runner.generator, Sampling.from_agent(AgentSpec("ann"), trainer.args)
     settings = {"cache_implementation": kind}
     assert not generator.keeps_shapes(settings, sampling, None)
     monkeypatch.setattr(TrlEngine, "model", Device(trainer.model, "cuda"))

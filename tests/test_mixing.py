@@ -285,13 +285,13 @@ def test_modules_that_are_trained_as_a_whole_are_not_mixed():
     from peft import get_peft_model
 
     model = get_peft_model(tiny_model(32), lora(modules_to_save=["lm_head"]), adapter_name="one")
-    assert MixedLora.why_not(model, ["one"]) == "adapters have modules that are trained as a whole"
+    assert MixedLora.find_obstacle(model, ["one"]) == "adapters have modules that are trained as a whole"
     plain = get_peft_model(tiny_model(32), lora(), adapter_name="one")
-    assert MixedLora.why_not(plain, ["one"]) is None
+    assert MixedLora.find_obstacle(plain, ["one"]) is None
     layer = next(module for module in plain.modules() if hasattr(module, "lora_A"))
     layer.forward = layer.forward  # as accelerate's hooks do
-    assert MixedLora.why_not(plain, ["one"]) == "layers have hooks of other libraries"
-    assert MixedLora.why_not(tiny_model(32), ["one"]) == "adapters are not LoRAs"
+    assert MixedLora.find_obstacle(plain, ["one"]) == "layers have hooks of other libraries"
+    assert MixedLora.find_obstacle(tiny_model(32), ["one"]) == "adapters are not LoRAs"
 
 
 # ---- Generation ----

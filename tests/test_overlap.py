@@ -361,6 +361,6 @@ def test_flags_that_a_server_lacks_are_named(tmp_path, caplog):
 
 
 def test_a_probe_knows_the_most_likely_tokens():
-    probe = Probe.of([1, 2], torch.log_softmax(torch.arange(1000).float() / 100, dim=-1))
+    probe = Probe.from_log_probs([1, 2], torch.log_softmax(torch.arange(1000).float() / 100, dim=-1))
     assert len(probe.logps) == 512 and 999 in probe.logps and 0 not in probe.logps
     assert probe.hot_logps[999] == pytest.approx(torch.log_softmax(torch.arange(1000).double() / 200, 0)[999].item())

@@ -241,11 +241,11 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_fold
     resumed.train(resume_from_checkpoint=True)
     assert began_at(resumed) == 2
     assert not moved(weights(whole), weights(resumed))
-    owners = whole.parts.checkpoints.owners
+    stateful = whole.parts.checkpoints.stateful
     names = {"user_randomness", "rollouts", "reach", "updates", "health", "users", "runner", "own_returns"}
-    assert set(owners) == names | {"collapse", "reporter"}  # a feature that is off has no state
-    for name, owner in owners.items():
-        assert owner.state_dict() == resumed.parts.checkpoints.owners[name].state_dict(), name
+    assert set(stateful) == names | {"collapse", "reporter"}  # a feature that is off has no state
+    for name, owner in stateful.items():
+        assert owner.state_dict() == resumed.parts.checkpoints.stateful[name].state_dict(), name
     assert len(load_file(tmp_path / "cut" / "checkpoint-3" / "actor" / "adapter_model.safetensors")) > 0
     for folder in (tmp_path / "cut").glob("checkpoint-*"):
         (folder / "trainer_state.json").unlink()
@@ -379,19 +379,19 @@ def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path, set
         team_trainer(model_folder, tmp_path, agents=agents, reward_funcs=Curriculum(), settings=settings)
         for _ in range(2)
     )
-    owners = trainer.parts.checkpoints.owners
+    stateful = trainer.parts.checkpoints.stateful
     optional = {"sequential", "running_baselines", "value_scale", "dynamic_sampling"}
-    assert set(owners) == {"copies", "user_randomness", *STATES} - optional | features
-    for name in owners.keys() & STATES.keys():
-        owners[name].load_state_dict(STATES[name])
-    owners["copies"].take(20)
-    with owners["user_randomness"].theirs():
+    assert set(stateful) == {"copies", "user_randomness", *STATES} - optional | features
+    for name in stateful.keys() & STATES.keys():
+        stateful[name].load_state_dict(STATES[name])
+    stateful["copies"].take(20)
+    with stateful["user_randomness"].user_states():
         torch.rand(3)
     trainer.parts.checkpoints.save(tmp_path)
-    before = {name: owner.state_dict() for name, owner in other.parts.checkpoints.owners.items()}
+    before = {name: owner.state_dict() for name, owner in other.parts.checkpoints.stateful.items()}
     other.parts.checkpoints.load(tmp_path)
-    for name, owner in owners.items():
-        assert owner.state_dict() == other.parts.checkpoints.owners[name].state_dict() != before[name], name
+    for name, owner in stateful.items():
+        assert owner.state_dict() == other.parts.checkpoints.stateful[name].state_dict() != before[name], name
 
 
 def test_rows_of_a_checkpoint_are_those_that_were_saved(tmp_path):

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from marft_trl import AgentSpec, Sequential, TeamManifest, Workflow
-from marft_trl.learning.memory import ActivationCost, MemoryPlan, cache_size, head_size, optimizer_size, size_of
+from marft_trl.learning.memory import ActivationCost, MemoryPlan, cache_size, count_bytes, head_size, optimizer_size
 from marft_trl.rollout.transformers_generator import TransformersGenerator
 from marft_trl.seams.generation import TrlEngine
 from marft_trl.tiny import tiny_agents, tiny_dataset
@@ -207,7 +207,7 @@ def test_sizes_by_hand():
         intermediate_size, vocab_size = 16, 100
 
     tensor = torch.zeros(3, 5)
-    assert size_of([tensor, tensor]) == 60
+    assert count_bytes([tensor, tensor]) == 60
     assert optimizer_size([tensor], "adamw_torch") == 120 and optimizer_size([tensor], "paged_adamw_8bit") == 30
     assert optimizer_size([tensor], "sgd") == 0
     # keys and values x 2 layers x 3 rows x 10 tokens x 2 heads x 2 numbers x 4 bytes

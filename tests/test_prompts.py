@@ -266,7 +266,7 @@ def test_a_conversation_is_rendered_as_often_whatever_its_length():
     """Each request goes on from the turn before it, not from all turns before."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = chat_template("qwen2_5")
-    prompts, agent = builder(tokenizer, ends=[tokenizer.eos_token_id]), AgentSpec("ann")
+    prompts, agent = builder(tokenizer, end_token_ids=[tokenizer.eos_token_id]), AgentSpec("ann")
     render, rendered, counts = prompts.template.render, [], []
     prompts.template.render = lambda *args, **kwargs: rendered.append(1) or render(*args, **kwargs)
     messages = [{"role": "user", "content": "q"}]

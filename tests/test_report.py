@@ -10,15 +10,15 @@ import sys
 from marft_trl import AgentSpec, MARFTTrainer, Sequential, Workflow
 from marft_trl.episodes.records import Turn
 from marft_trl.extras.report import Experiment, cells, load_experiment, report
-from marft_trl.extras.report.arms import arms_of, check_arms
+from marft_trl.extras.report.arms import check_arms, make_arms
 from marft_trl.extras.report.comparison import ArmResult, compare, judged, verdicts, write_pages
-from marft_trl.extras.report.experiment import differences, settings_of
+from marft_trl.extras.report.experiment import collect_settings, differences
 from marft_trl.extras.tasks import game_seeds
 from marft_trl.prompts import team_view
 from marft_trl.reporting import Interval
 from marft_trl.reporting.evaluation import read_samples, write_samples
 from marft_trl.rollout.runner import RunMode
-from marft_trl.runs.resume import code_of
+from marft_trl.runs.resume import compute_fingerprint
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 from marft_trl.workflows import Debate, EnvironmentLoop
 
@@ -58,25 +58,25 @@ def reported(model_folder, tmp_path_factory):
 
 
 def names(arms):
-    return [arm.name for arm in arms if arm.why_not is None]
+    return [arm.name for arm in arms if arm.skip_reason is None]
 
 
 # ---- Arms ----
 
 
 def test_the_arms_of_a_chain(model_folder, tmp_path):
-    arms = arms_of(experiment(model_folder, tmp_path))
+    arms = make_arms(experiment(model_folder, tmp_path))
     assert names(arms) == [
         *("team", "untrained", "solo", "solo_untrained", "anonymous", "shared"),
         *("frozen:reasoner", "without:reasoner", "emptied:reasoner", "frozen:actor", "without:actor"),
     ]
-    (last,) = (arm for arm in arms if arm.why_not is not None)
-    assert (last.name, last.why_not) == ("emptied:actor", "it is the last agent, which nobody waits for")
+    (last,) = (arm for arm in arms if arm.skip_reason is not None)
+    assert (last.name, last.skip_reason) == ("emptied:actor", "it is the last agent, which nobody waits for")
 
 
 def test_what_an_arm_changes(model_folder, tmp_path):
     made = experiment(model_folder, tmp_path)
-    arms = {arm.name: arm for arm in arms_of(made)}
+    arms = {arm.name: arm for arm in make_arms(made)}
     (solo,) = arms["solo"].change(made).agents
     assert solo.max_completion_length == sum(agent.max_completion_length for agent in made.agents)
     assert arms["solo"].is_budgeted
@@ -86,26 +86,26 @@ def test_what_an_arm_changes(model_folder, tmp_path):
     assert [agent.name for agent in arms["without:reasoner"].change(made).agents] == ["actor"]
     assert arms["anonymous"].change(made).options == {"anonymous": True}
     together = made.changed(agents=arms["shared"].change(made).agents)
-    own = {arm.name: arm for arm in arms_of(together)}
+    own = {arm.name: arm for arm in make_arms(together)}
     assert [agent.adapter for agent in own["own"].change(together).agents] == ["reasoner", "actor"]
     frozen = own["frozen:actor"].change(together).agents
     assert [(agent.adapter, agent.trainable) for agent in frozen] == [("team", True), ("actor", False)]
 
 
 def test_arms_that_a_team_does_not_have(model_folder, tmp_path):
-    alone = arms_of(experiment(model_folder, tmp_path, agents=tiny_agents()[1:]))
+    alone = make_arms(experiment(model_folder, tmp_path, agents=tiny_agents()[1:]))
     assert names(alone) == ["team", "untrained", "anonymous"]
     half = [tiny_agents()[0], AgentSpec("actor", trainable=False, max_completion_length=6)]
-    left_out = {arm.name: arm.why_not for arm in arms_of(experiment(model_folder, tmp_path, agents=half))}
+    left_out = {arm.name: arm.skip_reason for arm in make_arms(experiment(model_folder, tmp_path, agents=half))}
     assert left_out["frozen:actor"] == "it is not trained" and left_out["shared"] == "only one agent is trained"
     assert left_out["frozen:reasoner"] == left_out["without:reasoner"] == "no other agent is trained"
-    whole = arms_of(experiment(model_folder, tmp_path).changed(peft_config=None, options={"anonymous": "none"}))
-    left_out = {arm.name: arm.why_not for arm in whole}
+    whole = make_arms(experiment(model_folder, tmp_path).changed(peft_config=None, options={"anonymous": "none"}))
+    left_out = {arm.name: arm.skip_reason for arm in whole}
     assert left_out["shared"] == left_out["frozen:actor"] == "there are no adapters"
     assert left_out["anonymous"] == "the team is anonymous"
-    assert "frozen:actor" in names(arms_of(experiment(model_folder, tmp_path), "frozen"))
+    assert "frozen:actor" in names(make_arms(experiment(model_folder, tmp_path), "frozen"))
     with pytest.raises(ValueError, match="Did you mean 'frozen'"):
-        arms_of(experiment(model_folder, tmp_path), ["frozn"])
+        make_arms(experiment(model_folder, tmp_path), ["frozn"])
     with pytest.raises(ValueError, match="name it too"):
         report(experiment(model_folder, tmp_path), str(tmp_path / "out"), arms=["solo_untrained"])
 
@@ -122,20 +122,20 @@ class Pays:
 
 def test_who_works_alone_and_where(model_folder, tmp_path):
     made = experiment(model_folder, tmp_path)
-    solo = {arm.name: arm for arm in arms_of(made)}["solo"]
+    solo = {arm.name: arm for arm in make_arms(made)}["solo"]
     assert solo.change(made).workflow is None
     loop = made.changed(workflow=EnvironmentLoop(Pays, agents=["reasoner", "actor"]))
     alone = solo.change(loop)
     assert [agent.name for agent in alone.agents] == ["actor"]
     assert alone.workflow.agents is None and loop.workflow.agents == ["reasoner", "actor"]
     own = made.changed(workflow=Planted())
-    assert "`solo_workflow`" in {arm.name: arm.why_not for arm in arms_of(own)}["solo"]
+    assert "`solo_workflow`" in {arm.name: arm.skip_reason for arm in make_arms(own)}["solo"]
     told = own.changed(solo_workflow=EnvironmentLoop(Pays))
     assert isinstance(solo.change(told).workflow, EnvironmentLoop)
     scripted = made.changed(agents=[*made.agents, AgentSpec("judge", reply=lie)])
     assert scripted.solo_agent().name == "actor"
     chain = made.changed(workflow=Sequential(["reasoner", "actor"]))
-    without = {arm.name: arm for arm in arms_of(chain)}["without:reasoner"].change(chain)
+    without = {arm.name: arm for arm in make_arms(chain)}["without:reasoner"].change(chain)
     assert without.workflow.agents == ["actor"]
 
 
@@ -230,7 +230,7 @@ def test_a_budget_ends_with_a_batch_that_is_used_up(model_folder, tmp_path):
 def test_views_and_functions_of_agents_are_recorded(model_folder, tmp_path):
     def of(view):
         made = experiment(model_folder, tmp_path, agents=[AgentSpec("reasoner", view=view), *tiny_agents()[1:]])
-        return settings_of(made)
+        return collect_settings(made)
 
     assert of(team_view) == of(team_view) and differences(of(team_view), of(believing))
 
@@ -432,8 +432,8 @@ def test_games_are_the_same_if_their_seeds_are(model_folder, tmp_path):
 def test_an_agent_is_frozen_whose_adapter_others_share(model_folder, tmp_path):
     made = experiment(model_folder, tmp_path / "unused")
     shared = made.changed(agents=[made.agents[0], dataclasses.replace(made.agents[1], adapter="reasoner")])
-    check_arms(shared, arms_of(shared))
-    (arm,) = arms_of(shared, ["frozen:reasoner"])[1:]
+    check_arms(shared, make_arms(shared))
+    (arm,) = make_arms(shared, ["frozen:reasoner"])[1:]
     agents = arm.change(shared).agents
     assert [agent.adapter for agent in agents] == ["reasoner-frozen", "reasoner"]
     assert [agent.trainable for agent in agents] == [False, True]
@@ -542,7 +542,7 @@ def test_experiments_that_cannot_be_made(model_folder, tmp_path):
         flow.write_text(flow.read_text().replace("reasoner", agent))
         own = load_experiment(f"{flow}:make", {"model": model_folder, "folder": str(tmp_path)}).workflow
         assert own.named_agents() == [agent]
-        codes.append(code_of(own))
+        codes.append(compute_fingerprint(own))
     assert len({*codes}) == 2 and all(one.startswith("Own (") for one in codes)
     assert load_experiment(f"{tmp_path}/imports.py:make", {"model": model_folder, "folder": str(tmp_path)}).agents
     with pytest.raises(ValueError, match="workers"):
@@ -588,7 +588,7 @@ def test_what_a_difference_says(low, high, kind):
 
 
 def test_one_agent_with_fewer_tokens_is_said_to_have_them(model_folder, tmp_path):
-    (arm, *_) = arms_of(experiment(model_folder, tmp_path))
+    (arm, *_) = make_arms(experiment(model_folder, tmp_path))
     for tokens, count in ((100, 0), (120, 0), (99, 1)):
         found = {"team": ArmResult(arm, tokens=100), "solo": ArmResult(arm, tokens=tokens)}
         said = verdicts(found, ["reasoner", "actor"], 0.02)
@@ -609,7 +609,7 @@ def test_the_card_of_a_team_has_the_report_once(reported):
 def test_simulated_reports_cover_the_true_difference(model_folder, tmp_path):
     """40 reports of 3 seeds and 50 questions, whose true difference is 0.15: intervals, and what is said of them."""
     made = experiment(model_folder, tmp_path / "unused")
-    arms = arms_of(made, ["solo"])
+    arms = make_arms(made, ["solo"])
     draws, covered, said, widths = np.random.default_rng(1), 0, [], []
     for number in range(40):
         difficulty = draws.normal(0, 0.15, 50)

@@ -22,7 +22,7 @@ from marft_trl.config.team_setup import Sampling
 from marft_trl.learning.batching import collate
 from marft_trl.seams import libraries as logs
 from marft_trl.seams import libraries as versions
-from marft_trl.seams.generation import TrlEngine, forward_in_precision, generating_by, pad_token_of
+from marft_trl.seams.generation import TrlEngine, forward_in_precision, generating_by, get_pad_token
 from marft_trl.seams.libraries import (
     TESTED,
     checkpointing_fields,
@@ -35,9 +35,9 @@ from marft_trl.seams.models import (
     AdapterLayers,
     ScoringTemperature,
     check_fused_head,
-    commit_of,
     expert_parameters,
     fused_head,
+    get_commit,
     is_checkpointing,
     keep_4bit_weights,
     without_adapter_name_warning,
@@ -268,9 +268,9 @@ def test_swapped_attributes_are_put_back_whatever_happens(trainer, model_folder)
     with pytest.raises(ZeroDivisionError), without_printed_table(trainer):
         assert trainer.num_completions_to_print == 0
         raise ZeroDivisionError
-    engine = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), trainer.args).as_generation_kwargs())
+    engine = TrlEngine(trainer, Sampling.from_agent(AgentSpec("solo"), trainer.args).as_generation_kwargs())
     with pytest.raises(Exception, match="."):
-        engine.generate([[10**9]], engine.settings(Sampling.of(AgentSpec("solo"), trainer.args)), {})
+        engine.generate([[10**9]], engine.settings(Sampling.from_agent(AgentSpec("solo"), trainer.args)), {})
     with pytest.raises(ZeroDivisionError), swapped(trainer, {"get_high_entropy_mask": None, "beta": 7.0}):
         assert trainer.beta == 7.0 and trainer.get_high_entropy_mask is None
         raise ZeroDivisionError
@@ -357,8 +357,8 @@ def test_TrlPrompts_and_TrlEngine_put_the_trainers_attributes_back(trainer):
     tools, config, kwargs = trainer.tools, trainer.generation_config, trainer.generation_kwargs
     (ids,) = TrlPrompts(trainer).tokenize([[{"role": "user", "content": "1"}]], [])
     assert ids and trainer.tools is tools
-    engine = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), trainer.args).as_generation_kwargs())
-    sampling = Sampling.of(AgentSpec("solo", max_completion_length=3, temperature=0.5), trainer.args)
+    engine = TrlEngine(trainer, Sampling.from_agent(AgentSpec("solo"), trainer.args).as_generation_kwargs())
+    sampling = Sampling.from_agent(AgentSpec("solo", max_completion_length=3, temperature=0.5), trainer.args)
     settings = engine.settings(sampling)
     assert settings["max_new_tokens"] == 3 and settings["temperature"] == 0.5
     trainer.policies.activate("actor")
@@ -411,7 +411,9 @@ def test_EpochSampler_finds_the_order_of_its_epoch():
     upstream = orders(lambda: RepeatSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3))
     made = orders(lambda: EpochSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3))
     assert made == upstream
-    late = EpochSampler.of(RepeatSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3), 1)
+    late = EpochSampler.from_sampler(
+        RepeatSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3), 1
+    )
     late.set_epoch(2)
     assert list(late) == upstream[2]
 
@@ -554,7 +556,7 @@ def test_saving_adapters_alone_is_still_needed(model_folder, tmp_path):
     """PEFT adds the base's embeddings to an adapter with a LoRA on them."""
     trainer = team_trainer(model_folder, tmp_path, peft_config=LoraConfig(r=4, target_modules=["embed_tokens"]))
     trainer.model.save_pretrained(tmp_path / "plain")
-    with saving_adapters_alone(trainer, trainer.policies.to_save):
+    with saving_adapters_alone(trainer, trainer.policies.saved_adapters):
         trainer.model.save_pretrained(tmp_path / "alone")
     plain, alone = (load_file(tmp_path / name / "actor" / "adapter_model.safetensors") for name in ("plain", "alone"))
     assert len(plain) > len(alone) == 2 and all("lora_" in name for name in alone)
@@ -650,17 +652,17 @@ def test_trl_log_probs_is_the_pass_of_the_parent(model_folder, tmp_path):
 
 
 def test_small_entries_read_what_transformers_writes(model_folder, tmp_path):
-    """`pad_token_of`, `commit_of`, `checkpoint_folder` and `keep_4bit_weights` (also in test_team_training.py)."""
+    """`get_pad_token`, `get_commit`, `checkpoint_folder` and `keep_4bit_weights` (also in test_team_training.py)."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     seen = []
 
     def note(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        seen.append(pad_token_of(generation_config))
+        seen.append(get_pad_token(generation_config))
         return input_ids
 
     ids = torch.tensor([[7, 8, 9]])
     model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=3, custom_generate=note)
-    assert seen[0].item() == 3 and commit_of(model.config) is None
+    assert seen[0].item() == 3 and get_commit(model.config) is None
     trainer = team_trainer(model_folder, tmp_path)
     assert checkpoint_folder(trainer, None) == tmp_path / "checkpoint-0"
     keep_4bit_weights(model)  # nothing to do

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, Sequential, Team, Workflow, endpoint_reply
 from marft_trl.extras.apps import ExternalApp
-from marft_trl.extras.report.experiment import Experiment, settings_of
+from marft_trl.extras.report.experiment import Experiment, collect_settings
 from marft_trl.system.redaction import for_log, published, without_paths, without_secrets
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
 
@@ -207,7 +207,7 @@ def test_no_secret_stands_in_the_settings_of_a_report(model_folder, tmp_path):
         model_folder, tiny_agents(), args=args, reward_funcs=exact_answer, train_dataset=tiny_dataset(8),
         eval_dataset=tiny_dataset(8, seed=1), workflow=Keeps(), options={"db": {"password": SECRET}, "n": 3},
     )  # fmt: skip
-    found = settings_of(experiment)
+    found = collect_settings(experiment)
     assert SECRET not in json.dumps(found) and found["options.n"] == 3
     assert "args.output_dir" not in found and "args.learning_rate" in found and "args.eval_sampling" in found
 

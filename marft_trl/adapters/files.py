@@ -121,10 +121,10 @@ def load_adapters(
             "`load_adapters(model, team)` takes a loaded base model without adapters, such as "
             f"`AutoModelForCausalLM.from_pretrained(...)`, and then the team; got {type(model).__name__}."
         )
-    return put_on(model, team_folder(team, revision, token))
+    return load_onto_base(model, team_folder(team, revision, token))
 
 
-def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
+def load_onto_base(model: PreTrainedModel, folder: Path) -> PeftModel:
     """Like [`load_adapters`], from a local folder. Weights keep the precision that they were saved in."""
     manifest = TeamManifest.load(folder)
     owners = {agent.adapter: agent for agent in reversed(manifest.players)}
@@ -446,9 +446,9 @@ def rename_adapter(model: PeftModel, old: str, new: str) -> None:
     with without_bitsandbytes(model):
         model.add_adapter(new, copy.deepcopy(model.peft_config[old]))
     pairs = zip(adapter_parameters(model, old).values(), adapter_parameters(model, new).values(), strict=True)
-    for theirs, mine in pairs:
-        mine.data = theirs.data
-        mine.requires_grad_(False)
+    for old_parameter, new_parameter in pairs:
+        new_parameter.data = old_parameter.data
+        new_parameter.requires_grad_(False)
     model.delete_adapter(old)
 
 

@@ -57,7 +57,7 @@ def add_adapters(
     agents = [agent for agent in agents if agent.has_policy]
     if isinstance(model, PeftModel):
         return _complete(model, agents, peft_config)
-    configs = {agent.adapter: config_of(agent, agents, peft_config) for agent in agents}
+    configs = {agent.adapter: get_adapter_config(agent, agents, peft_config) for agent in agents}
     if all(config is None for config in configs.values()):
         _check_shared_policy(agents)
         if len(agents) > 1:
@@ -84,7 +84,7 @@ def add_adapters(
     return model
 
 
-def origins_of(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]) -> dict[str, str]:
+def find_origins(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]) -> dict[str, str]:
     """
     Where the weights of each adapter come from, for people.
 
@@ -121,7 +121,7 @@ def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftCo
     """Add missing adapters to a `PeftModel`, made from their agents' configs or copied from the adapter `default`."""
     base = cast(PreTrainedModel, model.get_base_model())
     missing = {agent.adapter: agent for agent in agents if agent.adapter not in model.peft_config}
-    configs = {name: config_of(agent, agents, peft_config) for name, agent in missing.items()}
+    configs = {name: get_adapter_config(agent, agents, peft_config) for name, agent in missing.items()}
     for name, agent in missing.items():  # a copy has the shape of an adapter that may be there already
         source = next((item.adapter for item in agents if item.name == agent.copy_of), None)
         if source is not None and source not in missing:
@@ -168,17 +168,20 @@ def _check_copies(model: PeftModel, agents: Sequence[AgentSpec]) -> None:
     left_out = {"inference_mode", "base_model_name_or_path", "revision", "init_lora_weights", "lora_dropout"}
     adapters = {agent.name: agent.adapter for agent in agents}
     for agent in (item for item in agents if item.copy_of is not None):
-        mine, theirs = (model.peft_config[name].to_dict() for name in (agent.adapter, adapters[str(agent.copy_of)]))
-        other = sorted(key for key in mine if key not in left_out and mine[key] != theirs.get(key))
+        names = agent.adapter, adapters[str(agent.copy_of)]
+        config, original = (model.peft_config[name].to_dict() for name in names)
+        other = sorted(key for key in config if key not in left_out and config[key] != original.get(key))
         if other:
             raise ValueError(
                 f"Agent {agent.name!r} acts with past copies of {agent.copy_of!r}, but its adapter {agent.adapter!r} "
-                f"has another `{other[0]}` ({mine[other[0]]!r}, not {theirs.get(other[0])!r}). Delete the adapter "
+                f"has another `{other[0]}` ({config[other[0]]!r}, not {original.get(other[0])!r}). Delete the adapter "
                 f"from the model (`model.delete_adapter({agent.adapter!r})`), so that it is made anew."
             )
 
 
-def config_of(agent: AgentSpec, agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> PeftConfig | None:
+def get_adapter_config(
+    agent: AgentSpec, agents: Sequence[AgentSpec], peft_config: PeftConfig | None
+) -> PeftConfig | None:
     """Config of an agent's adapter: its own, or the team's; of a copy, that of the agent that it is a copy of."""
     source = next((item for item in agents if item.name == agent.copy_of), agent)
     return source.peft_config or peft_config
@@ -336,5 +339,5 @@ def adapter_parameters(model: PeftModel, adapter: str) -> dict[str, torch.nn.Par
 @torch.no_grad()
 def _copy_weights(model: PeftModel, source: str, target: str) -> None:
     pairs = zip(adapter_parameters(model, source).values(), adapter_parameters(model, target).values(), strict=True)
-    for theirs, mine in pairs:
-        mine.copy_(theirs)
+    for source_weights, target_weights in pairs:
+        target_weights.copy_(source_weights)

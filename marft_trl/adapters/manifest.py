@@ -24,7 +24,7 @@ from trl.trainer.utils import get_config_model_id
 from ..agents import AgentSpec, check_name, check_team
 from ..episodes.tools import ToolLimits
 from ..seams.libraries import installed_version
-from ..seams.models import commit_of
+from ..seams.models import get_commit
 from ..system.hints import did_you_mean
 
 
@@ -59,7 +59,7 @@ def describe_base(
     return BaseModel(
         name=os.path.basename(os.path.normpath(name)) if is_local else name,
         is_local=is_local,
-        revision=None if is_local else commit_of(config) or revision,
+        revision=None if is_local else get_commit(config) or revision,
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=json.loads(json.dumps(quantization, default=str)) if quantization else None,
         config_hash=hash_of_config(config),
@@ -231,7 +231,7 @@ class TeamManifest:
                     f"{path} has format {data['format']!r}; this version of marft_trl reads format {FORMAT}. Use the "
                     "version that the team was saved with, or a newer one."
                 )
-            return cls._of(data, path)
+            return cls._from_dict(data, path)
         except (
             KeyError,
             TypeError,
@@ -246,7 +246,7 @@ class TeamManifest:
             ) from error
 
     @classmethod
-    def _of(cls, data: dict[str, Any], path: Path) -> TeamManifest:
+    def _from_dict(cls, data: dict[str, Any], path: Path) -> TeamManifest:
         agents = check_team([AgentSpec(**agent) for agent in data["agents"]])
         if any(agent != AgentSpec(**agent.to_dict()) for agent in agents):
             raise TypeError("an agent has a field that manifests do not have")

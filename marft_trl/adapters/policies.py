@@ -36,7 +36,7 @@ class Policies:
 
     Args:
         model: Model returned by [`add_adapters`].
-        origins: Where the weights of each adapter come from, see [`origins_of`].
+        origins: Where the weights of each adapter come from, see [`find_origins`].
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Policies:
         self.has_pending_rows = False  # set by the loss, which may train on all slices of an optimizer step at once
         self.release()
 
-    def adapter_of(self, agent: str) -> str:
+    def get_adapter(self, agent: str) -> str:
         """
         Return the name of an agent's adapter: `"policy"` if there are no adapters, and [`NO_POLICY`] for an agent
         whose turns a function writes.
@@ -76,7 +76,7 @@ class Policies:
         return self._origins.get(adapter, "weights of the model")
 
     @property
-    def to_save(self) -> list[str]:
+    def saved_adapters(self) -> list[str]:
         """Names of the adapters that are saved: those of the agents and of the critic."""
         return [*self.names, *self._critics]
 
@@ -91,7 +91,7 @@ class Policies:
 
     def is_trained(self, agent: str) -> bool:
         """`True` if the adapter of an agent is trained."""
-        return self.adapter_of(agent) in self.trained
+        return self.get_adapter(agent) in self.trained
 
     def parameters(self, adapter: str) -> dict[str, torch.nn.Parameter]:
         """Parameters of an adapter by name, in the order of the model."""

@@ -68,7 +68,7 @@ class Critic:
     ):
         self._policies, self._model, self._autocast, self._level = policies, model, autocast, level
         self._agents = [agent.name for agent in agents]
-        self.parts = list(dict.fromkeys(self.part_of(name) for name in self._agents))
+        self.parts = list(dict.fromkeys(self.get_part(name) for name in self._agents))
         if self.has_adapters:
             for part in self.parts:
                 policies.add_critic(part, peft_config)
@@ -76,7 +76,7 @@ class Critic:
         device = next(model.parameters()).device
         self.heads = nn.ModuleDict({part: self.make_head(width) for part in self.parts}).to(device)
 
-    def part_of(self, agent: str) -> str:
+    def get_part(self, agent: str) -> str:
         """Name of the part, and of its adapter, that values the turns of an agent."""
         return CRITIC_NAME
 
@@ -133,9 +133,9 @@ class Critic:
             device = next(
                 head.parameters()
             ).device  # of a base that is spread over devices, the last layer has another
-            return self.of_agents(head(features.to(device).float()), agents)
+            return self.select_values(head(features.to(device).float()), agents)
 
-    def of_agents(self, outputs: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
+    def select_values(self, outputs: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
         """Values `(B, V)` from the outputs `(B, V, O)` of a head."""
         return outputs.squeeze(-1)
 
@@ -183,7 +183,7 @@ class PerAgentCritic(Critic):
 
     name = "per_agent"
 
-    def part_of(self, agent: str) -> str:
+    def get_part(self, agent: str) -> str:
         return f"{CRITIC_NAME}-{agent}"
 
 
@@ -195,7 +195,7 @@ class MultiHeadCritic(Critic):
     def make_head(self, width: int) -> nn.Module:
         return _linear(width, len(self._agents))
 
-    def of_agents(self, outputs: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
+    def select_values(self, outputs: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
         index = torch.tensor([self._agents.index(agent) for agent in agents], device=outputs.device)
         return outputs.gather(-1, index[:, None, None].expand(-1, outputs.size(1), 1)).squeeze(-1)
 

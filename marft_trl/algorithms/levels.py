@@ -71,7 +71,7 @@ class Level(Protocol):
     reads_completions: ClassVar[bool]
 
     @classmethod
-    def of(cls, args: Any) -> Level:
+    def from_args(cls, args: Any) -> Level:
         """The level under training arguments."""
 
     def num_values(self, num_tokens: int) -> int:
@@ -133,7 +133,7 @@ class TokenLevel:
     reads_completions: ClassVar[bool] = True
 
     @classmethod
-    def of(cls, args: Any) -> TokenLevel:
+    def from_args(cls, args: Any) -> TokenLevel:
         """The level under training arguments."""
         return cls()
 
@@ -187,7 +187,7 @@ class ActionLevel:
     reads_completions: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, args: Any) -> ActionLevel:
+    def from_args(cls, args: Any) -> ActionLevel:
         """The level under training arguments."""
         return cls(args.action_logprob)
 
@@ -232,6 +232,6 @@ class ActionLevel:
 LEVELS: dict[str, type[Level]] = {"token": TokenLevel, "action": ActionLevel}
 
 
-def level_of(args: Any) -> Level:
+def make_level(args: Any) -> Level:
     """The level that training arguments ask for."""
-    return LEVELS[args.level].of(args)
+    return LEVELS[args.level].from_args(args)

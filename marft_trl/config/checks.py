@@ -18,7 +18,7 @@ from ..algorithms.levels import LEVELS
 from ..seams.trl import LOSSES
 from ..system.hints import did_you_mean
 from .inherited import INHERITED
-from .options import Option, check_choice, check_flag, check_number, has_effect, rules_of
+from .options import Option, check_choice, check_flag, check_number, collect_rules, has_effect
 
 
 logger = logging.getLogger(__name__)  # that of accelerate needs a state, which comes with the arguments
@@ -48,7 +48,7 @@ def resolve(config: Any) -> None:
     if config.skip_rows_without_signal is None:
         config.skip_rows_without_signal = config.share_prefixes
     if config.continue_from is None and uses_candidates(config):
-        config.continue_from = BASELINES[config.advantage].goes_on
+        config.continue_from = BASELINES[config.advantage].default_continue_from
 
 
 def _is_launched(on_cpu: bool) -> bool:
@@ -74,7 +74,7 @@ def has_turn_ratio(args: Any) -> bool:
 
 def completes_candidates(args: Any) -> bool:
     """`True` if candidates for a turn are compared by the episodes that are completed from them."""
-    return uses_candidates(args) and BASELINES[args.advantage].completes
+    return uses_candidates(args) and BASELINES[args.advantage].completes_episodes
 
 
 def uses_candidates(args: Any) -> bool:
@@ -96,12 +96,12 @@ _GONE = {
 }
 
 
-def check_names(given: Iterable[str], known: Sequence[str]) -> None:
+def check_names(names: Iterable[str], known: Sequence[str]) -> None:
     """
     Raises:
         TypeError: a name is none of a setting. The message has the nearest one, or what is in its place.
     """
-    for name in given:
+    for name in names:
         if name in _GONE:
             raise TypeError(f"There is no setting `{name}` any more: {_GONE[name]}. Leave it out.")
         if name not in known:
@@ -115,7 +115,7 @@ def check_numbers(args: Any) -> None:
     Raises:
         ValueError: A number is out of range. The message contains the field, the value and the range.
     """
-    for name, rule in rules_of(type(args), INHERITED).items():
+    for name, rule in collect_rules(type(args), INHERITED).items():
         if rule.bounds or rule.integer:
             check_number(name, getattr(args, name), rule)
     # Parsers of transformers replace the types of fields, but not the annotations
@@ -145,17 +145,17 @@ def check_values(args: Any) -> None:
     Raises:
         ValueError: A value is unknown. The message contains the field, the known values and the nearest one.
     """
-    for name, rule in rules_of(type(args), INHERITED).items():
+    for name, rule in collect_rules(type(args), INHERITED).items():
         if rule.choices is not None:
             check_choice(name, getattr(args, name), rule.known)
 
 
 def _by_preset(args: Any, message: str) -> str:
     """Which of the settings that a message speaks of the preset has set, for somebody who has set none of them."""
-    named, its = re.findall(r"`(\w+)[`=]", message), args.preset_settings
-    theirs = [name for name in dict.fromkeys(named) if name in its]
-    shown = ", ".join(f"`{name}={its[name]!r}`" for name in theirs)
-    return f" `preset={args.preset!r}` sets {shown}." if theirs else ""
+    named, settings = re.findall(r"`(\w+)[`=]", message), args.preset_settings
+    names = [name for name in dict.fromkeys(named) if name in settings]
+    shown = ", ".join(f"`{name}={settings[name]!r}`" for name in names)
+    return f" `preset={args.preset!r}` sets {shown}." if names else ""
 
 
 def check_combinations(args: Any) -> None:
@@ -169,7 +169,7 @@ def check_combinations(args: Any) -> None:
     for holds, message in [*refused, *_sampling_conflicts(args), *_failure_conflicts(args)]:
         if holds:
             raise ValueError(message + _by_preset(args, message))
-    rules, defaults = rules_of(type(args), INHERITED), type(args).__dataclass_fields__
+    rules, defaults = collect_rules(type(args), INHERITED), type(args).__dataclass_fields__
     for name in sorted(args.given & rules.keys(), key=list(defaults).index):
         if getattr(args, name) == defaults[name].default:
             continue
@@ -303,7 +303,7 @@ def _credit_conflicts(args: Any) -> list[tuple[bool, str]]:
         (
             args.scale_rewards == "batch" and not (args.advantage in BASELINES and BASELINES[args.advantage].scales),
             f"`scale_rewards='batch'` has no effect with `advantage={args.advantage!r}`: it chooses the deviation for "
-            f"{', '.join(repr(name) for name, one in BASELINES.items() if one.scales)}. Leave it out.",
+            f"{', '.join(repr(name) for name, entry in BASELINES.items() if entry.scales)}. Leave it out.",
         ),
         (
             rule.reruns and args.credit_kind == "rewards",
@@ -427,27 +427,27 @@ def _failure_conflicts(args: Any) -> list[tuple[bool, str]]:
     ]
 
 
-def check_timeouts(args: Any, num_processes: int, patience: float | None) -> None:
+def check_timeouts(args: Any, num_processes: int, process_timeout: float | None) -> None:
     """
     Check that a function that hangs is noticed on its own process before the others give up waiting.
 
     Args:
         args: the configuration.
         num_processes: number of processes of the run.
-        patience: seconds that a process waits for another, if known.
+        process_timeout: seconds that a process waits for another, if known.
 
     Raises:
         ValueError: a time limit is not below that of the processes. The message has both.
     """
-    if num_processes == 1 or patience is None:
+    if num_processes == 1 or process_timeout is None:
         return
     tries = EPISODE_RETRIES + 1 if args.on_episode_error == "retry" else 1
     for name in ("reward_timeout", "workflow_timeout", "tool_timeout"):
         limit = getattr(args, name)
-        if limit is not None and limit * tries >= patience:
+        if limit is not None and limit * tries >= process_timeout:
             times = f" times {tries} tries" if tries > 1 else ""
             raise ValueError(
-                f"`{name}` ({limit:g} s{times}) must be below the {patience:g} s that the other processes wait "
+                f"`{name}` ({limit:g} s{times}) must be below the {process_timeout:g} s that the other processes wait "
                 "(`ddp_timeout`), else they fail without a word of what hangs. Lower it, or set a larger "
                 "`ddp_timeout`."
             )

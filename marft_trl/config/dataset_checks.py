@@ -138,7 +138,7 @@ def check_prompts(rows: Iterable[dict[str, Any]], what: str, start: int | None =
         where = f"row {start + offset} of `{what}`" if start is not None else f"a row of `{what}`"
         if "prompt" not in row:
             raise ValueError(f"There is no `prompt` in {where}; it has {sorted(row)}.")
-        kind = _kind_of(row["prompt"], where)
+        kind = _find_kind(row["prompt"], where)
         first_kind = first_kind or kind
         if kind != first_kind:
             raise ValueError(
@@ -147,7 +147,7 @@ def check_prompts(rows: Iterable[dict[str, Any]], what: str, start: int | None =
             )
 
 
-def _kind_of(prompt: object, where: str) -> str:
+def _find_kind(prompt: object, where: str) -> str:
     if prompt is None:
         raise ValueError(f"The prompt in {where} is None. Remove the row: `dataset.filter(lambda r: r['prompt'])`.")
     if isinstance(prompt, str):

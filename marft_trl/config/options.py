@@ -88,10 +88,10 @@ def option(
     needed = is_number and default is not None and none is None
     rule = Rule(bounds, integer, needed, none, choices, also, tuple(only_if), about)
     shown = {"choices": [item for item in rule.known if item is not None]} if choices is not None else {}
-    given = dataclasses.field(default=default, metadata=shown)
+    field = dataclasses.field(default=default, metadata=shown)
     made = object.__new__(Option)
     for slot in dataclasses.Field.__slots__:
-        setattr(made, slot, getattr(given, slot))
+        setattr(made, slot, getattr(field, slot))
     made.rule = rule
     return made
 
@@ -106,7 +106,7 @@ def documented(config: type) -> type:
     return config
 
 
-def rules_of(config: type, inherited: Mapping[str, Rule]) -> dict[str, Rule]:
+def collect_rules(config: type, inherited: Mapping[str, Rule]) -> dict[str, Rule]:
     """The rules of a class of settings; `inherited` has those of fields that were not declared by [`option`]."""
     own: dict[str, Rule] = {}
     for base in reversed(config.__mro__):  # a subclass that gives a setting another default keeps its rule

@@ -36,19 +36,19 @@ class EpisodeGuard:
     Runs a workflow, which is users' code, so that its errors name the episode.
 
     Args:
-        patience: seconds that an episode may wait for what it calls; `None` for no limit.
+        workflow_timeout: seconds that an episode may wait for what it calls; `None` for no limit.
     """
 
     def __init__(
         self,
         workflow: RunsEpisodes,
-        patience: float | None,
+        workflow_timeout: float | None,
         limit: TimeLimit | None,
         failures: dict[int, EpisodeError] | None,
-        around: Callable[[int], StepContext] | None,
+        make_step_context: Callable[[int], StepContext] | None,
     ):
-        self._workflow, self._patience, self._limit = workflow, patience, limit
-        self._failures, self._around = failures, around
+        self._workflow, self._workflow_timeout, self._limit = workflow, workflow_timeout, limit
+        self._failures, self._make_step_context = failures, make_step_context
         self.name = type(workflow).__name__
 
     @property
@@ -57,9 +57,9 @@ class EpisodeGuard:
         return self._failures is not None
 
     @property
-    def holds_up(self) -> float | None:
+    def max_wait_for_episodes(self) -> float | None:
         """Seconds that an episode may hold up the requests of others."""
-        return getattr(self._workflow, "holds_up", None)
+        return getattr(self._workflow, "max_wait_for_episodes", None)
 
     @property
     def failed(self) -> Mapping[int, EpisodeError]:
@@ -68,15 +68,15 @@ class EpisodeGuard:
 
     def watch(self) -> HangDetector:
         """Notices that episodes do not go on."""
-        return HangDetector(self._workflow, self._patience, self._limit)
+        return HangDetector(self._workflow, self._workflow_timeout, self._limit)
 
     def run(self, episode: EpisodeState, is_over: asyncio.Event) -> Coroutine[Any, Any, None]:
         """The coroutine of an episode."""
         coroutine = _run_one(self._workflow, episode, is_over)
-        if self._around is None:
+        if self._make_step_context is None:
             return coroutine
-        episode.around = self._around(episode.index)
-        return StepWrapper(coroutine, episode.around)
+        episode.step_context = self._make_step_context(episode.index)
+        return StepWrapper(coroutine, episode.step_context)
 
     def note(self, error: EpisodeError, replace: bool = False) -> None:
         """
@@ -102,14 +102,14 @@ async def _run_one(workflow: RunsEpisodes, episode: EpisodeState, is_over: async
         episode.overflowed = True  # parallel branches may be left where they are
         if not episode.turns:
             raise EpisodeError(
-                f"Episode {episode.index} cannot begin, on the prompt {brief(episode.prompt)}: {end}", episode.index
+                f"Episode {episode.index} cannot begin, on the prompt {shorten(episode.prompt)}: {end}", episode.index
             ) from end
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and is_over.is_set():  # cancelled with the others
             raise
         raise EpisodeError(
             f"The workflow `{type(workflow).__name__}` failed in episode {episode.index} after "
-            f"{len(episode.turns)} turns, on the prompt {brief(episode.prompt)}: {type(error).__name__}: {error}"
+            f"{len(episode.turns)} turns, on the prompt {shorten(episode.prompt)}: {type(error).__name__}: {error}"
             + _hint(error),
             episode.index,
         ) from error
@@ -118,13 +118,13 @@ async def _run_one(workflow: RunsEpisodes, episode: EpisodeState, is_over: async
     if not episode.overflowed and (count := await episode.close_unawaited_turns()) > 0:
         raise EpisodeError(
             f"The workflow `{type(workflow).__name__}` requested {count} turns in episode {episode.index} that it did "
-            f"not wait for, on the prompt {brief(episode.prompt)}. Write `await episode.turn(...)`.",
+            f"not wait for, on the prompt {shorten(episode.prompt)}. Write `await episode.turn(...)`.",
             episode.index,
         )
     if not episode.turns:
         raise EpisodeError(
             f"The workflow `{type(workflow).__name__}` ended episode {episode.index} without a turn, on the prompt "
-            f"{brief(episode.prompt)}. Let at least one agent speak with `await episode.turn(name)`.",
+            f"{shorten(episode.prompt)}. Let at least one agent speak with `await episode.turn(name)`.",
             episode.index,
         )
 
@@ -162,9 +162,9 @@ async def _unwrapped(run: Coroutine[Any, Any, Any]) -> Any:
 class HangDetector:
     """Detects episodes that hang. Tool calls are not watched, since they have their own time limit."""
 
-    def __init__(self, workflow: RunsEpisodes, patience: float | None, limit: TimeLimit | None):
+    def __init__(self, workflow: RunsEpisodes, workflow_timeout: float | None, limit: TimeLimit | None):
         self._workflow, self._limit = workflow, limit
-        self._patience = patience
+        self._workflow_timeout = workflow_timeout
         # Waits by episode and kind, each with the number of turns and the state at which it began
         self._waits: dict[tuple[int, str], tuple[tuple[int, int], Call]] = {}
         self._looked = 0.0  # time of the latest look
@@ -187,37 +187,37 @@ class HangDetector:
         """
         if self._limit is not None:
             self._limit.restart()  # the event loop is not blocked
-        if self._patience is None:
+        if self._workflow_timeout is None:
             return
         now = time.monotonic()
         passed, self._looked = now - self._looked, now
         answered = sum(episode.answered_calls for episode in episodes)
         for episode in (episodes[index] for index in elsewhere):
-            for wait, what, patience in self._waits_of(episode, answered, len(episodes)):
+            for wait, what, limit in self._list_waits(episode, answered, len(episodes)):
                 wait.seconds = 0.0 if wait.seconds is None else wait.seconds + passed
-                if wait.seconds > patience:
+                if wait.seconds > limit:
                     raise EpisodeError(
                         f"The workflow `{type(self._workflow).__name__}` hangs in episode {episode.index} after "
-                        f"{len(episode.turns)} turns, on the prompt {brief(episode.prompt)}: it has waited for "
-                        f"{what} for {patience:g} seconds. Give what it waits for a time limit of its own, or "
+                        f"{len(episode.turns)} turns, on the prompt {shorten(episode.prompt)}: it has waited for "
+                        f"{what} for {limit:g} seconds. Give what it waits for a time limit of its own, or "
                         "set a larger `workflow_timeout`.",
                         episode.index,
                     )
 
-    def _waits_of(self, episode: EpisodeState, answered: int, count: int) -> Iterator[tuple[Call, str, float]]:
+    def _list_waits(self, episode: EpisodeState, answered: int, count: int) -> Iterator[tuple[Call, str, float]]:
         """What an episode waits for: each wait, what it is for, and its limit in seconds."""
-        patience = cast(float, self._patience)
-        yield from ((call, f"`{call.name}`", patience) for call in episode.calling)
+        limit = cast(float, self._workflow_timeout)
+        yield from ((call, f"`{call.name}`", limit) for call in episode.calling)
         if episode.busy or episode.calling:
             return
         if episode.waits_for is not None:
-            yield self._wait(episode, "application"), episode.waits_for, patience
+            yield self._wait(episode, "application"), episode.waits_for, limit
             return
         # The first limit restarts whenever a call of any episode returns, since this episode may queue for a call of
         # its own. The second limit bounds the whole wait.
         what = "something that is neither a turn nor a tool"
-        yield self._wait(episode, "any", answered), what, patience
-        yield self._wait(episode, "own", episode.answered_calls), what, patience * count
+        yield self._wait(episode, "any", answered), what, limit
+        yield self._wait(episode, "own", episode.answered_calls), what, limit * count
 
     def _wait(self, episode: EpisodeState, kind: str, state: int = 0) -> Call:
         """The wait of an episode, which begins again when the episode has a further turn or the state has changed."""
@@ -227,6 +227,6 @@ class HangDetector:
         return self._waits[key][1]
 
 
-def brief(prompt: str | Messages, limit: int = 80) -> str:
+def shorten(prompt: str | Messages, limit: int = 80) -> str:
     text = prompt if isinstance(prompt, str) else " / ".join(str(message.get("content")) for message in prompt)
     return repr(text if len(text) <= limit else text[: limit - 3] + "...")

@@ -46,7 +46,7 @@ class TurnRequest(NamedTuple):
         after: the turn of the same agent that called functions and that it goes on from.
         order: position among the requests of its episode; a turn and those that go on from it share one.
         is_final: whether it is the agent's last turn of the request; calls of functions in it are not answered.
-        given: what the agent is shown instead of its view, and how it is asked.
+        requested_turn: what the agent is shown instead of its view, and how it is asked.
     """
 
     agent: str
@@ -55,7 +55,7 @@ class TurnRequest(NamedTuple):
     after: Turn | None = None
     order: int = 0
     is_final: bool = True
-    given: RequestedTurn | None = None
+    requested_turn: RequestedTurn | None = None
 
 
 @dataclass(eq=False)

@@ -46,7 +46,7 @@ class ModelPass:
     ):
         self.model, self.reference, self._has_adapters = model, reference, has_adapters
         self._args, self._accelerator = args, accelerator
-        base = self.base_of(model)
+        base = self.unwrap_base(model)
         self._warn_of_two_precisions(base)
         with self.autocast():  # a model may run in this precision alone, such as with FlashAttention
             self.share = args.share_prefixes and self._can_share(base, has_aux_loss)
@@ -60,7 +60,7 @@ class ModelPass:
                 "`share_prefixes=False` to have compiled passes in which every row is computed whole."
             )
 
-    def base_of(self, model: nn.Module) -> PreTrainedModel:
+    def unwrap_base(self, model: nn.Module) -> PreTrainedModel:
         """The language model under the wrappers of accelerate and PEFT."""
         model = self._accelerator.unwrap_model(model)
         return model if model is self.reference or not self._has_adapters else model.get_base_model()
@@ -68,7 +68,7 @@ class ModelPass:
     @property
     def base(self) -> PreTrainedModel:
         """The language model that is trained, without wrappers."""
-        return self.base_of(self.model)
+        return self.unwrap_base(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -127,7 +127,7 @@ class ModelPass:
         elif has_aux_loss:
             why = "the routers' outputs of a mixture of experts are part of the loss"
         else:
-            why = forward.why_not(base)
+            why = forward.find_obstacle(base)
         if why is not None:
             logger.warning(f"What rows have in common is computed anew for each (`share_prefixes`): {why}.")
         return why is None

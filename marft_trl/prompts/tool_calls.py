@@ -60,12 +60,12 @@ def call_opening(tokenizer, chat_template: str | None = None) -> str | None:
     Returns: the text, or `None` if it cannot be derived from the template.
     """
     name = "marft-some-function"
-    asked = [{"role": "user", "content": "x"}]
+    prompt = [{"role": "user", "content": "x"}]
     call = {"type": "function", "function": {"name": name, "arguments": {}}}
-    calling = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    calling = [*prompt, {"role": "assistant", "content": "", "tool_calls": [call]}]
     try:
         options = {"chat_template": chat_template, "tokenize": False}
-        before = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **options)
+        before = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **options)
         opening, found, _ = tokenizer.apply_chat_template(calling, **options).partition(name)
     except Exception:  # templates can raise any error
         return None

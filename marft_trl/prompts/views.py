@@ -13,7 +13,7 @@ from typing import Any
 from ..agents import AgentSpec
 from ..episodes.records import TOOL, Feedback, Messages, Seen, Turn
 from ..episodes.tools import as_plain
-from .chat_template import call_of
+from .chat_template import make_call
 
 
 # A name in brackets between line breaks. Characters that only some tokenizers read as line breaks, and that others
@@ -85,9 +85,11 @@ def _folded(character: str) -> str:
     return character
 
 
-def _is_removed(one: str) -> bool:
+def _is_removed(character: str) -> bool:
     # U+2581 is a space of SentencePiece, and what the last two are depends on the version of Unicode
-    return one not in _SOFT_BREAKS and (one in "\u2581\ufffd\u1cf2\u1cf3" or unicodedata.category(one) in _REMOVED)
+    if character in _SOFT_BREAKS:
+        return False
+    return character in "\u2581\ufffd\u1cf2\u1cf3" or unicodedata.category(character) in _REMOVED
 
 
 def _with_bytes(read: str, positions: list[int]) -> tuple[str, list[int]]:
@@ -117,10 +119,10 @@ SEPARATOR = "\n\n"
 
 def said_by(turn: Seen) -> str:
     """Return the text that teammates are shown of a turn or of feedback: a line with the speaker, then the text."""
-    said = turn.raw_text
+    text = turn.raw_text
     if isinstance(turn, Turn) and turn.without_calls is not None:
-        said = turn.without_calls
-    return f"{speaker_line(turn.agent)}\n{quoted(said)}"
+        text = turn.without_calls
+    return f"{speaker_line(turn.agent)}\n{quoted(text)}"
 
 
 def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messages:
@@ -150,8 +152,8 @@ def _as_message(agent: AgentSpec, item: Seen) -> dict[str, Any]:
         if item.agent != agent.name:
             return {"role": "user", "content": said_by(item)}
         calls = calls_in(item)
-        said = {"content": item.without_calls or "", "tool_calls": calls} if calls else {"content": item.raw_text}
-        return {"role": "assistant", **said}
+        fields = {"content": item.without_calls or "", "tool_calls": calls} if calls else {"content": item.raw_text}
+        return {"role": "assistant", **fields}
     if item.tool is not None and item.audience == agent.name:  # result of the agent's own call
         return {"role": "tool", "name": item.tool, "content": quoted(item.text)}
     return {"role": "user", "content": said_by(item)}
@@ -160,7 +162,7 @@ def _as_message(agent: AgentSpec, item: Seen) -> dict[str, Any]:
 def calls_in(turn: Turn) -> list[dict[str, Any]]:
     """The calls of a turn as a message has them; none if one of them cannot be made, so that they are a text."""
     readable = all(call.problem is None and isinstance(call.arguments, Mapping) for call in turn.tool_calls)
-    return [call_of(call.name, call.arguments) for call in turn.tool_calls] if readable else []
+    return [make_call(call.name, call.arguments) for call in turn.tool_calls] if readable else []
 
 
 def merge_neighbours(messages: Messages) -> Messages:

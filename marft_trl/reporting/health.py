@@ -63,7 +63,7 @@ class Health(TrainerCallback):
         self._agents, self._trained, self._policies = team.names, team.trained, team.policies
         self._vocabulary, self._args, self._metrics, self._parameters = vocabulary, run.args, run.metrics, parameters
         self._in_a_row: dict[str, int] = {}
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._norms: dict[str, float] = {}
         self._samples: dict[str, torch.Tensor] = {}
         self._still: dict[str, bool] = {}
@@ -72,18 +72,18 @@ class Health(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         """State that a resumed run goes on with; JSON-serializable."""
         norms = {"norms": dict(self._norms), "first_norms": dict(self._first_norms)}
-        return {"in_a_row": dict(self._in_a_row), "said": sorted(self._said), **norms}
+        return {"in_a_row": dict(self._in_a_row), "said": sorted(self._reported), **norms}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a [`state_dict`]."""
-        self._in_a_row, self._said = dict(state["in_a_row"]), set(state["said"])
+        self._in_a_row, self._reported = dict(state["in_a_row"]), set(state["said"])
         self._norms, self._first_norms = dict(state["norms"]), dict(state["first_norms"])
 
     # ---- Called by the Trainer ----
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._metrics.take_latest()
-        self._look(self._of_precision())
+        self._look(self._check_precision())
         if not self._first_norms:
             self._first_norms = self._measure()
 
@@ -98,20 +98,20 @@ class Health(TrainerCallback):
                     "not saved. Lower the learning rate, and go on from the latest checkpoint "
                     "(`train(resume_from_checkpoint=True)`)."
                 )
-        self._look(self._of_weights())
+        self._look(self._check_weights())
 
     def on_step_end(self, args, state, control, **kwargs):
         latest = self._metrics.take_latest()
-        symptoms = [*self._of_batch(latest), *self._of_agents(latest), *self._of_critic(latest)]
-        self._look([*symptoms, *self._of_updates(latest)])
+        symptoms = [*self._check_batch(latest), *self._check_agents(latest), *self._check_critic(latest)]
+        self._look([*symptoms, *self._check_updates(latest)])
 
     # ---- Symptoms ----
 
     def _look(self, symptoms: Sequence[Symptom]) -> None:
         for name, is_present, patience, message in symptoms:
             self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if is_present else 0
-            if self._in_a_row[name] >= patience and name not in self._said:
-                self._said.add(name)
+            if self._in_a_row[name] >= patience and name not in self._reported:
+                self._reported.add(name)
                 logger.warning(message)
 
     def _measure(self) -> dict[str, float]:
@@ -128,7 +128,7 @@ class Health(TrainerCallback):
         agents = ", ".join(map(repr, self._policies.get_agents(adapter)))
         return f"the adapter {adapter!r} (agents {agents})" if agents else f"the critic ({adapter!r})"
 
-    def _of_precision(self) -> list[Symptom]:
+    def _check_precision(self) -> list[Symptom]:
         halves = {
             name: dtype
             for name, parameter in self._parameters().items()
@@ -145,7 +145,7 @@ class Health(TrainerCallback):
             for name, dtype in halves.items()
         ]
 
-    def _of_weights(self) -> list[Symptom]:
+    def _check_weights(self) -> list[Symptom]:
         symptoms = []
         for name, norm in self._norms.items():
             whose, first = self._whose(name), self._first_norms.get(name, norm)
@@ -162,7 +162,7 @@ class Health(TrainerCallback):
             ]
         return symptoms
 
-    def _of_updates(self, latest: Mapping[str, float]) -> list[Symptom]:
+    def _check_updates(self, latest: Mapping[str, float]) -> list[Symptom]:
         """Whether weights move in steps in which they have a gradient."""
         found = []
         for name, is_still in self._still.items():
@@ -178,7 +178,7 @@ class Health(TrainerCallback):
             found.append(Symptom(f"still/{name}", is_still, PATIENCE, message))
         return found
 
-    def _of_batch(self, latest: Mapping[str, float]) -> list[Symptom]:
+    def _check_batch(self, latest: Mapping[str, float]) -> list[Symptom]:
         if "frac_reward_zero_std" not in latest:
             return []
         return [
@@ -192,19 +192,19 @@ class Health(TrainerCallback):
             )
         ]
 
-    def _of_agents(self, latest: Mapping[str, float]) -> list[Symptom]:
+    def _check_agents(self, latest: Mapping[str, float]) -> list[Symptom]:
         found = []
         for agent in self._agents:
             prefix = f"agents/{agent}/"
-            its = {name.removeprefix(prefix): value for name, value in latest.items() if name.startswith(prefix)}
-            found += self._of_turns(agent, its)
+            metrics = {name.removeprefix(prefix): value for name, value in latest.items() if name.startswith(prefix)}
+            found += self._check_turns(agent, metrics)
             if agent in self._trained:
-                found += self._of_policy(agent, its)
+                found += self._check_policy(agent, metrics)
         return found
 
-    def _of_turns(self, agent: str, its: Mapping[str, float]) -> list[Symptom]:
+    def _check_turns(self, agent: str, metrics: Mapping[str, float]) -> list[Symptom]:
         symptoms = []
-        if "turns" in its:
+        if "turns" in metrics:
             is_first = f"silent/{agent}" not in self._in_a_row
             first = (
                 f"Agent {agent!r} had no turn in the first generation batch. If the workflow always asks it, look for "
@@ -215,23 +215,23 @@ class Health(TrainerCallback):
                 f"for `episode.turn({agent!r})` in the workflow, and at the prompt of the agent that decides who is "
                 "next, or leave the agent out."
             )
-            symptoms.append(Symptom(f"unasked/{agent}", is_first and its["turns"] == 0, 1, first))
-            symptoms.append(Symptom(f"silent/{agent}", its["turns"] == 0, PATIENCE, message))
-        if "completions/clipped_ratio" in its:
+            symptoms.append(Symptom(f"unasked/{agent}", is_first and metrics["turns"] == 0, 1, first))
+            symptoms.append(Symptom(f"silent/{agent}", metrics["turns"] == 0, PATIENCE, message))
+        if "completions/clipped_ratio" in metrics:
             masked = " They are masked (`mask_truncated_completions`), so it learns nothing."
             message = (
                 f"EVERY TURN OF {agent!r} IS TRUNCATED, in {PATIENCE} generation batches in a row."
                 f"{masked if self._args.mask_truncated_completions else ''} Set a larger `max_completion_length`, for "
                 "all agents or in its `AgentSpec`, or ask for shorter turns in its prompt."
             )
-            is_present = its["completions/clipped_ratio"] == 1.0
+            is_present = metrics["completions/clipped_ratio"] == 1.0
             symptoms.append(Symptom(f"truncated/{agent}", is_present, PATIENCE, message))
         return symptoms
 
-    def _of_policy(self, agent: str, its: Mapping[str, float]) -> list[Symptom]:
+    def _check_policy(self, agent: str, metrics: Mapping[str, float]) -> list[Symptom]:
         symptoms = []
-        if "entropy" in its:
-            entropy, most = its["entropy"], _NOISE * math.log(self._vocabulary)
+        if "entropy" in metrics:
+            entropy, most = metrics["entropy"], _NOISE * math.log(self._vocabulary)
             low = (
                 f"THE POLICY OF {agent!r} HAS COLLAPSED: the entropy of its tokens is {entropy:.2g}, so its episodes "
                 "hardly differ. Lower its learning rate, or set `entropy_coef`, `beta` or a higher `temperature`."
@@ -244,22 +244,22 @@ class Health(TrainerCallback):
                 Symptom(f"collapsed/{agent}", entropy < _LOWEST_ENTROPY, PATIENCE, low),
                 Symptom(f"noise/{agent}", entropy > most, PATIENCE, high),
             ]
-        if "kl" in its:
+        if "kl" in metrics:
             message = (
-                f"THE POLICY OF {agent!r} IS FAR FROM ITS REFERENCE: the KL is {its['kl']:.3g} per token. Lower its "
-                "learning rate, or set a larger `beta`."
+                f"THE POLICY OF {agent!r} IS FAR FROM ITS REFERENCE: the KL is {metrics['kl']:.3g} per token. Lower "
+                "its learning rate, or set a larger `beta`."
             )
-            symptoms.append(Symptom(f"kl/{agent}", not its["kl"] <= _LARGEST_KL, 3, message))
-        if "clip_ratio/region_mean" in its:
+            symptoms.append(Symptom(f"kl/{agent}", not metrics["kl"] <= _LARGEST_KL, 3, message))
+        if "clip_ratio/region_mean" in metrics:
             message = (
                 f"ALMOST ALL TOKENS OF {agent!r} ARE CLIPPED, in {PATIENCE} optimizer steps in a row: its policy "
                 "moves too far from the one that sampled. Lower its learning rate or `num_iterations`."
             )
-            is_present = its["clip_ratio/region_mean"] > _LARGEST_CLIPPED_SHARE
+            is_present = metrics["clip_ratio/region_mean"] > _LARGEST_CLIPPED_SHARE
             symptoms.append(Symptom(f"clipped/{agent}", is_present, PATIENCE, message))
         return symptoms
 
-    def _of_critic(self, latest: Mapping[str, float]) -> list[Symptom]:
+    def _check_critic(self, latest: Mapping[str, float]) -> list[Symptom]:
         if "critic/value_loss" not in latest:
             return []
         loss, value = latest["critic/value_loss"], abs(latest.get("critic/value_mean", 0.0))

@@ -247,10 +247,10 @@ def paired_difference(scores, others, bounds: tuple[float, float] | None = (0.0,
         raise ValueError(
             f"Paired scores need the same seeds and questions, got shapes {np.shape(scores)} and {np.shape(others)}."
         )
-    given = {"confidence": 0.95, "n_resamples": 4000, "seed": 0, **options}
+    settings = {"confidence": 0.95, "n_resamples": 4000, "seed": 0, **options}
     reach = None if bounds is None else (bounds[0] - bounds[1], bounds[1] - bounds[0])
     difference = np.asarray(scores, dtype=float) - np.asarray(others, dtype=float)
-    return _interval(difference, **given, bounds=reach, added=_ADDED_TO_PAIRS)
+    return _interval(difference, **settings, bounds=reach, added=_ADDED_TO_PAIRS)
 
 
 def team_exact_match() -> evaluate.EvaluationModule:

@@ -172,10 +172,10 @@ def team_card(
     modules = " ".join(f"{name}=team/{name}" for name in manifest.adapters)
     of_application = (manifest.workflow or {}).get("class") == "ExternalApp"
     use = (_USE_APPLICATION if of_application else _USE_TEAM) + (_USE_ADAPTERS if manifest.adapters else _USE_POLICY)
-    given = "" if base or not manifest.adapters else f', model="{base_name}"'
+    arguments = "" if base or not manifest.adapters else f', model="{base_name}"'
     scripted = manifest.inference.replies
     if scripted:
-        given += f", replies={{{', '.join(f'{name!r}: ...' for name in scripted)}}}"
+        arguments += f", replies={{{', '.join(f'{name!r}: ...' for name in scripted)}}}"
     card_data = ModelCardData(
         base_model=base,
         library_name="peft" if manifest.adapters else "transformers",
@@ -195,7 +195,7 @@ def team_card(
         picture=picture,
         metrics_table=_table("metric", "value", {name: f"{value:.4g}" for name, value in (metrics or {}).items()}),
         usage=use.format(
-            model=given,
+            model=arguments,
             option="" if base or not manifest.adapters else f" --model {base_name}",
             agent=manifest.players[0].name,
             base=base_name,

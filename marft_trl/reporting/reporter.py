@@ -92,8 +92,8 @@ class EpisodeOutcome(NamedTuple):
 class GameMetrics:
     """Computes returns and win rates of agents."""
 
-    def __init__(self, team: TeamSetup, own: OwnReturns, copies: PastCopies | None = None):
-        self._agents, self._trained, self._own, self._copies = team.names, team.trained, own, copies
+    def __init__(self, team: TeamSetup, own: OwnReturns, past_copies: PastCopies | None = None):
+        self._agents, self._trained, self._own, self._past_copies = team.names, team.trained, own, past_copies
 
     def played(self, rollout: Rollout) -> list[EpisodeOutcome | None]:
         """
@@ -104,7 +104,8 @@ class GameMetrics:
             return [None] * len(rollout.episodes)
         return [
             EpisodeOutcome(
-                {name: self._own.of_agent(reward, episode, name) for name in self._agents}, dict(episode.copies)
+                {name: self._own.get_agent_reward(reward, episode, name) for name in self._agents},
+                dict(episode.copies),
             )
             if reward == reward and episode.turns
             else None
@@ -122,9 +123,9 @@ class GameMetrics:
         """
         scored = [item for item in played if item is not None]
         metrics: dict[str, float] = {}
-        if self._copies is not None:
-            for name in self._copies.agents:
-                metrics[f"agents/{name}/copies"] = float(len(self._copies.steps(name)))
+        if self._past_copies is not None:
+            for name in self._past_copies.agents:
+                metrics[f"agents/{name}/copies"] = float(len(self._past_copies.steps(name)))
         if not scored:
             return metrics
         for name in self._agents:
@@ -136,7 +137,8 @@ class GameMetrics:
         return metrics
 
     def _copy_win_rates(self, known: Sequence[EpisodeOutcome], name: str, other: str) -> dict[str, float]:
-        steps = self._copies.steps(other) if self._copies is not None and other in self._copies.agents else []
+        pools = self._past_copies
+        steps = pools.steps(other) if pools is not None and other in pools.agents else []
         metrics: dict[str, float] = {}
         for age, step in enumerate(reversed(steps), 1):
             outcomes = [item for item in known if item.copies.get(other) == step]
@@ -401,7 +403,7 @@ class Reporter:
         columns = {key: [record["row"].get(key) for record in records] for key in records[0]["row"]}
         columns["turns"] = [record["turns"] for record in records]
         answers = [record["answer"] for record in records]
-        with self._randomness.theirs():
+        with self._randomness.user_states():
             metrics |= measure_answers(self._eval_metrics, answers, columns, self._args.eval_reference_column)
             metrics |= self._sample_metrics(records, name)
         metrics |= self._metrics.means("eval")

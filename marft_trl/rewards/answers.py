@@ -108,9 +108,11 @@ class AnswerComparer:
         Raises:
             RuntimeError: the process that compares cannot be started.
         """
-        asked = [(math_answer(text), solution) for text, solution in pairs]
+        answers = [(math_answer(text), solution) for text, solution in pairs]
         # A text without an answer is compared too: whether the solution can be parsed decides between 0 and `None`
-        keys = [(answer if answer and len(answer) <= _MOST_CHARACTERS else "", solution) for answer, solution in asked]
+        keys = [
+            (answer if answer and len(answer) <= _MOST_CHARACTERS else "", solution) for answer, solution in answers
+        ]
         with self._lock:
             for key in dict.fromkeys(keys):
                 if key not in self._known:

@@ -103,16 +103,16 @@ class EndpointReply:
                             f"{self.base_url}/chat/completions", json=body, allow_redirects=False
                         ) as response,
                     ):
-                        content = await self._content_of(response)
+                        content = await self._read_content(response)
                         if response.status == 200:
-                            return self._text_of(json.loads(content))
+                            return self._read_reply(json.loads(content))
                         if 300 <= response.status < 400:  # the messages and the key are for nobody else
                             to = response.headers.get("Location", "nowhere")
                             raise EndpointError(
                                 f"{self!r} redirects to {for_log(to, key)[:300]!r}. If it is meant, set `base_url`."
                             )
-                        said = for_log(content[:4000].decode(errors="replace"), key)[:300]
-                        why = f"status {response.status}: {said}"
+                        text = for_log(content[:4000].decode(errors="replace"), key)[:300]
+                        why = f"status {response.status}: {text}"
                         if response.status not in _AGAIN:
                             break
                         wait = _seconds(response.headers.get("Retry-After"), wait)
@@ -122,7 +122,7 @@ class EndpointReply:
                     await asyncio.sleep(wait)
         raise EndpointError(f"{self!r} did not answer, after {number + 1} tries. The last one: {for_log(why, key)}.")
 
-    async def _content_of(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _read_content(self, response: aiohttp.ClientResponse) -> bytes:
         content = bytearray()
         async for part in response.content.iter_any():
             content += part
@@ -130,7 +130,7 @@ class EndpointReply:
                 raise EndpointError(f"{self!r} answered with more than {_MOST_BYTES} bytes.")
         return bytes(content)
 
-    def _text_of(self, answer: Any) -> str:
+    def _read_reply(self, answer: Any) -> str:
         try:
             choice = answer["choices"][0]
             text, end = choice["message"]["content"], choice.get("finish_reason")

@@ -38,7 +38,7 @@ class OnFailure:
     timeout: float | None = None
 
     @classmethod
-    def of(cls, args: MARFTConfig) -> OnFailure:
+    def from_args(cls, args: MARFTConfig) -> OnFailure:
         """The settings of a configuration."""
         return cls(args.on_episode_error, EPISODE_RETRIES, args.reward_timeout)
 

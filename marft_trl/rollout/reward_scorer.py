@@ -87,15 +87,15 @@ class OwnReturns:
 
     def received(self, episode: Episode, agent: str) -> torch.Tensor:
         """What an agent received by name after each turn of an episode `(K,)`, weighted."""
-        its = episode.own.get(agent, (0.0,) * len(episode.turns))
-        return self.weight * torch.tensor(its, dtype=torch.float32)
+        rewards = episode.own.get(agent, (0.0,) * len(episode.turns))
+        return self.weight * torch.tensor(rewards, dtype=torch.float32)
 
     def shared(self, episode: Episode) -> torch.Tensor:
         """What the turns of an episode earned for all agents `(K,)`, weighted."""
         earned = self.weight * torch.tensor(episode.earned, dtype=torch.float32)
         return earned - sum((self.received(episode, agent) for agent in episode.own), torch.zeros(len(earned)))
 
-    def of_agent(self, reward: float, episode: Episode, agent: str) -> float:
+    def get_agent_reward(self, reward: float, episode: Episode, agent: str) -> float:
         """
         An agent's part of the reward of an episode: what all receive, and what it received by name. The reward itself
         with `returns="team"`.
@@ -168,7 +168,7 @@ class RewardReach:
         names = sorted({name for entry in some for name, value in entry.items() if value})
         if len(names) < 2:
             return
-        cancel = all(abs(sum(its.values())) <= 1e-6 * sum(map(abs, its.values())) for its in some)
+        cancel = all(abs(sum(entry.values())) <= 1e-6 * sum(map(abs, entry.values())) for entry in some)
         self._cancelled = self._cancelled + len(some) if cancel else 0
         if is_all and self._cancelled >= _ENOUGH_EPISODES:
             raise ValueError(
@@ -179,7 +179,7 @@ class RewardReach:
             )
         if len(some) < _ENOUGH_EPISODES:
             return
-        values = torch.tensor([[its.get(name, 0.0) for its in some] for name in names], dtype=torch.float64)
+        values = torch.tensor([[entry.get(name, 0.0) for entry in some] for name in names], dtype=torch.float64)
         for (i, first), (j, other) in itertools.combinations(enumerate(names), 2):
             if (first, other) in self._warned or not (values[i].std() > 0 and values[j].std() > 0):
                 continue
@@ -454,7 +454,7 @@ def _arguments(kwargs: dict[str, Any], positions: Sequence[int]) -> dict[str, An
         if key in arguments:
             arguments[key] = [_copy(item) for item in arguments[key]]
     if isinstance(arguments.get("trainer_state"), TrainerState):
-        arguments["trainer_state"] = ReadOnlyState.of(arguments["trainer_state"])
+        arguments["trainer_state"] = ReadOnlyState.from_state(arguments["trainer_state"])
     return arguments
 
 
@@ -466,7 +466,7 @@ class ReadOnlyState(TrainerState):
     """The trainer's state as reward functions are shown it. It cannot be set."""
 
     @classmethod
-    def of(cls, state: TrainerState) -> ReadOnlyState:
+    def from_state(cls, state: TrainerState) -> ReadOnlyState:
         """A copy of a state."""
         copy = cls.__new__(cls)
         copies = {key: list(value) if isinstance(value, list) else value for key, value in vars(state).items()}
@@ -585,59 +585,60 @@ class RewardScorer:
     Scores episodes, and single turns outside of the one call per generation batch.
 
     Args:
-        of_agents: for each agent, the functions that score its own turns.
+        turn_functions: for each agent, the functions that score its own turns.
     """
 
     def __init__(
         self,
         run: RunContext,
         rewards: RewardFunctions,
-        of_agents: Mapping[str, Sequence[Callable]],
+        turn_functions: Mapping[str, Sequence[Callable]],
         randomness: UserRandomness,
         failures: Failures,
     ):
         self._rewards, self._randomness, self._processes = rewards, randomness, run.processes
-        self._policy = policy = OnFailure.of(run.args)
-        self._of_agents = {
-            name: [checked_reward(func, policy, failures) for func in of_agent] for name, of_agent in of_agents.items()
+        self._policy = policy = OnFailure.from_args(run.args)
+        self._turn_functions = {
+            name: [checked_reward(func, policy, failures) for func in functions]
+            for name, functions in turn_functions.items()
         }
         self._names = {
-            agent: numbered([get_callable_name(item) for item in value]) for agent, value in of_agents.items()
+            agent: numbered([get_callable_name(item) for item in value]) for agent, value in turn_functions.items()
         }
 
-    def of_batch(self, episodes: Sequence[Episode]) -> torch.Tensor:
+    def score_batch(self, episodes: Sequence[Episode]) -> torch.Tensor:
         """Rewards `(E, F)` of a generation batch, of all processes; NaN where a function does not apply."""
         if self._processes is None:
-            return self._of_scorable(episodes)
+            return self._score_scorable(episodes)
         with self._processes.together(), self._rewards.alone():
-            own = self._of_scorable(episodes)
+            own = self._score_scorable(episodes)
         return self._processes.join(own)
 
-    def _of_scorable(self, episodes: Sequence[Episode]) -> torch.Tensor:
+    def _score_scorable(self, episodes: Sequence[Episode]) -> torch.Tensor:
         """Rewards of the episodes; NaN for those that were skipped."""
         kept = [index for index, episode in enumerate(episodes) if episode.failure is None]
         if not kept:
             return torch.full((len(episodes), len(self._rewards.weights)), torch.nan)
         some = [episodes[index] for index in kept]
-        scores = self._score([as_row(episode) for episode in some], [_answer_of(episode) for episode in some])
+        scores = self._score([as_row(episode) for episode in some], [_get_answer(episode) for episode in some])
         if len(kept) == len(episodes):
             return scores
         rewards = scores.new_full((len(episodes), scores.size(1)), torch.nan)
         rewards[kept] = scores
         return rewards
 
-    def of_team(self, per_func: torch.Tensor) -> torch.Tensor:
+    def combine_rewards(self, per_func: torch.Tensor) -> torch.Tensor:
         """Weighted sum `(E,)` of rewards `(E, F)`, NaN where nothing scored an episode."""
         return team_rewards(per_func, self._rewards.weights.to(per_func.device))
 
-    def of_episodes(self, episodes: Sequence[Episode]) -> torch.Tensor:
+    def score_episodes(self, episodes: Sequence[Episode]) -> torch.Tensor:
         """The team's reward `(E,)` for episodes of this process, NaN where nothing scored one."""
         if not episodes:
             return torch.zeros(0)
         with self._rewards.locally():
-            return self.of_team(self._of_scorable(episodes)).cpu()
+            return self.combine_rewards(self._score_scorable(episodes)).cpu()
 
-    def of_turns(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> TurnRewards:
+    def score_turns(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> TurnRewards:
         """
         Reward of each turn: the sum of its agent's functions. A turn that called tools is scored by the final turn
         that came of it, not by its call.
@@ -647,7 +648,7 @@ class RewardScorer:
         """
         rewards = TurnRewards(torch.full((len(turns),), torch.nan), [{} for _ in turns])
         finals = [episode.final_turn_of(turn) for episode, turn in zip(episodes, turns, strict=True)]
-        for agent, functions in self._of_agents.items():
+        for agent, functions in self._turn_functions.items():
             mine = {i: turn for i, turn in enumerate(finals) if turn is not None and turn.agent == agent}
             if not mine or not functions:
                 continue
@@ -670,7 +671,7 @@ class RewardScorer:
         pairs = zip(episodes, turns, strict=True)
         rows = [{**as_row(episode), "turns": [*episode.turns, turn]} for episode, turn in pairs]
         with self._rewards.locally():
-            return self.of_team(self._score(rows, turns)).cpu()
+            return self.combine_rewards(self._score(rows, turns)).cpu()
 
     def _score(self, rows: Sequence[dict[str, Any]], answers: Sequence[Turn]) -> torch.Tensor:
         """Rewards `(N, F)` of turns as answers to the prompts of dataset rows."""
@@ -679,7 +680,7 @@ class RewardScorer:
         if is_conversational({"prompt": prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
         total = None if self._policy.timeout is None else self._policy.timeout + _LATER
-        with self._randomness.theirs(), time_limit(total, functools.partial(_blocked, total)):
+        with self._randomness.user_states(), time_limit(total, functools.partial(_blocked, total)):
             try:
                 return self._rewards(rows, prompts, completions, [list(turn.completion_ids) for turn in answers])
             except concurrent.futures.CancelledError as error:
@@ -703,7 +704,7 @@ def _turn_row(episode: Episode, turn: Turn) -> dict[str, Any]:
     return {**as_row(episode), "turns": turns, "turn": turn, "answer_turn": episode.answer if has_ended else None}
 
 
-def _answer_of(episode: Episode) -> Turn:
+def _get_answer(episode: Episode) -> Turn:
     if episode.answer is None:
         raise ValueError(f"Episode {episode.index} has no turn that could be scored.")
     return episode.answer

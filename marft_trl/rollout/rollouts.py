@@ -115,7 +115,7 @@ class Rollouts:
         ahead: Prefetching | None = None,
     ):
         self._ahead = ahead
-        self._failures, self._policy = failures, OnFailure.of(run.args)
+        self._failures, self._policy = failures, OnFailure.from_args(run.args)
         self._failed: dict[str, set[str]] = {"train": set(), "eval": set()}  # names that were counted so far
         self._runner, self._alternatives, self._scorer, self._rewards = runner, alternatives, scorer, rewards
         self._workflow, self._own, self._reach, self._args = workflow, own, reach, run.args
@@ -172,12 +172,12 @@ class Rollouts:
         self._log(episodes, runner.dropped_turns, training)
         has_own_returns = self._own.note(episodes)
         self._check_earned(episodes, training)
-        per_func = self._scorer.of_batch(episodes)
+        per_func = self._scorer.score_batch(episodes)
         self._check_rewards(per_func, training and not further)
         self._check_skipped(per_func.size(0), 1.0 if further else self._args.max_skipped_share)
         first = self._processes.index * len(rows)
         nodes = others.take_nodes() if others is not None else []
-        return Rollout(episodes, per_func, self._scorer.of_team(per_func), first, nodes, has_own_returns)
+        return Rollout(episodes, per_func, self._scorer.combine_rewards(per_func), first, nodes, has_own_returns)
 
     def take_generated(self) -> dict[str, int]:
         """Take the numbers of candidates and re-runs since the last call, see [`Alternatives.take_generated`]."""
@@ -228,7 +228,9 @@ class Rollouts:
         if self._own.are_on:
             own = [{name: sum(value) for name, value in episode.own.items()} for episode in episodes]
             has_more = bool(others) or any(self._own.shared(item).any() for item in episodes)
-            everywhere = self._processes.gather([(own, has_more, {t.agent for one in episodes for t in one.turns})])
+            everywhere = self._processes.gather(
+                [(own, has_more, {turn.agent for item in episodes for turn in item.turns})]
+            )
             if not any(has_more for _, has_more, _ in everywhere):
                 acted = sorted({name for *_, names in everywhere for name in names})
                 self._reach.check_named([entry for own, *_ in everywhere for entry in own], acted)

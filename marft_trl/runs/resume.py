@@ -21,11 +21,11 @@ from trl.trainer.utils import get_callable_name
 from ..adapters.manifest import BaseModel, hash_of_weights
 from ..config.inherited import ALWAYS_UNUSED, INHERITED
 from ..config.marft_config import MARFTConfig
-from ..config.options import rules_of
+from ..config.options import collect_rules
 from ..config.team_setup import TeamSetup
 from ..prompts.views import View
 from ..seams.libraries import installed_version
-from ..system.files import source_of
+from ..system.files import read_source
 from ..system.hints import did_you_mean
 from ..system.redaction import without_secrets
 from ..workflows.base import callable_name
@@ -42,7 +42,7 @@ _OF_CRITIC = ("critic", "level")
 
 def fields_about(*what: str) -> frozenset[str]:
     """Names of the settings that are about `"files"`, `"evaluations"` or `"machines"`, see [`Rule`]."""
-    return frozenset(name for name, rule in rules_of(MARFTConfig, INHERITED).items() if rule.about in what)
+    return frozenset(name for name, rule in collect_rules(MARFTConfig, INHERITED).items() if rule.about in what)
 
 
 # What does not change what is trained
@@ -85,11 +85,15 @@ class RunSettings:
         self._weights, self._dataset, self._num_processes = list(weights), dataset, num_processes
         self._slow: dict[str, Any] | None = None
         # Now, as the files may be edited while the run goes on
-        self._workflow_code = code_of(team.workflow) if _is_of_user(team.workflow) else None
+        self._workflow_code = compute_fingerprint(team.workflow) if _is_of_user(team.workflow) else None
         self._code = {
-            **{f"agents.{agent.name}.reply": code_of(agent.reply) for agent in team.agents if agent.reply is not None},
             **{
-                f"{owner or 'team'}.rewards[{position}]": code_of(function)
+                f"agents.{agent.name}.reply": compute_fingerprint(agent.reply)
+                for agent in team.agents
+                if agent.reply is not None
+            },
+            **{
+                f"{owner or 'team'}.rewards[{position}]": compute_fingerprint(function)
                 for owner, functions in rewards.items()
                 for position, function in enumerate(functions)
             },
@@ -101,7 +105,7 @@ class RunSettings:
         """Settings by part, JSON-serializable. The parts are those of [`~marft_trl.runs.resume`]."""
         args = self._args
         parts: dict[str, Any] = {
-            "agents": {agent.name: self._policies.adapter_of(agent.name) for agent in self._agents},
+            "agents": {agent.name: self._policies.get_adapter(agent.name) for agent in self._agents},
             "adapters": self._adapters(),
             "critic": {name: getattr(args, name) for name in _OF_CRITIC}
             if self._critic is not None
@@ -115,10 +119,10 @@ class RunSettings:
             "tunable": without_secrets(self._tunables()),
         }
         if self._slow is None:
-            self._slow = self._of_base_and_data()
+            self._slow = self._describe_base_and_data()
         return json.loads(json.dumps({**parts, **self._slow}, default=str))
 
-    def _of_base_and_data(self) -> dict[str, Any]:
+    def _describe_base_and_data(self) -> dict[str, Any]:
         base = self._base()
         return {
             "base": {"config": base.config_hash, "quantization": base.quantization, "weights": self._base_weights},
@@ -173,7 +177,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [plain(entry) for entry in value]
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, torch.dtype):
@@ -182,7 +186,7 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
 
 
-def code_of(function: Any) -> str:
+def compute_fingerprint(function: Any) -> str:
     """
     Name of a function, and a hash of its source and of what it was made with: defaults, arguments of
     `functools.partial`, and variables of the function that returned it, as far as these are plain values or functions.
@@ -196,7 +200,7 @@ def code_of(function: Any) -> str:
         function = function.func
     function = getattr(function, "__wrapped__", function)
     try:
-        source = source_of(function if inspect.isroutine(function) else type(function))
+        source = read_source(function if inspect.isroutine(function) else type(function))
     except (OSError, TypeError, SyntaxError):  # a class in a file that is broken at the moment
         return name
     made += filter(None, (getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None)))
@@ -270,7 +274,7 @@ class ResumeChanges:
     accept: Sequence[str] = ()
 
     @classmethod
-    def of(cls, changes: Mapping[str, Any] | None) -> ResumeChanges:
+    def from_dict(cls, changes: Mapping[str, Any] | None) -> ResumeChanges:
         """
         Check the changes that a user names.
 
@@ -310,7 +314,7 @@ class ResumeChanges:
         """`True` if nothing is to change."""
         return not (self.add or self.remove or self.rename or self.accept)
 
-    def source_of(self, adapter: str) -> str | None:
+    def find_source(self, adapter: str) -> str | None:
         """Name that an adapter of the team has in the checkpoint; `None` if it starts anew."""
         if adapter in self.add:
             return None
@@ -335,10 +339,10 @@ class ResumeChanges:
         hints = [f"`add` {missing} (start anew)"] if missing else []
         hints += [f"`remove` {extra}"] if extra else []
         hints += [f"`rename` {extra[0]!r} to {missing[0]!r}"] if missing and extra else []
-        said = f" `resume_changes` {'; '.join(wrong)}." if wrong else ""
+        mistakes = f" `resume_changes` {'; '.join(wrong)}." if wrong else ""
         fix = f" Say with `resume_changes` what is meant: {', '.join(hints)}." if hints else ""
         raise ValueError(
-            f"The checkpoint has the agents and adapters {sorted(saved)}, but the team is {sorted(present)}.{said}"
+            f"The checkpoint has the agents and adapters {sorted(saved)}, but the team is {sorted(present)}.{mistakes}"
             f"{fix} Or resume with the team that the checkpoint was written with."
         )
 

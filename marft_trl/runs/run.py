@@ -202,20 +202,20 @@ class Run(TrainerCallback):
             logger.warning(f"No checkpoint could be saved after the failure: {problem}")
             return
         if is_saved and self._processes.is_main:
-            where = self._checkpoints.folder.standing()
+            where = self._checkpoints.folder.newest_complete()
             note = f"The last complete step is saved in {where}; `train(resume_from_checkpoint=True)` goes on from it."
             logger.warning(note)
             with contextlib.suppress(Exception):
                 error.add_note(note)  # type: ignore[attr-defined]  # Python 3.11 and later
 
-    def _how_to_go_on(self, standing: Path | None) -> str:
-        if standing is None:
+    def _how_to_go_on(self, newest_complete: Path | None) -> str:
+        if newest_complete is None:
             return (
                 "Nothing was saved (`save_strategy='no'`), so a new start begins at step 1. Set "
                 "`save_strategy='steps'` in a run that is to go on."
             )
         way = "Start the same command again" if self._resumes else "Call `train(resume_from_checkpoint=True)`"
-        return f"It is saved in {standing}. {way} to go on from there."
+        return f"It is saved in {newest_complete}. {way} to go on from there."
 
     # ---- Called by the Trainer ----
 
@@ -229,7 +229,7 @@ class Run(TrainerCallback):
         self._checkpoints.open_window()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self._checkpoints.forget()
+        self._checkpoints.discard_step()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._began = time.monotonic()
@@ -238,7 +238,7 @@ class Run(TrainerCallback):
         if self._began is not None:
             self._signals.step_seconds = max(self._signals.step_seconds, time.monotonic() - self._began)
         if self._saves:
-            self._checkpoints.remember()  # an evaluation, which comes next, may fail
+            self._checkpoints.record_step()  # an evaluation, which comes next, may fail
         self._stopped_by = self._agreed_signal()
         if self._stopped_by:
             control.should_save = self._saves
@@ -259,12 +259,12 @@ class Run(TrainerCallback):
             name = signal.Signals(self._stopped_by).name
             if self._saves and not self._checkpoints.has_current_checkpoint():
                 self._save()  # an evaluation has decided against it
-            standing = self._checkpoints.folder.standing() if self._args.should_save else None
+            newest = self._checkpoints.folder.newest_complete() if self._args.should_save else None
             message = (
-                f"Training was stopped by {name} after step {self._checkpoints.step}. {self._how_to_go_on(standing)}"
+                f"Training was stopped by {name} after step {self._checkpoints.step}. {self._how_to_go_on(newest)}"
             )
             if self._processes.is_main:
                 logger.warning(message)
             raise RunInterrupted(self._stopped_by, message)
         if self._saves:
-            self._checkpoints.remember()
+            self._checkpoints.record_step()

@@ -75,7 +75,7 @@ def commit(folder: str | Path, run: str, step: int, settings: Mapping[str, Any])
     """
     folder = Path(folder)
     files = {}
-    for path in _files_of(folder):
+    for path in _list_files(folder):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         files[path.relative_to(folder).as_posix()] = [path.stat().st_size, _sha256(path)]
@@ -149,7 +149,7 @@ def remove(folder: str | Path) -> None:
     shutil.rmtree(folder)
 
 
-def _files_of(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     own = {folder / COMMIT_NAME, folder / OPEN_NAME}
     return sorted(path for path in folder.rglob("*") if path.is_file() and path not in own)
 
@@ -223,7 +223,7 @@ class RunFolder:
         path: the folder; it is created when it is first used.
 
     Attributes:
-        run: id of the run; set by [`~RunFolder.start`] and [`~RunFolder.go_on`].
+        run: id of the run; set by [`~RunFolder.start`] and [`~RunFolder.continue_run`].
     """
 
     def __init__(self, path: str | Path):
@@ -364,7 +364,7 @@ class RunFolder:
         self.run = uuid.uuid4().hex
         self._write_facts(self.known_run())  # the folder is the new run's when it has a checkpoint
 
-    def go_on(self, run: str, step: int | None = None) -> None:
+    def continue_run(self, run: str, step: int | None = None) -> None:
         """
         Go on as the run with this id.
 
@@ -374,7 +374,7 @@ class RunFolder:
         self.run = run
         self._write_facts(run)
         for folder in self.checkpoints() if step is not None else []:
-            if (_step_of(folder) or 0) > (step or 0) and self._is_own(folder):
+            if (_parse_step(folder) or 0) > (step or 0) and self._is_own(folder):
                 aside = folder.with_name(f"{_ASIDE}{folder.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 os.replace(folder, aside)
@@ -405,8 +405,8 @@ class RunFolder:
 
     def checkpoints(self) -> list[Path]:
         """Folders of checkpoints, complete or not, in the order of their steps."""
-        folders = [path for path in self.path.glob(f"{_PREFIX}*") if path.is_dir() and _step_of(path) is not None]
-        return sorted(folders, key=lambda folder: _step_of(folder) or 0)
+        folders = [path for path in self.path.glob(f"{_PREFIX}*") if path.is_dir() and _parse_step(path) is not None]
+        return sorted(folders, key=lambda folder: _parse_step(folder) or 0)
 
     def newest(self) -> tuple[Path, Commit] | None:
         """
@@ -424,7 +424,7 @@ class RunFolder:
             if run is not None and found.run != run:
                 logger.warning(f"Skipped: {folder} belongs to another run. Pass its path to go on with it.")
                 continue
-            if found.step != _step_of(folder):
+            if found.step != _parse_step(folder):
                 logger.warning(f"Skipped: {folder} holds step {found.step}; it was renamed or copied.")
                 continue
             return folder, found
@@ -459,7 +459,7 @@ class RunFolder:
 
     def close(self, folder: Path, settings: dict[str, Any]) -> Commit:
         """Complete the checkpoint that [`~RunFolder.open`] began."""
-        step = _step_of(folder)
+        step = _parse_step(folder)
         if step is None:
             raise ValueError(f"{folder} is not the folder of a checkpoint.")
         done = commit(folder, self.run, step, settings)
@@ -476,7 +476,7 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 os.replace(kept, folder)
 
-    def standing(self) -> Path | None:
+    def newest_complete(self) -> Path | None:
         """The newest complete checkpoint of this run, by its commit alone."""
         return next((folder for folder in reversed(self.checkpoints()) if self._is_own(folder)), None)
 
@@ -514,6 +514,6 @@ def _is_intact(folder: Path) -> bool:
     return True
 
 
-def _step_of(folder: Path) -> int | None:
+def _parse_step(folder: Path) -> int | None:
     number = folder.name.removeprefix(_PREFIX)
     return int(number) if number.isdigit() and number.isascii() else None

@@ -32,14 +32,14 @@ class GraphMemory(NamedTuple):
     stream: Any
 
     @classmethod
-    def of(cls, device: torch.device) -> GraphMemory | None:
+    def create(cls, device: torch.device) -> GraphMemory | None:
         """Memory for graphs on a device; `None` where there are no graphs."""
         if device.type != "cuda":
             return None
         return cls(device, torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
 
 
-def why_not_captured(model: Any) -> str | None:
+def find_capture_obstacle(model: Any) -> str | None:
     """Reason why passes of a model cannot be captured, or `None` if it can be tried."""
     devices = {parameter.device for parameter in model.parameters()}
     kinds = sorted({device.type for device in devices})
@@ -148,7 +148,7 @@ def masks_what_comes_later(model: Any) -> bool:
     return model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
 
 
-def pad_token_of(config: GenerationConfig) -> torch.Tensor | None:
+def get_pad_token(config: GenerationConfig) -> torch.Tensor | None:
     """The padding token as a tensor on the device, which `generate` (transformers 5.23) leaves in a private field."""
     return config._pad_token_tensor
 

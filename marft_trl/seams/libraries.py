@@ -120,7 +120,7 @@ def checkpointing_fields(args: Any) -> list[str]:
     return [name for name in ("gradient_checkpointing", "activation_checkpointing") if hasattr(args, name)]
 
 
-def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+def get_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """
     The options of a parser, by their long names without `--`, with `_` for `-`. Parsers of transformers and accelerate
     are made by their own functions, so nothing else knows what was added to them (Python 3.11 to 3.13).

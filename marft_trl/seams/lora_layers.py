@@ -42,7 +42,7 @@ class MixedLora:
         self._stacked: dict[int, tuple[list[str], tuple[torch.Tensor, torch.Tensor] | None]] = {}
 
     @staticmethod
-    def why_not(model: Any, adapters: Sequence[str]) -> str | None:
+    def find_obstacle(model: Any, adapters: Sequence[str]) -> str | None:
         """Reason why rows of these adapters cannot be mixed, or `None` if they can."""
         if not isinstance(model, PeftModel) or not isinstance(model.base_model, LoraModel):
             return "adapters are not LoRAs"
@@ -55,12 +55,12 @@ class MixedLora:
                 return f"layers of the class {type(module).__name__} have LoRAs"
             if "forward" in vars(module):
                 return "layers have hooks of other libraries"
-            its = [name for name in adapters if name in module.lora_A]
-            if any(name in module.lora_variant for name in its):
+            names = [name for name in adapters if name in module.lora_A]
+            if any(name in module.lora_variant for name in names):
                 return "adapters are variants of LoRA, such as DoRA"
-            if any(module.lora_B[name].bias is not None for name in its) or module.merged:
+            if any(module.lora_B[name].bias is not None for name in names) or module.merged:
                 return "adapters have biases, or are merged"
-            if len({getattr(module.lora_dropout[name], "p", 0.0) for name in its}) > 1:
+            if len({getattr(module.lora_dropout[name], "p", 0.0) for name in names}) > 1:
                 return "the dropout of the adapters differs"
         return None
 
@@ -224,7 +224,7 @@ class DecodingLayers:
                     return None
                 active = [adapter for adapter in module.active_adapters if adapter in module.lora_A]
                 adapters.update(active)
-                if len(adapters) > 1 or any(_why_not(module, adapter) is not None for adapter in active):
+                if len(adapters) > 1 or any(_find_obstacle(module, adapter) is not None for adapter in active):
                     return None
                 if active:
                     layers[name] = module
@@ -331,7 +331,7 @@ def _groups(layers: Mapping[str, Any]) -> list[list[str]]:
     return list(found.values())
 
 
-def _why_not(layer: Any, adapter: str) -> str | None:
+def _find_obstacle(layer: Any, adapter: str) -> str | None:
     """Reason why the LoRA of a layer cannot be computed here, or `None` if it can."""
     if type(layer).__name__ not in PLAIN_LORAS or "forward" in vars(layer):
         return "another class, or hooks of others"

@@ -93,14 +93,14 @@ class _States(BaseModelOutputWithPast):
 def _with_states(model: PreTrainedModel, hidden: torch.Tensor) -> Iterator[list[None]]:
     """Context manager: the backbone returns these hidden states. Gives an entry for each time that it was asked."""
     known = _States(last_hidden_state=hidden.unsqueeze(0))
-    asked: list[None] = []
+    calls: list[None] = []
 
     def forward(*args: Any, **kwargs: Any) -> _States:
-        asked.append(None)
+        calls.append(None)
         return known
 
     with swapped(model.base_model, {"forward": forward, "_forward_pre_hooks": {}}):
-        yield asked
+        yield calls
 
 
 @contextlib.contextmanager
@@ -143,9 +143,9 @@ def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(8, weight.size(1), generator=generator).to(weight.device, weight.dtype)
     ids = torch.arange(8, device=weight.device) * 7 % weight.size(0)
-    with _with_states(model, hidden) as asked:
+    with _with_states(model, hidden) as calls:
         logits = model(input_ids=ids.unsqueeze(0)).logits[0].float()
-    if not asked:  # the model calls a part of its backbone (OPT), so this was a whole pass
+    if not calls:  # the model calls a part of its backbone (OPT), so this was a whole pass
         with _evaluated(model):
             hidden = model.base_model(input_ids=ids.unsqueeze(0)).last_hidden_state[0]
             logits = model(input_ids=ids.unsqueeze(0)).logits[0].float()
@@ -179,7 +179,7 @@ def checkpointing_with_caches(backbone: nn.Module) -> Iterator[None]:
         yield
 
 
-def commit_of(config: Any) -> str | None:
+def get_commit(config: Any) -> str | None:
     """The commit of the Hub that a config (transformers 5.23) was loaded from; `None` for a local one."""
     return getattr(config, "_commit_hash", None)
 

@@ -33,7 +33,7 @@ class EpochSampler(RepeatSampler):
     """
 
     @classmethod
-    def of(cls, sampler: RepeatSampler, phases: int) -> EpochSampler:
+    def from_sampler(cls, sampler: RepeatSampler, phases: int) -> EpochSampler:
         """The sampler in place of TRL's; every generation batch is repeated for so many phases."""
         return cls(
             sampler.data_source,

@@ -265,7 +265,7 @@ def shared_pass(
             starts[row], index[row] = group.length, number
     if adapters is not None:
         adapters.use([adapters.names[group.rows[0]] for group in groups])
-    kept, kept_mask, of_prefixes = prefill(backbone, [rows[group.rows[0]][: group.length] for group in groups])
+    kept, kept_mask, prefix_states = prefill(backbone, [rows[group.rows[0]][: group.length] for group in groups])
     which = torch.tensor(index, device=device)
     cache = Cache(layers=[layer_class(layer, which) for layer in kept.layers])
     if adapters is not None:
@@ -278,7 +278,7 @@ def shared_pass(
         past_key_values=cache,
         use_cache=False,  # the model must not create another cache
     )
-    hidden = with_all_layers(output.last_hidden_state, of_prefixes, backbone)
+    hidden = with_all_layers(output.last_hidden_state, prefix_states, backbone)
     return SharedPass(hidden, starts, kept_mask.size(1), cache)
 
 
@@ -292,8 +292,8 @@ def prefill(
     ids, mask = padded(prefixes, next(backbone.parameters()).device, side="left")
     cache = Cache(layer_class_to_replicate=KeptLayer) if cache is None else cache
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    given = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-    return cache, mask, backbone(input_ids=ids, use_cache=False, **given).last_hidden_state
+    inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+    return cache, mask, backbone(input_ids=ids, use_cache=False, **inputs).last_hidden_state
 
 
 def padded(
@@ -343,7 +343,7 @@ def score(
 
 
 @torch.no_grad()
-def why_not(model: PreTrainedModel) -> str | None:
+def find_obstacle(model: PreTrainedModel) -> str | None:
     """
     Reason why the fast forward does not work for a model, or `None` if it works. It is tried on a few tokens, so that
     models with another kind of cache or positions are recognized, whatever their family.
@@ -394,16 +394,16 @@ def needs_positions(model: PreTrainedModel) -> bool:
     ids, mask = padded([row, row + row], device, side="left")
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
 
-    def last(ids: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
-        return backbone(input_ids=ids, use_cache=False, **given).last_hidden_state[0, -len(row) :]
+    def last(ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        return backbone(input_ids=ids, use_cache=False, **inputs).last_hidden_state[0, -len(row) :]
 
     was_training = model.training
     model.eval()
     try:
         alone = last(ids[:1, -len(row) :])
         left_out = _error(last(ids, attention_mask=mask), alone)
-        given = {"position_ids": positions} if takes_positions else {}
-        rounding = _error(last(ids, attention_mask=mask, **given), alone)
+        extra = {"position_ids": positions} if takes_positions else {}
+        rounding = _error(last(ids, attention_mask=mask, **extra), alone)
     except Exception:  # the model needs other inputs than tokens, which TRL's pass may provide
         return False
     finally:

@@ -144,12 +144,12 @@ def started_by(pid: int, key: str) -> list[Any]:
             is_mine = process.info["uids"] is not None and process.info["uids"].real == me
             if not is_mine or process.pid in (os.getpid(), pid) or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            if os.getpgid(process.pid) == pid or key.encode() in _environment_of(process):
+            if os.getpgid(process.pid) == pid or key.encode() in _read_environment(process):
                 found.append(process)
     return found
 
 
-def _environment_of(process: Any) -> bytes:
+def _read_environment(process: Any) -> bytes:
     if os.path.exists(f"/proc/{process.pid}/environ"):
         with open(f"/proc/{process.pid}/environ", "rb") as file:
             return file.read()

@@ -60,7 +60,7 @@ def sync_folder(folder: str | Path) -> None:
 _LOADED: set[str] = set()
 
 
-def module_of(file: Path) -> ModuleType:
+def import_file(file: Path) -> ModuleType:
     """
     The module of a Python file, executed anew.
 
@@ -85,7 +85,7 @@ def module_of(file: Path) -> ModuleType:
     return module
 
 
-def source_of(function: Any) -> str:
+def read_source(function: Any) -> str:
     """
     Source of a function or class. No garbage is collected meanwhile: for a class, `inspect` parses the file, and
     CPython 3.11 raises a `SystemError` if a finalizer parses something at the same time, such as one that logs a

@@ -45,7 +45,7 @@ def other_devices(model: nn.Module, device: torch.device) -> list[torch.device]:
     places = {item for item in model.hf_device_map.values() if item != "disk"}  # type: ignore[union-attr]
     found = {torch.device(device.type, place) if isinstance(place, int) else torch.device(place) for place in places}
     whole = {torch.device(value.type, value.index or 0) for value in found if value.type == device.type}
-    return sorted(whole - {torch.device(device.type, device.index or 0)}, key=lambda one: one.index)
+    return sorted(whole - {torch.device(device.type, device.index or 0)}, key=lambda entry: entry.index)
 
 
 def take_one_device(args: TrainingArguments, model: nn.Module) -> None:
@@ -135,14 +135,14 @@ class PeerMonitor:
             for other in self._others:
                 place = self._places[other]
                 if place.host == socket.gethostname() and not _is_alive(place.pid):
-                    said = _within(_EVERY, functools.partial(self._failure_of, self._store, other))
-                    return said or (
+                    failure = _within(_EVERY, functools.partial(self._read_failure, self._store, other))
+                    return failure or (
                         f"Process {other} of the run (pid {place.pid}) has ended without an error of its own: it was "
                         "killed, for instance for lack of memory."
                     )
             with contextlib.suppress(Exception):  # the process that keeps the store may be gone
                 store = _own(self._store)
-                found = [text for other in self._others if (text := self._failure_of(store, other))]
+                found = [text for other in self._others if (text := self._read_failure(store, other))]
                 if found:
                     return found[0]
                 beats = self._beats(store)
@@ -161,7 +161,7 @@ class PeerMonitor:
             "is gone."
         )
 
-    def _failure_of(self, store: Any, other: int) -> str | None:
+    def _read_failure(self, store: Any, other: int) -> str | None:
         if not store.check([self._failure(other)]):
             return None
         where = self._places[other].host
@@ -184,12 +184,12 @@ class PeerMonitor:
             store, count = _own(self._store), 0
             while not self._ended.wait(_EVERY if count else 0.0):
                 store.set(self._beat(self._index), str(count := count + 1))
-                said = next((text for other in self._others if (text := self._failure_of(store, other))), None)
-                if said is not None:
-                    self._end_if_still(said)
+                failure = next((text for other in self._others if (text := self._read_failure(store, other))), None)
+                if failure is not None:
+                    self._end_if_still(failure)
                     return
 
-    def _end_if_still(self, said: str) -> None:
+    def _end_if_still(self, failure: str) -> None:
         """End the process if its thread stays in one place, such as a collective that never ends."""
         place, since = self._place(), time.monotonic()
         while not self._ended.wait(_PATIENCE / 20):
@@ -198,7 +198,7 @@ class PeerMonitor:
             if time.monotonic() - since >= _PATIENCE:
                 mine = self._places[self._index]
                 message = (
-                    f"\n{said}\nProcess {self._index} (pid {mine.pid} on {mine.host}) has waited for it for "
+                    f"\n{failure}\nProcess {self._index} (pid {mine.pid} on {mine.host}) has waited for it for "
                     f"{_PATIENCE:g} s and ends.\n"
                 )
                 os.write(2, message.encode())
@@ -373,8 +373,8 @@ class Processes:
             return
         if error is not None and self._are_stuck():
             raise error  # the others learn of it when this process has ended
-        said = self.gather([None if error is None else _described(error)])
-        failures = {index: text for index, text in enumerate(said) if text is not None}
+        errors = self.gather([None if error is None else _described(error)])
+        failures = {index: text for index, text in enumerate(errors) if text is not None}
         if not failures:
             return
         if error is None:

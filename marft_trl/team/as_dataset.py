@@ -59,7 +59,7 @@ def to_dataset(
             for index in indices:
                 desirable = scores[index] >= limit if threshold is not None else scores[index] > limit
                 rows += [
-                    {**_said(turn), "label": desirable, "agent": turn.agent}
+                    {**_to_prompt_completion(turn), "label": desirable, "agent": turn.agent}
                     for turn in _turns(episodes[index], names)
                     if not (desirable and turn.truncated)
                 ]
@@ -117,7 +117,7 @@ def _turns(episode: Episode, names: Sequence[str]) -> list[Turn]:
     return [turn for turn in episode.turns if turn.agent in names and len(turn.completion_ids)]
 
 
-def _said(turn: Turn) -> dict[str, Any]:
+def _to_prompt_completion(turn: Turn) -> dict[str, Any]:
     """Prompt and completion: messages, or texts where the agent was shown a text."""
     if isinstance(turn.observation, str):
         return {"prompt": turn.observation, "completion": turn.raw_text}
@@ -125,12 +125,12 @@ def _said(turn: Turn) -> dict[str, Any]:
 
 
 def _shaped(turn: Turn, kind: str) -> dict[str, Any]:
-    said = _said(turn)
+    pair = _to_prompt_completion(turn)
     if kind == "prompt-completion":
-        return said
-    if isinstance(said["prompt"], str):
-        return {"text": said["prompt"] + said["completion"]}
-    return {"messages": [*said["prompt"], *said["completion"]]}
+        return pair
+    if isinstance(pair["prompt"], str):
+        return {"text": pair["prompt"] + pair["completion"]}
+    return {"messages": [*pair["prompt"], *pair["completion"]]}
 
 
 def _pairs(scored: list[tuple[float, Episode]], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -149,7 +149,7 @@ def _pairs(scored: list[tuple[float, Episode]], names: Sequence[str]) -> list[di
         high, chosen = max(whole, key=lambda pair: pair[0])
         low, rejected = min(turns, key=lambda pair: pair[0])
         if high > low and chosen.completion_ids != rejected.completion_ids:
-            good, bad = _said(chosen), _said(rejected)
+            good, bad = _to_prompt_completion(chosen), _to_prompt_completion(rejected)
             pairs.append(
                 {"prompt": good["prompt"], "chosen": good["completion"], "rejected": bad["completion"], "agent": agent}
             )

@@ -56,7 +56,7 @@ def questions(
     return rows, {"greedy": True} if greedy else decoding(sampling)
 
 
-def check_one(question: Any, where: str) -> None:
+def check_single_question(question: Any, where: str) -> None:
     """
     Raises:
         TypeError: what is passed to the method `where` is not a single question.
@@ -187,7 +187,7 @@ class GrowingText:
         self.text += (new := after[len(before) :])
         return new
 
-    def rest_of(self, text: str) -> str:
+    def get_rest(self, text: str) -> str:
         """What is missing of the whole text; nothing if that is another one."""
         return text[len(self.text) :] if text.startswith(self.text) else ""
 
@@ -200,49 +200,49 @@ class Narrator:
     Tells of the turns of an episode as events, see [`TurnListener`].
 
     Args:
-        tell: gets the events. If left out, turns end when nobody waits for them any more, and that is all.
+        on_event: gets the events. If left out, turns end when nobody waits for them any more, and that is all.
         limit: largest number of tokens of a turn.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        tell: Callable[[Event], None] | None = None,
+        on_event: Callable[[Event], None] | None = None,
         limit: int | None = None,
     ):
-        self._tokenizer, self._tell, self._limit = tokenizer, tell, limit
+        self._tokenizer, self._on_event, self._limit = tokenizer, on_event, limit
         self._turns: list[LiveTurn] = []
         self._begun: dict[Any, tuple[int, GrowingText]] = {}  # by what waits for the turn
         self._count = 0
 
-    def begins(self, request: Request, seed: int) -> LiveTurn:
+    def turn_started(self, request: Request, seed: int) -> LiveTurn:
         """A turn is to be sampled."""
-        tell, hear = self._tell, None
-        if tell is not None:
+        on_event, on_tokens = self._on_event, None
+        if on_event is not None:
             number, text = self._count, GrowingText(self._tokenizer)
             self._begun[request.waiter] = number, text
             self._count += 1
-            tell(TurnStarted(request.agent, number))
+            on_event(TurnStarted(request.agent, number))
 
-            def hear(ids: list[int]) -> None:
+            def on_tokens(ids: list[int]) -> None:
                 if new := text.add(ids):
-                    tell(TextDelta(request.agent, number, new))
+                    on_event(TextDelta(request.agent, number, new))
 
-        self._turns.append(LiveTurn(seed, self._limit, hear))
+        self._turns.append(LiveTurn(seed, self._limit, on_tokens))
         return self._turns[-1]
 
-    def ended(self, request: Request, completion: Completion | EndOfEpisode) -> None:
+    def turn_ended(self, request: Request, completion: Completion | EndOfEpisode) -> None:
         """A turn was sampled, or written by a function."""
-        if self._tell is None or isinstance(completion, EndOfEpisode):
+        if self._on_event is None or isinstance(completion, EndOfEpisode):
             return
         if request.waiter not in self._begun:  # a function has written it
-            self._tell(TurnStarted(request.agent, self._count))
+            self._on_event(TurnStarted(request.agent, self._count))
             self._begun[request.waiter] = self._count, GrowingText(self._tokenizer)
             self._count += 1
         number, text = self._begun.pop(request.waiter)
-        if rest := text.rest_of(completion.text):
-            self._tell(TextDelta(request.agent, number, rest))
-        self._tell(TurnEnded(request.agent, number, completion.text))
+        if rest := text.get_rest(completion.text):
+            self._on_event(TextDelta(request.agent, number, rest))
+        self._on_event(TurnEnded(request.agent, number, completion.text))
 
     def leave(self) -> None:
         """Nobody waits for the episode any more. Its turns end."""

@@ -38,7 +38,7 @@ from ..rollout.turn_reader import TurnReader
 from ..seams.generation import HALF
 from ..seams.lora_layers import MixedLora
 from ..seams.models import keep_4bit_weights
-from ..shared_prefix.forward import why_not
+from ..shared_prefix.forward import find_obstacle
 from ..system.processes import placement
 from ..system.randomness import UserRandomness
 from ..workflows import Workflow
@@ -76,26 +76,26 @@ def turns_that_fit(model: PreTrainedModel, tokens: int) -> int:
 _DEFAULTS = SimpleNamespace(max_completion_length=512, temperature=1.0, top_p=1.0, top_k=0, min_p=None)
 
 
-def views_of(inference: Inference, view: View | Mapping[str, View] | None) -> dict[str | None, View]:
+def check_views(inference: Inference, view: View | Mapping[str, View] | None) -> dict[str | None, View]:
     """Return the views by agent name. The key `None` holds the view of all agents without their own."""
-    given: dict[str | None, View] = {None: view} if callable(view) else dict((view or {}).items())
+    views: dict[str | None, View] = {None: view} if callable(view) else dict((view or {}).items())
     needed: dict[str | None, str] = dict(inference.agent_views.items())
     if inference.view is not None:
         needed[None] = inference.view
-    unknown = [agent for agent in given if agent not in needed]
+    unknown = [agent for agent in views if agent not in needed]
     if unknown:
         whose = "the team" if unknown[0] is None else f"agent {unknown[0]!r}"
         raise ValueError(
             f"`view=` has a function for {whose}, which had none in training (functions were: {needed or 'none'})."
         )
-    missing = [agent for agent in needed if agent not in given]
+    missing = [agent for agent in needed if agent not in views]
     if missing:
         whose = f"agent {missing[0]!r}" if missing[0] is not None else "the team"
         form = "`view={'" + missing[0] + "': ...}`" if missing[0] is not None else "`view=`"
         raise ValueError(
             f"The messages {whose} was shown in training came from the view `{needed[missing[0]]}`: pass it as {form}."
         )
-    return given
+    return views
 
 
 def with_functions(
@@ -234,23 +234,23 @@ class SavedTeam:
         autocast = HALF.get(inference.mixed_precision)
         engine = ModelEngine(model, tokenizer, known_settings(inference, model, tokenizer), autocast)
         samplings = {agent.name: _sampling(agent, inference) for agent in agents}
-        unread = [agent.name for agent in agents if not agent.has_policy]
-        longest = None if self.servers is None else self.servers.longest_turn()
+        without_model = [agent.name for agent in agents if not agent.has_policy]
+        longest = None if self.servers is None else self.servers.find_max_model_len()
         prompts = PromptBuilder(
             tokenizer,
             tokenize=_tokenization(tokenizer, inference, chat_template),
             view=self.view,
             chat_template=ChatTemplate(tokenizer, chat_template, inference.chat_template_kwargs),
-            plain=is_plain(agents, uses_tools),
-            window=preparing.window_of(model, samplings, inference.context_overflow, unread, longest),
-            ends=engine.ends,
+            keeps_text_prompts=is_plain(agents, uses_tools),
+            window=preparing.make_window(model, samplings, inference.context_overflow, without_model, longest),
+            end_token_ids=engine.end_token_ids,
             aliases=alias_names(agents) if self.manifest.anonymous else {},
-            alone=preparing.is_alone(agents, workflow),
+            is_single_agent=preparing.is_single_agent(agents, workflow),
             show_reasoning=inference.show_reasoning,
         )
         preparing.warn_of_unprotected(prompts, uses_tools)
         generator = self._generator(agents, Policies(model, agents), samplings, engine)
-        reader = TurnReader(tokenizer, engine.ends, prompts.template, uses_tools, is_lone=len(agents) == 1)
+        reader = TurnReader(tokenizer, engine.end_token_ids, prompts.template, uses_tools, is_lone=len(agents) == 1)
         limits = Limits(ToolLimits(**inference.tool_limits), inference.workflow_timeout)
         return EpisodeRunner(agents, workflow, prompts, generator, reader, UserRandomness(0, model.device), limits)
 
@@ -261,26 +261,26 @@ class SavedTeam:
             return self.servers.generator(agents, policies, samplings, engine)
         model = engine.model
         base = model.get_base_model() if isinstance(model, PeftModel) else model
-        share = self.inference.share_prefixes and why_not(base) is None
-        mixed = MixedLora(model) if share and MixedLora.why_not(model, policies.names) is None else None
+        share = self.inference.share_prefixes and find_obstacle(base) is None
+        mixed = MixedLora(model) if share and MixedLora.find_obstacle(model, policies.names) is None else None
         return TransformersGenerator(engine, policies, samplings, Decoding(share, mixed=mixed))
 
-    def of(self, agents: Sequence[AgentSpec], workflow: Workflow, names: Mapping[str, str]) -> SavedTeam:
+    def with_agents(self, agents: Sequence[AgentSpec], workflow: Workflow, names: Mapping[str, str]) -> SavedTeam:
         """
         The same with other agents.
 
         Args:
             names: names that agents had before, by their present ones.
         """
-        before, given = self.inference, {item.name: item for item in self.manifest.agents}
+        before, specs = self.inference, {item.name: item for item in self.manifest.agents}
         general = SimpleNamespace(**vars(_DEFAULTS))
         for name in vars(_DEFAULTS):  # what agents have that set nothing themselves
-            theirs = [value[name] for agent, value in before.sampling.items() if getattr(given[agent], name) is None]
-            setattr(general, name, theirs[0] if theirs else getattr(_DEFAULTS, name))
+            values = [value[name] for agent, value in before.sampling.items() if getattr(specs[agent], name) is None]
+            setattr(general, name, values[0] if values else getattr(_DEFAULTS, name))
         sampling: dict[str, dict[str, Any]] = {}
         for agent in agents:
             known = before.sampling.get(names.get(agent.name, agent.name))
-            own = own_settings(Sampling.of(agent, general).as_generation_kwargs())
+            own = own_settings(Sampling.from_agent(agent, general).as_generation_kwargs())
             sampling[agent.name] = known if known is not None else own
         inference = dataclasses.replace(
             before,
@@ -384,7 +384,7 @@ def warn_of_another_base(manifest: TeamManifest, base: PreTrainedModel, tokenize
 def _sampling(agent: AgentSpec, inference: Inference) -> Sampling:
     own = inference.sampling.get(agent.name)
     if own is None:
-        return Sampling.of(agent, _DEFAULTS)
+        return Sampling.from_agent(agent, _DEFAULTS)
     settings: dict[str, Any] = {
         name: own.get(name) for name in ("max_completion_length", "temperature", "top_p", "top_k", "min_p")
     }

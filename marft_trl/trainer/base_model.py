@@ -30,7 +30,7 @@ def load_base(
 ) -> PreTrainedModel | PeftModel:
     """
     Return the base model. If `model` is a name, it is loaded like in `GRPOTrainer`, but for the precision of a frozen
-    base, see [`dtype_of`], and for its device: one process has one, and TRL's `device_map="auto"` would spread the
+    base, see [`choose_dtype`], and for its device: one process has one, and TRL's `device_map="auto"` would spread the
     base over all that the machine shows.
 
     The adapters are added before `GRPOTrainer.__init__` runs, so the model has to be loaded before it, too.
@@ -82,12 +82,12 @@ def load_base(
         model_init_kwargs["device_map"] = None  # "auto" fails in distributed training
     elif "device_map" not in model_init_kwargs:
         model_init_kwargs |= placement(args.device)
-    dtype = dtype_of(args, is_frozen)
+    dtype = choose_dtype(args, is_frozen)
     if dtype is not None:
         model_init_kwargs["dtype"] = dtype
         if "quantization_config" in model_init_kwargs:
-            given = model_init_kwargs["quantization_config"]
-            model_init_kwargs["quantization_config"] = computing_in(given, dtype)
+            quantization = model_init_kwargs["quantization_config"]
+            model_init_kwargs["quantization_config"] = computing_in(quantization, dtype)
     model_init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
     with loading_model(model):
         base = create_model_from_path(model, **model_init_kwargs)
@@ -121,7 +121,7 @@ def stays_frozen(agents: Sequence[AgentSpec], peft_config: PeftConfig | None) ->
     return bool(configs) and not any(getattr(config, name, None) for config in configs for name in whole)
 
 
-def dtype_of(args: MARFTConfig, is_frozen: bool) -> torch.dtype | None:
+def choose_dtype(args: MARFTConfig, is_frozen: bool) -> torch.dtype | None:
     """
     Precision of the weights of a base that is loaded by name, if the user sets none; `None` for TRL's float32.
 
@@ -176,12 +176,16 @@ _REPLACED = frozenset(
 def _warn_of_generation_config(base: PreTrainedModel | PeftModel, args: MARFTConfig) -> None:
     """Say which settings of the base's generation config have no effect, because nothing but its end tokens has."""
     config = getattr(base, "generation_config", None)
-    its = config.to_diff_dict() if config is not None else {}
-    given = {*(args.generation_kwargs or {}), *(["min_p"] if args.min_p is not None else [])}
-    unused = {name: value for name, value in its.items() if not name.startswith("_") and name not in _REPLACED | given}
+    defaults = config.to_diff_dict() if config is not None else {}
+    overrides = {*(args.generation_kwargs or {}), *(["min_p"] if args.min_p is not None else [])}
+    unused = {
+        name: value
+        for name, value in defaults.items()
+        if not name.startswith("_") and name not in _REPLACED | overrides
+    }
     if unused:
         logger.warning(
-            f"The generation config of the base sets {', '.join(f'{name}={its!r}' for name, its in unused.items())}, "
-            "which has no effect: turns are sampled as the training arguments say. Set `min_p` or `generation_kwargs` "
-            "if it is meant."
+            "The generation config of the base sets "
+            f"{', '.join(f'{name}={value!r}' for name, value in unused.items())}, which has no effect: turns are "
+            "sampled as the training arguments say. Set `min_p` or `generation_kwargs` if it is meant."
         )

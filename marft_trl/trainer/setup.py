@@ -138,7 +138,7 @@ def check_launcher(args: MARFTConfig) -> ModuleType | None:
     return fsdp2
 
 
-def engine_of(args: MARFTConfig, policies: Policies, base: Any, agents: Sequence[AgentSpec]) -> Engine | None:
+def make_engine(args: MARFTConfig, policies: Policies, base: Any, agents: Sequence[AgentSpec]) -> Engine | None:
     """The servers that generate, checked and started, with `use_vllm=True`."""
     if not args.use_vllm:
         return None
@@ -242,7 +242,7 @@ def check_votes(args: MARFTConfig, vote: Any, rewards: Sequence[str]) -> None:
         )
 
 
-def datasets_of(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
+def prepare_datasets(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
     """
     The training and the evaluation set after all checks. Where environments own the data, missing prompts are empty.
 
@@ -274,7 +274,7 @@ def _with_no_prompt(row: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": _NO_PROMPT}
 
 
-def rewards_of(
+def prepare_rewards(
     args: MARFTConfig,
     agents: Sequence[AgentSpec],
     workflow: Workflow,
@@ -362,8 +362,8 @@ def check_eval_set(dataset: Any, known: Any) -> None:
     """Raise if the name of an evaluation set is that of none."""
     names = list(known) if isinstance(known, Mapping) else []
     if isinstance(dataset, str) and dataset not in names:
-        theirs = f"there are {', '.join(map(repr, names))}" if names else "the trainer's `eval_dataset` has no names"
-        raise ValueError(f"There is no evaluation set {dataset!r}: {theirs}. Pass a `Dataset`.")
+        hint = f"there are {', '.join(map(repr, names))}" if names else "the trainer's `eval_dataset` has no names"
+        raise ValueError(f"There is no evaluation set {dataset!r}: {hint}. Pass a `Dataset`.")
 
 
 def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:

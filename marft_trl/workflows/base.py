@@ -17,7 +17,7 @@ from ..agents import AgentSpec
 from ..episodes.live import LiveEpisode
 from ..episodes.records import EndOfEpisode, Seen, Turn, unknown_agent
 from ..episodes.rehearsal import rehearse
-from ..system.files import source_of
+from ..system.files import read_source
 from ..system.hints import did_you_mean
 
 
@@ -57,7 +57,7 @@ class Workflow(ABC):
         acts_outside (`bool`, defaults to `False`):
             `True` if an episode does something outside of this process. Such a workflow is not run for a picture of
             it in cards and checkpoints, but when a plan or a rehearsal is asked for.
-        holds_up (`float`, *optional*):
+        max_wait_for_episodes (`float`, *optional*):
             Seconds that an episode may hold up the requests of others, where all are sampled together. By default,
             they wait as long as it takes, so that results do not depend on timing.
         functions (`Sequence[Callable]`):
@@ -68,7 +68,7 @@ class Workflow(ABC):
     reward_funcs: Callable | Sequence[Callable] | None = None
     earns: bool = False
     acts_outside: bool = False
-    holds_up: float | None = None
+    max_wait_for_episodes: float | None = None
     functions: Sequence[Callable] = ()
 
     @property
@@ -101,7 +101,7 @@ class Workflow(ABC):
         in the source code (`episode.turn("writer")`). Names computed at run time are checked when a turn is requested.
         """
         try:
-            tree = ast.parse(textwrap.dedent(source_of(type(self))))
+            tree = ast.parse(textwrap.dedent(read_source(type(self))))
         except (OSError, TypeError, SyntaxError):  # no source at hand, e.g. a class typed into an interpreter
             return []
         calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
@@ -182,10 +182,10 @@ class Workflow(ABC):
             raise ValueError(
                 f"`environment_factory` was passed, but the workflow `{cls.__name__}` of the team has none."
             )
-        return cls._of(**arguments)
+        return cls._from_arguments(**arguments)
 
     @classmethod
-    def _of(cls, **arguments: Any) -> Workflow:
+    def _from_arguments(cls, **arguments: Any) -> Workflow:
         try:
             return cls(**arguments)
         except (TypeError, ValueError) as error:

@@ -115,8 +115,8 @@ class EnvironmentLoop(Workflow):
         self.earns = self.has_steps or hasattr(example, "get_reward")
         self.agents = check_names("agents", agents, self) if agents is not None else None
         self.horizon = check_count("horizon", horizon, self)
-        self.turns = _one_of("turns", turns, ("all", "one"))
-        self.shows = _one_of("shows", shows, ("all", "own"))
+        self.turns = _check_choice("turns", turns, ("all", "one"))
+        self.shows = _check_choice("shows", shows, ("all", "own"))
         if turns == "one" and (side_by_side or not hasattr(example, "whose_turn") or not self.has_steps):
             raise ValueError(
                 f"`EnvironmentLoop(turns='one')` asks the environment who acts next: `{type(example).__name__}` needs "
@@ -175,7 +175,7 @@ class EnvironmentLoop(Workflow):
         episode.count("rounds", rounds)
         if hasattr(environment, "get_reward") and episode.turns:
             episode.earn(episode.turns[-1], await episode.call(environment.get_reward))
-        close = _close_of(environment) if self.has_steps and "close" not in self.tools else None
+        close = _find_close(environment) if self.has_steps and "close" not in self.tools else None
         if close is not None:
             try:
                 await episode.call(close)
@@ -228,8 +228,8 @@ class EnvironmentLoop(Workflow):
             episode.observe(feedback, after=turns, reward=reward, source=self.source)
             return
         last = {turn.agent: turn for turn in turns}
-        for agent, its in reward.items():  # after its own turn, or the last one if it did not act
-            episode.earn(last.get(agent, turns[-1]), {agent: its})
+        for agent, agent_reward in reward.items():  # after its own turn, or the last one if it did not act
+            episode.earn(last.get(agent, turns[-1]), {agent: agent_reward})
         episode.observe(feedback, after=turns, source=self.source)
 
     def check(self, agents: Sequence[str]) -> None:
@@ -258,7 +258,7 @@ class EnvironmentLoop(Workflow):
                 f"The team plays in the environment `{arguments.get('environment')}`: pass what makes it as "
                 "`environment_factory=` (a class or a function), or pass the whole workflow as `workflow=`."
             )
-        return cls._of(**{**arguments, "environment": environment_factory})
+        return cls._from_arguments(**{**arguments, "environment": environment_factory})
 
     def describe(self) -> dict:
         return {
@@ -282,7 +282,7 @@ def _takes(function: Callable, name: str) -> bool:
     return name in parameters or any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
 
 
-def _one_of(name: str, value: str, known: Sequence[str]) -> str:
+def _check_choice(name: str, value: str, known: Sequence[str]) -> str:
     if value not in known:
         raise ValueError(
             f"`{name}` of `EnvironmentLoop` must be {' or '.join(map(repr, known))}, got {value!r}."
@@ -297,7 +297,7 @@ def _public_methods(environment: Any) -> list[str]:
     return [name for name in names if not name.startswith("_") and name not in _OWN_METHODS]
 
 
-def _close_of(environment: Any) -> Callable | None:
+def _find_close(environment: Any) -> Callable | None:
     """The method `close`, if it takes no arguments: others mean something else."""
     close = getattr(environment, "close", None)
     return close if close is not None and not inspect.signature(close).parameters else None

@@ -236,11 +236,11 @@ class Debate(Workflow):
         self.vote = vote
 
     async def run(self, episode: LiveEpisode) -> None:
-        said: list[Turn] = []
+        turns: list[Turn] = []
         for _ in range(self.rounds):
-            latest = await together(episode.turn(agent, sees=said) for agent in self.agents)
-            said = [*said, *latest]
-        episode.answer = await episode.turn(self.judge, sees=said) if self.judge else most_frequent(latest, self.vote)
+            latest = await together(episode.turn(agent, sees=turns) for agent in self.agents)
+            turns = [*turns, *latest]
+        episode.answer = await episode.turn(self.judge, sees=turns) if self.judge else most_frequent(latest, self.vote)
 
     def named_agents(self) -> list[str]:
         return [*self.agents, *([self.judge] if self.judge else [])]
@@ -274,10 +274,10 @@ class MixtureOfAgents(Workflow):
         self.aggregator = aggregator
 
     async def run(self, episode: LiveEpisode) -> None:
-        said: list[Turn] = []
+        turns: list[Turn] = []
         for layer in self.layers:
-            said = await together(episode.turn(agent, sees=said) for agent in layer)
-        episode.answer = await episode.turn(self.aggregator, sees=said)
+            turns = await together(episode.turn(agent, sees=turns) for agent in layer)
+        episode.answer = await episode.turn(self.aggregator, sees=turns)
 
     def named_agents(self) -> list[str]:
         return list(dict.fromkeys([*(agent for layer in self.layers for agent in layer), self.aggregator]))
@@ -364,10 +364,10 @@ class ByColumn(Workflow):
                 raise TypeError(f"`workflows` of `ByColumn` has no `Workflow` object for {name!r}, got {workflow!r}.")
         self.workflows, self.column = dict(workflows), column
         self.functions = [function for item in self.workflows.values() for function in item.functions]
-        limits = [value.holds_up for value in self.workflows.values() if value.holds_up is not None]
-        self.holds_up = min(limits, default=None)
+        limits = [workflow.max_wait_for_episodes for workflow in self.workflows.values()]
+        self.max_wait_for_episodes = min((limit for limit in limits if limit is not None), default=None)
         self.acts_outside = any(entry.acts_outside for entry in self.workflows.values())
-        self.earns = any(one.earns for one in self.workflows.values())
+        self.earns = any(workflow.earns for workflow in self.workflows.values())
 
     @property
     def uses_tools(self) -> bool:

@@ -19,8 +19,8 @@ from ...episodes.live import LiveEpisode
 from ...episodes.records import EndOfEpisode, RequestedTurn, Turn
 from ...system.watchdog import raise_in
 from ...workflows.base import Workflow, callable_name
-from .program import AppResult, arguments_of, parts_of, run_program
-from .requests import ChatReply, ChatRequest, RequestError, problem_of
+from .program import AppResult, make_arguments, run_program, split_command
+from .requests import ChatReply, ChatRequest, RequestError, to_request_error
 from .session import AppEndpoint, Session, Waiting, shared_keys
 
 
@@ -67,7 +67,7 @@ class ExternalApp(Workflow):
         together (`float`, *optional*, defaults to `0.02`):
             Seconds that further requests of an episode are waited for. Those that come by then are parallel turns, and
             sampled together.
-        holds_up (`float`, *optional*, defaults to `60.0`):
+        max_wait_for_episodes (`float`, *optional*, defaults to `60.0`):
             Seconds that requests of other episodes wait for one that computes, so that results do not depend on how
             long anything takes. After that they are answered without it, with a warning. `None` for as long as it
             takes.
@@ -84,7 +84,7 @@ class ExternalApp(Workflow):
         tools: bool = False,
         earns: bool = False,
         together: float = 0.02,
-        holds_up: float | None = 60.0,
+        max_wait_for_episodes: float | None = 60.0,
         cwd: str | os.PathLike | None = None,
     ):
         is_command = isinstance(app, str) or (isinstance(app, Sequence) and all(isinstance(item, str) for item in app))
@@ -94,14 +94,14 @@ class ExternalApp(Workflow):
                 f"endpoint)`, got {app!r}."
             )
         if is_command:
-            parts_of(cast(Any, app))
+            split_command(cast(Any, app))
         if cwd is not None and not os.path.isdir(cwd):
             raise ValueError(f"`cwd` of `ExternalApp` must be a folder, got {os.fspath(cwd)!r}.")
         if not together >= 0:
             raise ValueError(f"`together` must be at least 0 seconds, got {together!r}.")
         self.app, self.answer, self.takes_tools, self.earns = app, answer, bool(tools), bool(earns)
         self._told: set[str] = set()
-        self.holds_up = holds_up
+        self.max_wait_for_episodes = max_wait_for_episodes
         self.together, self.cwd = together, os.fspath(cwd) if cwd is not None else None
 
     @property
@@ -140,7 +140,7 @@ class ExternalApp(Workflow):
             )
         from .server import Endpoint
 
-        server = Endpoint.of_process()
+        server = Endpoint.get_or_start()
         async with self._place(episode, server):
             await self._run(episode, server)
 
@@ -177,7 +177,7 @@ class ExternalApp(Workflow):
     async def _result(self, episode: LiveEpisode, endpoint: AppEndpoint, server: Any) -> AppResult:
         row = dict(episode.row)
         if not callable(self.app):
-            arguments = arguments_of(cast(Any, self.app), row, endpoint)
+            arguments = make_arguments(cast(Any, self.app), row, endpoint)
             job = server.run(run_program(arguments, row, endpoint, self.cwd or os.getcwd()))
             return await asyncio.wrap_future(job)
         if inspect.iscoroutinefunction(self.app) or inspect.iscoroutinefunction(type(self.app).__call__):
@@ -197,9 +197,9 @@ class ExternalApp(Workflow):
             raise RuntimeError(result.problem + refused)
         if not episode.turns:
             why = refused or " It made no request: does it read OPENAI_BASE_URL and OPENAI_API_KEY, or ask elsewhere?"
-            said = result.said
+            output = result.said
             raise RuntimeError(
-                f"The application has ended without a turn.{why}" + (f" It said: {said}" if said else "")
+                f"The application has ended without a turn.{why}" + (f" It said: {output}" if output else "")
             )
         if result.left:
             episode.count("app/left_behind", result.left)
@@ -208,9 +208,9 @@ class ExternalApp(Workflow):
                 "them in it."
             )
         episode.environment = result
-        its = [turn for turn in episode.turns if turn.agent == self.answer]
-        if its:
-            episode.answer = its[-1]
+        answers = [turn for turn in episode.turns if turn.agent == self.answer]
+        if answers:
+            episode.answer = answers[-1]
         for reward, turn in session.rewards:
             episode.earn(turn or episode.turns[-1], reward)
         if result.value is not None:
@@ -271,7 +271,7 @@ class _Conversation:
 
     def __init__(self, app: ExternalApp, episode: LiveEpisode, session: Session):
         self._app, self._episode, self._session = app, episode, session
-        self._said: list[tuple[Turn, ChatReply, ChatRequest]] = []
+        self._replies: list[tuple[Turn, ChatReply, ChatRequest]] = []
         self._open: list[Waiting] = []
         self._refused = 0  # requests since the latest turn
         self._tasks: set[asyncio.Task] = set()
@@ -301,7 +301,7 @@ class _Conversation:
                     batch.append(self._session.inbox.get_nowait())
                 arrival = asyncio.ensure_future(self._session.inbox.get())
                 self._open = [item for item in self._open if not item.is_settled] + batch
-                for waiting in sorted(batch, key=lambda one: one.order):
+                for waiting in sorted(batch, key=lambda request: request.order):
                     if not waiting.is_gone:
                         waiting.task = asyncio.ensure_future(self._answer(waiting))
                         self._tasks.add(waiting.task)
@@ -320,46 +320,49 @@ class _Conversation:
     async def _answer(self, waiting: Waiting) -> None:
         self._refused += 1
         try:
-            turn = await self._turn(waiting.asked, waiting.seen)
-            said = ChatReply.of(turn, waiting.asked.stop)
-            self._said.append((turn, said, waiting.asked))
+            turn = await self._turn(waiting.chat_request, waiting.seen)
+            reply = ChatReply.from_turn(turn, waiting.chat_request.stop)
+            self._replies.append((turn, reply, waiting.chat_request))
             self._refused = 0
-            waiting.settle((said, turn))
+            waiting.settle((reply, turn))
         except asyncio.CancelledError:
             waiting.settle(RequestError("The request was given up.", 409))
             raise
         except (Exception, EndOfEpisode) as error:
-            waiting.settle(problem_of(error))
+            waiting.settle(to_request_error(error))
 
-    async def _turn(self, asked: ChatRequest, seen: tuple[Turn, ...]) -> Turn:
+    async def _turn(self, chat_request: ChatRequest, seen: tuple[Turn, ...]) -> Turn:
         episode = self._episode
-        settings = {**asked.sampling, **({} if asked.max_tokens is None else {"max_tokens": asked.max_tokens})}
-        ignored = [*(["seed"] if asked.seed is not None else []), *(settings if episode.state.trains else ())]
+        settings = {
+            **chat_request.sampling,
+            **({} if chat_request.max_tokens is None else {"max_tokens": chat_request.max_tokens}),
+        }
+        ignored = [*(["seed"] if chat_request.seed is not None else []), *(settings if episode.state.trains else ())]
         for name in ignored:
             self._app.say_once(
                 f"The application sends `{name}`, which is not obeyed in training, where agents sample with their own "
                 "settings and the seed of the run."
             )
-        given = RequestedTurn(
-            self._with_turns(asked.model, asked.messages),
-            asked.tools,
-            asked.stop,
-            asked.sampling,
-            asked.max_tokens,
+        requested_turn = RequestedTurn(
+            self._with_turns(chat_request.model, chat_request.messages),
+            chat_request.tools,
+            chat_request.stop,
+            chat_request.sampling,
+            chat_request.max_tokens,
         )
-        return await episode.turn_on(asked.model, given, sees=seen)
+        return await episode.turn_on(chat_request.model, requested_turn, sees=seen)
 
     def _with_turns(self, agent: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages in which those that are earlier turns of the agent, unchanged, stand as these turns."""
         found: list[dict[str, Any]] = []
         used: list[Turn] = []
         for number, message in enumerate(messages):
-            turn = self._turn_of(agent, messages, number, used) if message["role"] == "assistant" else None
+            turn = self._find_turn(agent, messages, number, used) if message["role"] == "assistant" else None
             used += [turn] if turn is not None else []
             found.append(message if turn is None else {**message, "content": turn})
         return found
 
-    def _turn_of(
+    def _find_turn(
         self, agent: str, messages: Sequence[dict[str, Any]], number: int, used: Sequence[Turn]
     ) -> Turn | None:
         """The turn that a message is: of several that say the same, the one that was asked for with what is before."""
@@ -367,15 +370,17 @@ class _Conversation:
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         calls = [(function["name"], json.dumps(function["arguments"], sort_keys=True)) for function in functions]
         same = [
-            (turn, asked)
-            for turn, said, asked in self._said
+            (turn, chat_request)
+            for turn, reply, chat_request in self._replies
             if turn.agent == agent
-            and said.text == message["content"]
-            and said.text == ChatReply.of(turn).text  # not one that is shown without its stop string
-            and [(call.name, _sorted(call.arguments)) for call in said.calls] == calls
+            and reply.text == message["content"]
+            and reply.text == ChatReply.from_turn(turn).text  # not one that is shown without its stop string
+            and [(call.name, _sorted(call.arguments)) for call in reply.calls] == calls
             and turn not in used
         ]
-        return next((turn for turn, asked in same if asked.messages == before), same[-1][0] if same else None)
+        return next(
+            (turn for turn, chat_request in same if chat_request.messages == before), same[-1][0] if same else None
+        )
 
 
 def _sorted(arguments: str) -> str:

@@ -67,7 +67,7 @@ class AppResult:
         return "\n".join(filter(None, (for_log(text).strip()[-_TOLD:] for text in (self.output, self.errors))))
 
 
-def arguments_of(command: str | Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint) -> list[str]:
+def make_arguments(command: str | Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint) -> list[str]:
     """
     A command for a dataset row. No shell reads it: a value of the row is one argument or a part of one, whatever
     characters it has.
@@ -79,7 +79,7 @@ def arguments_of(command: str | Sequence[str], row: Mapping[str, Any], endpoint:
     Raises:
         ValueError: the row has no such column.
     """
-    parts = parts_of(command)
+    parts = split_command(command)
     row = {**row, "prompt": _last_text(row["prompt"])}
     values = {**row, "base_url": endpoint.base_url, "api_key": endpoint.api_key}
     texts = {name: _as_text(name, value) for name, value in values.items()}
@@ -93,7 +93,7 @@ def arguments_of(command: str | Sequence[str], row: Mapping[str, Any], endpoint:
         ) from error
 
 
-def parts_of(command: str | Sequence[str]) -> list[str]:
+def split_command(command: str | Sequence[str]) -> list[str]:
     """
     The parts of a command.
 
@@ -210,14 +210,14 @@ async def _end(pid: int, heard: _Listener, secret: str) -> int:
     if was_running:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    for one in left:
+    for process in left:
         with contextlib.suppress(psutil.Error):
-            one.terminate()
+            process.terminate()
     if left:
         _, stubborn = await asyncio.to_thread(psutil.wait_procs, left, _GRACE)
-        for one in stubborn:
+        for process in stubborn:
             with contextlib.suppress(psutil.Error):
-                one.kill()
+                process.kill()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_GRACE):
             await heard.has_ended.wait()

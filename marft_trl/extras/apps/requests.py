@@ -88,7 +88,7 @@ class RequestError(ValueError):
         return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.code}}
 
 
-def problem_of(error: BaseException) -> RequestError:
+def to_request_error(error: BaseException) -> RequestError:
     """
     The error that a client gets: the message if the request is wrong. Other messages may hold the address of an
     endpoint or the output of a program, so they are logged without secrets, and the client gets an id of the log.
@@ -113,12 +113,12 @@ def problem_of(error: BaseException) -> RequestError:
     )
 
 
-def check_known(given: Mapping[str, Any], own: Collection[str]) -> None:
+def check_known(body: Mapping[str, Any], own: Collection[str]) -> None:
     """
     Raises:
         RequestError: a field asks for something that cannot be had, or is none of both forms or of the `own` ones.
     """
-    for name, value in given.items():
+    for name, value in body.items():
         if value is None or name in _READ or name in _ASIDE or name in own:
             continue
         if name not in _REFUSED:
@@ -136,14 +136,14 @@ def read_object(body: bytes) -> dict[str, Any]:
         raise ValueError(f"{constant} is no number of JSON")
 
     try:
-        given = json.loads(body.decode("utf-8"), parse_constant=refuse)
-        json.dumps(given, ensure_ascii=False).encode("utf-8")  # no halves of characters
-        check_depth(given)
+        value = json.loads(body.decode("utf-8"), parse_constant=refuse)
+        json.dumps(value, ensure_ascii=False).encode("utf-8")  # no halves of characters
+        check_depth(value)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The body is not valid JSON in UTF-8: {str(error)[:200]}.") from error
-    if not isinstance(given, dict):
-        raise RequestError(f"The body must be a JSON object, got {type(given).__name__}.")
-    return given
+    if not isinstance(value, dict):
+        raise RequestError(f"The body must be a JSON object, got {type(value).__name__}.")
+    return value
 
 
 def check_depth(value: Any) -> None:
@@ -156,9 +156,9 @@ def check_depth(value: Any) -> None:
         raise ValueError(f"values are nested more than {_DEEPEST} deep")
 
 
-def model_of(given: Mapping[str, Any], models: Sequence[str]) -> str:
+def read_model(body: Mapping[str, Any], models: Sequence[str]) -> str:
     """The model that is asked for."""
-    model = given.get("model")
+    model = body.get("model")
     if not isinstance(model, str) or model not in models:
         known = ", ".join(map(repr, models))
         hint = did_you_mean(model, models) if isinstance(model, str) else ""
@@ -167,7 +167,7 @@ def model_of(given: Mapping[str, Any], models: Sequence[str]) -> str:
     return model
 
 
-def sampling_of(given: Mapping[str, Any]) -> dict[str, float]:
+def read_sampling(body: Mapping[str, Any]) -> dict[str, float]:
     """The sampling settings of a request."""
     ranges: dict[str, tuple[float, float, str]] = {
         "temperature": (0.0, 2.0, "from 0 to 2"),
@@ -176,7 +176,7 @@ def sampling_of(given: Mapping[str, Any]) -> dict[str, float]:
     }
     found: dict[str, float] = {}
     for name, (low, high, text) in ranges.items():
-        value = given.get(name)
+        value = body.get(name)
         if value is None:
             continue
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -184,14 +184,14 @@ def sampling_of(given: Mapping[str, Any]) -> dict[str, float]:
             raise RequestError(f"`{name}` must be a number {text}, got {json.dumps(value)[:80]}.", field=name)
         # What is nearly 0 is meant as 0, and would overflow
         found[name] = 0.0 if name == "temperature" and value < _COLDEST else float(value)
-    if (top_k := whole(given, "top_k", -1, 2**31)) is not None:
+    if (top_k := read_integer(body, "top_k", -1, 2**31)) is not None:
         found["top_k"] = max(top_k, 0)
     return found
 
 
-def whole(given: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
+def read_integer(body: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
     """An integer, if it is given."""
-    value = given.get(name)
+    value = body.get(name)
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
@@ -200,23 +200,23 @@ def whole(given: Mapping[str, Any], name: str, low: int, high: int | None = None
     return value
 
 
-def length_of(given: Mapping[str, Any]) -> int | None:
+def read_max_tokens(body: Mapping[str, Any]) -> int | None:
     """The largest number of tokens of a turn, under any of the names that there are."""
-    lengths = [whole(given, name, 1) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
+    lengths = [read_integer(body, name, 1) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
     return min((length for length in lengths if length is not None), default=None)
 
 
-def count_of(given: Mapping[str, Any], is_stream: bool) -> int:
+def read_count(body: Mapping[str, Any], is_stream: bool) -> int:
     """The number of answers."""
-    count = whole(given, "n", 1, _MOST_ANSWERS) or 1
+    count = read_integer(body, "n", 1, _MOST_ANSWERS) or 1
     if is_stream and count > 1:
         raise RequestError("`n` must be 1 for a stream. Leave `stream` out for several answers.", field="n")
     return count
 
 
-def row_of(given: Mapping[str, Any]) -> dict[str, Any]:
+def read_row(body: Mapping[str, Any]) -> dict[str, Any]:
     """Further columns of a dataset row."""
-    row = given.get("row") or {}
+    row = body.get("row") or {}
     if not isinstance(row, dict) or "prompt" in row:
         raise RequestError(
             "`row` must be an object with the further columns of a dataset row; its `prompt` is the conversation.",
@@ -225,18 +225,18 @@ def row_of(given: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def stops_of(given: Mapping[str, Any]) -> tuple[str, ...]:
+def read_stops(body: Mapping[str, Any]) -> tuple[str, ...]:
     """The texts that end a turn."""
-    value = given.get("stop")
+    value = body.get("stop")
     texts = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(texts, list) or len(texts) > _MOST_STOPS or not all(isinstance(t, str) and t for t in texts):
         raise RequestError(f"`stop` must be a text or a list of up to {_MOST_STOPS} texts.", field="stop")
     return tuple(texts)
 
 
-def flag(given: Mapping[str, Any], name: str, default: bool) -> bool:
+def read_flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
     """Whether something is the case."""
-    value = given.get(name)
+    value = body.get(name)
     if value is None:
         return default
     if not isinstance(value, bool):
@@ -244,7 +244,7 @@ def flag(given: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
+def read_content(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
     """
     The text of a content: a string, or a list of parts.
 
@@ -263,14 +263,14 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
     return content
 
 
-def object_of(value: Any, where: str) -> dict[str, Any]:
+def check_object(value: Any, where: str) -> dict[str, Any]:
     """A JSON object."""
     if not isinstance(value, dict):
         raise RequestError(f"`{where}` must be an object, got {json.dumps(value)[:80]}.", field=where)
     return value
 
 
-def name_of(value: Any, where: str) -> str:
+def read_name(value: Any, where: str) -> str:
     """A name that is not empty."""
     if not isinstance(value, str) or not value or len(value) > 128:
         raise RequestError(f"`{where}` must be a name, got {json.dumps(value)[:80]}.", field=where)
@@ -319,9 +319,9 @@ class ChatRequest:
     show_turns: bool = True
 
     @classmethod
-    def of(
+    def from_body(
         cls,
-        given: Mapping[str, Any],
+        body: Mapping[str, Any],
         models: Sequence[str],
         own: Collection[str],
         messages: Callable[[Mapping[str, Any]], list[dict[str, Any]]],
@@ -334,24 +334,26 @@ class ChatRequest:
             own: names of fields that this form alone has.
             tool: finds the function of a tool, and the name of its field.
         """
-        model = model_of(given, models)
-        check_known(given, own)
-        _check_format(given.get("response_format"), "response_format")
-        _check_format(object_of(given.get("text") or {}, "text").get("format"), "text.format")
-        is_stream = flag(given, "stream", False)
+        model = read_model(body, models)
+        check_known(body, own)
+        _check_format(body.get("response_format"), "response_format")
+        _check_format(check_object(body.get("text") or {}, "text").get("format"), "text.format")
+        is_stream = read_flag(body, "stream", False)
         return cls(
             model=model,
-            messages=messages(given),
-            tools=_tools(given, tool),
-            stop=stops_of(given),
+            messages=messages(body),
+            tools=_tools(body, tool),
+            stop=read_stops(body),
             stream=is_stream,
-            with_usage=flag(object_of(given.get("stream_options") or {}, "stream_options"), "include_usage", False),
-            sampling=sampling_of(given),
-            max_tokens=length_of(given),
-            count=count_of(given, is_stream),
-            seed=whole(given, "seed", -(2**63), 2**63 - 1),
-            row=row_of(given),
-            show_turns=flag(given, "show_turns", True),
+            with_usage=read_flag(
+                check_object(body.get("stream_options") or {}, "stream_options"), "include_usage", False
+            ),
+            sampling=read_sampling(body),
+            max_tokens=read_max_tokens(body),
+            count=read_count(body, is_stream),
+            seed=read_integer(body, "seed", -(2**63), 2**63 - 1),
+            row=read_row(body),
+            show_turns=read_flag(body, "show_turns", True),
         )
 
     def check_turn(self) -> None:
@@ -371,7 +373,7 @@ class ChatReply:
     A message of a model.
 
     Args:
-        is_cut: whether it ended at its largest length.
+        is_truncated: whether it ended at its largest length.
         read: number of tokens of the conversation.
         written: number of tokens of the message.
         thoughts: what teammates have said before it.
@@ -380,7 +382,7 @@ class ChatReply:
 
     text: str
     calls: tuple[ReplyCall, ...] = ()
-    is_cut: bool = False
+    is_truncated: bool = False
     read: int = 0
     written: int = 0
     thoughts: str = ""
@@ -388,7 +390,7 @@ class ChatReply:
     agents: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, turn: Turn, stop: Sequence[str] = (), mark: str = "") -> ChatReply:
+    def from_turn(cls, turn: Turn, stop: Sequence[str] = (), mark: str = "") -> ChatReply:
         """
         A turn as a message.
 
@@ -396,7 +398,7 @@ class ChatReply:
             stop: texts that have ended it, which are not shown.
             mark: what tells its calls from those of other episodes in the same conversation.
         """
-        calls = _calls_of(turn)
+        calls = _read_calls(turn)
         text = (turn.without_calls or "") if calls else turn.text if turn.tagged is None else turn.tagged
         for item in stop:
             text = text.partition(item)[0]
@@ -404,7 +406,7 @@ class ChatReply:
         return cls(text, tuple(ids), turn.truncated, len(turn.prompt_ids), len(turn.completion_ids))
 
 
-def _calls_of(turn: Turn) -> list[tuple[str, str]]:
+def _read_calls(turn: Turn) -> list[tuple[str, str]]:
     """Names and arguments of the calls in a turn. If one of them has no object as arguments, the turn is a text."""
     calls = [(call.name, _as_json(call.arguments)) for call in turn.tool_calls]
     found = [(name, arguments) for name, arguments in calls if arguments is not None]
@@ -424,23 +426,23 @@ def _as_json(arguments: Any) -> str | None:
 
 def _check_format(value: Any, where: str) -> None:
     """Raise unless a format asks for nothing but text."""
-    if value is not None and object_of(value, where).get("type") != "text":
+    if value is not None and check_object(value, where).get("type") != "text":
         raise RequestError(f"`{where}` is not supported. {_REFUSED_FORMAT}", field=where, code="unsupported_parameter")
 
 
 def _tools(
-    given: Mapping[str, Any], function_of: Callable[[dict[str, Any], str], tuple[Any, str]]
+    body: Mapping[str, Any], read_function: Callable[[dict[str, Any], str], tuple[Any, str]]
 ) -> tuple[dict[str, Any], ...]:
     """The functions that a model may call."""
-    tools, choice = given.get("tools") or [], given.get("tool_choice")
+    tools, choice = body.get("tools") or [], body.get("tool_choice")
     if not isinstance(tools, list):
         raise RequestError("`tools` must be a list.", field="tools")
     schemas = []
     for number, tool in enumerate(tools):
         where = f"tools[{number}]"
-        if object_of(tool, where).get("type") != "function":
+        if check_object(tool, where).get("type") != "function":
             raise RequestError(f"`{where}.type` must be 'function'.", field=where)
-        schemas.append(_schema(*function_of(tool, where)))
+        schemas.append(_schema(*read_function(tool, where)))
     if choice not in (None, "auto", "none"):
         raise RequestError(
             f"`tool_choice` must be 'auto' or 'none', got {json.dumps(choice)[:80]}. A call that is forced would be "
@@ -456,17 +458,17 @@ def _tools(
 
 def _schema(tool: Any, where: str) -> dict[str, Any]:
     """The schema of a function: its name, and what of description and parameters there is."""
-    function = {key: value for key, value in object_of(tool, where).items() if key not in ("type", "strict")}
-    name_of(function.get("name"), f"{where}.name")
+    function = {key: value for key, value in check_object(tool, where).items() if key not in ("type", "strict")}
+    read_name(function.get("name"), f"{where}.name")
     if not isinstance(function.get("description"), str | None):
         raise RequestError(f"`{where}.description` must be a text.", field=f"{where}.description")
-    parameters = object_of(function.get("parameters") or {}, f"{where}.parameters")
+    parameters = check_object(function.get("parameters") or {}, f"{where}.parameters")
     schema = {**function, "description": function.get("description") or "", "parameters": parameters}
     schema["parameters"] = parameters if "type" in parameters else {"type": "object", "properties": {}, **parameters}
     return {"type": "function", "function": schema}
 
 
-def call_of(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
+def read_call(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
     """A call within a message, as chat templates take it."""
     try:
         known = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
@@ -474,8 +476,8 @@ def call_of(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, A
         check_depth(known)
     except (ValueError, RecursionError):  # what a model wrote need not be JSON
         known = str(arguments)
-    function = {"name": name_of(name, f"{where}.name"), "arguments": known}
-    return {"id": name_of(identity, f"{where}.id"), "type": "function", "function": function}
+    function = {"name": read_name(name, f"{where}.name"), "arguments": known}
+    return {"id": read_name(identity, f"{where}.id"), "type": "function", "function": function}
 
 
 def with_names(messages: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:

@@ -48,17 +48,17 @@ class Endpoint:
         at_once: largest number of episodes at a time, by how many files this process may open.
     """
 
-    timeout, max_body, closes, json_only = None, 16 << 20, True, False
-    _of_process: ClassVar[tuple[int, Endpoint] | None] = None
+    timeout, max_body, closes_connections, json_only = None, 16 << 20, True, False
+    _process_endpoint: ClassVar[tuple[int, Endpoint] | None] = None
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     @classmethod
-    def of_process(cls) -> Endpoint:
+    def get_or_start(cls) -> Endpoint:
         """The endpoint of this process, started when it is first used."""
         with cls._lock:
-            if cls._of_process is None or cls._of_process[0] != os.getpid():  # a fork has no threads
-                cls._of_process = (os.getpid(), cls())
-            return cls._of_process[1]
+            if cls._process_endpoint is None or cls._process_endpoint[0] != os.getpid():  # a fork has no threads
+                cls._process_endpoint = (os.getpid(), cls())
+            return cls._process_endpoint[1]
 
     def __init__(self) -> None:
         _go_directly()
@@ -146,17 +146,17 @@ class Endpoint:
         return self._silent_since
 
     def _application(self) -> web.Application:
-        from .http import HTTPApplication, body_of, client_of
+        from .http import HTTPApplication, get_client, read_body
 
         async def reward(request: web.Request) -> web.Response:
             from aiohttp import web
 
-            given = read_object(await body_of(request))
-            if set(given) != {"reward"}:
+            body = read_object(await read_body(request))
+            if set(body) != {"reward"}:
                 raise RequestError(
                     'The body must be {"reward": ...}: a number, or an object of numbers by names of agents.'
                 )
-            client_of(request).reward(given["reward"])
+            get_client(request).reward(body["reward"])
             return web.json_response({"status": "ok"})
 
         app = HTTPApplication(self).application()
@@ -167,9 +167,9 @@ class Endpoint:
 
     def admit(self, request: web.Request) -> Session:
         """The session of a key."""
-        from .http import key_of
+        from .http import get_api_key
 
-        session = self._sessions.get(key_of(request))
+        session = self._sessions.get(get_api_key(request))
         if session is None:
             raise RequestError(
                 "The key is that of no running episode. It is in the environment variable OPENAI_API_KEY of the "
@@ -193,8 +193,8 @@ class Endpoint:
 
     def ended(self, request: web.Request, client: Session | None, outcome: Outcome) -> None:
         """Tell a session of what was refused."""
-        if client is not None and outcome.wrong is not None:
-            client.refuse(outcome.wrong)
+        if client is not None and outcome.error is not None:
+            client.refuse(outcome.error)
 
 
 def _go_directly() -> None:

@@ -21,7 +21,7 @@ from .requests import ChatReply, ChatRequest, RequestError
 
 
 if TYPE_CHECKING:
-    from .http import Answer, Tell
+    from .http import ChatReplies, TextListener
 
 
 # Largest number of requests of an episode that are not answered yet
@@ -59,7 +59,7 @@ def mark_of_process() -> str:
 def shared_keys() -> list[str]:
     """Places that have a key of an episode, although all episodes of this process share them, as code names them."""
     variables = [f"os.environ[{name!r}]" for name, value in os.environ.items() if mark_of_process() in value]
-    found = variables + [f"{name}.api_key" for name in _CLIENTS if mark_of_process() in str(_key_of(name))]
+    found = variables + [f"{name}.api_key" for name in _CLIENTS if mark_of_process() in str(_get_key(name))]
     return found + ["the default client of the Agents SDK"] * (mark_of_process() in _key_of_agents_sdk())
 
 
@@ -74,7 +74,7 @@ def forget_shared_keys() -> None:
     """Remove keys that functions have left in shared places, so that others are not blamed for them."""
     for name in [name for name, value in os.environ.items() if mark_of_process() in value]:
         del os.environ[name]
-    for name in [name for name in _CLIENTS if mark_of_process() in str(_key_of(name))]:
+    for name in [name for name in _CLIENTS if mark_of_process() in str(_get_key(name))]:
         sys.modules[name].api_key = None  # type: ignore[attr-defined]
     if mark_of_process() in _key_of_agents_sdk():
         shared = sys.modules[_AGENTS_SDK]
@@ -82,7 +82,7 @@ def forget_shared_keys() -> None:
         shared.set_default_openai_client(None)
 
 
-def _key_of(module: str) -> Any:
+def _get_key(module: str) -> Any:
     return getattr(sys.modules.get(module), "api_key", None)
 
 
@@ -91,12 +91,12 @@ class _Once(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._said: set[tuple[str, Any]] = set()
+        self._logged: set[tuple[str, Any]] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         what = str(record.msg), record.exc_info[0] if record.exc_info else None
-        is_new = what not in self._said
-        self._said.add(what)
+        is_new = what not in self._logged
+        self._logged.add(what)
         return is_new
 
 
@@ -114,8 +114,8 @@ class Waiting:
         seen: turns that were answered before it came.
     """
 
-    def __init__(self, asked: ChatRequest, seen: tuple[Turn, ...]):
-        self.asked, self.seen = asked, seen
+    def __init__(self, chat_request: ChatRequest, seen: tuple[Turn, ...]):
+        self.chat_request, self.seen = chat_request, seen
         self.answer: asyncio.Future[tuple[ChatReply, Turn]] = asyncio.get_running_loop().create_future()
         self.loop = asyncio.get_running_loop()
         self.clients = 0
@@ -125,8 +125,10 @@ class Waiting:
     @property
     def order(self) -> str:
         """Requests that come at the same time are taken in this order, whichever was the first."""
-        asked = self.asked
-        return json.dumps([asked.model, asked.messages, asked.tools, asked.stop], sort_keys=True)
+        chat_request = self.chat_request
+        return json.dumps(
+            [chat_request.model, chat_request.messages, chat_request.tools, chat_request.stop], sort_keys=True
+        )
 
     def settle(self, result: tuple[ChatReply, Turn] | BaseException) -> None:
         """Answer the request, from the event loop of the episode, unless it is answered."""
@@ -167,7 +169,9 @@ class Session:
 
     # ---- In the thread of the endpoint ----
 
-    async def ask(self, asked: ChatRequest, body: bytes, is_retry: bool, tell: Tell | None) -> Answer:
+    async def answer(
+        self, chat_request: ChatRequest, body: bytes, is_retry: bool, on_text: TextListener | None
+    ) -> ChatReplies:
         """
         The answer to a request, as a whole. If the caller is cancelled, the request is given up. A client's further
         try is known by its body.
@@ -175,9 +179,9 @@ class Session:
         Raises:
             RequestError: it cannot be answered.
         """
-        from .http import Answer
+        from .http import ChatReplies
 
-        self._check(asked)
+        self._check(chat_request)
         key = hashlib.sha256(body).hexdigest()
         same = self._by_body.setdefault(key, [])
         self._firsts[key] += not is_retry
@@ -187,16 +191,16 @@ class Session:
         else:
             if self._num_waiting >= _MOST_WAITING:
                 raise RequestError(f"{_MOST_WAITING} requests of this episode wait already.", 429)
-            waiting = Waiting(asked, tuple(self._answered))
+            waiting = Waiting(chat_request, tuple(self._answered))
             same.append(waiting)
             self.counts["requests"] += 1
             self._call(self.inbox.put_nowait, waiting)
         waiting.clients += 1
         self._num_waiting += 1
         try:
-            said, turn = await asyncio.shield(waiting.answer)
+            reply, turn = await asyncio.shield(waiting.answer)
         except asyncio.CancelledError:
-            self.lost(waiting)
+            self.on_send_failed(waiting)
             raise
         except RequestError:
             if waiting in same:  # so that it may be asked again
@@ -206,9 +210,9 @@ class Session:
             self._num_waiting -= 1
         if turn not in self._answered:
             self._answered.append(turn)
-        return Answer([said], functools.partial(self.lost, waiting))
+        return ChatReplies([reply], functools.partial(self.on_send_failed, waiting))
 
-    def lost(self, waiting: Waiting) -> None:
+    def on_send_failed(self, waiting: Waiting) -> None:
         """The client of a request is gone, before the answer or while it was sent. It may ask again."""
         waiting.clients -= 1
         if not waiting.clients and not waiting.answer.done():
@@ -230,7 +234,7 @@ class Session:
         self.counts["refused"] += 1
         self.refused = str(error)
 
-    def reward(self, given: Any) -> None:
+    def reward(self, reward: Any) -> None:
         """
         Note a reward: a number for the team, or numbers by the names of agents.
 
@@ -239,20 +243,20 @@ class Session:
         """
         if not self.earns:
             raise RequestError("Rewards are not asked for here. Set `ExternalApp(..., earns=True)`.")
-        by_name = given if isinstance(given, dict) else {"": given}
+        by_name = reward if isinstance(reward, dict) else {"": reward}
         for name, value in by_name.items() or [("", None)]:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
-            if not is_number or (isinstance(given, dict) and name not in self.models):
+            if not is_number or (isinstance(reward, dict) and name not in self.models):
                 raise RequestError(
                     f"`reward` must be a number, or an object of numbers by names of agents "
-                    f"({', '.join(map(repr, self.models))}), got {json.dumps(given)[:80]}.",
+                    f"({', '.join(map(repr, self.models))}), got {json.dumps(reward)[:80]}.",
                     field="reward",
                 )
-        self.rewards.append((given, self._answered[-1] if self._answered else None))
+        self.rewards.append((reward, self._answered[-1] if self._answered else None))
 
-    def _check(self, asked: ChatRequest) -> None:
-        asked.check_turn()
-        if asked.tools and not self.takes_tools:
+    def _check(self, chat_request: ChatRequest) -> None:
+        chat_request.check_turn()
+        if chat_request.tools and not self.takes_tools:
             raise RequestError(
                 "The request has `tools`, for which the chat template was not prepared. Set `ExternalApp(..., "
                 "tools=True)`.",

@@ -38,7 +38,7 @@ _MODULES = {
 }
 
 
-def _class_of(name: str) -> Any:
+def _load_command(name: str) -> Any:
     module = next(module for module, names in _MODULES.items() if name in names)
     kind = f"{name.removesuffix('-command').capitalize()}Command"
     return getattr(importlib.import_module(f".{module}", __name__), kind)
@@ -53,21 +53,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns: the exit status.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
-    if not given or given[0] in ("-h", "--help"):
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
-        return 0 if given else 2
-    if given[0] == "--version":
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
         print(f"marft_trl {installed_version('marft-trl')}")
         return 0
-    name = given.pop(0)
+    name = arguments.pop(0)
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(COMMANDS)}."
         print(f"marft: there is no command {name!r}.{hint}", file=sys.stderr)
         return 2
     try:
-        return _run(_class_of(name)(name, COMMANDS[name]), given)
+        return _run(_load_command(name)(name, COMMANDS[name]), arguments)
     except KeyboardInterrupt:  # imports take seconds, too
         return 130
     except BrokenPipeError:  # whoever reads has seen enough
@@ -75,11 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _run(command: Any, given: Sequence[str]) -> int:
+def _run(command: Any, arguments: Sequence[str]) -> int:
     from .command import UsageError
 
     try:
-        return command.main(given) or 0
+        return command.main(arguments) or 0
     except UsageError as error:
         print(f"marft {command.name}: {error}", file=sys.stderr)
         return 2

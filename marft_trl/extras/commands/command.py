@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...seams.libraries import options_of
+from ...seams.libraries import get_options
 from ...system.hints import did_you_mean
 
 
@@ -64,8 +64,8 @@ class OptionsCommand(BaseCommand):
 
     def main(self, argv: Sequence[str]) -> int | None:
         parser = self.parser()
-        given, rest = config_of(argv)
-        tokens = as_tokens(given, parser, rest)
+        config, rest = read_config(argv)
+        tokens = as_tokens(config, parser, rest)
         args, unknown = parser.parse_known_args([*tokens, *rest])
         check_unknown(unknown, parser)
         try:
@@ -79,7 +79,7 @@ class OptionsCommand(BaseCommand):
 # ---- Options in YAML files ----
 
 
-def config_of(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def read_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """
     The YAML file that `--config` names, and the other arguments. Its `env` sets environment variables.
 
@@ -122,7 +122,7 @@ def read_yaml(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def as_tokens(
-    given: Mapping[str, Any],
+    config: Mapping[str, Any],
     parser: argparse.ArgumentParser,
     line: Iterable[str] = (),
     others: Iterable[str] = (),
@@ -139,9 +139,9 @@ def as_tokens(
     Raises:
         UsageError: a key is no option.
     """
-    known, tokens = options_of(parser), list[str]()
+    known, tokens = get_options(parser), list[str]()
     there = {token.partition("=")[0] for token in line}
-    for key, value in given.items():
+    for key, value in config.items():
         action = known.get(key.replace("-", "_"))
         if action is None or action.dest in ("help", "config"):
             hint = did_you_mean(key, [*known, *others]) or " `--help` has them."
@@ -186,6 +186,6 @@ def check_unknown(unknown: Iterable[str], parser: argparse.ArgumentParser, other
     first = next(iter(unknown), None)
     if first is not None:
         name = first.partition("=")[0].removeprefix("--").replace("-", "_")
-        hint = did_you_mean(name, [*options_of(parser), *others]) if first.startswith("--") else ""
+        hint = did_you_mean(name, [*get_options(parser), *others]) if first.startswith("--") else ""
         hint = hint.replace("'", "`--", 1).replace("'", "`", 1) if hint else " `--help` has the options."
         raise UsageError(f"{first!r} is no argument.{hint}")

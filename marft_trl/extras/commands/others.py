@@ -41,13 +41,13 @@ class ReportCommand(OptionsCommand):
             parser.add_argument(f"--{field.name}", **options, **_READ.get(field.name, {}))
 
     def run(self, args: argparse.Namespace) -> None:
-        given = {field.name: getattr(args, field.name) for field in dataclasses.fields(ReportArguments)}
+        arguments = {field.name: getattr(args, field.name) for field in dataclasses.fields(ReportArguments)}
         try:
             load_experiment(args.experiment, args.settings)
         except (ValueError, TypeError, OSError, ImportError) as error:
             raise UsageError(f"`--experiment {args.experiment}`: {error}") from error
         try:
-            print(as_markdown(report(**given)))
+            print(as_markdown(report(**arguments)))
         except (ValueError, TypeError) as error:  # of an option: errors of runs are collected, and end it otherwise
             raise UsageError(str(error)) from error
 

@@ -18,7 +18,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_qu
 from ... import rewards, workflows
 from ...agents import AgentSpec
 from ...config.marft_config import MARFTConfig
-from ...system.files import module_of
+from ...system.files import import_file
 from ...system.hints import did_you_mean
 from ...trainer import MARFTTrainer
 from ...workflows import Workflow, rebuild
@@ -45,10 +45,10 @@ class Recipe:
         make: `make(parsed)` makes the trainer of the parsed options.
     """
 
-    def __init__(self, parser: TrlParser, given: Mapping[str, Any], make: Callable[[Sequence[Any]], MARFTTrainer]):
-        self.parser, self.given, self._make = parser, given, make
+    def __init__(self, parser: TrlParser, settings: Mapping[str, Any], make: Callable[[Sequence[Any]], MARFTTrainer]):
+        self.parser, self.settings, self._make = parser, settings, make
         self.others: Sequence[str] = ()  # options that the launcher takes
-        self.where = "`SETTINGS`"  # where `given` stands
+        self.where = "`SETTINGS`"  # where the settings stand
         self.code: str | None = None  # the script, if it has what trained teams need
 
     def trainer(self, tokens: Sequence[str]) -> MARFTTrainer:
@@ -83,7 +83,7 @@ class Recipe:
 
     def parse(self, tokens: Sequence[str]) -> Sequence[Any]:
         """The options in their dataclasses."""
-        own = as_tokens(self.given, self.parser, tokens, self.others, self.where)
+        own = as_tokens(self.settings, self.parser, tokens, self.others, self.where)
         *parsed, unknown = self.parser.parse_args_into_dataclasses([*own, *tokens], return_remaining_strings=True)
         check_unknown(unknown, self.parser, self.others)
         return parsed
@@ -99,8 +99,8 @@ class Recipe:
         if not Path(path).is_file():
             raise UsageError(f"There is no file {path!r}. `marft init duo` writes a script to begin with.")
         if Path(path).suffix in (".yaml", ".yml"):
-            return _of_yaml(read_yaml(path))
-        return _of_script(path)
+            return _make_yaml_recipe(read_yaml(path))
+        return _load_script_recipe(path)
 
 
 # ---- Scripts ----
@@ -118,10 +118,10 @@ def load_module(path: str) -> Any:
         raise UsageError(f"There is no file {path!r}.")
     if file.suffix != ".py":
         raise UsageError(f"{path!r} is no Python script.")
-    return module_of(file)
+    return import_file(file)
 
 
-def _of_script(path: str) -> Recipe:
+def _load_script_recipe(path: str) -> Recipe:
     module = load_module(path)
     make = getattr(module, "make", None)
     if not callable(make):
@@ -166,7 +166,7 @@ def _as_dataclass(parameters: Sequence[inspect.Parameter], path: str) -> type:
     return dataclasses.make_dataclass("ScriptOptions", fields)
 
 
-def code_of(path: str) -> dict[str, Any]:
+def load_team_arguments(path: str) -> dict[str, Any]:
     """
     What a script gives to a trained team: its `TEAM`.
 
@@ -193,8 +193,8 @@ def base_named(name: str | None) -> str | None:
 # ---- YAML files ----
 
 
-def _of_yaml(given: dict[str, Any]) -> Recipe:
-    more = {name: given.pop(name, None) for name in _NOT_OPTIONS}
+def _make_yaml_recipe(config: dict[str, Any]) -> Recipe:
+    more = {name: config.pop(name, None) for name in _NOT_OPTIONS}
     if not more["agents"] or not more["reward_funcs"]:
         missing = "agents" if not more["agents"] else "reward_funcs"
         raise UsageError(f"The YAML file of a team needs `{missing}`. `docs/reference/command.md` has an example.")
@@ -225,38 +225,38 @@ def _of_yaml(given: dict[str, Any]) -> Recipe:
             peft_config=get_peft_config(model),
         )
 
-    recipe = Recipe(parser, given, trainer)
+    recipe = Recipe(parser, config, trainer)
     recipe.where = "The YAML file"
     return recipe
 
 
-def _agent(given: Any, number: int) -> AgentSpec:
-    if isinstance(given, str):
-        return AgentSpec(given)
-    if not isinstance(given, dict):
+def _agent(value: Any, number: int) -> AgentSpec:
+    if isinstance(value, str):
+        return AgentSpec(value)
+    if not isinstance(value, dict):
         raise UsageError(f"Agent {number} of the YAML file must be a name, or a mapping of fields of `AgentSpec`.")
     try:
-        return AgentSpec(**given)
+        return AgentSpec(**value)
     except (TypeError, ValueError) as error:
         raise UsageError(f"Agent {number} of the YAML file: {error}") from error
 
 
-def _workflow(given: Any) -> Workflow | None:
-    if given is None:
+def _workflow(value: Any) -> Workflow | None:
+    if value is None:
         return None
-    if isinstance(given, dict) and isinstance(given.get("class"), str):
+    if isinstance(value, dict) and isinstance(value.get("class"), str):
         known = [name for name in workflows.__all__ if isinstance(getattr(workflows, name), type)]
         known = [name for name in known if issubclass(getattr(workflows, name), Workflow) and name != "Workflow"]
         known.append("ExternalApp")
-        if given["class"] not in known:
-            hint = did_you_mean(given["class"], known) or f" There are {', '.join(known)}."
-            raise UsageError(f"`workflow` of the YAML file has the class {given['class']!r}, which is none.{hint}")
+        if value["class"] not in known:
+            hint = did_you_mean(value["class"], known) or f" There are {', '.join(known)}."
+            raise UsageError(f"`workflow` of the YAML file has the class {value['class']!r}, which is none.{hint}")
         try:
-            return rebuild(given)
+            return rebuild(value)
         except (TypeError, ValueError) as error:
             raise UsageError(f"`workflow` of the YAML file: {error}") from error
-    if isinstance(given, str) and ":" in given:
-        made = _named(given)
+    if isinstance(value, str) and ":" in value:
+        made = _named(value)
         return made() if isinstance(made, type) else made
     raise UsageError(
         "`workflow` of the YAML file must be a mapping such as `{class: Sequential, rounds: 2}`, or 'file.py:Class'."

@@ -23,7 +23,7 @@ from ...system.redaction import for_log, printable
 from ...team import Answer, Team, TextDelta, TurnEnded, TurnStarted
 from ..engines.own_server import vllm_command
 from .command import OptionsCommand, Parser, UsageError
-from .scripts import base_named, code_of
+from .scripts import base_named, load_team_arguments
 
 
 def add_team_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def load_team(args: argparse.Namespace) -> Team:
         UsageError: it cannot be loaded; the message says what to pass.
     """
     try:
-        more = code_of(args.code) if args.code else {}
+        more = load_team_arguments(args.code) if args.code else {}
         base = base_named(args.model)
         return Team.from_pretrained(args.team, base, revision=args.revision, engine=args.engine, **more)
     except (FileNotFoundError, ValueError, TypeError) as error:

@@ -19,9 +19,9 @@ from ...adapters.manifest import MANIFEST_NAME
 from ...episodes.guard import EpisodeError
 from ...reporting.metrics import interval
 from ...reporting.transcripts import format_episode
-from ...seams.libraries import options_of
+from ...seams.libraries import get_options
 from ...trainer import MARFTTrainer
-from .command import BaseCommand, UsageError, as_tokens, config_of
+from .command import BaseCommand, UsageError, as_tokens, read_config
 from .scripts import Recipe
 
 
@@ -34,7 +34,7 @@ class Launcher:
 
     def __init__(self, taken: Sequence[str]):
         self._parser = launch_command_parser()
-        known = options_of(self._parser)
+        known = get_options(self._parser)
         self._options = {name: item for name, item in known.items() if name not in taken and name not in _NOT_TAKEN}
 
     @property
@@ -42,15 +42,15 @@ class Launcher:
         """Names of the options."""
         return list(self._options)
 
-    def of_config(self, given: Mapping[str, Any], line: Sequence[str] = ()) -> tuple[list[str], dict[str, Any]]:
+    def split_config(self, config: Mapping[str, Any], line: Sequence[str] = ()) -> tuple[list[str], dict[str, Any]]:
         """
         The launcher's options in a YAML file that the command line has not, as they would stand there, and the rest of
         the file.
         """
-        mine = {key: value for key, value in given.items() if key.replace("-", "_") in self._options}
-        return as_tokens(mine, self._parser, line), {key: value for key, value in given.items() if key not in mine}
+        mine = {key: value for key, value in config.items() if key.replace("-", "_") in self._options}
+        return as_tokens(mine, self._parser, line), {key: value for key, value in config.items() if key not in mine}
 
-    def of_command_line(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    def split_command_line(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
         """The launcher's options on a command line, and the rest of it."""
         mine, rest, takes = list[str](), list[str](), 0
         for token in argv:
@@ -76,9 +76,9 @@ class Launcher:
 
         Returns: the exit status. What has failed was said by the process that failed.
         """
-        given = self._parser.parse_args([*options, "--module", "marft_trl", *argv])
+        args = self._parser.parse_args([*options, "--module", "marft_trl", *argv])
         try:
-            launch_command(given)
+            launch_command(args)
         except subprocess.CalledProcessError as error:
             return error.returncode
         except ChildFailedError:
@@ -112,13 +112,13 @@ class TrainerCommand(BaseCommand):
             raise UsageError(f"The file comes first: `marft {self.name} {late[0]} ...`.")
         recipe = Recipe.read(path)
         recipe.parser.prog = f"marft {self.name} {path}"
-        given, rest = config_of(rest)
-        launcher = Launcher(list(options_of(recipe.parser)))
-        in_file, given = launcher.of_config(given, rest)
-        in_script, recipe.given = launcher.of_config(recipe.given, [*in_file, *rest])
-        on_line, rest = launcher.of_command_line(rest)
+        config, rest = read_config(rest)
+        launcher = Launcher(list(get_options(recipe.parser)))
+        in_file, config = launcher.split_config(config, rest)
+        in_script, recipe.settings = launcher.split_config(recipe.settings, [*in_file, *rest])
+        on_line, rest = launcher.split_command_line(rest)
         recipe.others = launcher.names if self.launches else []
-        tokens = [*as_tokens(given, recipe.parser, rest, recipe.others), *rest]
+        tokens = [*as_tokens(config, recipe.parser, rest, recipe.others), *rest]
         options = [*in_script, *in_file, *on_line]
         if options and self.launches and not is_launched:
             return launcher.launch(options, [self.name, path, _LAUNCHED, *tokens])
@@ -216,7 +216,7 @@ class EvalCommand(TrainerCommand):
         for name in sorted(metrics, key=_place):  # in the order of `evaluate` otherwise
             value, scores = metrics[name], trainer.parts.reporter.question_means.get(name)
             text = f"{value:.4g}" if isinstance(value, float) else str(value)
-            print(f"{name:{width}}  {text}{_interval_of(scores) if scores else ''}")
+            print(f"{name:{width}}  {text}{_format_interval(scores) if scores else ''}")
 
 
 def _place(metric: str) -> int:
@@ -224,7 +224,7 @@ def _place(metric: str) -> int:
     return next((place for place, pattern in enumerate(_LAST, start=1) if re.search(pattern, metric)), 0)
 
 
-def _interval_of(scores: Sequence[float]) -> str:
+def _format_interval(scores: Sequence[float]) -> str:
     bounds = (0.0, 1.0) if min(scores) >= 0.0 and max(scores) <= 1.0 else None
     found = interval(scores, bounds=bounds)
     return f"  [{found.low:.4g}, {found.high:.4g}]"

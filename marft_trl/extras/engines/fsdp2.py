@@ -276,11 +276,11 @@ def keep_adapters_whole(trainer: GRPOTrainer, policies: Policies) -> None:
 
 
 def _check_layers(trainer: GRPOTrainer) -> None:
-    given = trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
+    names = trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
     layers = names_of_layers(trainer.model)
-    if given is not None and sorted(given) != layers:
+    if names is not None and sorted(names) != layers:
         raise ValueError(
-            f"`fsdp_transformer_layer_cls_to_wrap` names {', '.join(given)}, but the layers of this base are "
+            f"`fsdp_transformer_layer_cls_to_wrap` names {', '.join(names)}, but the layers of this base are "
             f"{', '.join(layers)}. Leave it out."
         )
 

@@ -114,7 +114,7 @@ class Probe:
     hot_logps: dict[int, float]
 
     @classmethod
-    def of(cls, ids: Sequence[int], logps: torch.Tensor) -> Probe:
+    def from_log_probs(cls, ids: Sequence[int], logps: torch.Tensor) -> Probe:
         """A probe from the log-probabilities `(V,)` of all tokens."""
         logps = logps.double().cpu()
         best = logps.topk(min(_MOST_LIKELY, len(logps))).indices
@@ -234,7 +234,7 @@ class AdapterLibrary:
         except MismatchError as error:  # once more under another name, in case a file was read half
             logger.warning(f"{error} It is loaded again under another name.")
             tensors = self._tensors(error.entry)
-            self._write(error.entry, tensors, digest_of(tensors), again=True)
+            self._write(error.entry, tensors, hash_tensors(tensors), again=True)
             self.adopt(self._current, keep)
             run_coroutine(self._make_all_ready)
         old = [version for name, version in before.items() if name not in self._live]
@@ -261,7 +261,7 @@ class AdapterLibrary:
         if known is not None and self._entries[entry].is_fixed:
             return
         tensors = self._tensors(entry)
-        digest = digest_of(tensors)
+        digest = hash_tensors(tensors)
         if known is None or digest != known.digest:
             self._write(entry, tensors, digest)
 
@@ -290,7 +290,7 @@ class AdapterLibrary:
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
         os.rename(partial, folder)
-        probes = tuple(Probe.of(ids, source.next_token(ids)) for ids in self._probes)
+        probes = tuple(Probe.from_log_probs(ids, source.next_token(ids)) for ids in self._probes)
         self._current[entry] = Version(entry, number, name, str(folder), digest, probes)
 
     def _delete_retired(self) -> None:
@@ -399,7 +399,7 @@ class AdapterLibrary:
             await asyncio.gather(*map(unload, servers))
 
 
-def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     """A digest of tensors on the CPU."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
@@ -408,10 +408,12 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _difference(theirs: Mapping[int, float], ours: Mapping[int, float]) -> float:
+def _difference(server_log_probs: Mapping[int, float], local_log_probs: Mapping[int, float]) -> float:
     """Mean absolute difference of log-probabilities; a token that we do not know counts as our least likely one."""
-    least = min(ours.values())
-    return sum(abs(value - ours.get(token, least)) for token, value in theirs.items()) / max(len(theirs), 1)
+    least = min(local_log_probs.values())
+    return sum(abs(value - local_log_probs.get(token, least)) for token, value in server_log_probs.items()) / max(
+        len(server_log_probs), 1
+    )
 
 
 def _advice(message: str, status: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from peft import LoraConfig, PeftConfig
 
 from ...adapters.copies import served_entries
-from ...adapters.lora import config_of
+from ...adapters.lora import get_adapter_config
 from ...agents import AgentSpec
 from ...config.marft_config import MARFTConfig
 from ...system.child_processes import keep, kill_group, let_go
@@ -125,7 +125,7 @@ def adapter_ranks(agents: Sequence[AgentSpec], peft_config: PeftConfig | None = 
     """Rank of each adapter that servers have of a team."""
     ranks: dict[str, int] = {}
     for agent in agents:
-        config = config_of(agent, agents, peft_config)
+        config = get_adapter_config(agent, agents, peft_config)
         rank = config.r if isinstance(config, LoraConfig) else LoraConfig().r
         ranks |= {name: max(rank, ranks.get(name, 0)) for name in served_entries(agent)}
     return ranks

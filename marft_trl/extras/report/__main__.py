@@ -39,12 +39,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Make a report. `argv`: arguments, by default those of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["--cell"]:  # one run, for `workers`
-        given = json.loads(arguments[1])
-        experiment = load_experiment(given["experiment"], given["settings"])
-        run_cell(experiment, Cell(given["arm"], given["seed"], Path(given["folder"])), given["emptied"])
+        values = json.loads(arguments[1])
+        experiment = load_experiment(values["experiment"], values["settings"])
+        run_cell(experiment, Cell(values["arm"], values["seed"], Path(values["folder"])), values["emptied"])
         return
-    (given,) = TrlParser(ReportArguments).parse_args_and_config(arguments)
-    print(as_markdown(report(**vars(given))))
+    (args,) = TrlParser(ReportArguments).parse_args_and_config(arguments)
+    print(as_markdown(report(**vars(args))))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class Arm:
         of: the arm whose run has this evaluation.
         is_budgeted: whether training ends with as many generated tokens as the team has had.
         is_variant: whether the user has made it.
-        why_not: why this arm is left out.
+        skip_reason: why this arm is left out.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Arm:
     of: str = ""
     is_budgeted: bool = False
     is_variant: bool = False
-    why_not: str | None = None
+    skip_reason: str | None = None
 
     @property
     def run(self) -> str:
@@ -60,7 +60,7 @@ class Arm:
     @property
     def folder(self) -> str:
         """Name of the folder of its run, without the seed."""
-        return folder_of(self.run)
+        return make_folder_name(self.run)
 
     def changed(self, experiment: Experiment) -> Experiment:
         """The experiment of this arm, which has no variants of its own."""
@@ -68,12 +68,12 @@ class Arm:
         return alone if self.change is None else self.change(alone)
 
 
-def folder_of(name: str) -> str:
+def make_folder_name(name: str) -> str:
     """Name of the folder of an arm of this name, without the seed."""
     return name.replace(":", "-")
 
 
-def arms_of(experiment: Experiment, names: Sequence[str] | None = None) -> list[Arm]:
+def make_arms(experiment: Experiment, names: Sequence[str] | None = None) -> list[Arm]:
     """
     The arms of a report, the trained team first.
 
@@ -84,8 +84,8 @@ def arms_of(experiment: Experiment, names: Sequence[str] | None = None) -> list[
     Raises:
         ValueError: there is no such arm.
     """
-    known = [*_of_team(experiment), *_of_agents(experiment)]
-    known += _of_variants(experiment, {arm.name for arm in known})
+    known = [*_team_arms(experiment), *_agent_arms(experiment)]
+    known += _variant_arms(experiment, {arm.name for arm in known})
     if names is None:
         return known
     names = [names] if isinstance(names, str) else names
@@ -98,9 +98,11 @@ def arms_of(experiment: Experiment, names: Sequence[str] | None = None) -> list[
     return [arm for arm in known if arm.name in wanted or arm.name.partition(":")[0] in wanted]
 
 
-def _of_team(experiment: Experiment) -> list[Arm]:
-    def solo(one: Experiment) -> Experiment:
-        return one.changed(agents=[one.solo_agent()], workflow=_solo_workflow(one)[0], solo=None, solo_workflow=None)
+def _team_arms(experiment: Experiment) -> list[Arm]:
+    def solo(experiment: Experiment) -> Experiment:
+        return experiment.changed(
+            agents=[experiment.solo_agent()], workflow=_solo_workflow(experiment)[0], solo=None, solo_workflow=None
+        )
 
     is_alone = len(experiment.agents) == 1
     alone = "the team is one agent" if is_alone else _solo_workflow(experiment)[1]
@@ -108,17 +110,17 @@ def _of_team(experiment: Experiment) -> list[Arm]:
     return [
         Arm("team", "the team, trained"),
         Arm("untrained", "the team, untrained", evaluation="start", of="team"),
-        Arm("solo", "one agent, trained with as many generated tokens", solo, is_budgeted=True, why_not=alone),
-        Arm("solo_untrained", "one agent, untrained", evaluation="start", of="solo", why_not=alone),
-        Arm("anonymous", "no names and no roles", _anonymous, why_not=anonymous),
-        *_of_adapters(experiment),
+        Arm("solo", "one agent, trained with as many generated tokens", solo, is_budgeted=True, skip_reason=alone),
+        Arm("solo_untrained", "one agent, untrained", evaluation="start", of="solo", skip_reason=alone),
+        Arm("anonymous", "no names and no roles", _anonymous, skip_reason=anonymous),
+        *_adapter_arms(experiment),
     ]
 
 
-def _of_variants(experiment: Experiment, taken: Collection[str]) -> list[Arm]:
+def _variant_arms(experiment: Experiment, taken: Collection[str]) -> list[Arm]:
     """Arms of the user, which may not have the names of others."""
     variants = dict(experiment.variants)
-    if twice := sorted({*variants} & {*taken, *map(folder_of, taken)}):
+    if twice := sorted({*variants} & {*taken, *map(make_folder_name, taken)}):
         raise ValueError(f"`variants` of the experiment has {', '.join(twice)}, which is the name of another arm.")
     alone = experiment.changed(variants={})
     return [
@@ -153,7 +155,7 @@ def _anonymous(experiment: Experiment) -> Experiment:
     return experiment.changed(options={**experiment.options, "anonymous": True})
 
 
-def _of_adapters(experiment: Experiment) -> list[Arm]:
+def _adapter_arms(experiment: Experiment) -> list[Arm]:
     """One adapter for all that are trained, and one for each, where that is a change."""
     adapters = [agent.adapter for agent in _trained(experiment)]
     if not _has_adapters(experiment):
@@ -162,13 +164,13 @@ def _of_adapters(experiment: Experiment) -> list[Arm]:
         alone = "only one agent is trained" if len(adapters) < 2 else None
     arms = []
     if len({*adapters}) > 1 or alone:
-        arms.append(Arm("shared", "one adapter for all agents", _shared, why_not=alone))
+        arms.append(Arm("shared", "one adapter for all agents", _shared, skip_reason=alone))
     if len({*adapters}) < len(adapters):
-        arms.append(Arm("own", "own adapters", _own, why_not=alone))
+        arms.append(Arm("own", "own adapters", _own, skip_reason=alone))
     return arms
 
 
-def _of_agents(experiment: Experiment) -> list[Arm]:
+def _agent_arms(experiment: Experiment) -> list[Arm]:
     agents = list(experiment.agents)
     trained = [agent.name for agent in _trained(experiment)]
     last = "it is the last agent, which nobody waits for"
@@ -182,10 +184,10 @@ def _of_agents(experiment: Experiment) -> list[Arm]:
         frozen = adapters or others if name in trained else "it is not trained"
         without = only or others or (None if is_chain else "the workflow is no chain")
         arms += [
-            Arm(f"frozen:{name}", f"{name} is not trained", _frozen(name), why_not=frozen),
-            Arm(f"without:{name}", f"a team without {name}", _without(name), why_not=without),
+            Arm(f"frozen:{name}", f"{name} is not trained", _frozen(name), skip_reason=frozen),
+            Arm(f"without:{name}", f"a team without {name}", _without(name), skip_reason=without),
             Arm(f"emptied:{name}", f"what {name} says is emptied", evaluation=f"emptied:{name}", of="team",
-                why_not=only or (last if is_last else None)),
+                skip_reason=only or (last if is_last else None)),
         ]  # fmt: skip
     return arms
 
@@ -203,17 +205,17 @@ def _replaced(experiment: Experiment, change: Callable[[AgentSpec], AgentSpec]) 
 
 
 def _shared(experiment: Experiment) -> Experiment:
-    return _with_adapters(experiment, lambda one: "team")
+    return _with_adapters(experiment, lambda agent: "team")
 
 
 def _own(experiment: Experiment) -> Experiment:
-    return _with_adapters(experiment, lambda one: one.name)
+    return _with_adapters(experiment, lambda agent: agent.name)
 
 
 def _with_adapters(experiment: Experiment, name: Callable[[AgentSpec], str]) -> Experiment:
     trained = {agent.name for agent in _trained(experiment)}
     return _replaced(
-        experiment, lambda one: dataclasses.replace(one, adapter=name(one)) if one.name in trained else one
+        experiment, lambda agent: dataclasses.replace(agent, adapter=name(agent)) if agent.name in trained else agent
     )
 
 
@@ -226,7 +228,9 @@ def _frozen(name: str) -> Callable[[Experiment], Experiment]:
         )
         return _replaced(
             experiment,
-            lambda one: dataclasses.replace(one, trainable=False, adapter=adapter) if one.name == name else one,
+            lambda agent: (
+                dataclasses.replace(agent, trainable=False, adapter=adapter) if agent.name == name else agent
+            ),
         )
 
     return frozen
@@ -251,7 +255,7 @@ def check_arms(experiment: Experiment, arms: Sequence[Arm]) -> None:
         ValueError: the team or the workflow of an arm is not possible.
     """
     for arm in arms:
-        if arm.why_not is not None:
+        if arm.skip_reason is not None:
             continue
         try:
             changed = arm.changed(experiment)

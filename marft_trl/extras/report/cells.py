@@ -18,8 +18,8 @@ from ...reporting.evaluation import FILE
 from ...runs.run_folder import RunFolder
 from ...system.files import write_atomically
 from ...trainer import MARFTTrainer
-from .arms import Arm, arms_of
-from .experiment import Experiment, differences, settings_of
+from .arms import Arm, make_arms
+from .experiment import Experiment, collect_settings, differences
 
 
 # Files of a run: its result, the settings of its experiment, the step at which its budget was used up, its time, and
@@ -140,7 +140,7 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
         cell: arm, seed and folder.
         emptied: agents whose messages are emptied in further evaluations of the trained team.
     """
-    (arm,) = (item for item in arms_of(experiment) if item.name == cell.arm)
+    (arm,) = (item for item in make_arms(experiment) if item.name == cell.arm)
     settings = {"seed": cell.seed, "output_dir": str(cell.folder), "eval_k": experiment.args.eval_k or [1]}
     settings |= {"report_to": [], "push_to_hub": False, "load_best_model_at_end": False, "eval_strategy": "no"}
     changed = arm.changed(experiment).with_args(**settings)
@@ -185,7 +185,7 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
 
 def recorded(experiment: Experiment, arm: Arm) -> dict[str, Any]:
     """What is recorded with a run. Arms follow from the experiment, but for a user's function, which may change."""
-    return settings_of(arm.changed(experiment) if arm.is_variant else experiment)
+    return collect_settings(arm.changed(experiment) if arm.is_variant else experiment)
 
 
 def _eval_batch(args: MARFTConfig) -> int:
@@ -214,5 +214,5 @@ def _evaluate(trainer: MARFTTrainer, name: str) -> None:
 
 def _evaluate_emptied(trainer: MARFTTrainer, name: str) -> None:
     """Evaluate the team while an agent says nothing: teammates, environments and answers get an empty text."""
-    with trainer.parts.evaluations.silencing(name):
+    with trainer.parts.evaluations.silence_agents(name):
         _evaluate(trainer, f"emptied:{name}")

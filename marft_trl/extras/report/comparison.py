@@ -68,10 +68,10 @@ def compare(
 ) -> Comparison:
     """Compare the runs of a report."""
     team = _scores(arms[0], runs, seeds)
-    results = [ArmResult(arm) if arm.why_not else _result(arm, team, runs, seeds) for arm in arms]
+    results = [ArmResult(arm) if arm.skip_reason else _result(arm, team, runs, seeds) for arm in arms]
     found = {result.arm.name: result for result in results}
-    said = verdicts(found, [agent.name for agent in experiment.agents], margin)
-    return Comparison(experiment.name, results, said, margin, experiment.questions_in_both())
+    sentences = verdicts(found, [agent.name for agent in experiment.agents], margin)
+    return Comparison(experiment.name, results, sentences, margin, experiment.questions_in_both())
 
 
 def _folders(arm: Arm, runs: Path, seeds: Sequence[int]) -> list[Path]:
@@ -83,16 +83,16 @@ def _scores(arm: Arm, runs: Path, seeds: Sequence[int]):
 
 
 def _result(arm: Arm, team, runs: Path, seeds: Sequence[int]) -> ArmResult:
-    its = _scores(arm, runs, seeds)
+    scores = _scores(arm, runs, seeds)
     places = zip(seeds, _folders(arm, runs, seeds), strict=True)
     done = [Cell(arm.run, seed, folder).result() for seed, folder in places]
     trains = not arm.of
     return ArmResult(
         arm,
-        _within(interval(its)),
-        None if arm.name == "team" else paired_difference(team, its),
+        _within(interval(scores)),
+        None if arm.name == "team" else paired_difference(team, scores),
         statistics.mean(entry["tokens"] for entry in done) if trains else None,
-        statistics.mean(one["seconds"] for one in done) if trains else None,
+        statistics.mean(entry["seconds"] for entry in done) if trains else None,
         [item["curve"] for item in done] if trains else (),
         any(value.get("rewards_differ", True) for value in done),
     )
@@ -134,21 +134,23 @@ def judged(difference: Interval, margin: float) -> str:
 
 def verdicts(found: dict[str, ArmResult], agents: Sequence[str], margin: float) -> list[str]:
     """What the differences say, in plain sentences."""
-    said = [_sentence(found, arm, margin, subject, words) for arm, subject, words in _QUESTIONS]
-    said += [
+    sentences = [_sentence(found, arm, margin, subject, words) for arm, subject, words in _QUESTIONS]
+    sentences += [
         _sentence(found, item.arm.name, margin, "The team", _compared(item.arm.name))
         for item in found.values()
         if item.arm.is_variant
     ]
-    said.append(_too_few_tokens(found))
+    sentences.append(_too_few_tokens(found))
     for agent in agents:
         questions = (
             ("emptied", f"What {agent} says", ("is useful", "is harmful", "is useless")),
             ("without", f"A team with {agent}", _compared("one without")),
             ("frozen", f"With {agent}, the team", _TRAINED),
         )
-        said += [_sentence(found, f"{kind}:{agent}", margin, subject, words) for kind, subject, words in questions]
-    return [value for value in said if value is not None]
+        sentences += [
+            _sentence(found, f"{kind}:{agent}", margin, subject, words) for kind, subject, words in questions
+        ]
+    return [value for value in sentences if value is not None]
 
 
 def _too_few_tokens(found: dict[str, ArmResult]) -> str | None:
@@ -239,20 +241,21 @@ def as_markdown(comparison: Comparison) -> str:
     if comparison.questions_in_both:
         count = comparison.questions_in_both
         lines += ["", f"{count} of the {accuracy.questions} questions are also training questions."]
-    left_out = [item for item in comparison.results if item.arm.why_not]
+    left_out = [item for item in comparison.results if item.arm.skip_reason]
     if left_out:
-        lines += ["", "Left out: " + "; ".join(f"{entry.arm.what} ({entry.arm.why_not})" for entry in left_out) + "."]
+        arms = "; ".join(f"{entry.arm.what} ({entry.arm.skip_reason})" for entry in left_out)
+        lines += ["", f"Left out: {arms}."]
     return "\n".join(lines) + "\n"
 
 
-def _line(one: ArmResult) -> str:
-    assert one.accuracy is not None  # noqa: S101 - lines are of arms that have run
+def _line(result: ArmResult) -> str:
+    assert result.accuracy is not None  # noqa: S101 - lines are of arms that have run
     cells = [
-        one.arm.what,
-        shown(one.accuracy),
-        shown(one.difference, signed=True) if one.difference is not None else "",
-        f"{one.tokens:,.0f}" if one.tokens is not None else "",
-        f"{one.seconds:,.0f}" if one.seconds is not None else "",
+        result.arm.what,
+        shown(result.accuracy),
+        shown(result.difference, signed=True) if result.difference is not None else "",
+        f"{result.tokens:,.0f}" if result.tokens is not None else "",
+        f"{result.seconds:,.0f}" if result.seconds is not None else "",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -271,7 +274,7 @@ def as_csv(comparison: Comparison) -> str:
                 *counts,
                 *_percent(accuracy),
                 *_percent(difference),
-                *("" if value is None else value for value in (result.tokens, result.seconds, result.arm.why_not)),
+                *("" if value is None else value for value in (result.tokens, result.seconds, result.arm.skip_reason)),
             ]
         )
     return text.getvalue()
@@ -309,9 +312,11 @@ def _draw_accuracies(axes: Any, results: Sequence[ArmResult], colors: Mapping[st
 
 
 def _draw_curves(axes: Any, results: Sequence[ArmResult], colors: Mapping[str, str]) -> None:
-    for one in results:
-        for curve in one.curves:
+    for result in results:
+        for curve in result.curves:
             steps, rewards = zip(*curve, strict=True) if curve else ((), ())
             # A run with one logged step has a point and no line
-            axes.plot(steps, rewards, color=colors[one.arm.name], alpha=0.7, marker="o" if len(steps) < 10 else None)
+            axes.plot(
+                steps, rewards, color=colors[result.arm.name], alpha=0.7, marker="o" if len(steps) < 10 else None
+            )
     axes.set(xlabel="step", ylabel="reward of a training batch")

@@ -21,8 +21,8 @@ from peft import PeftConfig
 from ...agents import AgentSpec, check_team
 from ...config.checks import check_names
 from ...config.marft_config import MARFTConfig
-from ...runs.resume import code_of, dataset_hash, fields_about, plain
-from ...system.files import module_of, source_of
+from ...runs.resume import compute_fingerprint, dataset_hash, fields_about, plain
+from ...system.files import import_file, read_source
 from ...system.hints import checked_names, did_you_mean
 from ...system.redaction import without_secrets
 from ...trainer import MARFTTrainer
@@ -33,7 +33,7 @@ from ...workflows import Workflow
 _NOT_RECORDED = fields_about("files", "machines") | {"seed"}
 
 
-def settings_of(experiment: Experiment) -> dict[str, Any]:
+def collect_settings(experiment: Experiment) -> dict[str, Any]:
     """Settings of an experiment by name, without secrets, JSON-serializable and the same in every process."""
     args = experiment.args
     found: dict[str, Any] = {
@@ -68,12 +68,16 @@ EVALUATION = (
 )
 
 
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Settings that are not the same, as text."""
     # Another version has other fields of the configuration
-    both = {name for name in {*theirs, *ours} if not name.startswith("args.") or (name in theirs and name in ours)}
-    names = sorted(name for name in both if theirs.get(name) != ours.get(name))
-    return [f"{name} was {theirs.get(name)!r}, is {ours.get(name)!r}" for name in names]
+    compared = {
+        name
+        for name in {*recorded, *current}
+        if not name.startswith("args.") or (name in recorded and name in current)
+    }
+    names = sorted(name for name in compared if recorded.get(name) != current.get(name))
+    return [f"{name} was {recorded.get(name)!r}, is {current.get(name)!r}" for name in names]
 
 
 def _workflow(workflow: Workflow | None) -> Any:
@@ -81,7 +85,11 @@ def _workflow(workflow: Workflow | None) -> Any:
     if workflow is None:
         return None
     attributes = {name: _value(value) for name, value in vars(workflow).items() if not name.startswith("_")}
-    return {"describes": _value(dict(workflow.describe())), "code": code_of(workflow), "attributes": attributes}
+    return {
+        "describes": _value(dict(workflow.describe())),
+        "code": compute_fingerprint(workflow),
+        "attributes": attributes,
+    }
 
 
 def _value(value: Any) -> Any:
@@ -97,9 +105,9 @@ def _value(value: Any) -> Any:
 def _code(function: Any) -> str:
     """Name and hash of the source of a function, a class or an object."""
     if not isinstance(function, type):
-        return code_of(function)
+        return compute_fingerprint(function)
     try:
-        return f"{function.__qualname__} ({hashlib.sha256(source_of(function).encode()).hexdigest()[:12]})"
+        return f"{function.__qualname__} ({hashlib.sha256(read_source(function).encode()).hexdigest()[:12]})"
     except (OSError, TypeError, SyntaxError):
         return function.__qualname__
 
@@ -108,7 +116,7 @@ def _codes(functions: Any) -> list[str]:
     if functions is None:
         return []
     several = isinstance(functions, Sequence) and not isinstance(functions, str)
-    return [code_of(item) for item in (functions if several else [functions])]
+    return [compute_fingerprint(item) for item in (functions if several else [functions])]
 
 
 def _peft(config: Any) -> Any:
@@ -234,8 +242,8 @@ class Experiment:
         if not isinstance(self.train_dataset, Dataset) or "prompt" not in self.train_dataset.column_names:
             return 0
         sets = (self.eval_dataset, self.train_dataset)
-        are_games = all("seed" in value.column_names for value in sets) and len({*_asked(sets[0], ["prompt"])}) == 1
-        evaluated, trained = (_asked(item, ["prompt", "seed"] if are_games else ["prompt"]) for item in sets)
+        are_games = all("seed" in value.column_names for value in sets) and len({*_row_keys(sets[0], ["prompt"])}) == 1
+        evaluated, trained = (_row_keys(item, ["prompt", "seed"] if are_games else ["prompt"]) for item in sets)
         known = {*trained}
         return sum(question in known for question in evaluated) if len({*evaluated}) > 1 else 0
 
@@ -258,7 +266,7 @@ class Experiment:
 Experiment.__init__ = checked_names("Experiment")(Experiment.__init__)  # type: ignore[method-assign]
 
 
-def _asked(dataset: Dataset, names: Sequence[str]) -> list[str]:
+def _row_keys(dataset: Dataset, names: Sequence[str]) -> list[str]:
     """What each row asks, from some columns."""
     return [json.dumps(row, default=str) for row in zip(*(dataset[name] for name in names), strict=True)]
 
@@ -301,4 +309,4 @@ def _module(source: str) -> Any:
     path = Path(source)
     if not path.exists():
         raise ValueError(f"There is no file {os.fspath(path.absolute())} with an experiment.")
-    return module_of(path)
+    return import_file(path)

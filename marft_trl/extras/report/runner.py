@@ -16,10 +16,10 @@ from typing import Any
 
 from ...seams.libraries import get_logger
 from ...system.child_processes import ChildProcesses
-from .arms import Arm, arms_of, check_arms
+from .arms import Arm, check_arms, make_arms
 from .cells import EVALUATED_BEFORE, Cell, recorded, run_cell
 from .comparison import Comparison, compare, write_pages
-from .experiment import EVALUATION, Experiment, load_experiment, settings_of
+from .experiment import EVALUATION, Experiment, collect_settings, load_experiment
 
 
 logger = get_logger(__name__)
@@ -69,7 +69,7 @@ def report(
     made = load_experiment(experiment, settings) if isinstance(experiment, str) else experiment
     if workers > 1 and place is None:
         raise ValueError("`workers` above 1 starts processes, which need `experiment='file.py:function'`.")
-    folder, chosen = Path(output_dir), arms_of(made, arms)
+    folder, chosen = Path(output_dir), make_arms(made, arms)
     _check_arguments(seeds, margin, workers)
     _check_runs(chosen)
     check_arms(made, chosen)
@@ -85,7 +85,7 @@ def report(
         failed = _side_by_side(place, settings, waiting, _emptied(chosen), workers)
     if "team" in failed:
         raise RuntimeError(failed["team"])
-    kept = [replace(arm, why_not="its run has failed") if arm.run in failed else arm for arm in chosen]
+    kept = [replace(arm, skip_reason="its run has failed") if arm.run in failed else arm for arm in chosen]
     comparison = compare(made, kept, folder / "runs", seeds, margin)
     write_pages(comparison, folder)
     if failed:
@@ -98,7 +98,7 @@ def report(
 
 def _cells(arms: Sequence[Arm], seeds: Sequence[int], folder: Path) -> list[Cell]:
     """The runs. Those with a budget come last: it is known when the team has run with the same seed."""
-    ran = sorted((arm for arm in arms if not arm.of and arm.why_not is None), key=lambda arm: arm.is_budgeted)
+    ran = sorted((arm for arm in arms if not arm.of and arm.skip_reason is None), key=lambda arm: arm.is_budgeted)
     return [Cell(arm.name, seed, folder / "runs" / f"{arm.folder}-{seed}") for arm in ran for seed in seeds]
 
 
@@ -144,14 +144,14 @@ def _check_runs(arms: Sequence[Arm]) -> None:
 
 def _check_schedule(experiment: Experiment, arms: Sequence[Arm]) -> None:
     """How long one agent trains is not known before, so no schedule can end with it."""
-    budgeted = [arm for arm in arms if arm.is_budgeted and arm.why_not is None]
+    budgeted = [arm for arm in arms if arm.is_budgeted and arm.skip_reason is None]
     kind = _schedule(experiment)
     for arm in budgeted:
-        its = _schedule(arm.changed(experiment)) if arm.is_variant else kind
-        if kind.startswith("constant") and not its.startswith("constant"):
+        variant_kind = _schedule(arm.changed(experiment)) if arm.is_variant else kind
+        if kind.startswith("constant") and not variant_kind.startswith("constant"):
             raise ValueError(
-                f"`lr_scheduler_type` of the variant {arm.name!r} is {its!r}. It trains until it has generated as "
-                "many tokens as the team, which is not known before: set `lr_scheduler_type="
+                f"`lr_scheduler_type` of the variant {arm.name!r} is {variant_kind!r}. It trains until it has "
+                "generated as many tokens as the team, which is not known before: set `lr_scheduler_type="
                 "'constant_with_warmup'`, or another `max_steps` than the team's, for which it is then trained."
             )
     if budgeted and not kind.startswith("constant"):
@@ -168,10 +168,10 @@ def _schedule(experiment: Experiment) -> str:
 
 def _check_runs_before(experiment: Experiment, arms: Sequence[Arm], cells: Sequence[Cell]) -> None:
     """Runs that are there, whole or in part, are of the same experiment, and have all evaluations that are wanted."""
-    settings = {arm.name: recorded(experiment, arm) for arm in arms if not arm.of and arm.why_not is None}
+    settings = {arm.name: recorded(experiment, arm) for arm in arms if not arm.of and arm.skip_reason is None}
     for arm in arms:
         if arm.is_variant:
-            _check_variant(arm.name, settings_of(experiment), settings[arm.name])
+            _check_variant(arm.name, collect_settings(experiment), settings[arm.name])
     for cell in cells:
         cell.check_settings(settings[cell.arm])
         _check_budget(cell)
@@ -185,11 +185,11 @@ def _check_runs_before(experiment: Experiment, arms: Sequence[Arm], cells: Seque
             )
 
 
-def _check_variant(name: str, team: Mapping[str, Any], its: Mapping[str, Any]) -> None:
+def _check_variant(name: str, team: Mapping[str, Any], variant: Mapping[str, Any]) -> None:
     """A variant changes something, and is evaluated as the team is."""
-    if team == its:
+    if team == variant:
         raise ValueError(f"The variant {name!r} changes nothing that the runs record: it would be the team again.")
-    if other := [key for key in EVALUATION if team.get(key) != its.get(key)]:
+    if other := [key for key in EVALUATION if team.get(key) != variant.get(key)]:
         raise ValueError(
             f"The variant {name!r} is evaluated otherwise than the team ({', '.join(other)}), so the two cannot be "
             "compared. Set the same in both."
@@ -209,7 +209,7 @@ def _check_budget(cell: Cell) -> None:
 
 
 def _emptied(arms: Sequence[Arm]) -> list[str]:
-    return [arm.name.partition(":")[2] for arm in arms if arm.name.startswith("emptied:") and arm.why_not is None]
+    return [arm.name.partition(":")[2] for arm in arms if arm.name.startswith("emptied:") and arm.skip_reason is None]
 
 
 def _run_all(run: Callable[[Cell], None], cells: Sequence[Cell]) -> dict[str, str]:
@@ -242,10 +242,23 @@ def _side_by_side(
     children = ChildProcesses()
 
     def run(cell: Cell) -> None:
-        given = {"experiment": place, "settings": dict(settings or {}), "emptied": list(emptied), **cell.as_dict()}
+        cell_arguments = {
+            "experiment": place,
+            "settings": dict(settings or {}),
+            "emptied": list(emptied),
+            **cell.as_dict(),
+        }
         cell.folder.mkdir(parents=True, exist_ok=True)
         with open(cell.folder / "log.txt", "a", encoding="utf-8") as log:
-            command = [sys.executable, "-W", "ignore", "-m", "marft_trl.extras.report", "--cell", json.dumps(given)]
+            command = [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "marft_trl.extras.report",
+                "--cell",
+                json.dumps(cell_arguments),
+            ]
             code = children.run(command, environment, log)
         if code:
             raise RuntimeError((cell.folder / "log.txt").read_text(encoding="utf-8")[-2000:])

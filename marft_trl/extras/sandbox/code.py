@@ -115,8 +115,8 @@ def pass_rate(
             left = end - time.monotonic()
             if hung >= _MOST_TIMEOUTS or left <= 0:
                 break
-            its = replace(_with_room(limits, output), seconds=min(limits.seconds, left))
-            outcome = run_python(program, stdin=text, limits=its)
+            test_limits = replace(_with_room(limits, output), seconds=min(limits.seconds, left))
+            outcome = run_python(program, stdin=text, limits=test_limits)
             right.append(outcome.status == "ok" and same_output(outcome.stdout, output))
             hung += outcome.status == "timeout"
     return sum(right) / len(inputs)

@@ -179,7 +179,7 @@ def fence_calls() -> bool:
         number = library.seccomp_syscall_resolve_name(name.encode())
         if number < 0:  # this architecture, or this version of libseccomp, does not know it
             return 0
-        array = (_Comparison * max(1, len(comparisons)))(*(_Comparison(*one) for one in comparisons))
+        array = (_Comparison * max(1, len(comparisons)))(*(_Comparison(*comparison) for comparison in comparisons))
         return library.seccomp_rule_add_array(filter_, action, number, len(comparisons), array)
 
     refused = [rule(_ALLOW, name) for name in _ALLOWED]
@@ -230,9 +230,9 @@ def call(name: str, arguments: list, results: int) -> None:
     scope = load("solution")
     owner = scope["Solution"]() if name not in scope and "Solution" in scope else None
     function = getattr(owner, name) if owner is not None else scope[name]
-    for one in arguments:
+    for args in arguments:
         try:
-            line = json.dumps({"value": function(*one)}, default=_plain)
+            line = json.dumps({"value": function(*args)}, default=_plain)
         except (Exception, SystemExit) as error:
             line = json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
         os.write(results, line.encode() + b"\n")

@@ -122,8 +122,8 @@ def reasoning_gym(
     load("reasoning_gym", "reasoning-gym", "`reasoning_gym`")
     family = json.dumps({"name": name, **settings}, sort_keys=True)
     # Of entries, since prompts may have been changed, as by a hint at the format
-    known = {str(entry_of(entry)["question"]) for entry in _entries(without)}
-    given: dict[str, Any] = {
+    known = {str(parse_entry(entry)["question"]) for entry in _entries(without)}
+    arguments: dict[str, Any] = {
         "family": family,
         "size": size,
         "seed": seed,
@@ -131,8 +131,8 @@ def reasoning_gym(
         "distinct": distinct,
     }
     if is_fixed() or not _names_in(family) & _HASHED:
-        return Dataset.from_list(draw(**given))
-    return Dataset.from_list(call_with_fixed_hashes(__name__, "draw", given))
+        return Dataset.from_list(draw(**arguments))
+    return Dataset.from_list(call_with_fixed_hashes(__name__, "draw", arguments))
 
 
 def _entries(questions: Dataset | None) -> Sequence[str]:
@@ -149,7 +149,7 @@ def draw(family: str, size: int, seed: int, known: Sequence[str], distinct: bool
     """Rows of [`reasoning_gym`]; `family` has the name and the settings as JSON, `known` questions are left out."""
     seen = {*known}
     choose = bool(seen) or distinct
-    entries = family_of(family, size * (_MOST_DRAWS if choose else 1), seed * _SEED_STEP % (2**31 - 1))
+    entries = load_family(family, size * (_MOST_DRAWS if choose else 1), seed * _SEED_STEP % (2**31 - 1))
     rows: list[dict[str, Any]] = []
     for index in range(len(entries)):
         entry = entries[index]
@@ -160,7 +160,7 @@ def draw(family: str, size: int, seed: int, known: Sequence[str], distinct: bool
                     "prompt": [{"role": "user", "content": question}],
                     "answer": "" if entry["answer"] is None else str(entry["answer"]),
                     "family": family,
-                    "entry": _text_of(entry, entries),
+                    "entry": _to_text(entry, entries),
                 }
             )
             if distinct:
@@ -182,7 +182,7 @@ def _names_in(family: str) -> set[str]:
 
 
 @functools.lru_cache(maxsize=256)
-def family_of(family: str, size: int = 1, seed: int = 0) -> Any:
+def load_family(family: str, size: int = 1, seed: int = 0) -> Any:
     settings = json.loads(family)
     package = load("reasoning_gym", "reasoning-gym", "`reasoning_gym`")
     if settings.get("datasets"):
@@ -199,7 +199,7 @@ def family_of(family: str, size: int = 1, seed: int = 0) -> Any:
         raise ValueError(f"reasoning-gym has no questions for {family}: {error}") from error
 
 
-def _text_of(entry: Mapping[str, Any], entries: Any) -> str:
+def _to_text(entry: Mapping[str, Any], entries: Any) -> str:
     """A question with all that its score needs, as text: Python's own notation, or JSON where that does not do."""
     for write, read in ((repr, ast.literal_eval), (json.dumps, json.loads)):
         try:
@@ -216,7 +216,7 @@ def _text_of(entry: Mapping[str, Any], entries: Any) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def entry_of(text: str) -> dict[str, Any]:
+def parse_entry(text: str) -> dict[str, Any]:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -257,10 +257,10 @@ reasoning_gym_exact = get_reasoning_gym_reward(exact=True)
 
 
 def _score(text: str | None, family: str, entry: str) -> float:
-    questions = family_of(family)
+    questions = load_family(family)
     if text is None:
         return 0.0
     try:
-        return float(questions.score_answer(text, entry_of(entry)))
+        return float(questions.score_answer(text, parse_entry(entry)))
     except Exception:  # of families that parse what a model wrote without a check
         return 0.0

@@ -30,7 +30,10 @@ AGENTS = [AgentSpec(name, adapter="debater", system_prompt="Answer with a number
 
 def right(completions, answer, **kwargs):
     """1 if the answer that the team agrees on is the right one."""
-    return [float(one[-1]["content"].strip() == target) for one, target in zip(completions, answer, strict=True)]
+    return [
+        float(completion[-1]["content"].strip() == target)
+        for completion, target in zip(completions, answer, strict=True)
+    ]
 
 
 def make(args, model="Qwen/Qwen2.5-0.5B-Instruct"):

@@ -32,7 +32,7 @@ AGENTS = [
 
 def right(completions, solution, **kwargs):
     """1 for the right answer of the team, which is that of its last agent."""
-    texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     return [float(text.strip() == target) for text, target in zip(texts, solution, strict=True)]
 
 

@@ -29,11 +29,11 @@ class Nim:
         return self.next
 
     def step(self, turns):
-        said, me = turns[-1].text.strip(), turns[-1].agent
+        move, me = turns[-1].text.strip(), turns[-1].agent
         self.next = OTHER[me]
-        if said not in ("1", "2", "3") or int(said) > self.stones:
+        if move not in ("1", "2", "3") or int(move) > self.stones:
             return "That is no move.", {me: -1.0, self.next: 0.0}, True
-        self.stones -= int(said)
+        self.stones -= int(move)
         result = {me: 1.0, self.next: -1.0} if self.stones == 0 else 0.0
         return f"There are {self.stones} stones.", result, self.stones == 0
 

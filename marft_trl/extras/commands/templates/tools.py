@@ -43,7 +43,7 @@ AGENTS = [
 
 def right(completions, answer, **kwargs):
     """1 if the last number of the answer is the right one: a list of guesses earns nothing."""
-    numbers = [re.findall(r"\d+", one[-1]["content"].replace(",", "")) for one in completions]
+    numbers = [re.findall(r"\d+", completion[-1]["content"].replace(",", "")) for completion in completions]
     return [float(found[-1:] == [target]) for found, target in zip(numbers, answer, strict=True)]
 
 
