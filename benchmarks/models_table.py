@@ -117,7 +117,7 @@ def asked(family, folder):
 
 
 def _reason(message):
-    found = re.search(r"\(`share_prefixes`\): (.*)\.$", message)
+    found = re.search(r"`share_prefixes` is off.* for every row: (.*)\.$", message)
     return f"no: {found[1]}" if found else None
 
 

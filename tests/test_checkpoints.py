@@ -237,7 +237,7 @@ def test_a_folder_that_is_removed_is_locked_anew(small_model, tmp_path, caplog):
     folder = tmp_path / "run"
     trainer = trainer_in(folder, small_model, [Removed(folder)])
     trainer.train()
-    assert "was removed while the run used it" in caplog.text and (folder / LOCK_NAME).exists()
+    assert "was removed during the run" in caplog.text and (folder / LOCK_NAME).exists()
     assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
 
 
@@ -313,7 +313,7 @@ def test_a_forked_child_that_comes_back_ends(small_model, tmp_path, capfd, monke
     assert os.getpid() == parent and len(children) == 1
     _, status = os.waitpid(children[0], 0)
     assert os.waitstatus_to_exitcode(status) == 70
-    assert "was forked from the training process" in capfd.readouterr().err
+    assert "A reward, a workflow or a tool forked process" in capfd.readouterr().err
     assert (tmp_path / "steps").read_text() == f"{parent}\n"
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1"}
 
@@ -322,7 +322,7 @@ def test_a_new_run_among_old_checkpoints_is_not_mixed_with_them(small_model, run
     """It says that they are there; its own checkpoints alone are resumed from."""
     trainer = trainer_in(run.path, small_model, [StopAt(1)])
     trainer.train()
-    assert "holds checkpoints of an earlier start (checkpoint-2, checkpoint-3)" in caplog.text
+    assert "has checkpoints of an earlier run (checkpoint-2, checkpoint-3)" in caplog.text
     again = trainer_in(run.path, small_model, [StopAt(2)])
     again.train(resume_from_checkpoint=True)
     assert began_at(again) == 1 and "checkpoint-3 belongs to another run" in caplog.text
@@ -370,7 +370,7 @@ def test_a_run_that_goes_back_leaves_its_former_course(small_model, tmp_path, ca
     back = trainer_in(tmp_path, small_model, [StopAt(2)], settings={"save_total_limit": 2})
     back.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert [folder.name for folder in RunFolder(tmp_path).checkpoints()] == ["checkpoint-1", "checkpoint-2"]
-    assert "checkpoint-3 comes after step 1, from which the run goes on: now _aside-checkpoint-3" in caplog.text
+    assert "Renamed checkpoint-3 to _aside-checkpoint-3, because the run resumes from step 1" in caplog.text
     again = trainer_in(tmp_path, small_model)
     again.train(resume_from_checkpoint=True)
     assert began_at(again) == 2
@@ -390,7 +390,7 @@ def test_what_cannot_be_removed_or_read_costs_no_checkpoint(small_model, tmp_pat
 
     monkeypatch.setattr(commits, "remove", fails)
     trainer_in(tmp_path, small_model, settings={"save_total_limit": 1, "max_steps": 2}).train()
-    assert "An older checkpoint could not be removed" in caplog.text and RunFolder(tmp_path).newest()[1].step == 2
+    assert "Could not remove an older checkpoint" in caplog.text and RunFolder(tmp_path).newest()[1].step == 2
 
     def unreadable(path):
         if "checkpoint-2" in str(path):
@@ -511,7 +511,7 @@ def test_the_order_of_the_team_is_compared_with_its_announced_changes():
 @pytest.mark.parametrize(
     ("changes", "present", "message"),
     [
-        ({}, ["a", "c"], r"Say with `resume_changes` .*`add` \['c'\].*`remove` \['b'\].*`rename` 'b' to 'c'"),
+        ({}, ["a", "c"], r"In `resume_changes`, `add` \['c'\].*`remove` \['b'\].*`rename` 'b' to 'c'"),
         ({"add": ["d"]}, ["a", "b"], "adds 'd', which the team does not have"),
         ({"remove": ["d"]}, ["a", "b"], "removes 'd', which the checkpoint does not have"),
         ({"rename": {"d": "c"}}, ["a", "b", "c"], "renames 'd', which the checkpoint does not have"),

@@ -129,7 +129,7 @@ def test_a_process_that_sees_several_devices_uses_its_own(model_folder, tmp_path
     args._n_gpu = 2
     with caplog.at_level("WARNING"):
         trainer = team_trainer(model_folder, tmp_path, args=args)
-    assert trainer.args.n_gpu == 1 and "This machine shows 2 devices" in caplog.text
+    assert trainer.args.n_gpu == 1 and "This machine has 2 devices" in caplog.text
     assert runs.use_one_device is use_one_device
 
 
@@ -242,7 +242,7 @@ def test_the_trial_sees_another_prefix_where_few_dimensions_dominate(monkeypatch
         patch.setattr(forward, "prefill", of_other_tokens)
         assert find_obstacle(model) is None  # nothing shows in the norm
     monkeypatch.setattr(forward, "prefill", of_other_tokens)
-    assert "come out otherwise" in find_obstacle(model)
+    assert "when rows share a prefix" in find_obstacle(model)
 
 
 def test_compiled_passes_are_refused_where_they_would_not_be_taken(model_folder, tmp_path):
@@ -370,7 +370,7 @@ def test_a_process_that_trains_alone_beside_others_is_warned_of(tmp_path, monkey
         monkeypatch.setenv(name, value)
     with caplog.at_level("WARNING"):
         check_launcher(args)
-    found = [one for one in caplog.messages if "are the others runs of their own?" in one]
+    found = [one for one in caplog.messages if "so the other processes may be separate runs" in one]
     assert (len(found) == 1 and said in found[0]) if said else not found
 
 

@@ -427,4 +427,4 @@ def test_a_model_that_computes_otherwise_with_a_cache_is_found_out():
         return positions(states, torch.arange(states.size(1)).unsqueeze(0))
 
     base.model.rotary_emb.forward = from_the_start
-    assert "come out otherwise" in forward.find_obstacle(base)
+    assert "when rows share a prefix" in forward.find_obstacle(base)

@@ -120,7 +120,7 @@ def test_a_connection_that_what_answers_has_lost_is_no_lost_client(path):
 
     backend = Backend(fails)
     status, stream = streamed(backend, path)
-    assert status == 200 and "as error" in stream and "database" not in stream and not backend.num_lost
+    assert status == 200 and "See error" in stream and "database" not in stream and not backend.num_lost
 
     async def fails_at_once(on_text):
         raise ConnectionError("the database is away")

@@ -463,11 +463,11 @@ def test_what_needs_adapters_or_functions_says_so(model_folder, tmp_path):
         settings = arguments.pop("settings")
         return team_trainer(model_folder, tmp_path, settings=settings, **arguments)
 
-    with pytest.raises(ValueError, match=r"`critic='shared'` needs a base that stays"):
+    with pytest.raises(ValueError, match=r"`critic='shared'` needs a frozen base"):
         build(settings=PPO, peft_config=None)
-    with pytest.raises(ValueError, match=r"`credit='counterfactual'` needs a base"):
+    with pytest.raises(ValueError, match=r"`credit='counterfactual'` needs a frozen base"):
         build(settings={"credit": "counterfactual"}, peft_config=None)
-    with pytest.raises(ValueError, match=r"nothing scores those of agent 'reasoner'"):
+    with pytest.raises(ValueError, match=r"no function scores the turns of agent 'reasoner'"):
         build(settings={"credit": "per_step"})
     with pytest.raises(ValueError, match=r"`reward_funcs` of agent 'solver' .* `credit='equal'` does not use"):
         build(settings={}, agents=[AgentSpec("solver", reward_funcs=own)])

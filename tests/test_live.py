@@ -182,7 +182,7 @@ def test_who_stops_listening_ends_the_turn(namesakes):
             async def cancelled():
                 task = asyncio.ensure_future(team.arun([QUESTIONS[0]]))
                 await asyncio.sleep(0.12)
-                with pytest.raises(RuntimeError, match="a team that is answering"):
+                with pytest.raises(RuntimeError, match="a team while it answers"):
                     team.drop_agent(NAMES[0])
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):

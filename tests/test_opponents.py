@@ -219,7 +219,7 @@ def test_a_function_that_hangs_ends_the_run_in_time(model_folder, tmp_path, is_a
 
     opponent = AgentSpec("right", reply=never if is_async else blocks)
     trainer = trainer_of(model_folder, tmp_path, opponent, workflow_timeout=0.3)
-    with pytest.raises(EpisodeError, match=r"has waited for .*(never|blocks)"):
+    with pytest.raises(EpisodeError, match=r"has waited 0.3 seconds for .*(never|blocks)"):
         trainer.train()
 
 
@@ -246,7 +246,7 @@ def test_a_saved_team_asks_for_its_functions(model_folder, tmp_path):
     )
     trainer.save_model()
     assert "parrot" in (tmp_path / "README.md").read_text() and not (tmp_path / "right").exists()
-    with pytest.raises(ValueError, match=r"agent 'right' came from the function `.*parrot`.*`replies=\{'right': "):
+    with pytest.raises(ValueError, match=r"`.*parrot` wrote the turns of agent 'right'.*`replies=\{'right': "):
         Team.from_pretrained(tmp_path, model=model_folder, environment_factory=Alternating)
     workflow = Sequential(["left", "right"])
     team = Team.from_pretrained(tmp_path, model=model_folder, workflow=workflow, replies={"right": parrot})
@@ -466,7 +466,7 @@ def test_a_copy_has_the_config_of_its_source(model_folder, tmp_path):
     base = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="left")
     base.add_adapter("right", lora(r=8))
     with pytest.raises(
-        ValueError, match=r"'right' acts with past copies of 'left', but its adapter 'right' has another"
+        ValueError, match=r"'right' acts with past copies of 'left', but its adapter 'right' has a different"
     ):
         trainer_of(base, tmp_path, COPY, arguments={"peft_config": None})
     base.delete_adapter("right")
@@ -539,7 +539,7 @@ def test_wins_are_those_of_the_episodes(model_folder, tmp_path):
     ("fields", "error", "message"),
     [
         ({"reply": "hello"}, TypeError, r"`reply` of agent 'right' must be a function `reply\(messages\)`"),
-        ({"reply": parrot, "adapter": "x"}, ValueError, r"'right' has its turns from a function, so `adapter` would"),
+        ({"reply": parrot, "adapter": "x"}, ValueError, r"'right' takes its turns from `reply`, so `adapter` would"),
         ({"reply": parrot, "copy_of": "left"}, ValueError, r"so `copy_of` would have no effect"),
         ({"reply": parrot, "learning_rate": 1.0}, ValueError, r"so `learning_rate` would have no effect"),
         ({"copy_of": "left", "learning_rate": 1.0}, ValueError, r"'right' is a copy of 'left', so `learning_rate`"),
@@ -547,7 +547,7 @@ def test_wins_are_those_of_the_episodes(model_folder, tmp_path):
         ({"copy_of": "left", "copies": 0}, ValueError, r"`copies` of agent 'right' must be an integer of at least 1"),
         ({"copy_of": "left", "copy_every": 0.5}, TypeError, r"`copy_every` of agent 'right' must be an integer"),
         ({"copies": 2}, ValueError, r"`copies` of agent 'right' has no effect without `copy_of`"),
-        ({"copy_of": "lefty"}, ValueError, r"is a copy of 'lefty', but the team has 'left', 'right'.*'left'"),
+        ({"copy_of": "lefty"}, ValueError, r"copy of 'lefty', but the agents of the team are 'left', 'right'.*'left'"),
         ({"copy_of": "right"}, ValueError, r"'right' cannot be a copy of itself"),
         ({"copy_of": "left", "adapter": "left"}, ValueError, r"share the adapter 'left' but differ in `trainable`"),
     ],
@@ -558,7 +558,7 @@ def test_what_cannot_be_an_opponent(fields, error, message):
 
 
 def test_names_of_functions_are_no_adapters():
-    with pytest.raises(ValueError, match=r"'left' acts with an adapter named 'right', which is the name of an agent"):
+    with pytest.raises(ValueError, match=r"'left' uses the adapter 'right', but 'right' is the name of an agent"):
         check_team([AgentSpec("left", adapter="right"), AgentSpec("right", reply=parrot)])
     assert replace(AgentSpec("right"), reply=parrot).adapter is None
 
@@ -584,7 +584,7 @@ def test_full_pools_are_in_the_memory_plan(model_folder, tmp_path):
 
 
 def test_rewards_that_cancel_in_turns_are_an_error_too(model_folder, tmp_path):
-    with pytest.raises(ValueError, match="cancel in their sum"):
+    with pytest.raises(ValueError, match="sum to zero in all"):
         trainer_of(model_folder, tmp_path, AgentSpec("right"), returns="team", max_steps=4).train()
 
 

@@ -233,7 +233,7 @@ def test_own_steps_by_hand():
 
 @pytest.mark.slow
 def test_the_sum_of_the_team_cancels_and_is_refused_by_name(model_folder, tmp_path):
-    with pytest.raises(ValueError, match="cancel in their sum.*learn from the sum"):
+    with pytest.raises(ValueError, match="sum to zero in all.*learn from the sum"):
         run(model_folder, tmp_path, EnvironmentLoop(Duel), returns="team", steps=2)  # once eight episodes have earned
 
 

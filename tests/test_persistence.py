@@ -86,7 +86,7 @@ def manifest_text(model_folder, tmp_path_factory):
         (lambda data: data["adapters"].pop("actor"), "is damaged: KeyError"),
         (lambda data: data.update(workflow="Sequential"), "is damaged: TypeError"),
         (lambda data: data.pop("agents"), "is damaged: KeyError"),
-        (lambda data: data["adapters"]["actor"].update(folder="../actor"), "into the folder '../actor'"),
+        (lambda data: data["adapters"]["actor"].update(folder="../actor"), "has '../actor' as the folder of"),
         (lambda data: data["adapters"].update({"../x": {"folder": "../x"}}), "cannot be the name of an adapter"),
         (lambda data: data["agents"][0].update(name="/tmp/x"), "cannot be the name of an agent"),
         (lambda data: data["agents"][0].update(rank=3), "is damaged: TypeError"),
@@ -94,9 +94,9 @@ def manifest_text(model_folder, tmp_path_factory):
         (lambda data: data["agents"][0].update(peft_config={"r": 1}), "is damaged: TypeError"),
         (lambda data: data["inference"].update(workflow_timeout=float("nan")), "'workflow_timeout' is nan"),
         (lambda data: data["inference"].update(tool_limits={"bogus": 1}), "is damaged: TypeError"),
-        (lambda data: data["inference"].update(tool_limits={"calls": "x"}), "'tool_limits' holds 'x'"),
+        (lambda data: data["inference"].update(tool_limits={"calls": "x"}), "'tool_limits' has 'x'"),
         (lambda data: data["inference"].update(context_overflow="zz"), "'context_overflow' is 'zz'"),
-        (lambda data: data["inference"].update(chat_template_kwargs={"tokenize": False}), "holds 'tokenize'"),
+        (lambda data: data["inference"].update(chat_template_kwargs={"tokenize": False}), "kwargs' has 'tokenize'"),
         (
             lambda data: data["inference"]["sampling"]["actor"].update(max_completion_length=None),
             "'max_completion_length' None",
@@ -273,7 +273,7 @@ def test_a_checkpoint_of_another_team_or_number_of_processes_is_refused(model_fo
     team_trainer(model_folder, tmp_path, settings=settings).train()
     three = [*tiny_agents(), AgentSpec("checker")]
     trainer = team_trainer(model_folder, tmp_path, agents=three, settings=settings)
-    with pytest.raises(ValueError, match=r"has the agents and adapters .*'reasoner'.*but the team is .*'checker'"):
+    with pytest.raises(ValueError, match=r"has the agents and adapters .*'reasoner'.*but the team has .*'checker'"):
         trainer.train(resume_from_checkpoint=True)
     frozen = [tiny_agents()[0], AgentSpec("actor", trainable=False)]
     trainer = team_trainer(model_folder, tmp_path, agents=frozen, settings={**settings, "max_steps": 3})
@@ -539,7 +539,7 @@ def test_what_cannot_be_saved_is_known_before_anything_is_generated(model_folder
         settings = {"save_strategy": save_strategy}
         return team_trainer(model_folder, tmp_path, workflow=Undescribed(), reward_funcs=reward, settings=settings)
 
-    with pytest.raises(CheckpointError, match="could not be saved, so it is not started.*function is not JSON"):
+    with pytest.raises(CheckpointError, match="was not started, because it could not be saved.*function is not JSON"):
         trainer("steps").train()
     with pytest.raises(InterruptedError, match="generated"):  # nothing will be saved there, unless it is asked for
         trainer("no").train()

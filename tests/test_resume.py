@@ -273,7 +273,7 @@ def test_agents_are_added_removed_and_renamed_where_it_is_said(small_model, stop
         settings = {**SAVE, "resume_changes": resume_changes}
         return team_trainer(small_model, tmp_path / "run", settings=settings, callbacks=callbacks, **arguments)
 
-    with pytest.raises(ValueError, match="Say with `resume_changes` what is meant"):
+    with pytest.raises(ValueError, match="In `resume_changes`, "):
         make(None).train(resume_from_checkpoint=True)
     seen = {}
 

@@ -300,7 +300,7 @@ def test_a_token_that_begins_every_text_and_every_message_is_a_mark():
 )
 def test_marks_of_plain_text_are_warned_of(family, mark):
     prompts = prompts_of(tokenizer_of("byte_level", family))
-    assert "marks messages by plain text" in prompts.find_protection_gap(uses_tools=False)
+    assert "marks messages with plain text" in prompts.find_protection_gap(uses_tools=False)
     assert mark in prompts.find_protection_gap(uses_tools=False)
     single = prompts_of(tokenizer_of("byte_level", family), is_single_agent=True)
     assert single.find_protection_gap(uses_tools=False) is None
@@ -317,7 +317,7 @@ def test_marks_of_plain_text_are_warned_of(family, mark):
 def test_templates_without_marks_are_warned_of(template):
     tokenizer = copy.deepcopy(tokenizer_of("byte_level", "llama3"))
     tokenizer.chat_template = template
-    assert "marks messages by plain text" in prompts_of(tokenizer).find_protection_gap(uses_tools=False)
+    assert "marks messages with plain text" in prompts_of(tokenizer).find_protection_gap(uses_tools=False)
 
 
 def test_results_between_plain_marks_are_warned_of():
@@ -338,7 +338,7 @@ def test_a_trainer_says_once_what_its_template_cannot_promise(model_folder, tmp_
     tokenizer.chat_template = PLAIN_MARKS["vicuna"]
     with caplog.at_level("WARNING"):
         team_trainer(model_folder, tmp_path, processing_class=tokenizer)
-    assert caplog.text.count("looks to its teammates like a message of somebody else") == 1
+    assert caplog.text.count("its teammates may mistake for a message from another speaker") == 1
     assert "ASSISTANT:" in caplog.text
 
 

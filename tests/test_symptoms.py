@@ -75,7 +75,7 @@ def never(completions, **kwargs):
 @symptom("the reward is 0 from the first step on")
 def test_no_episode_is_ever_right(model_folder, tmp_path, caplog):
     trainer = trained(model_folder, tmp_path, never, per_device_train_batch_size=8)
-    assert {*logged(trainer, "reward")} == {0.0} and caplog.text.count("THE REWARDS SAY NOTHING") == 1
+    assert {*logged(trainer, "reward")} == {0.0} and caplog.text.count("THE REWARDS GIVE NO SIGNAL") == 1
 
 
 def of_the_question(prompts, **kwargs):
@@ -87,7 +87,7 @@ def of_the_question(prompts, **kwargs):
 def test_nothing_to_compare(model_folder, tmp_path, caplog):
     trainer = trained(model_folder, tmp_path, of_the_question, per_device_train_batch_size=8)
     assert len({*logged(trainer, "reward")}) > 1 and {*logged(trainer, "frac_reward_zero_std")} == {1.0}
-    assert caplog.text.count("THE REWARDS SAY NOTHING") == 1
+    assert caplog.text.count("THE REWARDS GIVE NO SIGNAL") == 1
 
 
 @symptom("turns end in the middle of a word")

@@ -744,7 +744,7 @@ def test_batches_do_not_depend_on_how_long_tools_take(model_folder, tmp_path):
             "Agent 'solver' has tools, but the tokenizer has a chat template wit",
         ),
         ({"agents": [AgentSpec("solver", tools=[lambda a: a])]}, "`<lambda>` of agent 'solver' cannot be described"),
-        ({"agents": [AgentSpec("tool", tools=[add])]}, "'tool' is shown as the speaker of results"),
+        ({"agents": [AgentSpec("tool", tools=[add])]}, "agent cannot be named 'tool'"),
         ({"workflow": Sequential(), "environment_factory": Cupboard}, "were both passed"),
         ({"environment_factory": {"a": Cupboard}}, "needs the column 'environment'"),
         ({"settings": {"max_tool_calls": 0}}, "`max_tool_calls` must be a finite number above 0"),
@@ -838,12 +838,12 @@ def test_tools_that_the_trainer_was_not_told_of_are_named(model_folder, tmp_path
             await episode.turn("solver", tools=[add])
 
     trainer = tool_trainer(model_folder, tmp_path, agents=[AgentSpec("solver")], workflow=Undeclared())
-    with pytest.raises(ValueError, match=r"passes tools to agent 'solver' \(add\) that it does not declare"):
+    with pytest.raises(ValueError, match=r"passes undeclared tools to agent 'solver' \(add\)"):
         trainer.parts.runner.run([{"prompt": "q"}], trainer.parts.runner.answer)
 
 
 def test_a_tool_named_like_one_of_the_environment_is_refused(model_folder, tmp_path):
-    with pytest.raises(ValueError, match="has a tool named 'add', and so has the workflow"):
+    with pytest.raises(ValueError, match="both have a tool named 'add'"):
         tool_trainer(model_folder, tmp_path, workflow=EnvironmentLoop(Cupboard), reward_funcs=None)
 
 

@@ -132,7 +132,7 @@ class Policies:
             self.release()
 
     def release(self) -> None:
-        """Set `requires_grad=True` on all trained adapters and those of the critic, and `False` on all others."""
+        """Set `requires_grad=True` on all trained adapters and the critic's adapters, and `False` on all others."""
         if self._layers:
             learning = [*self.trained, *self._critics]
             frozen = [name for name in self._model.peft_config if name not in learning]  # also without an agent
@@ -171,7 +171,7 @@ class Policies:
     def base(self) -> Iterator[None]:
         """Context manager that deactivates all adapters."""
         if self._layers is None:
-            raise TypeError("The base cannot be used without adapters: the team has no adapters and trains the base.")
+            raise TypeError("The base policy is not available: the team has no adapters and trains the base itself.")
         with self._layers.disabled():
             yield
         self.release()  # PEFT may have set `requires_grad=False` on all but the active adapter

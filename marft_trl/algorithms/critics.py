@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Values of turns and tokens: a critic on the resident base, with LoRAs of its own and heads beside the model."""
+"""Values of turns and tokens: a critic on the resident base model, with separate LoRAs and value heads."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Critic:
         return outputs.squeeze(-1)
 
     def save(self, folder: str | Path) -> None:
-        """Write the value heads beside the critic's adapter. PEFT writes the adapters."""
+        """Save the value heads next to the critic's adapter. PEFT saves the adapters."""
         path = Path(folder) / CRITIC_NAME
         path.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in self.heads.state_dict().items()}, path / HEADS_NAME)
@@ -150,19 +150,19 @@ class Critic:
         Load the adapters and the value heads of the critic, in place.
 
         Raises:
-            ValueError: there are none, or those of another critic.
+            ValueError: the folder has no value heads, or those of another critic.
         """
         path = Path(folder) / CRITIC_NAME / HEADS_NAME
         if not path.is_file():
             raise ValueError(
                 f"{folder} has no critic ({path.name} is missing), but the config has `critic={self.name!r}`. Resume "
-                "with the settings that the checkpoint was written with."
+                "with the settings of the checkpoint."
             )
         saved, present = load_file(path), self.heads.state_dict()
         if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in present.items()}:
             raise ValueError(
-                f"The critic in {folder} has other value heads ({sorted(saved)[:3]}, ...) than `critic={self.name!r}` "
-                f"of this team ({sorted(present)[:3]}, ...). Resume with the settings of the checkpoint."
+                f"The value heads of the critic in {folder} ({sorted(saved)[:3]}, ...) do not match those of "
+                f"`critic={self.name!r}` ({sorted(present)[:3]}, ...). Resume with the settings of the checkpoint."
             )
         self.heads.load_state_dict(saved)
         if self.has_adapters:

@@ -413,7 +413,7 @@ def token_gae(
 
     There are two recursions. Inside a turn, every token is a step, with `token_gamma` and `token_gae_lambda`; only the
     last token is rewarded. From joint step to joint step, the recursion of [`gae`] applies, with the value and the
-    advantage of each turn's first token in place of those of the turn.
+    advantage of each turn's first token instead of those of the turn.
 
     Args:
         rewards (`torch.Tensor` of shape `(K,)`): reward received after each turn.

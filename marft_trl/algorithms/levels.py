@@ -26,8 +26,8 @@ class SeenByLoss(NamedTuple):
     Args:
         entropies (`torch.Tensor` of shape `(B, T)`): entropies whose mean over counted tokens is the entropy bonus.
         old_logps (`torch.Tensor` of shape `(B, T)`, *optional*): log-probabilities that TRL's loss takes for those of
-            the policy that sampled, in place of the rows' own. At action level they make the log-ratio of every token
-            that of its turn, and carry its gradient.
+            the policy that sampled, instead of those of the rows. At action level they make the log-ratio of every
+            token that of its turn, and carry its gradient.
         log_ratios (`torch.Tensor` of shape `(N,)`): the log-ratios that count, for the divergence of an update.
     """
 

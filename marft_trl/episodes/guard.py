@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Users' workflows on one episode each: errors that name the episode, and episodes that hang."""
+"""Run the user's workflow on an episode: errors name the episode, and hanging episodes are detected."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ class EpisodeGuard:
 
     @property
     def tolerates(self) -> bool:
-        """Whether other episodes go on when one has failed."""
+        """Whether the other episodes continue after an episode has failed."""
         return self._failures is not None
 
     @property
     def max_wait_for_episodes(self) -> float | None:
-        """Seconds that an episode may hold up the requests of others."""
+        """Maximum seconds for which an episode may delay the requests of other episodes."""
         return getattr(self._workflow, "max_wait_for_episodes", None)
 
     @property
     def failed(self) -> Mapping[int, EpisodeError]:
-        """Errors by the positions of the episodes that failed."""
+        """Errors of failed episodes, by their position."""
         return self._failures or {}
 
     def watch(self) -> HangDetector:
-        """Notices that episodes do not go on."""
+        """Make a detector of episodes that hang."""
         return HangDetector(self._workflow, self._workflow_timeout, self._limit)
 
     def run(self, episode: EpisodeState, is_over: asyncio.Event) -> Coroutine[Any, Any, None]:
-        """The coroutine of an episode."""
+        """Return the coroutine of an episode."""
         coroutine = _run_one(self._workflow, episode, is_over)
         if self._make_step_context is None:
             return coroutine
@@ -80,10 +80,10 @@ class EpisodeGuard:
 
     def note(self, error: EpisodeError, replace: bool = False) -> None:
         """
-        Take note of an episode's error, its first one unless `replace`.
+        Record the error of an episode. A later error is ignored unless `replace` is set.
 
         Raises:
-            EpisodeError: an error ends all episodes, or it is that of none.
+            EpisodeError: errors end all episodes, or this error belongs to no episode.
         """
         if self._failures is None or error.episode is None:
             raise error
@@ -97,12 +97,12 @@ async def _run_one(workflow: RunsEpisodes, episode: EpisodeState, is_over: async
         returned = await _unwrapped(workflow.run(LiveEpisode(episode)))
         answer = episode.answer
         if isinstance(returned, (Turn, str)) and answer is not None and returned not in (answer, answer.text):
-            raise TypeError("`run` returned an answer, which has no effect. Write `episode.answer = turn` in it.")
+            raise TypeError("`run` returned an answer, which has no effect. Set `episode.answer = turn` instead.")
     except EndOfEpisode as end:
         episode.overflowed = True  # parallel branches may be left where they are
         if not episode.turns:
             raise EpisodeError(
-                f"Episode {episode.index} cannot begin, on the prompt {shorten(episode.prompt)}: {end}", episode.index
+                f"Episode {episode.index} cannot start on the prompt {shorten(episode.prompt)}: {end}", episode.index
             ) from end
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and is_over.is_set():  # cancelled with the others
@@ -117,14 +117,14 @@ async def _run_one(workflow: RunsEpisodes, episode: EpisodeState, is_over: async
         episode.has_ended = True
     if not episode.overflowed and (count := await episode.close_unawaited_turns()) > 0:
         raise EpisodeError(
-            f"The workflow `{type(workflow).__name__}` requested {count} turns in episode {episode.index} that it did "
-            f"not wait for, on the prompt {shorten(episode.prompt)}. Write `await episode.turn(...)`.",
+            f"The workflow `{type(workflow).__name__}` requested {count} turns in episode {episode.index} without "
+            f"awaiting them, on the prompt {shorten(episode.prompt)}. Write `await episode.turn(...)`.",
             episode.index,
         )
     if not episode.turns:
         raise EpisodeError(
             f"The workflow `{type(workflow).__name__}` ended episode {episode.index} without a turn, on the prompt "
-            f"{shorten(episode.prompt)}. Let at least one agent speak with `await episode.turn(name)`.",
+            f"{shorten(episode.prompt)}. Call `await episode.turn(name)` at least once.",
             episode.index,
         )
 
@@ -138,14 +138,14 @@ def _hint(error: BaseException) -> str:
         return ". `together` takes turns that are not awaited yet: `together([episode.turn(...), ...])`."
     if isinstance(error, TypeError) and "string indices must be integers" in text:
         return (
-            ". A prompt is a text where that of the dataset is a text. If the workflow expects messages, write the "
-            'prompts as `[{"role": "user", "content": question}]`.'
+            ". The episode's prompt is a string because the dataset's prompts are strings. If the workflow expects "
+            'messages, write the prompts as `[{"role": "user", "content": question}]`.'
         )
     return " An `await` is missing: write `turn = await episode.turn(...)`." if is_forgotten else ""
 
 
 async def _unwrapped(run: Coroutine[Any, Any, Any]) -> Any:
-    """Run a workflow. The end of an episode in a branch of an `asyncio.TaskGroup` is that of the episode."""
+    """Run a workflow. An `EndOfEpisode` in a branch of an `asyncio.TaskGroup` ends the episode."""
     if not inspect.isawaitable(run):
         raise TypeError(f"`run` returned {run!r}, which cannot be awaited. Write `async def run(self, episode):`.")
     try:
@@ -176,8 +176,8 @@ class HangDetector:
 
     def look(self, episodes: Sequence[EpisodeState], elsewhere: Sequence[int]) -> None:
         """
-        Check the episodes that wait for something other than a turn. Time in which they wait for a turn does not
-        count, and does not begin a limit again: the turn may be refused.
+        Check the episodes that wait for something other than a turn. Time in which they wait for a turn neither counts
+        nor restarts a limit, since the turn may be refused.
 
         Args:
             elsewhere: indices of the episodes that wait for something other than a turn.
@@ -198,14 +198,14 @@ class HangDetector:
                 if wait.seconds > limit:
                     raise EpisodeError(
                         f"The workflow `{type(self._workflow).__name__}` hangs in episode {episode.index} after "
-                        f"{len(episode.turns)} turns, on the prompt {shorten(episode.prompt)}: it has waited for "
-                        f"{what} for {limit:g} seconds. Give what it waits for a time limit of its own, or "
-                        "set a larger `workflow_timeout`.",
+                        f"{len(episode.turns)} turns, on the prompt {shorten(episode.prompt)}: it has waited "
+                        f"{limit:g} seconds for {what}. Add a time limit to this wait, or increase "
+                        "`workflow_timeout`.",
                         episode.index,
                     )
 
     def _list_waits(self, episode: EpisodeState, answered: int, count: int) -> Iterator[tuple[Call, str, float]]:
-        """What an episode waits for: each wait, what it is for, and its limit in seconds."""
+        """Return the waits of an episode: each wait, what the episode waits for, and the limit in seconds."""
         limit = cast(float, self._workflow_timeout)
         yield from ((call, f"`{call.name}`", limit) for call in episode.calling)
         if episode.busy or episode.calling:
@@ -220,7 +220,7 @@ class HangDetector:
         yield self._wait(episode, "own", episode.answered_calls), what, limit * count
 
     def _wait(self, episode: EpisodeState, kind: str, state: int = 0) -> Call:
-        """The wait of an episode, which begins again when the episode has a further turn or the state has changed."""
+        """Return the wait of an episode. It restarts after every turn of the episode and every change of the state."""
         key, since = (episode.index, kind), (len(episode.turns), state)
         if key not in self._waits or self._waits[key][0] != since:
             self._waits[key] = since, Call(kind)

@@ -390,9 +390,9 @@ class EpisodeState:
             raise TypeError(f"`episode.{method}` takes a list of turns, got a single turn. Pass `[turn]`.")
         for item in seen:
             if not isinstance(item, kind):
-                feedback = "" if kind is Turn else ", and feedback"
+                feedback = "" if kind is Turn else " and feedback"
                 raise TypeError(
-                    f"`episode.{method}` takes turns, as returned by `episode.turn`{feedback}; got a "
+                    f"`episode.{method}` takes turns returned by `episode.turn`{feedback}, got a "
                     f"{type(item).__name__}."
                 )
             known: Sequence[Seen] = self.turns if isinstance(item, Turn) else self.feedback

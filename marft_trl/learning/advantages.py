@@ -213,9 +213,9 @@ class BaselineEstimator:
 def _check_own_returns(settings: TrlSettings) -> None:
     if settings.multi_objective_aggregation == "normalize_then_sum":
         raise ValueError(
-            "Agents are rewarded by name, and each learns from its own return. `multi_objective_aggregation="
-            "'normalize_then_sum'` normalizes the rewards of whole episodes, of which agents have no parts. Use "
-            "'sum_then_normalize', or `returns='team'`."
+            "`multi_objective_aggregation='normalize_then_sum'` normalizes the rewards of whole episodes, but the "
+            "agents are rewarded by name, and each learns from its own return. Use 'sum_then_normalize', or "
+            "`returns='team'`."
         )
 
 

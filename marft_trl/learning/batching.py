@@ -156,8 +156,8 @@ class MicroBatcher:
         limit, checkpointing = self.limits(longest, self.cost, self._room)
         if checkpointing and not self.is_checkpointing:
             logger.warning(
-                f"Rows of {longest:,} tokens do not fit into the {self._room / 1e9:.1f} GB that are free for what the "
-                "backward pass keeps: gradients are checkpointed from now on."
+                f"Rows of {longest:,} tokens do not fit into the {self._room / 1e9:.1f} GB that are free for "
+                "activations, so gradients are checkpointed from now on."
             )
             self._passes.checkpoint_gradients()
         if self.max_tokens is None or checkpointing:
@@ -187,7 +187,7 @@ class MicroBatcher:
         self._policies.activate_adapter(self._policies.trained[0])  # a frozen one keeps nothing for a backward pass
         base.train()
         try:
-            # Dropout must not move the random numbers that training goes on with
+            # Dropout must not change the random numbers of training
             with (
                 self._passes.without_checkpointing(),
                 self._passes.autocast(),

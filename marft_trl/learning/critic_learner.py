@@ -50,7 +50,7 @@ class ValueScale:
         self._moments = {part: [0.0, 0.0, 0.0] for part in self._parts}
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run goes on with; JSON-serializable."""
+        """State for a resumed run; JSON-serializable."""
         return {"decay": self._decay, "moments": {part: list(moment) for part, moment in self._moments.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -223,7 +223,7 @@ class CriticLearner:
         ]
 
     def num_features_of_reference(self, row: Row) -> int:
-        """Number of hidden states of the reference's pass that the critic can use in place of a pass of its own."""
+        """Number of hidden states of the reference's pass that the critic can use instead of a separate pass."""
         if self._args.critic_sees == "history":
             return 0  # the reference sees what the agent saw
         is_base = self._critic.reads_reference_pass and self._policies.base_is_reference(row.agent)
@@ -288,7 +288,7 @@ class CriticLearner:
 
     @staticmethod
     def _as_seen(rows: Sequence[Row]) -> list[Row]:
-        """Rows with what the critic reads in place of what their agents saw."""
+        """Rows with the prompts of the critic instead of the observations of the agents."""
         return [
             row if row.critic_prompt_ids is None else replace(row, prompt_ids=row.critic_prompt_ids) for row in rows
         ]

@@ -154,7 +154,7 @@ def checked_groups(
 
 def matched_state(saved: dict, current: Sequence[dict], find_source: Callable[[str], str | None]) -> dict:
     """
-    The saved optimizer state in the order of the current parameter groups. Groups without a saved one start anew.
+    The saved optimizer state in the order of the current parameter groups. Groups without saved state start fresh.
 
     Args:
         saved: state of an optimizer with one group per adapter.

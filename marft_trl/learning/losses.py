@@ -81,7 +81,7 @@ class MixedPass:
         if args.mixed_passes and reason is not None:
             raise ValueError(
                 f"`mixed_passes=True` cannot be used, because {reason}. Leave `mixed_passes` unset to mix the rows "
-                "of several agents wherever it is possible and saves time."
+                "of several agents only where that is possible and faster."
             )
         return None if reason is not None else cls(MixedLora(model), batcher, bool(args.mixed_passes))
 
@@ -130,7 +130,7 @@ def _reason_not_mixed(
         return "the base model is sharded"
     if not places_rows:
         return (
-            "rows run through the forward passes of `GRPOTrainer` (`share_prefixes=False`, or a model that needs them)"
+            "rows use the forward passes of `GRPOTrainer` (`share_prefixes=False`, or a model that needs these passes)"
         )
     if args.gradient_checkpointing is True:
         return "gradient checkpointing is on (`gradient_checkpointing=True`)"

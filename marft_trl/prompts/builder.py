@@ -233,7 +233,7 @@ class PromptBuilder:
             self._check(shown)
             for schema in query.functions:
                 if self._encode.contains_control_token(_strings(schema)):
-                    raise PromptError(f"The schema of the tool {tool_name(schema)!r} spells a control token.")
+                    raise PromptError(f"The schema of the tool {tool_name(schema)!r} contains a control token.")
             if not self.template.renders_results:
                 shown = without_roles(shown, self.template.renders_called_results())
             if self._folds_system:
@@ -403,12 +403,11 @@ class PromptBuilder:
         if "\n" not in self.tokenizer.decode(self._encode("x\nx")):
             return "the tokenizer reads line breaks as spaces, so the names of speakers are not on separate lines"
         if self._keeps_text_prompts:
-            return "the tokenizer has no chat template, so only the lines with names separate messages"
+            return "the tokenizer has no chat template, so only lines with speaker names separate messages"
         marks = self.template.plain_marks(uses_tools)
         if marks:
-            return (
-                f"the chat template marks messages by plain text, {', '.join(map(repr, marks))}, not by control tokens"
-            )
+            marked = ", ".join(map(repr, marks))
+            return f"the chat template marks messages with plain text ({marked}), not with control tokens"
         return None
 
     def _fit(self, query: Query, observation: Observation) -> Observation:
@@ -498,13 +497,14 @@ class PromptBuilder:
         for number, message in enumerate(prompt):
             if not message.get("content") and message.get("tool_calls") and not self.template.renders_calls:
                 raise PromptError(
-                    f"Message {number} of a prompt only calls tools, which the chat template of the tokenizer "
-                    f"{self.tokenizer.name_or_path!r} does not show. Remove it, or put the calls into its `content`."
+                    f"Message {number} of a prompt contains only tool calls, which the chat template of the tokenizer "
+                    f"{self.tokenizer.name_or_path!r} does not render. Remove the message, or move the calls to its "
+                    "`content`."
                 )
             if not isinstance(message.get("content"), str | None):
                 raise PromptError(
                     f"Message {number} of a prompt has the content {str(message.get('content'))[:80]!r}, which is not "
-                    "a string. Agents of a team only read text: join the parts of the content into one string."
+                    "a string. Agents read only text: join the parts of the content into a single string."
                 )
             fields = {name: item for name, item in message.items() if name != "content"}
             fields = {} if self._is_single_agent else fields
@@ -514,7 +514,8 @@ class PromptBuilder:
             if name is not None:
                 raise PromptError(
                     f"Message {number} of a prompt has the field {name!r} with {str(message[name])[:80]!r}, which "
-                    "spells a control token of the tokenizer. Only `content` may contain such text: change the field."
+                    "contains a control token of the tokenizer. Only `content` may contain such text: change the "
+                    "field."
                 )
 
     def _is_safe(self, content: str | Messages) -> bool:

@@ -52,7 +52,7 @@ def begins(pieces: Pieces, beginning: Pieces) -> bool:
 
 class ChatTemplate:
     """
-    Chat template of a tokenizer, rendered with placeholders in place of the contents of messages.
+    Chat template of a tokenizer, rendered with placeholders instead of the contents of messages.
 
     Args:
         source: chat template to use instead of the tokenizer's own.
@@ -97,9 +97,10 @@ class ChatTemplate:
         pieces = _split(self.render(hollow, functions, add_generation_prompt), mark, parts)
         if pieces is None:
             raise ValueError(
-                "The chat template of the tokenizer drops or rewrites messages, so the team's messages cannot be "
-                f"shown to its agents. Roles shown: {[message['role'] for message in messages]}. Use a template that "
-                "renders every message's content as it is, or pass `view=` to the trainer to show other messages."
+                "The chat template of the tokenizer drops or changes messages with the roles "
+                f"{[message['role'] for message in messages]}, so agents cannot see the team's messages. Use a "
+                "template that renders the content of every message unchanged, or pass `view=` to the trainer to show "
+                "other messages."
             )
         return pieces
 
@@ -111,7 +112,7 @@ class ChatTemplate:
             ending: the token that has ended the turn.
 
         Raises:
-            ValueError: The template rewrites what stands before the messages.
+            ValueError: The template changes the text before the messages.
         """
         name = messages[0]["name"]
         turn = _calling(name)
@@ -127,9 +128,9 @@ class ChatTemplate:
         pieces = _split(whole[len(before) :].removeprefix(ending), mark, parts)
         if not whole.startswith(before) or pieces is None:
             raise ValueError(
-                "The chat template of the tokenizer rewrites what stands before later messages, so an agent "
-                f"cannot go on from its call of {name!r}. Use a template that keeps earlier messages "
-                "as they are (see `trl.chat_template_utils.get_training_chat_template`)."
+                "The chat template of the tokenizer changes earlier messages when later messages follow, so an agent "
+                f"cannot continue after its call of {name!r}. Use a template that keeps earlier messages unchanged "
+                "(see `trl.chat_template_utils.get_training_chat_template`)."
             )
         return pieces
 
@@ -234,7 +235,7 @@ class ChatTemplate:
 
 @contextlib.contextmanager
 def naming_templates(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iterator[None]:
-    """Context manager: errors of a chat template, which can raise any, say whose it is and what it was to render."""
+    """Context manager: errors of a chat template name the tokenizer and the roles of the messages."""
     try:
         yield
     except (TimeoutError, MemoryError):  # limits of time, and of the machine
@@ -243,7 +244,7 @@ def naming_templates(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> 
         roles = [message.get("role") for message in messages]
         raise PromptError(
             f"The chat template of the tokenizer {tokenizer.name_or_path!r} cannot render messages with the roles "
-            f"{roles}, {type(error).__name__}: {error}. Use a template that does (`tokenizer.chat_template = ...`)."
+            f"{roles}: {type(error).__name__}: {error}. Set another template (`tokenizer.chat_template = ...`)."
         ) from error
 
 
@@ -264,7 +265,7 @@ def make_call(name: str, arguments: Any = None) -> dict[str, Any]:
 
 
 def _hollow(messages: Messages) -> tuple[str, Messages, list[Part]]:
-    """Return a random mark, the messages with numbers between two marks in place of their texts, and these texts."""
+    """Return a random mark, the messages with numbers between two marks instead of their texts, and these texts."""
     # From the operating system: no text can guess the mark, and the random states of training do not change.
     mark = f"@@{secrets.token_hex(8)}@@"
     parts: list[Part] = []

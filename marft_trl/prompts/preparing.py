@@ -38,11 +38,11 @@ def prepare_tools(tokenizer: PreTrainedTokenizerBase, agents: Sequence[AgentSpec
         twice = sorted(workflow_names & {tool_name(function) for function in agent.functions})
         if twice:
             raise ValueError(
-                f"Agent {agent.name!r} has a tool named {twice[0]!r}, and so has the workflow "
-                f"`{type(workflow).__name__}`: only one of them could be called. Rename one."
+                f"Agent {agent.name!r} and the workflow `{type(workflow).__name__}` both have a tool named "
+                f"{twice[0]!r}, so only one of the two could be called. Rename one of them."
             )
         if agent.name == TOOL:
-            raise ValueError(f"{TOOL!r} is shown as the speaker of results of tools, so no agent can have this name.")
+            raise ValueError(f"An agent cannot be named {TOOL!r}, since tool results are shown under this name.")
     owner = next((f"Agent {agent.name!r}" for agent in agents if agent.tools), "The workflow")
     return prepare_template(tokenizer, owner)
 
@@ -53,19 +53,18 @@ def is_single_agent(agents: Sequence[AgentSpec], workflow: Workflow) -> bool:
 
 
 def warn_of_unprotected(prompts: PromptBuilder, uses_tools: bool) -> None:
-    """Warn if a text that an agent writes can look like a message of somebody else."""
+    """Warn if text from an agent can look like a message from another speaker."""
     reason = prompts.find_protection_gap(uses_tools)
     if prompts.lacks_chat_template:
         logger.warning(
             "The tokenizer has no chat template, so the model is probably a base model, which has not learned to "
-            "follow the system prompts of agents or to end its turns. Use the instruction-tuned model of the family "
-            "(`-Instruct`, `-it`, `-Chat`), or set `processing_class.chat_template` to the template that it was tuned "
-            "with."
+            "follow system prompts or to end its turns. Use the instruction-tuned model of the family (`-Instruct`, "
+            "`-it`, `-Chat`), or set `processing_class.chat_template` to the template that the model was tuned with."
         )
     if reason is not None:
         logger.warning(
-            f"An agent can write a text that looks to its teammates like a message of somebody else: {reason}. This "
-            "cannot be prevented for this tokenizer. Its tokens are still tokens of a text, never control tokens."
+            f"An agent can write text that its teammates may mistake for a message from another speaker, because "
+            f"{reason}. This cannot be prevented for this tokenizer. The text still contains no control tokens."
         )
 
 

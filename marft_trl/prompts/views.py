@@ -93,7 +93,7 @@ def _is_removed(character: str) -> bool:
 
 
 def _with_bytes(read: str, positions: list[int]) -> tuple[str, list[int]]:
-    """Put characters in place of the words for their bytes."""
+    """Replace words for bytes by the characters that the bytes encode."""
     texts: list[str] = []
     places: list[int] = []
     last, begin = 0, None
@@ -194,16 +194,17 @@ def _is_plain(message: dict[str, Any]) -> bool:
 def check_view(view: Any, whose: str) -> None:
     """Raise unless a view is a function."""
     if not callable(view):
-        hint = " For single agents, set `AgentSpec(view=...)`." if isinstance(view, Mapping) else ""
+        hint = " To set the view of a single agent, use `AgentSpec(view=...)`." if isinstance(view, Mapping) else ""
         raise TypeError(f"`view` of {whose} must be a function `view(agent, prompt, seen)`, got {view!r}.{hint}")
 
 
 def shown_by(view: View, agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messages:
     """
-    The messages that a view of a user makes.
+    Return the messages that a user's view makes.
 
     Raises:
-        TypeError: it returned something else than messages with a role and a text. The message names view and agent.
+        TypeError: the view returned something other than messages with a role and a text. The error names the view and
+            the agent.
     """
     if view is team_view:
         return team_view(agent, prompt, seen)
@@ -211,7 +212,7 @@ def shown_by(view: View, agent: AgentSpec, prompt: Messages, seen: Sequence[Seen
     try:
         messages = view(agent, prompt, seen)
     except Exception as error:
-        nobody = " `seen` is empty where nobody has spoken yet." if isinstance(error, IndexError) else ""
+        nobody = " `seen` is empty before the first turn." if isinstance(error, IndexError) else ""
         error.add_note(f"Raised by the view of agent {agent.name!r}, called as `view(agent, prompt, seen)`.{nobody}")
         raise
     form = '`[{"role": "user", "content": "..."}, ...]`'
@@ -222,14 +223,14 @@ def shown_by(view: View, agent: AgentSpec, prompt: Messages, seen: Sequence[Seen
             cure = '`{"role": "user", "content": turn.text}`'
             hint = f" Write {cure} for a turn." if isinstance(message, (Turn, Feedback)) else ""
             raise TypeError(
-                f"{what} must return messages {form}; number {number} is a {type(message).__name__}.{hint}"
+                f"{what} must return messages {form}, but message {number} is a {type(message).__name__}.{hint}"
             )
         if "role" not in message:
             raise TypeError(f"{what} returned message {number} without a `role`; it has {sorted(message)}.")
         if not isinstance(message.get("content"), str | None):
             raise TypeError(
                 f"{what} returned message {number} with a {type(message['content']).__name__} as `content`, which "
-                "must be a text. `prompt` is a list of messages: write `*prompt` into the list."
+                "must be a string. `prompt` is a list of messages: unpack it with `*prompt`."
             )
     return list(messages)
 

@@ -176,11 +176,11 @@ def scores(
         ValueError: a run has no such evaluation, or runs have other questions.
     """
     if isinstance(files, (str, Path)):
-        raise TypeError(f"`scores` takes a list of runs, got a single one. Write `[{str(files)!r}]`.")
+        raise TypeError(f"`scores` takes a list of runs, got a single run. Write `[{str(files)!r}]`.")
     tables = []
     for file in map(Path, files):
         if not (file / FILE if file.is_dir() else file).is_file():
-            raise FileNotFoundError(f"There is no {FILE} in {file}: it is written by evaluations with `eval_k`.")
+            raise FileNotFoundError(f"{file} has no {FILE}, which evaluations write if `eval_k` is set.")
         rows = read_samples(file / FILE if file.is_dir() else file)
         sets = sorted({row["set"] for row in rows})
         if name is None and len(sets) > 1:
@@ -193,7 +193,7 @@ def scores(
         tables.append(by_question(mine, measure))
     other = next((index for index, table in enumerate(tables) if set(table) != set(tables[0])), None)
     if other is not None:
-        raise ValueError(f"{files[other]} was evaluated on other questions than {files[0]}.")
+        raise ValueError(f"{files[other]} and {files[0]} were evaluated on different questions.")
     return np.array([[table[question] for question in sorted(tables[0])] for table in tables])
 
 

@@ -120,7 +120,7 @@ class Planner:
         lines = [line for title, part in parts.items() for line in ["", title, *(f"  {item}" for item in part)]]
         for agent in self._agents:
             note = "" if agent.name in {turn.agent for turn in episode.turns} else " (not reached in the rehearsal)"
-            lines += ["", f"What {agent.name} is shown: {len(shown[agent.name].ids)} tokens{note}"]
+            lines += ["", f"Observation of {agent.name}: {len(shown[agent.name].ids)} tokens{note}"]
             lines += textwrap.indent(messages_as_text(shown[agent.name].content), "  ").splitlines()
         return "\n".join(lines[1:])
 
@@ -129,7 +129,7 @@ class Planner:
         if self._processes.have_shards:
             sizes = self._shards()
             held, gathered, count = readable(sizes.held), readable(sizes.gathered), self._processes.count
-            lines.append(f"The base is in shards over {count} processes (FSDP2): {held} on each, and up to {gathered}")
+            lines.append(f"The base is sharded over {count} processes (FSDP2): {held} on each, and up to {gathered}")
             lines.append("gathered at once. Adapters and critics are not sharded.")
         return lines
 
@@ -368,7 +368,7 @@ class Planner:
             f"{_count(episodes, 'episode is', 'episodes are')} generated at once: "
             f"{_count(episodes // args.num_generations, 'prompt')} x "
             f"{_count(args.num_generations, 'episode')}, on {_count(processes, 'process', 'processes')}",
-            f"{_count(len(rehearsal.episode.turns), 'turn')} in an episode, as rehearsed: {by_agent}",
+            f"{_count(len(rehearsal.episode.turns), 'turn')} per episode in the rehearsal: {by_agent}",
             f"{_count(per_step, 'episode')} in an optimizer step: {_count(per_step * rows, 'training row')}, at most "
             f"{per_step * longest:,} tokens, with every turn at maximum length",
             self._describe_generation(rehearsal),
@@ -392,7 +392,7 @@ class Planner:
         """Return a warning if a generation batch has only one prompt, as with TRL's default batch size of 8."""
         if episodes > self._args.num_generations:
             return []
-        return ["ONE PROMPT in a step: increase `per_device_train_batch_size`, for example to 8 prompts in a step"]
+        return ["ONE PROMPT per step: increase `per_device_train_batch_size`, for example to 8 prompts per step"]
 
     def _steps_per_batch(self) -> Fraction:
         """Return the number of optimizer steps per generation batch, which every trained adapter uses in turn."""
@@ -404,14 +404,14 @@ class Planner:
         """Describe how often the run generates, and the number of consecutive decoding steps."""
         args = self._args
         every = self._steps_per_batch()
-        batches, steps = _count(every.denominator, "generation batch", "generation batches"), every.numerator
+        batches = _count(every.denominator, "generation batch", "generation batches")
+        steps = "optimizer step" if every.numerator == 1 else f"{every.numerator} optimizer steps"
         policies = {agent.name for agent in self._agents if agent.has_policy}
         turns = [turn.agent for turn in rehearsal.episode.turns if turn.agent in policies]
         longest = sum(self._samplings[name].max_completion_length for name in turns)
         extra = completes_candidates(args) or CREDITS[args.credit].reruns
-        return (
-            f"{batches} in {_count(steps, 'optimizer step')}, of at most {longest:,} decoding steps one after the "
-            "other" + (", plus those of completions of candidates and of re-runs" if extra else "")
+        return f"{batches} per {steps}, with at most {longest:,} decoding steps in sequence" + (
+            ", plus those of candidates and re-runs" if extra else ""
         )
 
     def _describe_window(self, lengths: Sequence[tuple[str, int]]) -> list[str]:

@@ -201,10 +201,10 @@ def say(line: str) -> None:
 
 
 def _say_going_on(state) -> None:
-    """Say from where a resumed run goes on, and that one that has ended has nothing left."""
+    """Print the step that a resumed run continues after, and whether the run is already complete."""
     if state.is_world_process_zero and state.global_step:
         left = state.max_steps - state.global_step
-        say(f"Going on after step {state.global_step}/{state.max_steps}" + ("" if left > 0 else ": nothing is left"))
+        say(f"Resuming after step {state.global_step}/{state.max_steps}" + ("" if left > 0 else ": nothing to train"))
 
 
 def team_callbacks(trainer: Trainer, agents: Sequence[str]) -> None:
@@ -216,6 +216,6 @@ def team_callbacks(trainer: Trainer, agents: Sequence[str]) -> None:
 
 
 def announce(agents: Sequence[str], accelerator: Accelerator) -> None:
-    """Say who is trained on how many processes. Launchers may start fewer processes than they were asked for."""
+    """Print which agents are trained on how many processes. Launchers may start fewer processes than requested."""
     count = accelerator.num_processes
     say(f"Training {', '.join(agents)} on {count} process{'es' if count > 1 else ''} ({accelerator.device.type})")

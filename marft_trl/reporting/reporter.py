@@ -323,7 +323,7 @@ class Reporter:
             name = "credit" if CREDITS[self._args.credit].reruns else "advantage"
             logger.warning(
                 f"{lost} of {count} re-runs of `{name}={getattr(self._args, name)!r}` do not contain the turn that "
-                "they were made for, because the workflow showed its agent something else. These re-runs are "
+                "they were made for, because the workflow showed the agent something else. These re-runs are "
                 "ignored; a turn or candidate without another re-run gets the advantage 0. Observations must depend "
                 "only on the dataset row and the turns: seed random numbers from the row, and do not use times or "
                 "the order in which answers arrive. `rerun/lost` logs the share; this warning is logged once."

@@ -158,7 +158,7 @@ def _turn_entry(
     saw = [names[index] for index in turn.sees] + (["feedback"] if turn.hears else [])
     notes = [f"sees {', '.join(saw)}" if saw else "sees the prompt"]
     notes += [f"calls {', '.join(call.name for call in turn.tool_calls)}"] if turn.tool_calls else []
-    notes += ["cut off at its length limit"] if turn.truncated else []
+    notes += ["truncated at the length limit"] if turn.truncated else []
     notes += rewards
     notes += ["the team's answer"] if answers else []
     advantage = advantages[turn.index] if advantages is not None else None
@@ -290,10 +290,10 @@ def _strength(advantage: float) -> float:
 
 
 def _score_rows(transcript: Transcript) -> list[tuple[str, str]]:
-    """Names and values of the rewards, and what they are in all if that is not the only one of them."""
+    """Names and values of the rewards, and the total if it is not the only reward."""
     rows = [(name, "none" if value is None else f"{value:.3g}") for name, value in transcript.rewards.items()]
     whole = "" if transcript.reward is None else f"{transcript.reward:.3g}"
-    return [*rows, ("in all", whole)] if whole and [value for _, value in rows] != [whole] else rows
+    return [*rows, ("total", whole)] if whole and [value for _, value in rows] != [whole] else rows
 
 
 def _advantage_note(advantages: float | Sequence[float] | None) -> list[str]:

@@ -161,7 +161,7 @@ class AnswerComparer:
         return self._process
 
     def close(self) -> None:
-        """End the process. It is started again when it is needed."""
+        """Kill the process. The next comparison starts a new process."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -172,7 +172,7 @@ class AnswerComparer:
 
 
 def _line(pipe, seconds: float) -> bytes:
-    """Read a line from a pipe; what there is of it if the pipe ends or the time is over."""
+    """Read a line from a pipe. If the pipe ends or the time runs out, return the part that was read."""
     end, line = time.monotonic() + seconds, b""
     waiting = select.poll()
     waiting.register(pipe, select.POLLIN)

@@ -137,9 +137,9 @@ class Alternatives:
 
     def counterfactual_rewards(self, episodes: Sequence[Episode]) -> list[torch.Tensor]:
         """
-        For each episode the rewards `(K, M)` of `M` re-runs in which turn `k` is another one and what depends on it is
-        generated again; NaN for the turns of frozen agents, and for re-runs that do not hold turn `k`. Turn `k` is
-        sampled anew from the reference of its agent, or is empty (`credit="removed"`).
+        For each episode, return the rewards `(K, M)` of `M` re-runs in which turn `k` is replaced and everything that
+        depends on it is generated again. NaN for the turns of frozen agents, and for re-runs without turn `k`. The new
+        turn `k` is sampled from the agent's reference policy, or empty (`credit="removed"`).
         """
         samples = self._args.counterfactual_samples
         rewards = [torch.full((len(episode.turns), samples), torch.nan) for episode in episodes]

@@ -31,9 +31,9 @@ class DynamicSampling:
     Fills generation batches with groups that have a signal: episodes of a prompt whose rewards differ, or, where
     candidates for a turn are compared, episodes with candidates whose returns differ.
 
-    Further prompts come from a permutation of the dataset of their own, so the order of the dataset is left as it is.
-    Every round draws as many of them as are expected to fill the batch. What is in excess is left out, and if the
-    limit is reached, groups without a signal remain in the batch.
+    Additional prompts come from a separate permutation of the dataset, so the order of the dataset does not change.
+    Every round draws as many prompts as are expected to fill the batch. Excess groups are dropped. If the limit is
+    reached, groups without a signal remain in the batch.
 
     Args:
         dataset: `dataset()` returns the training set.

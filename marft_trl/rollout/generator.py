@@ -58,7 +58,7 @@ class LiveTurn:
     A turn that is followed while it is sampled, in an event loop that goes on meanwhile.
 
     Args:
-        seed: its tokens depend on it, and not on turns that are sampled beside it.
+        seed: the tokens depend on it, and not on the other turns in the batch.
         limit: largest number of tokens, where it is below that of the agent.
         on_tokens: called in the event loop with the newest tokens.
 
@@ -134,7 +134,7 @@ class Generator:
     def drop_cache(self) -> None:
         """Give memory back that is kept from one call of [`~Generator.generate`] to the next."""
 
-    # ---- Of generators with weights of their own; others act with the model as it is ----
+    # ---- Only for generators with their own copy of the weights ----
 
     def publish(self, alone: bool = False) -> None:
         """
@@ -145,7 +145,7 @@ class Generator:
         """
 
     def close(self) -> None:
-        """Take from servers what they were given. Later calls of [`~Generator.publish`] give it to them anew."""
+        """Remove the published weights from servers. The next [`~Generator.publish`] publishes all weights again."""
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:

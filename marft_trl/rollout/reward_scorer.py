@@ -67,7 +67,7 @@ class OwnReturns:
         return self._setting == "agent" or (self._setting is None and self._were_named)
 
     def note(self, episodes: Sequence[Episode]) -> bool:
-        """Look at the episodes of this process in a batch. Returns whether every agent learns from its own return."""
+        """Check the episodes of this process in a batch. Return whether every agent learns from its own return."""
         if self._setting is None and not self._were_named:
             named = torch.tensor([float(any(episode.own for episode in episodes))], dtype=torch.float64)
             self._were_named = bool(self._processes.max(named).item())
@@ -138,7 +138,7 @@ class RewardReach:
 
     def check_acted(self, acted: Collection[str]) -> None:
         """
-        Warn, once, of a batch in which nobody acted who is trained.
+        Warn once if no trained agent acted in a batch.
 
         Args:
             acted: names of the agents that took a turn, of all processes.
@@ -147,9 +147,9 @@ class RewardReach:
         if acted and not set(acted) & set(trained) and ("", *sorted(acted)) not in self._warned:
             self._warned.add(("", *sorted(acted)))
             logger.warning(
-                f"In all episodes of a batch, only {', '.join(map(repr, sorted(acted)))} took turns, and only "
-                f"{', '.join(map(repr, trained))} would be trained, so nothing is learned from it. Does the workflow, "
-                "or the application, ask for the agents that are to learn?"
+                f"Only {', '.join(map(repr, sorted(acted)))} took turns in the episodes of a batch, but only "
+                f"{', '.join(map(repr, trained))} would be trained, so no agent learns from the batch. Check "
+                "that the workflow or the application requests turns from the trained agents."
             )
 
     def check_earned(self, earned: Sequence[Mapping[str, float]], is_all: bool = True) -> None:
@@ -172,10 +172,10 @@ class RewardReach:
         self._cancelled = self._cancelled + len(some) if cancel else 0
         if is_all and self._cancelled >= _ENOUGH_EPISODES:
             raise ValueError(
-                f"The rewards of the agents {', '.join(map(repr, names))} cancel in their sum in all of the last "
-                f"{self._cancelled} episodes that earned some. With `returns='team'` all agents learn from the sum, "
-                "so none would learn anything. Set `returns='agent'`, so that each learns from its own rewards, or "
-                "give the team a reward that does not cancel."
+                f"The rewards of the agents {', '.join(map(repr, names))} sum to zero in all of the last "
+                f"{self._cancelled} episodes with rewards. With `returns='team'`, all agents learn from the sum, so "
+                "no agent would learn anything. Set `returns='agent'`, so that each agent learns from its own "
+                "rewards, or add a team reward that does not cancel."
             )
         if len(some) < _ENOUGH_EPISODES:
             return
@@ -188,13 +188,13 @@ class RewardReach:
                 self._warned.add((first, other))
                 logger.warning(
                     f"THE REWARDS OF THE AGENTS {first!r} AND {other!r} ARE OPPOSED (correlation {correlation:.2f} "
-                    f"over {len(some)} episodes), but both learn from the team's sum, in which they cancel. Set "
-                    "`returns='agent'`, so that each learns from its own."
+                    f"over {len(some)} episodes), but both agents learn from the team's sum, in which the rewards "
+                    "cancel. Set `returns='agent'`, so that each agent learns from its own rewards."
                 )
 
     def check_named(self, named: Sequence[Mapping[str, float]], acted: Sequence[str]) -> None:
         """
-        Check who is rewarded, where agents receive nothing but rewards by their own names.
+        Warn about agents that are never rewarded, if all rewards are given to agents by name.
 
         Args:
             named: what agents received, for every episode of all processes.
@@ -205,9 +205,9 @@ class RewardReach:
             if known and name in self._in_a_row and name not in known and (name, "") not in self._warned:
                 self._warned.add((name, ""))
                 logger.warning(
-                    f"NO REWARD CAN REACH THE AGENT {name!r}: every agent learns from its own rewards, and none of "
-                    f"{len(named)} episodes rewards it by name (only {', '.join(map(repr, sorted(known)))}). Reward "
-                    "it in the mapping, give the team a reward function, or set `returns='team'`."
+                    f"NO REWARD CAN REACH THE AGENT {name!r}: every agent learns from its own rewards, but "
+                    f"{len(named)} episodes rewarded only {', '.join(map(repr, sorted(known)))} by name. Add the "
+                    "agent to the reward mapping, add a team reward function, or set `returns='team'`."
                 )
 
     def note_advantages(self, have_some: Mapping[str, bool]) -> None:
@@ -224,10 +224,10 @@ class RewardReach:
             if self._in_a_row[name] == PATIENCE and (name,) not in self._warned:
                 self._warned.add((name,))
                 logger.warning(
-                    f"NO REWARD REACHES THE AGENT {name!r}: in {PATIENCE} generation batches in a row none of its "
-                    "turns had an advantage, or it did not speak, while other agents learned. Look at its turns in "
-                    "the transcripts (`log_completions=True`), at `credit` and `advantage`, and at whether the "
-                    "workflow lets it speak."
+                    f"NO REWARD REACHES THE AGENT {name!r}: in {PATIENCE} generation batches in a row it had no turn "
+                    "with a nonzero advantage, while other agents learned. Check its turns in the transcripts "
+                    "(`log_completions=True`), the settings `credit` and `advantage`, and whether the workflow "
+                    "requests turns from it."
                 )
 
 
@@ -259,8 +259,8 @@ def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> N
     for func in reward_funcs:
         if not isinstance(func, (str, nn.Module)) and not callable(func):
             raise TypeError(
-                f"A reward function must be callable, a reward model or the name of one; got {func!r} of type "
-                f"{type(func).__name__}."
+                f"A reward function must be a callable, a reward model or the name of a reward model, got {func!r} of "
+                f"type {type(func).__name__}."
             )
         if isinstance(func, str):
             check_model_name(func, "reward_funcs")
@@ -303,13 +303,13 @@ def _check_arguments(
         raise ValueError(
             f"The reward function `{get_callable_name(func)}` needs {missing}, but `{dataset}` has the columns "
             f"{sorted(columns)} and the trainer passes {list(passed)}. Add the column to the dataset, or "
-            "give the argument a default."
+            "give the argument a default value."
         )
     refused = [name for name in _ALWAYS_PASSED if not _takes(func, name)]
     if refused:
         raise ValueError(
-            f"The reward function `{get_callable_name(func)}` takes no `{refused[0]}`, but the trainer passes all of "
-            f"{', '.join(_ALWAYS_PASSED)} and the columns of the dataset, as TRL does. Add `**kwargs` to its "
+            f"The reward function `{get_callable_name(func)}` does not accept `{refused[0]}`, but the trainer passes "
+            f"{', '.join(_ALWAYS_PASSED)} and all columns of the dataset, as TRL does. Add `**kwargs` to its "
             "arguments."
         )
 
@@ -329,7 +329,7 @@ def _takes(func: Callable, name: str) -> bool:
 
 
 def _required_arguments(func: Callable) -> list[str]:
-    """Of a function, and of the function that it calls for the outcome of the episode."""
+    """Return the required arguments of a function, and of the function that it calls for the episode's outcome."""
     try:
         parameters = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature
@@ -364,7 +364,7 @@ def checked_reward(func, policy: OnFailure | None = None, failures: Failures | N
                 with named(name, is_async=True):
                     scores = await asyncio.wait_for(func(**_arguments(kwargs, positions)), policy.timeout)
             except TimeoutError as error:
-                if policy.timeout is None or time.monotonic() - start < policy.timeout:  # one of its own
+                if policy.timeout is None or time.monotonic() - start < policy.timeout:  # raised by the function
                     raise
                 raise TookTooLong(_too_long(name, policy.timeout, "it")) from error
             finally:
@@ -390,8 +390,8 @@ def checked_reward(func, policy: OnFailure | None = None, failures: Failures | N
 @contextlib.contextmanager
 def named(name: str, is_async: bool = False) -> Iterator[None]:
     """
-    Context manager: errors of a reward function have its name. One that calls `sys.exit`, or raises what ends an
-    iterator or a task, has failed like one that raises. A child that it has forked ends here, if it comes back.
+    Context manager: errors of a reward function name the function. `sys.exit`, and exceptions that end an iterator or
+    a task, become a `RuntimeError`. A forked child process that returns from the function ends here.
     """
     try:
         with ending_forks():
@@ -413,12 +413,11 @@ def named(name: str, is_async: bool = False) -> Iterator[None]:
 
 
 def _hint(error: Exception) -> str:
-    """For functions that expect the other kind of prompts."""
+    """Return a hint for functions that expect messages but get strings, or an empty string."""
     if isinstance(error, TypeError) and "string indices must be integers" in str(error):
         return (
-            " Completions are texts where the prompts of the dataset are texts. If it expects messages, write the "
-            "prompts "
-            'as `[{"role": "user", "content": question}]`.'
+            " Completions are strings because the dataset's prompts are strings. If the function expects messages, "
+            'write the prompts as `[{"role": "user", "content": question}]`.'
         )
     return ""
 
@@ -432,8 +431,8 @@ def _is_being_cancelled() -> bool:
 
 def _too_long(name: str, seconds: float | None, where: str) -> str:
     return (
-        f"The reward function `{name}` has not returned for {seconds:g} seconds ({where} is running). Give what it "
-        "waits for a time limit of its own, or set a larger `reward_timeout`."
+        f"The reward function `{name}` has not returned for {seconds:g} seconds ({where} is running). Add a time "
+        "limit to slow calls, or increase `reward_timeout`."
     )
 
 
@@ -459,22 +458,22 @@ def _arguments(kwargs: dict[str, Any], positions: Sequence[int]) -> dict[str, An
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of `log_extra` and `log_metric`."""
+    """Replacement for `log_extra` and `log_metric`."""
 
 
 class ReadOnlyState(TrainerState):
-    """The trainer's state as reward functions are shown it. It cannot be set."""
+    """Read-only copy of the trainer's state for reward functions."""
 
     @classmethod
     def from_state(cls, state: TrainerState) -> ReadOnlyState:
-        """A copy of a state."""
+        """Copy a state."""
         copy = cls.__new__(cls)
         copies = {key: list(value) if isinstance(value, list) else value for key, value in vars(state).items()}
         copy.__dict__.update(copies)
         return copy
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"`trainer_state.{name}` cannot be set by a reward function: it is the trainer's.")
+        raise AttributeError(f"A reward function cannot set `trainer_state.{name}`, which belongs to the trainer.")
 
 
 def _copy(item: Any) -> Any:
@@ -507,7 +506,7 @@ def check_scores(scores: Any, name: str, expected: int) -> list[float | None]:
             layout = f"{scores.layout}, on {scores.device}" if isinstance(scores, torch.Tensor) else scores.dtype
             raise TypeError(
                 f"The reward function `{name}` returned a tensor whose numbers cannot be read ({layout}). Return a "
-                "dense one, or a list of numbers."
+                "dense tensor or a list of numbers."
             ) from error
     if not isinstance(scores, (list, tuple)):
         raise TypeError(
@@ -539,8 +538,8 @@ def _check_score(score: Any, name: str, index: int) -> float | None:
     if not abs(value) <= MAX_REWARD:
         raise ValueError(
             f"The reward function `{name}` returned {value!r} for completion {index}. Training on it would "
-            f"destroy the weights or silence its group. Return a finite number of at most {MAX_REWARD:g} in "
-            "magnitude, or None to leave the completion out."
+            f"ruin the weights or zero the advantages of its group. Return a finite number of at most {MAX_REWARD:g} "
+            "in magnitude, or None to leave the completion out."
         )
     return value
 
@@ -687,8 +686,8 @@ class RewardScorer:
                 if getattr(error, "__notes__", None):  # of the function that it names
                     raise
                 raise RuntimeError(
-                    "An asynchronous reward function has cancelled tasks that it did not start. Cancel only your own: "
-                    "`asyncio.all_tasks()` has those of the trainer too."
+                    "An asynchronous reward function canceled tasks that it did not start. Cancel only its own tasks: "
+                    "`asyncio.all_tasks()` also contains the trainer's tasks."
                 ) from error
 
 
@@ -706,12 +705,12 @@ def _turn_row(episode: Episode, turn: Turn) -> dict[str, Any]:
 
 def _get_answer(episode: Episode) -> Turn:
     if episode.answer is None:
-        raise ValueError(f"Episode {episode.index} has no turn that could be scored.")
+        raise ValueError(f"Episode {episode.index} has no turn to score.")
     return episode.answer
 
 
 def _blocked(seconds: float | None, where: str) -> str:
     return (
-        f"The reward functions have not returned for {seconds:g} seconds ({where} is running). An asynchronous one "
-        "may block the event loop: await what takes long, or set a larger `reward_timeout`."
+        f"The reward functions have not returned for {seconds:g} seconds ({where} is running). An asynchronous "
+        "reward function may block the event loop. Await slow calls, or increase `reward_timeout`."
     )

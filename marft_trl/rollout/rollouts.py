@@ -196,7 +196,7 @@ class Rollouts:
         return runner.run(rows, answer, failures=failures, first=first)
 
     def _check_skipped(self, count: int, most: float) -> None:
-        """Report what was skipped or tried again, and end the run if it is too much."""
+        """Log skipped and retried episodes and calls, and raise if too many were skipped."""
         everywhere = self._processes.gather([self._failures.take()])
         total: Counter[str] = Counter()
         for counts, _ in everywhere:
@@ -218,8 +218,8 @@ class Rollouts:
     def _check_earned(self, episodes: Sequence[Episode], training: bool) -> None:
         if not self._workflow.earns and any(any(episode.earned) for episode in episodes):
             raise ValueError(
-                f"Turns earned rewards inside the workflow `{type(self._workflow).__name__}`, but nothing would count "
-                "them, since its `earns` is False. Set `earns = True` on the class."
+                f"Turns earned rewards in the workflow `{type(self._workflow).__name__}`, but these rewards would be "
+                "ignored, since its `earns` is False. Set `earns = True` on the class."
             )
         if not (self._workflow.earns and training) or CREDITS[self._args.credit].scores_turns:
             return
@@ -272,16 +272,16 @@ class Rollouts:
             if isinstance(func, nn.Module) and not per_func[:, index].isfinite().all():
                 raise ValueError(
                     f"The reward model `{name}` returned a score that is NaN or infinite. Training on it would "
-                    "destroy the weights or silence its group. Check its input length and dtype."
+                    "ruin the weights or zero the advantages of its group. Check the model's input length and dtype."
                 )
         unscored = int(torch.isnan(per_func).all(dim=1).sum()) if len(per_func) else 0
         if unscored and not self._has_told_of_unscored:
             self._has_told_of_unscored = True
             logger.warning(
-                # The words of TRL's warning, which shows the whole row; logs are read by others than datasets
+                # Worded like TRL's warning, which shows the whole row: not everyone who reads logs may see the dataset
                 "All reward functions returned None for the following kwargs: those of "
-                f"{unscored} of {len(per_func)} episodes, which have no reward, unless they were skipped. Nothing is "
-                "learned from them. `frac_unscored` has their share; this is said once."
+                f"{unscored} of {len(per_func)} episodes (skipped episodes included). Agents learn nothing from "
+                "these episodes. The metric `frac_unscored` logs their share. This warning is logged once."
             )
         if not training:  # an evaluation says nothing of the batches of training
             return
@@ -292,7 +292,7 @@ class Rollouts:
                 ValueError(
                     f"Every reward function ({', '.join(self._rewards.names)}) returned None for all {len(per_func)} "
                     f"episodes of {most} generation batches in a row (`max_unscored_batches`), so there is nothing to "
-                    "learn from. At least one has to return a number for some of them."
+                    "learn from. At least one function must return a number for some episodes."
                 )
             )
 

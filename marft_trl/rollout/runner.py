@@ -389,9 +389,9 @@ class EpisodeRunner:
         undeclared = next((value for value in requests if value.functions and not self.uses_tools), None)
         if undeclared is not None:
             raise ValueError(
-                f"The workflow `{type(self._workflow).__name__}` passes tools to agent {undeclared.agent!r} "
-                f"({', '.join(map(tool_name, undeclared.functions))}) that it does not declare, so their calls would "
-                "not be parsed. List everything that it passes as `tools=` in its `functions`."
+                f"The workflow `{type(self._workflow).__name__}` passes undeclared tools to agent "
+                f"{undeclared.agent!r} ({', '.join(map(tool_name, undeclared.functions))}), so calls of these tools "
+                "would not be parsed. List all functions that the workflow passes as `tools=` in its `functions`."
             )
         queries = list(map(self.query, requests))
         if self._has_user_views:  # views may draw random numbers

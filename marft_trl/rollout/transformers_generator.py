@@ -233,19 +233,19 @@ class TransformersGenerator(Generator):
         if is_gpu and not self._is_noted:
             self._is_noted = True
             log = logger.info if obstacle is None or wanted == "dynamic" else logger.warning
-            log(f"Decoding {'replays captured graphs' if obstacle is None else f'launches each kernel: {obstacle}'}.")
+            log(f"Decoding {'replays CUDA graphs' if obstacle is None else f'does not use CUDA graphs: {obstacle}'}.")
         if live is not None and sampling.stop:  # who listens would hear what comes after a stop string
             return False
         return obstacle is None and (wanted == "static" or is_gpu)
 
     def _find_capture_obstacle(self, settings: Mapping[str, Any]) -> str | None:
         if settings.get("cache_implementation") == "dynamic":
-            return '`cache_implementation="dynamic"`'
+            return '`cache_implementation="dynamic"` is set'
         if not self._captures:
-            return "the base is in shards"
+            return "the base model is sharded"
         if not masks_what_comes_later(self._engine.model):
-            return "`attn_implementation` is neither sdpa nor eager"
-        return None if self._share else "`share_prefixes=False`, or the base cannot share prefixes"
+            return "`attn_implementation` is neither `sdpa` nor `eager`"
+        return None if self._share else "`share_prefixes=False` is set, or the base model cannot share prefixes"
 
     def _live_rows(self, observed: Sequence[SampleRequest], settings: Mapping[str, Any]) -> LiveRows | None:
         turns = [item.live for item in observed if item.live is not None]

@@ -305,7 +305,7 @@ class Checkpoints:
         try:
             run_folder.rotate(self._args.save_total_limit, self._state.best_checkpoint)
         except OSError as error:  # the new checkpoint is complete
-            logger.warning(f"An older checkpoint could not be removed: {error}.")
+            logger.warning(f"Could not remove an older checkpoint: {error}.")
 
     def _save_error(self, folder: Path, run_folder: RunFolder, error: Exception) -> CheckpointError:
         newest_complete = run_folder.newest_complete()
@@ -459,7 +459,7 @@ class Checkpoints:
             if not folder.is_dir():
                 raise FileNotFoundError(
                     f"The checkpoint {folder} does not exist. Pass `True` for the newest checkpoint in "
-                    f"{self.folder.path}, or the path of a folder `checkpoint-<step>`."
+                    f"{self.folder.path}, or the path of a `checkpoint-<step>` folder."
                 )
             commit = self._verify(folder)
         self.check_settings(commit, folder)
@@ -618,8 +618,8 @@ def _check_is_checkpoint(folder: Path) -> None:
     inside = sorted(folder.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
     if inside:
         raise ValueError(
-            f"{folder} is the folder of a run, not a checkpoint. Pass `True` for the newest checkpoint, or the path "
-            f"of a checkpoint, such as {inside[-1]}."
+            f"{folder} is the output folder of a run, not a checkpoint. Pass `True` for the newest checkpoint, or the "
+            f"path of a checkpoint, such as {inside[-1]}."
         )
     is_checkpoint = any((folder / name).exists() for name in (commits.COMMIT_NAME, commits.OPEN_NAME))
     if (folder / MANIFEST_NAME).exists() and not is_checkpoint:

@@ -70,7 +70,7 @@ class Collapse(TrainerCallback):
             self._best = reward, error
             self._take_best()
         elif best - reward > max(DROP * abs(best), ERRORS * math.hypot(error, best_error)):
-            found = f"`eval_reward` is {reward:.4g}, and its best was {best:.4g}"
+            found = f"`eval_reward` is {reward:.4g}, but the best was {best:.4g}"
             self._handle_collapse(found, is_last=state.global_step >= state.max_steps)
 
     def _take_best(self) -> None:
@@ -144,6 +144,6 @@ class RestoringCollapse(Collapse):
         self._metrics.add("collapse/restored", 1.0)
         logger.warning(
             f"THE TEAM HAS COLLAPSED: {self._found}. All adapters and their optimizer state are RESTORED to step "
-            f"{self._best_step}. A lower learning rate avoids this."
+            f"{self._best_step}. Lower the learning rate to avoid this."
         )
         self._found = ""

@@ -84,7 +84,7 @@ class RunSettings:
         self._model, self._base, self._view = model, base, view
         self._weights, self._dataset, self._num_processes = list(weights), dataset, num_processes
         self._slow: dict[str, Any] | None = None
-        # Now, as the files may be edited while the run goes on
+        # Now, as the files may be edited during the run
         self._workflow_code = compute_fingerprint(team.workflow) if _is_of_user(team.workflow) else None
         self._code = {
             **{
@@ -216,7 +216,7 @@ def compute_fingerprint(function: Any) -> str:
 
 
 def _fixed(value: Any) -> Any:
-    """A value that cannot change while a run goes on, JSON-serializable, or `None`."""
+    """A value that cannot change during a run, JSON-serializable, or `None`."""
     if isinstance(value, Mapping):
         return sorted([repr(key), repr(_fixed(item))] for key, item in value.items())
     if isinstance(value, tuple):
@@ -243,13 +243,13 @@ def dataset_hash(dataset: Any) -> dict[str, Any]:
 
 # Parts of the settings that a resumed run may change if it says so, and what the change costs
 ACCEPTABLE = {
-    "dataset": "the position in the dataset is counted in batches, so other rows are used",
-    "seed": "rows come in another order",
-    "workflow": "episodes take another course",
-    "base": "the adapters were trained on another base",
-    "tokenizer": "the adapters were trained on other tokens",
-    "batch": "the position in the dataset is counted in batches of another size",
-    "processes": "random states and rows in use cannot be divided among another number of processes",
+    "dataset": "the position in the dataset is stored as a number of batches, so different rows are used",
+    "seed": "rows come in a different order",
+    "workflow": "episodes run differently",
+    "base": "the adapters were trained on a different base",
+    "tokenizer": "the adapters were trained with a different tokenizer",
+    "batch": "the position in the dataset is stored as a number of batches of a different size",
+    "processes": "random states and rows in use cannot be redistributed to a different number of processes",
 }
 # Parts that cannot be accepted: the state would not fit
 _FIXED = ("agents", "adapters", "critic", "optimizer")
@@ -289,7 +289,7 @@ class ResumeChanges:
         for kind, value in changes.items():
             if kind not in kinds:
                 raise ValueError(
-                    f"`resume_changes` has the keys {', '.join(map(repr, kinds))}; got {kind!r}."
+                    f"`resume_changes` accepts the keys {', '.join(map(repr, kinds))}; got {kind!r}."
                     f"{did_you_mean(kind, kinds)}"
                 )
             names = [*value.keys(), *value.values()] if kind == "rename" and isinstance(value, Mapping) else value
@@ -304,7 +304,7 @@ class ResumeChanges:
         for part in changes.get("accept", ()):
             if part not in ACCEPTABLE:
                 raise ValueError(
-                    f"`resume_changes['accept']` can name {', '.join(map(repr, ACCEPTABLE))}; got {part!r}."
+                    f"`resume_changes['accept']` accepts {', '.join(map(repr, ACCEPTABLE))}; got {part!r}."
                     f"{did_you_mean(part, list(ACCEPTABLE))}"
                 )
         return cls(**changes)
@@ -315,7 +315,7 @@ class ResumeChanges:
         return not (self.add or self.remove or self.rename or self.accept)
 
     def find_source(self, adapter: str) -> str | None:
-        """Name that an adapter of the team has in the checkpoint; `None` if it starts anew."""
+        """Name that an adapter of the team has in the checkpoint; `None` if it starts fresh."""
         if adapter in self.add:
             return None
         return next((old for old, new in self.rename.items() if new == adapter), adapter)
@@ -336,14 +336,14 @@ class ResumeChanges:
         if not wrong and after == set(present):
             return
         missing, extra = sorted(set(present) - after), sorted(after - set(present))
-        hints = [f"`add` {missing} (start anew)"] if missing else []
+        hints = [f"`add` {missing} to start fresh"] if missing else []
         hints += [f"`remove` {extra}"] if extra else []
-        hints += [f"`rename` {extra[0]!r} to {missing[0]!r}"] if missing and extra else []
+        hints += [f"or `rename` {extra[0]!r} to {missing[0]!r}"] if missing and extra else []
         mistakes = f" `resume_changes` {'; '.join(wrong)}." if wrong else ""
-        fix = f" Say with `resume_changes` what is meant: {', '.join(hints)}." if hints else ""
+        fix = f" In `resume_changes`, {', '.join(hints)}; or" if hints else " Correct `resume_changes`, or"
         raise ValueError(
-            f"The checkpoint has the agents and adapters {sorted(saved)}, but the team is {sorted(present)}.{mistakes}"
-            f"{fix} Or resume with the team that the checkpoint was written with."
+            f"The checkpoint has the agents and adapters {sorted(saved)}, but the team has {sorted(present)}."
+            f"{mistakes}{fix} resume with the team that the checkpoint was written with."
         )
 
 
@@ -375,9 +375,9 @@ def check_structure(
     if refused:
         can = sorted({part for part, *_ in refused if part in ACCEPTABLE})
         costs = "; ".join(f"{part!r}: {ACCEPTABLE[part]}" for part in can)
-        fix = f" If a change is meant, pass `resume_changes={{'accept': {can}}}` ({costs})." if can else ""
+        fix = f" To accept the changes, pass `resume_changes={{'accept': {can}}}` ({costs})." if can else ""
         raise ValueError(
-            f"The run differs from the one that wrote {folder}, so its state would mean something else:\n"
+            f"The checkpoint {folder} was written with other settings, so its state does not fit this run:\n"
             f"{_table([(name, then, now) for _, name, then, now in refused])}\n"
             f"Resume with the settings of the checkpoint, or start a new run from its adapters (`load_adapters`).{fix}"
         )
@@ -386,8 +386,8 @@ def check_structure(
 
 def tunables(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """
-    Settings that take effect when they change: name, then, now. Nothing is said of a field of the configuration that
-    another version has not recorded.
+    Settings that take effect when they change: name, then, now. Fields of the configuration that another version did
+    not record are left out.
     """
     differences = _differences("", saved.get("tunable"), present.get("tunable"), ResumeChanges())
     return [difference for difference in differences if _UNKNOWN not in difference or not difference[0].isidentifier()]

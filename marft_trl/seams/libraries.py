@@ -47,7 +47,7 @@ def get_logger(name: str) -> MultiProcessAdapter:
 
 
 def hush() -> None:
-    """Leave out what other libraries say and nobody can act on. All else they say is heard."""
+    """Filter out warnings of other libraries that a user cannot act on. All other warnings are shown."""
     for message, category in _NOISE.items():
         warnings.filterwarnings("ignore", message=message, category=category)
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_news)

@@ -153,7 +153,7 @@ def shard_sizes(
 
 
 def constants(model: nn.Module) -> int:
-    """Bytes of what bitsandbytes (0.50) keeps beside the 4-bit weights of a model, which is whole on every process."""
+    """Bytes of what bitsandbytes (0.50) stores with the 4-bit weights of a model, which is whole on every process."""
     tensors = []
     for module in model.modules():
         state = getattr(module, "quant_state", None)  # sharded weights have none themselves

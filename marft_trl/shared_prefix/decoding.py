@@ -202,11 +202,11 @@ class FixedSteps(GrowingSteps):
             found = graph()
             gap = (found - expected).abs().max().item() / max(expected.abs().max().item(), 1e-6)
             if not gap <= (1e-4 if expected.dtype == torch.float32 else 0.02):
-                raise ValueError(f"its logits are others ({gap:.1e})")
+                raise ValueError(f"the logits of the graph differ by {gap:.1e}")
         except Exception as problem:
             self.obstacle = f"{type(problem).__name__}: {problem}"
             self._graphs.clear()
-            logger.warning(f"Turns are decoded without a captured graph: {self.obstacle}.")
+            logger.warning(f"Decoding continues without CUDA graphs: {self.obstacle}.")
             return expected
         self._graphs[key] = graph
         if len(self._graphs) > _MOST_GRAPHS:
@@ -302,7 +302,7 @@ class RowFollower(Protocol):
 
     Attributes:
         draws (`torch.Tensor` of shape `(B, T)`, *optional*): numbers from 0 to 1 that tokens are drawn with. If a row
-            brings its own, its tokens do not depend on the rows beside it. Defaults to those of torch's generator.
+            brings its own, its tokens do not depend on the other rows. Defaults to those of torch's generator.
     """
 
     draws: torch.Tensor | None
@@ -382,7 +382,7 @@ def decode(
             recorder.start((batch, size - width), logits, logits_processor)
         step_draws = None if draws is None else draws[rows, end - width].unsqueeze(1)
         chosen, logps = _choose(scores, generation_config.do_sample, step_draws)
-        failed = failed | ~logps.isfinite().all()  # of logits that are no numbers, nothing can be chosen
+        failed = failed | ~logps.isfinite().all()  # no token can be sampled from NaN logits
         if recorder is not None:
             recorder.add(rows, end - width, logps)
         tokens[:, end] = torch.where(done, tokens[:, end], chosen)  # finished rows get padding
@@ -411,8 +411,8 @@ def decode(
 
 
 _NOT_FINITE = (
-    "The model's logits are NaN or infinite, so there is no token to draw. Its weights have diverged, or its "
-    "precision overflows: lower the learning rate, or use bfloat16 in place of float16."
+    "The model's logits are NaN or infinite, so no token can be sampled. The weights have diverged, or the precision "
+    "overflows. Lower the learning rate, or use bfloat16 instead of float16."
 )
 
 

@@ -48,7 +48,7 @@ def finished(coroutine: Coroutine[Any, Any, Result]) -> Result:
         coroutine.send(None)
     except StopIteration as end:
         return end.value
-    raise RuntimeError("The coroutine waits for something.")
+    raise RuntimeError("The coroutine must finish without waiting, but it awaited something.")
 
 
 def _a_loop_runs() -> bool:
@@ -74,7 +74,7 @@ def _run(function: Callable[..., Coroutine[Any, Any, Result]], arguments: tuple)
         did = "stopped the event loop" if isinstance(error, RuntimeError) else "cancelled tasks that it did not start"
         raise RuntimeError(
             f"A workflow, a tool or an asynchronous reward function has {did}. The trainer's own tasks run in the "
-            "same loop: `asyncio.all_tasks()` has them too. Cancel only your own tasks, and end by returning."
+            "same loop, and `asyncio.all_tasks()` includes them. Cancel only your own tasks, and end by returning."
         ) from error
     finally:
         _cancel_the_rest(loop)

@@ -62,10 +62,10 @@ _LOADED: set[str] = set()
 
 def import_file(file: Path) -> ModuleType:
     """
-    The module of a Python file, executed anew.
+    Import the module of a Python file, and execute it again if it was imported before.
 
-    What it imports from beside it is found, and so is the source of its classes, which runs are compared by. It has
-    the name of the file, unless a module from elsewhere has this name already.
+    It can import modules next to it, and the source of its classes, by which runs are compared, is found. Its name is
+    that of the file, unless a module from elsewhere already has this name.
 
     Raises:
         ImportError: it is no Python file.
@@ -78,7 +78,7 @@ def import_file(file: Path) -> ModuleType:
     name = file.stem if is_free else "marft_script"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{str(file)!r} is no Python script.")
+        raise ImportError(f"{str(file)!r} is not a Python script.")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     _LOADED.add(name)
     spec.loader.exec_module(module)

@@ -51,13 +51,13 @@ class UserState:
                 states[name] = json.loads(json.dumps(state, allow_nan=False))
             except (TypeError, ValueError, RecursionError) as error:
                 raise TypeError(
-                    f"`state_dict` of {name} must return what JSON can hold (dictionaries with text keys, lists, "
-                    f"texts, finite numbers, True, False, None), for checkpoints: {error}."
+                    f"`state_dict` of {name} must return JSON-serializable data for checkpoints (dictionaries with "
+                    f"string keys, lists, strings, finite numbers, True, False, None): {error}."
                 ) from error
             if states[name] != state:
                 raise TypeError(
-                    f"`state_dict` of {name} is not the same after a way through JSON, for instance because of tuples "
-                    f"or of keys that are no texts: {_brief(state)} came back as {_brief(states[name])}."
+                    f"`state_dict` of {name} changes when it is saved as JSON, for example because of tuples or keys "
+                    f"that are not strings: {_brief(state)} became {_brief(states[name])}."
                 )
         return states
 
@@ -71,8 +71,9 @@ class UserState:
         for name, owner in self._objects.items():
             if name not in state:
                 raise ValueError(
-                    f"The checkpoint has no state of {name}, but it has `load_state_dict`: it was written before the "
-                    "object had one. Start a new run from its adapters (`load_adapters`)."
+                    f"The checkpoint has no state of {name}, which has `load_state_dict`: the checkpoint was written "
+                    "before the object had this method. Start a new run from the adapters of the checkpoint "
+                    "(`load_adapters`)."
                 )
             try:
                 owner.load_state_dict(state[name])
@@ -84,8 +85,8 @@ class UserState:
         unknown = sorted(state.keys() - self._objects.keys())
         if unknown:
             raise ValueError(
-                f"The checkpoint has the state of {', '.join(unknown)}, but nothing that takes it: an object has lost "
-                "its `load_state_dict`, or its place. Resume with the objects of before."
+                f"The checkpoint has the state of {', '.join(unknown)}, but no object of this run loads it: an object "
+                "was moved or removed, or lost its `load_state_dict`. Resume with the same objects."
             )
 
 
@@ -96,8 +97,8 @@ def _has_state(name: str, owner: Any) -> bool:
     if saves != loads:
         has, lacks = ("state_dict", "load_state_dict") if saves else ("load_state_dict", "state_dict")
         raise TypeError(
-            f"{name} ({type(owner).__name__}) has `{has}` but no `{lacks}`. For a run that can be resumed it needs "
-            "both, or neither."
+            f"{name} ({type(owner).__name__}) has `{has}` but no `{lacks}`. Define both, so that the run can be "
+            "resumed, or neither."
         )
     return saves
 

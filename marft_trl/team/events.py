@@ -35,11 +35,11 @@ def questions(
     prompts: Any, num_samples: int, greedy: bool, sampling: Mapping[str, float] | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """
-    Dataset rows, each prompt `num_samples` times, and the options of the generator.
+    Return the dataset rows, each prompt `num_samples` times, and the options of the generator.
 
     Raises:
         TypeError: `prompts` is a single prompt.
-        ValueError: there is none, one is not valid, or the settings of sampling are not.
+        ValueError: `prompts` is empty, or a prompt or a sampling setting is not valid.
     """
     check_count("num_samples", num_samples)
     if greedy and sampling:
@@ -63,15 +63,16 @@ def check_single_question(question: Any, where: str) -> None:
     """
     if not isinstance(question, (str, Mapping)) and not (question and is_conversational({"prompt": question})):
         raise TypeError(
-            f"`{where}` answers one question, a text or a list of messages, got {str(question)[:80]}. For several, "
-            "use `team.run(questions)`: it returns an episode for each, with its answer in `episode.answer.text`."
+            f"`{where}` answers one question, a string or a list of messages, got {str(question)[:80]}. For several "
+            "questions, use `team.run(questions)`, which returns an episode for each question, with the answer in "
+            "`episode.answer.text`."
         )
 
 
 def check_count(name: str, number: Any) -> None:
     """
     Raises:
-        ValueError: a number is no positive integer.
+        ValueError: `number` is not a positive integer.
     """
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"`{name}` must be an integer of at least 1, got {number!r}.")
@@ -84,11 +85,11 @@ def _as_list(prompts: Any) -> list:
         or (len(prompts) and is_conversational({"prompt": prompts}))
     ):
         raise TypeError(
-            "`prompts` must be a list of prompts; for a single one pass `[prompt]`, or call `team(prompt)`."
+            "`prompts` must be a list of prompts. For a single prompt, pass `[prompt]`, or call `team(prompt)`."
         )
     prompts = list(prompts)
     if not prompts:
-        raise ValueError("`prompts` is empty: pass at least one.")
+        raise ValueError("`prompts` is empty. Pass at least one prompt.")
     return prompts
 
 
@@ -108,10 +109,10 @@ class Event:
 @dataclass(frozen=True)
 class TurnStarted(Event):
     """
-    An agent begins to speak.
+    An agent begins a turn.
 
     Args:
-        agent (`str`): its name.
+        agent (`str`): name of the agent.
         turn (`int`): number of the turn among those of the episode, in the order of their beginnings.
     """
 
@@ -122,12 +123,12 @@ class TurnStarted(Event):
 @dataclass(frozen=True)
 class TextDelta(Event):
     """
-    A turn has grown. The texts of a turn, put together, are what its agent said, control tokens left out.
+    New text of a turn. The concatenated texts are the text of the turn, without control tokens.
 
     Args:
         agent (`str`): name of the agent.
         turn (`int`): number of the turn.
-        text (`str`): what is new.
+        text (`str`): the new text.
     """
 
     agent: str
@@ -138,12 +139,12 @@ class TextDelta(Event):
 @dataclass(frozen=True)
 class TurnEnded(Event):
     """
-    An agent has spoken.
+    An agent has finished a turn.
 
     Args:
-        agent (`str`): its name.
+        agent (`str`): name of the agent.
         turn (`int`): number of the turn.
-        text (`str`): what it said.
+        text (`str`): text of the turn.
     """
 
     agent: str
@@ -200,7 +201,7 @@ class Narrator:
     Tells of the turns of an episode as events, see [`TurnListener`].
 
     Args:
-        on_event: gets the events. If left out, turns end when nobody waits for them any more, and that is all.
+        on_event: receives the events. If `None`, turns only end once the episode is canceled.
         limit: largest number of tokens of a turn.
     """
 

@@ -562,7 +562,7 @@ class Team:
             how = "Save it with `trainer.save_model()`, and load it with `Team.from_pretrained`."
             raise RuntimeError(f"`{method}` needs a loaded team, but this team is in training. {how}")
         if method.endswith("_agent") and self._live is not None and self._live.running:
-            raise RuntimeError(f"`{method}` cannot change a team that is answering. Wait until it has answered.")
+            raise RuntimeError(f"`{method}` cannot change a team while it answers. Wait until it has finished.")
         return self._saved
 
     def _replace_agents(self, agents: list[AgentSpec], workflow: Workflow, saved: SavedTeam) -> None:

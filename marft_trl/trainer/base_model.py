@@ -63,8 +63,8 @@ def load_base(
         return model
     if (Path(model) / MANIFEST_NAME).is_file():
         raise ValueError(
-            f"`model={model!r}` is the folder of a saved team. To train it further, load its adapters on their base: "
-            f"`model=load_adapters(AutoModelForCausalLM.from_pretrained(base), {model!r})`. To ask it, use "
+            f"`model={model!r}` is the folder of a saved team. To continue training, load its adapters onto the base: "
+            f"`model=load_adapters(AutoModelForCausalLM.from_pretrained(base), {model!r})`. For inference, use "
             f"`Team.from_pretrained({model!r})`."
         )
     # A copy: the arguments are saved with the run as the user gave them
@@ -99,23 +99,23 @@ def load_base(
 
 def make_output_dir(args: Any) -> None:
     """
-    Make the folder of the run, before a base is loaded that could take minutes.
+    Make the folder of the run, before the base is loaded, which can take minutes.
 
     Raises:
-        ValueError: it cannot be made.
+        ValueError: the folder cannot be created.
     """
     try:
         if args.should_save:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"The folder `output_dir={args.output_dir!r}` cannot be made: {error.strerror}, at {error.filename!r}. "
-            "Set an `output_dir` that is a folder, or can become one."
+            f"The folder `output_dir={args.output_dir!r}` cannot be created: {error.strerror}: {error.filename!r}. "
+            "Set `output_dir` to a folder that exists or can be created."
         ) from error
 
 
 def stays_frozen(agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> bool:
-    """`True` if a base that is loaded for a team stays as it is, and all that is trained are adapters beside it."""
+    """`True` if the base of a team stays frozen and only adapters are trained."""
     configs = [config for agent in agents if (config := agent.peft_config or peft_config) is not None]
     whole = ("modules_to_save", "trainable_token_indices")  # PEFT trains copies of these in the precision of the base
     return bool(configs) and not any(getattr(config, name, None) for config in configs for name in whole)
@@ -133,13 +133,13 @@ def choose_dtype(args: MARFTConfig, is_frozen: bool) -> torch.dtype | None:
         return None
     if is_frozen:
         logger.info(
-            "The base is frozen and loaded in bfloat16, adapters are trained in float32. For a base in float32, set "
-            "`model_init_kwargs={'dtype': 'float32'}`."
+            "The base is frozen and loaded in bfloat16; adapters are trained in float32. To load the base in float32, "
+            "set `model_init_kwargs={'dtype': 'float32'}`."
         )
         return torch.bfloat16
     logger.info(
-        "Weights of the base are trained, so they are loaded in float32, and products are computed in bfloat16. To "
-        "halve them, set `model_init_kwargs={'dtype': 'bfloat16'}`."
+        "The weights of the base are trained, so they are loaded in float32, and products are computed in bfloat16. "
+        "To halve their memory, set `model_init_kwargs={'dtype': 'bfloat16'}`."
     )
     return None
 
@@ -174,7 +174,7 @@ _REPLACED = frozenset(
 
 
 def _warn_of_generation_config(base: PreTrainedModel | PeftModel, args: MARFTConfig) -> None:
-    """Say which settings of the base's generation config have no effect, because nothing but its end tokens has."""
+    """Warn of settings in the generation config of the base that have no effect. Only its end tokens are used."""
     config = getattr(base, "generation_config", None)
     defaults = config.to_diff_dict() if config is not None else {}
     overrides = {*(args.generation_kwargs or {}), *(["min_p"] if args.min_p is not None else [])}
@@ -186,6 +186,6 @@ def _warn_of_generation_config(base: PreTrainedModel | PeftModel, args: MARFTCon
     if unused:
         logger.warning(
             "The generation config of the base sets "
-            f"{', '.join(f'{name}={value!r}' for name, value in unused.items())}, which has no effect: turns are "
-            "sampled as the training arguments say. Set `min_p` or `generation_kwargs` if it is meant."
+            f"{', '.join(f'{name}={value!r}' for name, value in unused.items())}, which has no effect: the training "
+            "arguments set how turns are sampled. To use it, set `min_p` or `generation_kwargs`."
         )

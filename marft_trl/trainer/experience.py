@@ -117,8 +117,8 @@ class EvaluationOptions:
         # pass@k needs all samples of a question in one batch
         if size % num_samples:
             raise ValueError(
-                f"`{name}` ({num_samples}) must divide the episodes of an evaluation batch ({size}): "
-                "`per_device_eval_batch_size` times the number of processes. Set `per_device_eval_batch_size` to a "
+                f"`{name}` ({num_samples}) must divide the number of episodes in an evaluation batch ({size}), which "
+                "is `per_device_eval_batch_size` times the number of processes. Set `per_device_eval_batch_size` to a "
                 f"multiple of {num_samples}."
             )
 
@@ -376,8 +376,8 @@ def check_finite(rows: Sequence[Row], fields: Mapping[str, str]) -> None:
             continue
         row = next(row for row, value in values if not value.isfinite().all())
         raise FloatingPointError(
-            f"`{field}` of a turn of {row.agent!r} (episode {row.episode} of this process) is not finite, so nothing "
-            f"was trained on its batch. {advice}"
+            f"`{field}` of a turn of {row.agent!r} (episode {row.episode} of this process) is not finite, so its "
+            f"batch was not used for training. {advice}"
         )
 
 

@@ -151,7 +151,7 @@ class MARFTTrainer(GRPOTrainer):
         anonymous: bool | str = False,
     ):
         args = setup.as_marft_config(args, model)
-        # Before anything is loaded: what can be known to be wrong is said at once, not after minutes
+        # Check as much as possible before anything is loaded, so that errors are raised at once, not after minutes
         warn_of_newer_versions()
         sharding = setup.check_launcher(args)
         self.agents = setup.with_tools(check_team(agents), tools)
@@ -256,7 +256,7 @@ class MARFTTrainer(GRPOTrainer):
         return self.parts.planner.memory_plan()
 
     def manifest(self) -> TeamManifest:
-        """The manifest that is saved beside the adapters, so that the team can be run again as it was trained."""
+        """The manifest that is saved with the adapters, so that the team can be run again as it was trained."""
         return self.parts.files.manifest()
 
     # ---- A step of training, in its order (checked against TRL 1.16 and transformers 5.23) ----
@@ -332,11 +332,11 @@ class MARFTTrainer(GRPOTrainer):
             eval_dataset, ignore_keys, metric_key_prefix:
                 As in [`~transformers.Trainer.evaluate`].
             num_samples (`int`, *optional*):
-                Episodes of each question, in place of `num_generations_eval`.
+                Episodes of each question, instead of `num_generations_eval`.
             sampling (`dict`, *optional*):
-                Sampling settings of all agents, in place of `eval_sampling`.
+                Sampling settings of all agents, instead of `eval_sampling`.
             k (`Sequence[int]`, *optional*):
-                Values of k for pass@k and maj@k, in place of `eval_k`.
+                Values of k for pass@k and maj@k, instead of `eval_k`.
 
         Returns: the metrics, as they are logged.
 

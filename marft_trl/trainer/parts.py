@@ -99,11 +99,11 @@ class Parts:
         passes: how rows go through the model.
         critic: values and their loss.
         reporter: metrics, tables, transcripts.
-        planner: what the run will do.
+        planner: describes the run before it starts.
         files: manifest and model card.
         checkpoints: state of a resumed run.
         look_ahead: reads rows of later generation batches.
-        health: says when a run learns nothing.
+        health: warns when a run learns nothing.
         collapse: compares evaluations, and may restore adapters.
         seeds: source of seeds for samples without a seed.
     """
@@ -467,7 +467,7 @@ def _learning_parts(
 
 
 class _Telling(NamedTuple):
-    """What people are told."""
+    """Reports for users."""
 
     reporter: Reporter
     planner: Planner

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The files of a team beside its weights: the manifest, the critic's heads, the model card."""
+"""The files of a team other than its weights: the manifest, the critic's heads, the model card."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class TeamFiles:
 
     def _writers(self) -> dict[str, Callable[[Path], object]]:
         """
-        Files and folders beside the adapters, each with the function that writes it into the folder of the team. The
+        Files and folders next to the adapters, each with the function that writes it into the folder of the team. The
         model card is apart, because it bears the name of its folder.
         """
         writers: dict[str, Callable[[Path], object]] = {MANIFEST_NAME: lambda folder: self.manifest().save(folder)}
@@ -107,7 +107,7 @@ class TeamFiles:
         return writers
 
     def save(self, folder: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
-        """Write the files of the team beside its weights, which are there already."""
+        """Write the files of the team next to its weights, which must exist."""
         for write in self._writers().values():
             write(folder)
         # A folder may be that of a run whose team had other agents

@@ -54,7 +54,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise RequestError(f"`{where}.role` must be one of {known}, got {str(role)[:80]!r}.", field=f"{where}.role")
     calls, content = message.get("tool_calls"), message.get("content")
     if calls and (role != "assistant" or not isinstance(calls, list)):
-        raise RequestError(f"`{where}.tool_calls` must be a list, in a message of an assistant.", field=where)
+        raise RequestError(
+            f"`{where}.tool_calls` must be a list, and is only allowed in assistant messages.", field=where
+        )
     if content is None and role == "assistant":
         content = ""
     shown: dict[str, Any] = {

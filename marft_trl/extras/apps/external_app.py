@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""An application as it is: its requests to an OpenAI-compatible endpoint are the turns of the team."""
+"""Unmodified applications: their requests to an OpenAI-compatible endpoint are the turns of the team."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .session import AppEndpoint, Session, Waiting, shared_keys
 
 logger = logging.getLogger(__name__)
 
-# Largest number of requests in a row without a turn: refusals may take time that does not count as the program's
+# Maximum number of consecutive requests without a turn: the time limit does not count the time of refusals
 _MOST_REFUSED = 1000
-# Source of the feedback that is the output of an application. Agents are not shown it
+# Source of the feedback that holds the output of an application. Agents do not see it
 OUTPUT = "application"
 
 
@@ -96,7 +96,7 @@ class ExternalApp(Workflow):
         if is_command:
             split_command(cast(Any, app))
         if cwd is not None and not os.path.isdir(cwd):
-            raise ValueError(f"`cwd` of `ExternalApp` must be a folder, got {os.fspath(cwd)!r}.")
+            raise ValueError(f"`cwd` of `ExternalApp` must be an existing folder, got {os.fspath(cwd)!r}.")
         if not together >= 0:
             raise ValueError(f"`together` must be at least 0 seconds, got {together!r}.")
         self.app, self.answer, self.takes_tools, self.earns = app, answer, bool(tools), bool(earns)
@@ -116,7 +116,7 @@ class ExternalApp(Workflow):
     def check(self, agents: Sequence[str]) -> None:
         if self.answer is not None and self.answer not in agents:
             known = ", ".join(map(repr, agents))
-            raise ValueError(f"`answer` of `ExternalApp` is {self.answer!r}, but the team has {known}.")
+            raise ValueError(f"`answer` of `ExternalApp` must be an agent of the team ({known}), got {self.answer!r}.")
 
     def named_agents(self) -> list[str]:
         return [] if self.answer is None else [self.answer]
@@ -125,7 +125,7 @@ class ExternalApp(Workflow):
         return []  # the application is not started for a picture
 
     def describe(self) -> dict:
-        """What to run is not stored: a team that is loaded from elsewhere would run it."""
+        """Leave out the application: otherwise, loading a team from elsewhere would run its code."""
         return {"class": self.class_name, "answer": self.answer, "tools": self.takes_tools}
 
     @classmethod
@@ -135,8 +135,8 @@ class ExternalApp(Workflow):
     async def run(self, episode: LiveEpisode) -> None:
         if self.app is None:
             raise ValueError(
-                "The application of the team is not stored with it: pass `workflow=ExternalApp(...)`, or ask its "
-                "agents by name, as with `marft serve`."
+                "The saved team does not include its application. Pass `workflow=ExternalApp(...)`, or request its "
+                "agents by name, for example with `marft serve`."
             )
         from .server import Endpoint
 
@@ -146,12 +146,12 @@ class ExternalApp(Workflow):
 
     @contextlib.asynccontextmanager
     async def _place(self, episode: LiveEpisode, server: Any) -> AsyncIterator[None]:
-        """Wait until there are files for a further episode."""
+        """Wait until the limit on open files allows another episode."""
         places = server.places()
         if places.locked():
             self.say_once(
-                f"{server.at_once} episodes of {self.name} run at a time, and the others wait: more might need more "
-                "open files than this process may have. Raise the limit (`ulimit -n`) to run more at a time."
+                f"Only {server.at_once} episodes of {self.name} run at a time, because more could exceed the limit on "
+                "open files of this process. Raise the limit (`ulimit -n`) to run more at a time."
             )
         episode.state.is_queued = True
         async with places:
@@ -187,7 +187,7 @@ class ExternalApp(Workflow):
         try:
             return AppResult(value=await value if inspect.isawaitable(value) else value)
         except SystemExit as end:  # in a task, it would end the event loop
-            raise RuntimeError(f"the application has called `sys.exit({end.code!r})`") from end
+            raise RuntimeError(f"the application called `sys.exit({end.code!r})`") from end
 
     def _finish(self, episode: LiveEpisode, session: Session, result: AppResult) -> None:
         for name, number in list(session.counts.items()):
@@ -196,16 +196,16 @@ class ExternalApp(Workflow):
         if result.problem is not None:
             raise RuntimeError(result.problem + refused)
         if not episode.turns:
-            why = refused or " It made no request: does it read OPENAI_BASE_URL and OPENAI_API_KEY, or ask elsewhere?"
+            why = refused or " It sent no request: check that it reads OPENAI_BASE_URL and OPENAI_API_KEY."
             output = result.said
             raise RuntimeError(
-                f"The application has ended without a turn.{why}" + (f" It said: {output}" if output else "")
+                f"The application ended without a turn.{why}" + (f" Output: {output}" if output else "")
             )
         if result.left:
             episode.count("app/left_behind", result.left)
             self.say_once(
-                f"The application {self.name} has left {result.left} processes behind, which were ended. Wait for "
-                "them in it."
+                f"Terminated {result.left} process{'es' * (result.left > 1)} that the application {self.name} left "
+                "running. Wait for child processes in the application."
             )
         episode.environment = result
         answers = [turn for turn in episode.turns if turn.agent == self.answer]
@@ -217,8 +217,8 @@ class ExternalApp(Workflow):
             self._take_value(episode, result.value)
         if self.earns and result.value is None and not session.rewards:
             raise RuntimeError(
-                "the application has told no reward, with `earns=True`. Post it to `{base_url}/reward`, also if it is "
-                "0, or return it."
+                "the application reported no reward, which `earns=True` requires. Post it to `{base_url}/reward`, "
+                "even if it is 0, or return it."
             )
         if result.said:
             episode.observe(result.said, source=OUTPUT)
@@ -226,36 +226,36 @@ class ExternalApp(Workflow):
     def _take_value(self, episode: LiveEpisode, value: Any) -> None:
         is_reward = isinstance(value, (int, float, Mapping)) and not isinstance(value, bool)
         if self.earns and not is_reward:
-            raise TypeError(f"With `earns=True`, {self.name} must return a reward or nothing, got {value!r}.")
+            raise TypeError(f"With `earns=True`, {self.name} must return a reward or `None`, got {value!r}.")
         if self.earns:
             episode.earn(episode.turns[-1], value)
 
     def check_keys(self, cause: BaseException | None = None) -> None:
         """
-        Check that a function has not passed its key on by what all episodes of this process share.
+        Check that a function has not stored its API key where all episodes of this process read it.
 
         Args:
-            cause (`BaseException`, *optional*): what the function has raised.
+            cause (`BaseException`, *optional*): the error that the function raised.
 
         Raises:
-            RuntimeError: it has, and episodes may have had turns of one another.
+            RuntimeError: the function has stored the key there, so episodes may have had turns of other episodes.
         """
         if callable(self.app) and (places := shared_keys()):
             raise RuntimeError(
-                f"{' and '.join(places)} has the key of an episode. All episodes of this process share it, so they "
-                f"get one another's turns. In {self.name}, pass `base_url=endpoint.base_url, "
+                f"{self.name} stored the API key of an episode in {' and '.join(places)}, which all episodes of this "
+                "process share, so their turns would be mixed up. Pass `base_url=endpoint.base_url, "
                 "api_key=endpoint.api_key` to the client, and `env={**os.environ, **endpoint.variables}` to programs."
             ) from cause
 
     def say_once(self, text: str) -> None:
-        """Warn of something, once."""
+        """Log a warning once."""
         if text not in self._told:
             self._told.add(text)
             logger.warning(text)
 
     @property
     def name(self) -> str:
-        """The application, as messages name it."""
+        """Name of the application in messages."""
         if callable(self.app):
             return f"`{callable_name(self.app)}`"
         return f"`{self.app if isinstance(self.app, str) else ' '.join(cast(Sequence[str], self.app))}`"
@@ -281,7 +281,7 @@ class _Conversation:
         Answer requests until the application has ended.
 
         Raises:
-            RuntimeError: it asks again and again, and is refused each time.
+            RuntimeError: the application keeps sending requests that are refused.
         """
         self._episode.state.waits_for = self._app.name
         arrival = asyncio.ensure_future(self._session.inbox.get())
@@ -290,7 +290,9 @@ class _Conversation:
                 await asyncio.wait({running, arrival, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
                 if self._refused >= _MOST_REFUSED:
                     why = f" Its last request was refused: {self._session.refused}" if self._session.refused else ""
-                    raise RuntimeError(f"the application asked {self._refused} times without getting a turn.{why}")
+                    raise RuntimeError(
+                        f"the application sent {self._refused} requests in a row without getting a turn.{why}"
+                    )
                 if not arrival.done():
                     continue
                 self._app.check_keys()
@@ -326,7 +328,7 @@ class _Conversation:
             self._refused = 0
             waiting.settle((reply, turn))
         except asyncio.CancelledError:
-            waiting.settle(RequestError("The request was given up.", 409))
+            waiting.settle(RequestError("The request was canceled.", 409))
             raise
         except (Exception, EndOfEpisode) as error:
             waiting.settle(to_request_error(error))
@@ -340,8 +342,8 @@ class _Conversation:
         ignored = [*(["seed"] if chat_request.seed is not None else []), *(settings if episode.state.trains else ())]
         for name in ignored:
             self._app.say_once(
-                f"The application sends `{name}`, which is not obeyed in training, where agents sample with their own "
-                "settings and the seed of the run."
+                f"The application sends `{name}`, which is ignored in training: agents sample with their own settings "
+                "and the seed of the run."
             )
         requested_turn = RequestedTurn(
             self._with_turns(chat_request.model, chat_request.messages),
@@ -353,7 +355,7 @@ class _Conversation:
         return await episode.turn_on(chat_request.model, requested_turn, sees=seen)
 
     def _with_turns(self, agent: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages in which those that are earlier turns of the agent, unchanged, stand as these turns."""
+        """Return the messages, with those that are unchanged earlier turns of the agent replaced by these turns."""
         found: list[dict[str, Any]] = []
         used: list[Turn] = []
         for number, message in enumerate(messages):
@@ -365,7 +367,7 @@ class _Conversation:
     def _find_turn(
         self, agent: str, messages: Sequence[dict[str, Any]], number: int, used: Sequence[Turn]
     ) -> Turn | None:
-        """The turn that a message is: of several that say the same, the one that was asked for with what is before."""
+        """Return the turn of a message: of several with the same text, the one after the same messages."""
         message, before = messages[number], list(messages[:number])
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         calls = [(function["name"], json.dumps(function["arguments"], sort_keys=True)) for function in functions]
@@ -389,8 +391,8 @@ def _sorted(arguments: str) -> str:
 
 async def _in_own_thread(function: Callable[[], Any]) -> Any:
     """
-    What a function returns. Other episodes go on meanwhile, whose functions have threads of their own. A function is
-    interrupted when its episode has ended.
+    Run a function in its own thread and return its result, while other episodes continue. The function is interrupted
+    when its episode ends.
     """
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     outcome: asyncio.Future[Any] = loop.create_future()

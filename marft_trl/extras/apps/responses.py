@@ -34,7 +34,9 @@ def read(body: bytes, models: Sequence[str]) -> ChatRequest:
     own = ("input", "instructions", "text")
     chat_request = ChatRequest.from_body(read_object(body), models, own, _messages, lambda tool, where: (tool, where))
     if chat_request.count > 1:
-        raise RequestError("`n` must be 1: a response is one answer. Ask again for another one.", field="n")
+        raise RequestError(
+            f"`n` must be 1 for a response, got {chat_request.count}. Send a request for each answer.", field="n"
+        )
     return chat_request
 
 
@@ -43,7 +45,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:
-        raise RequestError("`input` must be a text, or a list of items.", field="input")
+        raise RequestError("`input` must be a string or a list of items.", field="input")
     messages: list[dict[str, Any]] = []
     if body.get("instructions") is not None:
         messages.append({"role": "system", "content": read_content(body["instructions"], "instructions")})
@@ -63,7 +65,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         elif kind != "reasoning":  # of other models
             raise RequestError(f"`{where}.type` {str(kind)[:80]!r} is not supported.", field=f"{where}.type")
     if not messages:
-        raise RequestError("`input` has nothing to answer.", field="input")
+        raise RequestError("`input` must contain at least one message.", field="input")
     return with_names(messages, "input")
 
 

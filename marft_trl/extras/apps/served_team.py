@@ -126,7 +126,8 @@ class RequestQueue:
         """
         if (self._free.locked() or self._queue_lock.locked()) and self.waiting >= self._max_waiting:
             raise RequestError(
-                f"The server is full: {self.running} questions are running, {self.waiting} are waiting. Retry later.",
+                f"The server is full: {self.running} questions are running and {self.waiting} are waiting. Retry "
+                "later.",
                 503,
                 code="overloaded",
             )

@@ -32,7 +32,7 @@ class AnswerError(RuntimeError):
 
 
 class UnknownAdapterError(LookupError):
-    """A server does not have an adapter, e.g. since it was started anew."""
+    """A server does not have an adapter, for example because it was restarted."""
 
 
 class RefusedError(ValueError):
@@ -141,7 +141,7 @@ class VLLMServer:
             (texts,) = answer["choices"][0]["logprobs"]["top_logprobs"]
             found = {int(token.removeprefix("token_id:")): float(value) for token, value in texts.items()}
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise AnswerError(f"{self.url} did not say how likely tokens are: {_brief(str(answer))}") from error
+            raise AnswerError(f"{self.url} returned no log-probabilities: {_brief(str(answer))}") from error
         likely = sorted(found, key=found.__getitem__, reverse=True)[:_MOST_LIKELY]  # not the sampled one
         return {token: found[token] for token in likely}
 
@@ -186,7 +186,7 @@ class VLLMServer:
     async def check_health(self, timeout: float) -> None:
         """
         Raises:
-            ServerDownError: the server does not say that it is well.
+            ServerDownError: the server does not respond that it is healthy.
         """
         await self._get("/health", timeout)
 
@@ -215,7 +215,7 @@ class VLLMServer:
                 try:
                     part = json.loads(data)
                     if "error" in part:
-                        raise AnswerError(f"{self.url} ended an answer: {_message(data)}")
+                        raise AnswerError(f"{self.url} aborted a streamed turn: {_message(data)}")
                     for choice in part["choices"]:
                         new = choice["token_ids"] or []
                         logps += choice["logprobs"]["token_logprobs"] if new else []
@@ -223,7 +223,7 @@ class VLLMServer:
                         if new:
                             on_tokens(new)
                 except (KeyError, TypeError, ValueError) as error:
-                    raise AnswerError(f"{self.url} streamed something else than a turn: {_brief(data)}") from error
+                    raise AnswerError(f"{self.url} streamed an invalid turn: {_brief(data)}") from error
         return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logps}, "finish_reason": reason}]}
 
     async def _request(
@@ -237,7 +237,7 @@ class VLLMServer:
     async def _answer(
         self, method: str, path: str, body: dict[str, Any] | None, timeout: float, down: int = 500
     ) -> AsyncIterator[Any]:
-        """Asynchronous context manager: an answer with a status that says that all is well."""
+        """Asynchronous context manager: an answer with a status below 400."""
         from aiohttp import ClientError, ClientTimeout
 
         try:
@@ -258,7 +258,7 @@ class VLLMServer:
         if status >= down:
             raise ServerDownError(f"{self.url}{path} answered {status}: {_message(text)}")
         if status == 401:
-            raise RefusedError(f"{self.url} wants an API key. Set the environment variable `VLLM_API_KEY`.", 401)
+            raise RefusedError(f"{self.url} requires an API key. Set the environment variable `VLLM_API_KEY`.", 401)
         raise RefusedError(f"{self.url}{path} answered {status}: {_message(text)}", status)
 
 
@@ -274,23 +274,23 @@ def whole_turn(answer: Mapping[str, Any], request: GenerateRequest, url: str) ->
         ids, logps, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
         generated = GeneratedTurn([int(index) for index in ids], [float(value) for value in logps])
     except (KeyError, TypeError, ValueError) as error:
-        raise AnswerError(f"{url} answered without a turn: {_brief(str(answer))}") from error
+        raise AnswerError(f"{url} returned no turn: {_brief(str(answer))}") from error
     wrong = None
     if reason not in ("stop", "length"):
-        wrong = f"it was ended by {reason!r}"
+        wrong = f"it has the finish reason {reason!r}"
     elif len(generated.ids) != len(generated.logps):
         wrong = f"it has {len(generated.ids)} tokens and {len(generated.logps)} log-probabilities"
     elif not all(map(math.isfinite, generated.logps)):
         wrong = "it has a log-probability that is not a number"
     elif reason == "length" and len(generated.ids) != request.max_tokens:
         wrong = (
-            f"it ended after {len(generated.ids)} of {request.max_tokens} tokens for want of room: "
-            f"{len(request.prompt_ids)} tokens of the prompt are too many for the server's `--max-model-len`"
+            f"it ended after {len(generated.ids)} of {request.max_tokens} tokens, because the "
+            f"{len(request.prompt_ids)} tokens of the prompt leave too little room in the server's `--max-model-len`"
         )
     elif not generated.ids:
-        wrong = "it has no token"
+        wrong = "it has no tokens"
     if wrong is not None:
-        raise AnswerError(f"{url} answered for the adapter {request.adapter!r} with an incomplete turn: {wrong}.")
+        raise AnswerError(f"{url} returned an incomplete turn for the adapter {request.adapter!r}: {wrong}.")
     return generated
 
 

@@ -85,7 +85,7 @@ def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
         raise ImportError("`use_vllm=True` needs aiohttp. Install it with `pip install 'marft-trl[vllm]'`.")
     if not policies.has_adapters:
         raise ValueError(
-            "`use_vllm=True` needs adapters: servers are given the weights of adapters after each update, never those "
+            "`use_vllm=True` needs adapters: servers receive the weights of adapters after each update, never those "
             "of the base. Pass `peft_config=LoraConfig(...)`, or set `use_vllm=False`."
         )
     served = [agent for agent in agents if agent.has_policy]
@@ -93,8 +93,8 @@ def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
         check_servable(agent, model.peft_config[agent.adapter])
         if agent.copy_of is not None and args.max_staleness:
             raise ValueError(
-                f"Agent {agent.name!r} acts with past copies, whose pool changes while episodes run ahead of training "
-                f"(`max_staleness={args.max_staleness}`). Set `max_staleness=0`."
+                f"Agent {agent.name!r} acts with past copies, but the pool of copies would change while episodes run "
+                f"ahead of training (`max_staleness={args.max_staleness}`). Set `max_staleness=0`."
             )
     own = None
     if args.vllm_mode == "colocate":
@@ -102,8 +102,8 @@ def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
         own = start_own_server(args, model, ranks)
     elif is_quantized(model):
         logger.warning(
-            "The base is quantized. If the servers have it in another precision, they sample from another "
-            "distribution than is trained; `sampling/sampling_logp_difference/mean` tells how far it is off."
+            "The base is quantized. Servers that load it in another precision sample from a different distribution "
+            "than the trained one; `sampling/sampling_logp_difference/mean` logs the difference."
         )
     if own is None:
         urls = parse_addresses(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
@@ -163,16 +163,16 @@ def make_vllm_generator(
     trained = [agent.name for agent in team.agents if agent.name in others and agent.trainable]
     if trained and args.max_staleness:
         raise ValueError(
-            f"`max_staleness={args.max_staleness}` weighs turns by the ratio of the present to the earlier weights, "
-            f"which is not known for {', '.join(map(repr, trained))}: `top_p`, `top_k`, `min_p`, `repetition_penalty` "
-            "or `generation_kwargs` change the distribution that is sampled from. Leave them out, or set "
-            "`max_staleness=0`."
+            f"`max_staleness={args.max_staleness}` weights turns by the probability ratio of the current to the "
+            f"earlier adapters, which is unknown for {', '.join(map(repr, trained))}: `top_p`, `top_k`, `min_p`, "
+            "`repetition_penalty` or `generation_kwargs` change the sampling distribution. Remove these settings, or "
+            "set `max_staleness=0`."
         )
     if others:
         logger.warning(
-            f"{', '.join(map(repr, others))} sample from a part of their distribution (`top_p`, `top_k`, `min_p` or "
-            "`repetition_penalty`), so log-probabilities of servers cannot be compared with the trainer's: their "
-            "tokens have the weight 1 in the loss, and only the adapters themselves are checked."
+            f"The sampling settings of {', '.join(map(repr, others))} change the distribution (`top_p`, `top_k`, "
+            "`min_p` or `repetition_penalty`), so log-probabilities of servers cannot be compared with the trainer's: "
+            "the tokens of these agents get the weight 1 in the loss, and only the adapters are checked."
         )
     return generator
 
@@ -285,13 +285,13 @@ def _interpreter(args: MARFTConfig) -> str:
     path = args.vllm_python or os.environ.get("MARFT_VLLM_PYTHON")
     if path is None and importlib.util.find_spec("vllm") is None:
         raise ImportError(
-            "`vllm_mode='colocate'` starts vLLM, which is not installed here and cannot be beside this version of "
-            "transformers. Make an environment with vLLM, and set `vllm_python` to its interpreter, such as "
-            "'/opt/vllm/bin/python'."
+            "`vllm_mode='colocate'` needs vLLM, which is not installed here and is not compatible with this version "
+            "of transformers. Install vLLM in a separate environment, and set `vllm_python` to the interpreter of "
+            "that environment, such as '/opt/vllm/bin/python'."
         )
     found = shutil.which(path or sys.executable)
     if found is None:
-        raise ValueError(f"`vllm_python` must be an interpreter, got {path!r}, which is no program.")
+        raise ValueError(f"`vllm_python` must be a Python interpreter, got {path!r}, which is not an executable.")
     return found
 
 
@@ -376,8 +376,8 @@ class Servers:
         model = engine.model
         if not isinstance(model, PeftModel):
             raise ValueError(
-                "`engine=` needs a team with adapters: this one shares one fully trained policy. Leave `engine` out, "
-                "or serve its folder with vLLM itself."
+                "`engine=` needs a team with adapters, but the agents of this team share one fully trained policy. "
+                "Remove `engine`, or serve the folder of the team with vLLM itself."
             )
         served = [agent for agent in agents if agent.has_policy]
         for agent in served:

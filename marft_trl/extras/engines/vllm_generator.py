@@ -123,12 +123,12 @@ class SamplingCorrection:
             if not mean <= self._tolerance:
                 raise FidelityError(
                     f"{finding}. The tolerance is {self._tolerance:g}. The server has other weights, or computes in "
-                    "another precision; its turns were not trained on. If the difference is expected, increase "
+                    "another precision; its turns were not used for training. If the difference is expected, increase "
                     "`fidelity_tolerance`."
                 )
             if mean > _WARN_SHARE * self._tolerance and (agent, server) not in self._warned:
                 self._warned.add((agent, server))
-                logger.warning(f"{finding}. An average above `fidelity_tolerance={self._tolerance:g}` ends the run.")
+                logger.warning(f"{finding}. An average above `fidelity_tolerance={self._tolerance:g}` stops the run.")
 
     def _report(self, rows: Sequence[Row], weights: Sequence[torch.Tensor]) -> None:
         """Log differences and weights over all processes."""
