@@ -19,7 +19,7 @@ import statistics
 from pathlib import Path
 
 from marft_trl.extras.report import report
-from marft_trl.extras.report.arms import arms_of
+from marft_trl.extras.report.arms import make_arms
 from marft_trl.extras.report.cells import Cell, run_cell
 from marft_trl.extras.report.comparison import shown
 from marft_trl.reporting import interval, paired_difference
@@ -50,7 +50,7 @@ def collected(grid, folder):
     found = {}
     for one in given:
         experiment, arms = make(**one), {}
-        for arm in arms_of(experiment):
+        for arm in make_arms(experiment):
             places = [Cell(arm.name, seed, folder / label(one) / "runs" / f"{arm.name}-{seed}") for seed in seeds]
             if all(place.is_done for place in places):
                 arms[arm.name] = [{"seed": place.seed, **outcome(place)} for place in places]
@@ -99,7 +99,7 @@ def run(grid, folder, workers, chosen=None):
     for one in given:
         if chosen and label(one) not in chosen:
             continue
-        arms = [arm.name for arm in arms_of(make(**one)) if arm.is_variant or arm.name in ALSO.get(grid, ())]
+        arms = [arm.name for arm in make_arms(make(**one)) if arm.is_variant or arm.name in ALSO.get(grid, ())]
         report(
             f"{Path(__file__).with_name('choose_grids.py')}:{grid}",
             output_dir=str(folder / label(one)), seeds=seeds, arms=arms, workers=workers, settings=one,

@@ -35,10 +35,10 @@ import warnings
 from pathlib import Path
 
 from marft_trl import MARFTConfig, MARFTTrainer, Workflow
-from marft_trl.episodes.collector import collect, collecting
+from marft_trl.episodes.collector import collect, collect_async
 from marft_trl.episodes.records import TeamContext
-from marft_trl.extras.engines.replicas import Replicas
-from marft_trl.extras.engines.server import Order, VLLMServer
+from marft_trl.extras.engines.replicas import ServerPool
+from marft_trl.extras.engines.server import GenerateRequest, VLLMServer
 from marft_trl.system.event_loop import run_coroutine
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
@@ -325,7 +325,7 @@ class Timed:
                     return [one.completed("x") for one in requests]
 
                 start = time.monotonic()
-                await collecting(Turns(self._count), self._rows, self._setting, answer)
+                await collect_async(Turns(self._count), self._rows, self._setting, answer)
                 return time.monotonic() - start
 
         return run_coroutine(run)
@@ -366,9 +366,9 @@ def barrier_served(options):
         async def served():
             class Client:
                 async def generate(self, length):
-                    await replicas.generate(Order(name, [5, 6, 7], length, settings))
+                    await pool.generate(GenerateRequest(name, [5, 6, 7], length, settings))
 
-            async with Replicas(generator.servers, generator.library.make_ready) as replicas:
+            async with ServerPool(generator.servers, generator.library.make_ready) as pool:
                 yield Client()
 
         ratios = []

@@ -360,7 +360,7 @@ def out_of_memory(checks, device, options, folder):
 
 def decoding(checks, device, options, folder):
     """Loops of transformers, own with growing and with fixed steps: the same greedy tokens, tokens a second."""
-    from marft_trl.seams.generation import why_not_captured
+    from marft_trl.seams.generation import find_capture_obstacle
     from marft_trl.shared_prefix import decoding as steps
     from marft_trl.shared_prefix.decoding import decode
 
@@ -416,7 +416,7 @@ def decoding(checks, device, options, folder):
             say(fast, right and (device.is_pretended or max(speeds, key=speeds.get) == "captured"))
     steps.captured = make
     with checks.row("steps of decoding", "captured as graphs") as say:
-        why = why_not_captured(model)
+        why = find_capture_obstacle(model)
         say(why or f"{len(captured)} graphs", LEFT_OUT if why else bool(captured))
 
 

@@ -117,7 +117,7 @@ def asked(family, folder):
 
 
 def _reason(message):
-    found = re.search(r"\(`share_prefixes`\): (.*)\.$", message)
+    found = re.search(r"`share_prefixes` is off.* for every row: (.*)\.$", message)
     return f"no: {found[1]}" if found else None
 
 
@@ -135,7 +135,7 @@ def main():
             tokenizer = tokenizer_of("byte_level", family)
             template = ChatTemplate(tokenizer)
             assert is_right(tokenizer) and template.renders_system, name
-            cells = [not template.plain_marks(), has_tools(tokenizer), EarlierReasoning(template).is_cut]
+            cells = [not template.plain_marks(), has_tools(tokenizer), EarlierReasoning(template).removes_reasoning]
         print(f"| {name} | {' | '.join(map(yes, cells))} |", flush=True)
     print("\n| `model_type` | learns | saved, loaded, asked, trained on | shared prefixes |")
     print("|---|---|---|---|")

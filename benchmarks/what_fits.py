@@ -101,7 +101,7 @@ def needed(shape, sizes, cost, agents, base):
     config = AutoConfig.for_model(shape["model_type"], **{k: v for k, v in shape.items() if k != "model_type"})
     held = base + agents * (sizes["adapters"] + sizes["optimizer"])
     learning = held + agents * sizes["gradients"]
-    row = cost.of_token(True) * LENGTH + head_size(shape["vocab_size"], NEW, cuda)
+    row = cost.bytes_per_token(True) * LENGTH + head_size(shape["vocab_size"], NEW, cuda)
     return max(learning + row / 0.7, held + cache_size(config, EPISODES, LENGTH, 2))
 
 

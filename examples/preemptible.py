@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output_dir", default="preemptible-output")
     parser.add_argument("--max_steps", type=int, default=40)
-    parser.add_argument("--model", help="folder of a model; the embedded team's if left out")
+    parser.add_argument("--model", help="folder of a model (default: the embedded one)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     trainer = MARFTTrainer(

@@ -108,7 +108,7 @@ def constant_accuracy(answers):
 
 
 def print_table(comparisons):
-    print("\nAccuracy in percent on 64 questions that were not trained on, 95 % intervals")
+    print("\nAccuracy in percent on 64 held-out questions, with 95 % intervals")
     print(f"{'':18}{'untrained':>20}{'trained':>20}{'solo, untrained':>20}{'solo, trained':>20}{'constant':>10}")
     for family, comparison in comparisons.items():
         cells = [shown(comparison[arm].accuracy) for arm in ("untrained", "team", "solo_untrained", "solo")]

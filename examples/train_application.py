@@ -101,7 +101,7 @@ def main():
     parser.add_argument("--app", choices=APPS, default="plain")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--max_steps", type=int, default=60)
-    parser.add_argument("--questions", type=int, default=200, help="of an evaluation")
+    parser.add_argument("--questions", type=int, default=200, help="number of evaluation questions")
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

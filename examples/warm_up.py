@@ -145,9 +145,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--max_steps", type=int, default=6)
-    parser.add_argument("--questions", type=int, default=70, help="training questions of the rejection sampling")
+    parser.add_argument(
+        "--questions", type=int, default=70, help="number of training questions for rejection sampling"
+    )
     parser.add_argument("--num_samples", type=int, default=8)
-    parser.add_argument("--model", help="a folder; by default the pretrained model of 135 million weights")
+    parser.add_argument("--model", help="folder of a model (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--output_dir", type=Path, default=Path("warm-up-output"))
     options = parser.parse_args()
     logging.set_verbosity_error()

@@ -36,8 +36,8 @@ def check_name(name: object, what: str) -> None:
     if name in RESERVED_NAMES or name.startswith("checkpoint-"):
         reserved = ", ".join(sorted(RESERVED_NAMES))
         raise ValueError(
-            f"{name!r} cannot be the name of {what}: {reserved} and names that begin with 'checkpoint-' mean "
-            "something else in saved folders. Choose another name."
+            f"{name!r} cannot be the name of {what}: {reserved} and names that begin with 'checkpoint-' are reserved "
+            "in saved folders. Choose another name."
         )
 
 
@@ -97,9 +97,9 @@ class AgentSpec:
         trainable (`bool`, *optional*, defaults to `True`):
             Whether to train the agent's adapter. A frozen agent still generates turns, but is not updated.
         learning_rate (`float`, *optional*):
-            Peak learning rate of the agent's adapter. Overrides the trainer's `learning_rate`. A schedule is a factor
-            of time, the same for all agents: a lowest rate (`min_lr`, `lr_end`) is that of the trainer's
-            `learning_rate`, and this agent's is as much higher or lower as its peak.
+            Peak learning rate of the agent's adapter. Overrides the trainer's `learning_rate`. All agents have the
+            same schedule, scaled by their peak: a minimum rate (`min_lr`, `lr_end`) refers to the trainer's
+            `learning_rate`, and is scaled like the peak for this agent.
         max_completion_length (`int`, *optional*):
             Maximum number of tokens to generate per turn.
         temperature (`float`, *optional*):
@@ -133,10 +133,10 @@ class AgentSpec:
             Name of a trained agent. The agent acts with past copies of that agent's adapter, as in fictitious
             self-play: each episode draws one from a pool. It is never trained.
         copy_every (`int`, *optional*, defaults to `20` with `copy_of`):
-            Number of optimizer steps after which a copy joins the pool. The pool begins with the adapter as it was
+            Number of optimizer steps after which a copy joins the pool. The pool starts with a copy of the adapter
             before training.
         copies (`int`, *optional*, defaults to `4` with `copy_of`):
-            Largest number of copies in the pool. A further one takes the place of the oldest.
+            Maximum number of copies in the pool. A new copy replaces the oldest.
     """
 
     name: str
@@ -192,7 +192,8 @@ class AgentSpec:
         elif self.copy_every is not None or self.copies is not None:
             name = "copy_every" if self.copy_every is not None else "copies"
             raise ValueError(
-                f"`{name}` of agent {self.name!r} has no effect without `copy_of`. Set it, or leave it out."
+                f"`{name}` of agent {self.name!r} has no effect without `copy_of`. Set `copy_of`, or leave `{name}` "
+                "out."
             )
         if self.reply is not None and self.adapter == self.name:  # of a spec that is changed
             object.__setattr__(self, "adapter", None)
@@ -203,7 +204,7 @@ class AgentSpec:
         }
         for name in unused.get(kind or "", ()):
             if getattr(self, name) not in (None, ()):
-                why = "has its turns from a function" if kind == "reply" else f"is a copy of {self.copy_of!r}"
+                why = "takes its turns from `reply`" if kind == "reply" else f"is a copy of {self.copy_of!r}"
                 raise ValueError(f"Agent {self.name!r} {why}, so `{name}` would have no effect. Leave it out.")
 
     def _check_types(self) -> None:
@@ -216,7 +217,7 @@ class AgentSpec:
         if not isinstance(self.trainable, bool):
             raise TypeError(self._complaint("trainable", "True or False"))
         if self.stop is not None and not all(isinstance(text, str) and text for text in self.stop):
-            raise TypeError(self._complaint("stop", "a non-empty string or a list of such"))
+            raise TypeError(self._complaint("stop", "a non-empty string or a list of non-empty strings"))
         for field_name in ("max_completion_length", "top_k", "copy_every", "copies"):
             value = getattr(self, field_name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
@@ -301,8 +302,8 @@ def _check_scripted(agents: dict[str, AgentSpec]) -> None:
     for agent in agents.values():
         if agent.has_policy and agent.adapter in agents and not agents[agent.adapter].has_policy:
             raise ValueError(
-                f"Agent {agent.name!r} acts with an adapter named {agent.adapter!r}, which is the name of an agent "
-                "whose turns a function writes. Choose another name for the adapter."
+                f"Agent {agent.name!r} uses the adapter {agent.adapter!r}, but {agent.adapter!r} is the name of an "
+                "agent whose turns a function writes. Choose another name for the adapter."
             )
 
 
@@ -313,15 +314,15 @@ def _check_copies(agents: dict[str, AgentSpec]) -> None:
         source = agents.get(agent.copy_of)
         if source is None:
             raise ValueError(
-                f"Agent {agent.name!r} is a copy of {agent.copy_of!r}, but the team has "
+                f"Agent {agent.name!r} is a copy of {agent.copy_of!r}, but the agents of the team are "
                 f"{', '.join(map(repr, agents))}.{did_you_mean(agent.copy_of, list(agents))}"
             )
         if source is agent:
-            raise ValueError(f"Agent {agent.name!r} cannot be a copy of itself. Name the agent that is trained.")
+            raise ValueError(f"Agent {agent.name!r} cannot be a copy of itself. Name a trained agent.")
         if not source.trainable:
             raise ValueError(
                 f"Agent {agent.name!r} is a copy of {source.name!r}, which is not trained, so all copies would be the "
-                "same. Name a trained agent, or let both agents have one adapter."
+                "same. Name a trained agent, or give both agents the same adapter."
             )
 
 
@@ -330,12 +331,12 @@ def _check_shared_adapters(agents: list[AgentSpec]) -> None:
     for agent in agents:
         owner = owners.setdefault(agent.adapter, agent)
         for field_name in ("trainable", "learning_rate", "peft_config", "copy_of", "copy_every", "copies"):
-            mine, theirs = getattr(agent, field_name), getattr(owner, field_name)
-            if mine != theirs:
+            value, owner_value = getattr(agent, field_name), getattr(owner, field_name)
+            if value != owner_value:
                 raise ValueError(
                     f"Agents {owner.name!r} and {agent.name!r} share the adapter {agent.adapter!r} but differ in "
-                    f"`{field_name}` ({_brief(theirs)} and {_brief(mine)}). Set the same value on both, or give them "
-                    "different adapters."
+                    f"`{field_name}` ({_brief(owner_value)} and {_brief(value)}). Set the same value on both, or give "
+                    "them different adapters."
                 )
 
 

@@ -186,18 +186,18 @@ def scripted_turns(
     builder = _prompt_builder(tokenizer)
     specs, draw = {agent.name: agent for agent in agents}, random.Random(seed)
     while True:
-        said: list[tuple[list[int], list[int]]] = []
+        demonstrations: list[tuple[list[int], list[int]]] = []
 
-        def answer(requests: Sequence[Request], said: list = said) -> list[Completion]:
+        def answer(requests: Sequence[Request], demonstrations: list = demonstrations) -> list[Completion]:
             queries = [(specs[request.agent], request.episode.prompt, request.seen) for request in requests]
             texts = [reply(item.episode, item.agent, item.seen, draw) for item in requests]
             for observation, text in zip(builder.build(queries), texts, strict=True):
-                said.append((observation.ids, [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]))
+                demonstrations.append((observation.ids, [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]))
             return [value.completed(text) for value, text in zip(requests, texts, strict=True)]
 
         collect(workflow, [rows(draw) for _ in range(64)], TeamContext(tuple(specs)), answer)
-        draw.shuffle(said)
-        yield from said
+        draw.shuffle(demonstrations)
+        yield from demonstrations
 
 
 def _prompt_builder(tokenizer) -> PromptBuilder:

@@ -164,7 +164,7 @@ class World:
         trainer.model.zero_grad()
         trainer.args.per_device_train_batch_size = 10**6
         trainer.schedule = replace(
-            trainer.schedule, batches=Schedule.of(trainer.args, trainer.schedule.adapters).batches
+            trainer.schedule, batches=Schedule.from_args(trainer.args, trainer.schedule.adapters).batches
         )
         rows = [
             replace(row, factor=outcomes[row.episode], critic=None, value_targets=None)  # the policy's gradient alone

@@ -197,10 +197,10 @@ def ended(episodes, cut=()):
     ]
 
 
-def collect(workflow, rows, agents, answer, reruns=None, tools=None, limits=None, aliases=None, patience=None):
+def collect(workflow, rows, agents, answer, reruns=None, tools=None, limits=None, aliases=None, workflow_timeout=None):
     """Runs a workflow on rows with agents of these names."""
-    setting = TeamContext(tuple(agents), tools or {}, limits or ToolLimits(), aliases or {})
-    return collector.collect(workflow, rows, setting, answer, reruns, patience)
+    context = TeamContext(tuple(agents), tools or {}, limits or ToolLimits(), aliases or {})
+    return collector.collect(workflow, rows, context, answer, reruns, workflow_timeout)
 
 
 def earned(episode):

@@ -205,7 +205,7 @@ class _Backend:
         pass
 
 
-def why_not() -> str | None:
+def find_obstacle() -> str | None:
     """Reason why this machine cannot pretend to have a device, or `None` if it can."""
     return None if shutil.which("g++") else "there is no C++ compiler (g++) for the part of it that PyTorch asks first"
 

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from marft_trl import AgentSpec, Sequential, Team, Workflow
 from marft_trl.episodes import collector
-from marft_trl.episodes.collector import collecting
+from marft_trl.episodes.collector import collect_async
 from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.records import EndOfEpisode, RequestedTurn, TeamContext
 from marft_trl.episodes.rerun import Rerun
@@ -247,14 +247,14 @@ def test_an_application_that_calls_its_tools_trains_as_an_agent_that_has_them(ap
 
 def said_to(requests):
     """Each agent says its name and the last message that it was shown."""
-    return [one.completed(f"{one.agent}: {one.given.messages[-1]['content']}") for one in requests]
+    return [one.completed(f"{one.agent}: {one.requested_turn.messages[-1]['content']}") for one in requests]
 
 
 def played(app, answer=said_to, rows=1, **settings):
     """Episodes of an application whose agents need no model."""
     workflow = ExternalApp(app, **{"together": 0.0, **settings})
     given = [{"prompt": f"question {number}", "number": number} for number in range(rows)]
-    return collect(workflow, given, ["ann", "ben"], answer, patience=20)
+    return collect(workflow, given, ["ann", "ben"], answer, workflow_timeout=20)
 
 
 closes = []  # what answers say of their connections
@@ -354,7 +354,7 @@ def test_a_field_of_a_request_has_the_same_answer_on_every_route(namesakes):  # 
     def answer(requests):
         return [one.completed("x") for one in requests]
 
-    collect(ExternalApp(app, together=0), [{"prompt": "x"}], NAMES, answer, patience=60)
+    collect(ExternalApp(app, together=0), [{"prompt": "x"}], NAMES, answer, workflow_timeout=60)
     for where, workflow in {"alone": None, "messages": ExternalApp(None)}.items():
         team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base", workflow=workflow)
         with serving(team) as url:
@@ -410,17 +410,17 @@ def test_a_program_gets_its_row_and_no_shell_reads_it(program, tmp_path):
     assert episode.turns[0].text == f"ann: {nasty}" and not (tmp_path / "stolen").exists()
     assert episode.environment.output == f"ann: {nasty} 7\n" and episode.environment.status == 0
     assert episode.feedback[0].text == f"ann: {nasty} 7"
-    with pytest.raises(EpisodeError, match="columns of the row are 'prompt', 'number'"):
+    with pytest.raises(EpisodeError, match="not a column of the row. Use one of 'prompt', 'number'"):
         played([*command, "--question={question}"])
 
 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("ask('ann', 'x'); sys.exit(3)", "ended with status 3 and said nothing"),
-        ("ask('ann', 'x'); raise KeyError('my own')", "status 1. It said: .*my own"),
-        ("ask('ann', 'x'); os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
-        ("print('hello')", "made no request: does it read OPENAI_BASE_URL.* It said: hello"),
+        ("ask('ann', 'x'); sys.exit(3)", "exited with status 3 without any output"),
+        ("ask('ann', 'x'); raise KeyError('my own')", "status 1. Output: .*my own"),
+        ("ask('ann', 'x'); os.kill(os.getpid(), 9)", "was terminated by SIGKILL"),
+        ("print('hello')", "sent no request: check that it reads OPENAI_BASE_URL.* Output: hello"),
         ("try: ask('bob', 'x')\nexcept Exception: pass", "refused: `model` must be one of 'ann', 'ben', got \"bob\""),
     ],
 )
@@ -446,11 +446,11 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started(program):
     pids = []
 
     def answer(requests):
-        pids.append(requests[0].given.messages[-1]["content"])
+        pids.append(requests[0].requested_turn.messages[-1]["content"])
         return said_to(requests)
 
-    with pytest.raises(EpisodeError, match=r"has waited for `.*app.py hang` for 3 seconds"):
-        collect(ExternalApp([*command, "hang"], together=0), [{"prompt": "x"}], ["ann"], answer, patience=3.0)
+    with pytest.raises(EpisodeError, match=r"has waited 3 seconds for `.*app.py hang`"):
+        collect(ExternalApp([*command, "hang"], together=0), [{"prompt": "x"}], ["ann"], answer, workflow_timeout=3.0)
     end = time.monotonic() + 20
     while psutil.pid_exists(int(pids[-1])) and time.monotonic() < end:
         time.sleep(0.05)
@@ -526,7 +526,7 @@ def test_rewards_of_the_application():
         asyncio.run(app(row, endpoint))
         return "good"
 
-    with pytest.raises(EpisodeError, match="must return a reward or nothing, got 'good'"):
+    with pytest.raises(EpisodeError, match="must return a reward or `None`, got 'good'"):
         played(text, earns=True)
 
 
@@ -586,7 +586,7 @@ def two_endpoints():
 
         rows, setting = [{"prompt": "x", "number": number} for number in range(2)], TeamContext(("ann", "ben"))
         # As with servers: no episode waits for another one
-        found.extend(asyncio.run(collecting(ExternalApp(app, together=0, earns=True), rows, setting, answer)))
+        found.extend(asyncio.run(collect_async(ExternalApp(app, together=0, earns=True), rows, setting, answer)))
 
     thread = threading.Thread(target=play)
     thread.start()
@@ -678,7 +678,7 @@ def test_what_is_said_cannot_become_a_message(model_folder, tmp_path):
     )
     (episode,) = trainer.team.run([{"prompt": "x"}])
     assert [status for status, _ in asked] == [200, 400, 400, 400]
-    assert all("spells a control token" in text for _, text in asked[1:3]) and "window is" in asked[3][1]
+    assert all("contains a control token" in text for _, text in asked[1:3]) and "window is" in asked[3][1]
     (turn,) = episode.turns
     tokenizer = trainer.processing_class
     # The spec's system prompt, since the application sends none, the message, and what the agent goes on from
@@ -761,7 +761,7 @@ def test_what_a_request_asks_of_sampling_is_obeyed_in_evaluation_alone(model_fol
     )
     trainer.train()
     assert len(said.pop()) > 3  # of two prompts, with temperature 0
-    assert max(lengths.pop()) > 3 and "`temperature`, which is not obeyed in training" in caplog.text
+    assert max(lengths.pop()) > 3 and "`temperature`, which is ignored in training" in caplog.text
     trainer.evaluate()
     assert max(lengths.pop()) == 3
     first, second = (trainer.team.run(["1 + 1 = ?"] * 2, seed=seed) for seed in (1, 2))
@@ -788,7 +788,8 @@ def test_frozen_and_scripted_agents_are_served_and_not_trained(model_folder, tmp
 def test_an_application_that_asks_none_of_the_trained_is_told(model_folder, tmp_path, caplog):
     app, agents = ExternalApp(plain_application("actor")), [AgentSpec("reasoner"), AgentSpec("actor", trainable=False)]
     team_trainer(model_folder, tmp_path, agents=agents, workflow=app, settings={"max_steps": 2}).train()
-    assert caplog.text.count("only 'actor' took turns, and only 'reasoner' would be trained") == 1
+    warning = "Only 'actor' took turns in the episodes of a batch, but only 'reasoner' would be trained"
+    assert caplog.text.count(warning) == 1
 
 
 def test_a_saved_team_has_no_program_to_run(model_folder, tmp_path):
@@ -801,7 +802,7 @@ def test_a_saved_team_has_no_program_to_run(model_folder, tmp_path):
     assert "marft serve" in card and "mermaid" not in card and 'model="reasoner"' in card
     team = Team.from_pretrained(tmp_path, model_folder)
     assert team.workflow.answer == "actor"
-    with pytest.raises(EpisodeError, match="pass `workflow=ExternalApp"):
+    with pytest.raises(EpisodeError, match="Pass `workflow=ExternalApp"):
         team.run(["x"])
     again = Team.from_pretrained(tmp_path, model_folder, workflow=ExternalApp(plain_application()))
     assert [turn.agent for turn in again.run(["x"])[0].turns] == ["reasoner", "actor"]
@@ -935,7 +936,7 @@ def test_episodes_share_threads_and_limits_without_waiting_for_one_another_for_g
         async with limit[0], raw(endpoint) as send:
             await send("chat/completions", chat("ann", "x"))
 
-    assert [len(one.turns) for one in played(limited, rows=8, holds_up=0.2)] == [1] * 8
+    assert [len(one.turns) for one in played(limited, rows=8, max_wait_for_episodes=0.2)] == [1] * 8
     assert "continue without" in caplog.text
 
 
@@ -990,7 +991,7 @@ def test_of_the_same_answers_each_is_the_turn_of_its_place():
                 messages += [{"role": "assistant", "content": "ok"}]
 
     (episode,) = played(app, answer)
-    shown = [one["content"] for one in turns[2].given.messages if one["role"] == "assistant"]
+    shown = [one["content"] for one in turns[2].requested_turn.messages if one["role"] == "assistant"]
     assert [turn.index for turn in shown] == [0, 1] and shown == list(episode.turns[:2])
 
 
@@ -1005,7 +1006,7 @@ def test_a_rerun_knows_requests_of_an_application_by_their_messages(about, order
             await ask("ann", user(text))
 
     def said(requests):
-        texts = [one.given.messages[-1]["content"] for one in requests]
+        texts = [one.requested_turn.messages[-1]["content"] for one in requests]
         asked.extend(zip(requests, texts, [one.by_reference for one in requests], strict=True))
         return [one.completed(f"{text} {len(asked)}") for one, text in zip(requests, texts, strict=True)]
 
@@ -1015,7 +1016,7 @@ def test_a_rerun_knows_requests_of_an_application_by_their_messages(about, order
     if is_candidate:  # for the second turn, when the first one has been taken
         request = asked[1][0]
         record = dataclasses.replace(record, turns=record.turns[:1], asked=record.asked[:1], given=record.given[:1])
-        rerun = Rerun(record, candidate=(request.ask, request.completed("better")))
+        rerun = Rerun(record, candidate=(request.turn_request, request.completed("better")))
     else:
         rerun = Rerun(record, **{about: 1})
     (again,) = collect(ExternalApp(app), [record.row], ["ann"], said, [rerun])
@@ -1052,22 +1053,22 @@ def test_an_application_gets_calls_with_an_object_and_others_as_a_text(arguments
 
     (episode,) = played(app, answer, tools=True)
     assert calls == [[sent] if sent is not None else []]
-    assert asked[1].given.messages[1]["content"] is episode.turns[0]
+    assert asked[1].requested_turn.messages[1]["content"] is episode.turns[0]
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("python app.py {promp", "cannot be read"),
-        ("python 'app.py", "cannot be read"),
+        ("python app.py {promp", "cannot be parsed"),
+        ("python 'app.py", "cannot be parsed"),
         ("python app.py | tee log", r"'\|' would be an argument"),
         ("python app.py $PROMPT", r"'\$PROMPT' would be an argument"),
         ("python app.py --question {prompt}", r"Write `--question=\{prompt\}`"),
-        ("python app.py {prompt}", "`--output=x` would be an option"),
-        ("python app.py --{name}", "would be an option"),
-        ("run app -- --question {prompt}", "would be an option"),
-        ("env -- python app.py {prompt}", "would be an option"),
-        ("{program} --question", "begins with {program}"),
+        ("python app.py {prompt}", "would parse a value such as `--output=x` as an option"),
+        ("python app.py --{name}", "would parse a value such as `--output=x` as an option"),
+        ("run app -- --question {prompt}", "would parse a value such as `--output=x` as an option"),
+        ("env -- python app.py {prompt}", "would parse a value such as `--output=x` as an option"),
+        ("{program} --question", "starts with {program}"),
         ("", "`app` must be"),
         (["python", 3], "`app` must be"),
     ],
@@ -1082,9 +1083,9 @@ def test_what_was_refused_is_told_with_what_failed(program):
         EpisodeError, match="(?s)status 1.*HTTP Error 404.*last request was refused: `model` must be one"
     ):
         played(program("ask('gpt-4o', 'x')"))
-    with pytest.raises(EpisodeError, match="told no reward, with `earns=True`"):
+    with pytest.raises(EpisodeError, match="reported no reward, which `earns=True` requires"):
         played(program("ask('ann', 'x')"), earns=True)
-    with pytest.raises(EpisodeError, match="(?s)said: the reason.*a warning"):
+    with pytest.raises(EpisodeError, match="(?s)Output: the reason.*a warning"):
         played(program("print('the reason'); print('a warning', file=sys.stderr); sys.exit(2)"))
 
 
@@ -1108,7 +1109,7 @@ def app(row, endpoint):
 
 app = app if sys.argv[1] == "function" else sys.argv[2:]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell begins with it ignored
-collect(ExternalApp(app), [{"prompt": "x"}], TeamContext(("ann",)), lambda requests: [], patience=600)
+collect(ExternalApp(app), [{"prompt": "x"}], TeamContext(("ann",)), lambda requests: [], workflow_timeout=600)
 """
 
 
@@ -1149,11 +1150,11 @@ async def app(row, endpoint):
                 assert response.status == 200, await response.text()
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-print(Endpoint.of_process().base_url, flush=True)
+print(Endpoint.get_or_start().base_url, flush=True)
 for line in sys.stdin:
     rows = [{"prompt": "x"}] * int(line)
     answer = lambda requests: [one.completed("y") for one in requests]
-    episodes = collect(ExternalApp(app, together=0), rows, TeamContext(("ann",)), answer, patience=30)
+    episodes = collect(ExternalApp(app, together=0), rows, TeamContext(("ann",)), answer, workflow_timeout=30)
     print(sum(len(one.turns) for one in episodes), flush=True)
 """
 
@@ -1217,8 +1218,8 @@ def test_an_application_that_asks_again_after_each_refusal_is_ended(why, rows):
         [{"prompt": "x", "number": number} for number in range(rows)],
     )
     began = time.monotonic()
-    with pytest.raises(EpisodeError, match="has waited for `.*app` for 0.5 seconds|asked 1000 times without"):
-        collector.collect(ExternalApp(app, together=together), given, setting, answer, patience=0.5)
+    with pytest.raises(EpisodeError, match="has waited 0.5 seconds for `.*app`|sent 1000 requests in a row without"):
+        collector.collect(ExternalApp(app, together=together), given, setting, answer, workflow_timeout=0.5)
     assert time.monotonic() - began < 20
 
 
@@ -1228,8 +1229,8 @@ def test_a_function_whose_episode_has_ended_does_not_go_on_in_its_thread():
             with contextlib.suppress(Exception):
                 status_of(endpoint, "chat/completions", json.dumps(chat("eve", "x")).encode())
 
-    with pytest.raises(EpisodeError, match="has waited for"):
-        collect(ExternalApp(app, together=0), [{"prompt": "x"}], ["ann"], said_to, patience=0.2)
+    with pytest.raises(EpisodeError, match="has waited 0.2 seconds for"):
+        collect(ExternalApp(app, together=0), [{"prompt": "x"}], ["ann"], said_to, workflow_timeout=0.2)
     end = time.monotonic() + 20
     while any(one.name == "marft-app" for one in threading.enumerate()) and time.monotonic() < end:
         time.sleep(0.01)
@@ -1276,7 +1277,7 @@ def test_an_endpoint_that_all_episodes_share_is_an_error(passed_on, place, puts_
 
     monkeypatch.setenv("OPENAI_API_KEY", "the user's own")
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
-    with pytest.raises(EpisodeError, match=f"(?s){place} has the key .*In `.*app`, pass .*api_key=endpoint.api_key"):
+    with pytest.raises(EpisodeError, match=f"(?s)`.*app` stored .* key .*{place}.*Pass .*api_key=endpoint.api_key"):
         played(app, rows=3)
     # Keys that are left of it are not held against others
     assert [len(one.turns) for one in played(mended, rows=3)] == [1] * 3
@@ -1349,6 +1350,6 @@ def test_the_others_wait_for_one_that_is_stuck_once():
         waves.append(len(requests))
         return said_to(requests)
 
-    episodes = played(app, answer, rows=3, holds_up=0.7)
+    episodes = played(app, answer, rows=3, max_wait_for_episodes=0.7)
     assert [len(one.turns) for one in episodes] == [4, 4, 4] and waves == [3, 2, 2, 2, 1, 1, 1]
     assert [one.counts.get("held_up", 0) for one in episodes] == [1, 0, 0]

@@ -147,7 +147,8 @@ def test_what_episodes_earned_is_their_reward_and_agents_without_a_model_are_lef
     episodes = trainer.team.run(list(tiny_dataset(2)), num_samples=2, seed=0)
     dataset = trainer.team.to_dataset(episodes)
     assert isinstance(dataset, Dataset) and set(dataset["agent"]) == {"actor"}
-    with pytest.raises(ValueError, match="`agent='user'` is no agent whose turns a model writes: there are 'actor'"):
+    message = "`agent='user'` is not an agent with a policy; the agents with a policy are 'actor'"
+    with pytest.raises(ValueError, match=message):
         trainer.team.to_dataset(episodes, agent="user")
 
 
@@ -157,12 +158,12 @@ def test_what_episodes_earned_is_their_reward_and_agents_without_a_model_are_lef
         ({"kind": "dpp", "rewards": []}, "'dpp'. Did you mean 'dpo'"),
         ({"agent": "actr"}, "Did you mean 'actor'"),
         ({"best": 0}, "`best` must be an integer of at least 1, got 0"),
-        ({"kind": "kto", "best": 1, "rewards": [0.0] * 12}, "needs worse ones too"),
+        ({"kind": "kto", "best": 1, "rewards": [0.0] * 12}, "needs worse ones"),
         ({"kind": "kto"}, "pass `rewards`, a number for each episode"),
         ({"rewards": [1.0]}, "each of the 12 episodes, got 1 numbers"),
         ({"rewards": [float("nan")] * 12}, "not all of them finite"),
         ({"rewards": [1.0] * 12, "threshold": 2.0}, "lower `threshold`"),
-        ({}, "all 24 were cut at their length limit.*Raise `max_completion_length`"),
+        ({}, "all 24 were truncated at their length limit.*Raise `max_completion_length`"),
         ({"kind": "dpo", "rewards": [1.0] * 12}, "No pair is left"),
     ],
     ids=str,
@@ -176,7 +177,7 @@ def test_what_makes_no_dataset(played, arguments, message):
 
 def test_what_is_no_episode(played):
     for wrong in ([], ["an answer"]):
-        with pytest.raises(ValueError, match=r"`episodes` must be what `team.run\(...\)` returns"):
+        with pytest.raises(ValueError, match=r"`episodes` must be episodes that `team.run\(...\)` returned"):
             played[0].to_dataset(wrong)
 
 

@@ -30,30 +30,34 @@ def test_the_scale_of_values_by_hand():
     """Corrected as in Adam: after one batch it is that of its targets. Unknown targets do not count."""
     scale = ValueScale(True, ["one", "two"], one_process(), decay=0.5)
     outputs = torch.tensor([0.0, 1.0])
-    assert scale.of("one") == (0.0, 1.0) and scale.read("one", outputs) is outputs
+    assert scale.get_moments("one") == (0.0, 1.0) and scale.read("one", outputs) is outputs
     scale.update([row("one", [100.0, 104.0]), row("one", [102.0]), row("two", [float("nan")])])
-    mean, deviation = scale.of("one")
-    assert mean == 102.0 and math.isclose(deviation, (8 / 3) ** 0.5, rel_tol=1e-6) and scale.of("two") == (0.0, 1.0)
+    mean, deviation = scale.get_moments("one")
+    assert (
+        mean == 102.0
+        and math.isclose(deviation, (8 / 3) ** 0.5, rel_tol=1e-6)
+        and scale.get_moments("two") == (0.0, 1.0)
+    )
     assert scale.read("one", outputs).tolist() == pytest.approx([102.0, 102 + (8 / 3) ** 0.5])
     torch.testing.assert_close(scale.normalized("one", scale.read("one", outputs)), outputs, atol=1e-4, rtol=1e-4)
     scale.update([row("one", [110.0])])
-    mean, deviation = scale.of("one")
+    mean, deviation = scale.get_moments("one")
     assert math.isclose(mean, (0.25 * 102 + 0.5 * 110) / 0.75)
     square = (0.25 * (102**2 + 8 / 3) + 0.5 * 110**2) / 0.75
     assert math.isclose(deviation, (square - mean**2) ** 0.5, rel_tol=1e-6)
     again = ValueScale(True, ["one", "two"], one_process(), decay=0.5)
     again.load_state_dict(scale.state_dict())
-    assert again.of("one") == scale.of("one")
+    assert again.get_moments("one") == scale.get_moments("one")
 
 
 def test_the_scale_is_no_smaller_than_the_noise_of_a_critic():
     """As in `ValueNorm`: a variance of 0.01, and a memory of 100,000 batches."""
     scale = ValueScale(True, ["one"], one_process())
     scale.update([row("one", [0.02, -0.02])])
-    assert scale.of("one") == (0.0, pytest.approx(0.1))
+    assert scale.get_moments("one") == (0.0, pytest.approx(0.1))
     for _ in range(3):
         scale.update([row("one", [10.0, 12.0])])
-    mean, deviation = scale.of("one")
+    mean, deviation = scale.get_moments("one")
     assert mean == pytest.approx(33 / 4, rel=1e-4) and deviation == pytest.approx(
         (366 / 4 - (33 / 4) ** 2) ** 0.5, rel=1e-3
     )
@@ -71,7 +75,7 @@ def test_a_scale_of_an_earlier_version_goes_on_as_if_it_had_been_this_one():
         later.load_state_dict(state)
         for batch in batches[3:]:
             later.update(batch)
-        assert later.of("one") == pytest.approx(whole.of("one"), rel=2e-3)
+        assert later.get_moments("one") == pytest.approx(whole.get_moments("one"), rel=2e-3)
 
 
 def test_the_clip_of_values_is_about_the_head_alone(model_folder, tmp_path):

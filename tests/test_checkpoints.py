@@ -166,7 +166,7 @@ def written(folder: RunFolder, step: int, state: str, run: str | None = None) ->
 )
 def test_rotation_keeps_the_newest_the_best_and_what_is_not_ours(tmp_path_factory, states, limit, best):
     folder = RunFolder(tmp_path_factory.mktemp("run"))
-    folder.go_on("me")
+    folder.continue_run("me")
     paths = [written(folder, step, state) for step, state in enumerate(states)]
     best_path = paths[best] if best is not None and best < len(paths) else None
     folder.rotate(limit, best_path)
@@ -186,7 +186,7 @@ def test_rotation_keeps_the_newest_the_best_and_what_is_not_ours(tmp_path_factor
 @pytest.mark.parametrize("instant", ["opened", "written", "closed"])
 def test_a_checkpoint_that_is_written_again_leaves_the_old_one_until_it_stands(tmp_path, instant):
     folder = RunFolder(tmp_path)
-    folder.go_on("me")
+    folder.continue_run("me")
     written(folder, 2, "complete")
     (tmp_path / "checkpoint-2" / "stray").write_text("of before")
     commits.commit(tmp_path / "checkpoint-2", "me", 2, {})
@@ -207,7 +207,7 @@ def test_a_folder_belongs_to_one_run_at_a_time(small_model, tmp_path):
     code = (
         "import sys, time; from marft_trl.runs.run_folder import RunFolder\n"
         f"folder = RunFolder({str(tmp_path)!r})\n"
-        "with folder.held():\n    folder.go_on('other'); print('held', flush=True); time.sleep(600)"
+        "with folder.held():\n    folder.continue_run('other'); print('held', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"
@@ -237,7 +237,7 @@ def test_a_folder_that_is_removed_is_locked_anew(small_model, tmp_path, caplog):
     folder = tmp_path / "run"
     trainer = trainer_in(folder, small_model, [Removed(folder)])
     trainer.train()
-    assert "was removed while the run used it" in caplog.text and (folder / LOCK_NAME).exists()
+    assert "was removed during the run" in caplog.text and (folder / LOCK_NAME).exists()
     assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
 
 
@@ -313,7 +313,7 @@ def test_a_forked_child_that_comes_back_ends(small_model, tmp_path, capfd, monke
     assert os.getpid() == parent and len(children) == 1
     _, status = os.waitpid(children[0], 0)
     assert os.waitstatus_to_exitcode(status) == 70
-    assert "was forked from the training process" in capfd.readouterr().err
+    assert "A reward, a workflow or a tool forked process" in capfd.readouterr().err
     assert (tmp_path / "steps").read_text() == f"{parent}\n"
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1"}
 
@@ -322,7 +322,7 @@ def test_a_new_run_among_old_checkpoints_is_not_mixed_with_them(small_model, run
     """It says that they are there; its own checkpoints alone are resumed from."""
     trainer = trainer_in(run.path, small_model, [StopAt(1)])
     trainer.train()
-    assert "holds checkpoints of an earlier start (checkpoint-2, checkpoint-3)" in caplog.text
+    assert "has checkpoints of an earlier run (checkpoint-2, checkpoint-3)" in caplog.text
     again = trainer_in(run.path, small_model, [StopAt(2)])
     again.train(resume_from_checkpoint=True)
     assert began_at(again) == 1 and "checkpoint-3 belongs to another run" in caplog.text
@@ -370,7 +370,7 @@ def test_a_run_that_goes_back_leaves_its_former_course(small_model, tmp_path, ca
     back = trainer_in(tmp_path, small_model, [StopAt(2)], settings={"save_total_limit": 2})
     back.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert [folder.name for folder in RunFolder(tmp_path).checkpoints()] == ["checkpoint-1", "checkpoint-2"]
-    assert "checkpoint-3 comes after step 1, from which the run goes on: now _aside-checkpoint-3" in caplog.text
+    assert "Renamed checkpoint-3 to _aside-checkpoint-3, because the run resumes from step 1" in caplog.text
     again = trainer_in(tmp_path, small_model)
     again.train(resume_from_checkpoint=True)
     assert began_at(again) == 2
@@ -390,7 +390,7 @@ def test_what_cannot_be_removed_or_read_costs_no_checkpoint(small_model, tmp_pat
 
     monkeypatch.setattr(commits, "remove", fails)
     trainer_in(tmp_path, small_model, settings={"save_total_limit": 1, "max_steps": 2}).train()
-    assert "An older checkpoint could not be removed" in caplog.text and RunFolder(tmp_path).newest()[1].step == 2
+    assert "Could not remove an older checkpoint" in caplog.text and RunFolder(tmp_path).newest()[1].step == 2
 
     def unreadable(path):
         if "checkpoint-2" in str(path):
@@ -481,7 +481,7 @@ def test_structural_changes_are_refused_with_a_table_and_others_announced():
     with pytest.raises(ValueError, match=r"(?s)adapters\.b\.r +4 +8.*dataset\.rows +8 +9.*'accept': \['dataset'\]"):
         both = {**changed("dataset", rows=9), "adapters": {**SETTINGS["adapters"], "b": {"trained": True, "r": 8}}}
         check_structure(SETTINGS, both, ResumeChanges(), "c")
-    accepted = ResumeChanges.of({"accept": ["dataset"]})
+    accepted = ResumeChanges.from_dict({"accept": ["dataset"]})
     assert check_structure(SETTINGS, changed("dataset", rows=9), accepted, "c") == ["dataset.rows: 8 -> 9"]
     versions = check_structure(SETTINGS, changed("versions", torch="2.14"), ResumeChanges(), "c")
     assert versions == ["versions.torch: 2.13 -> 2.14"]
@@ -499,7 +499,7 @@ def test_structural_changes_are_refused_with_a_table_and_others_announced():
 def test_the_order_of_the_team_is_compared_with_its_announced_changes():
     def compare(saved, present, **changes):
         before, after = ({"workflow": {"team": team}} for team in (saved, present))
-        return check_structure(before, after, ResumeChanges.of(changes), "")
+        return check_structure(before, after, ResumeChanges.from_dict(changes), "")
 
     assert compare(["a", "b"], ["c", "d", "b"], rename={"a": "c"}, add=["d"]) == []
     assert compare(["a", "b", "c"], ["a", "c"], remove=["b"]) == []
@@ -511,7 +511,7 @@ def test_the_order_of_the_team_is_compared_with_its_announced_changes():
 @pytest.mark.parametrize(
     ("changes", "present", "message"),
     [
-        ({}, ["a", "c"], r"Say with `resume_changes` .*`add` \['c'\].*`remove` \['b'\].*`rename` 'b' to 'c'"),
+        ({}, ["a", "c"], r"In `resume_changes`, `add` \['c'\].*`remove` \['b'\].*`rename` 'b' to 'c'"),
         ({"add": ["d"]}, ["a", "b"], "adds 'd', which the team does not have"),
         ({"remove": ["d"]}, ["a", "b"], "removes 'd', which the checkpoint does not have"),
         ({"rename": {"d": "c"}}, ["a", "b", "c"], "renames 'd', which the checkpoint does not have"),
@@ -520,7 +520,7 @@ def test_the_order_of_the_team_is_compared_with_its_announced_changes():
 )
 def test_names_that_do_not_add_up_are_refused(changes, present, message):
     with pytest.raises(ValueError, match=message):
-        ResumeChanges.of(changes).check_names(["a", "b"], present)
+        ResumeChanges.from_dict(changes).check_names(["a", "b"], present)
 
 
 @pytest.mark.parametrize(
@@ -535,7 +535,7 @@ def test_names_that_do_not_add_up_are_refused(changes, present, message):
 )
 def test_changes_that_make_no_sense(changes, error, message):
     with pytest.raises(error, match=message):
-        ResumeChanges.of(changes)
+        ResumeChanges.from_dict(changes)
 
 
 def test_a_process_that_sees_another_folder_says_so_before_training(tmp_path, monkeypatch):

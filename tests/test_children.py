@@ -70,7 +70,7 @@ def test_nothing_is_started_after_the_end():
     with pytest.raises(KeyboardInterrupt), ChildProcesses() as children:
         assert children.run([sys.executable, "-c", "raise SystemExit(3)"]) == 3
         raise KeyboardInterrupt
-    with pytest.raises(RuntimeError, match="was told to end"):
+    with pytest.raises(RuntimeError, match="the run is ending"):
         children.run([sys.executable, "-c", ""])
     assert signal.getsignal(signal.SIGTERM) is before
 

@@ -63,7 +63,7 @@ def test_all_adapters_and_moments_go_back_to_the_best_evaluation(model_folder, t
     with caplog.at_level(logging.WARNING):
         trainer.train()
     (message,) = collapse_warnings(caplog)
-    assert "`eval_reward` is 0.2, and its best was 0.7" in message and "RESTORED to step 2" in message
+    assert "`eval_reward` is 0.2, but the best was 0.7" in message and "RESTORED to step 2" in message
     assert moved(given.weights[2], given.weights[3])
     assert not moved(given.weights[2], sampled[3][0]) and sampled[2][1] == sampled[3][1] == {2.0}
     assert [entry["collapse/restored"] for entry in trainer.state.log_history if "collapse/restored" in entry] == [1.0]
@@ -121,14 +121,14 @@ def test_luck_is_no_collapse(model_folder, tmp_path, caplog):
     ("settings", "message"),
     [
         ({"on_collapse": "undo"}, "`on_collapse` must be one of 'warn', 'restore', 'ignore'"),
-        ({"on_collapse": "restore"}, "restores the adapters of the best evaluation, and this run has none"),
+        ({"on_collapse": "restore"}, "restores the adapters of the best evaluation, but this run has none"),
         (
             {"on_collapse": "restore", "sync_ref_model": True, "beta": 0.1, **EVALUATED},
             "but not the references that follow them",
         ),
         (
             {"use_vllm": True, "max_staleness": 1, "on_collapse": "restore", **EVALUATED},
-            "that `on_collapse='restore'` takes back",
+            "that `on_collapse='restore'` may discard",
         ),
     ],
     ids=str,
@@ -139,13 +139,13 @@ def test_what_does_not_go(tmp_path, settings, message):
 
 
 def test_a_base_that_is_trained_cannot_be_restored(model_folder, tmp_path):
-    with pytest.raises(ValueError, match="`on_collapse='restore'` needs a base that stays as it is"):
+    with pytest.raises(ValueError, match="`on_collapse='restore'` needs a frozen base"):
         team_trainer(model_folder, tmp_path, peft_config=None, settings={"on_collapse": "restore", **EVALUATED})
 
 
 def test_several_evaluation_sets_have_no_reward_to_compare(model_folder, tmp_path):
     sets = {"easy": tiny_dataset(4), "hard": tiny_dataset(4)}
-    with pytest.raises(ValueError, match="several evaluation sets have none in common"):
+    with pytest.raises(ValueError, match="`eval_reward`, which is not logged with several evaluation sets"):
         team_trainer(model_folder, tmp_path, settings={"on_collapse": "restore", **EVALUATED}, eval_dataset=sets)
 
 
@@ -183,10 +183,10 @@ def test_a_step_from_before_adapters_went_back_is_not_saved(model_folder, tmp_pa
     monkeypatch.setattr(TrlState, "window", lambda self: None)  # there is one while training runs
     checkpoints.folder.start()
     checkpoints.best.take()
-    checkpoints.remember()
+    checkpoints.record_step()
     checkpoints.best.restore(trainer.policies.trained[0])
     assert not checkpoints.save_recorded_step(lambda: saved.append(True)) and not saved
-    checkpoints.remember()
+    checkpoints.record_step()
     assert checkpoints.save_recorded_step(lambda: saved.append(True)) and saved
 
 
@@ -199,7 +199,7 @@ def test_copies_of_collapsed_policies_leave_the_pool(model_folder, tmp_path):
     )
     given.trainer = trainer
     trainer.train()
-    steps = trainer.parts.checkpoints.copies.steps("right")
+    steps = trainer.parts.checkpoints.past_copies.steps("right")
     assert 1 in steps and 2 not in steps  # the copy of step 3 is taken after the adapters went back
 
 

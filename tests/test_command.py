@@ -15,13 +15,13 @@ from pathlib import Path
 
 from marft_trl import MARFTConfig, Team, TeamManifest
 from marft_trl.extras.commands import COMMANDS, main
-from marft_trl.extras.commands.command import as_tokens, config_of
+from marft_trl.extras.commands.command import as_tokens, read_config
 from marft_trl.extras.commands.others import KINDS
 from marft_trl.extras.commands.scripts import Recipe, reward_named
 from marft_trl.extras.commands.training import Launcher
 from marft_trl.extras.sandbox import code_reward
 from marft_trl.rewards import math_reward
-from marft_trl.seams.libraries import options_of
+from marft_trl.seams.libraries import get_options
 
 import pytest
 import yaml
@@ -108,7 +108,7 @@ def test_flags_win_over_files_and_files_over_defaults_for_every_option(kinds):
         return TrlParser(kinds, allow_abbrev=False) if kinds else launch_command_parser()
 
     counted, parser = 0, make()
-    for name, action in options_of(parser).items():
+    for name, action in get_options(parser).items():
         if name in ("help", "module", "no_python") or name != action.dest:  # aliases are their own entries
             continue
         if (values := two_values(action)) is None:  # only a file can have it
@@ -120,9 +120,9 @@ def test_flags_win_over_files_and_files_over_defaults_for_every_option(kinds):
 
         def read(given, flags, name=name):
             if kinds is None:
-                mine, rest = launcher.of_config(given, flags)
+                mine, rest = launcher.split_config(given, flags)
                 assert not rest
-                flags, left = launcher.of_command_line(flags)
+                flags, left = launcher.split_command_line(flags)
                 assert not left
                 tokens = [*mine, *flags, "script.py"]
             else:
@@ -146,7 +146,7 @@ def test_settings_of_the_script_a_file_and_flags_in_this_order(script, monkeypat
     Path("run.yaml").write_text(yaml.safe_dump(in_file))
     monkeypatch.delenv("MARFT_X", raising=False)
     recipe = Recipe.read("team.py")
-    given, rest = config_of(["--seed", "3", "--config", "run.yaml", "--max_steps=9"])
+    given, rest = read_config(["--seed", "3", "--config", "run.yaml", "--max_steps=9"])
     args, more = recipe.parse([*as_tokens(given, recipe.parser), *rest])
     assert (args.learning_rate, args.max_steps, args.seed, more.rank) == (1e-4, 9, 3, 2)
     assert args.num_generations == 2 and args.model_init_kwargs == {"dtype": "float32"} and not more.quick
@@ -157,13 +157,13 @@ def test_settings_of_the_script_a_file_and_flags_in_this_order(script, monkeypat
 
 def test_options_of_the_launcher_are_told_from_those_of_the_run():
     launcher = Launcher(["gradient_accumulation_steps", "debug"])
-    mine, rest = launcher.of_command_line(
+    mine, rest = launcher.split_command_line(
         ["--num_processes", "2", "--seed", "1", "--multi_gpu", "--mixed_precision=bf16", "--debug", "x", "--cpu"]
     )
     assert mine == ["--num_processes", "2", "--multi_gpu", "--mixed_precision=bf16", "--cpu"]
     assert rest == ["--seed", "1", "--debug", "x"]
     in_file = {"num_processes": 2, "seed": 1, "multi_gpu": False}
-    assert launcher.of_config(in_file) == (["--num_processes=2"], {"seed": 1})
+    assert launcher.split_config(in_file) == (["--num_processes=2"], {"seed": 1})
 
 
 # ---- What is wrong is said ----
@@ -182,44 +182,47 @@ def make():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "no command 'trian'. Did you mean 'train'"),
+        (["trian"], "unknown command 'trian'. Did you mean 'train'"),
         (["train", "--learnin_rate", "1"], "Did you mean `--learning_rate`"),
         (["train", "--num_process", "2"], "Did you mean `--num_processes`"),
-        (["train", "--config", "wrong.yaml"], "'learnin_rate', which is no option. Did you mean 'learning_rate'"),
+        (
+            ["train", "--config", "wrong.yaml"],
+            "Unknown option 'learnin_rate' in the YAML file. Did you mean 'learning_rate'",
+        ),
         (["train", "--config", "list.yaml"], "must be a mapping"),
         (["train", "--config", "none.yaml"], "cannot be read"),
         (["train", "--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
         (["train", "nothing.py"], "no file 'nothing.py'. `marft init duo`"),
         (["train", "empty.py"], "has no function `make`"),
         (["train", "clash.py"], "`seed` of `make` in clash.py is a setting of `MARFTConfig`"),
-        (["train", "needs.py"], "`data` of `make` in needs.py becomes an option, so it needs a default"),
+        (["train", "needs.py"], "`data` of `make` in needs.py is a command-line option, so its default must be"),
         (["plan", "returns.py"], "must return a `MARFTTrainer`, got NoneType"),
-        (["plan", "--num_processes", "2"], "'--num_processes' is an option of the launcher"),
-        (["eval"], "There is no team in out yet: `marft train team.py`"),
+        (["plan", "--num_processes", "2"], "'--num_processes' is an option of `accelerate launch`"),
+        (["eval"], "There is no trained team in out. Run `marft train team.py`"),
         (["chat"], "the following arguments are required: team"),
-        (["chat", "empty-folder"], "There is no marft_team.json"),
+        (["chat", "empty-folder"], "empty-folder has no marft_team.json"),
         (["serve", "empty-folder", "--prot", "1"], "Did you mean `--port`"),
         (["serve", "empty-folder", "--host", "10.0.0.1"], "MARFT_API_KEY"),
         (["init", "--file", "team.py/x.py"], "File exists: 'team.py'.*MARFT_TRACEBACK=1"),
         (["skill", "--output_dir", "team.py"], "Not a directory: 'team.py/marft-trl'"),
         (
             ["report", "--experiment", "experiment.py:make", "--arms", "sollo"],
-            "no arm 'sollo'; .* Did you mean 'solo'",
+            "Unknown arm 'sollo'. Did you mean 'solo'\\? Available arms: ",
         ),
-        (["report", "--experiment", "experiment.py:make", "--margin", "2"], "`margin` is a difference of two shares"),
-        (["plan", "no-data.yaml"], r"marft plan: There is no file 'rows.jsonl' \(`dataset_name`\).$"),
-        (["transcripts", "empty-folder"], "train with `log_completions=True`"),
+        (["report", "--experiment", "experiment.py:make", "--margin", "2"], "must be at least 0 and below 1, got 2"),
+        (["plan", "no-data.yaml"], "marft plan: `dataset_name` is 'rows.jsonl', but there is no such file.$"),
+        (["transcripts", "empty-folder"], "Train with `log_completions=True`"),
         (["init", "trio"], "invalid choice: 'trio'"),
-        (["init"], "There is a file team.py already"),
-        (["train", "--max_steps", "1", "team.py"], "The file comes first: `marft train team.py"),
+        (["init"], "team.py already exists"),
+        (["train", "--max_steps", "1", "team.py"], "The file must be the first argument: `marft train team.py"),
         (["train", "--config"], "`--config` needs the name"),
-        (["plan", "settings.py"], "`SETTINGS` has 'learnin_rate'"),
-        (["plan", "--model", "nowhere"], "(?s)no folder 'nowhere' .`model`.*MARFT_TRACEBACK=1"),
-        (["train", "no-agents.yaml"], "needs `agents`"),
-        (["train", "no-model.yaml"], "`model_name_or_path` is missing"),
+        (["plan", "settings.py"], "Unknown option 'learnin_rate' in `SETTINGS`"),
+        (["plan", "--model", "nowhere"], "(?s)`model='nowhere'` is not a folder.*MARFT_TRACEBACK=1"),
+        (["train", "no-agents.yaml"], "must set `agents`"),
+        (["train", "no-model.yaml"], "`model_name_or_path` is not set"),
         (["train", "bad-agent.yaml"], "Agent 1 of the YAML file: .*sytem_prompt"),
-        (["train", "bad-workflow.yaml"], "the class 'Sequentail', which is none. Did you mean 'Sequential'"),
-        (["train", "bad-reward.yaml"], "no reward function 'acuracy_reward'. Did you mean 'accuracy_reward'"),
+        (["train", "bad-workflow.yaml"], "the unknown class 'Sequentail'. Did you mean 'Sequential'"),
+        (["train", "bad-reward.yaml"], "Unknown reward function 'acuracy_reward'. Did you mean 'accuracy_reward'"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(script, arguments, message, capsys):
@@ -286,7 +289,7 @@ def test_a_team_is_trained_evaluated_rehearsed_and_asked(script, model_folder, c
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)
     assert main(["transcripts", "out", "--step", "1", "--open"]) == 0 and opened[0].endswith("transcripts_00001.html")
-    assert main(["transcripts", "out", "--step", "7"]) == 2 and "those of 0, 1" in capsys.readouterr().err
+    assert main(["transcripts", "out", "--step", "7"]) == 2 and "Available steps: 0, 1" in capsys.readouterr().err
     question = "Ann has 7 apples, finds 7 and loses 1. How many are left?"
     Path("chat.yaml").write_text(yaml.safe_dump({"question": "another one", "greedy": True, "model": model_folder}))
     assert main(["chat", "out", "--config", "chat.yaml", "--question", question]) == 0
@@ -295,7 +298,7 @@ def test_a_team_is_trained_evaluated_rehearsed_and_asked(script, model_folder, c
     monkeypatch.setattr("sys.stdin", io.StringIO(f"/greedy\n{question}\n\n/help\n/quit\nnever read\n"))
     assert main(["chat", "out", "--model", model_folder]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[1:-1] == [f"{turn.agent}: {turn.text}" for turn in episode.turns] and "/quit ends" in said[-1]
+    assert said[1:-1] == [f"{turn.agent}: {turn.text}" for turn in episode.turns] and "/quit: exit" in said[-1]
     assert main(["vllm-command", "out", "--model", model_folder, "--device", "cpu"]) == 0
     assert "--max-lora-rank 8" in (command := capsys.readouterr().out) and model_folder in command
     assert main(["env"]) == 0 and "transformers" in capsys.readouterr().out
@@ -331,7 +334,8 @@ def test_the_skill_for_coding_agents_and_each_command_in_it(tmp_path, monkeypatc
         assert main(["skill", "--output_dir", "skills"]) == 0
     assert Path("skills/marft-trl/SKILL.md").read_text() == text
     Path("skills/marft-trl/SKILL.md").write_text("mine")
-    assert main(["skill", "--output_dir", "skills"]) == 2 and "another skills/marft-trl" in capsys.readouterr().err
+    assert main(["skill", "--output_dir", "skills"]) == 2
+    assert "skills/marft-trl/SKILL.md already exists with other content" in capsys.readouterr().err
     (commands,) = re.findall(r"^```bash\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     for line in commands.splitlines():
         assert main(shlex.split(line, comments=True)[1:]) == 0, line
@@ -353,7 +357,7 @@ def test_a_team_in_a_yaml_file(script, model_folder, capsys):
     Path("team.yaml").write_text(yaml.safe_dump(team))
     assert main(["train", "team.yaml", "--max_steps", "1", "--lora_r", "4"]) == 0
     assert main(["train", "team.yaml", "--max_steps", "1", "--lora_r", "4"]) == 0
-    assert "Going on after step 1/1: nothing is left" in capsys.readouterr().out
+    assert "Resuming after step 1/1: nothing to train" in capsys.readouterr().out
     manifest = TeamManifest.load("yaml-out")
     assert manifest.workflow["rounds"] == 2 and [agent.name for agent in manifest.agents] == ["first", "second"]
     assert LoraConfig.from_pretrained("yaml-out/first").r == 4
@@ -370,7 +374,7 @@ def test_each_command_as_a_process(script, model_folder):
                                   "--per_device_train_batch_size", "4"]):  # fmt: skip
         status, said, wrong = marft(*arguments, where=where)
         assert status == 0, wrong[-3000:]
-        assert "Ask it" in said
+        assert "Try it:\n  marft chat" in said
     assert "2 processes" in said + wrong or "on 2" in said + wrong
     for arguments, expected in (
         (["--help"], "vllm-command"),

@@ -5,7 +5,7 @@ import random
 import weakref
 from types import SimpleNamespace
 
-from marft_trl.seams.generation import GraphMemory, captured, masks_what_comes_later, why_not_captured
+from marft_trl.seams.generation import GraphMemory, captured, find_capture_obstacle, masks_what_comes_later
 from marft_trl.shared_prefix import decoding, forward
 from marft_trl.shared_prefix import decoding as steps
 from marft_trl.shared_prefix import kv_cache as room
@@ -186,7 +186,7 @@ class Graph:
 
 
 def with_graphs(monkeypatch, capture):
-    monkeypatch.setattr(steps, "why_not_captured", lambda model: None)
+    monkeypatch.setattr(steps, "find_capture_obstacle", lambda model: None)
     monkeypatch.setattr(steps, "captured", capture)
 
 
@@ -213,27 +213,27 @@ def test_steps_that_cannot_be_captured_are_run_as_they_are(monkeypatch, caplog, 
     with caplog.at_level("WARNING"):
         found, _ = steps_taken(monkeypatch, model, do_sample=False)
     assert found.tolist() == plain.tolist()
-    why = "stream is capturing" if problem == "raises" else "its logits are others"
-    said = [one for one in caplog.messages if "without a captured graph" in one]
+    why = "stream is capturing" if problem == "raises" else "the logits of the graph differ"
+    said = [one for one in caplog.messages if "without CUDA graphs" in one]
     assert len(said) == 1 and why in said[0]
 
 
 def test_GraphMemory():
     """Graphs of CUDA share memory; elsewhere there are none. `test_captured` runs on a GPU."""
-    assert GraphMemory.of(torch.device("cpu")) is None
+    assert GraphMemory.create(torch.device("cpu")) is None
 
 
-def test_why_not_captured():
-    assert "only CUDA" in why_not_captured(family_model("qwen3"))
+def test_find_capture_obstacle():
+    assert "CUDA graphs need a CUDA device" in find_capture_obstacle(family_model("qwen3"))
     devices = [SimpleNamespace(device=torch.device("cuda", index)) for index in (0, 0, 1)]
-    assert why_not_captured(SimpleNamespace(parameters=lambda: devices[:2])) is None
-    assert "over several devices" in why_not_captured(SimpleNamespace(parameters=lambda: devices))
+    assert find_capture_obstacle(SimpleNamespace(parameters=lambda: devices[:2])) is None
+    assert "over several devices" in find_capture_obstacle(SimpleNamespace(parameters=lambda: devices))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured():
     value = torch.zeros(3, device="cuda")
-    run = captured(lambda: value * 2 + 1, GraphMemory.of(value.device))
+    run = captured(lambda: value * 2 + 1, GraphMemory.create(value.device))
     for number in (1.0, 5.0):
         value.fill_(number)
         assert run().tolist() == [2 * number + 1] * 3

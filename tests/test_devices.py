@@ -17,12 +17,12 @@ from marft_trl.seams.generation import generating_in_precision
 from marft_trl.seams.runs import step_without_gradients, use_one_device
 from marft_trl.seams.trl import constructing_parent
 from marft_trl.shared_prefix import forward
-from marft_trl.shared_prefix.forward import why_not
+from marft_trl.shared_prefix.forward import find_obstacle
 from marft_trl.system.event_loop import run_coroutine
 from marft_trl.system.processes import is_spread, other_devices, placement
 from marft_trl.system.randomness import RandomStates, UserRandomness
 from marft_trl.trainer import base_model
-from marft_trl.trainer.base_model import computing_in, dtype_of, stays_frozen
+from marft_trl.trainer.base_model import choose_dtype, computing_in, stays_frozen
 from marft_trl.trainer.setup import check_launcher
 
 import pytest
@@ -39,7 +39,7 @@ from .helpers import config, lora, moved, team_trainer, weights
 
 
 ROOT = Path(__file__).parents[1]
-CANNOT_PRETEND = pretend_device.why_not()
+CANNOT_PRETEND = pretend_device.find_obstacle()
 pretended = pytest.mark.skipif(CANNOT_PRETEND is not None, reason=str(CANNOT_PRETEND))
 
 
@@ -129,7 +129,7 @@ def test_a_process_that_sees_several_devices_uses_its_own(model_folder, tmp_path
     args._n_gpu = 2
     with caplog.at_level("WARNING"):
         trainer = team_trainer(model_folder, tmp_path, args=args)
-    assert trainer.args.n_gpu == 1 and "This machine shows 2 devices" in caplog.text
+    assert trainer.args.n_gpu == 1 and "This machine has 2 devices" in caplog.text
     assert runs.use_one_device is use_one_device
 
 
@@ -145,13 +145,13 @@ def test_random_states_of_all_devices_of_a_spread_base_are_kept(monkeypatch):
     kept = RandomStates(first, others=others)
     before = kept.capture()
     randomness = UserRandomness(0, first, others)
-    with randomness.theirs():  # as `torch.manual_seed` of a reward function does
+    with randomness.user_states():  # as `torch.manual_seed` of a reward function does
         states.update({0: torch.tensor([7], dtype=torch.uint8), 1: torch.tensor([8], dtype=torch.uint8)})
     assert [states[index].item() for index in (0, 1)] == [1, 2]
     saved = json.loads(json.dumps(randomness.state_dict()))
     again = UserRandomness(0, first, others)
     again.load_state_dict(saved)
-    with again.theirs():
+    with again.user_states():
         assert [states[index].item() for index in (0, 1)] == [7, 8]
     states[1] = torch.tensor([9], dtype=torch.uint8)
     kept.restore(before)
@@ -167,10 +167,10 @@ def test_what_a_base_is_loaded_in(caplog):
     def args(**given):
         return SimpleNamespace(**{"bf16": True, "device": torch.device("cuda"), "model_init_kwargs": None} | given)
 
-    assert dtype_of(args(), True) == torch.bfloat16
-    assert dtype_of(args(), False) is None  # weights are trained
+    assert choose_dtype(args(), True) == torch.bfloat16
+    assert choose_dtype(args(), False) is None  # weights are trained
     for given in ({"bf16": False}, {"device": torch.device("cpu")}, {"model_init_kwargs": {"dtype": "float32"}}):
-        assert dtype_of(args(**given), True) is None
+        assert choose_dtype(args(**given), True) is None
     plain, whole = lora(), LoraConfig(modules_to_save=["lm_head"])
     assert stays_frozen([AgentSpec("a")], plain) and stays_frozen([AgentSpec("a", peft_config=plain)], None)
     assert not stays_frozen([AgentSpec("a")], None) and not stays_frozen([AgentSpec("a")], whole)
@@ -210,13 +210,13 @@ def test_copies_that_mixed_precision_makes_of_weights_are_counted(model_folder, 
 def test_the_trial_of_shared_prefixes_runs_in_the_precision_of_training(model_folder, tmp_path, monkeypatch):
     """Some attention runs in half precision alone."""
     seen = []
-    trial = forward.why_not
+    trial = forward.find_obstacle
 
     def noting(model):
         seen.append(torch.is_autocast_enabled("cpu"))
         return trial(model)
 
-    monkeypatch.setattr(forward, "why_not", noting)
+    monkeypatch.setattr(forward, "find_obstacle", noting)
     for half in (False, True):
         team_trainer(model_folder, tmp_path, settings={"bf16": half, "use_cpu": True})
     assert seen == [False, True]
@@ -231,7 +231,7 @@ def test_the_trial_sees_another_prefix_where_few_dimensions_dominate(monkeypatch
         model.model.embed_tokens.weight[:, 0] = 4.0  # the same for all tokens
         model.model.norm.weight[0] = 30.0  # and larger than all else
     model = model.to(torch.bfloat16)
-    assert why_not(model) is None
+    assert find_obstacle(model) is None
     prefill = forward.prefill
 
     def of_other_tokens(backbone, prefixes, *cache):
@@ -240,9 +240,9 @@ def test_the_trial_sees_another_prefix_where_few_dimensions_dominate(monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(forward, "_typical_error", lambda *_: 0.0)
         patch.setattr(forward, "prefill", of_other_tokens)
-        assert why_not(model) is None  # nothing shows in the norm
+        assert find_obstacle(model) is None  # nothing shows in the norm
     monkeypatch.setattr(forward, "prefill", of_other_tokens)
-    assert "come out otherwise" in why_not(model)
+    assert "when rows share a prefix" in find_obstacle(model)
 
 
 def test_compiled_passes_are_refused_where_they_would_not_be_taken(model_folder, tmp_path):
@@ -333,7 +333,7 @@ def test_a_4_bit_base_computes_in_the_type_that_the_base_is_loaded_in(caplog):
     PartialState(cpu=True)  # for a line in the log
     args = SimpleNamespace(bf16=True, device=torch.device("cuda"), model_init_kwargs=None)
     given = BitsAndBytesConfig(load_in_4bit=True)
-    found = computing_in(given, dtype_of(args, True))
+    found = computing_in(given, choose_dtype(args, True))
     assert found.bnb_4bit_compute_dtype == torch.bfloat16 and found.load_in_4bit
     assert given.bnb_4bit_compute_dtype == torch.float32  # the user's own stays as it is
     assert computing_in(given, None) is given
@@ -370,7 +370,7 @@ def test_a_process_that_trains_alone_beside_others_is_warned_of(tmp_path, monkey
         monkeypatch.setenv(name, value)
     with caplog.at_level("WARNING"):
         check_launcher(args)
-    found = [one for one in caplog.messages if "are the others runs of their own?" in one]
+    found = [one for one in caplog.messages if "so the other processes may be separate runs" in one]
     assert (len(found) == 1 and said in found[0]) if said else not found
 
 

@@ -94,4 +94,4 @@ def test_sharded_launchers_are_refused_before_anything_is_loaded(tmp_path):
     command += ["--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", str(script)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert done.returncode != 0
-    assert "there is no device that accelerate shards a model on" in done.stderr, done.stderr[-2000:]
+    assert "accelerate has no device to shard a model on" in done.stderr, done.stderr[-2000:]

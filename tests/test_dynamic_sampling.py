@@ -194,10 +194,10 @@ def test_further_prompts_are_not_repeated_before_all_were_drawn(model_folder, tm
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"advantage": "none"}, "earned the same, which teaches something with `advantage='none'`"),
-        ({"advantage": "gae", "critic": "shared"}, "which teaches something with `advantage='gae'`"),
-        ({"credit": "removed"}, "with `credit='removed'` their turns differ"),
-        ({"credit": "per_step"}, "with `credit='per_step'` their turns differ"),
+        ({"advantage": "none"}, "the same reward, but with `advantage='none'` such episodes still give a gradient"),
+        ({"advantage": "gae", "critic": "shared"}, "but with `advantage='gae'` such episodes still give a gradient"),
+        ({"credit": "removed"}, "with `credit='removed'` their turns still differ"),
+        ({"credit": "per_step"}, "with `credit='per_step'` their turns still differ"),
         ({"credit": "step_discount", "credit_discount": 0.9}, "step_discount"),
     ],
     ids=str,
@@ -209,7 +209,7 @@ def test_what_does_not_go_with_it(tmp_path, settings, message):
 
 def test_streams_are_refused(model_folder, tmp_path):
     stream = IterableDataset.from_generator(lambda: iter([{"prompt": "x"}] * 8))
-    with pytest.raises(ValueError, match="which a streamed `train_dataset` cannot give"):
+    with pytest.raises(ValueError, match="which a streamed `train_dataset` does not support"):
         trainer_with(model_folder, tmp_path, varied_reward, dataset=stream)
 
 

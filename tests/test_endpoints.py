@@ -73,12 +73,12 @@ def test_an_endpoint_is_asked_again_where_that_may_help(model):
         ((400, "no such model", {}), "status 400: no such model", 1),
         ((200, "{}", {}), "without a message", 1),
         ((302, "", {"Location": "http://elsewhere/v1"}), "redirects to 'http://elsewhere/v1'", 1),
-        ((200, said("x", "length"), {}), "was cut at its largest length .*`allow_cut=True`", 1),
-        ((200, said("x", "content_filter"), {}), "was cut by a filter", 1),
+        ((200, said("x", "length"), {}), "was truncated at the maximum length .*`allow_cut=True`", 1),
+        ((200, said("x", "content_filter"), {}), "was truncated by the server's content filter", 1),
         ((200, said("x" * (16 << 20)), {}), "more than 16777216 bytes", 1),
         ((404, "x" * (17 << 20), {}), "more than 16777216 bytes", 1),
-        ((200, said(None), {}), "None in place of a text", 1),
-        ((500, "broken", {"Retry-After": "0"}), "after 4 tries. The last one: status 500: broken", 4),
+        ((200, said(None), {}), "None instead of a string", 1),
+        ((500, "broken", {"Retry-After": "0"}), "after 4 tries. Last error: status 500: broken", 4),
     ):
         model.answers, before = [answer], len(model.asked)
         with pytest.raises(EndpointError, match=message):
@@ -141,7 +141,7 @@ def test_a_judge_is_asked_once_for_each_answer_and_its_scores_are_mapped(model, 
     system, shown = (one["content"] for one in model.asked[0][2]["messages"])
     assert system.startswith("Is it good?") and "from 0 to 10" in system and "<column solution " in shown
     assert model.asked[0][2]["temperature"] == 0
-    with pytest.raises(ValueError, match="'solution', which is no column"):
+    with pytest.raises(ValueError, match="'solution', which is not a column"):
         asyncio.run(reward(prompts=["q"], completions=["a"]))
 
 
@@ -194,13 +194,13 @@ def test_a_judge_is_not_trained_on_its_own_scores():
         ([solver, AgentSpec("judge", trainable=False, adapter="solver")], [score], {}),
         ([solver, AgentSpec("judge")], [], {"judge": [score]}),
     ):
-        with pytest.raises(ValueError, match="would train 'judge' on the score that it gives itself"):
+        with pytest.raises(ValueError, match="would train 'judge' on its own scores"):
             check_judges(agents, team, of_agents)
     check_judges([solver, frozen], [score], {})
     check_judges([solver, AgentSpec("judge", reply=lambda messages: "")], [score], {})
     check_judges([solver, AgentSpec("judge", copy_of="solver")], [score], {})
     check_judges([solver, AgentSpec("judge")], [], {"solver": [score]})
-    with pytest.raises(ValueError, match="'jugde'.* names no agent .*Did you mean 'judge'"):
+    with pytest.raises(ValueError, match="'jugde'.* names an unknown agent.*Did you mean 'judge'"):
         check_judges([solver, frozen], [judge_reward("jugde")], {})
 
 
@@ -236,7 +236,7 @@ def test_an_agent_of_the_team_judges(model_folder, tmp_path):
     trained = [AgentSpec("actor"), AgentSpec("judge")]
     with pytest.raises(ValueError, match="would train 'judge'"):
         team_trainer(model_folder, tmp_path, agents=trained, reward_funcs=judge_reward("judge"))
-    with pytest.raises(ValueError, match="Let the workflow ask it"):
+    with pytest.raises(ValueError, match="Request its turn in the workflow"):
         asyncio.run(judge_reward("critic")(completions=["x"], turns=[[]]))
 
 

@@ -69,7 +69,7 @@ def test_an_environment_has_its_own_copy_of_the_row():
 def test_one_environment_for_several_episodes_is_refused():
     only = Steered()
     rows = [{"prompt": "q", "rounds": 2}] * 2
-    with pytest.raises((EpisodeError, TypeError), match="has returned the same `Steered` for two episodes at once"):
+    with pytest.raises((EpisodeError, TypeError), match="returned the same `Steered` object to two concurrent epi"):
         play(EnvironmentLoop(lambda: only), ["a", "b"], rows)
     assert len(play(EnvironmentLoop(Steered), ["a", "b"], rows)) == 2
 
@@ -158,15 +158,15 @@ def returning(outcome):
 @pytest.mark.parametrize(
     ("outcome", "message"),
     [
-        (None, r"`Odd.step`, in round 1, has to return feedback, reward and done; got None"),
-        (("x", 1.0), r"has to return feedback, reward and done"),
-        (("x", 1.0, "False"), r"has to return True or False as third value \(done\), got 'False'"),
-        (("x", 1.0, None), r"as third value \(done\), got None"),
-        ((3, 1.0, True), r"has to return a text, texts by agent name or None as feedback, got 3"),
+        (None, r"`Odd.step` \(round 1\) must return feedback, reward and done, got None"),
+        (("x", 1.0), r"must return feedback, reward and done"),
+        (("x", 1.0, "False"), r"must return True or False as the third value \(done\), got 'False'"),
+        (("x", 1.0, None), r"as the third value \(done\), got None"),
+        ((3, 1.0, True), r"must return a string, strings by agent name, or None as feedback, got 3"),
         (("x", None, True), r"returned None as reward"),
-        (("x", float("nan"), True), r"A reward has to be finite, got nan for the turn of 'a'"),
-        (("x", "1", True), r"A reward has to be a number, got '1' for the turn of 'a'"),
-        (("x", {"b": 1.0}, True), r"`episode.earn` names the agent 'b', but the team has 'a'"),
+        (("x", float("nan"), True), r"The reward for the turn of 'a' must be finite, got nan"),
+        (("x", "1", True), r"The reward for the turn of 'a' must be a number, got '1'"),
+        (("x", {"b": 1.0}, True), r"`episode.earn` names the agent 'b', but the team's agents are 'a'"),
     ],
 )
 def test_what_an_environment_must_not_do(outcome, message):
@@ -181,7 +181,7 @@ def test_nonsense_is_refused():
         EnvironmentLoop(Countdown())
     with pytest.raises(ValueError, match="`horizon` of `EnvironmentLoop` must be an integer"):
         EnvironmentLoop(Countdown, horizon=0)
-    with pytest.raises(ValueError, match="speaks as 'environment', which is the name of an agent"):
+    with pytest.raises(ValueError, match="`source` 'environment' of the environment is also the name of an agent"):
         EnvironmentLoop(Countdown).check(["environment"])
 
 
@@ -282,10 +282,10 @@ def test_a_rerun_in_an_environment_repeats_what_has_not_changed(model_folder, tm
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"advantage": "turn", "credit": "per_step"}, r"know nothing of what it would earn"),
+        ({"advantage": "turn", "credit": "per_step"}, r"reward functions, not by the rewards of the workflow"),
         (
             {"multi_objective_aggregation": "normalize_then_sum", "credit_kind": "rewards"},
-            r"cannot stay with the turns that earned it",
+            r"cannot assign them to the turns that earned them",
         ),
     ],
     ids=str,
@@ -329,7 +329,7 @@ def test_a_team_in_an_environment_trains(model_folder, tmp_path):
 def test_an_episode_that_outgrows_the_window(model_folder, tmp_path, overflow):
     trainer, advantages = rollout(model_folder, tmp_path, None, advantage="none", context_overflow=overflow)
     assert advantages == [3.0] * 4  # without reward functions
-    trainer.parts.runner.prompts.window = 60
+    trainer.parts.runner.prompts.window_size = 60
     trainer.parts.state.metrics["train"].clear()
     long = {"prompt": "go", "rounds": 5}
     (slice_,) = trainer.parts.experience.for_training([long] * 4)
@@ -338,8 +338,8 @@ def test_an_episode_that_outgrows_the_window(model_folder, tmp_path, overflow):
     metrics = trainer.parts.state.metrics["train"]
     if overflow == "end_episode":
         assert metrics["context/ended_episodes"] == [4.0] and all(0 < number < 10 for number in turns)
-        with pytest.raises(EpisodeError, match=r"cannot begin, on the prompt .* the model's window is 5 tokens"):
-            trainer.parts.runner.prompts.window = 5
+        with pytest.raises(EpisodeError, match=r"cannot start on the prompt .* the model's window is 5 tokens"):
+            trainer.parts.runner.prompts.window_size = 5
             trainer.parts.experience.for_training([long] * 4)
     else:
         assert turns == [10] * 4 and metrics["context/dropped_turns"][0] > 0

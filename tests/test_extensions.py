@@ -111,7 +111,7 @@ def test_a_level_of_ones_own(model_folder, tmp_path, monkeypatch):
     row = slice_.rows[0]
     trainer.model.train()
     with torch.no_grad():
-        (logps,) = trainer.parts.log_probs.of_policy([row])
+        (logps,) = trainer.parts.log_probs.compute_log_probs([row])
         seen = RootLevel().seen_by_loss(
             logps.unsqueeze(0),
             torch.zeros(1, len(logps)),
@@ -129,7 +129,7 @@ def test_a_level_of_ones_own(model_folder, tmp_path, monkeypatch):
 
 def test_a_level_of_ones_own_is_checked_as_the_ready_made_ones(tmp_path, monkeypatch):
     monkeypatch.setitem(LEVELS, "root", RootLevel)
-    with pytest.raises(ValueError, match="`loss_type='dapo'` weighs a turn by its tokens"):
+    with pytest.raises(ValueError, match="`loss_type='dapo'` weights a turn by its number of tokens"):
         MARFTConfig(str(tmp_path), level="root", loss_type="dapo")
     with pytest.raises(ValueError, match=r"`token_gamma=0.5` has no effect with `level='root'`"):
         MARFTConfig(str(tmp_path), level="root", token_gamma=0.5, **PPO, critic="shared")
@@ -162,7 +162,7 @@ def test_a_baseline_of_ones_own(model_folder, tmp_path, monkeypatch):
     trainer = train(model_folder, tmp_path, {"advantage": "best"})
     rows = [row for slice_ in trainer.parts.state.slices for row in slice_.rows]
     assert {row.advantage for row in rows} == {1.0, -1.0}
-    with pytest.raises(ValueError, match=r"`num_generations` \(1\) needs a critic: `advantage='best'`"):
+    with pytest.raises(ValueError, match=r"`num_generations=1` needs a critic: `advantage='best'`"):
         MARFTConfig(str(tmp_path), advantage="best", num_generations=1)
     with pytest.raises(ValueError, match=r"`scale_rewards='batch'` has no effect with `advantage='best'`"):
         MARFTConfig(str(tmp_path), advantage="best", scale_rewards="batch")
@@ -201,7 +201,7 @@ def test_state_of_ones_own_is_part_of_checkpoints(model_folder, tmp_path):
     settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     trainer, resumed = (team_trainer(model_folder, tmp_path, settings=settings) for _ in range(2))
     mine, theirs = Curriculum(), Curriculum()
-    trainer.parts.checkpoints.owners["curriculum"], resumed.parts.checkpoints.owners["curriculum"] = mine, theirs
+    trainer.parts.checkpoints.stateful["curriculum"], resumed.parts.checkpoints.stateful["curriculum"] = mine, theirs
     mine.lesson = 5
     trainer.train()
     resumed.train(resume_from_checkpoint=True)

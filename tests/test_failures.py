@@ -77,7 +77,7 @@ def test_a_reward_that_fails_ends_the_run_after_a_checkpoint_of_the_last_step(sm
         cut.train()
     by, note = raised.value.__notes__
     assert by == "Raised by the reward function `scores`."
-    assert re.search(r"saved in .*checkpoint-2; `train\(resume_from_checkpoint=True\)` goes on from it", note)
+    assert re.search(r"saved in .*checkpoint-2; `train\(resume_from_checkpoint=True\)` resumes from it", note)
     again = trainer_in(tmp_path / "cut", small_model, reward_funcs=Curriculum(), settings=settings)
     again.train(resume_from_checkpoint=True)
     assert began_at(again) == 2 and not moved(weights(whole), weights(again))
@@ -250,7 +250,7 @@ def test_code_that_cannot_be_interrupted_ends_the_process():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 124, done.stderr
-    assert "could not be interrupted, so the process ends" in done.stderr and "most recent call first" in done.stderr
+    assert "could not be interrupted, so the process exits" in done.stderr and "most recent call first" in done.stderr
     assert "last words:" in done.stdout
 
 
@@ -449,12 +449,12 @@ def test_a_workflow_that_blocks_the_event_loop_is_named(monkeypatch):
     with pytest.raises(
         EpisodeError, match=r"`Blocking` blocks the event loop: run \(test_failures.py:\d+\) has.*episode.call"
     ):
-        collect(Blocking(), [{"prompt": "q"}], ["a"], echo(), patience=0.3)
+        collect(Blocking(), [{"prompt": "q"}], ["a"], echo(), workflow_timeout=0.3)
     assert time.monotonic() - start < 20
 
 
 def test_a_turn_that_is_not_awaited_is_an_error():
-    with pytest.raises(EpisodeError, match=r"requested 1 turns in episode 0 that it did not wait for.*`await episode"):
+    with pytest.raises(EpisodeError, match=r"requested 1 turns in episode 0 without awaiting them.*`await episode"):
         collect(Forgetful(), [{"prompt": "q"}], ["a"], echo())
 
 
@@ -491,7 +491,7 @@ def test_a_turn_of_a_task_that_its_workflow_has_left_is_an_error(failures):
 
 
 def test_a_turn_that_is_under_way_when_its_workflow_returns_is_an_error():
-    with pytest.raises(EpisodeError, match="requested 1 turns in episode 0 that it did not wait for"):
+    with pytest.raises(EpisodeError, match="requested 1 turns in episode 0 without awaiting them"):
         collect(Leaves(lambda episode: episode.turn("a")), [{"prompt": "q"}], ["a"], echo())
 
 
@@ -648,7 +648,7 @@ def test_a_reward_whose_own_pool_has_cancelled_its_work_is_named(small_model, tm
 
 def test_a_reward_that_cancels_the_trainers_tasks_is_told_so(small_model, tmp_path):
     trainer = team_trainer(small_model, tmp_path, reward_funcs=_cancel_all)
-    with pytest.raises(RuntimeError, match="reward function has cancelled tasks that it did not start"):
+    with pytest.raises(RuntimeError, match="reward function canceled tasks that it did not start"):
         trainer.train()
 
 
@@ -674,7 +674,7 @@ def test_a_reward_cannot_set_the_state_of_the_trainer(small_model, tmp_path):
         return varied_reward(completions)
 
     trainer = trainer_in(tmp_path, small_model, reward_funcs=meddles)
-    with pytest.raises(AttributeError, match="`trainer_state.global_step` cannot be set by a reward function"):
+    with pytest.raises(AttributeError, match="reward function cannot set `trainer_state.global_step`"):
         trainer.train()
     assert trainer.state.global_step == 0 and trainer.state.log_history == []
 
@@ -793,9 +793,9 @@ def test_state_that_cannot_be_saved_is_said_before_the_first_generation(small_mo
     with pytest.raises(TypeError, match=r"reward_funcs\[0\] \(Half\) has `state_dict` but no `load_state_dict`"):
         trainer_in(tmp_path, small_model, reward_funcs=Half())
     for state, message in [
-        ({"x": object()}, "JSON can hold"),
+        ({"x": object()}, "must return JSON-serializable data"),
         ({"x": (1,)}, "tuples"),
-        ({"x": float("nan")}, "JSON can"),
+        ({"x": float("nan")}, "must return JSON-serializable data"),
     ]:
         reward = Odd(state)
         with pytest.raises(TypeError, match=rf"`state_dict` of reward_funcs\[0\] .*{message}"):
@@ -811,7 +811,7 @@ def test_state_that_does_not_fit_is_refused():
         users.load_state_dict({})
     with pytest.raises(ValueError, match=r"of reward_funcs\[0\] failed .*KeyError"):
         users.load_state_dict({"reward_funcs[0]": {}})
-    with pytest.raises(ValueError, match="has the state of judge, but nothing that takes it"):
+    with pytest.raises(ValueError, match="has the state of judge, but no object of this run loads it"):
         users.load_state_dict({"reward_funcs[0]": {"calls": 1}, "judge": {}})
 
 
@@ -876,7 +876,7 @@ def test_a_second_interrupt_ends_at_once(heard, small_model, tmp_path):
 def test_a_signal_without_checkpoints_says_that_nothing_is_saved(heard, small_model, tmp_path, capfd):
     reward = Scores(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     trainer = trainer_in(tmp_path, small_model, reward_funcs=reward, settings={"save_strategy": "no"})
-    with pytest.raises(RunInterrupted, match=r"Nothing was saved .* a new start begins at step 1"):
+    with pytest.raises(RunInterrupted, match=r"Nothing was saved .* the next run starts at step 1"):
         trainer.train()
     assert RunFolder(tmp_path).checkpoints() == []
     assert "nothing is saved" in capfd.readouterr().err
@@ -885,7 +885,7 @@ def test_a_signal_without_checkpoints_says_that_nothing_is_saved(heard, small_mo
 def test_a_script_that_resumes_by_itself_is_started_again(heard, small_model, tmp_path):
     reward = Scores(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     trainer = trainer_in(tmp_path, small_model, reward_funcs=reward)
-    with pytest.raises(RunInterrupted, match="Start the same command again to go on"):
+    with pytest.raises(RunInterrupted, match="Run the same command again to resume"):
         trainer.train(resume_from_checkpoint=True)
 
 

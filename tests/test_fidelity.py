@@ -124,7 +124,7 @@ def test_numbers_of_the_original(model_folder, tmp_path, preset):
 
     got = dict.fromkeys(counts, 0.0)
     for name in got:
-        got[name] = loss_of(trainer, slice_, [trainer.policies.adapter_of(name)])
+        got[name] = loss_of(trainer, slice_, [trainer.policies.get_adapter(name)])
     got_value = loss_of(trainer, slice_, trainer.critic.parts)
     for name, count in counts.items():
         want = policy[name] / count - ENTROPY * entropy[name] / count

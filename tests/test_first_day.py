@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team, Workflow, load_adapters
 from marft_trl.extras.engines import replicas
-from marft_trl.extras.engines.replicas import addresses
+from marft_trl.extras.engines.replicas import parse_addresses
 from marft_trl.extras.report import Experiment
 from marft_trl.extras.report.comparison import ArmResult, verdicts
 from marft_trl.extras.report.runner import Arm
@@ -131,7 +131,7 @@ MISTAKES = {
     "one agent": (TypeError, {"agents": AgentSpec("solo")}, r"Example: `agents=\[AgentSpec"),
     "no agents": (ValueError, {"agents": []}, "at least one agent"),
     "twice": (ValueError, {"agents": [AgentSpec("a"), AgentSpec("a")]}, "names must be unique"),
-    "frozen": (ValueError, {"agents": [AgentSpec("a", trainable=False)]}, "Let at least one be trained"),
+    "frozen": (ValueError, {"agents": [AgentSpec("a", trainable=False)]}, "Make at least one agent trainable"),
     "peft_config": (TypeError, {"peft_config": "lora"}, r"such as `peft.LoraConfig\(...\)`"),
     "no reward": (ValueError, {"reward_funcs": None}, "Pass `reward_funcs`"),
     "no data": (ValueError, {"train_dataset": None}, "Pass a dataset with a `prompt` column"),
@@ -145,19 +145,19 @@ MISTAKES = {
     "removed": (
         ValueError,
         {"reward_funcs": exact_answer, "settings": {"remove_unused_columns": True}},
-        r"`remove_unused_columns=True` leaves prompts alone. Set it to False. .*needs \['solution'\]",
+        r"`remove_unused_columns=True` keeps only the column `prompt`. Set it to False. .*needs \['solution'\]",
     ),
     "kwargs": (ValueError, {"reward_funcs": without_kwargs}, r"Add `\*\*kwargs` to its arguments"),
     "class": (TypeError, {"workflow": NoAwait}, r"Pass an object: `workflow=MyWorkflow\(\)`"),
     "other name": (ValueError, {"workflow": OtherName()}, "Did you mean 'reasoner'?"),
     "rollout_func": (ValueError, {"rollout_func": len}, "rollout_func"),
-    "split": (TypeError, {"train_dataset": {"train": []}}, r"Choose one of its splits: `dataset\['train'\]`"),
+    "split": (TypeError, {"train_dataset": {"train": []}}, r"Pass one of the splits: `dataset\['train'\]`"),
     "name of data": (TypeError, {"train_dataset": "me/data"}, r"`load_dataset\('me/data', split='train'\)`"),
     "frame": (TypeError, {"train_dataset": DataFrame({"prompt": ["a"]})}, r"`Dataset.from_pandas\(frame\)`"),
-    "eval sets": (TypeError, {"eval_dataset": [rows(prompt=["a"])]}, "Name several sets"),
+    "eval sets": (TypeError, {"eval_dataset": [rows(prompt=["a"])]}, "Pass several sets by name"),
     "lora by name": (TypeError, {"peft_config": {"reasoner": 1}}, r"set `AgentSpec\(peft_config=...\)`"),
     "itself": (ValueError, {"agents": [AgentSpec("a", copy_of="a")]}, "cannot be a copy of itself"),
-    "replies": (ValueError, {"agents": [AgentSpec("a", reply=len)]}, "turns that a function writes"),
+    "replies": (ValueError, {"agents": [AgentSpec("a", reply=len)]}, "a function writes their turns"),
     "environment": (TypeError, {"workflow": World}, r"pass `workflow=EnvironmentLoop\(Environment\)`"),
     "config": (TypeError, {"config": 1}, "Did you mean 'args'?"),
     "tokenizer": (TypeError, {"tokenizer": 1}, "Did you mean 'processing_class'?"),
@@ -168,15 +168,15 @@ MISTAKES = {
         {"train_dataset": rows(prompt=[[{"role": "user", "text": "a"}]] * 8)},
         "without `content`",
     ),
-    "no folder": (FileNotFoundError, {"model": "./no/such"}, "no folder './no/such' .*cannot be the id of a model"),
-    "no model": (OSError, {"model": "models/none"}, "no folder 'models/none' .*no model of this name .* from the Hub"),
-    "reward model": (FileNotFoundError, {"reward_funcs": "./no/such"}, r"no folder './no/such' \(`reward_funcs`"),
-    "output_dir": (ValueError, {"output_dir": f"{__file__}/run"}, "`output_dir='.*/run'` cannot be made: Not a dir"),
+    "no folder": (FileNotFoundError, {"model": "./no/such"}, "`model='./no/such'` is neither .*nor a valid Hub id"),
+    "no model": (OSError, {"model": "models/none"}, "`model='models/none'` is not a folder .*loaded from the Hub"),
+    "reward model": (FileNotFoundError, {"reward_funcs": "./no/such"}, "`reward_funcs='./no/such'` is neither"),
+    "output_dir": (ValueError, {"output_dir": f"{__file__}/run"}, "`output_dir='.*/run'` cannot be created: Not a "),
     "function": (TypeError, {"workflow": lambda episode: None}, r"class .*, and pass `workflow=MyWorkflow\(\)`"),
     "our name": (
         ValueError,
         {"workflow": EnvironmentLoop(Paid), "reward_funcs": environment_reward},
-        "named 'environment_reward', as is the function that the trainer adds",
+        "named 'environment_reward', like the function that the trainer adds",
     ),
     "per step": (ValueError, {"settings": {"credit": "per_step"}}, r"`get_outcome_reward\(your_reward\)`"),
     "resume number": (TypeError, {"resume": 1.5}, "must be True or the path of a checkpoint, got 1.5"),
@@ -187,10 +187,10 @@ MISTAKES = {
     "messages": (
         RuntimeError,
         {"workflow": ReadsMessages()},
-        "A prompt is a text where that of the dataset is a text",
+        "prompt is a string because the dataset's prompts are strings",
     ),
     "async": (RuntimeError, {"workflow": NoAsync()}, r"Write `async def run\(self, episode\):`"),
-    "returns": (RuntimeError, {"workflow": Returns()}, "Write `episode.answer = turn` in it"),
+    "returns": (RuntimeError, {"workflow": Returns()}, "Set `episode.answer = turn` instead"),
     "sees one": (RuntimeError, {"workflow": SeesOne()}, r"takes a list of turns, got a single turn. Pass `\[turn\]`"),
     "content": (RuntimeError, {"workflow": ReadsContent()}, "`Turn` has no attribute `content`. Did you mean 'text'"),
     "awaits twice": (RuntimeError, {"workflow": AwaitsTwice()}, "`together` takes turns that are not awaited yet"),
@@ -214,7 +214,7 @@ VIEWS = {
     "none": (lambda agent, prompt, seen: None, "must return a list of messages"),
     "turns": (lambda agent, prompt, seen: [*prompt, *seen], r"is a Turn. Write .*turn.text"),
     "no role": (lambda agent, prompt, seen: [{"content": "x"}], r"message 0 without a `role`; it has \['content'\]"),
-    "nested": (lambda agent, prompt, seen: [{"role": "user", "content": prompt}], r"write `\*prompt` into the list"),
+    "nested": (lambda agent, prompt, seen: [{"role": "user", "content": prompt}], r"unpack it with `\*prompt`"),
 }
 
 
@@ -234,14 +234,14 @@ def test_errors_in_a_view_name_the_agent(model_folder, tmp_path):
         trainer.plan()
     (note,) = caught.value.__notes__
     assert "Raised by the view of agent 'reasoner'" in note and "`seen` is empty" in note
-    with pytest.raises(TypeError, match=r"For single agents, set `AgentSpec\(view=...\)`"):
+    with pytest.raises(TypeError, match=r"a single agent, use `AgentSpec\(view=...\)`"):
         trainer.view = {"reasoner": len}
 
 
 def test_a_reward_that_expects_messages_is_told_so(model_folder, tmp_path):
     with pytest.raises(TypeError) as caught:
         team_trainer(model_folder, tmp_path, reward_funcs=expects_messages, settings={"max_steps": 1}).train()
-    assert "`expects_messages`. Completions are texts where the prompts" in str(caught.value.__notes__)
+    assert "`expects_messages`. Completions are strings because the dataset" in str(caught.value.__notes__)
 
 
 def test_a_folder_of_a_model_with_a_near_name_is_proposed(tmp_path):
@@ -271,11 +271,12 @@ def test_evaluations_hold_whole_questions(model_folder, tmp_path):
         trainer.evaluate(num_samples=5)
     with pytest.raises(ValueError, match="`k` .16. needs at least 16 episodes"):
         trainer.evaluate(k=[16], num_samples=4)
-    with pytest.raises(ValueError, match="`sampling` has 'temprature'; .* Did you mean 'temperature'"):
+    with pytest.raises(ValueError, match="`sampling` has no setting 'temprature'; .* Did you mean 'temperature'"):
         trainer.evaluate(sampling={"temprature": 1.0}, num_samples=4)
-    with pytest.raises(ValueError, match="no evaluation set 'hard': the trainer's `eval_dataset` has no names"):
+    with pytest.raises(ValueError, match="Unknown evaluation set 'hard': the sets of the trainer have no names"):
         trainer.evaluate("hard")
-    with pytest.raises(ValueError, match="Did you mean 'reasoner'"), trainer.parts.evaluations.silencing("resoner"):
+    evaluations = trainer.parts.evaluations
+    with pytest.raises(ValueError, match="Did you mean 'reasoner'"), evaluations.silence_agents("resoner"):
         pass
 
 
@@ -306,8 +307,8 @@ class StepsByText(World):
 @pytest.mark.parametrize(
     ("world", "message"),
     [
-        (NoColumns, r"`NoColumns.reset`, which is called with the columns of the row by name, .* Add `\*\*row`"),
-        (StepsByText, r"`StepsByText.step`, which is called with the list .* A text is `turns\[-1\].text`"),
+        (NoColumns, r"`NoColumns.reset` failed when called with the row's columns as keywords: .* Add `\*\*row`"),
+        (StepsByText, r"`StepsByText.step` failed when called with the round's list .* text is `turns\[-1\].text`"),
     ],
 )
 def test_methods_of_environments_with_other_arguments_are_named(model_folder, tmp_path, world, message):
@@ -332,7 +333,7 @@ def test_what_an_experiment_is_made_of_is_looked_at(model_folder, tmp_path):
     for wrong, message in (
         ({"args": {}}, "`args` of an `Experiment` must be a `MARFTConfig`, got dict"),
         ({"agents": ["a"]}, r"Write `AgentSpec\('a'\)`"),
-        ({"model": 1}, "which each run loads anew, got int"),
+        ({"model": 1}, "which each run loads, got int"),
         ({"eval_set": 1}, "`Experiment` has no argument `eval_set`"),
     ):
         with pytest.raises(TypeError, match=message):
@@ -348,9 +349,9 @@ def test_helpers_name_what_they_take(model_folder, tmp_path):
         rehearse(Returns(), "reasoner", lambda agent, seen: "x")
     with pytest.raises(TypeError, match="must return the text of a turn, got None"):
         rehearse(OtherName(), ["resoner"], lambda agent, seen: None)
-    with pytest.raises(TypeError, match=r"takes a list of runs, got a single one. Write `\['out'\]`"):
+    with pytest.raises(TypeError, match=r"takes a list of runs, got a single run. Write `\['out'\]`"):
         scores("out")
-    with pytest.raises(FileNotFoundError, match="written by evaluations with `eval_k`"):
+    with pytest.raises(FileNotFoundError, match="which evaluations write if `eval_k` is set"):
         scores([tmp_path])
 
 
@@ -364,10 +365,10 @@ SETTINGS = {
     "max_staleness": (1, "Set `use_vllm=True`"),
     "dynamic_sampling": ("no", "`dynamic_sampling` must be True or False; got 'no'"),
     "mixed_passes": ("no", "`mixed_passes` must be True or False, or None; got 'no'"),
-    "max_prompt_length": (512, "prompts are not cut"),
+    "max_prompt_length": (512, "prompts are not truncated"),
     "reward_weights": ({"f": 1.0}, "must be a list of numbers, one for each reward function"),
     "clip_agents": (1, "has no setting `clip_agents`"),
-    "deepspeed": ("zero2.json", "does not run under DeepSpeed: it reduces gradients itself"),
+    "deepspeed": ("zero2.json", "does not support DeepSpeed, which reduces gradients"),
 }
 
 
@@ -386,7 +387,7 @@ def test_a_conflict_with_a_preset_names_it(tmp_path):
 SPECS = {
     "lr": (1e-4, "`AgentSpec` has no argument `lr`. Did you mean 'learning_rate'?"),
     "systemprompt": ("x", "Did you mean 'system_prompt'?"),
-    "frobnicate": (1, "It has name, "),
+    "frobnicate": (1, "Its arguments are name, "),
     "temperature": (-1.0, "temperature"),
 }
 
@@ -413,7 +414,7 @@ def test_questions_that_cannot_be_answered(model_folder, folder, tmp_path):
     assert len({team("1+1=", seed=seed, greedy=True) for seed in range(8)}) == 1
     assert len({team("1+1=", seed=seed, sampling={"top_k": 1}) for seed in range(8)}) == 1
     for wrong, error, message in (
-        (["1+1=", "2+2="], TypeError, r"For several, use `team.run\(questions\)`"),
+        (["1+1=", "2+2="], TypeError, r"For several questions, use `team.run\(questions\)`"),
         ([], TypeError, "answers one question"),
         ("  ", ValueError, "Prompt 0 of 1 is empty"),
     ):
@@ -432,15 +433,15 @@ def test_questions_that_cannot_be_answered(model_folder, folder, tmp_path):
         team.run(["1+1=", ""], num_samples=2)
     with pytest.raises(ValueError, match="`greedy=True` and `sampling` were both passed"):
         team("1+1=", greedy=True, sampling={"temperature": 0.5})
-    with pytest.raises(TypeError, match="`replies` must map names of agents to functions, got list"):
+    with pytest.raises(TypeError, match="`replies` must map agent names to functions, got list"):
         Team.from_pretrained(folder, model=model_folder, replies=[len])
-    with pytest.raises(TypeError, match=r"takes a loaded base model without adapters, .*; got str"):
+    with pytest.raises(TypeError, match=r"must be a loaded base model without adapters, .*, got str"):
         load_adapters(model_folder, folder)
-    with pytest.raises(ValueError, match="pass it as `model=`"):
+    with pytest.raises(ValueError, match="Pass its folder or the loaded model as `model=`"):
         Team.from_pretrained(folder)
-    with pytest.raises(FileNotFoundError, match="no folder 'teem' here, and no team of this name could be read"):
+    with pytest.raises(FileNotFoundError, match="'teem' is not a local folder, and the team could not be loaded"):
         Team.from_pretrained("teem")
-    with pytest.raises(ValueError, match=r"is the folder of a saved team. To train it further, .*load_adapters"):
+    with pytest.raises(ValueError, match=r"is the folder of a saved team. To continue training, .*load_adapters"):
         team_trainer(str(folder), tmp_path)
 
 
@@ -453,7 +454,7 @@ def test_no_adapter_is_lost_in_silence(model_folder, folder, tmp_path, tokenizer
     reasoner, actor = tiny_agents()
     renamed = AgentSpec("planner", system_prompt=reasoner.system_prompt)
     trainer = make([renamed, actor], "renamed", peft_config=lora())
-    assert "No agent acts with 'reasoner' of the model's adapters: neither trained nor saved." in caplog.text
+    assert "No agent uses the model's adapters 'reasoner', so they are neither trained nor saved." in caplog.text
     assert "`AgentSpec('planner', adapter='reasoner')`" in caplog.text
     plan = trainer.plan()
     assert re.search("planner: adapter planner, .* weights, fresh;", plan)
@@ -464,14 +465,14 @@ def test_no_adapter_is_lost_in_silence(model_folder, folder, tmp_path, tokenizer
 
     caplog.clear()
     kept = make([AgentSpec("planner", system_prompt=reasoner.system_prompt, adapter="reasoner"), actor], "kept")
-    assert "No agent acts with" not in caplog.text
+    assert "No agent uses" not in caplog.text
     assert re.search("planner: adapter reasoner, .* weights, loaded;", kept.plan())
 
     # A folder that an earlier team was saved in
     team_trainer(model_folder, tmp_path / "both").save_model()
     caplog.clear()
     make([actor], "both").save_model()
-    assert "also holds 'reasoner', the adapters of an earlier team" in caplog.text
+    assert "also has the adapters 'reasoner' of an earlier team" in caplog.text
 
 
 def test_a_plan_says_what_copies_begin_with(model_folder, tmp_path):
@@ -483,7 +484,7 @@ def test_a_plan_says_what_copies_begin_with(model_folder, tmp_path):
 def test_a_base_with_too_few_tokens_is_refused(model_folder, folder, tokenizer):
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     base.resize_token_embeddings(len(tokenizer) - 4)
-    with pytest.raises(ValueError, match="it is another model. Pass the base of training"):
+    with pytest.raises(ValueError, match="the team was trained on another base. Pass that base"):
         Team.from_pretrained(folder, model=base)
 
 
@@ -493,14 +494,14 @@ def test_a_base_model_is_told_before_anything_else(model_folder, tmp_path, token
     team_trainer(model_folder, tmp_path, processing_class=tokenizer)
     first, second = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"][:2]
     assert "has no chat template, so the model is probably a base model" in first and "`-Instruct`" in first
-    assert "looks to its teammates like a message of somebody else" in second
+    assert "its teammates may mistake for a message from another speaker" in second
 
 
 def test_a_server_that_is_not_there_is_told_after_seconds(model_folder, tmp_path, caplog, monkeypatch):
-    assert addresses(None, "0.0.0.0", 8000) == ("http://127.0.0.1:8000",)  # noqa: S104
+    assert parse_addresses(None, "0.0.0.0", 8000) == ("http://127.0.0.1:8000",)  # noqa: S104
     ticks = itertools.count()  # a second at each look at the clock, however busy the machine is
     monkeypatch.setattr(replicas, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
-    monkeypatch.setattr(replicas, "_PAUSE", 0.0)
+    monkeypatch.setattr(replicas, "_POLL_SECONDS", 0.0)
     settings = {"use_vllm": True, "vllm_server_timeout": 9.0, "vllm_server_port": 9}
     with pytest.raises(RuntimeError, match="127.0.0.1:9 within 9 seconds .*vllm_mode='colocate'"):
         team_trainer(model_folder, tmp_path, settings=settings)

@@ -115,7 +115,7 @@ def test_shared_passes_equal_each_row_alone(family, checkpointing, others_words)
 
 def check_shared_passes(model, checkpointing, others_words, atol):
     base = model.get_base_model()
-    assert forward.why_not(base) is None
+    assert forward.find_obstacle(base) is None
     prompts, completions = ragged_rows(int(others_words), others_words)
     assert len(plan_passes(prompts, list(map(len, completions)))) == 3
     expected = logps_alone(base, prompts, completions, 0.7)
@@ -354,7 +354,7 @@ def test_positions_that_depend_on_the_length_of_a_row_are_not_shared(rope_type):
     own = {"rope_type": rope_type, "rope_theta": 10000.0}
     for parameters in (own, {"full_attention": own, "sliding_attention": {"rope_type": "default"}}):
         model.config.rope_parameters = parameters
-        assert rope_type in forward.why_not(model)
+        assert rope_type in forward.find_obstacle(model)
 
 
 def test_padding_does_not_move_models_that_have_learned_positions(tokenizer, tmp_path, monkeypatch):
@@ -418,13 +418,13 @@ def test_a_model_that_computes_otherwise_with_a_cache_is_found_out():
         return inner(*args, **kwargs)
 
     attention.forward = forgetful
-    assert "cannot run" in forward.why_not(base)
+    assert "cannot run" in forward.find_obstacle(base)
     attention.forward = inner
-    assert forward.why_not(base) is None
+    assert forward.find_obstacle(base) is None
     positions = base.model.rotary_emb.forward
 
     def from_the_start(states, position_ids):
         return positions(states, torch.arange(states.size(1)).unsqueeze(0))
 
     base.model.rotary_emb.forward = from_the_start
-    assert "come out otherwise" in forward.why_not(base)
+    assert "when rows share a prefix" in forward.find_obstacle(base)

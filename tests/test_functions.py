@@ -8,7 +8,7 @@ from marft_trl.extras.sandbox import get_code_reward
 from marft_trl.extras.tasks import get_reasoning_gym_reward
 from marft_trl.rewards import math_answer
 from marft_trl.rewards.answers import boxed
-from marft_trl.runs.resume import code_of
+from marft_trl.runs.resume import compute_fingerprint
 
 
 def made(bonus, *, scale=1.0, read=len):
@@ -28,39 +28,48 @@ def plus(completions, bonus, **columns):
 
 
 def test_the_parameters_of_a_function_are_part_of_it():
-    assert code_of(made(1)) == code_of(made(1)) != code_of(made(2))
-    assert code_of(made(1, scale=2.0)) != code_of(made(1)) != code_of(made(1, read=str.count))
-    assert code_of(made((1, "a"))) != code_of(made((1, "b")))
-    assert code_of(functools.partial(plus, bonus=1)) == code_of(functools.partial(plus, bonus=1))
-    partials = {code_of(functools.partial(plus, **given)) for given in ({"bonus": 1}, {"bonus": 2}, {})}
-    assert len(partials) == 3 and code_of(plus) not in partials
-    assert code_of(get_code_reward(seconds=10)) == code_of(get_code_reward(seconds=10))
-    assert code_of(get_code_reward(seconds=10)) != code_of(get_code_reward(seconds=120))
+    assert compute_fingerprint(made(1)) == compute_fingerprint(made(1)) != compute_fingerprint(made(2))
+    assert (
+        compute_fingerprint(made(1, scale=2.0))
+        != compute_fingerprint(made(1))
+        != compute_fingerprint(made(1, read=str.count))
+    )
+    assert compute_fingerprint(made((1, "a"))) != compute_fingerprint(made((1, "b")))
+    assert compute_fingerprint(functools.partial(plus, bonus=1)) == compute_fingerprint(
+        functools.partial(plus, bonus=1)
+    )
+    partials = {compute_fingerprint(functools.partial(plus, **given)) for given in ({"bonus": 1}, {"bonus": 2}, {})}
+    assert len(partials) == 3 and compute_fingerprint(plus) not in partials
+    assert compute_fingerprint(get_code_reward(seconds=10)) == compute_fingerprint(get_code_reward(seconds=10))
+    assert compute_fingerprint(get_code_reward(seconds=10)) != compute_fingerprint(get_code_reward(seconds=120))
     readers = [get_reasoning_gym_reward(answer=one) for one in (math_answer, boxed)]
-    assert code_of(readers[0]) != code_of(readers[1])
-    assert code_of(code_of).startswith("code_of (") and code_of(len) == "len"
+    assert compute_fingerprint(readers[0]) != compute_fingerprint(readers[1])
+    assert (
+        compute_fingerprint(compute_fingerprint).startswith("compute_fingerprint (")
+        and compute_fingerprint(len) == "len"
+    )
 
 
 def test_what_a_function_remembers_is_no_part_of_it():
     reward = made(1)
-    before = code_of(reward)
+    before = compute_fingerprint(reward)
     reward(["a", "b"])
     reward(["a"])
-    assert code_of(reward) == before
+    assert compute_fingerprint(reward) == before
 
     def again(depth):  # its closure has itself
         return again(depth - 1) if depth else 0
 
-    assert code_of(again) == code_of(again)
+    assert compute_fingerprint(again) == compute_fingerprint(again)
 
 
 def test_tables_and_variables_without_a_value_are_read():
-    assert code_of(functools.partial(plus, bonus={(1, 2): 3, None: 4})) != code_of(plus)
+    assert compute_fingerprint(functools.partial(plus, bonus={(1, 2): 3, None: 4})) != compute_fingerprint(plus)
 
     def early(completions):
         return late
 
-    assert code_of(early).startswith("early (")
+    assert compute_fingerprint(early).startswith("early (")
     late = 1
     assert early([]) == late
 
@@ -78,11 +87,11 @@ class Parses:
 
 def test_the_source_of_a_class_is_read_whatever_finalizers_do():
     before = gc.get_threshold()
-    expected = code_of(Parses())
+    expected = compute_fingerprint(Parses())
     try:
         gc.set_threshold(20)
         Parses()
-        assert all(code_of(Parses()) == expected for _ in range(20))
+        assert all(compute_fingerprint(Parses()) == expected for _ in range(20))
     finally:
         gc.set_threshold(*before)
         Parses.__del__ = lambda self: None

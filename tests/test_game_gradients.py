@@ -117,7 +117,7 @@ SLOW = pytest.mark.slow
 def test_players_follow_their_own_returns_without_bias(tmp_path, is_shared, settings, size, factor):
     world = Game(tmp_path, is_shared, **{"level": "token", **settings})
     if settings["advantage"] == "rae":  # a baseline of earlier batches
-        world.trainer.parts.checkpoints.owners["running_baselines"].load_state_dict(
+        world.trainer.parts.checkpoints.stateful["running_baselines"].load_state_dict(
             {"one/": [1.5, 3], "two/": [-1, 3]}
         )
     assert_same(world.of_groups(size), world.exact(), factor)

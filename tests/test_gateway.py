@@ -320,20 +320,20 @@ CALLED = [
         ({"model": None}, 404, "must be one of 'team', 'ann'"),
         ({"messages": []}, 400, "must be a list of messages"),
         ({"messages": asked(" ")}, 400, "A user message is empty"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "no message before it has made that call"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "no earlier message makes that call"),
         ({"messages": CALLED}, 400, "tools and stop strings that it was trained with"),
-        ({"messages": asked([{"type": "image_url", "image_url": {"url": "x"}}])}, 400, "parts of type 'text' alone"),
+        ({"messages": asked([{"type": "image_url", "image_url": {"url": "x"}}])}, 400, "may only have parts of"),
         ({"temperature": 3}, 400, "`temperature` must be a number from 0 to 2, got 3"),
         ({"top_p": 0}, 400, "`top_p` must be a number above 0"),
         ({"temprature": 1}, 400, "Did you mean 'temperature'"),
         ({"n": 0}, 400, "`n` must be an integer from 1 to 16, got 0"),
-        ({"n": 2, "stream": True}, 400, "`n` must be 1 for a stream"),
+        ({"n": 2, "stream": True}, 400, "`n` must be 1 if `stream` is true"),
         ({"stop": ["x"]}, 400, "stop strings that it was trained with"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools and stop strings that it was"),
         ({"logprobs": True}, 400, "`logprobs` is not supported"),
         ({"max_tokens": True}, 400, "`max_tokens` must be an integer"),
         ({"row": []}, 200, ""),
-        ({"row": {"prompt": "x"}}, 400, "further columns"),
+        ({"row": {"prompt": "x"}}, 400, "further dataset columns, without `prompt`"),
         ({"messages": asked("1 + " * 20_000)}, 400, "window"),
         ({"messages": asked("x" * 2_000_000)}, 413, "Too Large"),
         ({"logprobs": False, "user": "me", "response_format": {"type": "text"}, "stop": None, "x": None}, 200, ""),
@@ -368,7 +368,7 @@ def test_routes_types_and_encodings(named):
 
 
 def test_a_body_has_to_arrive_in_time(named, monkeypatch):
-    monkeypatch.setattr("marft_trl.extras.apps.http._SECONDS", 0.2)
+    monkeypatch.setattr("marft_trl.extras.apps.http._BODY_SECONDS", 0.2)
     host, port = named.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as slow:
         head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

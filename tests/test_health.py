@@ -63,7 +63,12 @@ class Watched:
 
 
 SYMPTOMS = {
-    "no signal": ({"frac_reward_zero_std": 1.0}, {"frac_reward_zero_std": 0.9}, PATIENCE, "THE REWARDS SAY NOTHING"),
+    "no signal": (
+        {"frac_reward_zero_std": 1.0},
+        {"frac_reward_zero_std": 0.9},
+        PATIENCE,
+        "THE REWARDS GIVE NO SIGNAL",
+    ),
     "truncated": (
         {"agents__solver__completions__clipped_ratio": 1.0},
         {"agents__solver__completions__clipped_ratio": 0.9},
@@ -72,7 +77,7 @@ SYMPTOMS = {
     "still": (
         {"move": 0.0, "agents__planner__grad_norm": 0.1},
         {"move": 1e-3, "agents__planner__grad_norm": 0.1},
-        *(PATIENCE, "agents 'planner'.* HAVE NOT MOVED.*`learning_rate`"),
+        *(PATIENCE, "agents 'planner'.* HAVE NOT CHANGED.*`learning_rate`"),
     ),
     "grown": ({"move": 1e3}, {}, 1, "agents 'planner'.* HAVE GROWN .*-FOLD.*`learning_rate=1e-05`"),
     "collapsed": (
@@ -83,7 +88,7 @@ SYMPTOMS = {
     "noise": (
         {"agents__planner__entropy": math.log(400) - 0.01},
         {"agents__planner__entropy": 3.0},
-        *(PATIENCE, "'planner' IS NOISE"),
+        *(PATIENCE, "'planner' IS NEARLY RANDOM"),
     ),
     "kl": ({"agents__planner__kl": 11.0}, {"agents__planner__kl": 1.0}, 3, "FAR FROM ITS REFERENCE.*`beta`"),
     "kl is NaN": ({"agents__planner__kl": math.nan}, {"agents__planner__kl": 1.0}, 3, "FAR FROM ITS REFERENCE"),
@@ -134,7 +139,7 @@ def test_an_agent_without_turns_is_named_after_the_first_batch_and_loudly_later(
     assert [record.message[:36] for record in caplog.records] == ["Agent 'solver' had no turn in the fi"]
     for _ in range(2 * PATIENCE):
         watched.step(agents__solver__turns=0.0)
-    assert len(caplog.records) == 2 and "THE AGENT 'solver' DOES NOT SPEAK" in caplog.records[1].message
+    assert len(caplog.records) == 2 and "THE AGENT 'solver' HAS NO TURNS" in caplog.records[1].message
     caplog.clear()
     later = Watched(tmp_path)
     later.step(agents__solver__turns=1.0)
@@ -174,7 +179,7 @@ def test_half_precision_of_trained_weights_is_said(tmp_path, caplog):
     watched = Watched(tmp_path)
     watched.layer.bfloat16()
     watched.health.on_train_begin(None, watched.state, None)
-    assert "are torch.bfloat16: updates that are smaller than its precision are lost" in caplog.text
+    assert "are torch.bfloat16, so updates below this precision are lost" in caplog.text
 
 
 # ---- Dead runs ----
@@ -191,8 +196,8 @@ def dead_run(model, tmp_path, steps=PATIENCE + 1, **arguments):
 def test_a_constant_reward_is_said(small_model, tmp_path, caplog):
     changed, trainer = dead_run(small_model, tmp_path, reward_funcs=lambda completions, **_: [1.0] * len(completions))
     assert not changed and trainer.state.log_history[0]["frac_reward_zero_std"] == 1.0
-    assert caplog.text.count("THE REWARDS SAY NOTHING") == 1
-    assert "adapter 'actor' (agents 'actor') HAVE NOT MOVED" in caplog.text
+    assert caplog.text.count("THE REWARDS GIVE NO SIGNAL") == 1
+    assert "adapter 'actor' (agents 'actor') HAVE NOT CHANGED" in caplog.text
 
 
 def test_turns_that_are_all_truncated_and_masked_are_said(small_model, tmp_path, caplog):
@@ -206,7 +211,7 @@ def test_turns_that_are_all_truncated_and_masked_are_said(small_model, tmp_path,
     assert not moved(before, weights(trainer))
     for name in ("reasoner", "actor"):
         assert f"EVERY TURN OF '{name}' IS TRUNCATED" in caplog.text
-    assert "They are masked (`mask_truncated_completions`)" in caplog.text
+    assert "Truncated turns are masked (`mask_truncated_completions`)" in caplog.text
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert all(entry["loss"] == 0.0 and entry["grad_norm"] == 0.0 for entry in logged)
     assert not any(value != value for entry in logged for value in entry.values())  # no NaN
@@ -221,10 +226,10 @@ def test_an_agent_that_is_never_called_is_said(small_model, tmp_path, caplog):
     changed, _ = dead_run(small_model, tmp_path, workflow=Alone())
     assert changed and not any(".reasoner." in name for name in changed)
     assert caplog.text.count("Agent 'reasoner' had no turn in the first generation batch") == 1
-    assert caplog.text.count("THE AGENT 'reasoner' DOES NOT SPEAK") == 1
-    assert "'actor' DOES NOT SPEAK" not in caplog.text
-    assert "Look for `episode.turn('reasoner')`" in caplog.text
-    assert "HAVE NOT MOVED" not in caplog.text  # its turn to learn has not come
+    assert caplog.text.count("THE AGENT 'reasoner' HAS NO TURNS") == 1
+    assert "'actor' HAS NO TURNS" not in caplog.text
+    assert "Check `episode.turn('reasoner')`" in caplog.text
+    assert "HAVE NOT CHANGED" not in caplog.text  # its turn to learn has not come
 
 
 def test_a_learning_rate_far_too_high_is_said_in_the_first_step(small_model, tmp_path, caplog):
@@ -300,7 +305,8 @@ def test_a_number_that_is_not_finite_is_found_before_a_step(field):
     check_finite([rows[0], good], {field: "x"})
     for value in (math.nan, math.inf):
         bad = replace(rows[1], **{field: torch.tensor([1.0, value])})
-        with pytest.raises(FloatingPointError, match=rf"`{field}` of a turn of 'solver' \(episode 1 .*nothing was"):
+        message = rf"`{field}` of a turn of 'solver' \(episode 1 .*its batch was not used"
+        with pytest.raises(FloatingPointError, match=message):
             check_finite([rows[0], bad], {field: "x"})
 
 
@@ -367,7 +373,7 @@ def test_a_team_of_one_dead_agent_is_said(small_model, tmp_path, caplog):
         workflow=Sequential(["solo"]), callbacks=[StopAt(PATIENCE + 1)],
     )  # fmt: skip
     trainer.train()
-    assert "(agents 'solo') HAVE NOT MOVED" in caplog.text and "`learning_rate` is 0 or too small" in caplog.text
+    assert "(agents 'solo') HAVE NOT CHANGED" in caplog.text and "`learning_rate` is 0 or too small" in caplog.text
 
 
 def test_what_moves_a_little_is_not_called_still(tmp_path, caplog):

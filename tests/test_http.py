@@ -19,7 +19,7 @@ both = pytest.mark.parametrize("path", BODIES)
 
 
 class Backend:
-    timeout, max_body, closes, json_only, models = 20.0, 1 << 20, False, True, ["a"]
+    timeout, max_body, closes_connections, json_only, models = 20.0, 1 << 20, False, True, ["a"]
 
     def __init__(self, ask):
         self._ask, self.outcomes, self.num_lost = ask, [], 0
@@ -33,8 +33,8 @@ class Backend:
     def ended(self, request, client, outcome):
         self.outcomes.append(outcome)
 
-    async def ask(self, asked, body, is_retry, tell):
-        return http.Answer([await self._ask(tell)], self._lost)
+    async def answer(self, asked, body, is_retry, on_text):
+        return http.ChatReplies([await self._ask(on_text)], self._lost)
 
     def _lost(self):
         self.num_lost += 1
@@ -80,14 +80,14 @@ def texts_of(stream):
 
 @both
 def test_an_answer_grows_and_is_sent_once(path):
-    async def grows(tell):
-        tell("thought", False, "b", 0)
-        tell("one ", True, "a", 1)
+    async def grows(on_text):
+        on_text("thought", False, "b", 0)
+        on_text("one ", True, "a", 1)
         await asyncio.sleep(0)
-        tell("two", True, "a", 1)
+        on_text("two", True, "a", 1)
         return ChatReply("one two")
 
-    async def at_once(tell):
+    async def at_once(on_text):
         return ChatReply("one two")
 
     assert texts_of(streamed(Backend(grows), path)[1]) == ["one ", "two"]
@@ -97,11 +97,11 @@ def test_an_answer_grows_and_is_sent_once(path):
 @both
 def test_a_stream_says_that_it_is_alive_also_while_teammates_speak(path, monkeypatch):
     """In a form that shows no teammates, nothing would be sent for minutes."""
-    monkeypatch.setattr(http, "_SILENCE", 0.05)
+    monkeypatch.setattr(http, "_KEEP_ALIVE_SECONDS", 0.05)
 
-    async def long(tell):
+    async def long(on_text):
         for _ in range(20):
-            tell("thought", False, "b", 0)
+            on_text("thought", False, "b", 0)
             await asyncio.sleep(0.02)
         return ChatReply("done")
 
@@ -113,16 +113,16 @@ def test_a_stream_says_that_it_is_alive_also_while_teammates_speak(path, monkeyp
 def test_a_connection_that_what_answers_has_lost_is_no_lost_client(path):
     """A tool's database, after the first text: the client gets an error, and the stream ends."""
 
-    async def fails(tell):
-        tell("one", True, "a", 0)
+    async def fails(on_text):
+        on_text("one", True, "a", 0)
         await asyncio.sleep(0.1)
         raise ConnectionError("the database is away")
 
     backend = Backend(fails)
     status, stream = streamed(backend, path)
-    assert status == 200 and "as error" in stream and "database" not in stream and not backend.num_lost
+    assert status == 200 and "See error" in stream and "database" not in stream and not backend.num_lost
 
-    async def fails_at_once(tell):
+    async def fails_at_once(on_text):
         raise ConnectionError("the database is away")
 
     assert streamed(Backend(fails_at_once), path)[0] == 500
@@ -133,14 +133,14 @@ def test_a_connection_that_what_answers_has_lost_is_no_lost_client(path):
 def test_a_client_that_is_gone_is_not_refused(path, when):
     gone = asyncio.Event()
 
-    async def waits(tell):
+    async def waits(on_text):
         if when == "told":
-            tell("one", True, "a", 0)
+            on_text("one", True, "a", 0)
         gone.set()
         for _ in range(100):
             await asyncio.sleep(0.05 if when == "written to" else 0.6)
             if when == "written to":
-                tell("more", True, "a", 0)
+                on_text("more", True, "a", 0)
 
     backend = Backend(waits)
 
@@ -156,7 +156,7 @@ def test_a_client_that_is_gone_is_not_refused(path, when):
 
     served(backend, talk, cancels=when != "written to")
     (outcome,) = backend.outcomes
-    assert outcome.status == 499 and outcome.wrong is None and gone.is_set()
+    assert outcome.status == 499 and outcome.error is None and gone.is_set()
 
 
 @both
@@ -164,7 +164,7 @@ def test_a_client_that_is_gone_is_not_refused(path, when):
 def test_a_body_that_is_not_said_to_be_json_is_refused_wherever_the_application_is_mounted(path, prefix):
     """A page of another server can send a text without asking first."""
 
-    async def never(tell):
+    async def never(on_text):
         raise AssertionError("was asked")
 
     async def talk(session, url):
@@ -187,7 +187,7 @@ def test_a_path_that_is_not_there_names_those_that_are():
 
 @both
 def test_what_a_backend_refuses_has_its_status(path):
-    async def refuses(tell):
+    async def refuses(on_text):
         raise RequestError("It is full.", 503, code="overloaded")
 
     backend = Backend(refuses)
@@ -196,4 +196,4 @@ def test_what_a_backend_refuses_has_its_status(path):
         async with session.post(url + path, json=BODIES[path]) as response:
             return response.status, response.headers["Retry-After"], (await response.json())["error"]["code"]
 
-    assert served(backend, talk) == (503, "1", "overloaded") and backend.outcomes[0].wrong.status == 503
+    assert served(backend, talk) == (503, "1", "overloaded") and backend.outcomes[0].error.status == 503

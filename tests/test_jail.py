@@ -283,7 +283,7 @@ def test_programs_cannot_fill_the_disk(walls, where):
     if walls == "bubblewrap":
         assert outcome.status == "error" and "No space left" in outcome.stderr
     else:
-        assert outcome.status == "killed" and outcome.stderr.endswith("has written over 1000 files or 8388608 bytes.")
+        assert outcome.status == "killed" and outcome.stderr.endswith("wrote more than 1000 files or 8388608 bytes.")
 
 
 @pytest.mark.parametrize("deleted", [False, True])
@@ -311,11 +311,11 @@ def test_what_exceeds_a_limit_is_said(monkeypatch):
     monkeypatch.setattr(jail_module, "_working_bubblewrap", lambda: ())  # whose folder is in memory
     program = PRELUDE.format(bait="", parent=0, port=0) + LIMITS["threads"]["five thousand"][0]
     outcome = run_python(program, limits=Limits(threads=20))
-    assert outcome.status == "killed" and outcome.stderr.endswith("Stopped: the program has more than 20 threads.")
+    assert outcome.status == "killed" and outcome.stderr.endswith("Killed: the program has more than 20 threads.")
     outcome = run_python(
         "import os, time\nfor i in range(50): os.mkdir(str(i))\ntime.sleep(2)", limits=Limits(entries=20)
     )
-    assert outcome.status == "killed" and "over 20 files" in outcome.stderr
+    assert outcome.status == "killed" and "more than 20 files" in outcome.stderr
 
 
 def test_the_time_of_a_program_begins_when_it_does(monkeypatch):
@@ -396,7 +396,7 @@ def test_a_folder_that_cannot_be_removed_is_no_error(monkeypatch, tmp_path, capl
     monkeypatch.setattr(jail_module.subprocess, "run", fails)
     (tmp_path / "left").touch()
     jail_module._remove(str(tmp_path))
-    assert "could not be removed: no shell" in caplog.text and tmp_path.exists()
+    assert "of a program: no shell" in caplog.text and tmp_path.exists()
 
 
 def test_no_file_is_left_open(tmp_path, monkeypatch, walls):
@@ -441,14 +441,14 @@ def test_a_program_that_could_not_be_started_is_not_a_wrong_one(fence, monkeypat
     assert pass_rate("print(3)", ADD) == 0.5
     fence("raise MemoryError('none left')")
     monkeypatch.setattr(jail_module, "_missing", lambda: ())  # it was well when the run began
-    with pytest.raises(JailError, match="(?s)could not be started: .*none left"):
+    with pytest.raises(JailError, match="(?s)Cannot start a program: .*none left"):
         pass_rate("print(3)", ADD)
 
     def fails(*args, **kwargs):
         raise OSError("Resource temporarily unavailable")
 
     monkeypatch.setattr(jail_module.subprocess, "Popen", fails)
-    with pytest.raises(JailError, match="cannot be run: Resource temporarily"):
+    with pytest.raises(JailError, match="Cannot run a program: Resource temporarily"):
         pass_rate("print(3)", ADD)
 
 
@@ -566,5 +566,5 @@ def test_too_many_open_files_are_no_wrong_program(monkeypatch):
     with pytest.raises(JailError, match="Too many open files"):
         run_python("print(1)")
     monkeypatch.setattr(jail_module.tempfile, "mkdtemp", refuse)
-    with pytest.raises(JailError, match="There is no folder for a program"):
+    with pytest.raises(JailError, match="Cannot create a folder for a program"):
         run_python("print(1)")

@@ -117,4 +117,4 @@ def test_a_process_that_cannot_be_interrupted_ends_all(small_model, tmp_path):
     """Its last words reach the others, and it exits with code 124."""
     its = lives("faults", tmp_path, small_model, "--rank", 1, "--kinds", "stuck")["stuck"]
     assert its["seconds"] < 30 and its["statuses"] == [1, 124]
-    assert "could not be interrupted, so the process ends" in its["errors"][0][0]
+    assert "could not be interrupted, so the process exits" in its["errors"][0][0]

@@ -258,7 +258,7 @@ TAPES = []
 @pytest.fixture
 def tapes(monkeypatch):
     TAPES.clear()
-    monkeypatch.setattr(steps, "why_not_captured", lambda model: None)
+    monkeypatch.setattr(steps, "find_capture_obstacle", lambda model: None)
     monkeypatch.setattr(steps, "captured", on_tape)
     return TAPES
 
@@ -315,7 +315,7 @@ def test_a_graph_of_other_weights_is_not_used(tapes, caplog):
         for parameter in model.parameters():
             parameter.data = parameter.data * 1.5  # at another address
     assert len(tapes) == 1 and taken
-    assert "without a captured graph: ValueError: its logits are others" in caplog.text
+    assert "without CUDA graphs: ValueError: the logits of the graph differ" in caplog.text
     assert not torch.equal(taken[0][0], taken[1][0])
 
 
@@ -376,12 +376,12 @@ def test_stop_texts_end_turns_of_fixed_steps(model_folder, tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("kind", "line"), [(None, "replays captured graphs"), ("dynamic", "launches each kernel: `cache_")]
+    ("kind", "line"), [(None, "replays CUDA graphs"), ("dynamic", "does not use CUDA graphs: `cache_")]
 )
 def test_where_steps_are_captured(model_folder, tmp_path, monkeypatch, caplog, kind, line):
     """On a GPU by default; the log has the loop that runs and the reason."""
     trainer = static_team(model_folder, tmp_path)
-    generator, sampling = trainer.parts.runner.generator, Sampling.of(AgentSpec("ann"), trainer.args)
+    generator, sampling = trainer.parts.runner.generator, Sampling.from_agent(AgentSpec("ann"), trainer.args)
     settings = {"cache_implementation": kind}
     assert not generator.keeps_shapes(settings, sampling, None)
     monkeypatch.setattr(TrlEngine, "model", Device(trainer.model, "cuda"))
@@ -415,4 +415,4 @@ def test_steps_of_a_base_in_4_bits_are_captured(model_folder, tmp_path, tapes, c
             [[one.ids for one in answers([name] * 10, prompts)] for name in ("reasoner", "actor", "reasoner")]
         )
     assert found[0] == found[1] and found[0][0] != found[0][1]
-    assert tapes and "without a captured graph" not in caplog.text
+    assert tapes and "without CUDA graphs" not in caplog.text

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 
 from marft_trl import AgentSpec, Sequential, Workflow
-from marft_trl.algorithms.baselines import BASELINES, Samples
+from marft_trl.algorithms.baselines import BASELINES, TurnReturns
 from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import EnvironmentLoop
@@ -388,7 +388,7 @@ def test_a_factor_is_that_of_its_joint_action_alone(model_folder, tmp_path, clip
             return after_update(slices, adapter)
         rows = [row for slice_ in slices for row in slice_.rows]
         with torch.no_grad():
-            present = trainer.parts.log_probs.of_policy(rows)
+            present = trainer.parts.log_probs.compute_log_probs(rows)
         change = {
             (row.episode, row.joint_action): (now - row.old_per_token_logps).sum().item()
             for row, now in zip(rows, present, strict=True)
@@ -463,11 +463,11 @@ def test_what_needs_adapters_or_functions_says_so(model_folder, tmp_path):
         settings = arguments.pop("settings")
         return team_trainer(model_folder, tmp_path, settings=settings, **arguments)
 
-    with pytest.raises(ValueError, match=r"`critic='shared'` needs a base that stays"):
+    with pytest.raises(ValueError, match=r"`critic='shared'` needs a frozen base"):
         build(settings=PPO, peft_config=None)
-    with pytest.raises(ValueError, match=r"`credit='counterfactual'` needs a base"):
+    with pytest.raises(ValueError, match=r"`credit='counterfactual'` needs a frozen base"):
         build(settings={"credit": "counterfactual"}, peft_config=None)
-    with pytest.raises(ValueError, match=r"nothing scores those of agent 'reasoner'"):
+    with pytest.raises(ValueError, match=r"no function scores the turns of agent 'reasoner'"):
         build(settings={"credit": "per_step"})
     with pytest.raises(ValueError, match=r"`reward_funcs` of agent 'solver' .* `credit='equal'` does not use"):
         build(settings={}, agents=[AgentSpec("solver", reward_funcs=own)])
@@ -493,7 +493,7 @@ def samples_of(rows, group_size, num_agents):
     """Samples from tuples of episode, agent, node and return."""
     episodes, agents, nodes, returns = zip(*rows, strict=True)
     indices = (torch.tensor(column) for column in (episodes, agents, nodes))
-    return Samples(*indices, torch.tensor(returns), group_size, num_agents)
+    return TurnReturns(*indices, torch.tensor(returns), group_size, num_agents)
 
 
 @pytest.mark.parametrize(

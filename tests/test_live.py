@@ -182,7 +182,7 @@ def test_who_stops_listening_ends_the_turn(namesakes):
             async def cancelled():
                 task = asyncio.ensure_future(team.arun([QUESTIONS[0]]))
                 await asyncio.sleep(0.12)
-                with pytest.raises(RuntimeError, match="a team that is answering"):
+                with pytest.raises(RuntimeError, match="a team while it answers"):
                     team.drop_agent(NAMES[0])
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -201,7 +201,7 @@ def test_rows_that_are_given_up_or_at_their_limit_leave_the_batch(tokenizer):
     async def looked():
         heard: dict[str, list[int]] = {"a": [], "b": [], "c": [], "d": []}
         turns = [LiveTurn(0, None, heard["a"].extend), LiveTurn(0, 2, heard["b"].extend), LiveTurn(0), LiveTurn(0)]
-        rows = LiveRows(turns, ends=[9], longest=8, samples=True, device=torch.device("cpu"))
+        rows = LiveRows(turns, end_token_ids=[9], longest=8, samples=True, device=torch.device("cpu"))
         assert rows.limits == [8, 2, 8, 8] and rows.draws.shape == (4, 8)
         assert torch.equal(rows.draws[0], rows.draws[1])  # of their seeds
         assert rows.look([0, 1, 2, 3], [[1], [2], [3], [4]], [False, False, False, True]) == [False] * 3 + [True]
@@ -222,7 +222,7 @@ def test_the_loop_of_transformers_is_watched_too(tokenizer):
         found: list[int] = []
         (ids,) = ([*tokenizer("12=")["input_ids"]],)
         turn = LiveTurn(0, None, found.extend)
-        rows = LiveRows([turn], ends=[], longest=8, samples=False, device=torch.device("cpu"))
+        rows = LiveRows([turn], end_token_ids=[], longest=8, samples=False, device=torch.device("cpu"))
         rows.other = StopStringCriterion(StopStrings(tokenizer, ["="]))
         prompt, done = [5, 5], []
         for token in [*ids, 0, 0]:
@@ -242,7 +242,7 @@ def test_text_grows_by_whole_characters(tokenizer):
     parts = [growing.add([one]) for one in ids]
     assert "".join(parts) == growing.text == tokenizer.decode(ids, skip_special_tokens=True)
     assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
-    assert growing.rest_of(growing.text + "!") == "!" and growing.rest_of("another") == ""
+    assert growing.get_rest(growing.text + "!") == "!" and growing.get_rest("another") == ""
 
 
 def test_a_failure_is_raised_where_it_was_asked_for(team):

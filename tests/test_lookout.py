@@ -40,7 +40,7 @@ def test_nobody_waits_for_a_store_that_does_not_answer(monkeypatch):
     watch = PeerMonitor(Silent(), 1, [Place("node0", 7), Place.here()])
     start = time.monotonic()
     watch.say("a failure")
-    assert "the machine of process 0 (node0), which keeps their list, does not answer" in watch.news()
+    assert "the machine of process 0 (node0), which keeps the list of processes, does not respond" in watch.news()
     assert watch._store.asked.is_set() and time.monotonic() - start < 30
 
 
@@ -67,7 +67,7 @@ def test_a_process_of_this_machine_that_was_killed_is_named(monkeypatch):
     watch = PeerMonitor(HashStore(), 0, [Place.here(), Place(socket.gethostname(), child.pid)])
     child.kill()
     child.wait()
-    assert f"Process 1 of the run (pid {child.pid}) has ended without an error of its own" in watch.news()
+    assert f"Process 1 of the run (pid {child.pid}) exited without an error of its own" in watch.news()
 
 
 @pytest.mark.slow
@@ -92,7 +92,8 @@ def test_a_process_that_stands_still_after_another_has_failed_is_ended():
         output, said = started[0].communicate(timeout=120)
         assert "waiting" in output and started[0].returncode == 1
         assert "Process 1 of the run failed: KeyError: 'the judge is gone'" in said
-        assert f"Process 0 (pid {started[0].pid} on {socket.gethostname()}) has waited for it for 1 s and ends" in said
+        place = f"(pid {started[0].pid} on {socket.gethostname()})"
+        assert f"Process 0 {place} has been stuck for 1 s since then, and exits" in said
     finally:
         for process in started:
             process.kill()
@@ -135,4 +136,4 @@ def test_a_killed_process_is_named_where_the_store_went_with_it(monkeypatch):
             raise RuntimeError("Connection reset by peer")
 
     watch = PeerMonitor(Gone(), 1, [Place(socket.gethostname(), child.pid), Place.here()])
-    assert f"Process 0 of the run (pid {child.pid}) has ended" in watch.news()
+    assert f"Process 0 of the run (pid {child.pid}) exited without an error of its own" in watch.news()

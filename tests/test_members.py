@@ -78,7 +78,7 @@ def test_an_agent_is_a_plain_model_with_its_own_adapter(load, quantized):
         assert len(copied) == sum("lora_" in name for name, _ in model.named_parameters())  # the base is shared
         for parameter in copied:
             parameter.data.zero_()
-        with pytest.raises(RuntimeError, match=r"`team.merge\(agent\)` returns a merged copy"):
+        with pytest.raises(RuntimeError, match=r"`team.merge\(agent\)`, which returns a merged copy"):
             model.merge_and_unload()
     assert ids_of(team) == before
     with pytest.raises(KeyError, match="Did you mean 'actor'"):
@@ -146,7 +146,7 @@ def test_what_cannot_be_changed_is_refused_and_changes_nothing(load, before, mod
     undescribed = Sequential()
     undescribed.functions = [lambda x: x]
     cases = [
-        (lambda: team.add_agent(AgentSpec("new")), ValueError, "Where the weights of agent 'new' come from"),
+        (lambda: team.add_agent(AgentSpec("new")), ValueError, "The adapter of agent 'new' needs exactly one source"),
         (lambda: team.add_agent(AgentSpec("actor"), peft_config=lora()), ValueError, "actor"),
         (lambda: team.add_agent(AgentSpec("new"), weights=tmp_path), FileNotFoundError, "adapter_config.json"),
         (lambda: team.add_agent(AgentSpec("new"), weights=f"{team_folder}/actor", before="x"), KeyError, "'x'"),

@@ -245,8 +245,8 @@ def test_a_large_team_of_small_turns_shares_passes_by_default(model_folder, tmp_
         ({"team": agents(["solo"])}, "number of trained adapters is 1"),
         ({"gradient_checkpointing": True}, "gradient checkpointing is on"),
         ({"share_prefixes": False}, "forward passes of `GRPOTrainer`"),
-        ({"team": agents(configs={"two": lora(4, use_dora=True)})}, "variants of LoRA"),
-        ({"team": agents(configs={"two": lora(4, lora_dropout=0.5)})}, "the dropout of the adapters differs"),
+        ({"team": agents(configs={"two": lora(4, use_dora=True)})}, "a variant of LoRA"),
+        ({"team": agents(configs={"two": lora(4, lora_dropout=0.5)})}, "the adapters have different dropout rates"),
         ({"team": agents(configs={"two": lora(4, lora_bias=True)})}, "adapters have biases"),
     ],
     ids=str,
@@ -275,7 +275,7 @@ def test_other_passes_in_between_are_an_error():
     mixed = MixedLora(model)
     with mixed.on():
         mixed.use(["one", "two"])
-        with pytest.raises(RuntimeError, match="whose rows have adapters of their own"):
+        with pytest.raises(RuntimeError, match="does not fit the rows of the mixed pass"):
             model(input_ids=torch.zeros(3, 4, dtype=torch.long))
     assert isinstance(model(input_ids=torch.zeros(3, 4, dtype=torch.long)).logits, torch.Tensor)
     assert not any("forward" in vars(module) for module in model.modules() if isinstance(module, nn.Module))
@@ -285,13 +285,13 @@ def test_modules_that_are_trained_as_a_whole_are_not_mixed():
     from peft import get_peft_model
 
     model = get_peft_model(tiny_model(32), lora(modules_to_save=["lm_head"]), adapter_name="one")
-    assert MixedLora.why_not(model, ["one"]) == "adapters have modules that are trained as a whole"
+    assert MixedLora.find_obstacle(model, ["one"]) == "the adapters have `modules_to_save` or trainable tokens"
     plain = get_peft_model(tiny_model(32), lora(), adapter_name="one")
-    assert MixedLora.why_not(plain, ["one"]) is None
+    assert MixedLora.find_obstacle(plain, ["one"]) is None
     layer = next(module for module in plain.modules() if hasattr(module, "lora_A"))
     layer.forward = layer.forward  # as accelerate's hooks do
-    assert MixedLora.why_not(plain, ["one"]) == "layers have hooks of other libraries"
-    assert MixedLora.why_not(tiny_model(32), ["one"]) == "adapters are not LoRAs"
+    assert MixedLora.find_obstacle(plain, ["one"]) == "another library has hooked the layers"
+    assert MixedLora.find_obstacle(tiny_model(32), ["one"]) == "the adapters are not LoRA adapters"
 
 
 # ---- Generation ----

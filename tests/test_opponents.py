@@ -219,7 +219,7 @@ def test_a_function_that_hangs_ends_the_run_in_time(model_folder, tmp_path, is_a
 
     opponent = AgentSpec("right", reply=never if is_async else blocks)
     trainer = trainer_of(model_folder, tmp_path, opponent, workflow_timeout=0.3)
-    with pytest.raises(EpisodeError, match=r"has waited for .*(never|blocks)"):
+    with pytest.raises(EpisodeError, match=r"has waited 0.3 seconds for .*(never|blocks)"):
         trainer.train()
 
 
@@ -246,7 +246,7 @@ def test_a_saved_team_asks_for_its_functions(model_folder, tmp_path):
     )
     trainer.save_model()
     assert "parrot" in (tmp_path / "README.md").read_text() and not (tmp_path / "right").exists()
-    with pytest.raises(ValueError, match=r"agent 'right' came from the function `.*parrot`.*`replies=\{'right': "):
+    with pytest.raises(ValueError, match=r"`.*parrot` wrote the turns of agent 'right'.*`replies=\{'right': "):
         Team.from_pretrained(tmp_path, model=model_folder, environment_factory=Alternating)
     workflow = Sequential(["left", "right"])
     team = Team.from_pretrained(tmp_path, model=model_folder, workflow=workflow, replies={"right": parrot})
@@ -284,7 +284,7 @@ def played(model_folder, tmp_path_factory):
 def test_copies_join_and_leave_the_pool(model_folder, tmp_path):
     opponent = AgentSpec("right", copy_of="left", copy_every=2, copies=2)
     trainer = trainer_of(model_folder, tmp_path, opponent, max_steps=5)
-    past = trainer.parts.runner.copies
+    past = trainer.parts.runner.past_copies
     kept = {0: [p.detach().clone() for p in trainer.policies.parameters("left").values()]}
 
     class Note(StopAt):
@@ -305,7 +305,7 @@ def test_copies_join_and_leave_the_pool(model_folder, tmp_path):
 def test_an_opponent_speaks_with_the_weights_of_its_copy(played):
     """Greedy turns of each copy are those of a team whose agent has these weights itself."""
     trainer, _ = played
-    past, prompt = trainer.parts.runner.copies, "Begin"
+    past, prompt = trainer.parts.runner.past_copies, "Begin"
     episodes = trainer.team.run([prompt] * 12, seed=5, greedy=True)
     assert {episode.copies["right"] for episode in episodes} == set(past.steps("right")) == {1, 2}
     texts = {}
@@ -325,7 +325,7 @@ def test_every_copy_has_a_place_of_its_own_on_servers(model_folder, tmp_path):
     """And keeps it as long as it is in the pool, also where a resumed run takes copies at other steps."""
     past = trainer_of(
         model_folder, tmp_path, AgentSpec("right", copy_of="left", copy_every=1, copies=3)
-    ).parts.runner.copies
+    ).parts.runner.past_copies
     assert [past.at("right", place) for place in range(3)] == [0, 0, 0]
     for step in (3, 6, 9, 10):
         before = {one: past.entry("right", one) for one in past.steps("right")}
@@ -341,7 +341,7 @@ def test_every_copy_has_a_place_of_its_own_on_servers(model_folder, tmp_path):
 
 
 def test_draws_depend_on_the_place_of_an_episode_alone(played):
-    past = played[0].parts.runner.copies
+    past = played[0].parts.runner.past_copies
     drawn = [past.draw((42, 0, index))["right"] for index in range(200)]
     assert 60 < drawn.count(1) < 140 and drawn == [past.draw((42, 0, index))["right"] for index in range(200)]
 
@@ -370,7 +370,7 @@ def test_copies_are_saved_and_resumed_exactly(model_folder, tmp_path):
     assert not moved(weights(whole), weights(resumed))
     saved = [load_file(tmp_path / run / "checkpoint-3" / COPIES_NAME) for run in ("whole", "killed")]
     assert saved[0].keys() == saved[1].keys() and all(its.equal(saved[1][name]) for name, its in saved[0].items())
-    assert resumed.parts.runner.copies.steps("right") == [1, 2, 3]
+    assert resumed.parts.runner.past_copies.steps("right") == [1, 2, 3]
     drop = {"total_flos", "train_runtime", "train_samples_per_second", "train_steps_per_second", "step_time"}
     logs = [
         [{k: v for k, v in log.items() if k not in drop} for log in t.state.log_history[1:3]] for t in (whole, resumed)
@@ -379,7 +379,7 @@ def test_copies_are_saved_and_resumed_exactly(model_folder, tmp_path):
 
 
 def pools(trainer):
-    past = trainer.parts.runner.copies
+    past = trainer.parts.runner.past_copies
     return {agent: past.steps(agent) for agent in past.agents} if past is not None else {}
 
 
@@ -455,7 +455,7 @@ def test_the_best_team_meets_no_later_copies(model_folder, tmp_path):
 
     trainer.evaluation_loop = judged
     trainer.train()
-    past = trainer.parts.runner.copies
+    past = trainer.parts.runner.past_copies
     assert past.steps("right") == [0, 1] and past.entry("right", 1).endswith("1")
     assert all(
         map(torch.equal, trainer.policies.parameters("right").values(), trainer.policies.parameters("left").values())
@@ -466,7 +466,7 @@ def test_a_copy_has_the_config_of_its_source(model_folder, tmp_path):
     base = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="left")
     base.add_adapter("right", lora(r=8))
     with pytest.raises(
-        ValueError, match=r"'right' acts with past copies of 'left', but its adapter 'right' has another"
+        ValueError, match=r"'right' acts with past copies of 'left', but its adapter 'right' has a different"
     ):
         trainer_of(base, tmp_path, COPY, arguments={"peft_config": None})
     base.delete_adapter("right")
@@ -501,7 +501,7 @@ class Pool:
 def test_win_rates_by_hand():
     policies = SimpleNamespace(is_trained=lambda name: name == "left")
     team = TeamSetup([AgentSpec("left"), AgentSpec("right")], None, policies, None, None, {}, {}, None)
-    games = GameMetrics(team, own=None, copies=Pool())
+    games = GameMetrics(team, own=None, past_copies=Pool())
     results = [(1, -1, 2), (0.1 + 0.2, 0.3, 2), (-2, 2, 5), (3, 1, 5)]
     played = [EpisodeOutcome({"left": left, "right": right}, {"right": copy}) for left, right, copy in results]
     assert games.metrics([*played, None]) == {
@@ -539,7 +539,7 @@ def test_wins_are_those_of_the_episodes(model_folder, tmp_path):
     ("fields", "error", "message"),
     [
         ({"reply": "hello"}, TypeError, r"`reply` of agent 'right' must be a function `reply\(messages\)`"),
-        ({"reply": parrot, "adapter": "x"}, ValueError, r"'right' has its turns from a function, so `adapter` would"),
+        ({"reply": parrot, "adapter": "x"}, ValueError, r"'right' takes its turns from `reply`, so `adapter` would"),
         ({"reply": parrot, "copy_of": "left"}, ValueError, r"so `copy_of` would have no effect"),
         ({"reply": parrot, "learning_rate": 1.0}, ValueError, r"so `learning_rate` would have no effect"),
         ({"copy_of": "left", "learning_rate": 1.0}, ValueError, r"'right' is a copy of 'left', so `learning_rate`"),
@@ -547,7 +547,7 @@ def test_wins_are_those_of_the_episodes(model_folder, tmp_path):
         ({"copy_of": "left", "copies": 0}, ValueError, r"`copies` of agent 'right' must be an integer of at least 1"),
         ({"copy_of": "left", "copy_every": 0.5}, TypeError, r"`copy_every` of agent 'right' must be an integer"),
         ({"copies": 2}, ValueError, r"`copies` of agent 'right' has no effect without `copy_of`"),
-        ({"copy_of": "lefty"}, ValueError, r"is a copy of 'lefty', but the team has 'left', 'right'.*'left'"),
+        ({"copy_of": "lefty"}, ValueError, r"copy of 'lefty', but the agents of the team are 'left', 'right'.*'left'"),
         ({"copy_of": "right"}, ValueError, r"'right' cannot be a copy of itself"),
         ({"copy_of": "left", "adapter": "left"}, ValueError, r"share the adapter 'left' but differ in `trainable`"),
     ],
@@ -558,7 +558,7 @@ def test_what_cannot_be_an_opponent(fields, error, message):
 
 
 def test_names_of_functions_are_no_adapters():
-    with pytest.raises(ValueError, match=r"'left' acts with an adapter named 'right', which is the name of an agent"):
+    with pytest.raises(ValueError, match=r"'left' uses the adapter 'right', but 'right' is the name of an agent"):
         check_team([AgentSpec("left", adapter="right"), AgentSpec("right", reply=parrot)])
     assert replace(AgentSpec("right"), reply=parrot).adapter is None
 
@@ -566,7 +566,7 @@ def test_names_of_functions_are_no_adapters():
 def test_functions_have_no_window(model_folder, tmp_path):
     """Nothing reads what they are shown, unless a critic does."""
     trainer = trainer_of(model_folder, tmp_path, AgentSpec("right", reply=parrot))
-    trainer.parts.runner.prompts.window = 40
+    trainer.parts.runner.prompts.window_size = 40
     spec = trainer.agents[1]
     (observation,) = trainer.parts.runner.observe([(spec, "many " * 100, (), ())])
     assert len(observation.ids) > 40
@@ -584,7 +584,7 @@ def test_full_pools_are_in_the_memory_plan(model_folder, tmp_path):
 
 
 def test_rewards_that_cancel_in_turns_are_an_error_too(model_folder, tmp_path):
-    with pytest.raises(ValueError, match="cancel in their sum"):
+    with pytest.raises(ValueError, match="sum to zero in all"):
         trainer_of(model_folder, tmp_path, AgentSpec("right"), returns="team", max_steps=4).train()
 
 

@@ -88,13 +88,13 @@ def test_a_step_that_does_not_fit_is_taken_again_with_the_same_result(
 
 
 def test_a_step_is_taken_again_with_the_same_random_numbers(model_folder, tmp_path, monkeypatch):
-    drawn, parts = [], TeamLoss._parts
+    drawn, parts = [], TeamLoss._loss_terms
 
     def noting(*args):
         drawn.append(torch.rand(()).item())
         return parts(*args)
 
-    monkeypatch.setattr(TeamLoss, "_parts", noting)
+    monkeypatch.setattr(TeamLoss, "_loss_terms", noting)
 
     def draws(failures):
         trainer = team_trainer(model_folder, tmp_path, settings={**SETTINGS, "max_steps": 1})

@@ -1,7 +1,7 @@
 """Own returns under every rule of credit: discounts over own turns, scored turns, re-runs, candidates, tools."""
 
 from marft_trl import AgentSpec
-from marft_trl.algorithms.baselines import BASELINES, Samples
+from marft_trl.algorithms.baselines import BASELINES, TurnReturns
 from marft_trl.workflows import EnvironmentLoop
 
 import pytest
@@ -93,7 +93,7 @@ def test_alternatives_are_compared_with_one_another_alone():
     nan = float("nan")
     episodes, nodes = torch.tensor([0, 0, 0, 0, 0, 1, 1]), torch.tensor([0, 0, 0, 1, 1, 0, 0])
     returns = torch.tensor([1.0, 2.0, 6.0, 10.0, nan, -1.0, 3.0])
-    samples = Samples(episodes, torch.zeros(7, dtype=torch.long), nodes, returns, group_size=1, num_agents=1)
+    samples = TurnReturns(episodes, torch.zeros(7, dtype=torch.long), nodes, returns, group_size=1, num_agents=1)
     found = BASELINES["c3"].function(samples, "group").tolist()
     assert found == [1.0 - 4.0, 2.0 - 3.5, 6.0 - 1.5, 0.0, 0.0, -4.0, 4.0]
 

@@ -86,7 +86,8 @@ def test_a_server_ends_when_its_owner_is_killed(python, tmp_path):
 
 def test_a_server_that_does_not_start_says_why(python, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_VLLM_FAILS", "1")
-    with pytest.raises(EngineDownError, match=r"(?s)`vllm_mode='colocate'`\) ended with 1\. .*log.*no such model"):
+    message = r"(?s)`vllm_mode='colocate'`\) exited with status 1\. .*log.*no such model"
+    with pytest.raises(EngineDownError, match=message):
         own(python, tmp_path).wait(60)
 
 
@@ -140,8 +141,8 @@ def test_what_does_not_go_with_a_server_of_its_own(tmp_path, model_folder, monke
             config(tmp_path, **mode, **dict([settings]))
     with pytest.raises(ValueError, match="cannot sleep"):
         config(tmp_path, **mode, vllm_enable_sleep_mode=True, max_staleness=1)
-    with pytest.raises(ImportError, match="set `vllm_python` to its interpreter"):
+    with pytest.raises(ImportError, match="set `vllm_python` to the interpreter"):
         team_trainer(model_folder, tmp_path, settings=mode)
-    with pytest.raises(ValueError, match="got '/nowhere/python', which is no program"):
+    with pytest.raises(ValueError, match="got '/nowhere/python', which is not an executable"):
         team_trainer(model_folder, tmp_path, settings={**mode, "vllm_python": "/nowhere/python"})
     assert not os.listdir(tmp_path)

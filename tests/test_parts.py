@@ -139,7 +139,7 @@ def test_factors_of_joint_actions_by_hand(processes):
     ]
     moved = {0: old + 0.25, 2: old - 0.5}
     scores = SimpleNamespace(
-        scoring=lambda: torch.no_grad(), of_policy=lambda rows: [moved[row.number] for row in rows]
+        scoring=lambda: torch.no_grad(), compute_log_probs=lambda rows: [moved[row.number] for row in rows]
     )
     for level, divisor in ((TokenLevel(), 1), (ActionLevel("token"), 2)):
         run = run_of(SimpleNamespace(sequential_clip=None), processes, board)

@@ -86,7 +86,7 @@ def manifest_text(model_folder, tmp_path_factory):
         (lambda data: data["adapters"].pop("actor"), "is damaged: KeyError"),
         (lambda data: data.update(workflow="Sequential"), "is damaged: TypeError"),
         (lambda data: data.pop("agents"), "is damaged: KeyError"),
-        (lambda data: data["adapters"]["actor"].update(folder="../actor"), "into the folder '../actor'"),
+        (lambda data: data["adapters"]["actor"].update(folder="../actor"), "has '../actor' as the folder of"),
         (lambda data: data["adapters"].update({"../x": {"folder": "../x"}}), "cannot be the name of an adapter"),
         (lambda data: data["agents"][0].update(name="/tmp/x"), "cannot be the name of an agent"),
         (lambda data: data["agents"][0].update(rank=3), "is damaged: TypeError"),
@@ -94,9 +94,9 @@ def manifest_text(model_folder, tmp_path_factory):
         (lambda data: data["agents"][0].update(peft_config={"r": 1}), "is damaged: TypeError"),
         (lambda data: data["inference"].update(workflow_timeout=float("nan")), "'workflow_timeout' is nan"),
         (lambda data: data["inference"].update(tool_limits={"bogus": 1}), "is damaged: TypeError"),
-        (lambda data: data["inference"].update(tool_limits={"calls": "x"}), "'tool_limits' holds 'x'"),
+        (lambda data: data["inference"].update(tool_limits={"calls": "x"}), "'tool_limits' has 'x'"),
         (lambda data: data["inference"].update(context_overflow="zz"), "'context_overflow' is 'zz'"),
-        (lambda data: data["inference"].update(chat_template_kwargs={"tokenize": False}), "holds 'tokenize'"),
+        (lambda data: data["inference"].update(chat_template_kwargs={"tokenize": False}), "kwargs' has 'tokenize'"),
         (
             lambda data: data["inference"]["sampling"]["actor"].update(max_completion_length=None),
             "'max_completion_length' None",
@@ -241,11 +241,11 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_fold
     resumed.train(resume_from_checkpoint=True)
     assert began_at(resumed) == 2
     assert not moved(weights(whole), weights(resumed))
-    owners = whole.parts.checkpoints.owners
+    stateful = whole.parts.checkpoints.stateful
     names = {"user_randomness", "rollouts", "reach", "updates", "health", "users", "runner", "own_returns"}
-    assert set(owners) == names | {"collapse", "reporter"}  # a feature that is off has no state
-    for name, owner in owners.items():
-        assert owner.state_dict() == resumed.parts.checkpoints.owners[name].state_dict(), name
+    assert set(stateful) == names | {"collapse", "reporter"}  # a feature that is off has no state
+    for name, owner in stateful.items():
+        assert owner.state_dict() == resumed.parts.checkpoints.stateful[name].state_dict(), name
     assert len(load_file(tmp_path / "cut" / "checkpoint-3" / "actor" / "adapter_model.safetensors")) > 0
     for folder in (tmp_path / "cut").glob("checkpoint-*"):
         (folder / "trainer_state.json").unlink()
@@ -273,7 +273,7 @@ def test_a_checkpoint_of_another_team_or_number_of_processes_is_refused(model_fo
     team_trainer(model_folder, tmp_path, settings=settings).train()
     three = [*tiny_agents(), AgentSpec("checker")]
     trainer = team_trainer(model_folder, tmp_path, agents=three, settings=settings)
-    with pytest.raises(ValueError, match=r"has the agents and adapters .*'reasoner'.*but the team is .*'checker'"):
+    with pytest.raises(ValueError, match=r"has the agents and adapters .*'reasoner'.*but the team has .*'checker'"):
         trainer.train(resume_from_checkpoint=True)
     frozen = [tiny_agents()[0], AgentSpec("actor", trainable=False)]
     trainer = team_trainer(model_folder, tmp_path, agents=frozen, settings={**settings, "max_steps": 3})
@@ -379,19 +379,19 @@ def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path, set
         team_trainer(model_folder, tmp_path, agents=agents, reward_funcs=Curriculum(), settings=settings)
         for _ in range(2)
     )
-    owners = trainer.parts.checkpoints.owners
+    stateful = trainer.parts.checkpoints.stateful
     optional = {"sequential", "running_baselines", "value_scale", "dynamic_sampling"}
-    assert set(owners) == {"copies", "user_randomness", *STATES} - optional | features
-    for name in owners.keys() & STATES.keys():
-        owners[name].load_state_dict(STATES[name])
-    owners["copies"].take(20)
-    with owners["user_randomness"].theirs():
+    assert set(stateful) == {"copies", "user_randomness", *STATES} - optional | features
+    for name in stateful.keys() & STATES.keys():
+        stateful[name].load_state_dict(STATES[name])
+    stateful["copies"].take(20)
+    with stateful["user_randomness"].user_states():
         torch.rand(3)
     trainer.parts.checkpoints.save(tmp_path)
-    before = {name: owner.state_dict() for name, owner in other.parts.checkpoints.owners.items()}
+    before = {name: owner.state_dict() for name, owner in other.parts.checkpoints.stateful.items()}
     other.parts.checkpoints.load(tmp_path)
-    for name, owner in owners.items():
-        assert owner.state_dict() == other.parts.checkpoints.owners[name].state_dict() != before[name], name
+    for name, owner in stateful.items():
+        assert owner.state_dict() == other.parts.checkpoints.stateful[name].state_dict() != before[name], name
 
 
 def test_rows_of_a_checkpoint_are_those_that_were_saved(tmp_path):
@@ -539,7 +539,7 @@ def test_what_cannot_be_saved_is_known_before_anything_is_generated(model_folder
         settings = {"save_strategy": save_strategy}
         return team_trainer(model_folder, tmp_path, workflow=Undescribed(), reward_funcs=reward, settings=settings)
 
-    with pytest.raises(CheckpointError, match="could not be saved, so it is not started.*function is not JSON"):
+    with pytest.raises(CheckpointError, match="was not started, because it could not be saved.*function is not JSON"):
         trainer("steps").train()
     with pytest.raises(InterruptedError, match="generated"):  # nothing will be saved there, unless it is asked for
         trainer("no").train()

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from marft_trl import AgentSpec, Sequential, TeamManifest, Workflow
-from marft_trl.learning.memory import ActivationCost, MemoryPlan, cache_size, head_size, optimizer_size, size_of
+from marft_trl.learning.memory import ActivationCost, MemoryPlan, cache_size, count_bytes, head_size, optimizer_size
 from marft_trl.rollout.transformers_generator import TransformersGenerator
 from marft_trl.seams.generation import TrlEngine
 from marft_trl.tiny import tiny_agents, tiny_dataset
@@ -48,19 +48,17 @@ def test_a_plan_names_agents_links_batches_and_observations(model_folder, tmp_pa
     assert re.search(r"judge: .* frozen; temperature 0.5", plan)
     # 8 episodes x 4 slices at once; a step takes 2 slices of 8; the judge's turns are no training rows
     assert "32 episodes are generated at once: 8 prompts x 4 episodes, on 1 process" in plan
-    assert "3 turns in an episode, as rehearsed: planner 1, solver 1, judge 1" in plan
+    assert "3 turns per episode in the rehearsal: planner 1, solver 1, judge 1" in plan
     assert "16 episodes in an optimizer step: 32 training rows" in plan
     assert "each episode is used 2 times; 2 steps" in plan
     # A batch of 4 slices, each used twice, lasts for 4 steps of 2 slices; 8 + 4 tokens and the judge's, as long as all
     longest = 8 + 4 + trainer.args.max_completion_length
-    assert (
-        f"1 generation batch in 4 optimizer steps, of at most {longest} decoding steps one after the other\n" in plan
-    )
+    assert f"1 generation batch per 4 optimizer steps, with at most {longest} decoding steps in sequence\n" in plan
     row = trainer.train_dataset[0]["prompt"]
-    shown = dict(re.findall(r"What (\w+) is shown: (\d+) tokens", plan))
+    shown = dict(re.findall(r"Observation of (\w+): (\d+) tokens", plan))
     assert shown.keys() == {"planner", "solver", "judge"} and f"user: {row}" in plan
-    assert "(what solver says)" in plan.partition("What judge is shown")[2]
-    assert "(what planner says)" not in plan.partition("What judge is shown")[2]
+    assert "(what solver says)" in plan.partition("Observation of judge")[2]
+    assert "(what planner says)" not in plan.partition("Observation of judge")[2]
     rehearsal = trainer.parts.planner.rehearse(trainer.train_dataset[0])
     rows = [len(rehearsal.shown[name].ids) for name in ("planner", "solver")]
     made_up = len(trainer.processing_class("(what planner says)")["input_ids"])
@@ -81,15 +79,14 @@ def test_a_plan_has_the_number_of_steps_and_says_where_one_has_a_single_prompt(s
     trainer.train()  # 4 batches, on which each of two agents takes a step
     assert trainer.state.global_step == 8 and "1 epoch, which is 8 steps" in plan
     alone = {"per_device_train_batch_size": 4}
-    assert "ONE PROMPT in a step: increase" in team_trainer(small_model, tmp_path, settings=alone).plan()
+    assert "ONE PROMPT per step: increase" in team_trainer(small_model, tmp_path, settings=alone).plan()
 
 
 def test_what_the_rehearsal_does_not_reach_is_shown_alone(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, workflow=Orchestrated("reasoner"))
     plan = trainer.plan()
-    assert (
-        "What actor is shown" in plan and "(not reached in the rehearsal)" in plan.partition("What actor is shown")[2]
-    )
+    assert "Observation of actor" in plan
+    assert "(not reached in the rehearsal)" in plan.partition("Observation of actor")[2]
 
 
 def test_a_plan_reckons_with_turns_as_long_as_they_may_be(model_folder, tmp_path):
@@ -120,7 +117,7 @@ def test_a_workflow_that_waits_for_words_is_planned_too(model_folder, tmp_path):
             while "OK" not in (await episode.turn("reasoner", sees=[])).text:
                 pass
 
-    assert "64 turns in an episode" in team_trainer(model_folder, tmp_path, workflow=Endless()).plan()
+    assert "64 turns per episode" in team_trainer(model_folder, tmp_path, workflow=Endless()).plan()
 
 
 def test_memory_is_counted_where_it_can_be(model_folder, tmp_path):
@@ -207,7 +204,7 @@ def test_sizes_by_hand():
         intermediate_size, vocab_size = 16, 100
 
     tensor = torch.zeros(3, 5)
-    assert size_of([tensor, tensor]) == 60
+    assert count_bytes([tensor, tensor]) == 60
     assert optimizer_size([tensor], "adamw_torch") == 120 and optimizer_size([tensor], "paged_adamw_8bit") == 30
     assert optimizer_size([tensor], "sgd") == 0
     # keys and values x 2 layers x 3 rows x 10 tokens x 2 heads x 2 numbers x 4 bytes

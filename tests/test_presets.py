@@ -34,8 +34,8 @@ def test_what_is_set_beside_a_preset_wins_also_where_it_is_the_default():
     args = config(preset="marft-a", epsilon=0.1, gamma=1.0, critic="shared")
     assert (args.epsilon, args.gamma, args.critic, args.gae_lambda) == (0.1, 1.0, "shared", 0.95)
     shown = str(args)
-    assert "set beside it: critic='shared', gamma=1.0, epsilon=0.1" in shown
-    assert "gamma=1.0" not in shown.split("set beside it")[0]
+    assert "set explicitly: critic='shared', gamma=1.0, epsilon=0.1" in shown
+    assert "gamma=1.0" not in shown.split("set explicitly")[0]
 
 
 def test_a_preset_on_a_command_line():
@@ -76,30 +76,30 @@ def test_what_is_left_unset_follows_the_rest():
         ({"value_clip": 0}, r"`value_clip` must be a finite number above 0, or None for no clipping; got 0"),
         ({"epsilon": None}, r"`epsilon` must be a number, got None"),
         ({"reward_weights": [1.0, float("nan")]}, r"`reward_weights` must be finite numbers"),
-        ({"critic": "none"}, r"`critic` must be one of None, 'shared', .*; got the text 'none'"),
+        ({"critic": "none"}, r"`critic` must be one of None, 'shared', .*; got the string 'none'"),
         ({"gamma": 0.9}, r"`gamma=0.9` has no effect with `credit_kind='returns'`. Set `credit_kind='rewards'`"),
         ({"token_gamma": 0.9}, r"`token_gamma=0.9` has no effect with `advantage='group'`"),
         ({**PPO, "level": "action", "token_gamma": 0.9}, r"`token_gamma=0.9` has no effect with `level='action'`"),
         ({**PPO, "credit_kind": "returns", "gae_lambda": 0.9}, r"`gae_lambda=0.9` has no effect with `credit_kind="),
         ({"critic_sees": "history"}, r"`critic_sees='history'` has no effect with `advantage='group'`"),
-        ({**PPO, "critic_warmup_steps": 9, "max_steps": 8}, r"no agent would ever learn"),
-        ({"agent_iteration_interval": 8, "max_steps": 8}, r"leaves no step of `max_steps` \(8\) to the second"),
-        ({**PPO, **LONE, "level": "action"}, r"one episode in a generation batch .* or set `normalize_advantages="),
-        ({**LONE, "advantage": "batch", "num_generations": 1}, r"one episode in a generation batch"),
-        ({"num_generations": 1, "advantage": "leave_one_out"}, r"`num_generations` \(1\) needs a critic"),
+        ({**PPO, "critic_warmup_steps": 9, "max_steps": 8}, r"no agent would be trained"),
+        ({"agent_iteration_interval": 8, "max_steps": 8}, r"leaves no step of `max_steps` \(8\) for the second"),
+        ({**PPO, **LONE, "level": "action"}, r"generation batch of one episode .* or set `normalize_advantages="),
+        ({**LONE, "advantage": "batch", "num_generations": 1}, r"generation batch of one episode"),
+        ({"num_generations": 1, "advantage": "leave_one_out"}, r"`num_generations=1` needs a critic"),
         ({"advantage": "turn", "turn_candidates": 1}, r"`turn_candidates` is 1"),
-        ({"level": "action", "loss_type": "dapo"}, r"`loss_type='dapo'` weighs a turn by its tokens"),
-        ({"level": "action", "importance_sampling_level": "sequence"}, r"is `level='action'` with"),
+        ({"level": "action", "loss_type": "dapo"}, r"`loss_type='dapo'` weights a turn by its number of tokens"),
+        ({"level": "action", "importance_sampling_level": "sequence"}, r"means `level='action'` with"),
         ({"credit_discount": 0.5}, r"`credit_discount=0.5` has no effect with `credit='equal'`"),
         ({"own_reward_weight": 0.5}, r"`own_reward_weight=0.5` has no effect"),
-        ({"credit": "counterfactual", "credit_kind": "rewards"}, r"would count teammates' turns"),
-        ({"advantage": "turn", "credit": "counterfactual"}, r"leaves nothing for `credit='counterfactual'`"),
+        ({"credit": "counterfactual", "credit_kind": "rewards"}, r"would credit an agent for its teammates' turns"),
+        ({"advantage": "turn", "credit": "counterfactual"}, r"there is nothing for `credit='counterfactual'`"),
         (
             {"credit": "per_step", "multi_objective_aggregation": "normalize_then_sum"},
             r"needs `advantage='group'` or `'agent'` and `credit='equal'`",
         ),
         ({"target_kl": 0.1}, r"`target_kl=0.1` has no effect: with `num_iterations=1`"),
-        ({"update_order": "resampled", "agent_iteration_interval": 2}, r"both say who learns when"),
+        ({"update_order": "resampled", "agent_iteration_interval": 2}, r"both set which agent is trained in a step"),
         ({"update_order": "sequential", "advantage": "turn"}, r"most rows are candidates"),
         (
             {"update_order": "sequential", "gradient_accumulation_steps": 2, "steps_per_generation": 1},

@@ -229,7 +229,7 @@ def can_be_shown(text):
 
 @functools.cache
 def builder():
-    return PromptBuilder(TOKENIZER, tokenize, chat_template=prepare_template(TOKENIZER, "x"), ends=[2])
+    return PromptBuilder(TOKENIZER, tokenize, chat_template=prepare_template(TOKENIZER, "x"), end_token_ids=[2])
 
 
 def said(text):

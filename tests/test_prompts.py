@@ -160,7 +160,7 @@ def test_results_and_calls_that_a_template_does_not_show_are_not_lost(text, othe
         (observation,) = builder(tokenizer).build([(AgentSpec("actor"), prompt, [])])
         assert "[tool]\n42" in tokenizer.decode(observation.ids)
     else:
-        with pytest.raises(ValueError, match="Message 1 of a prompt only calls tools, which the chat template"):
+        with pytest.raises(ValueError, match="Message 1 of a prompt contains only tool calls, which the chat templ"):
             builder(tokenizer).build([(AgentSpec("actor"), prompt, [])])
 
 
@@ -175,7 +175,7 @@ def test_generated_control_tokens_are_shown_spelled_out(tokenizer):
 def test_a_template_that_drops_messages_is_refused():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
-    with pytest.raises(ValueError, match="drops or rewrites messages"):
+    with pytest.raises(ValueError, match="drops or changes messages"):
         builder(tokenizer).build(
             [(AgentSpec("actor", system_prompt="x"), "Q", [Turn("actor", "a", 0), Turn("judge", "b", 1)])]
         )
@@ -266,7 +266,7 @@ def test_a_conversation_is_rendered_as_often_whatever_its_length():
     """Each request goes on from the turn before it, not from all turns before."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = chat_template("qwen2_5")
-    prompts, agent = builder(tokenizer, ends=[tokenizer.eos_token_id]), AgentSpec("ann")
+    prompts, agent = builder(tokenizer, end_token_ids=[tokenizer.eos_token_id]), AgentSpec("ann")
     render, rendered, counts = prompts.template.render, [], []
     prompts.template.render = lambda *args, **kwargs: rendered.append(1) or render(*args, **kwargs)
     messages = [{"role": "user", "content": "q"}]

@@ -58,7 +58,7 @@ def builder(source, **options):
 )  # fmt: skip
 def test_answers_alone_are_left_of_earlier_turns_where_the_template_does_so(source, text, answer):
     earlier = EarlierReasoning(ChatTemplate(tiny_tokenizer(), source))
-    assert earlier.is_cut == (source != PLAIN) and earlier.answer(text) == answer
+    assert earlier.removes_reasoning == (source != PLAIN) and earlier.answer(text) == answer
     (shown,) = earlier.shown([Turn("planner", text, index=0)])
     assert shown.raw_text == answer and shown.text == text
 

@@ -280,7 +280,7 @@ def test_a_dry_run_tells_what_would_happen(model_folder, tmp_path):
     options = ["--num_agents", "3", "--anonymous", "none", "--dry_run", "true"]
     output = run(command("deepscaler", model_folder, tmp_path, *options), tmp_path)
     assert "planner -> solver\n  solver -> verifier" in output
-    assert "3 turns in an episode, as rehearsed: planner 1, solver 1, verifier 1" in output
+    assert "3 turns per episode in the rehearsal: planner 1, solver 1, verifier 1" in output
     assert "4 episodes in an optimizer step: 12 training rows" in output
     assert "[agent_1]\n" in output.replace("    ", "").replace("  ", "") and "You are" not in output
     assert "done in" not in output and not (tmp_path / "out" / "planner").exists()

@@ -3,8 +3,14 @@
 import asyncio
 import time
 
-from marft_trl.extras.engines.replicas import EngineDownError, Replicas, ServerSettings, addresses, longest_turn
-from marft_trl.extras.engines.server import AnswerError, Order, RefusedError
+from marft_trl.extras.engines.replicas import (
+    EngineDownError,
+    ServerPool,
+    ServerSettings,
+    find_max_model_len,
+    parse_addresses,
+)
+from marft_trl.extras.engines.server import AnswerError, GenerateRequest, RefusedError
 from marft_trl.system.event_loop import run_coroutine
 
 import pytest
@@ -18,7 +24,7 @@ def settings(servers, **changes):
 
 
 def orders(count=24):
-    return [Order("a-v1", [1, 2, index], 12, {"seed": index, "temperature": 1.0}) for index in range(count)]
+    return [GenerateRequest("a-v1", [1, 2, index], 12, {"seed": index, "temperature": 1.0}) for index in range(count)]
 
 
 def generate(servers, asked=None, events=None, **changes):
@@ -29,16 +35,16 @@ def generate(servers, asked=None, events=None, **changes):
         if "a-v1" not in await server.models(5.0):
             await server.load("a-v1", "/somewhere", 5.0)
 
-    async def one(replicas, order):
-        found = await replicas.generate(order)
+    async def one(pool, order):
+        found = await pool.generate(order)
         done.append(order)
         if len(done) in events:
             await asyncio.to_thread(events[len(done)])
         return found
 
     async def run():
-        async with Replicas(settings(servers, **changes), make_ready) as replicas:
-            return await asyncio.gather(*[one(replicas, order) for order in asked])
+        async with ServerPool(settings(servers, **changes), make_ready) as pool:
+            return await asyncio.gather(*[one(pool, order) for order in asked])
 
     return run_coroutine(run)
 
@@ -154,9 +160,9 @@ def test_requests_are_cancelled_with_their_episodes():
         server.delay = lambda body: 60.0
 
         async def run():
-            async with Replicas(settings([server]), lambda _: asyncio.sleep(0)) as replicas:
+            async with ServerPool(settings([server]), lambda _: asyncio.sleep(0)) as pool:
                 server.loaded["a-v1"] = ""
-                tasks = [asyncio.ensure_future(replicas.generate(order)) for order in orders(3)]
+                tasks = [asyncio.ensure_future(pool.generate(order)) for order in orders(3)]
                 await asyncio.sleep(0.3)
                 tasks[0].cancel()
                 await asyncio.sleep(0.1)
@@ -168,18 +174,18 @@ def test_requests_are_cancelled_with_their_episodes():
 
 
 def test_addresses_and_what_servers_tell():
-    assert addresses(None, "localhost", 8000) == ("http://localhost:8000",)
-    assert addresses("http://a:1/", "", 0) == ("http://a:1",)
-    assert addresses(["http://a:1/v1", "https://b"], "", 0) == ("http://a:1", "https://b")
-    assert addresses("http://a:1, http://b:2", "", 0) == ("http://a:1", "http://b:2")
+    assert parse_addresses(None, "localhost", 8000) == ("http://localhost:8000",)
+    assert parse_addresses("http://a:1/", "", 0) == ("http://a:1",)
+    assert parse_addresses(["http://a:1/v1", "https://b"], "", 0) == ("http://a:1", "https://b")
+    assert parse_addresses("http://a:1, http://b:2", "", 0) == ("http://a:1", "http://b:2")
     for wrong in (["localhost:8000"], ["http://a", "http://a/"], "ftp://a"):
         with pytest.raises(ValueError, match="vllm_server_base_url"):
-            addresses(wrong, "", 0)
+            parse_addresses(wrong, "", 0)
     with fake_servers() as (server,):
-        assert longest_turn(settings([server])) == 512
+        assert find_max_model_len(settings([server])) == 512
         url = server.url
     with pytest.raises(EngineDownError, match=f"no vLLM server at {url}.*vllm_command"):
-        longest_turn(ServerSettings((url,), server_timeout=0.3))
+        find_max_model_len(ServerSettings((url,), server_timeout=0.3))
 
 
 def test_the_most_likely_tokens_are_those_without_the_sampled_one():
@@ -208,7 +214,7 @@ def test_a_request_that_always_fails_harms_no_other_and_ends(how):
         asked, results = orders(12), []
 
         async def run():
-            async with Replicas(
+            async with ServerPool(
                 settings([server], request_timeout=0.6), lambda one: one.load("a-v1", "/x", 5)
             ) as them:
                 results.extend(await asyncio.gather(*map(them.generate, asked), return_exceptions=True))
@@ -239,8 +245,8 @@ def test_a_streamed_turn_is_heard_once_also_if_it_is_asked_for_again(breaks_at):
             await server.load("a-v1", "/somewhere", 5.0)
 
         async def run():
-            async with Replicas(settings([server]), make_ready) as replicas:
-                return await replicas.generate(order, heard.append)
+            async with ServerPool(settings([server]), make_ready) as pool:
+                return await pool.generate(order, heard.append)
 
         order = next(one for one in orders() if len(expected([one])[0]) > 4)
         (generated, _), (ids,) = run_coroutine(run), expected([order])

@@ -10,15 +10,15 @@ import sys
 from marft_trl import AgentSpec, MARFTTrainer, Sequential, Workflow
 from marft_trl.episodes.records import Turn
 from marft_trl.extras.report import Experiment, cells, load_experiment, report
-from marft_trl.extras.report.arms import arms_of, check_arms
+from marft_trl.extras.report.arms import check_arms, make_arms
 from marft_trl.extras.report.comparison import ArmResult, compare, judged, verdicts, write_pages
-from marft_trl.extras.report.experiment import differences, settings_of
+from marft_trl.extras.report.experiment import collect_settings, differences
 from marft_trl.extras.tasks import game_seeds
 from marft_trl.prompts import team_view
 from marft_trl.reporting import Interval
 from marft_trl.reporting.evaluation import read_samples, write_samples
 from marft_trl.rollout.runner import RunMode
-from marft_trl.runs.resume import code_of
+from marft_trl.runs.resume import compute_fingerprint
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
 from marft_trl.workflows import Debate, EnvironmentLoop
 
@@ -58,25 +58,25 @@ def reported(model_folder, tmp_path_factory):
 
 
 def names(arms):
-    return [arm.name for arm in arms if arm.why_not is None]
+    return [arm.name for arm in arms if arm.skip_reason is None]
 
 
 # ---- Arms ----
 
 
 def test_the_arms_of_a_chain(model_folder, tmp_path):
-    arms = arms_of(experiment(model_folder, tmp_path))
+    arms = make_arms(experiment(model_folder, tmp_path))
     assert names(arms) == [
         *("team", "untrained", "solo", "solo_untrained", "anonymous", "shared"),
         *("frozen:reasoner", "without:reasoner", "emptied:reasoner", "frozen:actor", "without:actor"),
     ]
-    (last,) = (arm for arm in arms if arm.why_not is not None)
-    assert (last.name, last.why_not) == ("emptied:actor", "it is the last agent, which nobody waits for")
+    (last,) = (arm for arm in arms if arm.skip_reason is not None)
+    assert (last.name, last.skip_reason) == ("emptied:actor", "it is the last agent, whose turns no teammate reads")
 
 
 def test_what_an_arm_changes(model_folder, tmp_path):
     made = experiment(model_folder, tmp_path)
-    arms = {arm.name: arm for arm in arms_of(made)}
+    arms = {arm.name: arm for arm in make_arms(made)}
     (solo,) = arms["solo"].change(made).agents
     assert solo.max_completion_length == sum(agent.max_completion_length for agent in made.agents)
     assert arms["solo"].is_budgeted
@@ -86,27 +86,27 @@ def test_what_an_arm_changes(model_folder, tmp_path):
     assert [agent.name for agent in arms["without:reasoner"].change(made).agents] == ["actor"]
     assert arms["anonymous"].change(made).options == {"anonymous": True}
     together = made.changed(agents=arms["shared"].change(made).agents)
-    own = {arm.name: arm for arm in arms_of(together)}
+    own = {arm.name: arm for arm in make_arms(together)}
     assert [agent.adapter for agent in own["own"].change(together).agents] == ["reasoner", "actor"]
     frozen = own["frozen:actor"].change(together).agents
     assert [(agent.adapter, agent.trainable) for agent in frozen] == [("team", True), ("actor", False)]
 
 
 def test_arms_that_a_team_does_not_have(model_folder, tmp_path):
-    alone = arms_of(experiment(model_folder, tmp_path, agents=tiny_agents()[1:]))
+    alone = make_arms(experiment(model_folder, tmp_path, agents=tiny_agents()[1:]))
     assert names(alone) == ["team", "untrained", "anonymous"]
     half = [tiny_agents()[0], AgentSpec("actor", trainable=False, max_completion_length=6)]
-    left_out = {arm.name: arm.why_not for arm in arms_of(experiment(model_folder, tmp_path, agents=half))}
+    left_out = {arm.name: arm.skip_reason for arm in make_arms(experiment(model_folder, tmp_path, agents=half))}
     assert left_out["frozen:actor"] == "it is not trained" and left_out["shared"] == "only one agent is trained"
     assert left_out["frozen:reasoner"] == left_out["without:reasoner"] == "no other agent is trained"
-    whole = arms_of(experiment(model_folder, tmp_path).changed(peft_config=None, options={"anonymous": "none"}))
-    left_out = {arm.name: arm.why_not for arm in whole}
+    whole = make_arms(experiment(model_folder, tmp_path).changed(peft_config=None, options={"anonymous": "none"}))
+    left_out = {arm.name: arm.skip_reason for arm in whole}
     assert left_out["shared"] == left_out["frozen:actor"] == "there are no adapters"
     assert left_out["anonymous"] == "the team is anonymous"
-    assert "frozen:actor" in names(arms_of(experiment(model_folder, tmp_path), "frozen"))
+    assert "frozen:actor" in names(make_arms(experiment(model_folder, tmp_path), "frozen"))
     with pytest.raises(ValueError, match="Did you mean 'frozen'"):
-        arms_of(experiment(model_folder, tmp_path), ["frozn"])
-    with pytest.raises(ValueError, match="name it too"):
+        make_arms(experiment(model_folder, tmp_path), ["frozn"])
+    with pytest.raises(ValueError, match="is evaluated in the run of 'solo'. Add 'solo' to `arms`"):
         report(experiment(model_folder, tmp_path), str(tmp_path / "out"), arms=["solo_untrained"])
 
 
@@ -122,20 +122,20 @@ class Pays:
 
 def test_who_works_alone_and_where(model_folder, tmp_path):
     made = experiment(model_folder, tmp_path)
-    solo = {arm.name: arm for arm in arms_of(made)}["solo"]
+    solo = {arm.name: arm for arm in make_arms(made)}["solo"]
     assert solo.change(made).workflow is None
     loop = made.changed(workflow=EnvironmentLoop(Pays, agents=["reasoner", "actor"]))
     alone = solo.change(loop)
     assert [agent.name for agent in alone.agents] == ["actor"]
     assert alone.workflow.agents is None and loop.workflow.agents == ["reasoner", "actor"]
     own = made.changed(workflow=Planted())
-    assert "`solo_workflow`" in {arm.name: arm.why_not for arm in arms_of(own)}["solo"]
+    assert "`solo_workflow`" in {arm.name: arm.skip_reason for arm in make_arms(own)}["solo"]
     told = own.changed(solo_workflow=EnvironmentLoop(Pays))
     assert isinstance(solo.change(told).workflow, EnvironmentLoop)
     scripted = made.changed(agents=[*made.agents, AgentSpec("judge", reply=lie)])
     assert scripted.solo_agent().name == "actor"
     chain = made.changed(workflow=Sequential(["reasoner", "actor"]))
-    without = {arm.name: arm for arm in arms_of(chain)}["without:reasoner"].change(chain)
+    without = {arm.name: arm for arm in make_arms(chain)}["without:reasoner"].change(chain)
     assert without.workflow.agents == ["actor"]
 
 
@@ -144,7 +144,7 @@ def test_what_cannot_run_is_said_before_the_first_run(model_folder, tmp_path):
     wrong = made.changed(workflow=Sequential(["reasoner", "author"]))
     for call, message in (
         (lambda: report(wrong, str(out)), "The arm 'team' cannot run: .*'author'"),
-        (lambda: report(made, str(out), seeds=[0, 0]), "`seeds` must be different integers"),
+        (lambda: report(made, str(out), seeds=[0, 0]), "`seeds` must be distinct integers"),
         (lambda: report(made, str(out), seeds=3), "`seeds`"),
         (lambda: report(made, str(out), margin=-1.0), "`margin`"),
         (lambda: report(made, str(out), workers=0), "`workers`"),
@@ -165,7 +165,8 @@ def test_a_whole_report(model_folder, tmp_path, capsys):
     said = capsys.readouterr().out
     # One of each run, one before training where it is an arm, and one with emptied words, which the last cannot have
     assert (
-        "Report: 6 of 6 trainings to do and 12 evaluations of" in said and "about" in said.partition("run 2 of 6")[2]
+        "Report: 6 of 6 training runs to do and 12 evaluations of" in said
+        and "about" in said.partition("run 2 of 6")[2]
     )
     runs = {folder.name for folder in (out / "runs").iterdir()}
     assert runs == {f"{arm}-{seed}" for arm in ("team", "solo", "frozen-actor") for seed in (0, 1)}
@@ -206,7 +207,7 @@ def test_arms_of_ones_own(model_folder, tmp_path):
     )
     assert "| twice as long |" in (tmp_path / "report.md").read_text()
     slower = made.changed(variants={**variants, "slow": lambda one: one.with_args(learning_rate=1e-8)})
-    with pytest.raises(ValueError, match="one of another experiment: args.learning_rate was 1e-09, is 1e-08"):
+    with pytest.raises(ValueError, match="belongs to a different experiment: args.learning_rate was 1e-09, is 1e-08"):
         report(slower, str(tmp_path), seeds=[0], arms=[*variants])
 
 
@@ -223,14 +224,14 @@ def test_a_budget_ends_with_a_batch_that_is_used_up(model_folder, tmp_path):
     team, same = (result_of(tmp_path, f"{arm}-0") for arm in ("team", "the same"))
     assert (team["steps"], team["tokens"]) == (same["steps"], same["tokens"]) and same["budget"] == team["tokens"]
     (tmp_path / "runs" / "team-0" / "result.json").write_text(json.dumps({**team, "tokens": 9}))
-    with pytest.raises(ValueError, match=r"budget of [\d,]+ tokens, and the team with its seed has generated 9"):
+    with pytest.raises(ValueError, match=r"budget of [\d,]+ tokens, but the team with the same seed generated 9"):
         report(made, str(tmp_path), seeds=[0], arms=["the same"])
 
 
 def test_views_and_functions_of_agents_are_recorded(model_folder, tmp_path):
     def of(view):
         made = experiment(model_folder, tmp_path, agents=[AgentSpec("reasoner", view=view), *tiny_agents()[1:]])
-        return settings_of(made)
+        return collect_settings(made)
 
     assert of(team_view) == of(team_view) and differences(of(team_view), of(believing))
 
@@ -253,26 +254,32 @@ def test_arms_of_ones_own_that_cannot_be(model_folder, tmp_path):
     made = experiment(model_folder, tmp_path / "unused")
     with pytest.raises(ValueError, match="'frozen:me'"):
         made.changed(variants={"frozen:me": lambda one: one})
-    with pytest.raises(ValueError, match="solo, which is the name of another arm"):
+    with pytest.raises(ValueError, match="must not have names of other arms, got solo"):
         report(made.changed(variants={"solo": lambda one: one}), str(tmp_path))
     linear = {"mine": lambda one: one.with_args(lr_scheduler_type="linear")}
-    with pytest.raises(ValueError, match="variant 'mine' is 'linear'.*another `max_steps`"):
+    with pytest.raises(ValueError, match="variant 'mine' must not decay, got 'linear'.*a `max_steps` that differs"):
         report(made.changed(variants=linear), str(tmp_path), arms=["mine"])
     for settings, error in (
         ({"learning_rat": 1.0}, "no setting `learning_rat`. Did you mean 'learning_rate'"),
-        ({"preset": "rloo"}, "follow from `preset`"),
-        ({"num_generations": 2}, "follow from `num_generations`"),
+        ({"preset": "rloo"}, "cannot set `preset`, because"),
+        ({"num_generations": 2}, "cannot set `num_generations`, because"),
     ):
         with pytest.raises((TypeError, ValueError), match=error):
             made.with_args(**settings)
     for change, error in (
-        (lambda one: one.changed(name="another"), "'mine' changes nothing"),
-        (lambda one: one.changed(eval_dataset=tiny_dataset(8, seed=2)), r"evaluated otherwise.*\(eval_dataset\)"),
-        (lambda one: one.with_args(eval_sampling={"top_k": 1}), r"evaluated otherwise.*\(args.eval_sampling\)"),
+        (lambda one: one.changed(name="another"), "'mine' changes no recorded setting"),
+        (
+            lambda one: one.changed(eval_dataset=tiny_dataset(8, seed=2)),
+            r"different evaluation settings \(eval_dataset\)",
+        ),
+        (
+            lambda one: one.with_args(eval_sampling={"top_k": 1}),
+            r"different evaluation settings \(args.eval_sampling\)",
+        ),
     ):
         with pytest.raises(ValueError, match=error):
             report(made.changed(variants={"mine": change}), str(tmp_path), arms=["mine"])
-    with pytest.raises(ValueError, match="frozen-actor, which is the name of another arm"):
+    with pytest.raises(ValueError, match="must not have names of other arms, got frozen-actor"):
         report(made.changed(variants={"frozen-actor": lambda one: one}), str(tmp_path))
     with pytest.raises(TypeError, match="'mine' must return an `Experiment`.*got NoneType"):
         report(made.changed(variants={"mine": lambda one: None}), str(tmp_path))
@@ -362,12 +369,12 @@ def test_a_run_that_was_killed_does_not_go_on_as_another(model_folder, tmp_path,
     folder = tmp_path / "runs" / "team-0"
     assert not (folder / "result.json").exists()
     for change in ({"eval_sampling": {"temperature": 0.1}}, {"learning_rate": 0.5}):
-        with pytest.raises(ValueError, match=f"one of another experiment: args.{next(iter(change))} was"):
+        with pytest.raises(ValueError, match=f"belongs to a different experiment: args.{next(iter(change))} was"):
             report(made.with_args(**change), str(tmp_path), seeds=[0], arms=["untrained"])
-    with pytest.raises(ValueError, match="one of another experiment"):  # in a process of its own, too
+    with pytest.raises(ValueError, match="belongs to a different experiment"):  # in a process of its own, too
         cells.Cell("team", 0, folder).begin({"args.learning_rate": 0.5})
     (folder / "settings.json").unlink()
-    with pytest.raises(ValueError, match="team-0 has no settings.json"):
+    with pytest.raises(ValueError, match="team-0 contains a run without settings.json"):
         report(made, str(tmp_path), seeds=[0], arms=["untrained"])
     cell = cells.Cell("solo", 0, tmp_path / "solo")
     cell.folder.mkdir()
@@ -415,10 +422,10 @@ def test_an_arm_that_fails_does_not_lose_the_others(model_folder, tmp_path, monk
     monkeypatch.setattr(runner, "run_cell", failing)
     made = experiment(model_folder, tmp_path / "unused", settings={"max_steps": 1})
     made = made.changed(reward_funcs=lambda completions, **columns: [0.0] * len(completions))
-    with pytest.raises(RuntimeError, match=r"without anonymous, whose runs have failed(.|\n)*OSError: no room"):
+    with pytest.raises(RuntimeError, match=r"without anonymous, whose runs failed(.|\n)*OSError: no room"):
         report(made, str(tmp_path), seeds=[0], arms=["untrained", "anonymous"])
     page = (tmp_path / "report.md").read_text()
-    assert "| the team, untrained |" in page and "no names and no roles (its run has failed)" in page
+    assert "| the team, untrained |" in page and "no names and no roles (its run failed)" in page
     assert result_of(tmp_path, "team-0")["rewards_differ"] is False
 
 
@@ -432,8 +439,8 @@ def test_games_are_the_same_if_their_seeds_are(model_folder, tmp_path):
 def test_an_agent_is_frozen_whose_adapter_others_share(model_folder, tmp_path):
     made = experiment(model_folder, tmp_path / "unused")
     shared = made.changed(agents=[made.agents[0], dataclasses.replace(made.agents[1], adapter="reasoner")])
-    check_arms(shared, arms_of(shared))
-    (arm,) = arms_of(shared, ["frozen:reasoner"])[1:]
+    check_arms(shared, make_arms(shared))
+    (arm,) = make_arms(shared, ["frozen:reasoner"])[1:]
     agents = arm.change(shared).agents
     assert [agent.adapter for agent in agents] == ["reasoner-frozen", "reasoner"]
     assert [agent.trainable for agent in agents] == [False, True]
@@ -469,7 +476,7 @@ def test_runs_of_another_experiment_are_not_compared(reported):
         ),
     }
     for message, other in changes.items():
-        with pytest.raises(cells.OtherExperimentError, match=f"one of another experiment: {message}"):
+        with pytest.raises(cells.OtherExperimentError, match=f"belongs to a different experiment: {message}"):
             report(other, out, seeds=[0], arms=["untrained"])
     report(made.with_args(logging_steps=7), out, seeds=[0], arms=["untrained"])  # changes no result
     with pytest.raises(ValueError, match="was not evaluated with empty messages of reasoner"):
@@ -478,7 +485,7 @@ def test_runs_of_another_experiment_are_not_compared(reported):
 
 def test_a_rate_that_decays_cannot_be_compared_at_equal_tokens(model_folder, tmp_path):
     made = experiment(model_folder, tmp_path, settings={"lr_scheduler_type": "cosine"})
-    with pytest.raises(ValueError, match="`lr_scheduler_type` of the experiment is 'cosine'"):
+    with pytest.raises(ValueError, match="`lr_scheduler_type` of the experiment must not decay, got 'cosine'"):
         report(made, str(tmp_path / "out"), arms=["solo"])
 
 
@@ -527,7 +534,7 @@ def test_experiments_that_cannot_be_made(model_folder, tmp_path):
         load_experiment(f"{tmp_path}/none.py:make")
     with pytest.raises(ValueError, match="file.py:function"):
         load_experiment("task")
-    with pytest.raises(ValueError, match="returns an `Experiment`.*missing .* 'model'"):
+    with pytest.raises(ValueError, match="returns the `Experiment`, cannot be called.*missing .* 'model'"):
         load_experiment(f"{task}:make")
     (tmp_path / "beside_the_task.py").write_text(TASK)
     (tmp_path / "imports.py").write_text("from beside_the_task import make\n")
@@ -542,12 +549,12 @@ def test_experiments_that_cannot_be_made(model_folder, tmp_path):
         flow.write_text(flow.read_text().replace("reasoner", agent))
         own = load_experiment(f"{flow}:make", {"model": model_folder, "folder": str(tmp_path)}).workflow
         assert own.named_agents() == [agent]
-        codes.append(code_of(own))
+        codes.append(compute_fingerprint(own))
     assert len({*codes}) == 2 and all(one.startswith("Own (") for one in codes)
     assert load_experiment(f"{tmp_path}/imports.py:make", {"model": model_folder, "folder": str(tmp_path)}).agents
     with pytest.raises(ValueError, match="workers"):
         report(experiment(model_folder, tmp_path), str(tmp_path / "out"), workers=2)
-    with pytest.raises(ValueError, match="rows to compare"):
+    with pytest.raises(ValueError, match="a `Dataset` with at least one row"):
         experiment(model_folder, tmp_path).changed(eval_dataset=tiny_dataset(4).select([]))
 
 
@@ -588,11 +595,11 @@ def test_what_a_difference_says(low, high, kind):
 
 
 def test_one_agent_with_fewer_tokens_is_said_to_have_them(model_folder, tmp_path):
-    (arm, *_) = arms_of(experiment(model_folder, tmp_path))
+    (arm, *_) = make_arms(experiment(model_folder, tmp_path))
     for tokens, count in ((100, 0), (120, 0), (99, 1)):
         found = {"team": ArmResult(arm, tokens=100), "solo": ArmResult(arm, tokens=tokens)}
         said = verdicts(found, ["reasoner", "actor"], 0.02)
-        assert len(said) == count and all("One agent has generated 99 tokens" in one for one in said)
+        assert len(said) == count and all("The single agent generated 99 tokens" in one for one in said)
 
 
 def test_the_card_of_a_team_has_the_report_once(reported):
@@ -609,7 +616,7 @@ def test_the_card_of_a_team_has_the_report_once(reported):
 def test_simulated_reports_cover_the_true_difference(model_folder, tmp_path):
     """40 reports of 3 seeds and 50 questions, whose true difference is 0.15: intervals, and what is said of them."""
     made = experiment(model_folder, tmp_path / "unused")
-    arms = arms_of(made, ["solo"])
+    arms = make_arms(made, ["solo"])
     draws, covered, said, widths = np.random.default_rng(1), 0, [], []
     for number in range(40):
         difficulty = draws.normal(0, 0.15, 50)

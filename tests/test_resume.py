@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.runs import run_folder as commits
 from marft_trl.runs.resume import ResumeChanges, check_structure
-from marft_trl.system.files import module_of
+from marft_trl.system.files import import_file
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
 from marft_trl.workflows import Sequential
 
@@ -273,7 +273,7 @@ def test_agents_are_added_removed_and_renamed_where_it_is_said(small_model, stop
         settings = {**SAVE, "resume_changes": resume_changes}
         return team_trainer(small_model, tmp_path / "run", settings=settings, callbacks=callbacks, **arguments)
 
-    with pytest.raises(ValueError, match="Say with `resume_changes` what is meant"):
+    with pytest.raises(ValueError, match="In `resume_changes`, "):
         make(None).train(resume_from_checkpoint=True)
     seen = {}
 
@@ -335,7 +335,7 @@ def test_a_checkpoint_has_the_code_that_ran_and_not_the_file_that_was_edited_mea
             file.write_text("# Edited while the run goes on\n" + text.replace("1.0", "2.0"))
 
     def trainer(callbacks=()):
-        reward = module_of(file).Reward()
+        reward = import_file(file).Reward()
         return team_trainer(small_model, tmp_path / "run", settings=SAVE, reward_funcs=reward, callbacks=[*callbacks])
 
     trainer([Edit()]).train()

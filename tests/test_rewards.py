@@ -107,9 +107,9 @@ def test_outputs_are_compared_by_words():
     assert same_output("2e0 -1.50", "2 -1.5") and same_output("007", "007") and same_output("nan", "nan")
     for other in ("007", "+7", "7.", "0x7", "7_0", "\u0667", "1e99999"):
         assert not same_output(other, "7") and not same_output("7", other), other
-    with pytest.raises(ValueError, match="needs `inputs` and `outputs`"):
+    with pytest.raises(ValueError, match="must have `inputs` and `outputs`"):
         pass_rate("x", {"input": []})
-    with pytest.raises(ValueError, match="has 1 inputs and 2 outputs"):
+    with pytest.raises(ValueError, match="as many inputs as outputs, got 1 and 2"):
         pass_rate("x", {"inputs": ["a"], "outputs": ["a", "b"]})
 
 
@@ -186,7 +186,7 @@ def test_step_rewards_of_planners_solvers_coders_and_verifiers():
     columns |= {"answer_turn": [says("7", 1), says("8", 1)], "turns": [[], []]}
     assert get_planner_reward(exact)(turn=[plan, half], **columns) == [1.0, 0.25]
     assert get_planner_reward(exact, steps=3)(turn=[half, plan], **columns) == [0.5 / 3 + 0.5, 0.5]
-    with pytest.raises(ValueError, match="a candidate turn does not have yet"):
+    with pytest.raises(ValueError, match="does not exist yet for a candidate turn"):
         get_planner_reward(exact)(turn=[plan], answer_turn=[None], solution=["7"])
     # by the episode's outcome, 1 and 0; nothing without the form
     assert get_solver_reward(exact)(turn=[says("\\boxed{6}")] * 2, **columns) == [1.0, 0.1]
@@ -330,13 +330,13 @@ def test_in_background():
 @pytest.mark.parametrize(
     ("tests", "message"),
     [
-        ({"inputs": [["3", "4"]], "outputs": ["7"]}, "`inputs` .* list of texts"),
-        ({"inputs": ["3"], "outputs": [7]}, "`outputs` .* list of texts"),
-        ({"inputs": None, "outputs": []}, "`inputs` .* list of texts"),
+        ({"inputs": [["3", "4"]], "outputs": ["7"]}, "`inputs` .* list of strings"),
+        ({"inputs": ["3"], "outputs": [7]}, "`outputs` .* list of strings"),
+        ({"inputs": None, "outputs": []}, "`inputs` .* list of strings"),
         ({"inputs": ["3"], "outputs": ["7"], "function": "f"}, "`inputs` .* list of lists of arguments"),
-        ({"inputs": [[3]], "outputs": [7], "function": 3}, "`function` .* a name"),
-        ("[" * 100_000, "cannot be read as JSON"),
-        ("{", "cannot be read as JSON: Expecting property name"),
+        ({"inputs": [[3]], "outputs": [7], "function": 3}, "`function` .* a string"),
+        ("[" * 100_000, "must be valid JSON"),
+        ("{", r"must be valid JSON \(Expecting property name"),
     ],
     ids=str,
 )

@@ -22,7 +22,7 @@ from marft_trl.config.team_setup import Sampling
 from marft_trl.learning.batching import collate
 from marft_trl.seams import libraries as logs
 from marft_trl.seams import libraries as versions
-from marft_trl.seams.generation import TrlEngine, forward_in_precision, generating_by, pad_token_of
+from marft_trl.seams.generation import TrlEngine, forward_in_precision, generating_by, get_pad_token
 from marft_trl.seams.libraries import (
     TESTED,
     checkpointing_fields,
@@ -35,9 +35,9 @@ from marft_trl.seams.models import (
     AdapterLayers,
     ScoringTemperature,
     check_fused_head,
-    commit_of,
     expert_parameters,
     fused_head,
+    get_commit,
     is_checkpointing,
     keep_4bit_weights,
     without_adapter_name_warning,
@@ -268,9 +268,9 @@ def test_swapped_attributes_are_put_back_whatever_happens(trainer, model_folder)
     with pytest.raises(ZeroDivisionError), without_printed_table(trainer):
         assert trainer.num_completions_to_print == 0
         raise ZeroDivisionError
-    engine = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), trainer.args).as_generation_kwargs())
+    engine = TrlEngine(trainer, Sampling.from_agent(AgentSpec("solo"), trainer.args).as_generation_kwargs())
     with pytest.raises(Exception, match="."):
-        engine.generate([[10**9]], engine.settings(Sampling.of(AgentSpec("solo"), trainer.args)), {})
+        engine.generate([[10**9]], engine.settings(Sampling.from_agent(AgentSpec("solo"), trainer.args)), {})
     with pytest.raises(ZeroDivisionError), swapped(trainer, {"get_high_entropy_mask": None, "beta": 7.0}):
         assert trainer.beta == 7.0 and trainer.get_high_entropy_mask is None
         raise ZeroDivisionError
@@ -357,8 +357,8 @@ def test_TrlPrompts_and_TrlEngine_put_the_trainers_attributes_back(trainer):
     tools, config, kwargs = trainer.tools, trainer.generation_config, trainer.generation_kwargs
     (ids,) = TrlPrompts(trainer).tokenize([[{"role": "user", "content": "1"}]], [])
     assert ids and trainer.tools is tools
-    engine = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), trainer.args).as_generation_kwargs())
-    sampling = Sampling.of(AgentSpec("solo", max_completion_length=3, temperature=0.5), trainer.args)
+    engine = TrlEngine(trainer, Sampling.from_agent(AgentSpec("solo"), trainer.args).as_generation_kwargs())
+    sampling = Sampling.from_agent(AgentSpec("solo", max_completion_length=3, temperature=0.5), trainer.args)
     settings = engine.settings(sampling)
     assert settings["max_new_tokens"] == 3 and settings["temperature"] == 0.5
     trainer.policies.activate("actor")
@@ -411,7 +411,9 @@ def test_EpochSampler_finds_the_order_of_its_epoch():
     upstream = orders(lambda: RepeatSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3))
     made = orders(lambda: EpochSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3))
     assert made == upstream
-    late = EpochSampler.of(RepeatSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3), 1)
+    late = EpochSampler.from_sampler(
+        RepeatSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3), 1
+    )
     late.set_epoch(2)
     assert list(late) == upstream[2]
 
@@ -518,7 +520,8 @@ def test_check_fused_head_tells_heads_of_families_apart(family, settings, is_kno
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **HEADS, **settings)).float().train()
     add_fused_lm_head(model, temperature=0.7, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy"))
     modes = [module.training for module in model.modules()]
-    with contextlib.nullcontext() if is_known else pytest.raises(ValueError, match="does more than GRPOTrainer"):
+    message = "GRPOTrainer's scoring does not match the LM head"
+    with contextlib.nullcontext() if is_known else pytest.raises(ValueError, match=message):
         check_fused_head(model, 0.7)
     assert modes == [module.training for module in model.modules()]
 
@@ -527,7 +530,7 @@ def test_check_fused_head_names_models_without_a_backbone():
     sizes = {"num_local_experts": 2, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size_mlp": 64}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama4_text", **HEADS, **sizes))
     add_fused_lm_head(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy"))
-    with pytest.raises(ValueError, match="`Llama4ForCausalLM` is not supported, by GRPOTrainer either"):
+    with pytest.raises(ValueError, match="`Llama4ForCausalLM` is not supported, as in GRPOTrainer"):
         check_fused_head(model, 1.0)
 
 
@@ -535,7 +538,7 @@ def test_check_fused_head_refuses_what_would_train_on_other_numbers(model_folder
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     forward = model.lm_head.forward
     model.lm_head.forward = lambda hidden: forward(torch.tanh(hidden))
-    with pytest.raises(ValueError, match="does more than GRPOTrainer's scoring knows"):
+    with pytest.raises(ValueError, match="GRPOTrainer's scoring does not match the LM head"):
         team_trainer(model, tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(model_folder)
     add_fused_lm_head(plain, temperature=0.7, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy"))
@@ -554,7 +557,7 @@ def test_saving_adapters_alone_is_still_needed(model_folder, tmp_path):
     """PEFT adds the base's embeddings to an adapter with a LoRA on them."""
     trainer = team_trainer(model_folder, tmp_path, peft_config=LoraConfig(r=4, target_modules=["embed_tokens"]))
     trainer.model.save_pretrained(tmp_path / "plain")
-    with saving_adapters_alone(trainer, trainer.policies.to_save):
+    with saving_adapters_alone(trainer, trainer.policies.saved_adapters):
         trainer.model.save_pretrained(tmp_path / "alone")
     plain, alone = (load_file(tmp_path / name / "actor" / "adapter_model.safetensors") for name in ("plain", "alone"))
     assert len(plain) > len(alone) == 2 and all("lora_" in name for name in alone)
@@ -650,17 +653,17 @@ def test_trl_log_probs_is_the_pass_of_the_parent(model_folder, tmp_path):
 
 
 def test_small_entries_read_what_transformers_writes(model_folder, tmp_path):
-    """`pad_token_of`, `commit_of`, `checkpoint_folder` and `keep_4bit_weights` (also in test_team_training.py)."""
+    """`get_pad_token`, `get_commit`, `checkpoint_folder` and `keep_4bit_weights` (also in test_team_training.py)."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     seen = []
 
     def note(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        seen.append(pad_token_of(generation_config))
+        seen.append(get_pad_token(generation_config))
         return input_ids
 
     ids = torch.tensor([[7, 8, 9]])
     model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=3, custom_generate=note)
-    assert seen[0].item() == 3 and commit_of(model.config) is None
+    assert seen[0].item() == 3 and get_commit(model.config) is None
     trainer = team_trainer(model_folder, tmp_path)
     assert checkpoint_folder(trainer, None) == tmp_path / "checkpoint-0"
     keep_4bit_weights(model)  # nothing to do
@@ -679,7 +682,7 @@ def test_EndlessStream_begins_anew_in_the_order_of_its_pass():
         passes += [row["prompt"] for row in stream]
     rows = [row["prompt"] for row in itertools.islice(EndlessStream(stream), 18)]
     assert rows == passes and passes[:6] != passes[6:12]
-    with pytest.raises(ValueError, match="pass 1"):
+    with pytest.raises(ValueError, match="epoch 1"):
         next(iter(EndlessStream(IterableDataset.from_generator(lambda: iter([])))))
 
 

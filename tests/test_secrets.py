@@ -18,7 +18,7 @@ from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, Sequential, Team, Workflow, endpoint_reply
 from marft_trl.extras.apps import ExternalApp
-from marft_trl.extras.report.experiment import Experiment, settings_of
+from marft_trl.extras.report.experiment import Experiment, collect_settings
 from marft_trl.system.redaction import for_log, published, without_paths, without_secrets
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
 
@@ -207,7 +207,7 @@ def test_no_secret_stands_in_the_settings_of_a_report(model_folder, tmp_path):
         model_folder, tiny_agents(), args=args, reward_funcs=exact_answer, train_dataset=tiny_dataset(8),
         eval_dataset=tiny_dataset(8, seed=1), workflow=Keeps(), options={"db": {"password": SECRET}, "n": 3},
     )  # fmt: skip
-    found = settings_of(experiment)
+    found = collect_settings(experiment)
     assert SECRET not in json.dumps(found) and found["options.n"] == 3
     assert "args.output_dir" not in found and "args.learning_rate" in found and "args.eval_sampling" in found
 
@@ -274,9 +274,9 @@ def test_clients_of_a_served_team_are_told_no_secret(fails, team_folder, model_f
     words = [text, *(json.dumps(body) for *_, body in told[:2])]
     for one in words:
         assert (
-            re.search(r"as error (\w+)", one)[1] in caplog.text and "127.0.0.1" not in one and "no" not in one.split()
+            re.search(r"See error (\w+)", one)[1] in caplog.text and "127.0.0.1" not in one and "no" not in one.split()
         )
-    assert ("ended with status 3" if fails == "program" else "wrong key") in caplog.text
+    assert ("exited with status 3" if fails == "program" else "wrong key") in caplog.text
     for one in (*words, caplog.text):
         assert SECRET not in one and "\x1b" not in one
 
@@ -286,6 +286,6 @@ def test_a_secret_in_a_system_prompt_is_named(model_folder, tmp_path, caplog):
     token = "ghp_0123456789abcdefghij"
     agents = [AgentSpec("reasoner", system_prompt="Plan."), AgentSpec("actor", system_prompt=f"Call with {token}.")]
     trainer = team_trainer(model_folder, tmp_path, agents=agents)
-    assert "system prompt of agent 'actor' holds what looks like a secret" in caplog.text
-    assert "agent 'reasoner' holds" not in caplog.text and token not in caplog.text
+    assert "system prompt of agent 'actor' has what looks like a secret" in caplog.text
+    assert "agent 'reasoner' has" not in caplog.text and token not in caplog.text
     assert trainer.agents[1].system_prompt == agents[1].system_prompt

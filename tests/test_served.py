@@ -157,7 +157,7 @@ def test_an_evaluation_between_two_updates_makes_no_turn_staler(model_folder, tm
 
 def test_an_agent_that_samples_from_a_part_of_its_distribution_cannot_be_stale(model_folder, tmp_path, server):
     agents = [AgentSpec("reasoner"), AgentSpec("actor", top_p=0.5)]
-    with pytest.raises(ValueError, match="`max_staleness=1` .* is not known for 'actor'"):
+    with pytest.raises(ValueError, match="`max_staleness=1` .* is unknown for 'actor'"):
         served(model_folder, tmp_path, server, settings={"max_staleness": 1}, agents=agents)
 
 
@@ -235,5 +235,5 @@ def test_what_rewards_draw_does_not_depend_on_what_runs_beside_them(model_folder
 
 def test_loras_on_experts_are_refused_with_the_setting_that_names_them(tokenizer, tmp_path):
     base, settings = family_base("qwen3_moe", len(tokenizer)), {"use_vllm": True}
-    with pytest.raises(ValueError, match=r"`target_parameters` .* attention alone in `target_modules`"):
+    with pytest.raises(ValueError, match=r"`target_parameters=.* Target only attention layers in `target_modules`"):
         team_trainer(base, tmp_path, processing_class=tokenizer, settings=settings)

@@ -124,7 +124,7 @@ def test_every_cycle_and_every_unknown_agent_is_named():
         Graph({"a": ["b"], "b": ["a"], "c": ["d"], "d": ["c"], "end": ["a", "c"]})
     with pytest.raises(ValueError, match=r"'po'.* Did you mean 'pro'\?.*'juge'.* Did you mean 'judge'\?"):
         Debate(["po", "con"], judge="juge").check(["pro", "con", "judge"])
-    with pytest.raises(TypeError, match="`approves` of `UntilApproved` must be a text or a function"):
+    with pytest.raises(TypeError, match="`approves` of `UntilApproved` must be a string or a function"):
         UntilApproved("a", "b", approves=3)
 
 
@@ -134,12 +134,12 @@ def test_all_problems_of_a_graph_are_named_at_once():
     text = str(error.value)
     assert "the node 'solver' sees 'planer', which is not a node. Did you mean 'planner'?" in text
     assert "it has the cycle" in text and "'judge' -> 'planner'" in text
-    assert "the node 'judge' names 'planner' 2 times" in text
+    assert "the node 'judge' lists 'planner' 2 times" in text
     assert "`answer` names 'juge', which is not a node. Did you mean 'judge'?" in text
     with pytest.raises(ValueError, match="the answer does not depend on 'b'"):
         Graph({"a": [], "b": []}, answer="a")
     with pytest.raises(
-        ValueError, match=r"at the node 'solver_b', names the agent 'solver_b'.* Did you mean 'solver_a'"
+        ValueError, match=r"node 'solver_b' of `Graph` names the agent 'solver_b'.* Did you mean 'solver_a'"
     ):
         Graph(DIAMOND).check(["planner", "solver_a", "judge"])
     with pytest.raises(TypeError, match="needs a list of node names for 'b', got 'a'"):
@@ -148,7 +148,7 @@ def test_all_problems_of_a_graph_are_named_at_once():
         Graph(["a"])
     with pytest.raises(ValueError, match="`agents` names 'x', which is not a node"):
         Graph({"a": []}, {"x": "a"})
-    with pytest.raises(ValueError, match="it has no node"):
+    with pytest.raises(ValueError, match="it has no nodes"):
         Graph({})
 
 
@@ -210,15 +210,15 @@ def test_until_approved(approves):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Debate("pro"), "`agents` of `Debate` must be a list of names of agents, got 'pro'"),
+        (lambda: Debate("pro"), "`agents` of `Debate` must be a list of agent names, got 'pro'"),
         (lambda: Debate([]), "`agents` of `Debate` is empty"),
-        (lambda: Debate(["a"], vote="box"), "`vote` of `Debate` must be a function of a text"),
-        (lambda: Debate(["a"], judge="a", vote=math_answer), "leaves no room for a `judge`"),
+        (lambda: Debate(["a"], vote="box"), "`vote` of `Debate` must be a function `vote\\(text\\)`"),
+        (lambda: Debate(["a"], judge="a", vote=math_answer), "cannot be combined with `judge`"),
         (lambda: Debate(["a"], rounds=0), "`rounds` of `Debate` must be an integer of at least 1, got 0"),
         (lambda: MixtureOfAgents([], "a"), "`layers` of `MixtureOfAgents` must be a list of lists"),
-        (lambda: MixtureOfAgents(["ab"], "a"), "`layers` of `MixtureOfAgents` must be a list of names"),
+        (lambda: MixtureOfAgents(["ab"], "a"), "`layers` of `MixtureOfAgents` must be a list of agent names"),
         (lambda: UntilApproved("a", "b", rounds=True), "`rounds` of `UntilApproved` must be an integer"),
-        (lambda: UntilApproved("a", 1), "of `UntilApproved` must be a list of names"),
+        (lambda: UntilApproved("a", 1), "of `UntilApproved` must be a list of agent names"),
     ],
 )
 def test_nonsense_is_refused(make, message):
@@ -232,7 +232,7 @@ def test_nonsense_is_refused(make, message):
     ids=lambda workflow: type(workflow).__name__,
 )
 def test_unknown_agents_are_found_at_construction(workflow):
-    with pytest.raises(ValueError, match="names the agent 'x', but the team has 'a', 'b'"):
+    with pytest.raises(ValueError, match="names the agent 'x', but the team's agents are 'a', 'b'"):
         workflow.check(["a", "b"])
     assert workflow.describe()["class"] == type(workflow).__name__
 
@@ -379,7 +379,7 @@ def test_turns_of_another_episode_and_feedback_are_no_answers():
     with pytest.raises(ValueError, match=r"`episode.answer` got a turn of 'a' from another episode"):
         first.answer = second.turns[0]
     said = first.observe("hm", after=[first.turns[0]])
-    with pytest.raises(TypeError, match=r"`episode.earn` takes turns, as returned by `episode.turn`; got a Feedback"):
+    with pytest.raises(TypeError, match=r"`episode.earn` takes turns returned by `episode.turn`, got a Feedback"):
         first.earn(said, 1.0)
 
 

@@ -113,7 +113,7 @@ def test_a_sharded_base_trains_as_a_whole_one(deep_folder, untied_folder, tmp_pa
     assert_same(found, expected, is_exact=kind != "per_agent")
     held, other = (json.loads((tmp_path / "sharded" / f"held-{index}.json").read_text()) for index in (0, 1))
     assert max(held["bytes"], other["bytes"]) == held["expected"]  # the last shards may be smaller
-    assert "The base is in shards over 2 processes (FSDP2)" in held["plan"]
+    assert "The base is sharded over 2 processes (FSDP2)" in held["plan"]
     is_whole = kind == "4-bit, whole"  # bytes are no numbers of a shard: accelerate says so, and leaves them
     assert (held["layers"] < 0.51) != is_whole and held["adapters"] == 1.0
 
@@ -364,14 +364,17 @@ def on_gpus(tmp_path, monkeypatch, environment, **settings):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"FSDP_VERSION": "1"}, "FSDP1 is not supported.*`fsdp_version: 2`"),
+        ({"FSDP_VERSION": "1"}, "does not support FSDP1.*`fsdp_version: 2`"),
         ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, "needs `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
-        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "Set it to false, and `MARFTConfig.gradient_checkpointing=True."),
+        (
+            {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
+            "Set it to false, and set `MARFTConfig.gradient_checkpointing=True.",
+        ),
         ({"FSDP_OFFLOAD_PARAMS": "true"}, "`fsdp_offload_params` is not supported"),
-        ({"FSDP_IGNORED_MODULES": "x"}, "`fsdp_ignored_modules` is what MARFTTrainer sets itself"),
-        ({"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "leave `parallelism_config` out"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "under DeepSpeed: .*--multi_gpu.*--use_fsdp --fsdp_version 2"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "does not run under Megatron: "),
+        ({"FSDP_IGNORED_MODULES": "x"}, "MARFTTrainer sets `fsdp_ignored_modules` to the adapters itself"),
+        ({"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "remove `parallelism_config`"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "not support DeepSpeed, .*--multi_gpu.*--use_fsdp --fsdp_version 2"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "does not support Megatron, "),
     ],
 )
 def test_what_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, environment, message):
@@ -417,15 +420,15 @@ def test_a_head_of_its_own_takes_any_precision():
 
 def test_reentrant_checkpointing_is_refused(tmp_path, monkeypatch):
     args = on_gpus(tmp_path, monkeypatch, {}, gradient_checkpointing_kwargs={"use_reentrant": True})
-    with pytest.raises(ValueError, match="Leave `use_reentrant` out"):
+    with pytest.raises(ValueError, match="Remove `use_reentrant`"):
         check_launcher(args)
 
 
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
-        (1, "DeepSpeed ZeRO 1: .*shard nothing of a frozen base. Use plain data parallelism"),
-        (3, "DeepSpeed ZeRO 3: .*ZeRO 3 shards the base. Its counterpart here is FSDP2"),
+        (1, "DeepSpeed ZeRO 1, .*do not shard a frozen base. Use plain data parallelism"),
+        (3, "DeepSpeed ZeRO 3, .*To shard the base, use FSDP2"),
     ],
 )
 def test_stages_of_deepspeed_are_refused_with_what_to_use(tmp_path, monkeypatch, stage, message):
@@ -439,12 +442,12 @@ def test_fsdp2_on_gpus_is_accepted_for_teams_with_adapters(tmp_path, monkeypatch
     args = on_gpus(tmp_path, monkeypatch, {})
     check_launcher(args)
     check_team(has_adapters=True)
-    with pytest.raises(ValueError, match="This team has none: pass `peft_config="):
+    with pytest.raises(ValueError, match="this team has no adapters. Pass `peft_config="):
         check_team(has_adapters=False)
 
 
 def test_fsdp_on_a_cpu_is_refused(tmp_path, monkeypatch):
     args = on_gpus(tmp_path, monkeypatch, {})
     args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2)
-    with pytest.raises(ValueError, match="there is no device that accelerate shards a model on"):
+    with pytest.raises(ValueError, match="accelerate has no device to shard a model on"):
         check_launcher(args)

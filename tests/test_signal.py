@@ -103,7 +103,7 @@ def test_clip_ratios_of_turns_are_shares_of_all_turns_also_of_those_that_take_no
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_equal_returns_have_an_advantage_of_exactly_0(name, value, scale):
     """A mean of equal numbers differs from them by rounding, and Adam makes a full step of whatever is left."""
-    from marft_trl.algorithms.baselines import BASELINES, Samples
+    from marft_trl.algorithms.baselines import BASELINES, TurnReturns
 
     episodes = torch.arange(14).repeat_interleave(3)  # of which the first seven earn the same
     returns = torch.full((42,), value)
@@ -111,7 +111,7 @@ def test_equal_returns_have_an_advantage_of_exactly_0(name, value, scale):
     returns[1] *= 1 + 1e-7  # a sum in another order
     others = torch.randn(42, generator=torch.Generator().manual_seed(0))
     returns = torch.where(episodes < 7, returns, others if name != "batch" else returns)
-    samples = Samples(episodes, torch.tensor([0, 1, 1] * 14), torch.tensor([0, 0, 0] * 14), returns, 7, 2)
+    samples = TurnReturns(episodes, torch.tensor([0, 1, 1] * 14), torch.tensor([0, 0, 0] * 14), returns, 7, 2)
     advantages = BASELINES[name].function(samples, scale)
     assert (advantages[:21] == 0).all() and (name == "batch" or (advantages[21:] != 0).all())
 

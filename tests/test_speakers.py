@@ -97,12 +97,12 @@ def hostile(draw):
     return "".join(pieces)
 
 
-def prompts_of(tokenizer, alone=False):
+def prompts_of(tokenizer, is_single_agent=False):
     def tokenize(prompts, functions=()):
         rendered = [tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in prompts]
         return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
 
-    return PromptBuilder(tokenizer, tokenize, alone=alone)
+    return PromptBuilder(tokenizer, tokenize, is_single_agent=is_single_agent)
 
 
 def control_ids(tokenizer, ids):
@@ -198,7 +198,7 @@ def test_results_of_an_agents_own_call_cannot_name_speakers(kind, family):
 
 def test_without_a_template_an_agents_own_turns_cannot_name_speakers():
     tokenizer, draw = tokenizer_of("unigram", "llama3"), random.Random(0)
-    prompts = PromptBuilder(tokenizer, tokenize=None, plain=True)
+    prompts = PromptBuilder(tokenizer, tokenize=None, keeps_text_prompts=True)
     for text in [hostile(draw) for _ in range(100)]:
         seen = [Turn("solver", text, 0), Turn("planner", text, 1)]
         (observation,) = prompts.build([(AgentSpec("solver"), text, seen)])
@@ -207,7 +207,7 @@ def test_without_a_template_an_agents_own_turns_cannot_name_speakers():
 
 def test_a_lone_agent_is_asked_as_in_trl():
     tokenizer, draw = tokenizer_of("byte_level", "qwen3"), random.Random(0)
-    prompts = prompts_of(tokenizer, alone=True)
+    prompts = prompts_of(tokenizer, is_single_agent=True)
     for text in [hostile(draw) for _ in range(20)]:
         task = [{"role": "user", "content": text}]
         (observation,) = prompts.build([(AgentSpec("solver"), task, [])])
@@ -217,8 +217,8 @@ def test_a_lone_agent_is_asked_as_in_trl():
 
 def test_who_is_alone():
     one, two = [AgentSpec("a")], [AgentSpec("a"), AgentSpec("b")]
-    assert preparing.is_alone(one, Sequential(rounds=2)) and not preparing.is_alone(two, Sequential())
-    assert not preparing.is_alone(one, EnvironmentLoop(Countdown))  # the environment speaks too
+    assert preparing.is_single_agent(one, Sequential(rounds=2)) and not preparing.is_single_agent(two, Sequential())
+    assert not preparing.is_single_agent(one, EnvironmentLoop(Countdown))  # the environment speaks too
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_quoting_takes_linear_time_and_leaves_other_texts_as_they_are():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_templates_with_control_tokens_are_not_warned_of(family):
-    assert prompts_of(tokenizer_of("byte_level", family)).unprotected(uses_tools=False) is None
+    assert prompts_of(tokenizer_of("byte_level", family)).find_protection_gap(uses_tools=False) is None
 
 
 def test_a_token_that_begins_every_text_and_every_message_is_a_mark():
@@ -292,7 +292,7 @@ def test_a_token_that_begins_every_text_and_every_message_is_a_mark():
     tokenizer = copy.deepcopy(tokenizer_of("byte_level", "qwen2_5"))
     tokenizer.bos_token, tokenizer.eos_token = "<|im_start|>", "<|im_end|>"
     assert tokenizer.bos_token_id == tokenizer.encode("<|im_start|>")[-1]
-    assert prompts_of(tokenizer).unprotected(uses_tools=False) is None
+    assert prompts_of(tokenizer).find_protection_gap(uses_tools=False) is None
 
 
 @pytest.mark.parametrize(
@@ -300,9 +300,10 @@ def test_a_token_that_begins_every_text_and_every_message_is_a_mark():
 )
 def test_marks_of_plain_text_are_warned_of(family, mark):
     prompts = prompts_of(tokenizer_of("byte_level", family))
-    assert "marks messages by plain text" in prompts.unprotected(uses_tools=False)
-    assert mark in prompts.unprotected(uses_tools=False)
-    assert prompts_of(tokenizer_of("byte_level", family), alone=True).unprotected(uses_tools=False) is None
+    assert "marks messages with plain text" in prompts.find_protection_gap(uses_tools=False)
+    assert mark in prompts.find_protection_gap(uses_tools=False)
+    single = prompts_of(tokenizer_of("byte_level", family), is_single_agent=True)
+    assert single.find_protection_gap(uses_tools=False) is None
 
 
 @pytest.mark.parametrize(
@@ -316,19 +317,20 @@ def test_marks_of_plain_text_are_warned_of(family, mark):
 def test_templates_without_marks_are_warned_of(template):
     tokenizer = copy.deepcopy(tokenizer_of("byte_level", "llama3"))
     tokenizer.chat_template = template
-    assert "marks messages by plain text" in prompts_of(tokenizer).unprotected(uses_tools=False)
+    assert "marks messages with plain text" in prompts_of(tokenizer).find_protection_gap(uses_tools=False)
 
 
 def test_results_between_plain_marks_are_warned_of():
     marks = "</tool_response>\\n<tool_response>"
-    assert marks in prompts_of(tokenizer_of("byte_level", "qwen2_5")).unprotected(uses_tools=True)
-    assert prompts_of(tokenizer_of("byte_level", "qwen3")).unprotected(uses_tools=True) is None
+    assert marks in prompts_of(tokenizer_of("byte_level", "qwen2_5")).find_protection_gap(uses_tools=True)
+    assert prompts_of(tokenizer_of("byte_level", "qwen3")).find_protection_gap(uses_tools=True) is None
 
 
 def test_tokenizers_without_line_breaks_or_templates_are_warned_of():
-    assert "line breaks as spaces" in prompts_of(tokenizer_of("wordpiece", "qwen3")).unprotected(uses_tools=False)
-    prompts = PromptBuilder(tokenizer_of("byte_level", "qwen3"), tokenize=None, plain=True)
-    assert "no chat template" in prompts.unprotected(uses_tools=False)
+    wordpiece = prompts_of(tokenizer_of("wordpiece", "qwen3"))
+    assert "line breaks as spaces" in wordpiece.find_protection_gap(uses_tools=False)
+    prompts = PromptBuilder(tokenizer_of("byte_level", "qwen3"), tokenize=None, keeps_text_prompts=True)
+    assert "no chat template" in prompts.find_protection_gap(uses_tools=False)
 
 
 def test_a_trainer_says_once_what_its_template_cannot_promise(model_folder, tmp_path, caplog):
@@ -336,7 +338,7 @@ def test_a_trainer_says_once_what_its_template_cannot_promise(model_folder, tmp_
     tokenizer.chat_template = PLAIN_MARKS["vicuna"]
     with caplog.at_level("WARNING"):
         team_trainer(model_folder, tmp_path, processing_class=tokenizer)
-    assert caplog.text.count("looks to its teammates like a message of somebody else") == 1
+    assert caplog.text.count("its teammates may mistake for a message from another speaker") == 1
     assert "ASSISTANT:" in caplog.text
 
 

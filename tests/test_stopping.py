@@ -47,8 +47,8 @@ def _with_pad_as_end(tokenizer):
 
 def generator_with(trainer, stop):
     """A generator whose agent stops at these texts; log-probabilities are kept on the fast path."""
-    sampling = Sampling.of(AgentSpec("solo", stop=stop, max_completion_length=LONGEST), trainer.args)
-    engine = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), trainer.args).as_generation_kwargs())
+    sampling = Sampling.from_agent(AgentSpec("solo", stop=stop, max_completion_length=LONGEST), trainer.args)
+    engine = TrlEngine(trainer, Sampling.from_agent(AgentSpec("solo"), trainer.args).as_generation_kwargs())
     decoding = Decoding(trainer.parts.passes.share, records=True)
     return TransformersGenerator(engine, trainer.policies, {"solo": sampling}, decoding)
 

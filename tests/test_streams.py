@@ -27,7 +27,7 @@ from .test_environment import Countdown
 
 
 ROWS = [{"prompt": f"question {index}", "number": index} for index in range(12)]
-SETTING = TeamContext(("a", "b", "c"))
+CONTEXT = TeamContext(("a", "b", "c"))
 
 
 @contextlib.asynccontextmanager
@@ -36,7 +36,7 @@ async def within(limit):
         yield
 
 
-def streamed(workflow, rows=ROWS, answer=None, setting=SETTING, delays=0.003, seed=0, reruns=None, **options):
+def streamed(workflow, rows=ROWS, answer=None, context=CONTEXT, delays=0.003, seed=0, reruns=None, **options):
     """Runs a workflow with answers that take random times."""
     draw, answer = random.Random(seed), answer or echo()
 
@@ -44,11 +44,11 @@ def streamed(workflow, rows=ROWS, answer=None, setting=SETTING, delays=0.003, se
         await asyncio.sleep(draw.random() * delays)
         return answer(requests)
 
-    options = {"patience": 60, "reruns": reruns, **options}
+    options = {"workflow_timeout": 60, "reruns": reruns, **options}
 
     async def run():
-        async with collector.limiting(workflow, options["patience"]) as limit, within(limit):
-            return await collector.collecting(workflow, rows, setting, slowly, **options)
+        async with collector.limit_blocking_code(workflow, options["workflow_timeout"]) as limit, within(limit):
+            return await collector.collect_async(workflow, rows, context, slowly, **options)
 
     return run_coroutine(run)
 
@@ -103,7 +103,7 @@ def calling(requests):
     """Every second turn of an agent calls a tool."""
     completions = echo()(requests)
     for place, request in enumerate(requests):
-        if request.functions and not request.ask.is_final and len(request.seen) % 2 == 0:
+        if request.functions and not request.turn_request.is_final and len(request.seen) % 2 == 0:
             call = ToolCall("add", {"a": request.episode.index, "b": len(request.seen)})
             completions[place] = request.completed(completions[place].text, tool_calls=(call,))
     return completions
@@ -111,21 +111,21 @@ def calling(requests):
 
 TOOLS = TeamContext(("a", "b", "c"), {"b": (add,), "c": (add,)}, ToolLimits(calls=3))
 WORKFLOWS = {
-    "chain": (Sequential(), echo(), SETTING),
-    "branches": (Branches(), echo(), SETTING),
-    "graph": (Graph({"a": [], "b": ["a"], "c": ["a", "b"]}), echo(), SETTING),
-    "loop": (UntilApproved("a", "b"), echo(), SETTING),
-    "environment": (EnvironmentLoop(Countdown), echo(), SETTING),
+    "chain": (Sequential(), echo(), CONTEXT),
+    "branches": (Branches(), echo(), CONTEXT),
+    "graph": (Graph({"a": [], "b": ["a"], "c": ["a", "b"]}), echo(), CONTEXT),
+    "loop": (UntilApproved("a", "b"), echo(), CONTEXT),
+    "environment": (EnvironmentLoop(Countdown), echo(), CONTEXT),
     "tools in branches": (Branches(), calling, TOOLS),
 }
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_streams_give_the_episodes_of_waves_whatever_the_timing(name):
-    workflow, answer, setting = WORKFLOWS[name]
-    waves = [facts(episode) for episode in collector.collect(workflow, ROWS, setting, answer)]
+    workflow, answer, context = WORKFLOWS[name]
+    waves = [facts(episode) for episode in collector.collect(workflow, ROWS, context, answer)]
     for seed in range(3):
-        assert [facts(one) for one in streamed(workflow, answer=answer, setting=setting, seed=seed)] == waves
+        assert [facts(one) for one in streamed(workflow, answer=answer, context=context, seed=seed)] == waves
 
 
 @settings(max_examples=15, deadline=None)
@@ -135,7 +135,7 @@ def test_what_users_code_draws_does_not_depend_on_timing(seed, delays):
         def around(index):
             return EpisodeRandomness(1000 + index).active
 
-        episodes = streamed(Draws(), ROWS[:5], delays=delays, seed=seed, around=around)
+        episodes = streamed(Draws(), ROWS[:5], delays=delays, seed=seed, make_step_context=around)
         return [(facts(one), dict(one.counts)) for one in episodes]
 
     random.seed(0)
@@ -157,11 +157,12 @@ def test_batches_of_one_loop_leave_one_another_alone():
         def around(index):
             return EpisodeRandomness(first + index).active
 
-        found = await collector.collecting(Draws(), ROWS[:3], SETTING, slowly, patience=60, around=around)
+        options = {"workflow_timeout": 60, "make_step_context": around}
+        found = await collector.collect_async(Draws(), ROWS[:3], CONTEXT, slowly, **options)
         return [(facts(one), dict(one.counts)) for one in found]
 
     async def beside(other):
-        async with collector.limiting(Draws(), 60) as limit, within(limit):
+        async with collector.limit_blocking_code(Draws(), 60) as limit, within(limit):
             others = [batch(0, 0.001)] if other else []
             return (await asyncio.gather(batch(100, 0.05), *others))[0]
 
@@ -184,7 +185,7 @@ def test_no_episode_waits_for_another_one():
         events.append(place)
         return echo()(requests)
 
-    run_coroutine(lambda: collector.collecting(Four(), ROWS[:4], SETTING, answer))
+    run_coroutine(lambda: collector.collect_async(Four(), ROWS[:4], CONTEXT, answer))
     assert {events.index((index, 3)) < events.index((0, 0)) for index in (1, 2, 3)} == {True}
 
 
@@ -213,11 +214,11 @@ def test_an_episode_that_hangs_is_given_up_while_others_go_on():
             await episode.turn("b")
 
     failures = {}
-    episodes = streamed(Waits(), patience=0.5, failures=failures)
+    episodes = streamed(Waits(), workflow_timeout=0.5, failures=failures)
     assert list(failures) == [2] and "neither a turn nor a tool" in str(failures[2])
     assert sum(len(episode.turns) for episode in episodes) == 22
     with pytest.raises(EpisodeError, match="hangs in episode 2"):
-        streamed(Waits(), patience=0.5)
+        streamed(Waits(), workflow_timeout=0.5)
 
 
 def test_code_that_blocks_is_interrupted_and_slow_servers_are_no_block(monkeypatch):
@@ -230,8 +231,8 @@ def test_code_that_blocks_is_interrupted_and_slow_servers_are_no_block(monkeypat
             time.sleep(60)
 
     with pytest.raises(EpisodeError, match="TookTooLong.*blocks the event loop: run .* returned for 0.3 seconds"):
-        streamed(Blocks(), ROWS[:2], patience=0.3)
-    assert streamed(Sequential(), ROWS[:2], delays=1.5, patience=0.3)
+        streamed(Blocks(), ROWS[:2], workflow_timeout=0.3)
+    assert streamed(Sequential(), ROWS[:2], delays=1.5, workflow_timeout=0.3)
 
 
 def test_an_error_of_a_server_ends_all():
@@ -258,7 +259,7 @@ def test_generation_that_blocks_the_loop_is_not_a_workflow_that_blocks(monkeypat
         time.sleep(0.5)
         return [request.completed("x") for request in requests]
 
-    assert len(collector.collect(Sequential(), ROWS[:2], SETTING, answer, patience=0.05)) == 2
+    assert len(collector.collect(Sequential(), ROWS[:2], CONTEXT, answer, workflow_timeout=0.05)) == 2
 
 
 def test_a_workflow_that_blocks_in_a_notebook_is_an_error_and_not_the_end_of_the_process(monkeypatch):
@@ -271,7 +272,7 @@ def test_a_workflow_that_blocks_in_a_notebook_is_an_error_and_not_the_end_of_the
             await episode.turn("a")
 
     async def cell():
-        collector.collect(Blocks(), ROWS[:1], SETTING, echo(), patience=0.1)
+        collector.collect(Blocks(), ROWS[:1], CONTEXT, echo(), workflow_timeout=0.1)
 
     with pytest.raises(TookTooLong, match="blocks"):
         asyncio.run(cell())
@@ -284,7 +285,7 @@ def test_recorded_episodes_are_run_again_in_streams():
         return [one.completed(f"new {one.agent}") for one in requests]
 
     rows = [episode.row for episode in recorded]
-    waves = collector.collect(Branches(), rows, SETTING, again, [Rerun(one, changed=1) for one in recorded])
+    waves = collector.collect(Branches(), rows, CONTEXT, again, [Rerun(one, changed=1) for one in recorded])
     episodes = streamed(Branches(), rows, again, reruns=[Rerun(one, changed=1) for one in recorded])
     assert [facts(one) for one in episodes] == [facts(one) for one in waves]
     assert all("new b" in one.turns[1].text and one.turns[0].text == "a()" for one in episodes)

@@ -75,7 +75,7 @@ def never(completions, **kwargs):
 @symptom("the reward stays 0")
 def test_no_episode_is_ever_right(model_folder, tmp_path, caplog):
     trainer = trained(model_folder, tmp_path, never, per_device_train_batch_size=8)
-    assert {*logged(trainer, "reward")} == {0.0} and caplog.text.count("THE REWARDS SAY NOTHING") == 1
+    assert {*logged(trainer, "reward")} == {0.0} and caplog.text.count("THE REWARDS GIVE NO SIGNAL") == 1
 
 
 def of_the_question(prompts, **kwargs):
@@ -87,7 +87,7 @@ def of_the_question(prompts, **kwargs):
 def test_nothing_to_compare(model_folder, tmp_path, caplog):
     trainer = trained(model_folder, tmp_path, of_the_question, per_device_train_batch_size=8)
     assert len({*logged(trainer, "reward")}) > 1 and {*logged(trainer, "frac_reward_zero_std")} == {1.0}
-    assert caplog.text.count("THE REWARDS SAY NOTHING") == 1
+    assert caplog.text.count("THE REWARDS GIVE NO SIGNAL") == 1
 
 
 @symptom("turns end in the middle of a word")
@@ -105,7 +105,7 @@ def test_prompts_are_cut(model_folder, tmp_path):
         model_folder, tmp_path, agents=agents, settings={"context_overflow": "drop_oldest_turn", "max_steps": 1}
     )
     longest = max(len(trainer.processing_class(row["prompt"]).input_ids) for row in trainer.train_dataset)
-    trainer.parts.runner.prompts.window = longest + 40
+    trainer.parts.runner.prompts.window_size = longest + 40
     trainer.train()
     assert logged(trainer, "context/dropped_turns")[0] > 0
 
@@ -122,7 +122,7 @@ def test_a_message_that_nobody_reads(model_folder, tmp_path, view):
     set_seed(0)
     trainer.evaluate(metric_key_prefix="as_it_is")
     set_seed(0)
-    with trainer.parts.evaluations.silencing("reasoner"):
+    with trainer.parts.evaluations.silence_agents("reasoner"):
         trainer.evaluate(metric_key_prefix="emptied")
     samples = read_samples(tmp_path / "evaluations.jsonl")
     answers = {name: [one["vote"] for one in samples if one["set"] == name] for name in ("as_it_is", "emptied")}

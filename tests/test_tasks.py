@@ -74,7 +74,7 @@ def test_a_test_set_is_left_out_of_training():
     assert len(train) == 100 and not {*asked(train)} & {*asked(test)}
     hinted = test.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"][0]["content"] + " Hint."}]})
     assert reasoning_gym("chain_sum", size=100, without=hinted, **SUMS)["prompt"] == train["prompt"]
-    with pytest.raises(ValueError, match="there are 200 distinct questions that can be used, and `size` is 300"):
+    with pytest.raises(ValueError, match="`size` is 300, but .* gave only 200 usable distinct questions"):
         reasoning_gym("chain_sum", size=300, distinct=True, **SUMS)
 
 
@@ -100,12 +100,12 @@ def test_questions_do_not_depend_on_the_hash_seed(monkeypatch, tmp_path, seed):
 
 @pytest.mark.slow
 def test_what_is_wrong_is_said_also_by_a_process_of_its_own():
-    with pytest.raises(ValueError, match="`without` must be questions of `reasoning_gym`, with `entry`"):
+    with pytest.raises(ValueError, match="`without` must be a dataset of `reasoning_gym` with the column `entry`"):
         reasoning_gym("chain_sum", size=5, without=Dataset.from_list([{"prompt": "1 + 1"}]))
     mixture = [{"name": "chain_sum", "config": SUMS}, {"name": "ransom_note", "weight": 1e-12}]
-    with pytest.raises(ValueError, match="there are 200 distinct questions that can be used, and `size` is 300"):
+    with pytest.raises(ValueError, match="`size` is 300, but .* gave only 200 usable distinct questions"):
         reasoning_gym("composite", size=300, distinct=True, datasets=mixture)
-    with pytest.raises(ValueError, match="reasoning-gym has no questions for"):
+    with pytest.raises(ValueError, match="reasoning-gym cannot create questions for"):
         reasoning_gym("ransom_note", size=5, no_setting=1)
 
 
@@ -152,7 +152,7 @@ def test_composites():
     ("name", "settings"), [("chain_summ", {}), ("chain_sum", {"min_terms": -1}), ("chain_sum", {"min_term": 2})]
 )
 def test_families_and_settings_that_there_are_not(name, settings):
-    with pytest.raises(ValueError, match="reasoning-gym has no questions"):
+    with pytest.raises(ValueError, match="reasoning-gym cannot create questions"):
         reasoning_gym(name, size=1, **settings)
     with pytest.raises(ValueError, match="`datasets` of a composite must be a list such as"):
         reasoning_gym("composite", size=1, datasets=["gcd"])
@@ -215,7 +215,7 @@ def test_games_that_run_at_once_draw_what_they_would_alone():
 @pytest.mark.parametrize(
     ("game", "seats", "what"),
     [
-        ("TicTacTow-v0", ["x", "o"], "cannot begin"),
+        ("TicTacTow-v0", ["x", "o"], "cannot start"),
         ("TicTacToe-v0", ["x"], "1 players"),
         ("TicTacToe-v0", "x", "seats"),
     ],
@@ -342,7 +342,7 @@ def test_environments_are_closed_but_not_by_a_method_that_means_something_else(c
     for kind, closed in ((Store, 0), (Position, 0), (Closing, 1)):
         episode = rehearse(EnvironmentLoop(kind), ["a"], always("4"))
         assert sum(episode.earned) == 1.0 and Store.closed == closed
-    assert "`Closing.close` has failed: OSError: no route" in caplog.text
+    assert "`Closing.close` failed: OSError: no route" in caplog.text
 
 
 def test_clients_of_open_env_are_closed_at_the_horizon():
@@ -431,7 +431,8 @@ def test_a_column_with_an_environment_that_there_is_not(model_folder, tmp_path):
 
 
 def test_a_column_that_would_be_removed(model_folder, tmp_path):
-    with pytest.raises(ValueError, match="`remove_unused_columns=True` leaves prompts alone, and the column 'env"):
+    message = "`remove_unused_columns=True` keeps only the column `prompt`, but the column 'env"
+    with pytest.raises(ValueError, match=message):
         team_trainer(
             model_folder, tmp_path, reward_funcs=None, environment_factory={"shop": Shop},
             train_dataset=Dataset.from_list([{"prompt": "Go", "environment": "shop"}] * 8),

@@ -92,7 +92,7 @@ def test_gradient_of_a_shared_adapter_is_that_of_all_its_agents_rows(model_folde
     single.model.load_state_dict(shared.model.state_dict())
     single.model.train()
     single.args.per_device_train_batch_size = 16
-    single.schedule = Schedule.of(single.args, single.schedule.adapters)
+    single.schedule = Schedule.from_args(single.args, single.schedule.adapters)
     slice_ = replace(slice_, rows=[replace(row, agent="both") for row in slice_.rows])
     expected = gradients_of(single, slice_)
     assert set(expected) == set(gradients)

@@ -100,7 +100,7 @@ class Family:
             return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
         template = ChatTemplate(self.tokenizer, self.source)
-        return PromptBuilder(self.tokenizer, tokenize, chat_template=template, ends=self.ends)
+        return PromptBuilder(self.tokenizer, tokenize, chat_template=template, end_token_ids=self.ends)
 
 
 class StopsNowhere:
@@ -122,14 +122,15 @@ def test_an_agent_is_shown_what_the_template_makes_of_the_conversation(name):
 
     def answer(requests):
         (request,) = requests
-        tools = tuple(request.given.tools)
-        (observation,) = builder.build([Query(agent, "q", request.seen, tools, messages=request.given.messages)])
+        tools = tuple(request.requested_turn.tools)
+        messages = request.requested_turn.messages
+        (observation,) = builder.build([Query(agent, "q", request.seen, tools, messages=messages)])
         (direct,) = served.build([Query(agent, "q", (), tools, messages=received[-1])])
         trained.append(observation.problem or family.tokenizer.decode(observation.ids))
         shown.append(direct.problem or family.tokenizer.decode(direct.ids))
         expected.append(family.render(conversation, add_generation_prompt=True))
         ids = family.sampled(plan[len(trained) - 1])
-        return reader.sampled(requests, [observation], [SampledTurn(ids)], StopsNowhere())
+        return reader.read_samples(requests, [observation], [SampledTurn(ids)], StopsNowhere())
 
     async def app(row, endpoint):
         ask, messages = Client(endpoint), list(start)

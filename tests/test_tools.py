@@ -404,7 +404,7 @@ def test_an_agent_goes_on_with_the_very_tokens_of_trl(grpo):
         grpo.tools = list(functions)
         return grpo._tokenize_prompts(prompts)[0]
 
-    build = PromptBuilder(tokenizer, tokenize, chat_template=template, ends=[tokenizer.eos_token_id])
+    build = PromptBuilder(tokenizer, tokenize, chat_template=template, end_token_ids=[tokenizer.eos_token_id])
     agent = AgentSpec("solver", tools=[add])
     prompt = ROWS[0]["prompt"]
     (first,) = build.build([Query(agent, prompt, (), (add,))])
@@ -425,7 +425,7 @@ def test_an_agent_goes_on_with_the_very_tokens_of_trl(grpo):
     st.lists(st.sampled_from(["<|im_end|>", "\n", "<|im_start|>", "assistant", "</tool_response>", "7"])).map("".join)
 )
 def test_results_of_tools_hold_no_control_token(text):
-    build = PromptBuilder(TOKENIZER, None, chat_template=TEMPLATE, ends=[TOKENIZER.eos_token_id])
+    build = PromptBuilder(TOKENIZER, None, chat_template=TEMPLATE, end_token_ids=[TOKENIZER.eos_token_id])
     agent = AgentSpec("solver", tools=[add])
     control = set(TOKENIZER.added_tokens_decoder)
 
@@ -744,7 +744,7 @@ def test_batches_do_not_depend_on_how_long_tools_take(model_folder, tmp_path):
             "Agent 'solver' has tools, but the tokenizer has a chat template wit",
         ),
         ({"agents": [AgentSpec("solver", tools=[lambda a: a])]}, "`<lambda>` of agent 'solver' cannot be described"),
-        ({"agents": [AgentSpec("tool", tools=[add])]}, "'tool' is shown as the speaker of results"),
+        ({"agents": [AgentSpec("tool", tools=[add])]}, "agent cannot be named 'tool'"),
         ({"workflow": Sequential(), "environment_factory": Cupboard}, "were both passed"),
         ({"environment_factory": {"a": Cupboard}}, "needs the column 'environment'"),
         ({"settings": {"max_tool_calls": 0}}, "`max_tool_calls` must be a finite number above 0"),
@@ -776,7 +776,7 @@ def test_results_that_outgrow_the_window(model_folder, tmp_path, overflow):
     settings = {"max_steps": 1, "context_overflow": overflow, "max_completion_length": 100}
     trainer = tool_trainer(model_folder, tmp_path, settings, agents=[AgentSpec("solver", tools=[talk])])
     canned(trainer)
-    trainer.parts.runner.prompts.window = 700
+    trainer.parts.runner.prompts.window_size = 700
     trainer.train()
     (logged,) = [one for one in trainer.state.log_history if "reward" in one]
     name = "context/ended_episodes" if overflow == "end_episode" else "context/dropped_turns"
@@ -838,19 +838,23 @@ def test_tools_that_the_trainer_was_not_told_of_are_named(model_folder, tmp_path
             await episode.turn("solver", tools=[add])
 
     trainer = tool_trainer(model_folder, tmp_path, agents=[AgentSpec("solver")], workflow=Undeclared())
-    with pytest.raises(ValueError, match=r"passes tools to agent 'solver' \(add\) that it does not declare"):
+    with pytest.raises(ValueError, match=r"passes undeclared tools to agent 'solver' \(add\)"):
         trainer.parts.runner.run([{"prompt": "q"}], trainer.parts.runner.answer)
 
 
 def test_a_tool_named_like_one_of_the_environment_is_refused(model_folder, tmp_path):
-    with pytest.raises(ValueError, match="has a tool named 'add', and so has the workflow"):
+    with pytest.raises(ValueError, match="both have a tool named 'add'"):
         tool_trainer(model_folder, tmp_path, workflow=EnvironmentLoop(Cupboard), reward_funcs=None)
 
 
 def test_what_follows_a_call_is_recorded_as_it_was_shown():
     """A view, or a window, that left turns out of the prompt of a call leaves them out of what follows."""
     build = PromptBuilder(
-        TOKENIZER, None, view=lambda a, prompt, seen: team_view(a, prompt, seen[-1:]), chat_template=TEMPLATE, ends=[2]
+        TOKENIZER,
+        None,
+        view=lambda a, prompt, seen: team_view(a, prompt, seen[-1:]),
+        chat_template=TEMPLATE,
+        end_token_ids=[2],
     )
     episode = rehearse(Sequential(), ["planner", "judge", "solver"], calculates, "q", {"solver": [add, fail]})
     planner, judge, call, _ = episode.turns
@@ -868,7 +872,7 @@ def test_what_follows_a_call_is_recorded_as_it_was_shown():
 def test_later_turns_are_rendered_by_templates_that_want_results_next_to_their_calls(name):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = getattr(chat_template_utils, f"{name}_chat_template")
-    build = PromptBuilder(tokenizer, None, ends=[2])
+    build = PromptBuilder(tokenizer, None, end_token_ids=[2])
     episode = rehearse(Sequential(rounds=2), ["solver", "judge"], calculates, "q", {"solver": [add, fail]})
     (later,) = build.build([Query(AgentSpec("solver", tools=[add]), "q", tuple(episode.history[:5]), (add,))])
     text = tokenizer.decode(later.ids)

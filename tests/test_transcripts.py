@@ -255,7 +255,7 @@ def test_a_run_lists_its_pages_and_tells_right_answers_and_rewards(model_folder,
     assert "a &lt;run&gt;" in index
     page = Reader.read((folder / "transcripts_00002.html").read_text())
     assert "a <run> · The first 2 of 8 episodes" in page.text and page.text.count("right answer") == 2
-    assert page.text.count("exact_answer") == page.text.count("in all") == 2
+    assert page.text.count("exact_answer") == page.text.count("total") == 2
     assert ("a", ("href",)) in page.tags
     (folder / "transcripts_00001 (1).html").write_text("a copy that somebody has made")
     write_index(folder, "again")

@@ -65,7 +65,7 @@ CHAT = [{"role": "user", "content": "How many?"}]
         (rows(["one"]), ValueError, "has 1 prompts, but one generation batch needs 2"),
         (rows([*GOOD, None]), ValueError, "row 8 of `train_dataset` is None"),
         (rows(["a", " ", "b"]), ValueError, "row 1 of `train_dataset` is empty. Remove"),
-        (rows([CHAT, []]), ValueError, "row 1 .*not one of messages"),
+        (rows([CHAT, []]), ValueError, "row 1 .*not a list of messages"),
         (rows([CHAT, [{"role": "user", "content": None}]]), ValueError, "row 1 .*'user' message without content"),
         (rows([1, 2, 3]), TypeError, "row 0 .*is a int"),
         (
@@ -113,14 +113,14 @@ def test_a_bad_row_of_a_stream_is_found_when_it_is_read(model_folder, tmp_path):
         ([], ValueError, "`agents` is empty.*at least one agent"),
         (None, TypeError, "must be a list of `AgentSpec`, got NoneType"),
         ([AgentSpec("solver"), AgentSpec("solver")], ValueError, "the name 'solver'.*names must be unique"),
-        ([AgentSpec("solver", trainable=False)], ValueError, "All agents have `trainable=False`.*Let at least one"),
+        ([AgentSpec("solver", trainable=False)], ValueError, "All agents have `trainable=False`.*Make at least one"),
         (
             [AgentSpec("one", adapter="both"), AgentSpec("two", adapter="both", trainable=False)],
             ValueError,
             "'one' and 'two' share the adapter 'both' but differ in `trainable`",
         ),
-        ([AgentSpec("model")], ValueError, "'model'.*part of the names"),
-        ([AgentSpec("q_proj")], ValueError, "'q_proj'.*part of the names"),
+        ([AgentSpec("model")], ValueError, "'model'.*part of the parameter names"),
+        ([AgentSpec("q_proj")], ValueError, "'q_proj'.*part of the parameter names"),
     ],
 )
 def test_bad_teams(model_folder, tmp_path, no_generation, agents, error, message):
@@ -195,9 +195,9 @@ def test_the_lora_configs_that_cannot_live_together(model_folder, tmp_path, no_g
     with pytest.raises(ValueError, match="'one' sets `learning_rate`.*share one fully trained policy"):
         team_trainer(model_folder, tmp_path, agents=[AgentSpec("one", learning_rate=1e-4)], peft_config=None)
     loaded = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="other")
-    with pytest.raises(ValueError, match=r"Agent 'one' acts with the adapter 'one'.*it has \['other'\]"):
+    with pytest.raises(ValueError, match=r"Agent 'one' uses the adapter 'one', but the model has only \['other'\]"):
         team_trainer(loaded, tmp_path, agents=two, peft_config=None)
-    with pytest.raises(ValueError, match="`PeftModel` already .* no agent is new"):
+    with pytest.raises(ValueError, match="passed with a `PeftModel`, but no agent is new"):
         team_trainer(loaded, tmp_path, agents=[AgentSpec("other")])
     with pytest.raises(ValueError, match="'one' trains biases of the base"):
         team_trainer(model_folder, tmp_path, agents=two, peft_config=lora(bias="all"))
@@ -207,9 +207,9 @@ def test_the_lora_configs_that_cannot_live_together(model_folder, tmp_path, no_g
     ("arguments", "error", "message"),
     [
         ({"reward_funcs": None}, ValueError, "No reward source provided. Pass `reward_funcs`"),
-        ({"reward_funcs": [3]}, TypeError, "must be callable"),
+        ({"reward_funcs": [3]}, TypeError, "must be a callable"),
         ({"workflow": Sequential}, TypeError, r"Pass an object: `workflow=MyWorkflow\(\)`"),
-        ({"workflow": Sequential(["solver"])}, ValueError, "names the agent 'solver', but the team has 'reasoner'"),
+        ({"workflow": Sequential(["solver"])}, ValueError, "the agent 'solver', but the team's agents are 'reasoner'"),
         ({"args": {"output_dir": "x"}}, TypeError, "`args` must be a `MARFTConfig`"),
         ({"model": 3}, TypeError, "`model` must be the name or folder of a model"),
         ({"processing_class": "gpt2"}, TypeError, "`processing_class` must be a tokenizer"),
@@ -245,20 +245,21 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
     agents = [AgentSpec(name, reward_funcs=with_rubric) for name in ("reasoner", "actor")]
     team_trainer(model_folder, tmp_path, agents=agents, settings=settings)
     agents = [AgentSpec(name, reward_funcs=get_outcome_reward(exact_answer)) for name in ("reasoner", "actor")]
-    with pytest.raises(ValueError, match=r"`remove_unused_columns=True` leaves prompts alone.*needs \['solution'\]"):
+    message = r"`remove_unused_columns=True` keeps only the column `prompt`.*needs \['solution'\]"
+    with pytest.raises(ValueError, match=message):
         team_trainer(model_folder, tmp_path, agents=agents, settings={**settings, "remove_unused_columns": True})
 
 
 def test_a_baseline_that_needs_a_missing_column(model_folder, tmp_path, no_generation):
     settings = {"advantage": "rae", "num_generations": 1, "rae_column": "solutions"}
-    with pytest.raises(ValueError, match=r"`rae_column='solutions'` is no column of `train_dataset`. Did you mean"):
+    with pytest.raises(ValueError, match=r"`rae_column='solutions'` is not a column of `train_dataset`. Did you mean"):
         team_trainer(model_folder, tmp_path, settings=settings)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_generations": 1}, r"`num_generations` \(1\) needs a critic"),
+        ({"num_generations": 1}, r"`num_generations=1` needs a critic"),
         ({"advantage": "agents"}, "Did you mean 'agent'"),
         (
             {"use_vllm": True, "vllm_structured_outputs_regex": "a*"},
@@ -266,18 +267,18 @@ def test_a_baseline_that_needs_a_missing_column(model_folder, tmp_path, no_gener
         ),
         (
             {"use_vllm": True, "level": "action", "vllm_importance_sampling_mode": "token_mask"},
-            "a turn is one action. Set 'sequence_mask'",
+            "a turn is one action. Set it to 'sequence_mask'",
         ),
         ({"use_vllm": True, "loss_type": "vespo"}, "`loss_type='vespo'` needs `vllm_importance_sampling_mode="),
         ({"sync_ref_model": True}, "`sync_ref_model=True` has no effect with `beta=0.0`"),
-        ({"top_entropy_quantile": 0.5, "level": "action"}, "trains some tokens of a turn"),
+        ({"top_entropy_quantile": 0.5, "level": "action"}, "trains only some tokens of a turn"),
         ({"level": "action", "beta": 0.1, "use_bias_correction_kl": True}, "by the ratio of the whole"),
-        ({"use_policy_ratio": False, "target_kl": 0.1, "num_iterations": 2}, "which `use_policy_ratio=False` leaves"),
+        ({"use_policy_ratio": False, "target_kl": 0.1, "num_iterations": 2}, "`use_policy_ratio=False` disables"),
         ({"sequential_clip": 0.2}, "`sequential_clip=0.2` has no effect with `update_order='joint'`"),
         ({"sequential_clip": 0}, "`sequential_clip` must be a finite number above 0, or None for no clipping"),
-        ({"advantage": "turn_itself", "candidate_samples": 2}, "with `advantage='turn_itself'` they are scored as"),
+        ({"advantage": "turn_itself", "candidate_samples": 2}, "`advantage='turn_itself'` scores candidates without"),
         ({"per_device_train_batch_size": 6}, "divisible by"),
-        ({"on_episode_error": "skip", "credit": "counterfactual"}, "does not go with candidates.*or re-runs"),
+        ({"on_episode_error": "skip", "credit": "counterfactual"}, "does not support candidates.*or re-runs"),
     ],
 )
 def test_bad_configs(tmp_path, settings, message):
@@ -349,10 +350,11 @@ def test_a_grpo_config_is_completed_and_checked_as_a_marft_config(settings):
 
 def test_cispo_bounds_ratios_above_one(tmp_path, caplog):
     """TRL's default, `epsilon`, would be the weight of every token: a fifth of the gradient."""
-    assert config(tmp_path, loss_type="cispo").epsilon_high == 5.0 and "`epsilon_high` is 5.0" in caplog.text
+    assert config(tmp_path, loss_type="cispo").epsilon_high == 5.0
+    assert "`epsilon_high`, the maximum ratio, to 5.0" in caplog.text
     assert config(tmp_path, loss_type="cispo", epsilon_high=3.0).epsilon_high == 3.0
     assert config(tmp_path, loss_type="dapo").epsilon_high is None
-    with pytest.raises(ValueError, match="`epsilon_high=0.2` is the largest ratio"):
+    with pytest.raises(ValueError, match="`epsilon_high=0.2` is the maximum ratio"):
         config(tmp_path, loss_type="cispo", epsilon_high=0.2)
 
 
@@ -360,9 +362,10 @@ def test_beams_are_warned_of_once(model_folder, tmp_path, caplog):
     settings = {"generation_kwargs": {"num_beams": 2}}
     trainer = team_trainer(model_folder, tmp_path, settings=settings)
     assert trainer.parts.runner.generator.settings("actor")["num_beams"] == 2
-    assert [r.message.count("likeliest of its beams") for r in caplog.records if "num_beams" in r.message] == [1]
+    warnings = [r.message for r in caplog.records if "num_beams" in r.message]
+    assert [text.count("beam search returns the likeliest turn") for text in warnings] == [1]
     config(tmp_path, generation_kwargs={"num_beams": 1})
-    assert caplog.text.count("num_beams") == 1
+    assert caplog.text.count("beam search returns") == 1
 
 
 @pytest.mark.parametrize(
@@ -370,8 +373,8 @@ def test_beams_are_warned_of_once(model_folder, tmp_path, caplog):
     [
         ({"generation_kwargs": {"num_return_sequences": 2}}, "num_return_sequences=2"),
         ({"generation_kwargs": {"stop_strings": ["x"]}}, r"AgentSpec\(stop=...\)"),
-        ({"advantage": "rae", "num_generations": 1, "rae_decay": 1.0}, "at 0 for ever"),
-        ({"advantage": "rae", "rae_column": "game", "remove_unused_columns": True}, "leaves prompts alone"),
+        ({"advantage": "rae", "num_generations": 1, "rae_decay": 1.0}, "at 0 forever"),
+        ({"advantage": "rae", "rae_column": "game", "remove_unused_columns": True}, "keeps only the column `prompt`"),
     ],
     ids=str,
 )
@@ -561,7 +564,7 @@ def test_an_observation_longer_than_the_window(model_folder, tmp_path):
 def test_a_model_of_another_trainer_is_no_bare_base(model_folder, tmp_path, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     team_trainer(model, tmp_path, processing_class=tokenizer)
-    with pytest.raises(ValueError, match="already carries adapter layers"):
+    with pytest.raises(ValueError, match="already has adapter layers"):
         team_trainer(model, tmp_path, processing_class=tokenizer)
 
 
@@ -633,7 +636,7 @@ def test_team_of_eight(model_folder, tmp_path):
 
 def test_prompts_of_two_kinds_are_not_mixed():
     check_prompts([{"prompt": "x"}, {"prompt": "y"}], "d", 0)
-    with pytest.raises(ValueError, match="row 1 of `d` is a list of messages, while the first one is text"):
+    with pytest.raises(ValueError, match="row 1 of `d` is a list of messages, but the first prompt is text"):
         check_prompts([{"prompt": "x"}, {"prompt": CHAT}], "d", 0)
 
 
@@ -679,12 +682,12 @@ def test_defaults_of_trl_and_what_scripts_read_are_not_said_to_have_no_effect(mo
 
 def test_accumulation_is_set_in_one_place(model_folder, tmp_path):
     settings = {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}
-    with pytest.raises(ValueError, match="`accelerator_config` has `gradient_accumulation_kwargs`.*Set `gradient_acc"):
+    with pytest.raises(ValueError, match="`accelerator_config` has `num_steps=2`.*Set only `gradient_acc"):
         team_trainer(model_folder, tmp_path, settings=settings)
 
 
 def test_settings_that_are_none(tmp_path):
-    message = "no setting `collapse_window` any more: `eval_reward` is compared with its best."
+    message = "no longer has the setting `collapse_window`: `eval_reward` is compared with the best evaluation so far."
     with pytest.raises(TypeError, match=message):
         MARFTConfig(str(tmp_path), collapse_window=1)
 
@@ -696,7 +699,7 @@ def test_checkpoints_of_another_way_to_end_are_left_out(tmp_path, caplog):
 
 def test_a_backend_of_processes_on_one_process_is_left_out(tmp_path, caplog):
     assert config(tmp_path, ddp_backend="gloo").ddp_backend is None
-    assert "`ddp_backend='gloo'` has no effect on one process" in caplog.text
+    assert "`ddp_backend='gloo'` has no effect with a single process" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["steps_per_generation", "num_generations"])

@@ -22,8 +22,8 @@ from marft_trl import AgentSpec, MARFTConfig, Sequential, Team
 from marft_trl.extras.apps import ExternalApp
 from marft_trl.extras.engines import vllm_command
 from marft_trl.extras.engines.library import MismatchError
-from marft_trl.extras.engines.replicas import EngineDownError, Replicas
-from marft_trl.extras.engines.server import AnswerError, Order, RefusedError
+from marft_trl.extras.engines.replicas import EngineDownError, ServerPool
+from marft_trl.extras.engines.server import AnswerError, GenerateRequest, RefusedError
 from marft_trl.extras.engines.vllm_generator import FidelityError
 from marft_trl.system.event_loop import run_coroutine
 from marft_trl.team import TextDelta
@@ -242,7 +242,7 @@ def test_a_loaded_team_is_asked_on_the_server(model_folder, tmp_path, server):
     assert len(names_on(server)) == 1  # the base
     other = Team.from_pretrained(tmp_path, model=model_folder, engine=server.url)
     other.model.get_base_model().lm_head.weight.data.mul_(2.0)
-    with pytest.raises(MismatchError, match="computes other log-probabilities"):
+    with pytest.raises(MismatchError, match="The log-probabilities of .* and the trainer differ by"):
         other("1 + 1 = ?")
     other.close()
 
@@ -461,11 +461,11 @@ def test_an_aborted_turn_is_asked_for_again(model_folder, tmp_path, server):
     library, generator = library_of(trainer), trainer.parts.runner.generator
     version = library.publish()["actor"]
     settings = {"seed": 5, "temperature": 1.0, "ignore_eos": True, "top_p": 1.0}
-    order = Order(version.name, [5, 6, 7], 400, settings)
+    order = GenerateRequest(version.name, [5, 6, 7], 400, settings)
 
     async def run(disturb):
-        async with Replicas(generator.servers, library.make_ready) as replicas:
-            task = asyncio.ensure_future(replicas.generate(order))
+        async with ServerPool(generator.servers, library.make_ready) as pool:
+            task = asyncio.ensure_future(pool.generate(order))
             if disturb:
                 await asyncio.sleep(0.4)
                 await asyncio.to_thread(server.post, "/abort_requests", {"request_ids": []})
@@ -612,7 +612,7 @@ def test_copies_have_places_on_servers(model_folder, tmp_path, server):
     settings = {"max_steps": 3, "learning_rate": 0.05}
     trainer = served(model_folder, tmp_path, [server], settings=settings, agents=agents, workflow=workflow)
     trainer.train()
-    past, places = trainer.parts.runner.copies, {"=rival-copy-0", "=rival-copy-1"}
+    past, places = trainer.parts.runner.past_copies, {"=rival-copy-0", "=rival-copy-1"}
     assert [past.entry("rival", step) for step in past.steps("rival")] == ["=rival-copy-0", "=rival-copy-1"]
     episodes = trainer.team.run(["How many?"] * 12, seed=1)
     assert set(library_of(trainer).current) == {"reasoner", "actor", *places}

@@ -39,7 +39,7 @@ def test_sequential_takes_an_order_of_its_own():
 def test_sequential_refuses_nonsense(settings):
     with pytest.raises(ValueError, match="Sequential"):
         Sequential(**settings)
-    with pytest.raises(TypeError, match="list of names"):
+    with pytest.raises(TypeError, match="list of agent names"):
         Sequential("solver")
 
 
@@ -176,7 +176,7 @@ def test_answers_and_seen_turns_have_to_be_turns_of_the_episode():
             turn = await episode.turn("solver")
             episode.answer = turn.text
 
-    with pytest.raises(EpisodeError, match="has to be a turn"):
+    with pytest.raises(EpisodeError, match="must be a turn"):
         collect(Text(), [{"prompt": "x"}], ["solver"], answer_all([]))
 
 

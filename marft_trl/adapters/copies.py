@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from ..agents import AgentSpec
 from ..seams.libraries import get_logger
-from ..system.randomness import seed_of
+from ..system.randomness import make_seed
 from .policies import Policies
 
 
@@ -58,7 +58,7 @@ class PastCopies:
 
     def drop_after_checkpoint(self, folder: str | Path) -> None:
         """Drop the copies that were made after a checkpoint whose adapters have been loaded."""
-        self.drop_after(_step_of(folder))
+        self.drop_after(_parse_step(folder))
 
     def drop_after(self, step: int, adapters: Sequence[str] | None = None) -> None:
         """
@@ -113,7 +113,7 @@ class PastCopies:
             place: key of the episode, from which the random choice is seeded.
         """
         return {
-            agent: random.Random(seed_of(("copies", agent, *place))).choice(self.steps(agent))  # noqa: S311
+            agent: random.Random(make_seed(("copies", agent, *place))).choice(self.steps(agent))  # noqa: S311
             for agent in self._adapters
         }
 
@@ -162,7 +162,7 @@ class PastCopies:
         }
         save_file(tensors, Path(folder) / COPIES_NAME, metadata=self._sources)
 
-    def load(self, folder: str | Path, source_of: Callable[[str], str | None] | None = None) -> None:
+    def load(self, folder: str | Path, find_source: Callable[[str], str | None] | None = None) -> None:
         """
         Load the copies that [`~PastCopies.save`] wrote. A pool that is not in the checkpoint starts with the current
         adapter.
@@ -170,7 +170,7 @@ class PastCopies:
         Args:
             folder: the checkpoint. Its adapters must have been loaded.
         """
-        path, checkpoint_name = Path(folder) / COPIES_NAME, source_of or (lambda name: name)
+        path, checkpoint_name = Path(folder) / COPIES_NAME, find_source or (lambda name: name)
         saved: dict[str, torch.Tensor] = {}
         sources: dict[str, str] = {}
         if path.is_file():
@@ -188,7 +188,7 @@ class PastCopies:
                     f"The checkpoint {folder} has no past copies of {source!r} for the adapter {name!r}, so its pool "
                     "starts with the current adapter."
                 )
-                self._add(name, _step_of(folder))
+                self._add(name, _parse_step(folder))
             self._assign_slots(name)
             self._set_newest(name)
 
@@ -204,7 +204,7 @@ class PastCopies:
         }
 
 
-def _step_of(folder: str | Path) -> int:
+def _parse_step(folder: str | Path) -> int:
     """Return the number of optimizer steps in the name of a checkpoint folder, or 0."""
     number = Path(folder).name.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
@@ -225,12 +225,12 @@ def served_entries(agent: AgentSpec) -> list[str]:
 class PastCopiesCallback(TrainerCallback):
     """Callback that adds copies to the pools at the end of optimizer steps."""
 
-    def __init__(self, copies: PastCopies):
-        self._copies = copies
+    def __init__(self, past_copies: PastCopies):
+        self._past_copies = past_copies
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
-            self._copies.begin()
+            self._past_copies.begin()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._copies.take(state.global_step)
+        self._past_copies.take(state.global_step)

@@ -69,18 +69,18 @@ def team_folder(team: str | os.PathLike, revision: str | None = None, token: str
     path = Path(team)
     if path.is_dir():
         if not (path / MANIFEST_NAME).is_file():
-            raise FileNotFoundError(f"There is no {MANIFEST_NAME} in {path}: not a folder saved by MARFTTrainer.")
+            raise FileNotFoundError(f"{path} has no {MANIFEST_NAME}, so MARFTTrainer did not save this folder.")
         return path
     if not is_hub_id(str(team)):
         raise FileNotFoundError(
-            f"There is no folder {str(team)!r}, and it cannot be the id of a team on the Hub. Pass the folder that "
-            "`save_model` wrote, or an id such as 'me/my-team'."
+            f"{str(team)!r} is neither a folder nor a valid Hub id. Pass the folder that `save_model` wrote, or an id "
+            "such as 'me/my-team'."
         )
     try:
         folder = snapshot_download(str(team), revision=revision, token=token, ignore_patterns=list(_NOT_NEEDED))
     except (RepositoryNotFoundError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
-            f"There is no folder {str(team)!r} here, and no team of this name could be read from the Hub: {error}"
+            f"{str(team)!r} is not a local folder, and the team could not be loaded from the Hub: {error}"
         ) from error
     return Path(folder)
 
@@ -118,13 +118,13 @@ def load_adapters(
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            "`load_adapters(model, team)` takes a loaded base model without adapters, such as "
-            f"`AutoModelForCausalLM.from_pretrained(...)`, and then the team; got {type(model).__name__}."
+            "The `model` of `load_adapters(model, team)` must be a loaded base model without adapters, such as "
+            f"`AutoModelForCausalLM.from_pretrained(...)`, got {type(model).__name__}."
         )
-    return put_on(model, team_folder(team, revision, token))
+    return load_onto_base(model, team_folder(team, revision, token))
 
 
-def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
+def load_onto_base(model: PreTrainedModel, folder: Path) -> PeftModel:
     """Like [`load_adapters`], from a local folder. Weights keep the precision that they were saved in."""
     manifest = TeamManifest.load(folder)
     owners = {agent.adapter: agent for agent in reversed(manifest.players)}
@@ -144,8 +144,8 @@ def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
                 loaded.load_adapter(str(folder), name, subfolder=name)
     except Exception as error:  # a config from the Hub may ask for anything
         raise ValueError(
-            f"PEFT cannot load the adapter {name!r} in {folder}: {type(error).__name__}: {error}. The base has layers "
-            "of adapters now: load it again before you go on. Its weights are unchanged."
+            f"PEFT cannot load the adapter {name!r} in {folder}: {type(error).__name__}: {error}. The weights of the "
+            "base are unchanged, but it now has adapter layers. Load it again before you continue."
         ) from error
     for name in owners:
         _as_saved(loaded, name, folder / name)
@@ -154,10 +154,10 @@ def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
 
 def adapter_folder(adapter: str | os.PathLike) -> Path:
     """
-    The local folder of an adapter that PEFT has saved. One on the Hub is downloaded.
+    Return the local folder of an adapter that PEFT has saved. An adapter on the Hub is downloaded.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: `adapter` is neither the folder of an adapter nor a Hub id.
     """
     path = Path(adapter)
     if not path.is_dir() and is_hub_id(str(adapter)):
@@ -166,12 +166,11 @@ def adapter_folder(adapter: str | os.PathLike) -> Path:
             path = Path(snapshot_download(str(adapter), allow_patterns=files))
         except (RepositoryNotFoundError, LocalEntryNotFoundError) as error:
             raise FileNotFoundError(
-                f"There is no folder {str(adapter)!r} here, and no adapter of this name could be read from the Hub: "
-                f"{error}"
+                f"{str(adapter)!r} is not a local folder, and the adapter could not be loaded from the Hub: {error}"
             ) from error
     missing = [name for name in (CONFIG_NAME, WEIGHTS_NAME) if not (path / name).is_file()]
     if missing:
-        raise FileNotFoundError(f"There is no {missing[0]} in {path}: not an adapter that PEFT has saved.")
+        raise FileNotFoundError(f"{path} has no {missing[0]}, so it is not the folder of an adapter that PEFT saved.")
     return path
 
 
@@ -189,23 +188,23 @@ def add_from(model: PeftModel, agent: AgentSpec, folder: Path) -> None:
 
 
 def warn_of_leftovers(folder: Path, adapters: Sequence[str]) -> None:
-    """Warn of adapters of an earlier team, which are pushed with the folder and which no loaded team reads."""
+    """Warn of adapters of an earlier team, which are pushed with the folder but never loaded."""
     others = sorted(item.parent.name for item in folder.glob(f"*/{CONFIG_NAME}") if item.parent.name not in adapters)
     if others:
         logger.warning(
-            f"{folder} also holds {', '.join(map(repr, others))}, the adapters of an earlier team: this team does not "
-            "use them. Delete them, or save into another folder."
+            f"{folder} also has the adapters {', '.join(map(repr, others))} of an earlier team, which this team does "
+            "not use. Delete them, or save to another folder."
         )
 
 
 def check_no_adapter(folder: Path) -> None:
     """
     Raises:
-        ValueError: a folder with full weights has an adapter beside them, which transformers would load unchecked.
+        ValueError: a folder with full weights also has an adapter, which transformers would load unchecked.
     """
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if (folder / name).exists():
-            raise ValueError(f"{folder} has the full weights of a policy and {name} beside them. Remove the latter.")
+            raise ValueError(f"{folder} has the full weights of a policy and also {name}. Remove {name}.")
 
 
 def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained_on: str | None) -> None:
@@ -220,8 +219,8 @@ def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained
     for name in (CONFIG_NAME, WEIGHTS_NAME):  # PEFT would look for a missing one on the Hub
         if not (folder / name).is_file():
             raise FileNotFoundError(
-                f"The adapter {agent.adapter!r} of the team has no {name} in {folder}: it was not copied or "
-                "downloaded whole. Take the folder from where it was saved."
+                f"The adapter {agent.adapter!r} of the team has no {name} in {folder}, so the copy or download is "
+                "incomplete. Copy or download the folder again."
             )
     config = None
     try:  # a file from the Hub may hold anything
@@ -264,14 +263,14 @@ def _check_values(agent: AgentSpec, tensors: Mapping[str, torch.Tensor]) -> None
     kinds = {str(tensor.dtype) for tensor in tensors.values()}
     if len(kinds) > 1 or not all(tensor.is_floating_point() for tensor in tensors.values()):
         raise ValueError(
-            f"The adapter of agent {agent.name!r} has tensors of {', '.join(sorted(kinds))}; they need one "
-            "floating-point dtype."
+            f"The adapter of agent {agent.name!r} has tensors of {', '.join(sorted(kinds))}. All of them must have "
+            "the same floating-point dtype."
         )
     for key, tensor in tensors.items():
         if not (tensor.float().abs() < _LARGEST_WEIGHT).all():  # also false for NaN
             raise ValueError(
                 f"The adapter of agent {agent.name!r} has values in {key!r} that are not finite or above "
-                f"{_LARGEST_WEIGHT:g}: the file is damaged, or its run had diverged. Use an earlier checkpoint."
+                f"{_LARGEST_WEIGHT:g}: the file is damaged, or training had diverged. Use an earlier checkpoint."
             )
 
 
@@ -288,8 +287,8 @@ def _check_tensors(
         match = _LORA_KEY.fullmatch(key.removeprefix("base_model.model."))
         if match is None:
             raise ValueError(
-                f"The adapter of agent {agent.name!r} holds a tensor that is no part of a LoRA ({key!r}); loading it "
-                "would change the base, which all agents share. Save the adapter alone."
+                f"The adapter of agent {agent.name!r} has the tensor {key!r}, which is not part of a LoRA. Loading it "
+                "would change the base, which all agents share. Save only the adapter."
             )
         found.setdefault(match["module"], set()).add(match["side"] or "")
         experts = _check_shape(agent, match, shape, modules, config.target_parameters or (), trained_on)
@@ -298,12 +297,12 @@ def _check_tensors(
         if rank is not None and match["kind"] is None and rank not in known:
             raise ValueError(
                 f"The adapter of agent {agent.name!r} has the rank {rank:g} in {match['module']!r}, but its config "
-                f"says {sorted(known)}. The files do not belong together."
+                f"has {sorted(known)}. The two files are not from the same adapter."
             )
     half = sorted(name for name, sides in found.items() if not sides >= {"A", "B"})
     if half or not found:
-        what = f"lacks a half of the LoRA of {half[0]!r}" if half else "holds no LoRA"
-        raise ValueError(f"The file of the adapter of agent {agent.name!r} {what}. It was cut short or made by hand.")
+        what = f"lacks a LoRA matrix of {half[0]!r}" if half else "has no LoRA"
+        raise ValueError(f"The adapter file of agent {agent.name!r} {what}. It is truncated or was edited by hand.")
 
 
 def _check_shape(
@@ -321,7 +320,7 @@ def _check_shape(
     experts = [] if layer is None else _targeted(name, layer, targets)
     if layer is None or (depth and depth >= len(experts)):
         raise ValueError(
-            f"The adapter of agent {agent.name!r} belongs to another base: it has weights for the layer "
+            f"The adapter of agent {agent.name!r} is for another base: it has weights for the layer "
             f"{match['module']!r}, which this base does not have.{origin}"
         )
     # The LoRA of the last parameter of a layer is the outermost, that of the one before is its `base_layer`
@@ -331,8 +330,8 @@ def _check_shape(
     end, present, needed = ("inputs", sizes[0], shape[1]) if match["side"] == "A" else ("outputs", sizes[1], shape[0])
     if present != needed:
         raise ValueError(
-            f"The adapter of agent {agent.name!r} belongs to another base: its weights for {name!r} are for a layer "
-            f"with {needed} {end}, that of this base has {present}.{origin}"
+            f"The adapter of agent {agent.name!r} is for another base: its weights for {name!r} need a layer with "
+            f"{needed} {end}, but the layer of this base has {present}.{origin}"
         )
     return count
 
@@ -383,8 +382,8 @@ def alone(model: PeftModel, adapter: str) -> PeftModel:
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
-            "This model has the weights of the base in common with its team, so they must not be changed. "
-            "`team.merge(agent)` returns a merged copy."
+            "This model shares the weights of the base with its team, so merging would change the team. Use "
+            "`team.merge(agent)`, which returns a merged copy."
         )
 
     for name in ("merge_adapter", "merge_and_unload"):
@@ -414,20 +413,20 @@ def add_adapter(
         weights: folder or Hub id of an adapter.
 
     Raises:
-        ValueError: the adapter does not fit, or it is not clear which one is meant.
+        ValueError: the adapter does not fit, or its source is missing or ambiguous.
     """
     config = agent.peft_config or peft_config
     if agent.adapter in model.peft_config:
         if weights is None and config is None and agent.adapter != agent.name:
             return
         raise ValueError(
-            f"There is an adapter {agent.adapter!r} already. Give the agent another name, or "
-            f"`AgentSpec({agent.name!r}, adapter={agent.adapter!r})` under another name to share it."
+            f"The team already has an adapter {agent.adapter!r}. Choose another name, or share the adapter: "
+            f"pass an agent of another name with `adapter={agent.adapter!r}`, without `weights` or `peft_config`."
         )
     if (weights is None) == (config is None):
         raise ValueError(
-            f"Where the weights of agent {agent.name!r} come from is not clear: pass `weights=` (folder or Hub id of "
-            "a PEFT adapter), or `peft_config=` for fresh ones, or an `AgentSpec` with `adapter=` that names one of "
+            f"The adapter of agent {agent.name!r} needs exactly one source: pass `weights=` (folder or Hub id of a "
+            "PEFT adapter), or `peft_config=` for a new adapter, or an `AgentSpec` whose `adapter=` is one of "
             f"{', '.join(map(repr, model.peft_config))}."
         )
     if weights is not None:
@@ -442,13 +441,13 @@ def add_adapter(
 
 @torch.no_grad()
 def rename_adapter(model: PeftModel, old: str, new: str) -> None:
-    """Let an adapter have another name, with the same weights."""
+    """Rename an adapter. It keeps its weights."""
     with without_bitsandbytes(model):
         model.add_adapter(new, copy.deepcopy(model.peft_config[old]))
     pairs = zip(adapter_parameters(model, old).values(), adapter_parameters(model, new).values(), strict=True)
-    for theirs, mine in pairs:
-        mine.data = theirs.data
-        mine.requires_grad_(False)
+    for old_parameter, new_parameter in pairs:
+        new_parameter.data = old_parameter.data
+        new_parameter.requires_grad_(False)
     model.delete_adapter(old)
 
 

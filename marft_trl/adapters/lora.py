@@ -57,20 +57,20 @@ def add_adapters(
     agents = [agent for agent in agents if agent.has_policy]
     if isinstance(model, PeftModel):
         return _complete(model, agents, peft_config)
-    configs = {agent.adapter: config_of(agent, agents, peft_config) for agent in agents}
+    configs = {agent.adapter: get_adapter_config(agent, agents, peft_config) for agent in agents}
     if all(config is None for config in configs.values()):
         _check_shared_policy(agents)
         if len(agents) > 1:
             logger.warning(
                 f"No `peft_config` was passed: the {len(agents)} agents share ONE policy, and all of its "
                 f"{model.num_parameters():,} weights are trained. Pass `peft_config=LoraConfig(...)` to give each "
-                "agent an adapter of its own."
+                "agent its own adapter."
             )
         return model
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise ValueError(
-            "The model already carries adapter layers: PEFT puts them into the model it is given, so a model that was "
-            "passed to another trainer is no bare base any more. Load it again, or pass the `PeftModel` itself."
+            "The model already has adapter layers. PEFT adds them in place, so a model that was passed to another "
+            "trainer is no longer a plain base. Load it again, or pass the `PeftModel` itself."
         )
     for agent in agents:
         check_adapter_config(agent, configs[agent.adapter], model)
@@ -84,9 +84,9 @@ def add_adapters(
     return model
 
 
-def origins_of(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]) -> dict[str, str]:
+def find_origins(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]) -> dict[str, str]:
     """
-    Where the weights of each adapter come from, for people.
+    Describe where the weights of each adapter come from.
 
     Args:
         model: the model before [`add_adapters`].
@@ -110,10 +110,10 @@ def _warn_of_unused(model: PeftModel, agents: Sequence[AgentSpec], missing: Mapp
     new = [agent.name for agent in missing.values()]
     cure = f"`AgentSpec({(new[0] if new else agents[0].name)!r}, adapter={unused[0]!r})`"
     logger.warning(
-        f"No agent acts with {', '.join(map(repr, unused))} of the model's adapters: neither trained nor saved."
+        f"No agent uses the model's adapters {', '.join(map(repr, unused))}, so they are neither trained nor saved."
         + (f" The adapters of {', '.join(map(repr, new))} are new." if new else "")
-        + f" An agent with another name goes on with an adapter as {cure}. To drop it, call "
-        f"`model.delete_adapter({unused[0]!r})` before the trainer is made."
+        + f" To train an existing adapter for an agent of another name, pass {cure}. To remove it, call "
+        f"`model.delete_adapter({unused[0]!r})` before you create the trainer."
     )
 
 
@@ -121,7 +121,7 @@ def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftCo
     """Add missing adapters to a `PeftModel`, made from their agents' configs or copied from the adapter `default`."""
     base = cast(PreTrainedModel, model.get_base_model())
     missing = {agent.adapter: agent for agent in agents if agent.adapter not in model.peft_config}
-    configs = {name: config_of(agent, agents, peft_config) for name, agent in missing.items()}
+    configs = {name: get_adapter_config(agent, agents, peft_config) for name, agent in missing.items()}
     for name, agent in missing.items():  # a copy has the shape of an adapter that may be there already
         source = next((item.adapter for item in agents if item.name == agent.copy_of), None)
         if source is not None and source not in missing:
@@ -130,22 +130,22 @@ def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftCo
     known = next((agent for agent in agents if agent.peft_config is not None and agent.adapter not in missing), None)
     if known is not None:
         raise ValueError(
-            f"Agent {known.name!r} brings a `peft_config`, but the model already has its adapter {known.adapter!r}. "
-            "Leave the config out to train on that adapter, or rename the agent."
+            f"Agent {known.name!r} has a `peft_config`, but the model already has its adapter {known.adapter!r}. "
+            "Leave the config out to continue training that adapter, or rename the agent."
         )
     if peft_config is not None and (not missing or has_default):
         raise ValueError(
-            "The model is a `PeftModel` already and a `peft_config` was passed too"
-            + (", but no agent is new" if not missing else " beside its adapter 'default', which new agents copy")
-            + ". Merge and unload the adapter and pass the base model with the config, or leave the config out to "
-            "train on the adapters of the model."
+            "A `peft_config` was passed with a `PeftModel`, but "
+            + ("no agent is new" if not missing else "new agents copy the model's adapter 'default'")
+            + ". Leave the config out to train the adapters of the model, or merge and unload them and pass the base "
+            "model with the config."
         )
     for name, agent in missing.items():
         if configs[name] is None and not has_default:
             raise ValueError(
-                f"Agent {agent.name!r} acts with the adapter {name!r}, which the model does not have; it has "
-                f"{sorted(model.peft_config)}. Pass `peft_config=LoraConfig(...)` to give new agents an adapter, name "
-                "the adapters of the model in the agents, or load one as 'default', which missing adapters start from."
+                f"Agent {agent.name!r} uses the adapter {name!r}, but the model has only {sorted(model.peft_config)}. "
+                "Pass `peft_config=LoraConfig(...)` to give new agents an adapter, set `AgentSpec(adapter=...)` to an "
+                "adapter of the model, or load an adapter as 'default', which missing adapters start from."
             )
         if configs[name] is not None:
             check_adapter_config(agent, configs[name], base)
@@ -168,17 +168,20 @@ def _check_copies(model: PeftModel, agents: Sequence[AgentSpec]) -> None:
     left_out = {"inference_mode", "base_model_name_or_path", "revision", "init_lora_weights", "lora_dropout"}
     adapters = {agent.name: agent.adapter for agent in agents}
     for agent in (item for item in agents if item.copy_of is not None):
-        mine, theirs = (model.peft_config[name].to_dict() for name in (agent.adapter, adapters[str(agent.copy_of)]))
-        other = sorted(key for key in mine if key not in left_out and mine[key] != theirs.get(key))
+        names = agent.adapter, adapters[str(agent.copy_of)]
+        config, original = (model.peft_config[name].to_dict() for name in names)
+        other = sorted(key for key in config if key not in left_out and config[key] != original.get(key))
         if other:
             raise ValueError(
                 f"Agent {agent.name!r} acts with past copies of {agent.copy_of!r}, but its adapter {agent.adapter!r} "
-                f"has another `{other[0]}` ({mine[other[0]]!r}, not {theirs.get(other[0])!r}). Delete the adapter "
-                f"from the model (`model.delete_adapter({agent.adapter!r})`), so that it is made anew."
+                f"has a different `{other[0]}` ({config[other[0]]!r}, not {original.get(other[0])!r}). Delete it from "
+                f"the model (`model.delete_adapter({agent.adapter!r})`), and the trainer adds it again."
             )
 
 
-def config_of(agent: AgentSpec, agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> PeftConfig | None:
+def get_adapter_config(
+    agent: AgentSpec, agents: Sequence[AgentSpec], peft_config: PeftConfig | None
+) -> PeftConfig | None:
     """Config of an agent's adapter: its own, or the team's; of a copy, that of the agent that it is a copy of."""
     source = next((item for item in agents if item.name == agent.copy_of), agent)
     return source.peft_config or peft_config
@@ -195,7 +198,7 @@ def _check_shared_policy(agents: Sequence[AgentSpec]) -> None:
             raise ValueError(
                 f"Agent {agent.name!r} sets `{'learning_rate' if agent.trainable else 'trainable'}`, but without a "
                 "`peft_config` all agents share one fully trained policy. Pass `peft_config=LoraConfig(...)` to give "
-                "each agent an adapter of its own, or leave the setting out."
+                "each agent its own adapter, or leave the setting out."
             )
 
 
@@ -206,8 +209,8 @@ def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, base: PreT
     """
     if config is None:
         raise ValueError(
-            f"Agent {agent.name!r} has no `peft_config`, while other agents bring their own. Pass `peft_config=` to "
-            "the trainer for the agents without one."
+            f"Agent {agent.name!r} has no `peft_config`, but other agents have one. Pass `peft_config=` to the "
+            "trainer for the agents without their own."
         )
     if not isinstance(config, PeftConfig):
         hint = " For single agents, set `AgentSpec(peft_config=...)`." if isinstance(config, Mapping) else ""
@@ -217,26 +220,26 @@ def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, base: PreT
         )
     if config.is_prompt_learning:
         raise ValueError(
-            f"The `peft_config` of agent {agent.name!r} is a {type(config).__name__}: prompt learning methods cannot "
-            "live beside other adapters. Use `peft.LoraConfig(...)`."
+            f"The `peft_config` of agent {agent.name!r} is a {type(config).__name__}, but prompt learning methods "
+            "cannot share a base with other adapters. Use `peft.LoraConfig(...)`."
         )
     if type(config) is not LoraConfig:
         raise ValueError(
-            f"The adapter of agent {agent.name!r} is a {type(config).__name__}. Teams are trained with LoRAs (also "
-            "DoRA and rsLoRA), whose tensors can be checked when a saved team is loaded. Use `peft.LoraConfig(...)`."
+            f"The adapter of agent {agent.name!r} is a {type(config).__name__}. Teams support only LoRA (including "
+            "DoRA and rsLoRA), whose tensors are checked when a saved team is loaded. Use `peft.LoraConfig(...)`."
         )
     if getattr(config.task_type, "value", config.task_type) not in (None, "CAUSAL_LM"):
         raise ValueError(
-            f"`task_type={config.task_type!r}` of the adapter of agent {agent.name!r} is that of models that do not "
-            "generate text, and adds layers to them. Set `task_type='CAUSAL_LM'`, or leave it out."
+            f"`task_type={config.task_type!r}` of the adapter of agent {agent.name!r} is for models that do not "
+            "generate text, and adds layers. Set `task_type='CAUSAL_LM'`, or leave it out."
         )
     experts = expert_parameters(base) if config.target_parameters else set()
     for field, known in {"trainable_token_indices": set(), "target_parameters": experts}.items():
         wrong = sorted(set(getattr(config, field, None) or ()) - known)
         if wrong:
             raise ValueError(
-                f"`{field}` of the adapter of agent {agent.name!r} reaches into parameters of the base, which all "
-                f"agents share ({wrong}). Leave it out."
+                f"`{field}` of the adapter of agent {agent.name!r} targets parameters of the base, which all agents "
+                f"share ({wrong}). Leave it out."
             )
     ranks = [config.r, *(config.rank_pattern or {}).values()]
     if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
@@ -247,8 +250,8 @@ def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, base: PreT
     start = config.init_lora_weights
     if start is not False and start not in _IDENTITY_STARTS:
         raise ValueError(
-            f"`init_lora_weights={start!r}` of agent {agent.name!r} changes the weights of the base, which all "
-            "agents share and a saved team is loaded on. Use one that leaves it alone, such as the default `True`."
+            f"`init_lora_weights={start!r}` of agent {agent.name!r} changes the weights of the base, which all agents "
+            "and saved teams share. Use a value that leaves the base unchanged, such as the default `True`."
         )
     if config.bias != "none":
         raise ValueError(
@@ -272,8 +275,8 @@ def _check_name_is_free(agent: AgentSpec, model: PreTrainedModel) -> None:
     taken = {part for name, _ in model.named_parameters() for part in name.split(".")} | {"model", "base_model"}
     if agent.adapter in taken:
         raise ValueError(
-            f"Agent {agent.name!r} acts with an adapter named {agent.adapter!r}, which is also part of the names of "
-            f"the base model's parameters, so PEFT could not tell them apart. Choose another name, e.g. "
+            f"Agent {agent.name!r} uses an adapter named {agent.adapter!r}, which is also part of the parameter names "
+            "of the base, so PEFT could not tell them apart. Choose another name, e.g. "
             f"'{agent.adapter}-agent'."
         )
 
@@ -292,7 +295,7 @@ def load_adapter_weights(model: PeftModel, adapter: str, folder: str | Path) -> 
     if missing or result.unexpected_keys:
         raise ValueError(
             f"The weights in {folder} do not fit the adapter {adapter!r}: missing {missing[:3]}, unexpected "
-            f"{list(result.unexpected_keys)[:3]}. The folder was saved with another `peft_config` or base model."
+            f"{list(result.unexpected_keys)[:3]}. The folder was saved with a different `peft_config` or base model."
         )
 
 
@@ -303,8 +306,8 @@ def _check_shapes(model: PeftModel, adapter: str, weights: Mapping[str, torch.Te
         if saved is not None and saved.shape != parameter.shape:
             raise ValueError(
                 f"The weights in {folder} do not fit the adapter {adapter!r}: {head + tail} has the shape "
-                f"{tuple(saved.shape)} there and {tuple(parameter.shape)} here. The folder was saved with another "
-                "`peft_config` (rank) or base model."
+                f"{tuple(saved.shape)} in the file and {tuple(parameter.shape)} in the model. The folder was saved "
+                "with a different `peft_config` (rank) or base model."
             )
 
 
@@ -336,5 +339,5 @@ def adapter_parameters(model: PeftModel, adapter: str) -> dict[str, torch.nn.Par
 @torch.no_grad()
 def _copy_weights(model: PeftModel, source: str, target: str) -> None:
     pairs = zip(adapter_parameters(model, source).values(), adapter_parameters(model, target).values(), strict=True)
-    for theirs, mine in pairs:
-        mine.copy_(theirs)
+    for source_weights, target_weights in pairs:
+        target_weights.copy_(source_weights)

@@ -24,7 +24,7 @@ from trl.trainer.utils import get_config_model_id
 from ..agents import AgentSpec, check_name, check_team
 from ..episodes.tools import ToolLimits
 from ..seams.libraries import installed_version
-from ..seams.models import commit_of
+from ..seams.models import get_commit
 from ..system.hints import did_you_mean
 
 
@@ -59,7 +59,7 @@ def describe_base(
     return BaseModel(
         name=os.path.basename(os.path.normpath(name)) if is_local else name,
         is_local=is_local,
-        revision=None if is_local else commit_of(config) or revision,
+        revision=None if is_local else get_commit(config) or revision,
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=json.loads(json.dumps(quantization, default=str)) if quantization else None,
         config_hash=hash_of_config(config),
@@ -223,7 +223,7 @@ class TeamManifest:
         """
         path = Path(folder) / MANIFEST_NAME
         if not path.is_file():
-            raise FileNotFoundError(f"There is no {MANIFEST_NAME} in {folder}: not a folder saved by MARFTTrainer.")
+            raise FileNotFoundError(f"{folder} has no {MANIFEST_NAME}, so MARFTTrainer did not save this folder.")
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] != FORMAT:
@@ -231,7 +231,7 @@ class TeamManifest:
                     f"{path} has format {data['format']!r}; this version of marft_trl reads format {FORMAT}. Use the "
                     "version that the team was saved with, or a newer one."
                 )
-            return cls._of(data, path)
+            return cls._from_dict(data, path)
         except (
             KeyError,
             TypeError,
@@ -241,12 +241,12 @@ class TeamManifest:
             json.JSONDecodeError,
         ) as error:
             raise ValueError(
-                f"{path} is damaged: {type(error).__name__}: {error}. Take the file from another copy of the team, or "
-                "save the team again."
+                f"{path} is damaged: {type(error).__name__}: {error}. Restore the file from another copy of the team, "
+                "or save the team again."
             ) from error
 
     @classmethod
-    def _of(cls, data: dict[str, Any], path: Path) -> TeamManifest:
+    def _from_dict(cls, data: dict[str, Any], path: Path) -> TeamManifest:
         agents = check_team([AgentSpec(**agent) for agent in data["agents"]])
         if any(agent != AgentSpec(**agent.to_dict()) for agent in agents):
             raise TypeError("an agent has a field that manifests do not have")
@@ -254,14 +254,14 @@ class TeamManifest:
         for name, adapter in adapters.items():
             check_name(name, "an adapter")
             if adapter["folder"] != name:
-                raise ValueError(f"{path} puts the adapter {name!r} into the folder {adapter['folder']!r}.")
+                raise ValueError(f"{path} has {adapter['folder']!r} as the folder of the adapter {name!r}.")
         workflow = data["workflow"]
         if not isinstance(workflow, dict) or not isinstance(workflow["class"], str):
             raise TypeError("the workflow is not a mapping with a class")
         base, inference = _read(BaseModel, data["base"]), _read(Inference, data["inference"])
         _check_values(inference)
         if not base.is_local and not is_hub_id(base.name):
-            raise ValueError(f"{path} names the base {base.name!r}, which cannot be the id of a model on the Hub.")
+            raise ValueError(f"{path} names the base {base.name!r}, which is not a valid Hub id.")
         anonymous = data.get("anonymous")
         if anonymous not in (None, "numbered", "none"):
             raise TypeError(f"'anonymous' is {anonymous!r}")
@@ -301,23 +301,22 @@ def is_hub_id(name: str) -> bool:
 def check_model_name(name: str, argument: str = "model") -> None:
     """
     Raises:
-        FileNotFoundError: `name` is neither a folder nor can be the id of a model on the Hub.
+        FileNotFoundError: `name` is neither a folder nor a valid Hub id.
     """
     if not os.path.exists(name) and not is_hub_id(name):
         raise FileNotFoundError(
-            f"There is no folder {name!r} (`{argument}`, looked for in {Path.cwd()}), and it cannot be the id of a "
-            "model on the Hub. Pass a folder that `save_pretrained` wrote, or an id such as "
-            f"'Qwen/Qwen2.5-0.5B-Instruct'.{_near_path(name)}"
+            f"`{argument}={name!r}` is neither a folder (searched in {Path.cwd()}) nor a valid Hub id. Pass a folder "
+            f"that `save_pretrained` wrote, or an id such as 'Qwen/Qwen2.5-0.5B-Instruct'.{_near_path(name)}"
         )
 
 
 @contextlib.contextmanager
 def loading_model(name: str) -> Iterator[None]:
     """
-    Context manager: the error of a model that is not found has the places where it was looked for.
+    Context manager that adds the searched places to the error of a model that is not found.
 
     Raises:
-        OSError: it is neither a folder nor on the Hub.
+        OSError: the model is neither a folder nor on the Hub.
     """
     check_model_name(name)
     try:
@@ -326,8 +325,8 @@ def loading_model(name: str) -> Iterator[None]:
         if os.path.exists(name):
             raise
         raise OSError(
-            f"There is no folder {name!r} (`model`, looked for in {Path.cwd()}), and no model of this name could be "
-            f"loaded from the Hub: {error}{_near_path(name)}"
+            f"`model={name!r}` is not a folder (searched in {Path.cwd()}), and could not be loaded from the Hub: "
+            f"{error}{_near_path(name)}"
         ) from error
 
 
@@ -355,7 +354,7 @@ def _read(kind: type, data: Any) -> Any:
         for inner in value.values() if of is not object and not is_open else ():
             texts = [] if not isinstance(inner, list) else inner
             if not isinstance(inner, of) or not all(isinstance(text, str) for text in texts):
-                raise TypeError(f"{item.name!r} holds {inner!r}")
+                raise TypeError(f"{item.name!r} has the value {inner!r}")
     return part
 
 
@@ -370,7 +369,7 @@ def _check_values(inference: Inference) -> None:
     for name, limit in asdict(ToolLimits(**inference.tool_limits)).items():
         rounds = name == "rounds" and limit is None
         if not rounds and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not 0 <= limit < 1e9):
-            raise ValueError(f"'tool_limits' holds {limit!r} for {name!r}")
+            raise ValueError(f"'tool_limits' has {limit!r} for {name!r}")
     timeout = inference.workflow_timeout
     if timeout is not None and not 0 < timeout < 1e9:
         raise ValueError(f"'workflow_timeout' is {timeout!r}")
@@ -378,14 +377,14 @@ def _check_values(inference: Inference) -> None:
         raise ValueError(f"'context_overflow' is {inference.context_overflow!r}")
     reserved = sorted(_OF_TEMPLATE & set(inference.chat_template_kwargs))
     if reserved:
-        raise ValueError(f"'chat_template_kwargs' holds {reserved[0]!r}, which is an argument of the tokenizer")
+        raise ValueError(f"'chat_template_kwargs' has {reserved[0]!r}, which is an argument of the tokenizer")
     for name, sampling in inference.sampling.items():
         length = sampling.get("max_completion_length", 1)
         if not isinstance(length, int) or not 1 <= length < 1e9:
             raise ValueError(f"'sampling' of {name!r} has the 'max_completion_length' {length!r}")
         for key, value in sampling.items():
             if key != "stop" and not isinstance(value, (int, float, type(None))):
-                raise TypeError(f"'sampling' of {name!r} holds {value!r} for {key!r}")
+                raise TypeError(f"'sampling' of {name!r} has {value!r} for {key!r}")
 
 
 # Arguments of `apply_chat_template`

@@ -36,7 +36,7 @@ class Policies:
 
     Args:
         model: Model returned by [`add_adapters`].
-        origins: Where the weights of each adapter come from, see [`origins_of`].
+        origins: Where the weights of each adapter come from, see [`find_origins`].
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Policies:
         self.has_pending_rows = False  # set by the loss, which may train on all slices of an optimizer step at once
         self.release()
 
-    def adapter_of(self, agent: str) -> str:
+    def get_adapter(self, agent: str) -> str:
         """
         Return the name of an agent's adapter: `"policy"` if there are no adapters, and [`NO_POLICY`] for an agent
         whose turns a function writes.
@@ -76,7 +76,7 @@ class Policies:
         return self._origins.get(adapter, "weights of the model")
 
     @property
-    def to_save(self) -> list[str]:
+    def saved_adapters(self) -> list[str]:
         """Names of the adapters that are saved: those of the agents and of the critic."""
         return [*self.names, *self._critics]
 
@@ -91,7 +91,7 @@ class Policies:
 
     def is_trained(self, agent: str) -> bool:
         """`True` if the adapter of an agent is trained."""
-        return self.adapter_of(agent) in self.trained
+        return self.get_adapter(agent) in self.trained
 
     def parameters(self, adapter: str) -> dict[str, torch.nn.Parameter]:
         """Parameters of an adapter by name, in the order of the model."""
@@ -132,7 +132,7 @@ class Policies:
             self.release()
 
     def release(self) -> None:
-        """Set `requires_grad=True` on all trained adapters and those of the critic, and `False` on all others."""
+        """Set `requires_grad=True` on all trained adapters and the critic's adapters, and `False` on all others."""
         if self._layers:
             learning = [*self.trained, *self._critics]
             frozen = [name for name in self._model.peft_config if name not in learning]  # also without an agent
@@ -171,7 +171,7 @@ class Policies:
     def base(self) -> Iterator[None]:
         """Context manager that deactivates all adapters."""
         if self._layers is None:
-            raise TypeError("The base cannot be used without adapters: the team has no adapters and trains the base.")
+            raise TypeError("The base policy is not available: the team has no adapters and trains the base itself.")
         with self._layers.disabled():
             yield
         self.release()  # PEFT may have set `requires_grad=False` on all but the active adapter

@@ -55,11 +55,11 @@ class RunningBaselines:
         """Load a state from [`state_dict`]."""
         self._averages = {key: (average, count) for key, (average, count) in state.items()}
 
-    def of(self, keys: Sequence[str]) -> torch.Tensor:
+    def lookup(self, keys: Sequence[str]) -> torch.Tensor:
         """Return the baselines `(N,)` of these keys, 0 for keys without earlier returns."""
-        return torch.tensor([self._of(key) for key in keys])
+        return torch.tensor([self._get_baseline(key) for key in keys])
 
-    def _of(self, key: str) -> float:
+    def _get_baseline(self, key: str) -> float:
         average, count = self._averages.get(key, (0.0, 0))
         return average / (1 - self._decay**count) if count else average
 
@@ -82,7 +82,7 @@ class RunningBaselines:
 
 
 @dataclass(frozen=True, eq=False)
-class Samples:
+class TurnReturns:
     """
     The `N` turns of all processes, with their returns.
 
@@ -115,15 +115,16 @@ class Samples:
         return self._by_agent(self.episodes // self.group_size)
 
     @property
-    def runs(self) -> torch.Tensor:
+    def episode_groups(self) -> torch.Tensor:
         """Index of the episode of each turn, or of the episode and its agent, `(N,)`."""
         return self._by_agent(self.episodes)
 
     @property
     def per_episode(self) -> torch.Tensor:
         """Weights `(N,)` that sum to 1 over the scored turns of every episode."""
-        scored = torch.bincount(self.runs[~self.returns.isnan()], minlength=int(self.runs.max()) + 1)
-        return 1 / scored.clamp(min=1)[self.runs].float()
+        groups = self.episode_groups
+        scored = torch.bincount(groups[~self.returns.isnan()], minlength=int(groups.max()) + 1)
+        return 1 / scored.clamp(min=1)[groups].float()
 
     @property
     def per_turn(self) -> torch.Tensor:
@@ -131,7 +132,7 @@ class Samples:
         return torch.ones_like(self.returns)
 
     @property
-    def all_alike(self) -> torch.Tensor:
+    def batch_group(self) -> torch.Tensor:
         """The same index `(N,)` for all turns, or for all turns of an agent."""
         return self._by_agent(torch.zeros_like(self.episodes))
 
@@ -148,13 +149,13 @@ class Baseline:
         needs_group: Whether the baseline compares episodes of a prompt, which needs `num_generations` of at least 2.
         scales: Whether advantages are divided by the standard deviation that `scale_rewards` selects.
         uses_candidates: Whether the baseline compares several candidates for a turn, which the trainer samples.
-        completes: Whether the return of a candidate comes from episodes that are completed from it. If `False`, the
-            candidate itself is scored as an answer.
-        goes_on: Default of `continue_from`.
+        completes_episodes: Whether the return of a candidate comes from episodes that are completed from it. If
+            `False`, the candidate itself is scored as an answer.
+        default_continue_from: Default of `continue_from`.
         takes_normalized_objectives: Whether it supports `multi_objective_aggregation="normalize_then_sum"`.
         state: `state(args)` makes the state of a baseline that depends on earlier batches: [`RunningBaselines`], or an
             object with the same methods.
-        reads: Fields of the training arguments that only this baseline reads.
+        own_settings: Fields of the training arguments that only this baseline reads.
         by_episode: `by_episode(rewards, group_size, scale)` returns advantages and standard deviations `(E,)` of whole
             episodes, for turns that all have the return of their episode. If omitted, `function` computes advantages
             of single turns.
@@ -162,15 +163,15 @@ class Baseline:
     """
 
     name: str
-    function: Callable[[Samples, str], torch.Tensor]
+    function: Callable[[TurnReturns, str], torch.Tensor]
     needs_group: bool = False
     scales: bool = False
     uses_candidates: bool = False
-    completes: bool = True
-    goes_on: str = "best"
+    completes_episodes: bool = True
+    default_continue_from: str = "best"
     takes_normalized_objectives: bool = False
     state: Callable[[Any], RunningBaselines] | None = None
-    reads: tuple[str, ...] = ()
+    own_settings: tuple[str, ...] = ()
     by_episode: Callable[[torch.Tensor, int, str], tuple[torch.Tensor, torch.Tensor]] | None = None
     in_evaluation: str | None = None
 
@@ -178,50 +179,51 @@ class Baseline:
     def settings(self) -> frozenset[str]:
         """Fields of the training arguments that have an effect only with this baseline or similar baselines."""
         candidate_settings = ("turn_candidates", "candidate_samples", "continue_from") if self.uses_candidates else ()
-        return frozenset([*self.reads, *candidate_settings])
+        return frozenset([*self.own_settings, *candidate_settings])
 
 
 def _cells(
-    samples: Samples, scale: str, cells: torch.Tensor, weights: torch.Tensor, batch_pools: torch.Tensor
+    samples: TurnReturns, scale: str, cells: torch.Tensor, weights: torch.Tensor, batch_pools: torch.Tensor
 ) -> torch.Tensor:
     """Return advantages within cells. The standard deviation is that of the cell, or of a pool of the batch."""
     pools = {"group": cells, "batch": batch_pools, "none": None}[scale]
     return functional.cell_advantages(samples.returns, cells, weights, pools)
 
 
-def _group(samples: Samples, scale: str) -> torch.Tensor:
-    return _cells(samples, scale, samples.prompts, samples.per_episode, samples.all_alike)
+def _group(samples: TurnReturns, scale: str) -> torch.Tensor:
+    return _cells(samples, scale, samples.prompts, samples.per_episode, samples.batch_group)
 
 
-def _agent(samples: Samples, scale: str) -> torch.Tensor:
+def _agent(samples: TurnReturns, scale: str) -> torch.Tensor:
     cells = samples.prompts * samples.num_agents + samples.agents
     return _cells(samples, scale, cells, samples.per_turn, samples.agents)
 
 
-def _turn(samples: Samples, scale: str) -> torch.Tensor:
+def _turn(samples: TurnReturns, scale: str) -> torch.Tensor:
     cells = samples.episodes * (int(samples.nodes.max()) + 1) + samples.nodes
-    return _cells(samples, scale, cells, samples.per_turn, samples.all_alike)
+    return _cells(samples, scale, cells, samples.per_turn, samples.batch_group)
 
 
-def _leave_one_out(samples: Samples, scale: str) -> torch.Tensor:
-    return functional.leave_one_out_advantages(samples.returns, samples.runs, samples.prompts, samples.per_episode)
+def _leave_one_out(samples: TurnReturns, scale: str) -> torch.Tensor:
+    groups = samples.episode_groups
+    return functional.leave_one_out_advantages(samples.returns, groups, samples.prompts, samples.per_episode)
 
 
-def _c3(samples: Samples, scale: str) -> torch.Tensor:
+def _c3(samples: TurnReturns, scale: str) -> torch.Tensor:
     cells = samples.episodes * (int(samples.nodes.max()) + 1) + samples.nodes
     each = torch.arange(len(cells))
     return functional.leave_one_out_advantages(samples.returns, each, cells, samples.per_turn)
 
 
-def _batch(samples: Samples, scale: str) -> torch.Tensor:
-    return functional.cell_advantages(samples.returns, samples.all_alike, samples.per_episode, samples.all_alike)
+def _batch(samples: TurnReturns, scale: str) -> torch.Tensor:
+    return functional.cell_advantages(samples.returns, samples.batch_group, samples.per_episode, samples.batch_group)
 
 
-def _rae(samples: Samples, scale: str) -> torch.Tensor:
+def _rae(samples: TurnReturns, scale: str) -> torch.Tensor:
     return torch.nan_to_num(samples.returns - samples.running, nan=0.0)
 
 
-def _none(samples: Samples, scale: str) -> torch.Tensor:
+def _none(samples: TurnReturns, scale: str) -> torch.Tensor:
     return torch.nan_to_num(samples.returns, nan=0.0)
 
 
@@ -238,11 +240,18 @@ BASELINES: dict[str, Baseline] = {
         ),
         Baseline("agent", _agent, needs_group=True, scales=True, takes_normalized_objectives=True),
         Baseline("turn", _turn, scales=True, uses_candidates=True, in_evaluation="group"),
-        Baseline("turn_itself", _turn, scales=True, uses_candidates=True, completes=False, in_evaluation="group"),
-        Baseline("c3", _c3, uses_candidates=True, goes_on="sampled", in_evaluation="leave_one_out"),
+        Baseline(
+            "turn_itself",
+            _turn,
+            scales=True,
+            uses_candidates=True,
+            completes_episodes=False,
+            in_evaluation="group",
+        ),
+        Baseline("c3", _c3, uses_candidates=True, default_continue_from="sampled", in_evaluation="leave_one_out"),
         Baseline("leave_one_out", _leave_one_out, needs_group=True),
         Baseline("batch", _batch),
-        Baseline("rae", _rae, state=RunningBaselines.from_args, reads=("rae_decay", "rae_column")),
+        Baseline("rae", _rae, state=RunningBaselines.from_args, own_settings=("rae_decay", "rae_column")),
         Baseline("none", _none),
     )
 }

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Values of turns and tokens: a critic on the resident base, with LoRAs of its own and heads beside the model."""
+"""Values of turns and tokens: a critic on the resident base model, with separate LoRAs and value heads."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Critic:
     ):
         self._policies, self._model, self._autocast, self._level = policies, model, autocast, level
         self._agents = [agent.name for agent in agents]
-        self.parts = list(dict.fromkeys(self.part_of(name) for name in self._agents))
+        self.parts = list(dict.fromkeys(self.get_part(name) for name in self._agents))
         if self.has_adapters:
             for part in self.parts:
                 policies.add_critic(part, peft_config)
@@ -76,7 +76,7 @@ class Critic:
         device = next(model.parameters()).device
         self.heads = nn.ModuleDict({part: self.make_head(width) for part in self.parts}).to(device)
 
-    def part_of(self, agent: str) -> str:
+    def get_part(self, agent: str) -> str:
         """Name of the part, and of its adapter, that values the turns of an agent."""
         return CRITIC_NAME
 
@@ -133,14 +133,14 @@ class Critic:
             device = next(
                 head.parameters()
             ).device  # of a base that is spread over devices, the last layer has another
-            return self.of_agents(head(features.to(device).float()), agents)
+            return self.select_values(head(features.to(device).float()), agents)
 
-    def of_agents(self, outputs: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
+    def select_values(self, outputs: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
         """Values `(B, V)` from the outputs `(B, V, O)` of a head."""
         return outputs.squeeze(-1)
 
     def save(self, folder: str | Path) -> None:
-        """Write the value heads beside the critic's adapter. PEFT writes the adapters."""
+        """Save the value heads next to the critic's adapter. PEFT saves the adapters."""
         path = Path(folder) / CRITIC_NAME
         path.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in self.heads.state_dict().items()}, path / HEADS_NAME)
@@ -150,19 +150,19 @@ class Critic:
         Load the adapters and the value heads of the critic, in place.
 
         Raises:
-            ValueError: there are none, or those of another critic.
+            ValueError: the folder has no value heads, or those of another critic.
         """
         path = Path(folder) / CRITIC_NAME / HEADS_NAME
         if not path.is_file():
             raise ValueError(
                 f"{folder} has no critic ({path.name} is missing), but the config has `critic={self.name!r}`. Resume "
-                "with the settings that the checkpoint was written with."
+                "with the settings of the checkpoint."
             )
         saved, present = load_file(path), self.heads.state_dict()
         if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in present.items()}:
             raise ValueError(
-                f"The critic in {folder} has other value heads ({sorted(saved)[:3]}, ...) than `critic={self.name!r}` "
-                f"of this team ({sorted(present)[:3]}, ...). Resume with the settings of the checkpoint."
+                f"The value heads of the critic in {folder} ({sorted(saved)[:3]}, ...) do not match those of "
+                f"`critic={self.name!r}` ({sorted(present)[:3]}, ...). Resume with the settings of the checkpoint."
             )
         self.heads.load_state_dict(saved)
         if self.has_adapters:
@@ -183,7 +183,7 @@ class PerAgentCritic(Critic):
 
     name = "per_agent"
 
-    def part_of(self, agent: str) -> str:
+    def get_part(self, agent: str) -> str:
         return f"{CRITIC_NAME}-{agent}"
 
 
@@ -195,7 +195,7 @@ class MultiHeadCritic(Critic):
     def make_head(self, width: int) -> nn.Module:
         return _linear(width, len(self._agents))
 
-    def of_agents(self, outputs: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
+    def select_values(self, outputs: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
         index = torch.tensor([self._agents.index(agent) for agent in agents], device=outputs.device)
         return outputs.gather(-1, index[:, None, None].expand(-1, outputs.size(1), 1)).squeeze(-1)
 

@@ -413,7 +413,7 @@ def token_gae(
 
     There are two recursions. Inside a turn, every token is a step, with `token_gamma` and `token_gae_lambda`; only the
     last token is rewarded. From joint step to joint step, the recursion of [`gae`] applies, with the value and the
-    advantage of each turn's first token in place of those of the turn.
+    advantage of each turn's first token instead of those of the turn.
 
     Args:
         rewards (`torch.Tensor` of shape `(K,)`): reward received after each turn.
@@ -433,7 +433,7 @@ def token_gae(
     mask = positions < lengths.unsqueeze(1)
     advantages = torch.zeros_like(values)
     next_value, next_advantage = last_value, 0.0
-    gammas = _of_steps(gamma, int(steps.max()) + 1)
+    gammas = _expand_gamma(gamma, int(steps.max()) + 1)
     for step in range(int(steps.max()), -1, -1):
         turns = (steps == step).nonzero().squeeze(1)
         rest = rewards[turns].sum() + gammas[step] * next_value + gammas[step] * gae_lambda * next_advantage
@@ -447,7 +447,7 @@ def _rest_of_episode(rewards, values, steps, gamma, gae_lambda, last_value) -> t
     """`R_t + gamma * Vm_{t+1} + gamma * lambda * Am_{t+1}` of every joint step, in the notation of [`gae`]."""
     rest = _sums(rewards, steps)
     mean_values = _sums(values, steps) / torch.bincount(steps).clamp(min=1)
-    gammas = _of_steps(gamma, len(rest))
+    gammas = _expand_gamma(gamma, len(rest))
     next_value, next_advantage = last_value, 0.0
     for step in range(len(rest) - 1, -1, -1):
         rest[step] += gammas[step] * next_value + gammas[step] * gae_lambda * next_advantage
@@ -455,7 +455,7 @@ def _rest_of_episode(rewards, values, steps, gamma, gae_lambda, last_value) -> t
     return rest
 
 
-def _of_steps(gamma: float | Sequence[float], num_steps: int) -> Sequence[float]:
+def _expand_gamma(gamma: float | Sequence[float], num_steps: int) -> Sequence[float]:
     return [gamma] * num_steps if isinstance(gamma, (int, float)) else gamma
 
 

@@ -26,8 +26,8 @@ class SeenByLoss(NamedTuple):
     Args:
         entropies (`torch.Tensor` of shape `(B, T)`): entropies whose mean over counted tokens is the entropy bonus.
         old_logps (`torch.Tensor` of shape `(B, T)`, *optional*): log-probabilities that TRL's loss takes for those of
-            the policy that sampled, in place of the rows' own. At action level they make the log-ratio of every token
-            that of its turn, and carry its gradient.
+            the policy that sampled, instead of those of the rows. At action level they make the log-ratio of every
+            token that of its turn, and carry its gradient.
         log_ratios (`torch.Tensor` of shape `(N,)`): the log-ratios that count, for the divergence of an update.
     """
 
@@ -71,7 +71,7 @@ class Level(Protocol):
     reads_completions: ClassVar[bool]
 
     @classmethod
-    def of(cls, args: Any) -> Level:
+    def from_args(cls, args: Any) -> Level:
         """The level under training arguments."""
 
     def num_values(self, num_tokens: int) -> int:
@@ -133,7 +133,7 @@ class TokenLevel:
     reads_completions: ClassVar[bool] = True
 
     @classmethod
-    def of(cls, args: Any) -> TokenLevel:
+    def from_args(cls, args: Any) -> TokenLevel:
         """The level under training arguments."""
         return cls()
 
@@ -187,7 +187,7 @@ class ActionLevel:
     reads_completions: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, args: Any) -> ActionLevel:
+    def from_args(cls, args: Any) -> ActionLevel:
         """The level under training arguments."""
         return cls(args.action_logprob)
 
@@ -232,6 +232,6 @@ class ActionLevel:
 LEVELS: dict[str, type[Level]] = {"token": TokenLevel, "action": ActionLevel}
 
 
-def level_of(args: Any) -> Level:
+def make_level(args: Any) -> Level:
     """The level that training arguments ask for."""
-    return LEVELS[args.level].of(args)
+    return LEVELS[args.level].from_args(args)

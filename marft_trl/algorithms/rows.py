@@ -15,7 +15,7 @@ class Row:
     """
     A turn as a training row, with `P` prompt tokens and `L` completion tokens.
 
-    A row is made once from a turn. Later results are filled in by steps that return new rows: the fills of
+    A row is made once from a turn. Later results are filled in by steps that return new rows: the output steps of
     [`BatchMaker`] ([`~LogProbs.with_old`], [`~SamplingCorrection.corrected`], [`~LogProbs.with_reference`],
     [`~CriticLearner.with_values`]), the advantages, and in sequential updates [`~SequentialFactors.after_update`].
 

@@ -18,7 +18,7 @@ from ..algorithms.levels import LEVELS
 from ..seams.trl import LOSSES
 from ..system.hints import did_you_mean
 from .inherited import INHERITED
-from .options import Option, check_choice, check_flag, check_number, has_effect, rules_of
+from .options import Option, check_choice, check_flag, check_number, collect_rules, has_effect
 
 
 logger = logging.getLogger(__name__)  # that of accelerate needs a state, which comes with the arguments
@@ -30,7 +30,7 @@ def resolve(config: Any) -> None:
     """Set what is `None` and depends on other settings of a [`MARFTConfig`], in place."""
     if config.ddp_backend is not None and not _is_launched(config.use_cpu):
         # accelerate would look for a process group that nobody has made
-        logger.warning(f"`ddp_backend={config.ddp_backend!r}` has no effect on one process.")
+        logger.warning(f"`ddp_backend={config.ddp_backend!r}` has no effect with a single process.")
         config.ddp_backend = None
     if config.ddp_broadcast_buffers is None:
         config.ddp_broadcast_buffers = False  # a collective in forward, which processes run unequally often
@@ -39,7 +39,7 @@ def resolve(config: Any) -> None:
     if config.loss_type == "cispo" and config.epsilon_high is None:
         # A bound of `epsilon` = 0.2, as `GRPOTrainer` takes it, would be below every ratio
         config.epsilon_high = CISPO_EPSILON_HIGH
-        logger.warning(f"`epsilon_high` is {CISPO_EPSILON_HIGH}, the largest ratio with `loss_type='cispo'`.")
+        logger.warning(f"`loss_type='cispo'` sets `epsilon_high`, the maximum ratio, to {CISPO_EPSILON_HIGH}.")
     if has_turn_ratio(config) and "use_bias_correction_kl" not in config.given:
         config.use_bias_correction_kl = False  # would weight the KL of every token by the ratio of the turn
     if config.credit_kind is None:
@@ -48,7 +48,7 @@ def resolve(config: Any) -> None:
     if config.skip_rows_without_signal is None:
         config.skip_rows_without_signal = config.share_prefixes
     if config.continue_from is None and uses_candidates(config):
-        config.continue_from = BASELINES[config.advantage].goes_on
+        config.continue_from = BASELINES[config.advantage].default_continue_from
 
 
 def _is_launched(on_cpu: bool) -> bool:
@@ -74,7 +74,7 @@ def has_turn_ratio(args: Any) -> bool:
 
 def completes_candidates(args: Any) -> bool:
     """`True` if candidates for a turn are compared by the episodes that are completed from them."""
-    return uses_candidates(args) and BASELINES[args.advantage].completes
+    return uses_candidates(args) and BASELINES[args.advantage].completes_episodes
 
 
 def uses_candidates(args: Any) -> bool:
@@ -82,28 +82,28 @@ def uses_candidates(args: Any) -> bool:
     return args.advantage in BASELINES and BASELINES[args.advantage].uses_candidates
 
 
-# Settings of earlier versions, and of TRL's, and what is in their place
+# Settings that earlier versions or TRL have, and what replaces them
 _GONE = {
-    "max_prompt_length": "prompts are not cut; `context_overflow` says what happens at the model's window",
-    "critic_max_grad_norm": "`max_grad_norm` is the critic's, too",
-    "dynamic_sampling_limit": "three times the prompts of a batch are drawn at most",
-    "collapse_window": "`eval_reward` is compared with its best",
-    "collapse_drop": "`eval_reward` may drop by a tenth",
-    "max_tool_output_length": "4096 characters of a result are shown; let the tool return what is to be shown",
-    "max_parallel_tools": "synchronous tools run one at a time; write one that may run beside others as `async def`",
-    "candidate_reward": "`advantage='turn_itself'` is `advantage='turn'` with `candidate_reward='turn'`",
-    "max_episode_retries": "what has failed is tried twice again",
+    "max_prompt_length": "prompts are not truncated; `context_overflow` covers prompts that are too long",
+    "critic_max_grad_norm": "`max_grad_norm` also applies to the critic",
+    "dynamic_sampling_limit": "at most three times the prompts of a batch are drawn",
+    "collapse_window": "`eval_reward` is compared with the best evaluation so far",
+    "collapse_drop": "a collapse is a drop of `eval_reward` by more than 10 %",
+    "max_tool_output_length": "tool results are truncated at 4096 characters; return only what the agent should see",
+    "max_parallel_tools": "synchronous tools run one at a time; write tools that may run concurrently as `async def`",
+    "candidate_reward": "`advantage='turn_itself'` replaces `advantage='turn'` with `candidate_reward='turn'`",
+    "max_episode_retries": "a failed call is retried twice",
 }
 
 
-def check_names(given: Iterable[str], known: Sequence[str]) -> None:
+def check_names(names: Iterable[str], known: Sequence[str]) -> None:
     """
     Raises:
-        TypeError: a name is none of a setting. The message has the nearest one, or what is in its place.
+        TypeError: a name is not a setting. The message suggests the nearest setting, or names the replacement.
     """
-    for name in given:
+    for name in names:
         if name in _GONE:
-            raise TypeError(f"There is no setting `{name}` any more: {_GONE[name]}. Leave it out.")
+            raise TypeError(f"`MARFTConfig` no longer has the setting `{name}`: {_GONE[name]}. Leave it out.")
         if name not in known:
             raise TypeError(f"`MARFTConfig` has no setting `{name}`.{did_you_mean(name, known)}")
 
@@ -115,7 +115,7 @@ def check_numbers(args: Any) -> None:
     Raises:
         ValueError: A number is out of range. The message contains the field, the value and the range.
     """
-    for name, rule in rules_of(type(args), INHERITED).items():
+    for name, rule in collect_rules(type(args), INHERITED).items():
         if rule.bounds or rule.integer:
             check_number(name, getattr(args, name), rule)
     # Parsers of transformers replace the types of fields, but not the annotations
@@ -145,17 +145,17 @@ def check_values(args: Any) -> None:
     Raises:
         ValueError: A value is unknown. The message contains the field, the known values and the nearest one.
     """
-    for name, rule in rules_of(type(args), INHERITED).items():
+    for name, rule in collect_rules(type(args), INHERITED).items():
         if rule.choices is not None:
             check_choice(name, getattr(args, name), rule.known)
 
 
 def _by_preset(args: Any, message: str) -> str:
-    """Which of the settings that a message speaks of the preset has set, for somebody who has set none of them."""
-    named, its = re.findall(r"`(\w+)[`=]", message), args.preset_settings
-    theirs = [name for name in dict.fromkeys(named) if name in its]
-    shown = ", ".join(f"`{name}={its[name]!r}`" for name in theirs)
-    return f" `preset={args.preset!r}` sets {shown}." if theirs else ""
+    """Name the settings in a message that come from the preset, since the user did not set them."""
+    named, settings = re.findall(r"`(\w+)[`=]", message), args.preset_settings
+    names = [name for name in dict.fromkeys(named) if name in settings]
+    shown = ", ".join(f"`{name}={settings[name]!r}`" for name in names)
+    return f" `preset={args.preset!r}` sets {shown}." if names else ""
 
 
 def check_combinations(args: Any) -> None:
@@ -169,7 +169,7 @@ def check_combinations(args: Any) -> None:
     for holds, message in [*refused, *_sampling_conflicts(args), *_failure_conflicts(args)]:
         if holds:
             raise ValueError(message + _by_preset(args, message))
-    rules, defaults = rules_of(type(args), INHERITED), type(args).__dataclass_fields__
+    rules, defaults = collect_rules(type(args), INHERITED), type(args).__dataclass_fields__
     for name in sorted(args.given & rules.keys(), key=list(defaults).index):
         if getattr(args, name) == defaults[name].default:
             continue
@@ -203,44 +203,44 @@ def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
         (
             args.critic is None and args.critic_warmup_steps > 0,
             f"`critic_warmup_steps={args.critic_warmup_steps}` needs a critic, but `critic` is None. Set "
-            "`advantage='gae', critic='shared'`, or leave it out.",
+            "`advantage='gae', critic='shared'`, or leave `critic_warmup_steps` out.",
         ),
         (
             compares and generations == 1,
-            f"`num_generations` (1) needs a critic: `advantage={args.advantage!r}` compares at least 2 episodes of a "
-            "prompt. Set `advantage='gae', critic='shared'`, or `num_generations=2` or more.",
+            f"`num_generations=1` needs a critic: `advantage={args.advantage!r}` compares at least 2 episodes of a "
+            "prompt. Set `advantage='gae', critic='shared'`, or `num_generations` to 2 or more.",
         ),
         (
             baseline is not None and baseline.uses_candidates and args.turn_candidates < 2,
-            f"`advantage={args.advantage!r}` compares candidates for a turn with one another, but `turn_candidates` "
-            f"is {args.turn_candidates}. Set 2 or more.",
+            f"`advantage={args.advantage!r}` compares several candidates for a turn, but `turn_candidates` is "
+            f"{args.turn_candidates}. Set it to 2 or more.",
         ),
         (
             args.advantage == "c3" and args.continue_from == "best",
-            "`advantage='c3'` compares a turn with alternatives at the observation that the policy came to, but with "
-            "`continue_from='best'` later observations follow the best alternative. Use `continue_from='sampled'`, or "
-            "`advantage='turn'`.",
+            "`advantage='c3'` compares alternatives at observations that the policy reaches by sampling, but "
+            "`continue_from='best'` continues every episode from the best alternative. Set `continue_from='sampled'`, "
+            "or `advantage='turn'`.",
         ),
         (
             args.rae_column is not None and args.remove_unused_columns,
-            f"`remove_unused_columns=True` leaves prompts alone, and `rae_column={args.rae_column!r}` reads another "
-            "column. Set it to False.",
+            f"`remove_unused_columns=True` keeps only the column `prompt`, but `rae_column={args.rae_column!r}` reads "
+            "another column. Set `remove_unused_columns=False`.",
         ),
         (
             args.advantage == "rae" and args.rae_decay == 1,
-            "`rae_decay=1.0` keeps the baseline of `advantage='rae'` at 0 for ever. Set a number below 1.",
+            "`rae_decay=1.0` keeps the baseline of `advantage='rae'` at 0 forever. Set it to a number below 1.",
         ),
         (
             is_lone and (args.advantage == "batch" or normalizes),
-            "With one episode in a generation batch (`per_device_train_batch_size` 1) there is nothing to compare it "
-            f"with, so with `advantage={args.advantage!r}` nothing would be learned. Raise "
+            "A generation batch of one episode (`per_device_train_batch_size=1`) has no other episode to compare "
+            f"with, so training with `advantage={args.advantage!r}` would learn nothing. Raise "
             "`per_device_train_batch_size`"
             + (", or set `normalize_advantages='none'`." if args.advantage == "gae" else "."),
         ),
         (
             0 < args.max_steps < args.critic_warmup_steps,
-            f"`critic_warmup_steps` ({args.critic_warmup_steps}) is more than `max_steps` ({args.max_steps}): no "
-            "agent would ever learn. Lower it, or raise `max_steps`.",
+            f"`critic_warmup_steps` ({args.critic_warmup_steps}) is above `max_steps` ({args.max_steps}), so no agent "
+            "would be trained. Lower `critic_warmup_steps`, or raise `max_steps`.",
         ),
     ]
 
@@ -251,43 +251,43 @@ def _level_conflicts(args: Any) -> list[tuple[bool, str]]:
     return [
         (
             per_turn and args.loss_type not in _LOSSES_OF_ACTIONS,
-            f"`loss_type={args.loss_type!r}` weighs a turn by its tokens, while at `level='action'` a turn is one "
-            f"action. Use one of {', '.join(map(repr, _LOSSES_OF_ACTIONS))}.",
+            f"`loss_type={args.loss_type!r}` weights a turn by its number of tokens, but at `level='action'` a turn "
+            f"is one action. Use one of {', '.join(map(repr, _LOSSES_OF_ACTIONS))}.",
         ),
         (
             args.loss_type == "cispo" and args.epsilon_high < 1,
-            f"`epsilon_high={args.epsilon_high}` is the largest ratio that `loss_type='cispo'` weighs a token with: "
-            "below 1 it makes every gradient smaller. Set 5.0, or leave it out.",
+            f"`epsilon_high={args.epsilon_high}` is the maximum ratio of `loss_type='cispo'`, and a value below 1 "
+            "scales every gradient down. Set it to 5.0, or leave it out.",
         ),
         (
             per_turn and args.importance_sampling_level == "sequence",
-            "`importance_sampling_level='sequence'` is `level='action'` with `action_logprob='token'`: set these, and "
-            "leave `importance_sampling_level` out.",
+            "`importance_sampling_level='sequence'` means `level='action'` with `action_logprob='token'`. Set these, "
+            "and leave `importance_sampling_level` out.",
         ),
         (
             by_token and args.importance_sampling_level == "sequence",
-            "`advantage='gae'` at `level='token'` gives every token an advantage, but "
-            "`importance_sampling_level='sequence'` has one ratio for all. Set `level='action'`.",
+            "`advantage='gae'` at `level='token'` computes an advantage per token, but "
+            "`importance_sampling_level='sequence'` uses one ratio per turn. Set `level='action'`.",
         ),
         (
             by_token and (LOSSES[args.loss_type].one_advantage or args.off_policy_mask_threshold is not None),
             f"`loss_type={args.loss_type!r}` with `off_policy_mask_threshold={args.off_policy_mask_threshold}` needs "
-            "one advantage per turn, but `advantage='gae'` at `level='token'` gives one to every token. Set "
-            "`level='action'`, or use another loss without the threshold.",
+            "one advantage per turn, but `advantage='gae'` at `level='token'` computes one per token. Set "
+            "`level='action'`, or use another `loss_type` without `off_policy_mask_threshold`.",
         ),
         (
             per_turn and args.beta > 0 and args.use_bias_correction_kl,
-            "`use_bias_correction_kl` at `level='action'` would weigh the KL of every token by the ratio of the whole "
-            "turn, which is not bounded. Leave it out.",
+            "`use_bias_correction_kl` at `level='action'` would weight the KL of every token by the ratio of the "
+            "whole turn, which is unbounded. Leave it out.",
         ),
         (
             per_turn and args.top_entropy_quantile < 1.0,
-            f"`top_entropy_quantile={args.top_entropy_quantile}` trains some tokens of a turn, but at "
-            "`level='action'` a turn is one action. Set `level='token'`, or leave it out.",
+            f"`top_entropy_quantile={args.top_entropy_quantile}` trains only some tokens of a turn, but at "
+            "`level='action'` a turn is one action. Set `level='token'`, or leave `top_entropy_quantile` out.",
         ),
         (
             not args.use_policy_ratio and args.target_kl is not None,
-            "`target_kl` measures the policy ratio, which `use_policy_ratio=False` leaves out. Leave one of them out.",
+            "`target_kl` needs the policy ratio, which `use_policy_ratio=False` disables. Leave one of them out.",
         ),
         (
             per_turn and args.off_policy_mask_threshold is not None,
@@ -302,28 +302,29 @@ def _credit_conflicts(args: Any) -> list[tuple[bool, str]]:
     return [
         (
             args.scale_rewards == "batch" and not (args.advantage in BASELINES and BASELINES[args.advantage].scales),
-            f"`scale_rewards='batch'` has no effect with `advantage={args.advantage!r}`: it chooses the deviation for "
-            f"{', '.join(repr(name) for name, one in BASELINES.items() if one.scales)}. Leave it out.",
+            f"`scale_rewards='batch'` has no effect with `advantage={args.advantage!r}`: it applies only to "
+            f"{', '.join(repr(name) for name, entry in BASELINES.items() if entry.scales)}. Leave it out.",
         ),
         (
             rule.reruns and args.credit_kind == "rewards",
-            f"`credit={args.credit!r}` compares the whole outcome for every turn, so adding it up over turns "
-            "(`credit_kind='rewards'`) would count teammates' turns as one's own. Set `credit_kind='returns'`.",
+            f"`credit={args.credit!r}` scores every turn by the outcome of the whole episode, so summing over turns "
+            "(`credit_kind='rewards'`) would credit an agent for its teammates' turns. Set `credit_kind='returns'`.",
         ),
         (
             uses_candidates(args) and (rule.reruns or args.credit not in ("equal", "per_step")),
-            f"`advantage={args.advantage!r}` scores each candidate of a turn, which leaves nothing for "
+            f"`advantage={args.advantage!r}` scores each candidate for a turn separately, so there is nothing for "
             f"`credit={args.credit!r}` to divide. Use `credit='equal'` or `'per_step'`.",
         ),
         (
             args.candidate_samples > 1 and not completes_candidates(args),
-            f"`candidate_samples={args.candidate_samples}` completes episodes from candidates, but with "
-            "`advantage='turn_itself'` they are scored as they are. Leave one of them out.",
+            f"`candidate_samples={args.candidate_samples}` completes several episodes from each candidate, but "
+            "`advantage='turn_itself'` scores candidates without completing the episode. Leave `candidate_samples` "
+            "out, or set `advantage='turn'`.",
         ),
         (
             uses_candidates(args) and args.credit_kind == "rewards",
-            f"`advantage={args.advantage!r}` has the return of every candidate, so `credit_kind='rewards'` does not "
-            "apply. Leave it out.",
+            f"`advantage={args.advantage!r}` computes the return of every candidate, so `credit_kind='rewards'` does "
+            "not apply. Leave `credit_kind` out.",
         ),
         (
             args.multi_objective_aggregation == "normalize_then_sum" and not (normalizes and args.credit == "equal"),
@@ -348,23 +349,23 @@ def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
         (
             one_by_one and args.agent_iteration_interval > 0,
             f"`update_order={args.update_order!r}` and `agent_iteration_interval={args.agent_iteration_interval}` "
-            "both say who learns when. Leave one of them out.",
+            "both set which agent is trained in a step. Leave one of them out.",
         ),
         (
             0 < args.max_steps <= args.agent_iteration_interval,
             f"`agent_iteration_interval` ({args.agent_iteration_interval}) leaves no step of `max_steps` "
-            f"({args.max_steps}) to the second agent. Lower it, or raise `max_steps`.",
+            f"({args.max_steps}) for the second agent. Lower it, or raise `max_steps`.",
         ),
         (
             one_by_one and micro_steps % args.gradient_accumulation_steps != 0,
-            f"`update_order={args.update_order!r}` needs every agent to have whole optimizer steps on a generation "
-            f"batch: `steps_per_generation * num_iterations` ({micro_steps}) has to be a multiple of "
+            f"`update_order={args.update_order!r}` trains every agent for whole optimizer steps on a generation "
+            f"batch, so `steps_per_generation * num_iterations` ({micro_steps}) must be a multiple of "
             f"`gradient_accumulation_steps` ({args.gradient_accumulation_steps}).",
         ),
         (
             args.update_order == "sequential" and uses_candidates(args),
             f"`update_order='sequential'` multiplies ratios along an episode, but with `advantage={args.advantage!r}` "
-            "most rows are candidates outside of it. Use `update_order='joint'` or `'resampled'`.",
+            "most rows are candidates outside the episode. Use `update_order='joint'` or `'resampled'`.",
         ),
         (
             args.sync_ref_model and args.beta == 0.0,
@@ -374,7 +375,7 @@ def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
         (
             args.use_adaptive_entropy and args.entropy_coef_min > args.entropy_coef_max,
             f"`entropy_coef_min` ({args.entropy_coef_min}) is above `entropy_coef_max` ({args.entropy_coef_max}). "
-            "Lower the one, or raise the other.",
+            "Lower `entropy_coef_min`, or raise `entropy_coef_max`.",
         ),
     ]
 
@@ -388,19 +389,21 @@ def _sampling_conflicts(args: Any) -> list[tuple[bool, str]]:
     return [
         (
             not compares,
-            "`dynamic_sampling=True` leaves out prompts whose episodes all earned the same, which teaches something "
-            f"with `advantage={args.advantage!r}`. Set `advantage='group'`, 'agent', 'leave_one_out', 'turn' or 'c3', "
-            "or leave it out.",
+            "`dynamic_sampling=True` skips prompts whose episodes all have the same reward, but with "
+            f"`advantage={args.advantage!r}` such episodes still give a gradient. Set `advantage='group'`, 'agent', "
+            "'leave_one_out', 'turn' or 'c3', or leave `dynamic_sampling` out.",
         ),
         (
             args.credit != "equal",
-            f"`dynamic_sampling=True` leaves out prompts whose episodes all earned the same, but with "
-            f"`credit={args.credit!r}` their turns differ. Use `credit='equal'`, or leave it out.",
+            "`dynamic_sampling=True` skips prompts whose episodes all have the same reward, but with "
+            f"`credit={args.credit!r}` their turns still differ. Set `credit='equal'`, or leave `dynamic_sampling` "
+            "out.",
         ),
         (
             args.max_staleness > 0,
-            f"`dynamic_sampling=True` asks for further prompts when rewards are known, and "
-            f"`max_staleness={args.max_staleness}` samples ahead. Set `max_staleness=0`, or leave it out.",
+            "`dynamic_sampling=True` draws further prompts once the rewards of a batch are known, but "
+            f"`max_staleness={args.max_staleness}` samples batches ahead of training. Set `max_staleness=0`, or leave "
+            "`dynamic_sampling` out.",
         ),
     ]
 
@@ -409,46 +412,46 @@ def _failure_conflicts(args: Any) -> list[tuple[bool, str]]:
     return [
         (
             args.on_episode_error != "raise" and (uses_candidates(args) or CREDITS[args.credit].reruns),
-            f"`on_episode_error={args.on_episode_error!r}` does not go with candidates for turns "
-            "(`advantage='turn'`, `'c3'`) or re-runs (`credit='counterfactual'`, `'removed'`): those of an episode "
-            "that fails would be learned from without it. Set `on_episode_error='raise'`.",
+            f"`on_episode_error={args.on_episode_error!r}` does not support candidates for turns "
+            "(`advantage='turn'`, `'c3'`) or re-runs (`credit='counterfactual'`, `'removed'`): training would use "
+            "them even if their episode failed. Set `on_episode_error='raise'`.",
         ),
         (
             args.on_collapse == "restore" and args.eval_strategy == "no",
-            "`on_collapse='restore'` restores the adapters of the best evaluation, and this run has none. Set "
+            "`on_collapse='restore'` restores the adapters of the best evaluation, but this run has none. Set "
             "`eval_strategy='steps'` and pass an `eval_dataset`.",
         ),
         (
             args.on_collapse == "restore" and args.sync_ref_model,
-            "`on_collapse='restore'` takes adapters back, but not the references that follow them "
-            "(`sync_ref_model=True`), which would pull them to where they have fallen. Set `on_collapse='warn'`, or "
-            "`sync_ref_model=False`.",
+            "`on_collapse='restore'` restores adapters, but not the references that follow them "
+            "(`sync_ref_model=True`), which would pull the adapters back to the collapsed policy. Set "
+            "`on_collapse='warn'`, or `sync_ref_model=False`.",
         ),
     ]
 
 
-def check_timeouts(args: Any, num_processes: int, patience: float | None) -> None:
+def check_timeouts(args: Any, num_processes: int, process_timeout: float | None) -> None:
     """
     Check that a function that hangs is noticed on its own process before the others give up waiting.
 
     Args:
         args: the configuration.
         num_processes: number of processes of the run.
-        patience: seconds that a process waits for another, if known.
+        process_timeout: seconds that a process waits for another, if known.
 
     Raises:
         ValueError: a time limit is not below that of the processes. The message has both.
     """
-    if num_processes == 1 or patience is None:
+    if num_processes == 1 or process_timeout is None:
         return
     tries = EPISODE_RETRIES + 1 if args.on_episode_error == "retry" else 1
     for name in ("reward_timeout", "workflow_timeout", "tool_timeout"):
         limit = getattr(args, name)
-        if limit is not None and limit * tries >= patience:
+        if limit is not None and limit * tries >= process_timeout:
             times = f" times {tries} tries" if tries > 1 else ""
             raise ValueError(
-                f"`{name}` ({limit:g} s{times}) must be below the {patience:g} s that the other processes wait "
-                "(`ddp_timeout`), else they fail without a word of what hangs. Lower it, or set a larger "
+                f"`{name}` ({limit:g} s{times}) must be below the {process_timeout:g} s that the other processes wait "
+                f"(`ddp_timeout`), or they fail without naming the function that hangs. Lower `{name}`, or raise "
                 "`ddp_timeout`."
             )
 
@@ -456,8 +459,8 @@ def check_timeouts(args: Any, num_processes: int, patience: float | None) -> Non
 # Settings of `generate` that a team cannot be trained with
 _NOT_IN_GENERATION = {
     "num_return_sequences": "every turn is one completion. Set `num_generations`, or leave it out.",
-    "stop_strings": "pass `AgentSpec(stop=...)`, which also says where the turn ends.",
-    "return_dict_in_generate": "turns are token ids. Leave it out.",
+    "stop_strings": "pass `AgentSpec(stop=...)`, which also ends the turn there.",
+    "return_dict_in_generate": "a turn is a list of token ids. Leave it out.",
 }
 
 
@@ -473,10 +476,11 @@ def is_on(variable: str) -> bool:
 
 def check_engine(args: Any) -> None:
     """
-    DeepSpeed and Megatron reduce gradients themselves, by position (`benchmarks/zero.py`).
+    Check that neither DeepSpeed nor Megatron runs, which reduce gradients themselves, by position
+    (`benchmarks/zero.py`).
 
     Raises:
-        ValueError: one of them is asked for. The message has its counterpart here.
+        ValueError: the launcher or the training arguments request an engine. The message has the supported one.
     """
     stage = None
     if args.deepspeed or is_on("ACCELERATE_USE_DEEPSPEED"):
@@ -492,14 +496,14 @@ def check_engine(args: Any) -> None:
         "(docs/reference/sharding.md)"
     )
     if stage == 3:
-        advice = f"ZeRO 3 shards the base. Its counterpart here is {fsdp2}."
+        advice = f"To shard the base, use {fsdp2}."
     elif stage is not None:
-        advice = f"Stages below 3 shard nothing of a frozen base. Use {data_parallel}; to shard the base, {fsdp2}."
+        advice = f"Stages below 3 do not shard a frozen base. Use {data_parallel}, or to shard the base, {fsdp2}."
     else:
-        advice = f"Use {data_parallel}, or to shard the base {fsdp2}."
+        advice = f"Use {data_parallel}, or to shard the base, {fsdp2}."
     raise ValueError(
-        f"MARFTTrainer does not run under {name}: it reduces gradients itself, as if all processes trained the same "
-        f"parameters in a pass. Here, each of them may train another agent's adapter. {advice}"
+        f"MARFTTrainer does not support {name}, which reduces gradients as if all processes trained the same "
+        f"parameters in a pass. Here, processes may train the adapters of different agents. {advice}"
     )
 
 
@@ -511,26 +515,27 @@ def check_supported(args: Any) -> None:
         ValueError: A setting is not supported. The message contains the setting, the reason and a fix.
     """
     refused = {
-        "save_only_model": (args.save_only_model, "a run could not go on from such checkpoints. Set it to False."),
-        "ignore_data_skip": (args.ignore_data_skip, "a resumed run would see other rows. Set it to False."),
+        "save_only_model": (args.save_only_model, "a run could not resume from such checkpoints. Set it to False."),
+        "ignore_data_skip": (args.ignore_data_skip, "a resumed run would train on different rows. Set it to False."),
         "use_transformers_continuous_batching": (
             args.use_transformers_continuous_batching,
-            "it keeps one policy for all requests. Set it to False.",
+            "it serves one policy for all requests. Set it to False.",
         ),
         "include_for_metrics": (args.include_for_metrics, "evaluations have no predictions. Leave it out."),
         "neftune_noise_alpha": (
             args.neftune_noise_alpha,
-            "turns are sampled with the noise too, and scored with another one. Leave it out.",
+            "turns would be sampled with one noise and scored with another. Leave it out.",
         ),
     }
     for name, (is_set, why) in refused.items():
         if is_set:
             raise ValueError(f"`{name}={getattr(args, name)!r}` is not supported by MARFTTrainer: {why}")
-    if _accumulation_of_accelerate(args) not in (None, args.gradient_accumulation_steps):
+    num_steps = _accumulation_of_accelerate(args)
+    if num_steps not in (None, args.gradient_accumulation_steps):
         raise ValueError(
-            "`accelerator_config` has `gradient_accumulation_kwargs` with other `num_steps` than "
-            f"`gradient_accumulation_steps={args.gradient_accumulation_steps}`, by which generation batches are made. "
-            "Set `gradient_accumulation_steps` alone."
+            f"`gradient_accumulation_kwargs` of `accelerator_config` has `num_steps={num_steps!r}`, but generation "
+            f"batches are made for `gradient_accumulation_steps={args.gradient_accumulation_steps}`. Set only "
+            "`gradient_accumulation_steps`."
         )
     generation = args.generation_kwargs if isinstance(args.generation_kwargs, dict) else {}
     for name, why in _NOT_IN_GENERATION.items():
@@ -539,7 +544,7 @@ def check_supported(args: Any) -> None:
             raise ValueError(f"`generation_kwargs` has `{name}={value!r}`, which MARFTTrainer does not support: {why}")
     if generation.get("num_beams") not in (None, 1):
         logger.warning(
-            f"`generation_kwargs` has `num_beams={generation['num_beams']!r}`: a turn is the likeliest of its beams, "
-            "not a sample of the policy, so the policy gradient is biased, completions of a prompt differ less, and a "
-            "saved team, which samples, answers differently. Leave it out to sample."
+            f"`generation_kwargs` has `num_beams={generation['num_beams']!r}`: beam search returns the likeliest "
+            "turn, not a sample of the policy, so the policy gradient is biased, completions of a prompt differ less, "
+            "and a saved team, which samples, answers differently. Leave `num_beams` out to sample."
         )

@@ -47,8 +47,8 @@ def check_datasets(train_dataset, eval_dataset, prompts_per_generation: int) -> 
     if count < prompts_per_generation:
         raise ValueError(
             f"`train_dataset` has {count} prompts, but one generation batch needs "
-            f"{prompts_per_generation} (`generation_batch_size / num_generations`), so not a single step would be "
-            "trained. Add prompts, or lower `per_device_train_batch_size` or `steps_per_generation`."
+            f"{prompts_per_generation} (`generation_batch_size / num_generations`), so training could not take a "
+            "single step. Add prompts, or lower `per_device_train_batch_size` or `steps_per_generation`."
         )
     for name, dataset in named_sets(eval_dataset).items():
         check_dataset(dataset, name)
@@ -62,16 +62,16 @@ def named_sets(eval_dataset) -> dict[str, Any]:
 
 
 def _no_dataset(value: object, what: str) -> str:
-    """What is wrong with something that is no dataset, and how to make one of it."""
-    cure = "Make one of a list of rows with `Dataset.from_list(rows)`."
+    """The error message for a value that is not a dataset, with the conversion that fits the value."""
+    cure = "Convert a list of rows with `Dataset.from_list(rows)`."
     if isinstance(value, str):
         cure = f"Load it: `load_dataset({value!r}, split='train')`."
     elif isinstance(value, Mapping) and value:
-        cure = f"Choose one of its splits: `dataset[{next(iter(value))!r}]`."
+        cure = f"Pass one of the splits: `dataset[{next(iter(value))!r}]`."
     elif type(value).__name__ == "DataFrame":
-        cure = "Make one of it with `Dataset.from_pandas(frame)`."
+        cure = "Convert it with `Dataset.from_pandas(frame)`."
     elif what.startswith("eval") and isinstance(value, Sequence) and value and isinstance(value[0], Dataset):
-        cure = 'Name several sets: `eval_dataset={"easy": easy, "hard": hard}`.'
+        cure = 'Pass several sets by name: `eval_dataset={"easy": easy, "hard": hard}`.'
     return f"`{what}` must be a `Dataset` or `IterableDataset`, got `{type(value).__name__}`. {cure}"
 
 
@@ -92,21 +92,21 @@ def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
     collisions = sorted(set(columns) & set(TURN_ARGUMENTS))
     if collisions:
         raise ValueError(
-            f"`{what}` has columns named {collisions}, which are names of arguments that reward functions get from "
-            "the trainer. Rename the columns."
+            f"`{what}` has columns named {collisions}, but the trainer passes arguments of these names to reward "
+            "functions. Rename the columns."
         )
     pictures = [name for name in ("image", "images") if name in columns]
     if pictures:
         raise ValueError(
-            f"`{what}` has the column {pictures[0]!r}, which TRL shows to vision-language models. A team is shown "
-            "text alone, so it would be ignored. Remove the column, or rename it if reward functions need it."
+            f"`{what}` has the column {pictures[0]!r}, which TRL passes to vision-language models. Agents see only "
+            "text, so it would be ignored. Remove the column, or rename it if reward functions need it."
         )
     rows = islice(dataset, 1) if isinstance(dataset, IterableDataset) else _prompts(dataset)
     check_prompts(rows, what, start=0)
 
 
 def has_other_content(message: Mapping[str, Any]) -> bool:
-    """Whether a message without text says something: an assistant's that calls tools, or reasons alone."""
+    """`True` if a message without text has other content: an assistant message with tool calls or reasoning."""
     return message["role"] == "assistant" and any(message.get(name) for name in ("tool_calls", "reasoning_content"))
 
 
@@ -138,16 +138,16 @@ def check_prompts(rows: Iterable[dict[str, Any]], what: str, start: int | None =
         where = f"row {start + offset} of `{what}`" if start is not None else f"a row of `{what}`"
         if "prompt" not in row:
             raise ValueError(f"There is no `prompt` in {where}; it has {sorted(row)}.")
-        kind = _kind_of(row["prompt"], where)
+        kind = _find_kind(row["prompt"], where)
         first_kind = first_kind or kind
         if kind != first_kind:
             raise ValueError(
-                f"The prompt in {where} is {kind}, while the first one is {first_kind}. Use one kind throughout: "
-                "strings, or lists of messages."
+                f"The prompt in {where} is {kind}, but the first prompt is {first_kind}. Use the same format for all "
+                "prompts: strings, or lists of messages."
             )
 
 
-def _kind_of(prompt: object, where: str) -> str:
+def _find_kind(prompt: object, where: str) -> str:
     if prompt is None:
         raise ValueError(f"The prompt in {where} is None. Remove the row: `dataset.filter(lambda r: r['prompt'])`.")
     if isinstance(prompt, str):
@@ -162,14 +162,14 @@ def _kind_of(prompt: object, where: str) -> str:
         )
     if not prompt or not is_conversational({"prompt": prompt}):
         raise ValueError(
-            f"The prompt in {where} is a list, but not one of messages: {str(prompt)[:80]}. Write messages as "
+            f"The prompt in {where} is a list, but not a list of messages: {str(prompt)[:80]}. Write messages as "
             '`[{"role": "user", "content": "..."}]`.'
         )
     for message in prompt:
         if "content" not in message:
             raise ValueError(f"The prompt in {where} has a message without `content`; it has {sorted(message)}.")
         if not isinstance(message["role"], str) or not message["role"]:
-            raise ValueError(f"The prompt in {where} has a message with the role {message['role']!r}, not a text.")
+            raise ValueError(f"The prompt in {where} has a message with the role {message['role']!r}, not a string.")
         if message["content"] in (None, ""):
             if has_other_content(message) or prompt == PLACEHOLDER:
                 continue
@@ -181,7 +181,7 @@ def _kind_of(prompt: object, where: str) -> str:
             )
     if prompt[-1]["role"] == "assistant":
         raise ValueError(
-            f"The prompt in {where} ends with an assistant message, so there is nothing to answer. Remove the "
-            "message, or add what the team is to answer."
+            f"The prompt in {where} ends with an assistant message, so there is nothing to answer. Remove that "
+            "message, or add the message that the team should answer."
         )
     return "a list of messages"

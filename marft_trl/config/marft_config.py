@@ -68,7 +68,7 @@ class LimitSettings:
 
     Args:
         context_overflow (`str`, *optional*, defaults to `"raise"`):
-            Behaviour if an observation plus the agent's `max_completion_length` is longer than the model's window.
+            Behavior if an observation plus the agent's `max_completion_length` is longer than the model's window.
             `"raise"`: an error is raised. `"drop_oldest_turn"`: the oldest turns are left out (counted in
             `context/dropped_turns`), and an error is raised only if the prompt alone does not fit. `"end_episode"`:
             the episode ends with the turns it has (counted in `context/ended_episodes`).
@@ -94,12 +94,12 @@ class LimitSettings:
             What happens if a reward function, a workflow or an environment fails. `"raise"`: the last complete step is
             saved, and training ends with the error. `"skip"`: the episode is left out, or the completion remains
             unscored; both are counted (`episodes/skipped`, `rewards/<name>/skipped`). `"retry"`: it is tried again
-            twice, and training ends if it fails again. Errors of tools are results that the
-            agent is told, and never end a run.
+            twice, and training ends if it fails again. Tool errors are returned to the agent as
+            results, and never end a run.
         max_skipped_share (`float`, *optional*, defaults to `0.5`):
             Largest share of the episodes of a generation batch that may be skipped. Above it, training ends.
         max_episode_turns (`int`, *optional*, defaults to `1000`):
-            Largest number of turns of an episode. A workflow that asks for more has failed, see `on_episode_error`.
+            Maximum number of turns of an episode. A workflow that requests more has failed, see `on_episode_error`.
             `None` disables the limit.
         max_unscored_batches (`int`, *optional*, defaults to `None`):
             Number of consecutive generation batches without a single reward after which training stops with an error.
@@ -132,7 +132,7 @@ class EvaluationSettings:
 
     Args:
         eval_sampling (`dict`, *optional*, defaults to `None`):
-            Sampling settings of all agents in evaluations, in place of those of training: `temperature`, `top_p`,
+            Sampling settings of all agents in evaluations, instead of those of training: `temperature`, `top_p`,
             `top_k`, `min_p`. `{"temperature": 0.0}` decodes greedily.
         eval_k (`list[int]`, *optional*, defaults to `None`):
             Values of k for which evaluations report `pass@<k>` and `maj@<k>`, at most the number of episodes of each
@@ -141,7 +141,7 @@ class EvaluationSettings:
         eval_right_at (`float`, *optional*, defaults to `1.0`):
             Reward from which the answer of an episode counts as right, for `eval_k`.
         eval_right_by (`str`, *optional*, defaults to `None`):
-            Name of the reward function that decides it. If `None`, the reward of the episode.
+            Name of the reward function that decides whether an answer is right. If `None`, the reward of the episode.
         eval_reference_column (`str`, *optional*, defaults to `"solution"`):
             Column of the dataset that metrics of the `evaluate` package get as `references`, see `eval_metrics` of the
             trainer.
@@ -177,8 +177,8 @@ def check_sampling(sampling: Any, what: str = "eval_sampling") -> None:
     Check sampling settings of an evaluation.
 
     Raises:
-        TypeError: it is no mapping.
-        ValueError: a name is not known, or a value is out of its range.
+        TypeError: `sampling` is not a mapping.
+        ValueError: a name is unknown, or a value is out of range.
     """
     if sampling is None:
         return
@@ -186,7 +186,8 @@ def check_sampling(sampling: Any, what: str = "eval_sampling") -> None:
         raise TypeError(f'`{what}` must be a mapping such as {{"temperature": 0.6}}, got {sampling!r}.')
     for name, value in sampling.items():
         if name not in _SAMPLING:
-            raise ValueError(f"`{what}` has {name!r}; it takes {', '.join(_SAMPLING)}.{did_you_mean(name, _SAMPLING)}")
+            hint = did_you_mean(name, _SAMPLING)
+            raise ValueError(f"`{what}` has no setting {name!r}; it has {', '.join(_SAMPLING)}.{hint}")
         least, most = _SAMPLING[name]
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or value < least or (most is not None and value > most):
@@ -199,7 +200,7 @@ def check_k(values: Any, samples: int, what: str = "eval_k") -> None:
     Check the values of k of an evaluation with this number of episodes of each question.
 
     Raises:
-        ValueError: a value is no integer of at least 1, or larger than `samples`.
+        ValueError: a value is not an integer of at least 1, or is larger than `samples`.
     """
     if values is None:
         return
@@ -210,8 +211,8 @@ def check_k(values: Any, samples: int, what: str = "eval_k") -> None:
             raise ValueError(f"`{what}` must be a list of integers of at least 1, got {values!r}.")
         if k > samples:
             raise ValueError(
-                f"`{what}` ({k}) needs at least {k} episodes of each question, and evaluations have {samples}. Set "
-                f"`num_generations_eval={k}` (for one evaluation `num_samples={k}`) or more."
+                f"`{what}` ({k}) needs at least {k} episodes of each question, but evaluations run {samples}. Set "
+                f"`num_generations_eval={k}` or more, or `num_samples={k}` or more for a single evaluation."
             )
 
 
@@ -242,7 +243,7 @@ class EngineSettings:
         vllm_max_inflight (`int`, *optional*, defaults to `256`):
             Maximum number of turns that a server generates at the same time. Set it to the server's `--max-num-seqs`.
         vllm_adapter_dir (`str`, *optional*, defaults to `None`):
-            Folder that the adapters are handed to the servers in. All servers must see it under the same path. If
+            Folder from which the servers load adapters. All servers must see it under the same path. If
             `None`, it is `_adapters` in `output_dir`.
         max_staleness (`int`, *optional*, defaults to `0`):
             Number of generation batches that vLLM servers sample ahead of training. With `0`, rollouts and training
@@ -276,7 +277,7 @@ def check_vllm(args: Any) -> None:
         if args.max_staleness:
             raise ValueError(
                 f"`max_staleness={args.max_staleness}` needs servers that generate while training runs. Set "
-                "`use_vllm=True`, or leave it out."
+                "`use_vllm=True`, or leave `max_staleness` out."
             )
         return
     sequence = args.vllm_importance_sampling_mode.startswith("sequence")
@@ -285,13 +286,13 @@ def check_vllm(args: Any) -> None:
         *(_colocate_conflicts(args) if args.vllm_mode == "colocate" else []),
         (
             args.vllm_structured_outputs_regex is not None,
-            "`vllm_structured_outputs_regex` is not supported: turns would be sampled from another distribution than "
-            "the one that is scored. Leave it out.",
+            "`vllm_structured_outputs_regex` is not supported: turns would be sampled from a different distribution "
+            "than they are scored with. Leave it out.",
         ),
         (
             corrects and not sequence and has_turn_ratio(args),
-            f"`vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}` weighs each token, but at "
-            "`level='action'` a turn is one action. Set 'sequence_mask' or 'sequence_truncate'.",
+            f"`vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}` weights each token, but at "
+            "`level='action'` a turn is one action. Set it to 'sequence_mask' or 'sequence_truncate'.",
         ),
         (
             corrects and sequence and args.loss_type == "vespo",
@@ -306,17 +307,17 @@ def check_vllm(args: Any) -> None:
 
 
 def _colocate_conflicts(args: Any) -> list[tuple[bool, str]]:
-    """What does not go with a server for each process."""
+    """Settings that a server for each process does not support."""
     return [
         (
             args.vllm_server_base_url is not None,
-            "`vllm_server_base_url` names servers that run, and `vllm_mode='colocate'` starts its own. Leave it out, "
-            "or set `vllm_mode='server'`.",
+            "`vllm_server_base_url` names running servers, but `vllm_mode='colocate'` starts new servers. Leave "
+            "`vllm_server_base_url` out, or set `vllm_mode='server'`.",
         ),
         (
             args.vllm_tensor_parallel_size > 1,
-            f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}` needs several devices for one server, and "
-            "with `vllm_mode='colocate'` each process has one. Start a server for them with "
+            f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}` needs several devices for one server, but "
+            "with `vllm_mode='colocate'` each process has only one. Start a server for them with "
             "`vllm_command(..., extra=[\"--tensor-parallel-size\", ...])`, and set `vllm_mode='server'`.",
         ),
         (
@@ -328,37 +329,37 @@ def _colocate_conflicts(args: Any) -> list[tuple[bool, str]]:
 
 
 def _staleness_conflicts(args: Any) -> list[tuple[bool, str]]:
-    """What does not go with turns that were sampled by earlier weights."""
+    """Settings that do not support turns sampled by earlier weights."""
     stale = f"`max_staleness={args.max_staleness}`"
     is_bounded = args.vllm_importance_sampling_correction and args.vllm_importance_sampling_clip_max is not None
     return [
         (
             not is_bounded,
-            f"{stale} trains on turns of earlier weights, and without a bounded correction training collapses. Set "
+            f"{stale} trains on turns of earlier weights, and training collapses without a bounded correction. Set "
             "`vllm_importance_sampling_correction=True` and `vllm_importance_sampling_clip_max`.",
         ),
         (
             not args.use_policy_ratio,
-            f"{stale} needs the clipped policy ratio, which `use_policy_ratio=False` leaves out.",
+            f"{stale} needs the clipped policy ratio, which `use_policy_ratio=False` disables.",
         ),
         (
             args.top_p not in (None, 1.0) or bool(args.top_k and args.top_k > 0) or bool(args.min_p),
-            f"{stale} weighs turns by the ratio of the present to the earlier weights, which is not known where "
-            "`top_p`, `top_k` or `min_p` cut the distribution. Leave them out, or set `max_staleness=0`.",
+            f"{stale} weights turns by the ratio of the current to the earlier policy, which is unknown if `top_p`, "
+            "`top_k` or `min_p` truncates the distribution. Leave them out, or set `max_staleness=0`.",
         ),
         (
             uses_candidates(args) or CREDITS[args.credit].reruns,
-            f"{stale} does not go with candidates for turns (`advantage='turn'`, `'c3'`) or re-runs "
+            f"{stale} does not support candidates for turns (`advantage='turn'`, `'c3'`) or re-runs "
             "(`credit='counterfactual'`, `'removed'`), which are scored while episodes run. Set `max_staleness=0`.",
         ),
         (
             args.on_collapse == "restore",
-            f"{stale} samples ahead from weights that `on_collapse='restore'` takes back. Set `on_collapse='warn'`, "
+            f"{stale} samples ahead with weights that `on_collapse='restore'` may discard. Set `on_collapse='warn'`, "
             "or `max_staleness=0`.",
         ),
         (
             args.update_order == "resampled",
-            f"{stale} does not go with `update_order='resampled'`, which asks for new episodes after every agent's "
+            f"{stale} does not support `update_order='resampled'`, which samples new episodes after every agent's "
             "update. Set `max_staleness=0`.",
         ),
     ]
@@ -532,10 +533,10 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             `share_prefixes`.
         resume_changes (`dict`, *optional*, defaults to `None`):
             Intended changes of a resumed run, which is refused without them. `{"add": ["verifier"]}`: agents that
-            start anew. `{"remove": ["critic"]}`: agents of the checkpoint that are left out. `{"rename": {"solver":
-            "coder"}}`: new names. `{"accept": ["dataset"]}`: parts that may differ, among `"dataset"`, `"seed"`,
-            `"workflow"`, `"base"`, `"tokenizer"`, `"batch"` and `"processes"`. A changed run samples new episodes
-            first and is not exact. Remove the setting once the changed run has saved a checkpoint.
+            start from scratch. `{"remove": ["critic"]}`: agents of the checkpoint that are left out. `{"rename":
+            {"solver": "coder"}}`: new names. `{"accept": ["dataset"]}`: parts that may differ, among
+            `"dataset"`, `"seed"`, `"workflow"`, `"base"`, `"tokenizer"`, `"batch"` and `"processes"`. A changed run
+            samples new episodes first and is not exact. Remove the setting once the run has saved a checkpoint.
     """
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "eval_sampling", "resume_changes"]
@@ -614,10 +615,10 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
 
     def check(self) -> None:
         """
-        Check the values of all fields, and what goes with what.
+        Check the values of all fields and their combinations.
 
         Raises:
-            ValueError, TypeError: a value that cannot be, or two that contradict each other.
+            ValueError, TypeError: a value is not valid, or two values contradict each other.
         """
         check_values(self)
         check_supported(self)
@@ -667,7 +668,7 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             "  sets " + ", ".join(f"{name}={value!r}" for name, value in self.preset_settings.items()),
         ]
         if own:
-            lines.append("  set beside it: " + ", ".join(f"{name}={value!r}" for name, value in own.items()))
+            lines.append("  set explicitly: " + ", ".join(f"{name}={value!r}" for name, value in own.items()))
         return "\n".join([*lines, text])
 
     __repr__ = __str__

@@ -77,7 +77,7 @@ def option(
     about: str = "results",
 ) -> Any:
     """
-    Declare a setting. What it is says the docstring of its class, see [`documented`].
+    Declare a setting. The docstring of the class describes the setting, see [`documented`].
 
     Args:
         default: value if it is not set.
@@ -88,10 +88,10 @@ def option(
     needed = is_number and default is not None and none is None
     rule = Rule(bounds, integer, needed, none, choices, also, tuple(only_if), about)
     shown = {"choices": [item for item in rule.known if item is not None]} if choices is not None else {}
-    given = dataclasses.field(default=default, metadata=shown)
+    field = dataclasses.field(default=default, metadata=shown)
     made = object.__new__(Option)
     for slot in dataclasses.Field.__slots__:
-        setattr(made, slot, getattr(given, slot))
+        setattr(made, slot, getattr(field, slot))
     made.rule = rule
     return made
 
@@ -106,7 +106,7 @@ def documented(config: type) -> type:
     return config
 
 
-def rules_of(config: type, inherited: Mapping[str, Rule]) -> dict[str, Rule]:
+def collect_rules(config: type, inherited: Mapping[str, Rule]) -> dict[str, Rule]:
     """The rules of a class of settings; `inherited` has those of fields that were not declared by [`option`]."""
     own: dict[str, Rule] = {}
     for base in reversed(config.__mro__):  # a subclass that gives a setting another default keeps its rule
@@ -116,7 +116,7 @@ def rules_of(config: type, inherited: Mapping[str, Rule]) -> dict[str, Rule]:
 
 
 def check_number(name: str, value: Any, rule: Rule) -> None:
-    """Raise a `ValueError` if a value is no number as its rule asks for."""
+    """Raise a `ValueError` if a value is not a number that its rule allows."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number and (value is not None or rule.needed):
         raise ValueError(f"`{name}` must be a number, got {value!r}.")
@@ -142,18 +142,18 @@ def check_choice(name: str, value: object, known: Iterable[str | None]) -> None:
     if value in known:
         return
     if None in known and str(value).lower() in ("none", ""):
-        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}; got the text {value!r}.")
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}; got the string {value!r}.")
     hint = did_you_mean(value, [name for name in known if name is not None])
     raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}; got {value!r}.{hint}")
 
 
 def has_effect(args: Any, name: str, other: str, value: str, rules: Mapping[str, Rule]) -> bool:
     """
-    Whether a setting has an effect, by another one.
+    Return `True` if a setting has an effect, given the value of another setting.
 
     Args:
         args: the settings.
-        value: a value of the other setting with which it has one.
+        value: a value of the other setting with which this setting has an effect.
     """
     present, table = getattr(args, other), rules[other].choices
     entry = table.get(present) if isinstance(table, Mapping) else None

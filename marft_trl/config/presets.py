@@ -80,7 +80,7 @@ PRESETS: dict[str, Preset] = {
         {"advantage": "agent", "scale_rewards": "group"},
     ),
     "at-grpo": Preset(
-        "AT-GRPO (arXiv 2510.11062): candidates of every turn from one observation, going on from the best",
+        "AT-GRPO (arXiv 2510.11062): candidates for every turn from one observation, continuing from the best",
         {
             "advantage": "turn",
             "scale_rewards": "group",
@@ -98,7 +98,7 @@ PRESETS: dict[str, Preset] = {
         {"advantage": "leave_one_out", "level": "action", "action_logprob": "sum"},
     ),
     "c3": Preset(
-        "C3 (arXiv 2603.06859): alternatives of every turn, each against the mean of the others",
+        "C3 (arXiv 2603.06859): alternatives for every turn, each against the mean of the others",
         {
             "advantage": "c3",
             "turn_candidates": 8,
@@ -110,7 +110,7 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "ccpo": Preset(
-        "CCPO (arXiv 2603.21563): what is lost without a turn, standardized over the turns of an agent",
+        "CCPO (arXiv 2603.21563): the reward lost without a turn, standardized over the turns of an agent",
         {
             "advantage": "agent",
             "scale_rewards": "group",
@@ -123,7 +123,7 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "mappo": Preset(
-        "MAPPO (arXiv 2103.01955): a central critic, whose values are normalized",
+        "MAPPO (arXiv 2103.01955): a central critic with normalized values",
         {
             "advantage": "gae",
             "critic": "shared",

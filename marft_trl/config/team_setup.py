@@ -30,7 +30,7 @@ class Sampling:
     stop: tuple[str, ...]
 
     @classmethod
-    def of(cls, agent: AgentSpec, args: Any) -> Sampling:
+    def from_agent(cls, agent: AgentSpec, args: Any) -> Sampling:
         """Return the settings of `agent`, with missing settings taken from the training arguments `args`."""
 
         def setting(name: str):
@@ -75,7 +75,7 @@ def general_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of `generate` that an agent can override, with their names in `AgentSpec`."""
-    return {ours: settings[of_agent] for of_agent, ours in _OF_AGENTS.items()}
+    return {name: settings[of_agent] for of_agent, name in _OF_AGENTS.items()}
 
 
 def decoding(sampling: Mapping[str, float] | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from ..system.event_loop import Result, StepContext, make_task, run_coroutine
 from ..system.watchdog import TimeLimit, time_limit
-from .guard import EpisodeError, EpisodeGuard, HangDetector, RunsEpisodes, brief
+from .guard import EpisodeError, EpisodeGuard, HangDetector, RunsEpisodes, shorten
 from .records import Completion, EndOfEpisode, Episode, Function, RequestedTurn, Seen, TeamContext, Turn, TurnRequest
 from .rerun import RecordedTurn, Rerun
 from .state import EpisodeState
@@ -33,7 +33,7 @@ _IDLE_ITERATIONS = 4
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.0005, 0.05
 # Seconds on top of `workflow_timeout` after which code that blocks the event loop is interrupted
 BLOCKED_EXTRA_SECONDS = 5.0
-# Time limit that [`collecting`] applies to code that blocks the event loop
+# Time limit that [`collect_async`] applies to code that blocks the event loop
 _BLOCKING_LIMIT: contextvars.ContextVar[TimeLimit | None] = contextvars.ContextVar("marft_limit", default=None)
 # Seconds between two heartbeats of the event loop
 HEARTBEAT_SECONDS = 1.0
@@ -53,7 +53,7 @@ class Request:
     """
 
     episode: EpisodeState
-    ask: TurnRequest
+    turn_request: TurnRequest
     waiter: asyncio.Future[Turn]
     fed: int = 0
     by_reference: bool = False
@@ -61,23 +61,23 @@ class Request:
 
     @property
     def agent(self) -> str:
-        return self.ask.agent
+        return self.turn_request.agent
 
     @property
     def seen(self) -> tuple[Seen, ...]:
-        return self.ask.seen
+        return self.turn_request.seen
 
     @property
     def after(self) -> Turn | None:
-        return self.ask.after
+        return self.turn_request.after
 
     @property
     def functions(self) -> tuple[Function, ...]:
-        return self.ask.functions
+        return self.turn_request.functions
 
     @property
-    def given(self) -> RequestedTurn | None:
-        return self.ask.given
+    def requested_turn(self) -> RequestedTurn | None:
+        return self.turn_request.requested_turn
 
     def completed(self, text: str, seen: Sequence[Seen] | None = None, **fields: Any) -> Completion:
         """
@@ -91,21 +91,21 @@ class Request:
 
     def turn(self, completion: Completion) -> Turn:
         """Make the next turn of the episode from a completion."""
-        return Turn.of(completion, self.agent, len(self.episode.turns), self.fed, self.ask.is_final)
+        return Turn.of(completion, self.agent, len(self.episode.turns), self.fed, self.turn_request.is_final)
 
 
 # Returns one completion per request, in order. An `EndOfEpisode` instead of a completion ends that episode.
-Answer = Callable[[Sequence[Request]], Sequence["Completion | EndOfEpisode"]]
+AnswerFunction = Callable[[Sequence[Request]], Sequence["Completion | EndOfEpisode"]]
 AsyncAnswerFunction = Callable[[Sequence[Request]], Awaitable[Sequence["Completion | EndOfEpisode"]]]
 
 
 def collect(
     workflow: RunsEpisodes,
     rows: Sequence[dict[str, Any]],
-    setting: TeamContext,
-    answer: Answer,
+    context: TeamContext,
+    answer: AnswerFunction,
     reruns: Sequence[Rerun] | None = None,
-    patience: float | None = None,
+    workflow_timeout: float | None = None,
     failures: dict[int, EpisodeError] | None = None,
 ) -> list[Episode]:
     """
@@ -117,11 +117,11 @@ def collect(
     Args:
         workflow: Decides which agent acts next and what it sees.
         rows: Dataset rows with a `prompt`. Each row gives one episode.
-        setting: Names of the agents, the functions that they may call, and the limits of these calls.
+        context: Names of the agents, the functions that they may call, and the limits of these calls.
         answer: Returns a completion for each request, in order.
         reruns: For each row, a recorded episode. Requests that match a recorded turn reuse it instead of generating.
-        patience: Maximum seconds that an episode may wait for a function that it called or for anything else that is
-            neither a turn nor a tool, or may block the other episodes. Defaults to no limit.
+        workflow_timeout: Maximum seconds that an episode may wait for a function that it called or for anything else
+            that is neither a turn nor a tool, or may block the other episodes. Defaults to no limit.
         failures: Collects the errors of failed episodes, by row index, while the other episodes continue. If omitted,
             the first error stops all episodes.
 
@@ -135,29 +135,31 @@ def collect(
         return answer(requests)
 
     async def collect_all() -> list[Episode]:
-        return await collecting(workflow, rows, setting, answer_async, reruns, patience, failures, together=True)
+        return await collect_async(
+            workflow, rows, context, answer_async, reruns, workflow_timeout, failures, together=True
+        )
 
-    return run_unblocked(workflow, patience, collect_all)
+    return run_to_completion(workflow, workflow_timeout, collect_all)
 
 
-async def collecting(
+async def collect_async(
     workflow: RunsEpisodes,
     rows: Sequence[dict[str, Any]],
-    setting: TeamContext,
+    context: TeamContext,
     answer: AsyncAnswerFunction,
     reruns: Sequence[Rerun] | None = None,
-    patience: float | None = None,
+    workflow_timeout: float | None = None,
     failures: dict[int, EpisodeError] | None = None,
-    around: Callable[[int], StepContext] | None = None,
+    make_step_context: Callable[[int], StepContext] | None = None,
     together: bool = False,
 ) -> list[Episode]:
     """
-    Asynchronous version of [`collect`]. Call it within [`limiting`].
+    Asynchronous version of [`collect`]. Call it within [`limit_blocking_code`].
 
     Args:
-        workflow, rows, setting, reruns, patience, failures: see [`collect`].
-        around: `around(index)` returns a function that makes context managers. Each step of the user code of episode
-            `index` runs inside such a context manager.
+        workflow, rows, context, reruns, workflow_timeout, failures: see [`collect`].
+        make_step_context: `make_step_context(index)` returns a function that makes context managers. Each step of the
+            user code of episode `index` runs inside such a context manager.
         together: whether to answer the requests of all episodes in one batch. If `False`, episodes do not wait for
             each other. The requests of parallel branches of one episode are batched in both cases, so that turn
             indices and observations do not depend on generation time.
@@ -174,14 +176,14 @@ async def collecting(
         with limit.paused() if limit is not None and together else contextlib.nullcontext():
             return await answer(requests)
 
-    guard = EpisodeGuard(workflow, patience, limit, failures, around)
-    collection = _EpisodeBatch(rows, setting, answered, reruns, guard)
+    guard = EpisodeGuard(workflow, workflow_timeout, limit, failures, make_step_context)
+    collection = _EpisodeBatch(rows, context, answered, reruns, guard)
     positions = range(len(rows))
     return await collection.run([positions] if together else [[index] for index in positions])
 
 
-def run_unblocked(
-    workflow: RunsEpisodes, patience: float | None, function: Callable[[], Coroutine[Any, Any, Result]]
+def run_to_completion(
+    workflow: RunsEpisodes, workflow_timeout: float | None, function: Callable[[], Coroutine[Any, Any, Result]]
 ) -> Result:
     """
     Run episodes to completion from synchronous code.
@@ -198,24 +200,26 @@ def run_unblocked(
             with apply_time_limit(limit):
                 return await function()
 
-    with _time_limit(workflow, patience) as limit:
+    with _time_limit(workflow, workflow_timeout) as limit:
         return run_coroutine(run_limited)
 
 
 @contextlib.asynccontextmanager
-async def limiting(workflow: RunsEpisodes, patience: float | None) -> AsyncIterator[TimeLimit | None]:
+async def limit_blocking_code(
+    workflow: RunsEpisodes, workflow_timeout: float | None
+) -> AsyncIterator[TimeLimit | None]:
     """
     Asynchronous context manager that sets a time limit for code that blocks the event loop. The limit applies to
-    [`collecting`] within [`apply_time_limit`], in any task of the loop. Different tasks may enter and exit it.
+    [`collect_async`] within [`apply_time_limit`], in any task of the loop. Different tasks may enter and exit it.
     """
-    with _time_limit(workflow, patience) as limit:
+    with _time_limit(workflow, workflow_timeout) as limit:
         async with _run_heartbeat(limit):
             yield limit
 
 
 @contextlib.contextmanager
 def apply_time_limit(limit: TimeLimit | None) -> Iterator[None]:
-    """Context manager in which [`collecting`] applies this time limit to blocking code."""
+    """Context manager in which [`collect_async`] applies this time limit to blocking code."""
     reset_token = _BLOCKING_LIMIT.set(limit)
     try:
         yield
@@ -223,9 +227,11 @@ def apply_time_limit(limit: TimeLimit | None) -> Iterator[None]:
         _BLOCKING_LIMIT.reset(reset_token)
 
 
-def _time_limit(workflow: RunsEpisodes, patience: float | None) -> contextlib.AbstractContextManager[TimeLimit | None]:
-    message = functools.partial(_blocked_message, workflow, patience)
-    return time_limit(None if patience is None else patience + BLOCKED_EXTRA_SECONDS, message)
+def _time_limit(
+    workflow: RunsEpisodes, workflow_timeout: float | None
+) -> contextlib.AbstractContextManager[TimeLimit | None]:
+    message = functools.partial(_blocked_message, workflow, workflow_timeout)
+    return time_limit(None if workflow_timeout is None else workflow_timeout + BLOCKED_EXTRA_SECONDS, message)
 
 
 @contextlib.asynccontextmanager
@@ -245,11 +251,12 @@ async def _heartbeat(limit: TimeLimit) -> None:
         await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
-def _blocked_message(workflow: RunsEpisodes, patience: float | None, where: str) -> str:
+def _blocked_message(workflow: RunsEpisodes, workflow_timeout: float | None, where: str) -> str:
     return (
-        f"The workflow `{type(workflow).__name__}` blocks the event loop: {where} has not returned for {patience:g} "
-        "seconds, so no other episode can continue. Call slow functions with `await episode.call(function, ...)`, use "
-        "`await asyncio.sleep(...)` instead of `time.sleep(...)`, or increase `workflow_timeout`."
+        f"The workflow `{type(workflow).__name__}` blocks the event loop: {where} has not returned for "
+        f"{workflow_timeout:g} seconds, so no other episode can continue. Call slow functions with "
+        "`await episode.call(function, ...)`, use `await asyncio.sleep(...)` instead of `time.sleep(...)`, or "
+        "increase `workflow_timeout`."
     )
 
 
@@ -259,26 +266,26 @@ class _EpisodeBatch:
     def __init__(
         self,
         rows: Sequence[dict[str, Any]],
-        setting: TeamContext,
+        context: TeamContext,
         answer: AsyncAnswerFunction,
         reruns: Sequence[Rerun] | None,
         guard: EpisodeGuard,
     ):
         self._answer, self._reruns, self._guard = answer, reruns, guard
         self._waiting: list[list[Request]] = [[] for _ in rows]  # by episode
-        self._reply_functions = setting.scripts
+        self._reply_functions = context.scripts
         copies = [item.copies for item in reruns] if reruns is not None else [None] * len(rows)
         self._episodes = [
-            EpisodeState(row, index, self._request_turn, setting, value)
+            EpisodeState(row, index, self._request_turn, context, value)
             for index, (row, value) in enumerate(zip(rows, copies, strict=True))
         ]
         self._tasks: list[asyncio.Task] = []
         self._not_awaited: set[int] = set()  # indices of episodes that the other episodes do not wait for
 
-    async def _request_turn(self, episode: EpisodeState, ask: TurnRequest) -> Turn:
+    async def _request_turn(self, episode: EpisodeState, turn_request: TurnRequest) -> Turn:
         waiter: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        request = Request(episode, ask, waiter, fed=len(episode.fed))
-        if ask.agent in self._reply_functions:
+        request = Request(episode, turn_request, waiter, fed=len(episode.fed))
+        if turn_request.agent in self._reply_functions:
             return await self._run_reply(request)
         self._waiting[episode.index].append(request)
         return await waiter
@@ -293,18 +300,18 @@ class _EpisodeBatch:
 
     def _find_recorded(self, request: Request) -> RecordedTurn | None:
         """Find the recorded turn for a request of a re-run."""
-        return self._reruns[request.episode.index].find(request.ask) if self._reruns is not None else None
+        return self._reruns[request.episode.index].find(request.turn_request) if self._reruns is not None else None
 
     def _recorded_completion(self, request: Request, found: RecordedTurn | None) -> Completion | None:
         """Return the recorded completion of a request, or `None`."""
         if self._reruns is None or found is None:
             return None
-        return self._reruns[request.episode.index].completion(found, request.ask)
+        return self._reruns[request.episode.index].completion(found, request.turn_request)
 
     def _add_turn(self, request: Request, completion: Completion, found: RecordedTurn | None) -> Turn:
         """Make the turn of a request and add it to the episode."""
         turn = request.turn(completion)
-        request.episode.add(turn, request.ask)
+        request.episode.add(turn, request.turn_request)
         if self._reruns is not None and found is not None:
             self._reruns[request.episode.index].add(turn, found)
         return turn
@@ -350,7 +357,7 @@ class _EpisodeBatch:
             if episode.num_late:
                 error = EpisodeError(
                     f"A task that the workflow `{name}` started requested {episode.num_late} turns after the end of "
-                    f"episode {episode.index}, on the prompt {brief(episode.prompt)}. Await the task in `run`.",
+                    f"episode {episode.index}, on the prompt {shorten(episode.prompt)}. Await the task in `run`.",
                     episode.index,
                 )
                 self._guard.note(error)
@@ -385,7 +392,7 @@ class _EpisodeBatch:
         for index in group:
             # If a branch ended the episode, the requests of the other branches are cancelled or obsolete
             live = [item for item in self._waiting[index] if not item.waiter.done() and not self._tasks[index].done()]
-            batch += sorted(live, key=lambda request: request.ask.order)
+            batch += sorted(live, key=lambda request: request.turn_request.order)
             self._waiting[index].clear()
         return batch
 
@@ -413,8 +420,9 @@ class _EpisodeBatch:
             hang_detector.look(self._episodes, blocked)
             if requesting and self._not_awaited.issuperset(blocked):
                 return
-            if self._guard.holds_up is not None and time.monotonic() - pending_since > self._guard.holds_up:
-                self._stop_waiting_for(blocked, self._guard.holds_up)
+            max_wait = self._guard.max_wait_for_episodes
+            if max_wait is not None and time.monotonic() - pending_since > max_wait:
+                self._stop_waiting_for(blocked, max_wait)
                 return
             # A workflow awaits something else, such as a web service: check again after a short pause.
             running = [self._tasks[index] for index in blocked or unfinished]
@@ -433,7 +441,7 @@ class _EpisodeBatch:
         _warn_once(
             f"Episodes of the workflow `{self._guard.name}` have waited {seconds:g} seconds for another episode and "
             "now continue without it, so results depend on timing. Check whether the episodes wait for each other, "
-            "for a thread pool or for a shared limit. Otherwise, increase `holds_up`."
+            "for a thread pool or for a shared limit. Otherwise, increase `max_wait_for_episodes`."
         )
 
     def _progress(self, group: Sequence[int]) -> tuple[int, int, int]:

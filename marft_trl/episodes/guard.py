@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Users' workflows on one episode each: errors that name the episode, and episodes that hang."""
+"""Run the user's workflow on an episode: errors name the episode, and hanging episodes are detected."""
 
 from __future__ import annotations
 
@@ -36,54 +36,54 @@ class EpisodeGuard:
     Runs a workflow, which is users' code, so that its errors name the episode.
 
     Args:
-        patience: seconds that an episode may wait for what it calls; `None` for no limit.
+        workflow_timeout: seconds that an episode may wait for what it calls; `None` for no limit.
     """
 
     def __init__(
         self,
         workflow: RunsEpisodes,
-        patience: float | None,
+        workflow_timeout: float | None,
         limit: TimeLimit | None,
         failures: dict[int, EpisodeError] | None,
-        around: Callable[[int], StepContext] | None,
+        make_step_context: Callable[[int], StepContext] | None,
     ):
-        self._workflow, self._patience, self._limit = workflow, patience, limit
-        self._failures, self._around = failures, around
+        self._workflow, self._workflow_timeout, self._limit = workflow, workflow_timeout, limit
+        self._failures, self._make_step_context = failures, make_step_context
         self.name = type(workflow).__name__
 
     @property
     def tolerates(self) -> bool:
-        """Whether other episodes go on when one has failed."""
+        """Whether the other episodes continue after an episode has failed."""
         return self._failures is not None
 
     @property
-    def holds_up(self) -> float | None:
-        """Seconds that an episode may hold up the requests of others."""
-        return getattr(self._workflow, "holds_up", None)
+    def max_wait_for_episodes(self) -> float | None:
+        """Maximum seconds for which an episode may delay the requests of other episodes."""
+        return getattr(self._workflow, "max_wait_for_episodes", None)
 
     @property
     def failed(self) -> Mapping[int, EpisodeError]:
-        """Errors by the positions of the episodes that failed."""
+        """Errors of failed episodes, by their position."""
         return self._failures or {}
 
     def watch(self) -> HangDetector:
-        """Notices that episodes do not go on."""
-        return HangDetector(self._workflow, self._patience, self._limit)
+        """Make a detector of episodes that hang."""
+        return HangDetector(self._workflow, self._workflow_timeout, self._limit)
 
     def run(self, episode: EpisodeState, is_over: asyncio.Event) -> Coroutine[Any, Any, None]:
-        """The coroutine of an episode."""
+        """Return the coroutine of an episode."""
         coroutine = _run_one(self._workflow, episode, is_over)
-        if self._around is None:
+        if self._make_step_context is None:
             return coroutine
-        episode.around = self._around(episode.index)
-        return StepWrapper(coroutine, episode.around)
+        episode.step_context = self._make_step_context(episode.index)
+        return StepWrapper(coroutine, episode.step_context)
 
     def note(self, error: EpisodeError, replace: bool = False) -> None:
         """
-        Take note of an episode's error, its first one unless `replace`.
+        Record the error of an episode. A later error is ignored unless `replace` is set.
 
         Raises:
-            EpisodeError: an error ends all episodes, or it is that of none.
+            EpisodeError: errors end all episodes, or this error belongs to no episode.
         """
         if self._failures is None or error.episode is None:
             raise error
@@ -97,19 +97,19 @@ async def _run_one(workflow: RunsEpisodes, episode: EpisodeState, is_over: async
         returned = await _unwrapped(workflow.run(LiveEpisode(episode)))
         answer = episode.answer
         if isinstance(returned, (Turn, str)) and answer is not None and returned not in (answer, answer.text):
-            raise TypeError("`run` returned an answer, which has no effect. Write `episode.answer = turn` in it.")
+            raise TypeError("`run` returned an answer, which has no effect. Set `episode.answer = turn` instead.")
     except EndOfEpisode as end:
         episode.overflowed = True  # parallel branches may be left where they are
         if not episode.turns:
             raise EpisodeError(
-                f"Episode {episode.index} cannot begin, on the prompt {brief(episode.prompt)}: {end}", episode.index
+                f"Episode {episode.index} cannot start on the prompt {shorten(episode.prompt)}: {end}", episode.index
             ) from end
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and is_over.is_set():  # cancelled with the others
             raise
         raise EpisodeError(
             f"The workflow `{type(workflow).__name__}` failed in episode {episode.index} after "
-            f"{len(episode.turns)} turns, on the prompt {brief(episode.prompt)}: {type(error).__name__}: {error}"
+            f"{len(episode.turns)} turns, on the prompt {shorten(episode.prompt)}: {type(error).__name__}: {error}"
             + _hint(error),
             episode.index,
         ) from error
@@ -117,14 +117,14 @@ async def _run_one(workflow: RunsEpisodes, episode: EpisodeState, is_over: async
         episode.has_ended = True
     if not episode.overflowed and (count := await episode.close_unawaited_turns()) > 0:
         raise EpisodeError(
-            f"The workflow `{type(workflow).__name__}` requested {count} turns in episode {episode.index} that it did "
-            f"not wait for, on the prompt {brief(episode.prompt)}. Write `await episode.turn(...)`.",
+            f"The workflow `{type(workflow).__name__}` requested {count} turns in episode {episode.index} without "
+            f"awaiting them, on the prompt {shorten(episode.prompt)}. Write `await episode.turn(...)`.",
             episode.index,
         )
     if not episode.turns:
         raise EpisodeError(
             f"The workflow `{type(workflow).__name__}` ended episode {episode.index} without a turn, on the prompt "
-            f"{brief(episode.prompt)}. Let at least one agent speak with `await episode.turn(name)`.",
+            f"{shorten(episode.prompt)}. Call `await episode.turn(name)` at least once.",
             episode.index,
         )
 
@@ -138,14 +138,14 @@ def _hint(error: BaseException) -> str:
         return ". `together` takes turns that are not awaited yet: `together([episode.turn(...), ...])`."
     if isinstance(error, TypeError) and "string indices must be integers" in text:
         return (
-            ". A prompt is a text where that of the dataset is a text. If the workflow expects messages, write the "
-            'prompts as `[{"role": "user", "content": question}]`.'
+            ". The episode's prompt is a string because the dataset's prompts are strings. If the workflow expects "
+            'messages, write the prompts as `[{"role": "user", "content": question}]`.'
         )
     return " An `await` is missing: write `turn = await episode.turn(...)`." if is_forgotten else ""
 
 
 async def _unwrapped(run: Coroutine[Any, Any, Any]) -> Any:
-    """Run a workflow. The end of an episode in a branch of an `asyncio.TaskGroup` is that of the episode."""
+    """Run a workflow. An `EndOfEpisode` in a branch of an `asyncio.TaskGroup` ends the episode."""
     if not inspect.isawaitable(run):
         raise TypeError(f"`run` returned {run!r}, which cannot be awaited. Write `async def run(self, episode):`.")
     try:
@@ -162,9 +162,9 @@ async def _unwrapped(run: Coroutine[Any, Any, Any]) -> Any:
 class HangDetector:
     """Detects episodes that hang. Tool calls are not watched, since they have their own time limit."""
 
-    def __init__(self, workflow: RunsEpisodes, patience: float | None, limit: TimeLimit | None):
+    def __init__(self, workflow: RunsEpisodes, workflow_timeout: float | None, limit: TimeLimit | None):
         self._workflow, self._limit = workflow, limit
-        self._patience = patience
+        self._workflow_timeout = workflow_timeout
         # Waits by episode and kind, each with the number of turns and the state at which it began
         self._waits: dict[tuple[int, str], tuple[tuple[int, int], Call]] = {}
         self._looked = 0.0  # time of the latest look
@@ -176,8 +176,8 @@ class HangDetector:
 
     def look(self, episodes: Sequence[EpisodeState], elsewhere: Sequence[int]) -> None:
         """
-        Check the episodes that wait for something other than a turn. Time in which they wait for a turn does not
-        count, and does not begin a limit again: the turn may be refused.
+        Check the episodes that wait for something other than a turn. Time in which they wait for a turn neither counts
+        nor restarts a limit, since the turn may be refused.
 
         Args:
             elsewhere: indices of the episodes that wait for something other than a turn.
@@ -187,46 +187,46 @@ class HangDetector:
         """
         if self._limit is not None:
             self._limit.restart()  # the event loop is not blocked
-        if self._patience is None:
+        if self._workflow_timeout is None:
             return
         now = time.monotonic()
         passed, self._looked = now - self._looked, now
         answered = sum(episode.answered_calls for episode in episodes)
         for episode in (episodes[index] for index in elsewhere):
-            for wait, what, patience in self._waits_of(episode, answered, len(episodes)):
+            for wait, what, limit in self._list_waits(episode, answered, len(episodes)):
                 wait.seconds = 0.0 if wait.seconds is None else wait.seconds + passed
-                if wait.seconds > patience:
+                if wait.seconds > limit:
                     raise EpisodeError(
                         f"The workflow `{type(self._workflow).__name__}` hangs in episode {episode.index} after "
-                        f"{len(episode.turns)} turns, on the prompt {brief(episode.prompt)}: it has waited for "
-                        f"{what} for {patience:g} seconds. Give what it waits for a time limit of its own, or "
-                        "set a larger `workflow_timeout`.",
+                        f"{len(episode.turns)} turns, on the prompt {shorten(episode.prompt)}: it has waited "
+                        f"{limit:g} seconds for {what}. Add a time limit to this wait, or increase "
+                        "`workflow_timeout`.",
                         episode.index,
                     )
 
-    def _waits_of(self, episode: EpisodeState, answered: int, count: int) -> Iterator[tuple[Call, str, float]]:
-        """What an episode waits for: each wait, what it is for, and its limit in seconds."""
-        patience = cast(float, self._patience)
-        yield from ((call, f"`{call.name}`", patience) for call in episode.calling)
+    def _list_waits(self, episode: EpisodeState, answered: int, count: int) -> Iterator[tuple[Call, str, float]]:
+        """Return the waits of an episode: each wait, what the episode waits for, and the limit in seconds."""
+        limit = cast(float, self._workflow_timeout)
+        yield from ((call, f"`{call.name}`", limit) for call in episode.calling)
         if episode.busy or episode.calling:
             return
         if episode.waits_for is not None:
-            yield self._wait(episode, "application"), episode.waits_for, patience
+            yield self._wait(episode, "application"), episode.waits_for, limit
             return
         # The first limit restarts whenever a call of any episode returns, since this episode may queue for a call of
         # its own. The second limit bounds the whole wait.
         what = "something that is neither a turn nor a tool"
-        yield self._wait(episode, "any", answered), what, patience
-        yield self._wait(episode, "own", episode.answered_calls), what, patience * count
+        yield self._wait(episode, "any", answered), what, limit
+        yield self._wait(episode, "own", episode.answered_calls), what, limit * count
 
     def _wait(self, episode: EpisodeState, kind: str, state: int = 0) -> Call:
-        """The wait of an episode, which begins again when the episode has a further turn or the state has changed."""
+        """Return the wait of an episode. It restarts after every turn of the episode and every change of the state."""
         key, since = (episode.index, kind), (len(episode.turns), state)
         if key not in self._waits or self._waits[key][0] != since:
             self._waits[key] = since, Call(kind)
         return self._waits[key][1]
 
 
-def brief(prompt: str | Messages, limit: int = 80) -> str:
+def shorten(prompt: str | Messages, limit: int = 80) -> str:
     text = prompt if isinstance(prompt, str) else " / ".join(str(message.get("content")) for message in prompt)
     return repr(text if len(text) <= limit else text[: limit - 3] + "...")

@@ -156,7 +156,7 @@ class LiveEpisode(NearNames):
         """
         self.state.check_own(after, "observe", Turn)
         if reward and not after:
-            raise ValueError(f"`episode.observe` got the reward {reward!r}, but no turn that earned it. Set `after=`.")
+            raise ValueError(f"`episode.observe` got the reward {reward!r} but no turn that earned it. Set `after=`.")
         if after:
             self.earn(after[-1], reward)
         self.state.fed += [turn.index for turn in after]
@@ -193,7 +193,7 @@ class LiveEpisode(NearNames):
             self.state.own.setdefault(agent, Counter())[turn.index] += value  # type: ignore[assignment]
 
     def count(self, name: str, by: float = 1) -> None:
-        """Count something for the metrics: `workflow/<name>` is its mean over episodes."""
+        """Add to a counter. The metric `workflow/<name>` is its mean over episodes."""
         self.state.count(name, by)
 
     def cut(
@@ -229,15 +229,15 @@ class LiveEpisode(NearNames):
 
     @property
     def answer(self) -> Turn | None:
-        """The turn that answers for the team: the one set by the workflow, else the last one."""
+        """The turn that is the team's answer: the turn set by the workflow, or else the last turn."""
         return self.state.answer
 
     @answer.setter
     def answer(self, turn: Turn) -> None:
         if not isinstance(turn, Turn):
             raise TypeError(
-                f"`episode.answer` has to be a turn, as returned by `episode.turn`; got a {type(turn).__name__}. "
-                "Rewards score the tokens of a turn, so a text made by the workflow cannot answer."
+                f"`episode.answer` must be a turn returned by `episode.turn`, got a {type(turn).__name__}. Agents "
+                "learn from the tokens of turns, so text from the workflow cannot be the answer."
             )
         self.state.check_own([turn], "answer", Turn)
         self.state.chosen_answer = turn
@@ -245,13 +245,13 @@ class LiveEpisode(NearNames):
 
 def _number(turn: Turn, reward: Any) -> float:
     if isinstance(reward, (str, bytes)):
-        raise TypeError(f"A reward has to be a number, got {reward!r} for the turn of {turn.agent!r}.")
+        raise TypeError(f"The reward for the turn of {turn.agent!r} must be a number, got {reward!r}.")
     try:
         value = float(reward)
     except OverflowError:  # an integer above all floats
         value = math.inf
     except (TypeError, ValueError) as error:
-        raise TypeError(f"A reward has to be a number, got {reward!r} for the turn of {turn.agent!r}.") from error
+        raise TypeError(f"The reward for the turn of {turn.agent!r} must be a number, got {reward!r}.") from error
     if not math.isfinite(value):
-        raise ValueError(f"A reward has to be finite, got {reward!r} for the turn of {turn.agent!r}.")
+        raise ValueError(f"The reward for the turn of {turn.agent!r} must be finite, got {reward!r}.")
     return value

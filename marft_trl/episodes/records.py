@@ -27,7 +27,7 @@ class RequestedTurn:
             same agent and episode; its sampled tokens are shown then.
         tools (`Sequence[dict]`): JSON schemas of functions that the agent may call. Calls are left to the program.
         stop (`Sequence[str]`): texts at which the turn is cut, after the text.
-        sampling (`Mapping[str, float]`): sampling settings in place of the agent's own. Not used in training.
+        sampling (`Mapping[str, float]`): sampling settings that replace the agent's. Not used in training.
         max_tokens (`int`, *optional*): number of tokens after which the turn is cut. Not used in training.
     """
 
@@ -46,7 +46,7 @@ class TurnRequest(NamedTuple):
         after: the turn of the same agent that called functions and that it goes on from.
         order: position among the requests of its episode; a turn and those that go on from it share one.
         is_final: whether it is the agent's last turn of the request; calls of functions in it are not answered.
-        given: what the agent is shown instead of its view, and how it is asked.
+        requested_turn: what the agent is shown instead of its view, and how it is asked.
     """
 
     agent: str
@@ -55,7 +55,7 @@ class TurnRequest(NamedTuple):
     after: Turn | None = None
     order: int = 0
     is_final: bool = True
-    given: RequestedTurn | None = None
+    requested_turn: RequestedTurn | None = None
 
 
 @dataclass(eq=False)
@@ -220,7 +220,7 @@ class Feedback:
 
     Args:
         text (`str`): text of the feedback.
-        agent (`str`): name of the source, shown in place of an agent's name.
+        agent (`str`): name of the source, shown instead of an agent's name.
         index (`int`): position among the feedback of the episode.
         tool (`str`, *optional*): name of the tool, if the feedback is the result of a tool call.
         audience (`str`, *optional*): only agent that sees the feedback if the workflow does not pass `sees`.
@@ -415,9 +415,9 @@ class TurnLimitError(RuntimeError):
 
 
 def unknown_agent(name: object, known: Sequence[str], where: str) -> str:
-    """The error text for an agent name that the team does not have, with the nearest one that it has."""
+    """Return the error message for an unknown agent name, with the nearest known name."""
     hint = did_you_mean(name, known)
-    return f"{where} names the agent {name!r}, but the team has {', '.join(map(repr, known))}.{hint}"
+    return f"{where} names the agent {name!r}, but the team's agents are {', '.join(map(repr, known))}.{hint}"
 
 
 def joint_steps(turns: Sequence[Turn], fed: Sequence[int] = ()) -> list[int]:

@@ -58,15 +58,15 @@ def rehearse(
 
     def completed(request: Request) -> Completion | EndOfEpisode:
         try:
-            said = reply(request.agent, request.seen)
+            answer = reply(request.agent, request.seen)
         except EndOfEpisode as end:  # as in training, an episode may be ended with the turns it has
             return end
-        if isinstance(said, str):
-            return request.completed(said)
-        if not isinstance(said, (ToolCall, Sequence)):
-            raise TypeError(f"`reply(agent, seen)` must return the text of a turn, got {said!r}.")
-        calls = (said,) if isinstance(said, ToolCall) else tuple(said)
-        return request.completed(str(said), tool_calls=calls if request.functions else ())
+        if isinstance(answer, str):
+            return request.completed(answer)
+        if not isinstance(answer, (ToolCall, Sequence)):
+            raise TypeError(f"`reply(agent, seen)` must return the text of a turn, got {answer!r}.")
+        calls = (answer,) if isinstance(answer, ToolCall) else tuple(answer)
+        return request.completed(str(answer), tool_calls=calls if request.functions else ())
 
     if isinstance(workflow, type):
         raise TypeError(f"`rehearse` takes a workflow object. Write `{workflow.__name__}()`.")
@@ -75,12 +75,12 @@ def rehearse(
             "`rehearse(workflow, agents, reply)` takes a list of names and a function `reply(agent, seen)`."
         )
     workflow.check(agents)
-    setting = TeamContext(tuple(agents), dict(tools or {}))
+    context = TeamContext(tuple(agents), dict(tools or {}))
     try:
         (episode,) = collect(
             workflow,
             [{"prompt": prompt, **row}],
-            setting,
+            context,
             lambda requests: [completed(request) for request in requests],
         )
     except EpisodeError as error:

@@ -18,13 +18,13 @@ class RecordedTurn(NamedTuple):
 
     Args:
         completion: what was generated; `None` if the agent's reference has to generate it.
-        asked: items that the recorded workflow asked to show for it.
+        seen: items that the recorded workflow asked to show for it.
         origin: position of its turn in the recorded episode; `None` for a candidate.
         is_other: whether it is the turn that the re-run is made for.
     """
 
     completion: Completion | None
-    asked: tuple[Seen, ...]
+    seen: tuple[Seen, ...]
     origin: int | None
     is_other: bool
 
@@ -43,7 +43,7 @@ class Rerun:
         candidate: The request for a turn that is yet to come, and its completion.
         skip: Number of pending requests that show the same as that of `candidate` and come before it; they are
             generated.
-        keys: What [`keys_of`] returns for the record, for several re-runs of it.
+        keys: What [`make_keys`] returns for the record, for several re-runs of it.
 
     Attributes:
         holds_turn: whether the changed, removed or candidate turn has been taken. A re-run that has ended without it
@@ -66,32 +66,36 @@ class Rerun:
         # Turns of the re-run by their positions in the record, and the positions of those that are as recorded
         self._turns: dict[int, Turn] = {}
         self._origins: dict[int, int] = {}
-        for turn, asked, key in zip(episode.turns, episode.asked, keys or keys_of(episode), strict=True):
-            shown = [item for item in asked if item.index in (turn.sees if isinstance(item, Turn) else turn.hears)]
+        for turn, seen, key in zip(episode.turns, episode.asked, keys or make_keys(episode), strict=True):
+            shown = [item for item in seen if item.index in (turn.sees if isinstance(item, Turn) else turn.hears)]
             completion: Completion | None = Completion.of(turn, shown)
             if turn.index == removed:
                 completion = Completion("", shown, observation=turn.observation, prompt_ids=turn.prompt_ids)
             if turn.index == changed:
                 completion = None
-            found = RecordedTurn(completion, asked, turn.index, turn.index in (changed, removed))
+            found = RecordedTurn(completion, seen, turn.index, turn.index in (changed, removed))
             self._recorded[key].append(found)
         if candidate is not None:
-            ask, completion = candidate
-            found = RecordedTurn(completion, ask.seen, None, True)
-            self._recorded[observation_key(ask.agent, ask.seen, ask.given)] += [*[None] * skip, found]
+            request, completion = candidate
+            found = RecordedTurn(completion, request.seen, None, True)
+            key = observation_key(request.agent, request.seen, request.requested_turn)
+            self._recorded[key] += [*[None] * skip, found]
 
-    def find(self, ask: TurnRequest) -> RecordedTurn | None:
+    def find(self, request: TurnRequest) -> RecordedTurn | None:
         """What was recorded for a request of the re-run; `None` if it has to be generated."""
-        waiting = self._recorded.get(observation_key(ask.agent, ask.seen, ask.given, self._origins))
+        key = observation_key(request.agent, request.seen, request.requested_turn, self._origins)
+        waiting = self._recorded.get(key)
         return waiting.pop(0) if waiting else None
 
-    def completion(self, found: RecordedTurn, ask: TurnRequest) -> Completion | None:
+    def completion(self, found: RecordedTurn, request: TurnRequest) -> Completion | None:
         """The completion of what was found, as shown in the re-run."""
         if found.completion is None:
             return None
-        pairs: Iterable[tuple[Seen, Seen]] = zip(ask.seen, found.asked, strict=True) if ask.given is None else ()
-        if ask.given is not None:  # what a program had read is what it had read, whichever answer comes first now
-            old = [item for item in found.asked if isinstance(item, Turn) and item.index in self._turns]
+        pairs: Iterable[tuple[Seen, Seen]] = ()
+        if request.requested_turn is None:
+            pairs = zip(request.seen, found.seen, strict=True)
+        else:  # what a program had read is what it had read, whichever answer comes first now
+            old = [item for item in found.seen if isinstance(item, Turn) and item.index in self._turns]
             pairs = [(self._turns[item.index], item) for item in old]
         shown = {id(item) for item in found.completion.seen}
         return replace(found.completion, seen=tuple(new for new, old in pairs if id(old) in shown))
@@ -105,21 +109,24 @@ class Rerun:
                 self._origins[turn.index] = found.origin
 
 
-def keys_of(episode: Episode) -> list[tuple]:
+def make_keys(episode: Episode) -> list[tuple]:
     """The [`observation_key`] of each turn of a record."""
     turns = zip(episode.turns, episode.asked, episode.given, strict=True)
-    return [observation_key(turn.agent, asked, given) for turn, asked, given in turns]
+    return [observation_key(turn.agent, seen, requested_turn) for turn, seen, requested_turn in turns]
 
 
 def observation_key(
-    agent: str, seen: Sequence[Seen], given: RequestedTurn | None = None, origins: Mapping[int, int] | None = None
+    agent: str,
+    seen: Sequence[Seen],
+    requested_turn: RequestedTurn | None = None,
+    origins: Mapping[int, int] | None = None,
 ) -> tuple:
     """
     What two requests have in common that show an agent the same.
 
     Args:
-        given: messages to show in their place. When answers have arrived decides what has been seen, but not what is
-            shown.
+        requested_turn: messages to show in their place. When answers have arrived decides what has been seen, but not
+            what is shown.
         origins: positions in the record of the turns of a re-run that are as they were recorded; a request that shows
             another turn is like no recorded one.
     """
@@ -129,10 +136,11 @@ def observation_key(
             return item.index if origins is None else origins.get(item.index, -1)
         return (item.agent, item.text, item.tool, item.audience) if isinstance(item, Feedback) else repr(item)
 
-    if given is None:
+    if requested_turn is None:
         return agent, tuple(map(key, seen))
-    messages = [_without_ids(message) for message in given.messages]
-    return agent, json.dumps([messages, list(given.tools), list(given.stop)], sort_keys=True, default=key)
+    messages = [_without_ids(message) for message in requested_turn.messages]
+    shown = [messages, list(requested_turn.tools), list(requested_turn.stop)]
+    return agent, json.dumps(shown, sort_keys=True, default=key)
 
 
 def _without_ids(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ _CANCELLATION_ITERATIONS = 20
 class TakeTurn(Protocol):
     """Takes a turn for a running episode. The collector supplies it."""
 
-    async def __call__(self, episode: EpisodeState, ask: TurnRequest) -> Turn: ...
+    async def __call__(self, episode: EpisodeState, turn_request: TurnRequest) -> Turn: ...
 
 
 class EpisodeState:
@@ -50,7 +50,7 @@ class EpisodeState:
         row: the dataset row, with a `prompt`.
         index: position of the episode in its batch.
         speak: takes a turn.
-        setting: the team.
+        context: the team.
         copies: past copies that agents act with. Drawn at random if omitted.
 
     Attributes:
@@ -63,7 +63,7 @@ class EpisodeState:
             of a program, since the program may repeat a rejected request forever.
         is_queued: whether the episode has not started because the limit of running episodes is reached. The other
             episodes do not wait for it.
-        around: makes a context manager around user code of this episode. [`EpisodeGuard`] sets it.
+        step_context: makes a context manager around user code of this episode. [`EpisodeGuard`] sets it.
         started: tasks that user code started, with the names of their coroutines.
         num_late: number of turns requested after the end of the episode.
         fed: indices of the turns that were passed to the environment.
@@ -77,13 +77,13 @@ class EpisodeState:
         row: dict[str, Any],
         index: int,
         speak: TakeTurn,
-        setting: TeamContext,
+        context: TeamContext,
         copies: Mapping[str, int] | None = None,
     ):
         self.row, self.index = row, index
-        self.copies = dict(setting.draw(index) if copies is None else copies)
+        self.copies = dict(context.draw(index) if copies is None else copies)
         self.prompt: str | Messages = row["prompt"]
-        self.agents, self.aliases = setting.agents, setting.aliases
+        self.agents, self.aliases = context.agents, context.aliases
         self.turns: list[Turn] = []
         self.feedback: list[Feedback] = []
         self.environment: Any = None
@@ -93,12 +93,12 @@ class EpisodeState:
         self.answered_calls = 0
         self.waits_for: str | None = None
         self.is_queued = False
-        self.around: StepContext = contextlib.nullcontext
-        self.limits, self._max_turns, self.trains = setting.limits, setting.max_turns, setting.trains
+        self.step_context: StepContext = contextlib.nullcontext
+        self.limits, self._max_turns, self.trains = context.limits, context.max_turns, context.trains
         self._turn_coroutines: list[Coroutine[Any, Any, Turn]] = []
         self.has_ended, self.num_late = False, 0  # turns that were requested after the end
         self.started: list[tuple[asyncio.Task, str]] = []  # tasks and the names of their coroutines
-        self._speak, self.tools, self._scripts = speak, setting.tools, setting.scripts
+        self._speak, self.tools, self._scripts = speak, context.tools, context.scripts
         self._turn_requests: list[TurnRequest] = []
         self.history: list[Seen] = []
         self.fed: list[int] = []
@@ -122,8 +122,8 @@ class EpisodeState:
             answer=self.answer,
             feedback=tuple(self.feedback),
             history=tuple(self.history),
-            asked=tuple(ask.seen for ask in self._turn_requests),
-            given=tuple(ask.given for ask in self._turn_requests),
+            asked=tuple(turn_request.seen for turn_request in self._turn_requests),
+            given=tuple(turn_request.requested_turn for turn_request in self._turn_requests),
             fed=tuple(self.fed),
             earned=tuple(self.earned[turn.index] for turn in self.turns),
             own={name: tuple(value[turn.index] for turn in self.turns) for name, value in self.own.items()},
@@ -176,12 +176,12 @@ class EpisodeState:
         environment_tools = list(tools or ()) if agent not in self._scripts else []  # `reply` calls tools itself
         functions = (*self.tools.get(agent, ()), *environment_tools)
         self._num_requests += 1
-        ask = TurnRequest(agent, seen, functions, order=self._num_requests)
+        turn_request = TurnRequest(agent, seen, functions, order=self._num_requests)
         if not functions:
-            return await self._speak(self, ask)
-        return await self._with_tools(ask, functions, environment_tools, rounds)
+            return await self._speak(self, turn_request)
+        return await self._with_tools(turn_request, functions, environment_tools, rounds)
 
-    async def take_requested(self, agent: str, given: RequestedTurn, sees: Sequence[Seen] | None) -> Turn:
+    async def take_requested(self, agent: str, requested_turn: RequestedTurn, sees: Sequence[Seen] | None) -> Turn:
         self._check_turn_limit(agent)
         seen = tuple(self.seen_by(agent, sees, "turn_on"))
         if self.tools.get(agent):
@@ -193,10 +193,11 @@ class EpisodeState:
         self.horizons = ()
         self._num_requests += 1
         # Copy for the record: the caller may keep changing its list
-        given = dataclasses.replace(given, messages=[dict(message) for message in given.messages])
-        return await self._speak(
-            self, TurnRequest(agent, seen, tuple(given.tools), order=self._num_requests, given=given)
-        )
+        messages = [dict(message) for message in requested_turn.messages]
+        requested_turn = dataclasses.replace(requested_turn, messages=messages)
+        functions, order = tuple(requested_turn.tools), self._num_requests
+        turn_request = TurnRequest(agent, seen, functions, order=order, requested_turn=requested_turn)
+        return await self._speak(self, turn_request)
 
     def _check_turn_limit(self, agent: str) -> None:
         if self._max_turns is not None and len(self.turns) >= self._max_turns:
@@ -207,27 +208,34 @@ class EpisodeState:
             )
 
     async def _with_tools(
-        self, ask: TurnRequest, functions: Sequence[Callable], of_environment: list[Callable], rounds: int | None
+        self,
+        turn_request: TurnRequest,
+        functions: Sequence[Callable],
+        environment_tools: list[Callable],
+        rounds: int | None,
     ) -> Turn:
         """Request turns from an agent until a turn calls no tool or a limit is reached. Return the final turn."""
         max_rounds = min((limit for limit in (rounds, self.limits.rounds) if limit is not None), default=math.inf)
         calls_left, num_rounds, calling_turns, is_exhausted = self.limits.calls, 0, [], False
-        turn = await self._speak(self, ask._replace(is_final=num_rounds >= max_rounds))
+        turn = await self._speak(self, turn_request._replace(is_final=num_rounds >= max_rounds))
         while turn.audience is not None:  # the turn calls tools and the agent may continue with the results
             is_exhausted = calls_left <= 0
-            results = await self._call_tools(turn, functions, of_environment, max(calls_left, 0), ask.order)
+            left, order = max(calls_left, 0), turn_request.order
+            results = await self._call_tools(turn, functions, environment_tools, left, order)
             calling_turns.append(turn.index)
             calls_left, num_rounds = calls_left - len(turn.tool_calls), num_rounds + 1
             # The turn after the message that no calls are left is the final turn
-            ask = ask._replace(
-                seen=(*ask.seen, turn, *results), after=turn, is_final=is_exhausted or num_rounds >= max_rounds
+            turn_request = turn_request._replace(
+                seen=(*turn_request.seen, turn, *results),
+                after=turn,
+                is_final=is_exhausted or num_rounds >= max_rounds,
             )
-            turn = await self._speak(self, ask)
+            turn = await self._speak(self, turn_request)
         self._final_turns |= dict.fromkeys(calling_turns, turn.index)
         return turn
 
     async def _call_tools(
-        self, turn: Turn, functions: Sequence[Callable], of_environment: Sequence[Callable], left: int, order: int
+        self, turn: Turn, functions: Sequence[Callable], environment_tools: Sequence[Callable], left: int, order: int
     ) -> list[Feedback]:
         """
         Run the tool calls of a turn and return the results as feedback for its agent. Branches that call tools at the
@@ -235,7 +243,7 @@ class EpisodeState:
         """
         self.busy += 1
         try:
-            results = await call_tools(functions, turn.tool_calls, self.limits, left, of_environment)
+            results = await call_tools(functions, turn.tool_calls, self.limits, left, environment_tools)
         except BaseException:
             self._finish_branch()
             raise
@@ -249,7 +257,9 @@ class EpisodeState:
             Feedback(item.text, TOOL, tool=item.name if item.name in names else "unknown", audience=turn.agent)
             for item in results
         ]
-        environment_calls = {tool_name(function) for function in of_environment} & {result.name for result in results}
+        environment_calls = {tool_name(function) for function in environment_tools} & {
+            result.name for result in results
+        }
         recorded: asyncio.Future[list[Feedback]] = asyncio.get_running_loop().create_future()
         self._pending_results.append((order, turn.index if environment_calls else None, feedback, recorded))
         self._finish_branch()
@@ -260,19 +270,19 @@ class EpisodeState:
         self.busy -= 1
         if self.busy:
             return
-        returned, self._pending_results = sorted(self._pending_results, key=lambda one: one[0]), []
-        for _, index, said, noted in returned:
+        returned, self._pending_results = sorted(self._pending_results, key=lambda pending: pending[0]), []
+        for _, index, feedback, noted in returned:
             if index is not None:
                 self.fed.append(index)
-            results = [self._record_feedback(item) for item in said]
+            results = [self._record_feedback(item) for item in feedback]
             # Deferred: otherwise the branch whose tool returned last would continue first
             asyncio.get_running_loop().call_soon(_set_results, noted, results)
 
-    def _record_feedback(self, said: Feedback) -> Feedback:
-        said = dataclasses.replace(said, index=len(self.feedback))
-        self.feedback.append(said)
-        self.history.append(said)
-        return said
+    def _record_feedback(self, feedback: Feedback) -> Feedback:
+        feedback = dataclasses.replace(feedback, index=len(self.feedback))
+        self.feedback.append(feedback)
+        self.history.append(feedback)
+        return feedback
 
     async def call(self, function: Callable, *arguments: Any, **named: Any) -> Any:
         """See [`LiveEpisode.call`]."""
@@ -333,7 +343,7 @@ class EpisodeState:
 
     async def _await_call(self, function: Callable, outcome: Awaitable) -> Any:
         """Await an outcome. Meanwhile, `calling` lists the function, so that a timeout can name it."""
-        with self.waiting_for(_name_of(function)):
+        with self.waiting_for(_get_name(function)):
             return await outcome
 
     @contextlib.contextmanager
@@ -358,11 +368,11 @@ class EpisodeState:
             raise TypeError(f"Feedback from {source!r} must be a string, got {text!r} of type {type(text).__name__}.")
         return self._record_feedback(Feedback(text, source, audience=audience))
 
-    def add(self, turn: Turn, ask: TurnRequest) -> None:
+    def add(self, turn: Turn, turn_request: TurnRequest) -> None:
         """Append a finished turn."""
         self.turns.append(turn)
         self.history.append(turn)
-        self._turn_requests.append(ask)
+        self._turn_requests.append(turn_request)
 
     def seen_by(self, agent: str, sees: Sequence[Seen] | None, method: str) -> list[Seen]:
         self.check_agent(agent, method)
@@ -380,9 +390,9 @@ class EpisodeState:
             raise TypeError(f"`episode.{method}` takes a list of turns, got a single turn. Pass `[turn]`.")
         for item in seen:
             if not isinstance(item, kind):
-                feedback = "" if kind is Turn else ", and feedback"
+                feedback = "" if kind is Turn else " and feedback"
                 raise TypeError(
-                    f"`episode.{method}` takes turns, as returned by `episode.turn`{feedback}; got a "
+                    f"`episode.{method}` takes turns returned by `episode.turn`{feedback}, got a "
                     f"{type(item).__name__}."
                 )
             known: Sequence[Seen] = self.turns if isinstance(item, Turn) else self.feedback
@@ -399,5 +409,5 @@ def _set_results(noted: asyncio.Future, results: list[Feedback]) -> None:
         noted.set_result(results)
 
 
-def _name_of(function: Callable) -> str:
+def _get_name(function: Callable) -> str:
     return getattr(function, "__qualname__", type(function).__name__)

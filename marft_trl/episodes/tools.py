@@ -74,7 +74,7 @@ MAX_STRIKES = 3
 
 
 async def call_tool(
-    functions: Sequence[Callable], call: ToolCall, limits: ToolLimits, of_environment: Sequence[Callable] = ()
+    functions: Sequence[Callable], call: ToolCall, limits: ToolLimits, environment_tools: Sequence[Callable] = ()
 ) -> ToolResult:
     """
     Call one of the functions. Every failure is returned as a text for the model, in TRL's form `{'error': '...'}`.
@@ -99,8 +99,8 @@ async def call_tool(
     key = getattr(function, "__func__", function)
     if _STRIKES.get(key, 0) >= MAX_STRIKES:
         return _failure(call.name, "timeout", f"Tool {call.name} is out of order. Go on without it.")
-    lane: Lane = "environments" if call.name in map(tool_name, of_environment) else "tools"
-    text, error = await _outcome_of(function, call.arguments, limits, lane)
+    lane: Lane = "environments" if call.name in map(tool_name, environment_tools) else "tools"
+    text, error = await _call_function(function, call.arguments, limits, lane)
     _STRIKES[key] = _STRIKES.get(key, 0) + 1 if isinstance(error, _GaveUp) else 0
     if isinstance(error, _GaveUp):
         return _failure(call.name, "timeout", f"Tool {call.name} did not answer within {limits.seconds:g} seconds.")
@@ -113,7 +113,7 @@ class _GaveUp(Exception):
     """The call exceeded our time limit. Not a `TimeoutError`, since a tool may raise one itself."""
 
 
-async def _outcome_of(
+async def _call_function(
     function: Callable, arguments: dict, limits: ToolLimits, lane: Lane
 ) -> tuple[str, BaseException | None]:
     """Call a function and return its result as a text, and the exception that it raised or `None`."""
@@ -173,7 +173,7 @@ async def call_tools(
     calls: Sequence[ToolCall],
     limits: ToolLimits,
     left: int,
-    of_environment: Sequence[Callable] = (),
+    environment_tools: Sequence[Callable] = (),
 ) -> list[ToolResult]:
     """
     Run several calls and return their results in order. The first call beyond `left` gets an error as its result;
@@ -181,10 +181,10 @@ async def call_tools(
 
     Args:
         left: number of calls that the agent may still make.
-        of_environment: functions that are methods of an environment. They run in the same thread as the other methods
-            of the environment.
+        environment_tools: functions that are methods of an environment. They run in the same thread as the other
+            methods of the environment.
     """
-    results = await asyncio.gather(*[call_tool(functions, call, limits, of_environment) for call in calls[:left]])
+    results = await asyncio.gather(*[call_tool(functions, call, limits, environment_tools) for call in calls[:left]])
     refused = [
         _failure(call.name, "too_many", f"No more than {limits.calls} calls are allowed. Answer with what you have.")
         for call in calls[left : left + 1]  # one error message is enough for any number of calls

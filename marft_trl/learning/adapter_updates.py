@@ -63,7 +63,7 @@ class Schedule:
     batches: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, args: MARFTConfig, adapters: Sequence[str]) -> Schedule:
+    def from_args(cls, args: MARFTConfig, adapters: Sequence[str]) -> Schedule:
         """
         Make the schedule from the training arguments.
 
@@ -135,7 +135,7 @@ class Schedule:
         if self.order == "resampled":
             return frozenset([self.adapters[micro_step // self.phase % len(self.adapters)]])
         if self.order == "sequential":
-            return frozenset([self.order_of(micro_step)[self._phase_index(micro_step)]])
+            return frozenset([self.get_order(micro_step)[self._phase_index(micro_step)]])
         return frozenset(self.adapters)
 
     def critic_learns(self, micro_step: int, optimizer_step: int) -> bool:
@@ -147,9 +147,9 @@ class Schedule:
         phase = self._phase_index(micro_step)
         if phase == 0 or micro_step % self.phase:
             return None
-        return self.order_of(micro_step)[phase - 1]
+        return self.get_order(micro_step)[phase - 1]
 
-    def order_of(self, micro_step: int) -> list[str]:
+    def get_order(self, micro_step: int) -> list[str]:
         """The adapters in the order of their phases. The order is drawn again for each generation batch."""
         generator = torch.Generator().manual_seed(self.seed + micro_step // self.generate_every)
         return [self.adapters[index] for index in torch.randperm(len(self.adapters), generator=generator)]
@@ -227,7 +227,7 @@ class SequentialFactors:
         if not updated:
             return torch.zeros(len(actions))
         with self._log_probs.scoring():
-            new = self._log_probs.of_policy(updated)
+            new = self._log_probs.compute_log_probs(updated)
         pairs = [(row.old_per_token_logps, value) for row, value in zip(updated, new, strict=True)]
         sums = torch.stack([(new_logps - then).sum() for then, new_logps in pairs if then is not None])
         places = torch.tensor([actions[row.episode, row.joint_action] for row in updated])
@@ -279,9 +279,9 @@ class DivergenceSums:
         kl = functional.approximate_kl(log_ratios.detach().double())
         entropies = entropies.detach().double()
         sums = [kl.sum(), kl.new_tensor(kl.numel()), entropies.sum(), kl.new_tensor(entropies.numel())]
-        self._sums[adapter] = self.of(adapter) + torch.stack(sums).cpu()
+        self._sums[adapter] = self.get_sums(adapter) + torch.stack(sums).cpu()
 
-    def of(self, adapter: str) -> torch.Tensor:
+    def get_sums(self, adapter: str) -> torch.Tensor:
         """Return sum and number of the KL values, and sum and number of the entropies, of an adapter `(4,)`."""
         return self._sums.get(adapter, torch.zeros(4, dtype=torch.float64))
 
@@ -346,7 +346,7 @@ class AdapterUpdates:
         """
         adapters = self.trained_parameters()
         if is_ours:
-            rates = {self._policies.adapter_of(agent.name): agent.learning_rate for agent in self._agents}
+            rates = {self._policies.get_adapter(agent.name): agent.learning_rate for agent in self._agents}
             if self._critic is not None:
                 rate = self._args.critic_learning_rate
                 for part in self._critic.parts:
@@ -363,7 +363,7 @@ class AdapterUpdates:
 
     @contextlib.contextmanager
     def loading(
-        self, optimizer: Any, scheduler: Any, source_of: Callable[[str], str | None] | None = None
+        self, optimizer: Any, scheduler: Any, find_source: Callable[[str], str | None] | None = None
     ) -> Iterator[None]:
         """
         Context manager for loading the states of the optimizer and the scheduler. Learning rates, weight decay and the
@@ -371,11 +371,11 @@ class AdapterUpdates:
 
         Args:
             optimizer, scheduler: the optimizer and the scheduler of the trainer.
-            source_of: returns the name of an adapter in the checkpoint, or `None` for a new adapter.
+            find_source: returns the name of an adapter in the checkpoint, or `None` for a new adapter.
         """
         inner = getattr(optimizer, "optimizer", optimizer)
         rates = [group.get("initial_lr", group["lr"]) for group in inner.param_groups]
-        with gradients.checked_groups(inner, source_of), schedule_of_any_length(scheduler):
+        with gradients.checked_groups(inner, find_source), schedule_of_any_length(scheduler):
             yield
         if not restart_schedule(scheduler, rates):
             logger.warning(
@@ -436,7 +436,7 @@ class AdapterUpdates:
     def _apply_kl_and_entropy_targets(self, adapters: dict[str, dict[str, nn.Parameter]]) -> None:
         """Skip the updates of adapters above `target_kl`, and adapt the entropy bonuses for the next step."""
         names = self._policies.trained
-        totals = self._processes.sum(torch.stack([self.divergence.of(name) for name in names]))
+        totals = self._processes.sum(torch.stack([self.divergence.get_sums(name) for name in names]))
         for name, (kl_sum, kl_count, entropy_sum, tokens) in zip(names, totals.tolist(), strict=True):
             if self._args.target_kl is not None and kl_count:
                 kl = kl_sum / kl_count
@@ -463,7 +463,7 @@ class AdapterUpdates:
         for agent in self._policies.get_agents(adapter):
             self._metrics.add(f"agents/{agent}/entropy_coef", coefficient)
 
-    def entropy_coef_of(self, adapter: str) -> float:
+    def get_entropy_coef(self, adapter: str) -> float:
         """Return the coefficient of the entropy bonus of an adapter in the current step."""
         if not self._args.use_adaptive_entropy:
             return self._state.entropy_coef

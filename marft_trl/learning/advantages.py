@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..algorithms import functional
-from ..algorithms.baselines import BASELINES, CREDITS, Baseline, RunningBaselines, Samples
+from ..algorithms.baselines import BASELINES, CREDITS, Baseline, RunningBaselines, TurnReturns
 from ..algorithms.levels import Discounts
 from ..algorithms.rows import Row
 from ..config.marft_config import MARFTConfig
@@ -162,9 +162,9 @@ class BaselineEstimator:
             episodes, agents, places = (torch.tensor([sample[i] for sample in everywhere]) for i in range(3))
             # In float32, as TRL's rewards: a second precision would make ties differ
             worth = torch.tensor([sample[3] for sample in everywhere], dtype=torch.float32)
-            table = Samples(episodes, agents, places, worth, group_size, len(self._names), rollout.has_own_returns)
+            table = TurnReturns(episodes, agents, places, worth, group_size, len(self._names), rollout.has_own_returns)
             if self._running is not None:
-                table = replace(table, running=self._running.of(keys := [sample[4] for sample in everywhere]))
+                table = replace(table, running=self._running.lookup(keys := [sample[4] for sample in everywhere]))
                 if training:
                     # After it was read: the baseline of a batch must not depend on the batch
                     self._running.update(keys, worth, table.per_episode)
@@ -213,9 +213,9 @@ class BaselineEstimator:
 def _check_own_returns(settings: TrlSettings) -> None:
     if settings.multi_objective_aggregation == "normalize_then_sum":
         raise ValueError(
-            "Agents are rewarded by name, and each learns from its own return. `multi_objective_aggregation="
-            "'normalize_then_sum'` normalizes the rewards of whole episodes, of which agents have no parts. Use "
-            "'sum_then_normalize', or `returns='team'`."
+            "`multi_objective_aggregation='normalize_then_sum'` normalizes the rewards of whole episodes, but the "
+            "agents are rewarded by name, and each learns from its own return. Use 'sum_then_normalize', or "
+            "`returns='team'`."
         )
 
 
@@ -228,8 +228,8 @@ def own_returns_to_go(episode: Episode, streams: Mapping[str, torch.Tensor], gam
         gamma: discount per joint step.
     """
     steps = torch.tensor(episode.joint_steps())
-    of_agents = {agent: functional.returns_to_go(stream, steps, gamma) for agent, stream in streams.items()}
-    return torch.stack([of_agents[turn.agent][turn.index] for turn in episode.turns])
+    agent_returns = {agent: functional.returns_to_go(stream, steps, gamma) for agent, stream in streams.items()}
+    return torch.stack([agent_returns[turn.agent][turn.index] for turn in episode.turns])
 
 
 class CriticEstimator:
@@ -266,7 +266,7 @@ class CriticEstimator:
             # Returns are worth of turns already: nothing is accumulated over them
             if not is_stream:  # every turn is the last of an episode of its own
                 alone = [self._gae([row], credit[k : k + 1], steps[:1] * 0, 0.0) for k, row in enumerate(its_rows)]
-                filled.append([row for its in alone for row in its])
+                filled.append([row for single in alone for row in single])
             else:
                 filled.append(self._gae(its_rows, credit, steps, its_rows[-1].last_value if its_rows else 0.0))
         if is_stream:
@@ -303,8 +303,8 @@ class CriticEstimator:
             own = torch.tensor([turn.index for turn in episode.turns if turn.agent == agent])
             mine = functional.own_steps(received, steps, own, self._args.gamma)
             discounts = replace(self._discounts, gamma=mine.discounts)
-            its = [rows[index] for index in own.tolist()]
-            done = self._gae(its, mine.rewards, mine.steps, its[-1].last_value, discounts)
+            agent_rows = [rows[index] for index in own.tolist()]
+            done = self._gae(agent_rows, mine.rewards, mine.steps, agent_rows[-1].last_value, discounts)
             filled |= dict(zip(own.tolist(), done, strict=True))
         return [filled[index] for index in range(len(rows))]
 
@@ -333,7 +333,7 @@ class CriticEstimator:
         for index, name in enumerate(names):
             # Rows that the loss leaves out must not move the mean of the others
             mine = [row for row in rows if name in (None, row.agent) and row.is_trained and row.num_loss_tokens]
-            values = [torch.as_tensor(self._advantage_of(row)).reshape(-1) for row in mine]
+            values = [torch.as_tensor(self._get_advantage(row)).reshape(-1) for row in mine]
             known = [value[~value.isnan()] for value in values]
             if known:
                 totals[index] = functional.moments(torch.cat(known))
@@ -342,14 +342,14 @@ class CriticEstimator:
     def _normalized(self, row: Row, totals: torch.Tensor) -> Row:
         """A row whose advantage is standardized; 0 where nothing scored the turn."""
         how = self._args.normalize_advantages
-        advantage = torch.as_tensor(self._advantage_of(row), dtype=torch.float32)
+        advantage = torch.as_tensor(self._get_advantage(row), dtype=torch.float32)
         total = totals[self._names.index(row.agent) if how == "agent" else 0]
         if how != "none" and total[0] > 0:
             advantage = functional.standardized(advantage, total)
         advantage = advantage.nan_to_num(nan=0.0)
         return replace(row, advantage=advantage if advantage.dim() else advantage.item())
 
-    def _advantage_of(self, row: Row) -> float | torch.Tensor:
+    def _get_advantage(self, row: Row) -> float | torch.Tensor:
         return self._level.advantage(torch.as_tensor(row.advantage), len(row.completion_ids))
 
     def _log(self, rows: Sequence[Row]) -> None:

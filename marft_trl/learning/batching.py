@@ -22,12 +22,12 @@ from ..seams.trl import LOSSES, OLD_LOGPS, SAMPLING_WEIGHTS, TrlSettings, TrlSta
 from ..shared_prefix.forward import Cluster, clusters
 from .memory import (
     ActivationCost,
+    count_bytes,
     free_memory,
     head_size,
     measure_activations,
     memory_of_server,
     optimizer_size,
-    size_of,
 )
 from .passes import ModelPass
 
@@ -117,7 +117,9 @@ class MicroBatcher:
         """Micro-batches of one agent each; `options` are those of [`micro_batches`]."""
         repeat = None
         if self.share:
-            repeat = 0.0 if self.cost is None else self.cost.per_repeat / self.cost.of_token(self.is_checkpointing)
+            repeat = (
+                0.0 if self.cost is None else self.cost.per_repeat / self.cost.bytes_per_token(self.is_checkpointing)
+            )
         # Once memory has been measured, it decides alone: each pass costs a GPU much the same, whatever it holds
         is_free = self.joins_slices and self.max_tokens is not None
         most = None if is_free else self._args.per_device_train_batch_size
@@ -154,8 +156,8 @@ class MicroBatcher:
         limit, checkpointing = self.limits(longest, self.cost, self._room)
         if checkpointing and not self.is_checkpointing:
             logger.warning(
-                f"Rows of {longest:,} tokens do not fit into the {self._room / 1e9:.1f} GB that are free for what the "
-                "backward pass keeps: gradients are checkpointed from now on."
+                f"Rows of {longest:,} tokens do not fit into the {self._room / 1e9:.1f} GB that are free for "
+                "activations, so gradients are checkpointed from now on."
             )
             self._passes.checkpoint_gradients()
         if self.max_tokens is None or checkpointing:
@@ -185,7 +187,7 @@ class MicroBatcher:
         self._policies.activate_adapter(self._policies.trained[0])  # a frozen one keeps nothing for a backward pass
         base.train()
         try:
-            # Dropout must not move the random numbers that training goes on with
+            # Dropout must not change the random numbers of training
             with (
                 self._passes.without_checkpointing(),
                 self._passes.autocast(),
@@ -208,7 +210,7 @@ class MicroBatcher:
         if self._args.gradient_checkpointing is None and not checkpointing:
             checkpointing = max(longest, limit or 0) * cost.per_token > room
         if limit is None:
-            fitting = max(room / cost.of_token(checkpointing), 1)
+            fitting = max(room / cost.bytes_per_token(checkpointing), 1)
             # A power of 2, so that other tenants of the device rarely change how rows are cut
             limit = max(2 ** int(math.log2(fitting)), longest)
         return limit, checkpointing
@@ -223,7 +225,7 @@ class MicroBatcher:
         """
         device, vocabulary = self._passes.device, self._passes.base.config.get_text_config().vocab_size
         trained, optim = self._trained(), str(getattr(self._args.optim, "value", self._args.optim))
-        awaited = 0 if self._has_optimizer_state() else size_of(trained) + optimizer_size(trained, optim)
+        awaited = 0 if self._has_optimizer_state() else count_bytes(trained) + optimizer_size(trained, optim)
         free = free_memory(device) - memory_of_server(self._args, device)
         return max(_FILLED * (free - awaited) - head_size(vocabulary, scored, device) - fixed, 1.0)
 
@@ -260,7 +262,7 @@ class Pools:
         """Names of the pools, those of the critic last."""
         return [*(self.agents or self.adapters), *self.critics]
 
-    def of(self, row: Row) -> str:
+    def get_pool(self, row: Row) -> str:
         """The pool of a row."""
         return row.agent if self.agents else row.adapter
 
@@ -285,7 +287,7 @@ def count_rows(slices: Sequence[list[Row]], pools: Pools) -> torch.Tensor:
         for row in rows:
             if row.is_trained:
                 is_spoken = len(row.completion_ids) > 0
-                counts[index, position[pools.of(row)], :3] += torch.tensor([1, row.num_loss_tokens, is_spoken])
+                counts[index, position[pools.get_pool(row)], :3] += torch.tensor([1, row.num_loss_tokens, is_spoken])
             if row.critic is not None:
                 counts[index, position[row.critic], 3] += row.num_value_targets
     return counts
@@ -452,8 +454,8 @@ def collate(
         **{OLD_LOGPS: "old_per_token_logps", "ref_per_token_logps": "ref_per_token_logps"},
         **{"sampling_per_token_logps": "sampling_logps", SAMPLING_WEIGHTS: "sampling_weights"},
     }
-    for name, of_row in fields.items():
-        logps = [getattr(row, of_row) for row in rows]
+    for name, row_field in fields.items():
+        logps = [getattr(row, row_field) for row in rows]
         if all(row_logps is not None for row_logps in logps):
             batch[name] = padded(logps, 0.0, "right")
     return batch

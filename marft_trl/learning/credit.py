@@ -122,7 +122,10 @@ class CreditAssigner:
                 # Pass only the agent's own turns to the rule: otherwise its discount would depend on the turns of
                 # other agents
                 indices = [turn.index for turn in episode.turns if turn.agent == agent]
-                turns, received = [episode.turns[k] for k in indices], self._own.of_agent(earned, episode, agent)
+                turns, received = (
+                    [episode.turns[k] for k in indices],
+                    self._own.get_agent_reward(earned, episode, agent),
+                )
                 total = reward - earned if rule.scores_turns else reward - earned + received
                 agent_returns = rule.share(total, turns, steps[indices], args.credit_discount, False)
                 if scores is not None:
@@ -136,7 +139,7 @@ class CreditAssigner:
         """Return the reward of an episode for the agent of each turn `(K,)`, or a number if it is the same for all."""
         if not episode.own:
             return reward
-        return torch.tensor([self._own.of_agent(reward, episode, turn.agent) for turn in episode.turns])
+        return torch.tensor([self._own.get_agent_reward(reward, episode, turn.agent) for turn in episode.turns])
 
     def _earned(self, episode: Episode) -> torch.Tensor:
         """Reward that each turn earned in the workflow `(K,)`, times the weight of [`environment_reward`]."""
@@ -153,7 +156,7 @@ class CreditAssigner:
         """
         episodes = rollout.episodes
         pairs = [(episode, turn) for episode in episodes for turn in episode.turns]
-        scores, by_function = self._scorer.of_turns([item for item, _ in pairs], [turn for _, turn in pairs])
+        scores, by_function = self._scorer.score_turns([item for item, _ in pairs], [turn for _, turn in pairs])
         counts = [len(episode.turns) for episode in episodes]
         sums, rewards_by_function = list(scores.split(counts)), iter(by_function)
         self._own_rewards = [[next(rewards_by_function) for _ in range(count)] for count in counts]

@@ -50,7 +50,7 @@ class ValueScale:
         self._moments = {part: [0.0, 0.0, 0.0] for part in self._parts}
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run goes on with; JSON-serializable."""
+        """State for a resumed run; JSON-serializable."""
         return {"decay": self._decay, "moments": {part: list(moment) for part, moment in self._moments.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ class ValueScale:
         batches = math.log1p(-weight) / math.log(decay)
         return [moment * (1 - self._decay**batches) / weight for moment in moments]
 
-    def of(self, part: str) -> tuple[float, float]:
+    def get_moments(self, part: str) -> tuple[float, float]:
         """Mean and standard deviation of the value targets of a part; 0 and 1 before the first."""
         mean, square, weight = self._moments[part]
         if not self.is_on or not weight:
@@ -76,12 +76,12 @@ class ValueScale:
 
     def read(self, part: str, outputs: torch.Tensor) -> torch.Tensor:
         """Values from the outputs of a head, of any shape."""
-        mean, deviation = self.of(part)
+        mean, deviation = self.get_moments(part)
         return outputs if (mean, deviation) == (0.0, 1.0) else mean + deviation * outputs
 
     def normalized(self, part: str, values: torch.Tensor) -> torch.Tensor:
         """What a head has to put out for values of any shape."""
-        mean, deviation = self.of(part)
+        mean, deviation = self.get_moments(part)
         return values if (mean, deviation) == (0.0, 1.0) else (values - mean) / deviation
 
     def update(self, rows: Sequence[Row]) -> None:
@@ -223,7 +223,7 @@ class CriticLearner:
         ]
 
     def num_features_of_reference(self, row: Row) -> int:
-        """Number of hidden states of the reference's pass that the critic can use in place of a pass of its own."""
+        """Number of hidden states of the reference's pass that the critic can use instead of a separate pass."""
         if self._args.critic_sees == "history":
             return 0  # the reference sees what the agent saw
         is_base = self._critic.reads_reference_pass and self._policies.base_is_reference(row.agent)
@@ -249,10 +249,10 @@ class CriticLearner:
         return {
             (index, horizon.agent): Row(
                 agent=horizon.agent,
-                adapter=self._policies.adapter_of(horizon.agent),
+                adapter=self._policies.get_adapter(horizon.agent),
                 prompt_ids=torch.tensor(observation.ids, dtype=torch.long),
                 completion_ids=torch.zeros(0, dtype=torch.long),
-                critic=self._critic.part_of(horizon.agent),
+                critic=self._critic.get_part(horizon.agent),
                 number=first_number + position,
             )
             for position, ((index, horizon), observation) in enumerate(zip(cut, observations, strict=True))
@@ -275,11 +275,11 @@ class CriticLearner:
             read = self._scale.read(batch.agent, outputs)
             for row, raw, value, states in zip(batch.rows, outputs, read, features.detach(), strict=True):
                 length = len(row.completion_ids)
-                count, of_row = self._critic.num_kept_features(length), self._critic.num_values(length)
+                count, num_values = self._critic.num_kept_features(length), self._critic.num_values(length)
                 filled[row.number] = replace(
                     originals[row.number],
-                    old_values=value[:of_row].clone(),
-                    old_outputs=raw[:of_row].clone() if self._scale.is_on else None,
+                    old_values=value[:num_values].clone(),
+                    old_outputs=raw[:num_values].clone() if self._scale.is_on else None,
                     features=states[:count].cpu().clone() if count else row.features,
                 )
             if keeps:
@@ -288,7 +288,7 @@ class CriticLearner:
 
     @staticmethod
     def _as_seen(rows: Sequence[Row]) -> list[Row]:
-        """Rows with what the critic reads in place of what their agents saw."""
+        """Rows with the prompts of the critic instead of the observations of the agents."""
         return [
             row if row.critic_prompt_ids is None else replace(row, prompt_ids=row.critic_prompt_ids) for row in rows
         ]
@@ -335,7 +335,7 @@ class CriticLearner:
             return row.old_outputs
         return self._scale.normalized(row.critic, row.old_values)  # not normalized, or of an earlier version
 
-    def values_of(self, batch: MicroBatch) -> torch.Tensor:
+    def compute_values(self, batch: MicroBatch) -> torch.Tensor:
         """The values `(B, V)` of one of [`~CriticLearner.batches`], with a gradient."""
         values = self._known.pop(batch, None)
         if values is None:
@@ -385,8 +385,8 @@ def _with_messages(episode: Episode, seen: Sequence[Seen], turn: Turn | None = N
     prompt = [{"content": episode.prompt}] if isinstance(episode.prompt, str) else episode.prompt
     texts = {"", *(message["content"] for message in prompt if isinstance(message["content"], str))}
     for item in [*seen, *([turn] if turn is not None else [])]:
-        given = episode.given[item.index] if isinstance(item, Turn) else None
-        for message in given.messages if given is not None else ():
+        requested_turn = episode.given[item.index] if isinstance(item, Turn) else None
+        for message in requested_turn.messages if requested_turn is not None else ():
             text = message["content"]  # an earlier turn stands as itself
             if isinstance(text, str) and text not in texts:
                 texts.add(text)

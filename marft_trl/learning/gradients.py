@@ -125,21 +125,21 @@ _SETTINGS = ("weight_decay", "betas", "eps", "momentum", "initial_lr")
 
 @contextlib.contextmanager
 def checked_groups(
-    optimizer: torch.optim.Optimizer, source_of: Callable[[str], str | None] | None = None
+    optimizer: torch.optim.Optimizer, find_source: Callable[[str], str | None] | None = None
 ) -> Iterator[None]:
     """
     Context manager: a state that is loaded into an optimizer must belong to its parameter groups. Settings of the
     groups stay those of the optimizer.
 
     Args:
-        source_of: name that an adapter has in the state, or `None` if it starts fresh. If left out, the groups must be
-            the same.
+        find_source: name that an adapter has in the state, or `None` if it starts fresh. If left out, the groups must
+            be the same.
     """
     settings = [{key: group[key] for key in _SETTINGS if key in group} for group in optimizer.param_groups]
 
     def prepare(mine: torch.optim.Optimizer, saved: dict) -> dict | None:
-        if source_of is not None:
-            return matched_state(saved, mine.param_groups, source_of)
+        if find_source is not None:
+            return matched_state(saved, mine.param_groups, find_source)
         check_groups(saved["param_groups"], mine.param_groups)
         return None
 
@@ -152,24 +152,24 @@ def checked_groups(
         group.update(own)
 
 
-def matched_state(saved: dict, current: Sequence[dict], source_of: Callable[[str], str | None]) -> dict:
+def matched_state(saved: dict, current: Sequence[dict], find_source: Callable[[str], str | None]) -> dict:
     """
-    The saved optimizer state in the order of the current parameter groups. Groups without a saved one start anew.
+    The saved optimizer state in the order of the current parameter groups. Groups without saved state start fresh.
 
     Args:
         saved: state of an optimizer with one group per adapter.
-        source_of: name that an adapter has in the saved state; `None` if it starts fresh.
+        find_source: name that an adapter has in the saved state; `None` if it starts fresh.
 
     Raises:
         ValueError: an adapter has another number of tensors.
     """
-    theirs = {group.get("adapter"): group for group in saved["param_groups"]}
+    saved_groups = {group.get("adapter"): group for group in saved["param_groups"]}
     groups: list[dict] = []
     state: dict[int, Any] = {}
     position = 0
     for group in current:
-        source = source_of(str(group.get("adapter")))
-        kept = theirs.get(source) if source is not None else None
+        source = find_source(str(group.get("adapter")))
+        kept = saved_groups.get(source) if source is not None else None
         indices = list(range(position, position + len(group["params"])))
         position += len(indices)
         if kept is not None:
@@ -191,12 +191,12 @@ def check_groups(saved: Sequence[dict], current: Sequence[dict]) -> None:
     Raises:
         ValueError: the groups differ. The message names the adapters of both.
     """
-    theirs = [(group.get("adapter"), len(group["params"])) for group in saved]
+    saved_sizes = [(group.get("adapter"), len(group["params"])) for group in saved]
     mine = [(group.get("adapter"), len(group["params"])) for group in current]
-    if theirs != mine:
+    if saved_sizes != mine:
         raise ValueError(
-            f"The optimizer state of the checkpoint belongs to {_count(theirs)}, but the team trains {_count(mine)}. "
-            "Resume with the agents, adapters and `peft_config` that the checkpoint was written with."
+            f"The optimizer state of the checkpoint belongs to {_count(saved_sizes)}, but the team trains "
+            f"{_count(mine)}. Resume with the agents, adapters and `peft_config` that the checkpoint was written with."
         )
 
 
@@ -230,7 +230,7 @@ class GradientShares:
 
     def begin(self, agents: Sequence[str]) -> None:
         """The next backward passes are those of these agents, which act with different adapters."""
-        watched = [agent for agent in agents if self._policies.adapter_of(agent) in self._groups]
+        watched = [agent for agent in agents if self._policies.get_adapter(agent) in self._groups]
         if watched != self._current:
             self._settle()
             self._current = watched
@@ -238,7 +238,7 @@ class GradientShares:
     def _settle(self) -> None:
         """Give what was added to a gradient since the last look to the agent whose passes ran."""
         for agent in self._current:
-            adapter = self._policies.adapter_of(agent)
+            adapter = self._policies.get_adapter(agent)
             now, before = self._look(adapter), self._last.get(adapter)
             part = now if before is None else now - before
             known = self._parts.get(agent)
@@ -270,16 +270,16 @@ class GradientShares:
             scale: factor of gradients in backward passes (fp16).
         """
         self._settle()
-        of_agents: dict[str, float] = {}
+        agent_norms: dict[str, float] = {}
         for adapter, norm in norms.items():
             agents = self._groups.get(adapter)
             if agents is None:
-                of_agents[self._policies.get_agents(adapter)[0]] = norm
+                agent_norms[self._policies.get_agents(adapter)[0]] = norm
             else:
-                of_agents |= self._within(adapter, agents, scale)
-        total = sum(of_agents.values())
+                agent_norms |= self._within(adapter, agents, scale)
+        total = sum(agent_norms.values())
         if total > 0 and math.isfinite(total):
-            for agent, norm in of_agents.items():
+            for agent, norm in agent_norms.items():
                 self._metrics.add(f"agents/{agent}/grad_share", norm / total)
         self.clear()
 

@@ -101,7 +101,7 @@ class LogProbs:
             logits = base(input_ids=torch.tensor([list(ids)], device=base.device)).logits[0, -1].float()
         return torch.log_softmax(logits, dim=-1)
 
-    def of_policy(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+    def compute_log_probs(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """Log-probabilities `(L,)` of rows under the present policies."""
         found = {row.number: logps for row, logps, _ in self._score(rows, by_reference=False)}
         return [found[row.number] for row in rows]
@@ -132,7 +132,7 @@ class LogProbs:
 
     # ---- Passes that several losses read ----
 
-    def states_of(self, batches: Sequence[MicroBatch], lora: MixedLora | None) -> tuple[torch.Tensor, ...]:
+    def compute_states(self, batches: Sequence[MicroBatch], lora: MixedLora | None) -> tuple[torch.Tensor, ...]:
         """
         Hidden states `(B, V, H)` of micro-batches that go through the model in one pass, for [`~LogProbs.reading`].
 
@@ -192,7 +192,7 @@ class LogProbs:
             input_ids, attention_mask (`torch.Tensor` of shape `(B, P + T)`): rows; prompts padded on the left.
             width: `T`, columns of the completions.
         """
-        base, device = self._passes.base_of(model), input_ids.device
+        base, device = self._passes.unwrap_base(model), input_ids.device
         # Read from the device at once: on a GPU, each look would wait for what was launched before
         ids, are_there = input_ids.tolist(), attention_mask.tolist()
         prompts = [_chosen(row[:-width], value[:-width]) for row, value in zip(ids, are_there, strict=True)]
@@ -207,10 +207,10 @@ class LogProbs:
                 for place in range(len(completion))
             ]
             states = hidden.flatten(0, 1).index_select(0, torch.tensor(read, dtype=torch.long, device=hidden.device))
-            tokens = [token for its in completions for token in its]
+            tokens = [token for completion in completions for token in completion]
             logps, entropies = forward.score(base, states, torch.tensor(tokens, dtype=torch.long, device=device))
         columns = [_chosen(range(width), entry[-width:]) for entry in are_there]
-        written = [row * width + column for row, its in enumerate(columns) for column in its]
+        written = [row * width + column for row, row_columns in enumerate(columns) for column in row_columns]
         places = torch.tensor(written, dtype=torch.long, device=device)
 
         def spread(values: torch.Tensor) -> torch.Tensor:
@@ -259,7 +259,7 @@ class LogProbs:
             if processes.count == 1 and len(item) < 2:
                 continue
             own = [torch.cat([self.entropies(batch) for batch in item]).tolist()] if item else []
-            everywhere = [value for of_process in processes.gather(own) for value in of_process]
+            everywhere = [value for process_values in processes.gather(own) for value in process_values]
             if everywhere:
                 values = torch.tensor(everywhere, device=processes.device)
                 thresholds[agent] = torch.quantile(values, 1 - quantile)

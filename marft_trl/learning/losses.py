@@ -29,7 +29,7 @@ from .adapter_updates import AdapterUpdates, DivergenceSums
 from .batching import KNOWN_METRICS, WITHOUT_SIGNAL, Collator, MicroBatcher, ZeroGradientFilter, loss_weights
 from .critic_learner import CriticLearner, ValueSums
 from .log_probs import LogProbs
-from .memory import MemoryPlan, readable, size_of
+from .memory import MemoryPlan, count_bytes, readable
 
 
 logger = get_logger(__name__)
@@ -58,7 +58,7 @@ class MixedPass:
         self.lora, self._batcher, self._always = lora, batcher, always
 
     @classmethod
-    def of(
+    def create(
         cls,
         model: nn.Module,
         policies: Policies,
@@ -81,7 +81,7 @@ class MixedPass:
         if args.mixed_passes and reason is not None:
             raise ValueError(
                 f"`mixed_passes=True` cannot be used, because {reason}. Leave `mixed_passes` unset to mix the rows "
-                "of several agents wherever it is possible and saves time."
+                "of several agents only where that is possible and faster."
             )
         return None if reason is not None else cls(MixedLora(model), batcher, bool(args.mixed_passes))
 
@@ -96,7 +96,7 @@ class MixedPass:
             return [[batch] for batch in batches]
         groups: list[tuple[list[MicroBatch], list[_PassShape]]] = []
         for batch in sorted(batches, key=lambda candidate: max(row.length for row in candidate.rows)):
-            shape = _PassShape.of(batch.rows)
+            shape = _PassShape.from_rows(batch.rows)
             for group, shapes in groups:
                 if batch.adapter not in [item.adapter for item in group] and self._fit([*shapes, shape]):
                     group.append(batch)
@@ -130,11 +130,11 @@ def _reason_not_mixed(
         return "the base model is sharded"
     if not places_rows:
         return (
-            "rows run through the forward passes of `GRPOTrainer` (`share_prefixes=False`, or a model that needs them)"
+            "rows use the forward passes of `GRPOTrainer` (`share_prefixes=False`, or a model that needs these passes)"
         )
     if args.gradient_checkpointing is True:
         return "gradient checkpointing is on (`gradient_checkpointing=True`)"
-    return MixedLora.why_not(model, trained)
+    return MixedLora.find_obstacle(model, trained)
 
 
 class _PassShape(NamedTuple):
@@ -149,7 +149,7 @@ class _PassShape(NamedTuple):
     rest: int
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> _PassShape:
+    def from_rows(cls, rows: Sequence[Row]) -> _PassShape:
         prompts = [row.prompt_ids.tolist() for row in rows]
         completion_lengths = [max(len(row.completion_ids) - 1, 0) for row in rows]
         groups = plan_passes(prompts, completion_lengths)
@@ -190,35 +190,35 @@ class OutOfMemory:
         self.release: Callable[[], None] | None = None
 
     def guard(
-        self, work: Callable[[], torch.Tensor], rows: Sequence[Row], notes: Sequence[Snapshot], alone: bool
+        self, work: Callable[[], torch.Tensor], rows: Sequence[Row], snapshots: Sequence[Snapshot], alone: bool
     ) -> torch.Tensor:
         """
         Run the forward and backward passes of a micro-step.
 
         Args:
             work: `work()` runs them, and returns the loss.
-            notes: snapshots of the objects that the passes write to.
+            snapshots: snapshots of the objects that the passes write to.
             alone: whether no other process takes part in the passes, so that this process can retry.
 
         Raises:
             RuntimeError: the retry ran out of memory too, or no retry is possible. The message shows the memory plan
                 and the measured memory.
         """
-        why_not = None if alone else "other processes take part in the passes of the step"
-        states, undo, problem = self._randomness.capture(), [snapshot() for snapshot in notes], ""
+        obstacle = None if alone else "other processes take part in the passes of the step"
+        states, undo, problem = self._randomness.capture(), [snapshot() for snapshot in snapshots], ""
         gradients: list[tuple[Any, torch.Tensor | None]] = []
         try:
             if alone:
-                gradients, why_not = self._copy_gradients()
+                gradients, obstacle = self._copy_gradients()
             return work()
         except torch.OutOfMemoryError as error:
             problem = _first_line(error)
         # Outside of `except`, because the exception keeps the tensors of the passes alive
         if self.release is not None:
             self.release()
-        if why_not is None and not self._reduce_memory(rows, problem):
-            why_not = "a single row is too long with the current `gradient_checkpointing` setting"
-        elif why_not is None:
+        if obstacle is None and not self._reduce_memory(rows, problem):
+            obstacle = "a single row is too long with the current `gradient_checkpointing` setting"
+        elif obstacle is None:
             clear_device_cache(garbage_collection=True)
             self._randomness.restore(states)
             for parameter, gradient in gradients:
@@ -229,7 +229,7 @@ class OutOfMemory:
                 return work()
             except torch.OutOfMemoryError as error:
                 problem = _first_line(error)
-        raise RuntimeError(self._error_message(problem, why_not))
+        raise RuntimeError(self._error_message(problem, obstacle))
 
     def _copy_gradients(self) -> tuple[list[tuple[Any, torch.Tensor | None]], str | None]:
         """Copy the gradients of earlier micro-steps. Return the copies, and the reason if there are none."""
@@ -238,7 +238,7 @@ class OutOfMemory:
             for parameters in self._updates.trained_parameters().values()
             for parameter in parameters.values()
         ]
-        if size_of([entry.grad for entry in trained if entry.grad is not None]) > _MAX_GRADIENT_COPY_BYTES:
+        if count_bytes([entry.grad for entry in trained if entry.grad is not None]) > _MAX_GRADIENT_COPY_BYTES:
             return [], "the gradients of earlier micro-steps are too large to copy"
         return [(value, None if value.grad is None else value.grad.detach().clone()) for value in trained], None
 
@@ -256,7 +256,7 @@ class OutOfMemory:
             )
         return change is not None
 
-    def _error_message(self, problem: str, why_not: str | None) -> str:
+    def _error_message(self, problem: str, obstacle: str | None) -> str:
         device, lines = self._processes.device, []
         if self.plan is not None:
             with contextlib.suppress(Exception):  # the plan measures a pass, which may run out of memory
@@ -264,7 +264,7 @@ class OutOfMemory:
         if device.type == "cuda":
             peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
             lines.append(f"Measured peak: {readable(peak)} of {readable(total)}.")
-        outcome = "again with smaller micro-batches" if why_not is None else f"and cannot be retried: {why_not}"
+        outcome = "again with smaller micro-batches" if obstacle is None else f"and cannot be retried: {obstacle}"
         return "\n".join(
             [
                 f"Step {self._state.optimizer_step + 1} ran out of memory {outcome} ({problem}). Lower "
@@ -279,7 +279,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).split("\n")[0].split(". ")[0].rstrip(".")
 
 
-class Part(NamedTuple):
+class LossTerm(NamedTuple):
     """
     A term of the loss of a slice.
 
@@ -291,7 +291,7 @@ class Part(NamedTuple):
     loss: Callable[[], torch.Tensor]
 
 
-class Notes:
+class LossRecord:
     """
     Metrics and sums that the losses of a step collect.
 
@@ -312,13 +312,13 @@ class _PendingSlice:
 
     Args:
         learning: adapters and parts of the critic that learn from it.
-        notes: metrics and sums of the losses of the slice.
+        record: metrics and sums of the losses of the slice.
         thresholds: see [`~LogProbs.high_entropy_thresholds`].
     """
 
     slice: Slice
     learning: frozenset[str]
-    notes: Notes
+    record: LossRecord
     thresholds: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -329,7 +329,7 @@ class _SliceRows(NamedTuple):
     batch: MicroBatch
     places: list[int]
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def select(self, tensor: torch.Tensor) -> torch.Tensor:
         """Select the rows of this piece from a tensor `(B, ...)` of the micro-batch."""
         is_whole = self.places == list(range(len(tensor)))
         return tensor if is_whole else tensor[self.places]
@@ -370,7 +370,7 @@ class TeamLoss(TrainerCallback):
         self.mixing, self.out_of_memory = mixing, out_of_memory
         self._settings, self._signal = run.settings, ZeroGradientFilter(run.args, run.settings, run.state)
         self._waiting: list[_PendingSlice] = []  # slices of the current optimizer step whose passes are pending
-        self._unlogged: list[Notes] = []
+        self._unlogged: list[LossRecord] = []
         has_sequence_ratio = (team.level.ratio or run.args.importance_sampling_level) == "sequence"
         self._row_metrics = {"vespo/phi_seq_mean", *(KNOWN_METRICS if has_sequence_ratio else ())}
 
@@ -391,7 +391,7 @@ class TeamLoss(TrainerCallback):
         """
         self._updates.note_adapters(slice_.adapters & learning)
         self._waiting.append(
-            _PendingSlice(slice_, learning, Notes(self._agents, self._updates.divergence, self._critic))
+            _PendingSlice(slice_, learning, LossRecord(self._agents, self._updates.divergence, self._critic))
         )
         self._policies.has_pending_rows = self._batcher.joins_slices and not self._state.is_update
         if self._policies.has_pending_rows:
@@ -400,15 +400,15 @@ class TeamLoss(TrainerCallback):
 
         def learn() -> torch.Tensor:
             total = torch.zeros((), device=self._processes.device)
-            for part in self._parts(model, waiting):
-                self._updates.shares.begin(part.agents)
-                loss = part.loss()
+            for term in self._loss_terms(model, waiting):
+                self._updates.shares.begin(term.agents)
+                loss = term.loss()
                 backward(loss)
                 total += loss.detach()
             return total.requires_grad_()  # the Trainer calls `backward` on it, which has nothing left to do
 
-        self._unlogged += (notes := [item.notes for item in waiting])
-        recorders = [recorder for note in notes for recorder in (note.metrics, note.values) if recorder is not None]
+        self._unlogged += (records := [item.record for item in waiting])
+        recorders = [part for record in records for part in (record.metrics, record.values) if part is not None]
         snapshots = [recorder.snapshot for recorder in (*recorders, self._updates.divergence, self._updates.shares)]
         # Losses gather thresholds from all processes, and every pass through a sharded model needs all processes
         is_local = not self._processes.have_shards
@@ -427,37 +427,37 @@ class TeamLoss(TrainerCallback):
             self._processes.wait()
 
     @torch.no_grad()
-    def in_evaluation(self, model: nn.Module, slice_: Slice, learning: frozenset[str]) -> torch.Tensor:
+    def evaluation_loss(self, model: nn.Module, slice_: Slice, learning: frozenset[str]) -> torch.Tensor:
         """Compute the loss of an evaluation batch, without an effect on the statistics of training."""
-        notes = Notes(self._agents, critic=self._critic)
+        record = LossRecord(self._agents, critic=self._critic)
         total = torch.zeros((), device=self._processes.device)
-        for part in self._parts(model, [_PendingSlice(slice_, learning, notes)]):
-            total += part.loss()
-        self._log(notes)
+        for term in self._loss_terms(model, [_PendingSlice(slice_, learning, record)]):
+            total += term.loss()
+        self._log(record)
         self._policies.activate_first()
         return total
 
     def end_step(self, is_update: bool) -> None:
         """End a micro-step and report its metrics. `is_update`: whether it ends an optimizer step."""
         self._updates.shares.begin([])
-        for notes in self._unlogged:
-            self._log(notes)
+        for record in self._unlogged:
+            self._log(record)
         self._unlogged = []
         self._policies.activate_first()  # leave an agent's adapter active, not the critic's
         if self._state.has_entropy_bonus and is_update and not self._args.use_adaptive_entropy:
             self._metrics.add("entropy_coef", self._state.entropy_coef)
 
-    def _log(self, notes: Notes) -> None:
-        found = notes.metrics.join(loss_metrics(self._settings, self._state.has_entropy_bonus), self._processes)
-        if notes.values is not None:
-            found |= notes.values.metrics(self._processes)
+    def _log(self, record: LossRecord) -> None:
+        found = record.metrics.join(loss_metrics(self._settings, self._state.has_entropy_bonus), self._processes)
+        if record.values is not None:
+            found |= record.values.metrics(self._processes)
         for name, value in found.items():
             self._metrics.add(name, value)
 
-    def _parts(self, model: nn.Module, waiting: Sequence[_PendingSlice]) -> list[Part]:
+    def _loss_terms(self, model: nn.Module, waiting: Sequence[_PendingSlice]) -> list[LossTerm]:
         """Return the loss terms of the micro-batches of slices, which are computed one after another."""
         # The critic comes first, so that its saved activations are freed before the policies need memory
-        parts = self._critic_terms(self._critic, waiting) if self._critic is not None else []
+        terms = self._critic_terms(self._critic, waiting) if self._critic is not None else []
         rows_by_slice = []
         for item in waiting:
             trained = [row for row in item.slice.rows if row.is_trained and row.adapter in item.learning]
@@ -465,73 +465,73 @@ class TeamLoss(TrainerCallback):
                 trained, self._settings.top_entropy_quantile, self._processes
             )
             trained, others = self._signal.split(trained)
-            self._record_skipped_rows(model, item.slice, trained, others, item.notes)
+            self._record_skipped_rows(model, item.slice, trained, others, item.record)
             rows_by_slice.append((item, trained))
         # An optimizer step may train on the same rows several times
-        for owners in _group_by_key(rows_by_slice, key=lambda row: row):
-            batches = list(self._batcher.cut([row for row, _ in owners.values()]))
+        for slices_by_row in _group_by_key(rows_by_slice, key=lambda row: row):
+            batches = list(self._batcher.cut([row for row, _ in slices_by_row.values()]))
             for group in self.mixing.plan(batches) if self.mixing is not None else [[batch] for batch in batches]:
-                pieces = [_pieces(batch, [owners[row][1] for row in batch.rows]) for batch in group]
-                loss = functools.partial(self._shared_pass_loss, model, group, pieces)
-                if len(group) == len(pieces[0]) == 1:  # TRL's loss runs the pass
-                    loss = functools.partial(self._piece_loss, model, pieces[0][0])
-                parts.append(Part([batch.agent for batch in group], loss))
-        return parts
+                slice_rows = [_split_rows(batch, [slices_by_row[row][1] for row in batch.rows]) for batch in group]
+                loss = functools.partial(self._shared_pass_loss, model, group, slice_rows)
+                if len(group) == len(slice_rows[0]) == 1:  # TRL's loss runs the pass
+                    loss = functools.partial(self._piece_loss, model, slice_rows[0][0])
+                terms.append(LossTerm([batch.agent for batch in group], loss))
+        return terms
 
-    def _critic_terms(self, critic: CriticLearner, waiting: Sequence[_PendingSlice]) -> list[Part]:
+    def _critic_terms(self, critic: CriticLearner, waiting: Sequence[_PendingSlice]) -> list[LossTerm]:
         """Return the loss terms of the micro-batches of the critic."""
-        parts, steps = [], self._state.accumulation_steps
+        terms, steps = [], self._state.accumulation_steps
         learned = [(item, [row for row in item.slice.rows if row.critic in item.learning]) for item in waiting]
         # The critic identifies rows by their number in a generation batch, and an optimizer step may span several
         # batches
-        for owners in _group_by_key(learned, key=lambda row: row.number):
-            for batch in critic.batches([row for row, _ in owners.values()]):
-                pieces = _pieces(batch, [owners[row.number][1] for row in batch.rows])
+        for slices_by_row in _group_by_key(learned, key=lambda row: row.number):
+            for batch in critic.batches([row for row, _ in slices_by_row.values()]):
+                slice_rows = _split_rows(batch, [slices_by_row[row.number][1] for row in batch.rows])
 
-                def loss(batch: MicroBatch = batch, pieces: Sequence[_SliceRows] = pieces) -> torch.Tensor:
-                    values = critic.values_of(batch)
+                def loss(batch: MicroBatch = batch, slice_rows: Sequence[_SliceRows] = slice_rows) -> torch.Tensor:
+                    values = critic.compute_values(batch)
                     losses = [
-                        critic.loss(piece.batch, piece.of(values), piece.owner.slice, steps, piece.owner.notes.values)
-                        for piece in pieces
+                        critic.loss(rows.batch, rows.select(values), rows.owner.slice, steps, rows.owner.record.values)
+                        for rows in slice_rows
                     ]
                     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-                parts.append(Part([], loss))
-        return parts
+                terms.append(LossTerm([], loss))
+        return terms
 
     def _shared_pass_loss(
-        self, model: nn.Module, batches: Sequence[MicroBatch], pieces: Sequence[Sequence[_SliceRows]]
+        self, model: nn.Module, batches: Sequence[MicroBatch], slice_rows: Sequence[Sequence[_SliceRows]]
     ) -> torch.Tensor:
         """Compute the sum of the losses of micro-batches that share a pass."""
         lora = self.mixing.lora if self.mixing is not None and len(batches) > 1 else None
         losses = []
-        for hidden, batch_pieces in zip(self._log_probs.states_of(batches, lora), pieces, strict=True):
+        for hidden, batch_pieces in zip(self._log_probs.compute_states(batches, lora), slice_rows, strict=True):
             for piece in batch_pieces:
-                with self._log_probs.reading(piece.of(hidden)):
+                with self._log_probs.reading(piece.select(hidden)):
                     losses.append(self._piece_loss(model, piece))
         return torch.stack(losses).sum()
 
     def _piece_loss(self, model: nn.Module, piece: _SliceRows) -> torch.Tensor:
         owner, threshold = piece.owner, piece.owner.thresholds.get(piece.batch.agent)
-        return self._batch_loss(model, piece.batch, owner.slice, threshold, owner.notes)
+        return self._batch_loss(model, piece.batch, owner.slice, threshold, owner.record)
 
     def _record_skipped_rows(
-        self, model: nn.Module, slice_: Slice, trained: Sequence[Row], others: Sequence[Row], notes: Notes
+        self, model: nn.Module, slice_: Slice, trained: Sequence[Row], others: Sequence[Row], record: LossRecord
     ) -> None:
         """
         Count the rows without a gradient, and record their metrics, with a forward pass only if `target_kl` needs it.
         """
         for rows, value in ((trained, 0.0), (others, 1.0)):
             for agent, count in Counter(row.agent for row in rows if len(row.completion_ids)).items():
-                notes.metrics.add(agent, {WITHOUT_SIGNAL: [value]}, count)
+                record.metrics.add(agent, {WITHOUT_SIGNAL: [value]}, count)
         if others and self._signal.needs_divergence:
             with self._log_probs.scoring():
                 for batch in self._batcher.cut(others):
-                    self._batch_loss(model, batch, slice_, None, notes)
+                    self._batch_loss(model, batch, slice_, None, record)
             return
         for agent in dict.fromkeys(row.agent for row in others):
             skipped = MicroBatch(agent, [row for row in others if row.agent == agent])
-            self._add_metrics(notes, skipped, KNOWN_METRICS)
+            self._add_metrics(record, skipped, KNOWN_METRICS)
 
     def _batch_loss(
         self,
@@ -539,7 +539,7 @@ class TeamLoss(TrainerCallback):
         batch: MicroBatch,
         slice_: Slice,
         threshold: torch.Tensor | None,
-        notes: Notes,
+        record: LossRecord,
     ) -> torch.Tensor:
         """
         Compute TRL's loss for the rows of one agent, weighted so that losses add up over micro-batches and processes.
@@ -551,23 +551,24 @@ class TeamLoss(TrainerCallback):
             tensors.pop(OLD_LOGPS, None)
         tensors["num_items_in_batch"] = torch.tensor(weights.num_items_in_batch, device=self._processes.device)
         self._log_probs.activate(batch.agent)
-        with self._log_probs.transformed(functools.partial(self._transform_for_trl, batch, tensors, notes.divergence)):
+        transform = functools.partial(self._transform_for_trl, batch, tensors, record.divergence)
+        with self._log_probs.transformed(transform):
             loss, metrics = self._trl_loss(
                 model,
                 tensors,
-                entropy_coef=self._updates.entropy_coef_of(batch.adapter) * weights.entropy,
+                entropy_coef=self._updates.get_entropy_coef(batch.adapter) * weights.entropy,
                 max_completion_length=self._samplings[batch.agent].max_completion_length,
                 entropy_mask=None if threshold is None else functools.partial(_mask_above, threshold),
             )
-        self._add_metrics(notes, batch, metrics)
+        self._add_metrics(record, batch, metrics)
         return loss * weights.loss
 
-    def _add_metrics(self, notes: Notes, batch: MicroBatch, metrics: Mapping[str, list[float]]) -> None:
+    def _add_metrics(self, record: LossRecord, batch: MicroBatch, metrics: Mapping[str, list[float]]) -> None:
         """Record metrics, weighted by what TRL's loss averaged over: rows, or tokens and turns."""
         by_rows = {name: values for name, values in metrics.items() if name in self._row_metrics}
         others = {name: values for name, values in metrics.items() if name not in self._row_metrics}
-        notes.metrics.add(batch.agent, by_rows, len(batch.rows))
-        notes.metrics.add(batch.agent, others, self._level.weight(batch))
+        record.metrics.add(batch.agent, by_rows, len(batch.rows))
+        record.metrics.add(batch.agent, others, self._level.weight(batch))
 
     def _transform_for_trl(
         self,
@@ -598,13 +599,13 @@ def _group_by_key(
     return groups
 
 
-def _pieces(batch: MicroBatch, owners: Sequence[_PendingSlice]) -> list[_SliceRows]:
-    """Split a micro-batch into pieces, given the slice of each row."""
+def _split_rows(batch: MicroBatch, slices_by_row: Sequence[_PendingSlice]) -> list[_SliceRows]:
+    """Split a micro-batch by slice, given the slice of each row."""
     places: dict[_PendingSlice, list[int]] = {}
-    for place, owner in enumerate(owners):
+    for place, owner in enumerate(slices_by_row):
         places.setdefault(owner, []).append(place)
     if len(places) == 1:
-        return [_SliceRows(owners[0], batch, list(range(len(owners))))]
+        return [_SliceRows(slices_by_row[0], batch, list(range(len(slices_by_row))))]
     return [
         _SliceRows(owner, MicroBatch(batch.agent, [batch.rows[place] for place in value]), value)
         for owner, value in places.items()

@@ -60,7 +60,7 @@ class MemoryPlan:
         return "\n".join(f"{name:12}{readable(size):>12}" for name, size in [*parts, ("at once", self.total)])
 
 
-def size_of(tensors: Iterable[torch.Tensor]) -> int:
+def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Size of tensors in bytes. A tensor that occurs several times is counted once."""
     return sum(
         tensor.numel() * tensor.element_size() for tensor in {id(tensor): tensor for tensor in tensors}.values()
@@ -99,13 +99,13 @@ class ActivationCost:
         """The cost of the tokens of rows of this length."""
         return replace(self, per_token=self.per_token + self.per_pair * length, per_pair=0.0)
 
-    def of_token(self, checkpointing: bool) -> float:
+    def bytes_per_token(self, checkpointing: bool) -> float:
         """Bytes per token, with or without gradient checkpointing."""
         return self.per_checkpointed if checkpointing else self.per_token
 
     def size(self, tokens: int, repeated: int, checkpointing: bool) -> int:
         """Bytes of a pass that computes `tokens` tokens and repeats `repeated` tokens, each summed over rows."""
-        return round(self.fixed + self.of_token(checkpointing) * tokens + self.per_repeat * repeated)
+        return round(self.fixed + self.bytes_per_token(checkpointing) * tokens + self.per_repeat * repeated)
 
 
 # Lengths of a shared prefix and of what follows it. They, and half of their sum, are primes, so that the size of a
@@ -132,9 +132,9 @@ def measure_activations(model: PreTrainedModel, share: bool = True) -> Activatio
     middle = (prefix + rest) // 2
     sizes = _kept_sizes(model, prefix, rest, share)
     whole = prefix + rest if share else rest
-    joined = _of(sizes, [middle], [rest]) / (2 * whole) if share else 0.0
-    linear = _of(sizes, [rest], [middle, rest**2]) / (2 * rest) + joined
-    squared = _of(sizes, [rest * middle] if share else [rest**2], []) / (2 * rest * whole)
+    joined = _sum_divisible(sizes, [middle], [rest]) / (2 * whole) if share else 0.0
+    linear = _sum_divisible(sizes, [rest], [middle, rest**2]) / (2 * rest) + joined
+    squared = _sum_divisible(sizes, [rest * middle] if share else [rest**2], []) / (2 * rest * whole)
     fixed = _without(sizes, prefix, rest)
     if others and fixed > _FIXED * sum(size for _, size in sizes):
         shorter = others[0]
@@ -167,7 +167,7 @@ def _without(sizes: Sequence[tuple[int, int]], prefix: int, rest: int) -> float:
     return sum(size for numel, size in sizes if all(numel % item for item in (prefix, rest, (prefix + rest) // 2)))
 
 
-def _of(sizes: Sequence[tuple[int, int]], factors: Sequence[int], without: Sequence[int]) -> int:
+def _sum_divisible(sizes: Sequence[tuple[int, int]], factors: Sequence[int], without: Sequence[int]) -> int:
     """Bytes of the tensors whose number of elements is divisible by one of some factors, and by none of others."""
     return sum(
         size

@@ -46,7 +46,7 @@ class ModelPass:
     ):
         self.model, self.reference, self._has_adapters = model, reference, has_adapters
         self._args, self._accelerator = args, accelerator
-        base = self.base_of(model)
+        base = self.unwrap_base(model)
         self._warn_of_two_precisions(base)
         with self.autocast():  # a model may run in this precision alone, such as with FlashAttention
             self.share = args.share_prefixes and self._can_share(base, has_aux_loss)
@@ -55,12 +55,12 @@ class ModelPass:
         self.give_positions = self.share or (needs_positions and not has_aux_loss)
         if self.give_positions and args.torch_compile:
             raise ValueError(
-                "`torch_compile=True` compiles the passes of GRPOTrainer, and those of a team, in which rows share "
-                "what they have in common, call the layers of the base beneath it. Leave it out, or set "
-                "`share_prefixes=False` to have compiled passes in which every row is computed whole."
+                "`torch_compile=True` compiles the forward pass of GRPOTrainer, but passes with shared prefixes call "
+                "the layers of the base directly. Set `torch_compile=False`, or set `share_prefixes=False` to compute "
+                "every row in full with compiled passes."
             )
 
-    def base_of(self, model: nn.Module) -> PreTrainedModel:
+    def unwrap_base(self, model: nn.Module) -> PreTrainedModel:
         """The language model under the wrappers of accelerate and PEFT."""
         model = self._accelerator.unwrap_model(model)
         return model if model is self.reference or not self._has_adapters else model.get_base_model()
@@ -68,7 +68,7 @@ class ModelPass:
     @property
     def base(self) -> PreTrainedModel:
         """The language model that is trained, without wrappers."""
-        return self.base_of(self.model)
+        return self.unwrap_base(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -112,24 +112,25 @@ class ModelPass:
     # ---- What the model can do ----
 
     def _warn_of_two_precisions(self, base: PreTrainedModel) -> None:
-        """A frozen base in float32 samples in float32, as in `GRPOTrainer`, also where mixed precision scores."""
+        """Warn if a frozen base samples in float32 and scores in mixed precision, as in `GRPOTrainer`."""
         if self._has_adapters and self._accelerator.mixed_precision in HALF and base.dtype == torch.float32:
             logger.warning(
                 f"The base is in float32 and `{self._accelerator.mixed_precision}=True`, so turns are sampled in "
-                "float32 and scored in half precision, as in GRPOTrainer: other log-probabilities, twice the memory, "
-                "slower turns. Load the base in half precision: `model_init_kwargs={'dtype': 'bfloat16'}`."
+                "float32 and scored in half precision, as in GRPOTrainer. Log-probabilities differ, sampling is "
+                "slower, and the base takes twice the memory. Load the base in half precision: "
+                "`model_init_kwargs={'dtype': 'bfloat16'}`."
             )
 
     def _can_share(self, base: PreTrainedModel, has_aux_loss: bool) -> bool:
         reentrant = (self._args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
         if reentrant and self._args.gradient_checkpointing is not False:
-            why: str | None = "reentrant checkpointing takes no gradient to keys and values that were computed before"
+            why: str | None = "reentrant checkpointing passes no gradients to cached keys and values"
         elif has_aux_loss:
-            why = "the routers' outputs of a mixture of experts are part of the loss"
+            why = "the loss includes the router outputs of a mixture of experts"
         else:
-            why = forward.why_not(base)
+            why = forward.find_obstacle(base)
         if why is not None:
-            logger.warning(f"What rows have in common is computed anew for each (`share_prefixes`): {why}.")
+            logger.warning(f"`share_prefixes` is off, so shared prefixes are computed again for every row: {why}.")
         return why is None
 
     def _dropout_of_base(self) -> dict[str, float]:
@@ -139,7 +140,7 @@ class ModelPass:
         return {name: value for name, value in found.items() if not name.startswith(("classifier_", "summary_"))}
 
     def warn_of_dropout(self, policies: Policies) -> None:
-        """Log what drops out when turns are scored before an update and again in it."""
+        """Warn of dropout that differs between the scoring of turns before the updates and in the updates."""
         configs = getattr(self._accelerator.unwrap_model(self.model), "peft_config", {})
         pairs = [(adapter, agent) for adapter in policies.trained for agent in policies.get_agents(adapter)]
         rates = {agent: getattr(configs.get(adapter), "lora_dropout", 0.0) for adapter, agent in pairs}
@@ -149,10 +150,10 @@ class ModelPass:
             names = ("num_iterations", "steps_per_generation", *(["use_vllm"] if self._args.use_vllm else []))
             settings = ", ".join(f"{name}={getattr(self._args, name)!r}" for name in names)
             logger.warning(
-                f"{', '.join(parts)}, with `{settings}`: turns are scored with one dropout mask before the updates "
-                "and with another one in each, as in GRPOTrainer, so ratios differ from 1 and tokens are clipped "
-                "before anything has been learned. Set `disable_dropout=True`, or train once on each generation batch "
-                "(`num_iterations=1`, and `steps_per_generation` no more than `gradient_accumulation_steps`)."
+                f"{', '.join(parts)}, with `{settings}`: as in GRPOTrainer, the old log-probabilities and each update "
+                "use different dropout masks, so ratios differ from 1 and tokens are clipped even before the first "
+                "update. Use `disable_dropout=True`, or train once on each generation batch (`num_iterations=1`, and "
+                "`steps_per_generation` no more than `gradient_accumulation_steps`)."
             )
 
     def sample_what_they_score(self) -> bool:

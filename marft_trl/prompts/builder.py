@@ -58,7 +58,7 @@ class Observation:
         dropped: number of turns and feedback left out to fit the model's window.
         problem: reason why the observation is not valid, which ends the episode.
         is_too_long: whether the observation does not fit the model's window.
-        is_cut: whether `ids` has only the first tokens, because the observation is far too long.
+        is_truncated: whether `ids` has only the first tokens, because the observation is far too long.
     """
 
     content: str | Messages
@@ -67,12 +67,12 @@ class Observation:
     dropped: int = 0
     problem: str | None = None
     is_too_long: bool = False
-    is_cut: bool = False
+    is_truncated: bool = False
 
     @property
     def size(self) -> str:
         """Number of tokens, as text for messages."""
-        return f"{'more than ' if self.is_cut else ''}{len(self.ids)} tokens"
+        return f"{'more than ' if self.is_truncated else ''}{len(self.ids)} tokens"
 
 
 class Query(NamedTuple):
@@ -104,13 +104,13 @@ class Window:
         reserved: number of tokens that each agent may generate after its observation.
         overflow: `"raise"` (an error is raised), `"drop_oldest_turn"` (the oldest turns are left out) or
             `"end_episode"` (`problem` of the observation is set).
-        unread: names of agents whose observations no model reads, so that the window does not limit them.
+        without_model: names of agents whose observations no model reads, so that the window does not limit them.
     """
 
     size: int | None = None
     reserved: Mapping[str, int] = field(default_factory=dict)
     overflow: str = "raise"
-    unread: frozenset[str] = frozenset()
+    without_model: frozenset[str] = frozenset()
 
 
 class PromptBuilder:
@@ -125,14 +125,15 @@ class PromptBuilder:
         view: Function `view(agent, prompt, seen)` that returns the messages shown to the agent. The contents of the
             messages are encoded without control tokens.
         chat_template: Chat template to use instead of the tokenizer's, or a [`ChatTemplate`] with keyword arguments.
-        plain: Whether to keep text prompts as text instead of converting them to a user message. Used for a single
-            agent without a system prompt, as in `GRPOTrainer`. Always `True` for tokenizers without a chat template.
+        keeps_text_prompts: Whether to keep text prompts as text instead of converting them to a user message. Used for
+            a single agent without a system prompt, as in `GRPOTrainer`. Always `True` for tokenizers without a chat
+            template.
         window: Context window of the model, and what happens if an observation does not fit.
-        ends: Ids of the tokens that end a turn.
+        end_token_ids: Ids of the tokens that end a turn.
         aliases: Names under which agents see each other, by agent name. Defaults to the agents' names.
-        alone: Whether an agent sees only the prompt, its own turns and the results of its calls. Prompts are then
-            tokenized as in `GRPOTrainer`, and nothing is quoted. Otherwise, prompts contain no control tokens, and
-            neither prompts nor results contain lines that look like the name of a speaker.
+        is_single_agent: Whether an agent sees only the prompt, its own turns and the results of its calls. Prompts are
+            then tokenized as in `GRPOTrainer`, and nothing is quoted. Otherwise, prompts contain no control tokens,
+            and neither prompts nor results contain lines that look like the name of a speaker.
         show_reasoning: Whether earlier turns keep their reasoning where the chat template removes it.
     """
 
@@ -142,11 +143,11 @@ class PromptBuilder:
         tokenize: Callable[..., list[list[int]]],
         view: View = team_view,
         chat_template: str | ChatTemplate | None = None,
-        plain: bool = False,
+        keeps_text_prompts: bool = False,
         window: Window | None = None,
-        ends: Collection[int] = (),
+        end_token_ids: Collection[int] = (),
         aliases: Mapping[str, str] | None = None,
-        alone: bool = False,
+        is_single_agent: bool = False,
         show_reasoning: bool = False,
     ):
         if not isinstance(chat_template, ChatTemplate):
@@ -155,16 +156,16 @@ class PromptBuilder:
         self.tokenizer = tokenizer
         self._tokenize = tokenize
         self.view = view
-        self._plain = plain or tokenizer.chat_template is None
+        self._keeps_text_prompts = keeps_text_prompts or tokenizer.chat_template is None
         self._encode = PlainEncoder(tokenizer, self.template.source)
         window = window or Window()
-        self.window, self._reserved, self._overflow = window.size, window.reserved, window.overflow
-        self._unread = window.unread
-        self._ends = frozenset(ends)
+        self.window_size, self._reserved, self._overflow = window.size, window.reserved, window.overflow
+        self._without_model = window.without_model
+        self._end_token_ids = frozenset(end_token_ids)
         self.aliases = aliases or {}
-        self._alone = alone
-        self._folds_system = not self._plain and not self.template.renders_system
-        self._reasoning = None if self._plain else EarlierReasoning(self.template)
+        self._is_single_agent = is_single_agent
+        self._folds_system = not self._keeps_text_prompts and not self.template.renders_system
+        self._reasoning = None if self._keeps_text_prompts else EarlierReasoning(self.template)
         self.show_reasoning = show_reasoning
         self._shown: dict[int, str] = {}  # tool schemas of prompts, by the hash of the token ids
 
@@ -187,7 +188,7 @@ class PromptBuilder:
             if query.messages is not None
         }
         for index, query in enumerate(restricted):
-            if index not in built and self._view_of(query.agent) is team_view:  # it shows the whole prompt
+            if index not in built and self._get_view(query.agent) is team_view:  # it shows the whole prompt
                 cut = self._first_tokens(query.agent, query.prompt)
                 built |= {index: self._fit(query._replace(seen=()), cut)} if cut is not None else {}
         contents = ["" if index in built else self._observe(query) for index, query in enumerate(restricted)]
@@ -196,7 +197,7 @@ class PromptBuilder:
         for index, query in enumerate(restricted):
             if index in built:
                 continue
-            if not query.seen and self._view_of(query.agent) is team_view and self._is_safe(contents[index]):
+            if not query.seen and self._get_view(query.agent) is team_view and self._is_safe(contents[index]):
                 kind = isinstance(contents[index], list), tuple(map(unbound, query.functions))  # type: ignore[arg-type]
                 alike.setdefault(kind, []).append(index)
         for indices in alike.values():
@@ -232,7 +233,7 @@ class PromptBuilder:
             self._check(shown)
             for schema in query.functions:
                 if self._encode.contains_control_token(_strings(schema)):
-                    raise PromptError(f"The schema of the tool {tool_name(schema)!r} spells a control token.")
+                    raise PromptError(f"The schema of the tool {tool_name(schema)!r} contains a control token.")
             if not self.template.renders_results:
                 shown = without_roles(shown, self.template.renders_called_results())
             if self._folds_system:
@@ -252,7 +253,7 @@ class PromptBuilder:
         observation.is_too_long = True
         observation.problem = (
             f"The messages have {observation.size} and {agent.name!r} may generate "
-            f"{self._reserved.get(agent.name, 0)} more, but the model's window is {self.window} tokens."
+            f"{self._reserved.get(agent.name, 0)} more, but the model's window is {self.window_size} tokens."
         )
         return observation
 
@@ -262,13 +263,13 @@ class PromptBuilder:
         tokenizing all of it could take minutes. The limit is twice the window, because the last tokens of a prefix may
         differ from those of the whole text.
         """
-        if self.window is None or agent.name in self._unread:
+        if self.window_size is None or agent.name in self._without_model:
             return None
         contents = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
         text = "\n".join(content for content in contents if isinstance(content, str))
-        most = _CHARACTERS_PER_TOKEN * self.window
+        most = _CHARACTERS_PER_TOKEN * self.window_size
         ids = self._encode(text[:most]) if len(text) > most else []
-        return Observation(prompt, ids, [], is_cut=True) if len(ids) > 2 * self.window else None
+        return Observation(prompt, ids, [], is_truncated=True) if len(ids) > 2 * self.window_size else None
 
     def _encode_messages(
         self, messages: Messages, turns: Sequence[Turn | None], functions: Sequence[Function]
@@ -363,20 +364,20 @@ class PromptBuilder:
 
     def _ending(self, ids: Sequence[int]) -> str:
         """Return the text of the token that ended a turn, or an empty string."""
-        return self.tokenizer.decode(ids[-1:]) if ids and ids[-1] in self._ends else ""
+        return self.tokenizer.decode(ids[-1:]) if ids and ids[-1] in self._end_token_ids else ""
 
     def _with_end_token(self, turn: Turn) -> list[int]:
         """Return the tokens of a turn, with an EOS token added if the turn has no end token (after a stop string)."""
-        closed = bool(turn.completion_ids) and turn.completion_ids[-1] in self._ends
+        closed = bool(turn.completion_ids) and turn.completion_ids[-1] in self._end_token_ids
         ending = self.tokenizer.eos_token_id
         return [*turn.completion_ids, *([] if closed or ending is None else [ending])]
 
     def _fits(self, agent: AgentSpec, ids: Sequence[int]) -> bool:
-        if self.window is None or agent.name in self._unread:
+        if self.window_size is None or agent.name in self._without_model:
             return True
-        return len(ids) + self._reserved.get(agent.name, 0) <= self.window
+        return len(ids) + self._reserved.get(agent.name, 0) <= self.window_size
 
-    def written(self, agent: str, text: str) -> tuple[list[int], bool]:
+    def tokenize_reply(self, agent: str, text: str) -> tuple[list[int], bool]:
         """
         Tokenize a turn that a function wrote, without control tokens.
 
@@ -388,26 +389,25 @@ class PromptBuilder:
     @property
     def lacks_chat_template(self) -> bool:
         """`True` for a team whose tokenizer has no chat template."""
-        return not self._alone and self.tokenizer.chat_template is None
+        return not self._is_single_agent and self.tokenizer.chat_template is None
 
-    def unprotected(self, uses_tools: bool) -> str | None:
+    def find_protection_gap(self, uses_tools: bool) -> str | None:
         """
         Return the reason why text can look like other messages to the model although lines are quoted, or `None`.
 
         Args:
             uses_tools: whether agents call functions.
         """
-        if self._alone:
+        if self._is_single_agent:
             return None
         if "\n" not in self.tokenizer.decode(self._encode("x\nx")):
             return "the tokenizer reads line breaks as spaces, so the names of speakers are not on separate lines"
-        if self._plain:
-            return "the tokenizer has no chat template, so only the lines with names separate messages"
+        if self._keeps_text_prompts:
+            return "the tokenizer has no chat template, so only lines with speaker names separate messages"
         marks = self.template.plain_marks(uses_tools)
         if marks:
-            return (
-                f"the chat template marks messages by plain text, {', '.join(map(repr, marks))}, not by control tokens"
-            )
+            marked = ", ".join(map(repr, marks))
+            return f"the chat template marks messages with plain text ({marked}), not with control tokens"
         return None
 
     def _fit(self, query: Query, observation: Observation) -> Observation:
@@ -424,7 +424,7 @@ class PromptBuilder:
         if self._overflow != "drop_oldest_turn" or not observation.seen:
             problem = (
                 f"The observation of agent {agent.name!r} has {observation.size} and its turn up to {reserved}, "
-                f"but the model's window is {self.window} tokens ({len(observation.seen)} turns shown). Lower "
+                f"but the model's window is {self.window_size} tokens ({len(observation.seen)} turns shown). Lower "
                 "`max_completion_length`, show fewer turns (`sees=`), set "
                 + ("" if self._overflow == "drop_oldest_turn" else "`context_overflow='drop_oldest_turn'` or ")
                 + f"`context_overflow='end_episode'`, or shorten the prompt {str(prompt)[:80]!r}."
@@ -448,12 +448,12 @@ class PromptBuilder:
         too_few, enough = 0, len(observation.seen)
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
-            fits = len(without(middle).ids) + reserved <= (self.window or 0)
+            fits = len(without(middle).ids) + reserved <= (self.window_size or 0)
             too_few, enough = (too_few, middle) if fits else (middle, enough)
         shortest = without(enough)
         return self._fit(query._replace(seen=shortest.seen, after=None), shortest)
 
-    def _view_of(self, agent: AgentSpec) -> View:
+    def _get_view(self, agent: AgentSpec) -> View:
         return agent.view or self.view
 
     def _observe(self, query: Query) -> str | Messages:
@@ -461,23 +461,23 @@ class PromptBuilder:
         if query.after is not None and not isinstance(query.after.observation, str):
             return [*query.after.observation, *self._own_messages(query, query.after)]
         prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not self._alone:  # otherwise, messages stay as in `GRPOTrainer`
+        if not self._is_single_agent:  # otherwise, messages stay as in `GRPOTrainer`
             prompt_messages = [_without_empty_fields(message) for message in prompt_messages]
-        if not self._alone or query.seen:
+        if not self._is_single_agent or query.seen:
             self._check(prompt_messages)
         shown = query.seen
         if self._reasoning is not None and not self.show_reasoning:
             shown = self._reasoning.shown(query.seen, query.after)
-        if self._view_of(query.agent) is team_view:
+        if self._get_view(query.agent) is team_view:
             shown = [
                 item if isinstance(item, Feedback) or self._shows(calls_in(item)) else _without_calls(item)
                 for item in shown
             ]
         agent, seen = renamed(query.agent, shown, self.aliases) if self.aliases else (query.agent, shown)
-        messages = shown_by(self._view_of(query.agent), agent, self._quoted(prompt_messages), seen)
+        messages = shown_by(self._get_view(query.agent), agent, self._quoted(prompt_messages), seen)
         if not self.template.renders_results:
             messages = merge_neighbours(without_roles(messages, self.template.renders_called_results()))
-        if self._plain and isinstance(prompt, str) and not query.functions:
+        if self._keeps_text_prompts and isinstance(prompt, str) and not query.functions:
             return SEPARATOR.join(_as_text(message, agent.name) for message in messages)
         return fold_system(messages) if self._folds_system else messages
 
@@ -485,7 +485,7 @@ class PromptBuilder:
         """Quote lines that look like the name of a speaker, unless there are no speakers."""
         return (
             messages
-            if self._alone
+            if self._is_single_agent
             else [message | {"content": quoted(message.get("content") or "")} for message in messages]
         )
 
@@ -497,27 +497,30 @@ class PromptBuilder:
         for number, message in enumerate(prompt):
             if not message.get("content") and message.get("tool_calls") and not self.template.renders_calls:
                 raise PromptError(
-                    f"Message {number} of a prompt only calls tools, which the chat template of the tokenizer "
-                    f"{self.tokenizer.name_or_path!r} does not show. Remove it, or put the calls into its `content`."
+                    f"Message {number} of a prompt contains only tool calls, which the chat template of the tokenizer "
+                    f"{self.tokenizer.name_or_path!r} does not render. Remove the message, or move the calls to its "
+                    "`content`."
                 )
             if not isinstance(message.get("content"), str | None):
                 raise PromptError(
                     f"Message {number} of a prompt has the content {str(message.get('content'))[:80]!r}, which is not "
-                    "a string. Agents of a team only read text: join the parts of the content into one string."
+                    "a string. Agents read only text: join the parts of the content into a single string."
                 )
-            fields = {} if self._alone else {name: item for name, item in message.items() if name != "content"}
+            fields = {name: item for name, item in message.items() if name != "content"}
+            fields = {} if self._is_single_agent else fields
             name = next(
                 (name for name, value in fields.items() if self._encode.contains_control_token(_strings(value))), None
             )
             if name is not None:
                 raise PromptError(
                     f"Message {number} of a prompt has the field {name!r} with {str(message[name])[:80]!r}, which "
-                    "spells a control token of the tokenizer. Only `content` may contain such text: change the field."
+                    "contains a control token of the tokenizer. Only `content` may contain such text: change the "
+                    "field."
                 )
 
     def _is_safe(self, content: str | Messages) -> bool:
         """Return `True` if a content cannot form control tokens when it is tokenized together with the template."""
-        if self._alone:
+        if self._is_single_agent:
             return True
         texts = [content] if isinstance(content, str) else [message.get("content") or "" for message in content]
         return all(map(self._encode.is_plain, texts))

@@ -52,7 +52,7 @@ def begins(pieces: Pieces, beginning: Pieces) -> bool:
 
 class ChatTemplate:
     """
-    Chat template of a tokenizer, rendered with placeholders in place of the contents of messages.
+    Chat template of a tokenizer, rendered with placeholders instead of the contents of messages.
 
     Args:
         source: chat template to use instead of the tokenizer's own.
@@ -97,9 +97,10 @@ class ChatTemplate:
         pieces = _split(self.render(hollow, functions, add_generation_prompt), mark, parts)
         if pieces is None:
             raise ValueError(
-                "The chat template of the tokenizer drops or rewrites messages, so the team's messages cannot be "
-                f"shown to its agents. Roles shown: {[message['role'] for message in messages]}. Use a template that "
-                "renders every message's content as it is, or pass `view=` to the trainer to show other messages."
+                "The chat template of the tokenizer drops or changes messages with the roles "
+                f"{[message['role'] for message in messages]}, so agents cannot see the team's messages. Use a "
+                "template that renders the content of every message unchanged, or pass `view=` to the trainer to show "
+                "other messages."
             )
         return pieces
 
@@ -111,7 +112,7 @@ class ChatTemplate:
             ending: the token that has ended the turn.
 
         Raises:
-            ValueError: The template rewrites what stands before the messages.
+            ValueError: The template changes the text before the messages.
         """
         name = messages[0]["name"]
         turn = _calling(name)
@@ -127,9 +128,9 @@ class ChatTemplate:
         pieces = _split(whole[len(before) :].removeprefix(ending), mark, parts)
         if not whole.startswith(before) or pieces is None:
             raise ValueError(
-                "The chat template of the tokenizer rewrites what stands before later messages, so an agent "
-                f"cannot go on from its call of {name!r}. Use a template that keeps earlier messages "
-                "as they are (see `trl.chat_template_utils.get_training_chat_template`)."
+                "The chat template of the tokenizer changes earlier messages when later messages follow, so an agent "
+                f"cannot continue after its call of {name!r}. Use a template that keeps earlier messages unchanged "
+                "(see `trl.chat_template_utils.get_training_chat_template`)."
             )
         return pieces
 
@@ -162,7 +163,7 @@ class ChatTemplate:
     def renders_results(self) -> bool:
         """`True` if the template renders tool results after a turn whose tool call is only part of its text."""
         roles = ["user", "assistant", "tool", "assistant", "user"]
-        return self._pieces_of(*roles) is not None
+        return self._render_pieces(*roles) is not None
 
     def renders_called_results(self, count: int = 1) -> bool:
         """`True` if the template renders the results of tools after a message that calls so many."""
@@ -191,7 +192,7 @@ class ChatTemplate:
     @functools.cached_property
     def renders_system(self) -> bool:
         """`True` if the template has a system message."""
-        return self._pieces_of("system", "user") is not None
+        return self._render_pieces("system", "user") is not None
 
     def plain_marks(self, results: bool = False) -> list[str]:
         """
@@ -202,12 +203,14 @@ class ChatTemplate:
             results: whether to look at the results of tools too.
         """
         longest = ["user", "assistant", "user"]
-        shown = next(filter(None, (self._pieces_of(*longest[:count]) for count in range(len(longest), 0, -1))), [""])
+        shown = next(
+            filter(None, (self._render_pieces(*longest[:count]) for count in range(len(longest), 0, -1))), [""]
+        )
         openings = shown[::2] if shown[-1] else shown[:-1:2]  # no mark follows the last message in some templates
         if results:
             with contextlib.suppress(Exception):  # templates can raise any error
-                said: Messages = [{"role": "tool", "name": "x", "content": "x"}] * 2
-                openings += self.pieces_after(said, [])[:-1:2]
+                tool_results: Messages = [{"role": "tool", "name": "x", "content": "x"}] * 2
+                openings += self.pieces_after(tool_results, [])[:-1:2]
         return [piece for piece in dict.fromkeys(openings) if self._is_plain(piece)]
 
     def _is_plain(self, piece: str) -> bool:
@@ -221,7 +224,7 @@ class ChatTemplate:
         rest = ids[inner[0] : inner[-1] + 1] if inner else []
         return bool(tokenizer.decode(rest).strip()) and control.isdisjoint(rest)
 
-    def _pieces_of(self, *roles: str) -> list[str] | None:
+    def _render_pieces(self, *roles: str) -> list[str] | None:
         named: list[dict[str, Any]] = [{"role": role, "content": "x"} for role in roles]
         messages = [message | ({"name": "x"} if message["role"] == "tool" else {}) for message in named]
         try:
@@ -232,7 +235,7 @@ class ChatTemplate:
 
 @contextlib.contextmanager
 def naming_templates(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iterator[None]:
-    """Context manager: errors of a chat template, which can raise any, say whose it is and what it was to render."""
+    """Context manager: errors of a chat template name the tokenizer and the roles of the messages."""
     try:
         yield
     except (TimeoutError, MemoryError):  # limits of time, and of the machine
@@ -241,7 +244,7 @@ def naming_templates(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> 
         roles = [message.get("role") for message in messages]
         raise PromptError(
             f"The chat template of the tokenizer {tokenizer.name_or_path!r} cannot render messages with the roles "
-            f"{roles}, {type(error).__name__}: {error}. Use a template that does (`tokenizer.chat_template = ...`)."
+            f"{roles}: {type(error).__name__}: {error}. Set another template (`tokenizer.chat_template = ...`)."
         ) from error
 
 
@@ -252,17 +255,17 @@ def unbound(function: Callable) -> Callable:
 
 def _calling(name: str = "x", count: int = 1) -> Messages:
     """A conversation that ends with calls of a tool."""
-    calls = [call_of(name) for _ in range(count)]
+    calls = [make_call(name) for _ in range(count)]
     return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
 
 
-def call_of(name: str, arguments: Any = None) -> dict[str, Any]:
+def make_call(name: str, arguments: Any = None) -> dict[str, Any]:
     """The call of a function within a message."""
     return {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
 
 
 def _hollow(messages: Messages) -> tuple[str, Messages, list[Part]]:
-    """Return a random mark, the messages with numbers between two marks in place of their texts, and these texts."""
+    """Return a random mark, the messages with numbers between two marks instead of their texts, and these texts."""
     # From the operating system: no text can guess the mark, and the random states of training do not change.
     mark = f"@@{secrets.token_hex(8)}@@"
     parts: list[Part] = []
@@ -321,21 +324,21 @@ class EarlierReasoning:
         if not self._has_field:
             self._opening, self._closing = self._read_contents()
         content = f"{self._opening}{_REASONS}{self._closing}{_ANSWER}"
-        said = {"content": _ANSWER, **dict.fromkeys(REASONING, _REASONS)} if self._has_field else {"content": content}
-        earlier = self._render(said, _USER)
-        self.is_cut = bool(self._closing) and _ANSWER in earlier and _REASONS not in earlier
-        self._is_cut_at_once = not self._has_field and self.is_cut and _REASONS not in self._render(said)
+        turn = {"content": _ANSWER, **dict.fromkeys(REASONING, _REASONS)} if self._has_field else {"content": content}
+        earlier = self._render(turn, _USER)
+        self.removes_reasoning = bool(self._closing) and _ANSWER in earlier and _REASONS not in earlier
+        self._removes_at_once = not self._has_field and self.removes_reasoning and _REASONS not in self._render(turn)
         unclosed = self._render({"content": f"{self._opening}{_REASONS}"}, _USER)
-        self._is_cut_unclosed = bool(self._opening) and _REASONS not in unclosed
+        self._removes_unclosed = bool(self._opening) and _REASONS not in unclosed
 
     def _read_fields(self) -> tuple[str, str, str]:
         """What the template writes before reasoning, after it, and before an answer. Empty if it has no reasoning."""
-        for said in ({"content": _ANSWER}, {"content": "", "tool_calls": [call_of("x")]}):
-            head, reasons, tail = self._render({**said, **dict.fromkeys(REASONING, _REASONS)}).partition(_REASONS)
+        for turn in ({"content": _ANSWER}, {"content": "", "tool_calls": [make_call("x")]}):
+            head, reasons, tail = self._render({**turn, **dict.fromkeys(REASONING, _REASONS)}).partition(_REASONS)
             closing = _TAG.search(tail.partition(_ANSWER)[0]) if reasons else None
             if closing is None:
                 continue
-            plain, answered, _ = self._render(said).partition(_ANSWER)
+            plain, answered, _ = self._render(turn).partition(_ANSWER)
             shared = re.sub(r"<[^<>]*$", "", os.path.commonprefix([head, plain]))  # noqa: RUF071 (of characters)
             opening, header = head[len(shared) :].strip(), plain[len(shared) :].strip() if answered else ""
             if not opening:  # the template writes the tags of reasoning also where there is none
@@ -356,10 +359,10 @@ class EarlierReasoning:
         shown = self._render({"content": f"{opening}{_REASONS}{closing}{_ANSWER}"}, _USER)
         return _ANSWER in shown and _REASONS not in shown
 
-    def _render(self, said: dict[str, Any], *later: dict[str, Any]) -> str:
+    def _render(self, turn: dict[str, Any], *later: dict[str, Any]) -> str:
         """A conversation with a turn; empty where the template cannot render it."""
         try:
-            return self._template.render([_USER, {"role": "assistant", **said}, *later], add_generation_prompt=False)
+            return self._template.render([_USER, {"role": "assistant", **turn}, *later], add_generation_prompt=False)
         except Exception:  # templates can raise any error
             return ""
 
@@ -370,7 +373,7 @@ class EarlierReasoning:
         Args:
             whole: a turn that is going on, whose reasoning stays.
         """
-        if not self.is_cut:
+        if not self.removes_reasoning:
             return list(seen)
         return [self._answered(item) if isinstance(item, Turn) and item is not whole else item for item in seen]
 
@@ -382,7 +385,7 @@ class EarlierReasoning:
 
     def answer(self, text: str) -> str:
         """The text of a turn without its reasoning, if the template shows earlier messages without it."""
-        return self._parted(text)[1] if self.is_cut else text
+        return self._parted(text)[1] if self.removes_reasoning else text
 
     def is_in(self, text: str) -> bool:
         """Whether a text has reasoning, with the tags of the template."""
@@ -396,7 +399,7 @@ class EarlierReasoning:
             is_earlier: whether a user's message follows it.
         """
         text = message.get("content") or ""
-        if not (self._has_field or self._is_cut_at_once or (is_earlier and self.is_cut)):
+        if not (self._has_field or self._removes_at_once or (is_earlier and self.removes_reasoning)):
             return message
         reasoning, answer = self._parted(text)
         fields = dict.fromkeys(REASONING, reasoning) if self._has_field and reasoning else {}
@@ -411,7 +414,7 @@ class EarlierReasoning:
             before, closed, _ = (reasoning if found else text).partition(self._closing)
             reasoning, found, answer = before if closed else "", found or closed, answer if found else ""
         if not found:
-            return "", "" if self._header or self._is_cut_unclosed else text
+            return "", "" if self._header or self._removes_unclosed else text
         return reasoning.rpartition(self._opening)[2].strip() if self._opening else reasoning, answer.lstrip("\n")
 
 

@@ -32,49 +32,48 @@ def prepare_tools(tokenizer: PreTrainedTokenizerBase, agents: Sequence[AgentSpec
             the chat template does not support tools.
     """
     check_functions(workflow.functions, f"the workflow `{type(workflow).__name__}`")
-    of_workflow = {tool_name(function) for function in workflow.functions}
+    workflow_names = {tool_name(function) for function in workflow.functions}
     for agent in agents:
         check_functions(agent.functions, f"agent {agent.name!r}")
-        twice = sorted(of_workflow & {tool_name(function) for function in agent.functions})
+        twice = sorted(workflow_names & {tool_name(function) for function in agent.functions})
         if twice:
             raise ValueError(
-                f"Agent {agent.name!r} has a tool named {twice[0]!r}, and so has the workflow "
-                f"`{type(workflow).__name__}`: only one of them could be called. Rename one."
+                f"Agent {agent.name!r} and the workflow `{type(workflow).__name__}` both have a tool named "
+                f"{twice[0]!r}, so only one of the two could be called. Rename one of them."
             )
         if agent.name == TOOL:
-            raise ValueError(f"{TOOL!r} is shown as the speaker of results of tools, so no agent can have this name.")
+            raise ValueError(f"An agent cannot be named {TOOL!r}, since tool results are shown under this name.")
     owner = next((f"Agent {agent.name!r}" for agent in agents if agent.tools), "The workflow")
     return prepare_template(tokenizer, owner)
 
 
-def is_alone(agents: Sequence[AgentSpec], workflow: Workflow) -> bool:
+def is_single_agent(agents: Sequence[AgentSpec], workflow: Workflow) -> bool:
     """`True` for a single agent that is shown the prompt, its own turns and the results of its calls, as in TRL."""
     return len(agents) == 1 and type(workflow) is Sequential
 
 
 def warn_of_unprotected(prompts: PromptBuilder, uses_tools: bool) -> None:
-    """Warn if a text that an agent writes can look like a message of somebody else."""
-    reason = prompts.unprotected(uses_tools)
+    """Warn if text from an agent can look like a message from another speaker."""
+    reason = prompts.find_protection_gap(uses_tools)
     if prompts.lacks_chat_template:
         logger.warning(
             "The tokenizer has no chat template, so the model is probably a base model, which has not learned to "
-            "follow the system prompts of agents or to end its turns. Use the instruction-tuned model of the family "
-            "(`-Instruct`, `-it`, `-Chat`), or set `processing_class.chat_template` to the template that it was tuned "
-            "with."
+            "follow system prompts or to end its turns. Use the instruction-tuned model of the family (`-Instruct`, "
+            "`-it`, `-Chat`), or set `processing_class.chat_template` to the template that the model was tuned with."
         )
     if reason is not None:
         logger.warning(
-            f"An agent can write a text that looks to its teammates like a message of somebody else: {reason}. This "
-            "cannot be prevented for this tokenizer. Its tokens are still tokens of a text, never control tokens."
+            f"An agent can write text that its teammates may mistake for a message from another speaker, because "
+            f"{reason}. This cannot be prevented for this tokenizer. The text still contains no control tokens."
         )
 
 
-def window_of(
+def make_window(
     model: PreTrainedModel | PeftModel,
     samplings: Mapping[str, Sampling],
     overflow: str,
-    unread: Collection[str],
-    longest_turn: int | None = None,
+    without_model: Collection[str],
+    max_model_len: int | None = None,
 ) -> Window:
     """
     The context window of a model. It has no limit if the config of the model states none.
@@ -82,10 +81,10 @@ def window_of(
     Args:
         samplings: how many tokens each agent may generate.
         overflow: `context_overflow` of the training arguments.
-        unread: agents whose observations no model reads.
-        longest_turn: limit of the servers that generate.
+        without_model: agents whose observations no model reads.
+        max_model_len: limit of the servers that generate.
     """
     own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    size = min((limit for limit in (own, longest_turn) if limit is not None), default=None)
+    size = min((limit for limit in (own, max_model_len) if limit is not None), default=None)
     reserved = {name: sampling.max_completion_length for name, sampling in samplings.items()}
-    return Window(size, reserved, overflow, frozenset(unread))
+    return Window(size, reserved, overflow, frozenset(without_model))

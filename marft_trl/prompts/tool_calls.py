@@ -39,7 +39,7 @@ def parse_calls(
     try:
         parsed = parse_response(tokenizer, completion_ids, prefix=prompt_ids, tools=schemas)
         found = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
-        # A model can write any JSON in place of the name
+        # A model can write any JSON instead of the name
         return tuple(
             ToolCall(call["name"], call["arguments"]) if isinstance(call["name"], str) else MALFORMED for call in found
         )
@@ -60,12 +60,12 @@ def call_opening(tokenizer, chat_template: str | None = None) -> str | None:
     Returns: the text, or `None` if it cannot be derived from the template.
     """
     name = "marft-some-function"
-    asked = [{"role": "user", "content": "x"}]
+    prompt = [{"role": "user", "content": "x"}]
     call = {"type": "function", "function": {"name": name, "arguments": {}}}
-    calling = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    calling = [*prompt, {"role": "assistant", "content": "", "tool_calls": [call]}]
     try:
         options = {"chat_template": chat_template, "tokenize": False}
-        before = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **options)
+        before = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **options)
         opening, found, _ = tokenizer.apply_chat_template(calling, **options).partition(name)
     except Exception:  # templates can raise any error
         return None
@@ -110,8 +110,8 @@ def check_functions(functions: Sequence[Callable], whose: str) -> None:
         except Exception as error:
             raise ValueError(
                 f"The tool `{tool_name(function)}` of {whose} cannot be described to a model: "
-                f"{str(error).rstrip('.')}. Give every argument a type and a line under `Args:` in a Google-style "
-                "docstring."
+                f"{str(error).rstrip('.')}. Give every argument a type hint and a line under `Args:` in a "
+                "Google-style docstring."
             ) from error
 
 
@@ -125,19 +125,19 @@ def prepare_template(tokenizer, whose: str) -> str | None:
         ValueError: The chat template does not support tools, or the format of its calls is unknown.
     """
     if not supports_tool_calling(tokenizer):
-        has = "has no chat template" if tokenizer.chat_template is None else "has a chat template without tools"
+        lacks = "has no chat template" if tokenizer.chat_template is None else "has a chat template without tools"
         raise ValueError(
-            f"{whose} has tools, but the tokenizer {has}: it has to render tools, the calls of an assistant and the "
-            "messages of the role `tool`. Use a model that was trained for tools, e.g. of the Qwen 2.5 or Qwen 3 "
-            "family, or leave the tools out."
+            f"{whose} has tools, but the tokenizer {lacks}. The template must render tools, the assistant's calls and "
+            "messages with the role `tool`. Use a model that was trained for tools, e.g. from the Qwen 2.5 or Qwen 3 "
+            "family, or remove the tools."
         )
     if not any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema")):
         try:
             add_response_schema(tokenizer)
         except ValueError as error:
             raise ValueError(
-                f"{whose} has tools, but it is not known how calls look in the chat template of the tokenizer. Set "
-                "its `response_template` (see the documentation of transformers on parsing responses), or use a "
-                "model of a known family."
+                f"{whose} has tools, but the format of calls in the chat template of the tokenizer is unknown. Set "
+                "`response_template` of the tokenizer (see the documentation of transformers on parsing responses), "
+                "or use a model from a known family."
             ) from error
     return None if is_chat_template_prefix_preserving(tokenizer) else get_training_chat_template(tokenizer)

@@ -13,7 +13,7 @@ from typing import Any
 from ..agents import AgentSpec
 from ..episodes.records import TOOL, Feedback, Messages, Seen, Turn
 from ..episodes.tools import as_plain
-from .chat_template import call_of
+from .chat_template import make_call
 
 
 # A name in brackets between line breaks. Characters that only some tokenizers read as line breaks, and that others
@@ -85,13 +85,15 @@ def _folded(character: str) -> str:
     return character
 
 
-def _is_removed(one: str) -> bool:
+def _is_removed(character: str) -> bool:
     # U+2581 is a space of SentencePiece, and what the last two are depends on the version of Unicode
-    return one not in _SOFT_BREAKS and (one in "\u2581\ufffd\u1cf2\u1cf3" or unicodedata.category(one) in _REMOVED)
+    if character in _SOFT_BREAKS:
+        return False
+    return character in "\u2581\ufffd\u1cf2\u1cf3" or unicodedata.category(character) in _REMOVED
 
 
 def _with_bytes(read: str, positions: list[int]) -> tuple[str, list[int]]:
-    """Put characters in place of the words for their bytes."""
+    """Replace words for bytes by the characters that the bytes encode."""
     texts: list[str] = []
     places: list[int] = []
     last, begin = 0, None
@@ -117,10 +119,10 @@ SEPARATOR = "\n\n"
 
 def said_by(turn: Seen) -> str:
     """Return the text that teammates are shown of a turn or of feedback: a line with the speaker, then the text."""
-    said = turn.raw_text
+    text = turn.raw_text
     if isinstance(turn, Turn) and turn.without_calls is not None:
-        said = turn.without_calls
-    return f"{speaker_line(turn.agent)}\n{quoted(said)}"
+        text = turn.without_calls
+    return f"{speaker_line(turn.agent)}\n{quoted(text)}"
 
 
 def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messages:
@@ -150,8 +152,8 @@ def _as_message(agent: AgentSpec, item: Seen) -> dict[str, Any]:
         if item.agent != agent.name:
             return {"role": "user", "content": said_by(item)}
         calls = calls_in(item)
-        said = {"content": item.without_calls or "", "tool_calls": calls} if calls else {"content": item.raw_text}
-        return {"role": "assistant", **said}
+        fields = {"content": item.without_calls or "", "tool_calls": calls} if calls else {"content": item.raw_text}
+        return {"role": "assistant", **fields}
     if item.tool is not None and item.audience == agent.name:  # result of the agent's own call
         return {"role": "tool", "name": item.tool, "content": quoted(item.text)}
     return {"role": "user", "content": said_by(item)}
@@ -160,7 +162,7 @@ def _as_message(agent: AgentSpec, item: Seen) -> dict[str, Any]:
 def calls_in(turn: Turn) -> list[dict[str, Any]]:
     """The calls of a turn as a message has them; none if one of them cannot be made, so that they are a text."""
     readable = all(call.problem is None and isinstance(call.arguments, Mapping) for call in turn.tool_calls)
-    return [call_of(call.name, call.arguments) for call in turn.tool_calls] if readable else []
+    return [make_call(call.name, call.arguments) for call in turn.tool_calls] if readable else []
 
 
 def merge_neighbours(messages: Messages) -> Messages:
@@ -192,16 +194,17 @@ def _is_plain(message: dict[str, Any]) -> bool:
 def check_view(view: Any, whose: str) -> None:
     """Raise unless a view is a function."""
     if not callable(view):
-        hint = " For single agents, set `AgentSpec(view=...)`." if isinstance(view, Mapping) else ""
+        hint = " To set the view of a single agent, use `AgentSpec(view=...)`." if isinstance(view, Mapping) else ""
         raise TypeError(f"`view` of {whose} must be a function `view(agent, prompt, seen)`, got {view!r}.{hint}")
 
 
 def shown_by(view: View, agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messages:
     """
-    The messages that a view of a user makes.
+    Return the messages that a user's view makes.
 
     Raises:
-        TypeError: it returned something else than messages with a role and a text. The message names view and agent.
+        TypeError: the view returned something other than messages with a role and a text. The error names the view and
+            the agent.
     """
     if view is team_view:
         return team_view(agent, prompt, seen)
@@ -209,7 +212,7 @@ def shown_by(view: View, agent: AgentSpec, prompt: Messages, seen: Sequence[Seen
     try:
         messages = view(agent, prompt, seen)
     except Exception as error:
-        nobody = " `seen` is empty where nobody has spoken yet." if isinstance(error, IndexError) else ""
+        nobody = " `seen` is empty before the first turn." if isinstance(error, IndexError) else ""
         error.add_note(f"Raised by the view of agent {agent.name!r}, called as `view(agent, prompt, seen)`.{nobody}")
         raise
     form = '`[{"role": "user", "content": "..."}, ...]`'
@@ -220,14 +223,14 @@ def shown_by(view: View, agent: AgentSpec, prompt: Messages, seen: Sequence[Seen
             cure = '`{"role": "user", "content": turn.text}`'
             hint = f" Write {cure} for a turn." if isinstance(message, (Turn, Feedback)) else ""
             raise TypeError(
-                f"{what} must return messages {form}; number {number} is a {type(message).__name__}.{hint}"
+                f"{what} must return messages {form}, but message {number} is a {type(message).__name__}.{hint}"
             )
         if "role" not in message:
             raise TypeError(f"{what} returned message {number} without a `role`; it has {sorted(message)}.")
         if not isinstance(message.get("content"), str | None):
             raise TypeError(
                 f"{what} returned message {number} with a {type(message['content']).__name__} as `content`, which "
-                "must be a text. `prompt` is a list of messages: write `*prompt` into the list."
+                "must be a string. `prompt` is a list of messages: unpack it with `*prompt`."
             )
     return list(messages)
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What a person is told of a run: metrics, evaluations, transcripts, plans, model cards."""
+"""What a run reports to its user: metrics, evaluations, transcripts, plans, model cards."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def last_box(text: str) -> str | None:
     return (text if inside is None else inside).strip() or None
 
 
-def question_of(row: Mapping[str, Any]) -> str:
+def make_question_id(row: Mapping[str, Any]) -> str:
     """Name of a question, made from its dataset row: the same in every run, in whatever order rows come."""
     text = json.dumps(row, sort_keys=True, default=str, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
@@ -69,7 +69,7 @@ def sample_rows(
     counts: dict[str, int] = defaultdict(int)
     rows = []
     for record in records:
-        question = question_of(record["row"])
+        question = make_question_id(record["row"])
         score = record["reward"] if right_by is None else record["rewards"][right_by]
         voted = vote(record["answer"])
         rows.append(
@@ -176,11 +176,11 @@ def scores(
         ValueError: a run has no such evaluation, or runs have other questions.
     """
     if isinstance(files, (str, Path)):
-        raise TypeError(f"`scores` takes a list of runs, got a single one. Write `[{str(files)!r}]`.")
+        raise TypeError(f"`scores` takes a list of runs, got a single run. Write `[{str(files)!r}]`.")
     tables = []
     for file in map(Path, files):
         if not (file / FILE if file.is_dir() else file).is_file():
-            raise FileNotFoundError(f"There is no {FILE} in {file}: it is written by evaluations with `eval_k`.")
+            raise FileNotFoundError(f"{file} has no {FILE}, which evaluations write if `eval_k` is set.")
         rows = read_samples(file / FILE if file.is_dir() else file)
         sets = sorted({row["set"] for row in rows})
         if name is None and len(sets) > 1:
@@ -193,11 +193,11 @@ def scores(
         tables.append(by_question(mine, measure))
     other = next((index for index, table in enumerate(tables) if set(table) != set(tables[0])), None)
     if other is not None:
-        raise ValueError(f"{files[other]} was evaluated on other questions than {files[0]}.")
+        raise ValueError(f"{files[other]} and {files[0]} were evaluated on different questions.")
     return np.array([[table[question] for question in sorted(tables[0])] for table in tables])
 
 
-def interval_of(files: Sequence[str | Path], measure: str = "avg", **options: Any) -> Interval:
+def compute_interval(files: Sequence[str | Path], measure: str = "avg", **options: Any) -> Interval:
     """Interval over questions and seeds of a measure of runs, see [`scores`]."""
     return interval(scores(files, measure, **options))
 
@@ -267,12 +267,14 @@ def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[
     turns = [turn for record in records for turn in record["turns"]]
     metrics |= _lengths(turns)
     for agent in agents:
-        its = [(turn, record["reward"]) for record in records for turn in record["turns"] if turn.agent == agent]
-        if its:
-            metrics[f"agents/{agent}/reward"] = _mean(reward for _, reward in its)
-            lengths = _lengths([turn for turn, _ in its])
+        agent_turns = [
+            (turn, record["reward"]) for record in records for turn in record["turns"] if turn.agent == agent
+        ]
+        if agent_turns:
+            metrics[f"agents/{agent}/reward"] = _mean(reward for _, reward in agent_turns)
+            lengths = _lengths([turn for turn, _ in agent_turns])
             metrics |= {f"agents/{agent}/{name}": lengths[name] for name in lengths.keys() & AGENT_METRICS}
-        metrics[f"agents/{agent}/turns"] = len(its) / len(records)
+        metrics[f"agents/{agent}/turns"] = len(agent_turns) / len(records)
     return metrics
 
 

@@ -35,7 +35,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     _check_counts(n, k)
     if not 0 <= c <= n:
-        raise ValueError(f"`c` ({c}) right samples of `n` ({n}): it must be from 0 to `n`.")
+        raise ValueError(f"`c`, the number of correct samples, must be between 0 and `n` ({n}), got {c}.")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
@@ -73,7 +73,7 @@ def maj_at_k(answers: Sequence[Hashable | None], scores: Sequence[float], k: int
     Source: self-consistency (2203.11171), averaged over all subsets of size `k`.
     """
     if len(answers) != len(scores):
-        raise ValueError(f"There are {len(answers)} answers and {len(scores)} scores; each sample has one of both.")
+        raise ValueError(f"`answers` and `scores` must have the same length, got {len(answers)} and {len(scores)}.")
     _check_counts(len(answers), k)
     of_answer: dict[Hashable, list[float]] = defaultdict(list)
     for answer, score in zip(answers, scores, strict=True):
@@ -89,7 +89,7 @@ def _check_counts(n: int, k: int) -> None:
     if n < 1:
         raise ValueError("There are no samples.")
     if not 1 <= k <= n:
-        raise ValueError(f"`k` ({k}) must be from 1 to the number of samples ({n}).")
+        raise ValueError(f"`k` must be between 1 and the number of samples ({n}), got {k}.")
 
 
 def _share_of_wins(size: int, sizes: Sequence[int], silent: int, k: int) -> Fraction:
@@ -215,13 +215,13 @@ def _check(table: np.ndarray, shape: tuple[int, ...], confidence: float, bounds)
     if table.ndim != 2 or not table.size:
         raise ValueError(f"`scores` must have the shape (seeds, questions), got {shape}.")
     if np.isnan(table).any():
-        raise ValueError(f"{int(np.isnan(table).sum())} of the {table.size} scores are no numbers.")
+        raise ValueError(f"{int(np.isnan(table).sum())} of the {table.size} scores are NaN.")
     if not 0 < confidence < 1:
         raise ValueError(f"`confidence` must be between 0 and 1, got {confidence!r}.")
     if bounds is not None and (table.min() < bounds[0] or table.max() > bounds[1]):
         raise ValueError(
-            f"Scores are from {table.min():g} to {table.max():g}, beyond `bounds` {bounds}. Set `bounds` to the "
-            "smallest and the largest score that is possible, or to `None`."
+            f"Scores range from {table.min():g} to {table.max():g}, outside `bounds` {bounds}. Set `bounds` to the "
+            "smallest and largest possible score, or to `None`."
         )
 
 
@@ -247,10 +247,10 @@ def paired_difference(scores, others, bounds: tuple[float, float] | None = (0.0,
         raise ValueError(
             f"Paired scores need the same seeds and questions, got shapes {np.shape(scores)} and {np.shape(others)}."
         )
-    given = {"confidence": 0.95, "n_resamples": 4000, "seed": 0, **options}
+    settings = {"confidence": 0.95, "n_resamples": 4000, "seed": 0, **options}
     reach = None if bounds is None else (bounds[0] - bounds[1], bounds[1] - bounds[0])
     difference = np.asarray(scores, dtype=float) - np.asarray(others, dtype=float)
-    return _interval(difference, **given, bounds=reach, added=_ADDED_TO_PAIRS)
+    return _interval(difference, **settings, bounds=reach, added=_ADDED_TO_PAIRS)
 
 
 def team_exact_match() -> evaluate.EvaluationModule:

@@ -88,8 +88,8 @@ print(team("..."))  # `team.run(prompts)` returns whole episodes
 
 _USE_APPLICATION = """## Use the agents
 
-The agents were trained as the models of an application, which is not stored with them. Serve them, and let the
-application ask for them by name:
+The agents were trained as the models of an application, which is not part of this repository. Serve the agents, and
+use the name of an agent as the model name in the application:
 
 ```bash
 marft serve {repo}{option}
@@ -117,8 +117,9 @@ tokenizer = AutoTokenizer.from_pretrained("{repo}")
 
 ## Serve the team with vLLM
 
-Each adapter is a model name of one server. A server knows neither the system prompts nor the workflow: clients send an
-agent's system prompt, which `marft_team.json` holds, and the messages that the workflow shows it.
+One server has all adapters, each under its name as the model name. The server does not know the system prompts or the
+workflow: clients send the system prompt of an agent, from `marft_team.json`, and the messages that the workflow shows
+the agent.
 
 ```bash
 hf download {repo} --local-dir team
@@ -131,7 +132,7 @@ vllm serve {base} --enable-lora --max-lora-rank {rank} \\
 
 _USE_POLICY = """## Use the policy alone
 
-All agents share one fully trained policy; `marft_team.json` holds their system prompts and the workflow.
+All agents share one fully trained policy; `marft_team.json` contains their system prompts and the workflow.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -172,10 +173,10 @@ def team_card(
     modules = " ".join(f"{name}=team/{name}" for name in manifest.adapters)
     of_application = (manifest.workflow or {}).get("class") == "ExternalApp"
     use = (_USE_APPLICATION if of_application else _USE_TEAM) + (_USE_ADAPTERS if manifest.adapters else _USE_POLICY)
-    given = "" if base or not manifest.adapters else f', model="{base_name}"'
+    arguments = "" if base or not manifest.adapters else f', model="{base_name}"'
     scripted = manifest.inference.replies
     if scripted:
-        given += f", replies={{{', '.join(f'{name!r}: ...' for name in scripted)}}}"
+        arguments += f", replies={{{', '.join(f'{name!r}: ...' for name in scripted)}}}"
     card_data = ModelCardData(
         base_model=base,
         library_name="peft" if manifest.adapters else "transformers",
@@ -195,7 +196,7 @@ def team_card(
         picture=picture,
         metrics_table=_table("metric", "value", {name: f"{value:.4g}" for name, value in (metrics or {}).items()}),
         usage=use.format(
-            model=given,
+            model=arguments,
             option="" if base or not manifest.adapters else f" --model {base_name}",
             agent=manifest.players[0].name,
             base=base_name,
@@ -246,7 +247,7 @@ def _workflow_line(workflow: dict[str, Any]) -> str:
 
 
 def _link(name: str, kind: str) -> str:
-    """A link to a repository on the Hub. What cannot be the id of one is no link."""
+    """Return a link to a repository on the Hub, or the plain name if it cannot be the id of a repository."""
     return f"[{_markdown(name)}](https://huggingface.co/{kind}{name})" if is_hub_id(name) else _markdown(name)
 
 

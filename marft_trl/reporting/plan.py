@@ -26,12 +26,12 @@ from ..learning.memory import (
     ActivationCost,
     MemoryPlan,
     cache_size,
+    count_bytes,
     decoding_size,
     head_size,
     kept_size,
     optimizer_size,
     readable,
-    size_of,
 )
 from ..prompts.builder import Observation, Query
 from ..rollout.runner import EpisodeRunner
@@ -57,13 +57,13 @@ class Rehearsal:
         shown: first observation of each agent.
         prompts: for each turn, the agent, the number of tokens of its prompt if all turns in it had maximum length,
             and the number of these tokens before the first such turn.
-        waves: for each generation call, the agents whose turns are generated together.
+        generation_calls: for each generation call, the agents whose turns are generated together.
     """
 
     episode: Episode
     shown: dict[str, Observation]
     prompts: list[tuple[str, int, int]]
-    waves: list[list[str]]
+    generation_calls: list[list[str]]
 
 
 # Ratio of the activation peak to the activations kept for backward: temporary tensors and fragmentation
@@ -80,7 +80,7 @@ class Planner:
         tokenizer: counts tokens.
         window: number of tokens that the model can attend to.
         train_dataset: `train_dataset()` returns the training dataset. The rehearsal runs on its first row.
-        copies: past copies of adapters, which count toward the memory.
+        past_copies: past copies of adapters, which count toward the memory.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class Planner:
         window: int | None,
         train_dataset: Callable[[], Any],
         learner: CriticLearner | None,
-        copies: PastCopies | None,
+        past_copies: PastCopies | None,
     ):
         self._agents, self._workflow, self._policies = team.agents, team.workflow, team.policies
         self._critic, self._level = team.critic, team.level
         self._samplings, self._aliases = team.samplings, team.aliases
         self._args, self._processes = run.args, run.processes
-        self._runner, self._learner, self._batcher, self._copies = runner, learner, batcher, copies
+        self._runner, self._learner, self._batcher, self._past_copies = runner, learner, batcher, past_copies
         self._model, self._tokenizer, self._window, self._dataset = model, tokenizer, window, train_dataset
 
     def plan(self) -> str:
@@ -120,7 +120,7 @@ class Planner:
         lines = [line for title, part in parts.items() for line in ["", title, *(f"  {item}" for item in part)]]
         for agent in self._agents:
             note = "" if agent.name in {turn.agent for turn in episode.turns} else " (not reached in the rehearsal)"
-            lines += ["", f"What {agent.name} is shown: {len(shown[agent.name].ids)} tokens{note}"]
+            lines += ["", f"Observation of {agent.name}: {len(shown[agent.name].ids)} tokens{note}"]
             lines += textwrap.indent(messages_as_text(shown[agent.name].content), "  ").splitlines()
         return "\n".join(lines[1:])
 
@@ -129,7 +129,7 @@ class Planner:
         if self._processes.have_shards:
             sizes = self._shards()
             held, gathered, count = readable(sizes.held), readable(sizes.gathered), self._processes.count
-            lines.append(f"The base is in shards over {count} processes (FSDP2): {held} on each, and up to {gathered}")
+            lines.append(f"The base is sharded over {count} processes (FSDP2): {held} on each, and up to {gathered}")
             lines.append("gathered at once. Adapters and critics are not sharded.")
         return lines
 
@@ -159,15 +159,16 @@ class Planner:
         prompts = [prompt for prompt in prompts if prompt[0] in read]
         turn = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
         cost = self._batcher.measure(turn)
-        at_once = self._turns_at_once([item[0] for item in prompts], rehearsal.waves)
+        at_once = self._turns_at_once([item[0] for item in prompts], rehearsal.generation_calls)
         keeps = self._runner.generator.keeps_cache
         cache = cache_size(config, at_once, turn + keeps * (-turn % ROOM), width)
         return MemoryPlan(
-            base=sum(self._shards()) if self._processes.have_shards else size_of(base),
-            adapters=size_of(adapters) + (self._copies.size() if self._copies is not None else 0),
-            critic=size_of(critic_parameters),
+            base=sum(self._shards()) if self._processes.have_shards else count_bytes(base),
+            adapters=count_bytes(adapters) + (self._past_copies.size() if self._past_copies is not None else 0),
+            critic=count_bytes(critic_parameters),
             # DDP keeps a second copy of all gradients, in its buckets
-            gradients=size_of(trained) * (2 if self._processes.count > 1 and not self._processes.have_shards else 1),
+            gradients=count_bytes(trained)
+            * (2 if self._processes.count > 1 and not self._processes.have_shards else 1),
             optimizer=optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),
             activations=self._activations(prompts, turn, cost),
             cache=0 if keeps else cache,
@@ -231,17 +232,17 @@ class Planner:
     def _episodes_at_once(self) -> int:
         return self._args.per_device_train_batch_size * self._args.steps_per_generation
 
-    def _turns_at_once(self, agents: Sequence[str], waves: Sequence[Sequence[str]]) -> int:
+    def _turns_at_once(self, agents: Sequence[str], generation_calls: Sequence[Sequence[str]]) -> int:
         """
         Return an upper bound of the number of turns that are generated at once: in episodes, candidates and their
         completions, and re-runs, of which there is one per turn of a trained agent.
 
         Args:
             agents: agents of the turns of an episode, in order.
-            waves: for each generation call, the agents whose turns are generated together.
+            generation_calls: for each generation call, the agents whose turns are generated together.
         """
         args, rule = self._args, CREDITS[self._args.credit]
-        episodes = max(self._rows_at_once(wave) for wave in waves)
+        episodes = max(self._rows_at_once(wave) for wave in generation_calls)
         if rule.reruns:  # removing the last turn generates nothing
             changed = agents[:-1] if rule.removes else agents
             return episodes * max(sum(agent in self._trained() for agent in changed), 1)
@@ -252,7 +253,7 @@ class Planner:
     def _rows_at_once(self, wave: Sequence[str]) -> int:
         """Return the number of rows of the largest pass that generates turns of these agents in all episodes."""
         policies = {agent.name for agent in self._agents if agent.has_policy}
-        adapters = Counter(self._policies.adapter_of(agent) for agent in wave if agent in policies)
+        adapters = Counter(self._policies.get_adapter(agent) for agent in wave if agent in policies)
         rows = [self._episodes_at_once() * count for count in adapters.values()]
         together = sum(rows) <= MIXED_ROWS * len(rows)  # few rows of several adapters share a pass
         return sum(rows) if together else max(rows)
@@ -267,10 +268,10 @@ class Planner:
     def rehearse(self, row: dict[str, Any]) -> Rehearsal:
         shown: dict[str, Observation] = {}
         prompts: list[tuple[str, int, int]] = []
-        waves: list[list[str]] = []
+        generation_calls: list[list[str]] = []
 
         async def answer(requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
-            waves.append([value.agent for value in requests])
+            generation_calls.append([value.agent for value in requests])
             built = runner.observe(runner.query(entry)._replace(after=None) for entry in requests)
             for request, observation in zip(requests, built, strict=True):
                 shown.setdefault(request.agent, observation)
@@ -280,12 +281,12 @@ class Planner:
                 return [EndOfEpisode("the rehearsal has the maximum number of turns")] * len(requests)
             return [item.completed(self._placeholder(item.agent)) for item in requests]
 
-        with self._runner.rehearsing() as runner:
+        with self._runner.rehearsal_runner() as runner:
             (episode,) = runner.run([row], answer)
             rest = [agent for agent in self._agents if agent.name not in shown]
             alone = runner.observe(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
         shown |= {agent.name: item for agent, item in zip(rest, alone, strict=True)}
-        return Rehearsal(episode, shown, prompts, waves)
+        return Rehearsal(episode, shown, prompts, generation_calls)
 
     def _find_agent(self, name: str) -> AgentSpec:
         return next(agent for agent in self._agents if agent.name == name)
@@ -306,7 +307,7 @@ class Planner:
         """Number of tokens of an observation that do not depend on turns of teammates."""
         if not any(isinstance(item, Turn) for item in observation.seen):
             return len(observation.ids) - 1
-        if request.given is not None:  # another program wrote the observation
+        if request.requested_turn is not None:  # another program wrote the observation
             return 0
         others = [replace(item, text="?", raw_text="?") if isinstance(item, Turn) else item for item in request.seen]
         query = Query(self._find_agent(request.agent), request.episode.prompt, others, request.functions)
@@ -316,7 +317,7 @@ class Planner:
 
     def links(self, rehearsal: Rehearsal | None = None) -> list[tuple[str, str]]:
         """Return pairs of agents in which the second sees turns of the first, from the workflow or a rehearsal."""
-        with self._runner.rehearsing():
+        with self._runner.rehearsal_runner():
             pairs = self._workflow.links([agent.name for agent in self._agents])
         if pairs or len(self._agents) == 1 or (rehearsal is None and self._workflow.acts_outside):
             return pairs
@@ -325,11 +326,11 @@ class Planner:
         except Exception:  # a missing picture must not stop a run
             return []
 
-    def picture(self) -> str:
+    def draw_workflow(self) -> str:
         """Return the workflow as a Mermaid flowchart, or an empty string for the workflow of an external program."""
         if self._workflow.acts_outside:
             return ""
-        with self._runner.rehearsing():
+        with self._runner.rehearsal_runner():
             return self._workflow.mermaid([agent.name for agent in self._agents], self.links())
 
     def _describe(self, agent: AgentSpec) -> str:
@@ -338,7 +339,7 @@ class Planner:
             return (
                 f"{agent.name}: turns of {callable_name(agent.reply)}; up to {sampling.max_completion_length} tokens"
             )
-        adapter = self._policies.adapter_of(agent.name)
+        adapter = self._policies.get_adapter(agent.name)
         weights = sum(p.numel() for p in self._policies.parameters(adapter).values())
         rate = self._args.learning_rate if agent.learning_rate is None else agent.learning_rate
         trained = f"learning rate {rate:g}" if agent.trainable else "frozen"
@@ -367,7 +368,7 @@ class Planner:
             f"{_count(episodes, 'episode is', 'episodes are')} generated at once: "
             f"{_count(episodes // args.num_generations, 'prompt')} x "
             f"{_count(args.num_generations, 'episode')}, on {_count(processes, 'process', 'processes')}",
-            f"{_count(len(rehearsal.episode.turns), 'turn')} in an episode, as rehearsed: {by_agent}",
+            f"{_count(len(rehearsal.episode.turns), 'turn')} per episode in the rehearsal: {by_agent}",
             f"{_count(per_step, 'episode')} in an optimizer step: {_count(per_step * rows, 'training row')}, at most "
             f"{per_step * longest:,} tokens, with every turn at maximum length",
             self._describe_generation(rehearsal),
@@ -391,7 +392,7 @@ class Planner:
         """Return a warning if a generation batch has only one prompt, as with TRL's default batch size of 8."""
         if episodes > self._args.num_generations:
             return []
-        return ["ONE PROMPT in a step: increase `per_device_train_batch_size`, for example to 8 prompts in a step"]
+        return ["ONE PROMPT per step: increase `per_device_train_batch_size`, for example to 8 prompts per step"]
 
     def _steps_per_batch(self) -> Fraction:
         """Return the number of optimizer steps per generation batch, which every trained adapter uses in turn."""
@@ -403,14 +404,14 @@ class Planner:
         """Describe how often the run generates, and the number of consecutive decoding steps."""
         args = self._args
         every = self._steps_per_batch()
-        batches, steps = _count(every.denominator, "generation batch", "generation batches"), every.numerator
+        batches = _count(every.denominator, "generation batch", "generation batches")
+        steps = "optimizer step" if every.numerator == 1 else f"{every.numerator} optimizer steps"
         policies = {agent.name for agent in self._agents if agent.has_policy}
         turns = [turn.agent for turn in rehearsal.episode.turns if turn.agent in policies]
         longest = sum(self._samplings[name].max_completion_length for name in turns)
         extra = completes_candidates(args) or CREDITS[args.credit].reruns
-        return (
-            f"{batches} in {_count(steps, 'optimizer step')}, of at most {longest:,} decoding steps one after the "
-            "other" + (", plus those of completions of candidates and of re-runs" if extra else "")
+        return f"{batches} per {steps}, with at most {longest:,} decoding steps in sequence" + (
+            ", plus those of candidates and re-runs" if extra else ""
         )
 
     def _describe_window(self, lengths: Sequence[tuple[str, int]]) -> list[str]:

@@ -61,7 +61,7 @@ class LogLine:
             parts.append(f"{logs['step_time']:.1f} s")
         rewards = [_number(logs.get(f"{prefix}agents/{name}/reward")) for name in self._agents]
         known = [reward for reward in rewards if reward is not None]
-        parts += filter(None, (self._of_agent(prefix, name, logs, differ(known)) for name in self._agents))
+        parts += filter(None, (self._format_agent(prefix, name, logs, differ(known)) for name in self._agents))
         return "  ".join(parts)
 
     def _reward(self, prefix: str, value: Any) -> str:
@@ -72,15 +72,15 @@ class LogLine:
         self._last[prefix] = reward
         return f"reward {reward:.3f}{change}"
 
-    def _of_agent(self, prefix: str, agent: str, logs: Mapping[str, Any], with_reward: bool) -> str:
+    def _format_agent(self, prefix: str, agent: str, logs: Mapping[str, Any], with_reward: bool) -> str:
         values = {name: _number(logs.get(f"{prefix}agents/{agent}/{metric}")) for metric, name in _OF_AGENTS.items()}
         if not with_reward:
             values["reward"] = None
         formats = {"reward": "{:.3f}", "kl": "{:.2g}", "length": "{:.0f}"}
         own = _means(logs, f"{prefix}agents/{agent}/rewards/")
-        said = [f"{name} {value:.3f}" for name, value in own.items()] if len(own) <= _FUNCTIONS else []
-        said += [f"{name} {formats[name].format(value)}" for name, value in values.items() if value is not None]
-        return f"{agent}: {', '.join(said)}" if said else ""
+        parts = [f"{name} {value:.3f}" for name, value in own.items()] if len(own) <= _FUNCTIONS else []
+        parts += [f"{name} {formats[name].format(value)}" for name, value in values.items() if value is not None]
+        return f"{agent}: {', '.join(parts)}" if parts else ""
 
 
 def differ(rewards: Sequence[float]) -> bool:
@@ -201,21 +201,21 @@ def say(line: str) -> None:
 
 
 def _say_going_on(state) -> None:
-    """Say from where a resumed run goes on, and that one that has ended has nothing left."""
+    """Print the step that a resumed run continues after, and whether the run is already complete."""
     if state.is_world_process_zero and state.global_step:
         left = state.max_steps - state.global_step
-        say(f"Going on after step {state.global_step}/{state.max_steps}" + ("" if left > 0 else ": nothing is left"))
+        say(f"Resuming after step {state.global_step}/{state.max_steps}" + ("" if left > 0 else ": nothing to train"))
 
 
 def team_callbacks(trainer: Trainer, agents: Sequence[str]) -> None:
     """Replace the callbacks by which transformers prints every metric by those of the team. Other callbacks stay."""
-    ours: dict[type, Callable] = {ProgressCallback: TeamProgressCallback, PrinterCallback: TeamPrinterCallback}
-    for value in {type(callback) for callback in trainer.callback_handler.callbacks} & ours.keys():
+    replacements: dict[type, Callable] = {ProgressCallback: TeamProgressCallback, PrinterCallback: TeamPrinterCallback}
+    for value in {type(callback) for callback in trainer.callback_handler.callbacks} & replacements.keys():
         trainer.remove_callback(value)
-        trainer.add_callback(ours[value](agents))
+        trainer.add_callback(replacements[value](agents))
 
 
 def announce(agents: Sequence[str], accelerator: Accelerator) -> None:
-    """Say who is trained on how many processes. Launchers may start fewer processes than they were asked for."""
+    """Print which agents are trained on how many processes. Launchers may start fewer processes than requested."""
     count = accelerator.num_processes
     say(f"Training {', '.join(agents)} on {count} process{'es' if count > 1 else ''} ({accelerator.device.type})")

@@ -92,8 +92,8 @@ class EpisodeOutcome(NamedTuple):
 class GameMetrics:
     """Computes returns and win rates of agents."""
 
-    def __init__(self, team: TeamSetup, own: OwnReturns, copies: PastCopies | None = None):
-        self._agents, self._trained, self._own, self._copies = team.names, team.trained, own, copies
+    def __init__(self, team: TeamSetup, own: OwnReturns, past_copies: PastCopies | None = None):
+        self._agents, self._trained, self._own, self._past_copies = team.names, team.trained, own, past_copies
 
     def played(self, rollout: Rollout) -> list[EpisodeOutcome | None]:
         """
@@ -104,7 +104,8 @@ class GameMetrics:
             return [None] * len(rollout.episodes)
         return [
             EpisodeOutcome(
-                {name: self._own.of_agent(reward, episode, name) for name in self._agents}, dict(episode.copies)
+                {name: self._own.get_agent_reward(reward, episode, name) for name in self._agents},
+                dict(episode.copies),
             )
             if reward == reward and episode.turns
             else None
@@ -122,9 +123,9 @@ class GameMetrics:
         """
         scored = [item for item in played if item is not None]
         metrics: dict[str, float] = {}
-        if self._copies is not None:
-            for name in self._copies.agents:
-                metrics[f"agents/{name}/copies"] = float(len(self._copies.steps(name)))
+        if self._past_copies is not None:
+            for name in self._past_copies.agents:
+                metrics[f"agents/{name}/copies"] = float(len(self._past_copies.steps(name)))
         if not scored:
             return metrics
         for name in self._agents:
@@ -136,7 +137,8 @@ class GameMetrics:
         return metrics
 
     def _copy_win_rates(self, known: Sequence[EpisodeOutcome], name: str, other: str) -> dict[str, float]:
-        steps = self._copies.steps(other) if self._copies is not None and other in self._copies.agents else []
+        pools = self._past_copies
+        steps = pools.steps(other) if pools is not None and other in pools.agents else []
         metrics: dict[str, float] = {}
         for age, step in enumerate(reversed(steps), 1):
             outcomes = [item for item in known if item.copies.get(other) == step]
@@ -321,7 +323,7 @@ class Reporter:
             name = "credit" if CREDITS[self._args.credit].reruns else "advantage"
             logger.warning(
                 f"{lost} of {count} re-runs of `{name}={getattr(self._args, name)!r}` do not contain the turn that "
-                "they were made for, because the workflow showed its agent something else. These re-runs are "
+                "they were made for, because the workflow showed the agent something else. These re-runs are "
                 "ignored; a turn or candidate without another re-run gets the advantage 0. Observations must depend "
                 "only on the dataset row and the turns: seed random numbers from the row, and do not use times or "
                 "the order in which answers arrive. `rerun/lost` logs the share; this warning is logged once."
@@ -401,7 +403,7 @@ class Reporter:
         columns = {key: [record["row"].get(key) for record in records] for key in records[0]["row"]}
         columns["turns"] = [record["turns"] for record in records]
         answers = [record["answer"] for record in records]
-        with self._randomness.theirs():
+        with self._randomness.user_states():
             metrics |= measure_answers(self._eval_metrics, answers, columns, self._args.eval_reference_column)
             metrics |= self._sample_metrics(records, name)
         metrics |= self._metrics.means("eval")

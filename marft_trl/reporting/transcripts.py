@@ -96,9 +96,11 @@ class Transcript:
         """
         names = _numbered(episode.turns)
         entries = [
-            _of_turn(item, names, item is episode.answer, _rewards_of(item, episode, own_rewards), advantages, tokens)
+            _turn_entry(
+                item, names, item is episode.answer, _reward_notes(item, episode, own_rewards), advantages, tokens
+            )
             if isinstance(item, Turn)
-            else _of_feedback(item)
+            else _feedback_entry(item)
             for item in episode.history
         ]
         return cls(title, messages_as_text(episode.prompt), tuple(entries), dict(rewards or {}), reward, reference)
@@ -134,7 +136,7 @@ def format_turns(
 ) -> str:
     """Like [`format_episode`], for turns without an episode."""
     names = _numbered(turns)
-    entries = tuple(_of_turn(turn, names, turn is answer) for turn in turns)
+    entries = tuple(_turn_entry(turn, names, turn is answer) for turn in turns)
     return Transcript(title, messages_as_text(prompt), entries, rewards or {}).as_text(width)
 
 
@@ -145,7 +147,7 @@ def messages_as_text(prompt: str | Messages) -> str:
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)
 
 
-def _of_turn(
+def _turn_entry(
     turn: Turn,
     names: Sequence[str],
     answers: bool,
@@ -156,7 +158,7 @@ def _of_turn(
     saw = [names[index] for index in turn.sees] + (["feedback"] if turn.hears else [])
     notes = [f"sees {', '.join(saw)}" if saw else "sees the prompt"]
     notes += [f"calls {', '.join(call.name for call in turn.tool_calls)}"] if turn.tool_calls else []
-    notes += ["cut off at its length limit"] if turn.truncated else []
+    notes += ["truncated at the length limit"] if turn.truncated else []
     notes += rewards
     notes += ["the team's answer"] if answers else []
     advantage = advantages[turn.index] if advantages is not None else None
@@ -170,7 +172,7 @@ def _of_turn(
     )
 
 
-def _rewards_of(turn: Turn, episode: Episode, own_rewards: Sequence[Mapping[str, float]] | None) -> list[str]:
+def _reward_notes(turn: Turn, episode: Episode, own_rewards: Sequence[Mapping[str, float]] | None) -> list[str]:
     """Rewards of the turn itself: by the environment, and by reward functions of single turns."""
     earned = episode.earned[turn.index]
     own = own_rewards[turn.index] if own_rewards else {}
@@ -179,7 +181,7 @@ def _rewards_of(turn: Turn, episode: Episode, own_rewards: Sequence[Mapping[str,
     return notes + ([f"own reward: {_scores(known)}"] if known else [])
 
 
-def _of_feedback(item: Feedback) -> Entry:
+def _feedback_entry(item: Feedback) -> Entry:
     note = "feedback" if item.tool is None else f"result of {item.tool}, for {item.audience}"
     return Entry(item.agent, item.raw_text, (note,), is_feedback=True)
 
@@ -227,13 +229,13 @@ def html_page(
         index: file next to it that lists the pages of all steps.
         rewards: of all episodes, if these are the first of more.
     """
-    about = f"{len(transcripts)} episodes{_mean_of([one.reward for one in transcripts])}"
+    about = f"{len(transcripts)} episodes{_format_mean([transcript.reward for transcript in transcripts])}"
     if len(rewards) > len(transcripts):
-        about = f"The first {len(transcripts)} of {len(rewards)} episodes{_mean_of(rewards)}"
+        about = f"The first {len(transcripts)} of {len(rewards)} episodes{_format_mean(rewards)}"
     return _render(title=title, about=about, run=run, index=index, transcripts=transcripts)
 
 
-def _mean_of(rewards: Sequence[float | None]) -> str:
+def _format_mean(rewards: Sequence[float | None]) -> str:
     known = [reward for reward in rewards if reward is not None]
     return f", mean reward {sum(known) / len(known):.3g}" if known else ""
 
@@ -288,10 +290,10 @@ def _strength(advantage: float) -> float:
 
 
 def _score_rows(transcript: Transcript) -> list[tuple[str, str]]:
-    """Names and values of the rewards, and what they are in all if that is not the only one of them."""
+    """Names and values of the rewards, and the total if it is not the only reward."""
     rows = [(name, "none" if value is None else f"{value:.3g}") for name, value in transcript.rewards.items()]
     whole = "" if transcript.reward is None else f"{transcript.reward:.3g}"
-    return [*rows, ("in all", whole)] if whole and [value for _, value in rows] != [whole] else rows
+    return [*rows, ("total", whole)] if whole and [value for _, value in rows] != [whole] else rows
 
 
 def _advantage_note(advantages: float | Sequence[float] | None) -> list[str]:

@@ -108,9 +108,11 @@ class AnswerComparer:
         Raises:
             RuntimeError: the process that compares cannot be started.
         """
-        asked = [(math_answer(text), solution) for text, solution in pairs]
+        answers = [(math_answer(text), solution) for text, solution in pairs]
         # A text without an answer is compared too: whether the solution can be parsed decides between 0 and `None`
-        keys = [(answer if answer and len(answer) <= _MOST_CHARACTERS else "", solution) for answer, solution in asked]
+        keys = [
+            (answer if answer and len(answer) <= _MOST_CHARACTERS else "", solution) for answer, solution in answers
+        ]
         with self._lock:
             for key in dict.fromkeys(keys):
                 if key not in self._known:
@@ -159,7 +161,7 @@ class AnswerComparer:
         return self._process
 
     def close(self) -> None:
-        """End the process. It is started again when it is needed."""
+        """Kill the process. The next comparison starts a new process."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -170,7 +172,7 @@ class AnswerComparer:
 
 
 def _line(pipe, seconds: float) -> bytes:
-    """Read a line from a pipe; what there is of it if the pipe ends or the time is over."""
+    """Read a line from a pipe. If the pipe ends or the time runs out, return the part that was read."""
     end, line = time.monotonic() + seconds, b""
     waiting = select.poll()
     waiting.register(pipe, select.POLLIN)

@@ -23,12 +23,15 @@ _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 _LONGEST_WAIT = 30.0
 # Largest number of bytes of an answer
 _MOST_BYTES = 16 << 20
-# What has become of an answer that is not whole, by its `finish_reason`
-_CUT = {"length": "was cut at its largest length", "content_filter": "was cut by a filter of the server"}
+# Why an answer is truncated, by `finish_reason`
+_CUT = {
+    "length": "was truncated at the maximum length",
+    "content_filter": "was truncated by the server's content filter",
+}
 
 
 class EndpointError(RuntimeError):
-    """An endpoint did not answer, or not with a text."""
+    """Raised if an endpoint does not answer, or answers without a text."""
 
 
 class EndpointReply:
@@ -81,10 +84,10 @@ class EndpointReply:
 
     async def __call__(self, messages: Sequence[dict[str, Any]]) -> str:
         """
-        The text of the next message.
+        Request the text of the next message.
 
         Raises:
-            EndpointError: no try had an answer, or the request is refused.
+            EndpointError: all tries failed, or the server rejects the request.
         """
         import aiohttp
 
@@ -103,16 +106,17 @@ class EndpointReply:
                             f"{self.base_url}/chat/completions", json=body, allow_redirects=False
                         ) as response,
                     ):
-                        content = await self._content_of(response)
+                        content = await self._read_content(response)
                         if response.status == 200:
-                            return self._text_of(json.loads(content))
+                            return self._read_reply(json.loads(content))
                         if 300 <= response.status < 400:  # the messages and the key are for nobody else
                             to = response.headers.get("Location", "nowhere")
                             raise EndpointError(
-                                f"{self!r} redirects to {for_log(to, key)[:300]!r}. If it is meant, set `base_url`."
+                                f"{self!r} redirects to {for_log(to, key)[:300]!r}. If this is intended, set "
+                                "`base_url`."
                             )
-                        said = for_log(content[:4000].decode(errors="replace"), key)[:300]
-                        why = f"status {response.status}: {said}"
+                        text = for_log(content[:4000].decode(errors="replace"), key)[:300]
+                        why = f"status {response.status}: {text}"
                         if response.status not in _AGAIN:
                             break
                         wait = _seconds(response.headers.get("Retry-After"), wait)
@@ -120,9 +124,9 @@ class EndpointReply:
                     why = f"{type(error).__name__}: {error}".rstrip(": ")
                 if number + 1 < self._tries:
                     await asyncio.sleep(wait)
-        raise EndpointError(f"{self!r} did not answer, after {number + 1} tries. The last one: {for_log(why, key)}.")
+        raise EndpointError(f"{self!r} did not answer after {number + 1} tries. Last error: {for_log(why, key)}.")
 
-    async def _content_of(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _read_content(self, response: aiohttp.ClientResponse) -> bytes:
         content = bytearray()
         async for part in response.content.iter_any():
             content += part
@@ -130,17 +134,17 @@ class EndpointReply:
                 raise EndpointError(f"{self!r} answered with more than {_MOST_BYTES} bytes.")
         return bytes(content)
 
-    def _text_of(self, answer: Any) -> str:
+    def _read_reply(self, answer: Any) -> str:
         try:
             choice = answer["choices"][0]
             text, end = choice["message"]["content"], choice.get("finish_reason")
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise EndpointError(f"{self!r} answered without a message: {for_log(str(answer)[:4000])[:300]}") from error
         if end in _CUT and not (end == "length" and self._allow_cut):
-            fix = " Set a larger `max_tokens`, or `allow_cut=True`." if end == "length" else ""
+            fix = " Increase `max_tokens`, or set `allow_cut=True`." if end == "length" else ""
             raise EndpointError(f"The answer of {self!r} {_CUT[end]} (`finish_reason` {end!r}).{fix}")
         if not isinstance(text, str):
-            raise EndpointError(f"{self!r} answered with {text!r} in place of a text.")
+            raise EndpointError(f"{self!r} answered with {text!r} instead of a string.")
         return text
 
 

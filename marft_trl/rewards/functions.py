@@ -174,8 +174,8 @@ def _answers(columns: dict[str, Any], whose: str) -> list[Turn]:
     answers = [column for column in columns["answer_turn"] if column is not None]
     if len(answers) < len(columns["answer_turn"]):
         raise ValueError(
-            f"The {whose} reward needs the answer of the episode, which a candidate turn does not have yet. With "
-            "`advantage='turn'` set `own_reward_weight=0`, or give the agent a reward of its own turn alone."
+            f"The {whose} reward needs the answer of the episode, which does not exist yet for a candidate turn. With "
+            "`advantage='turn'`, set `own_reward_weight=0`, or use a reward function that scores only the turn."
         )
     return answers
 

@@ -14,7 +14,7 @@ from ..config.checks import completes_candidates
 from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
-from ..episodes.rerun import Rerun, keys_of, observation_key
+from ..episodes.rerun import Rerun, make_keys, observation_key
 from .reward_scorer import OwnReturns, RewardScorer
 from .runner import EpisodeRunner, turn_key
 
@@ -68,19 +68,19 @@ class Alternatives:
         """Sample several candidates for each turn of a trained agent and go on from one; all are kept as nodes."""
         count = self._args.turn_candidates
         learns = [self._policies.is_trained(request.agent) for request in requests]
-        asked = [
+        repeated = [
             request for request, value in zip(requests, learns, strict=True) for _ in range(count if value else 1)
         ]
-        completions = iter(await self._runner.answer(asked, key))
+        completions = iter(await self._runner.answer(repeated, key))
         drawn = [[next(completions) for _ in range(count if learn else 1)] for learn in learns]
-        candidates = [[one for one in item if isinstance(one, Completion)] for item in drawn]
+        candidates = [[completion for completion in item if isinstance(completion, Completion)] for item in drawn]
         branching = [index for index, entry in enumerate(learns) if entry and candidates[index]]
         turns = {  # scored as if their agents went no further
             index: [replace(requests[index].turn(candidate), audience=None) for candidate in candidates[index]]
             for index in branching
         }
         returns = await self._returns(requests, candidates, turns, key)
-        chosen = [its[0] for its in drawn]
+        chosen = [choices[0] for choices in drawn]
         for index in branching:
             self._nodes.append(Node(requests[index].episode.index, turns[index], returns[index]))
             self._count(candidates[index][1:])
@@ -104,7 +104,7 @@ class Alternatives:
         own_weight = self._args.own_reward_weight if CREDITS[self._args.credit].scores_turns else 0.0
         worth = torch.zeros(len(jobs))
         records = {index: requests[index].episode.record() for index in turns}
-        keys = {index: keys_of(record) for index, record in records.items()}
+        keys = {index: make_keys(record) for index, record in records.items()}
         episodes, flat = [records[index] for index, _ in jobs], [turns[index][place] for index, place in jobs]
         if own_weight < 1 and not completes_candidates(self._args):
             worth = (1 - own_weight) * self._scorer.as_answers(episodes, flat)
@@ -113,7 +113,7 @@ class Alternatives:
             reruns = [
                 Rerun(
                     records[index],
-                    candidate=(requests[index].ask, candidates[index][place]),
+                    candidate=(requests[index].turn_request, candidates[index][place]),
                     skip=skips[index],
                     keys=keys[index],
                 )
@@ -127,7 +127,7 @@ class Alternatives:
             found = self._rewards(completed, agents, reruns).view(len(jobs), samples)
             worth = (1 - own_weight) * (found.squeeze(1) if samples == 1 else found.nanmean(dim=1))
         if own_weight > 0:
-            worth = worth + own_weight * self._scorer.of_turns(episodes, flat).sums
+            worth = worth + own_weight * self._scorer.score_turns(episodes, flat).sums
         returns: dict[int, list[float]] = {index: [] for index in turns}
         for (index, _), value in zip(jobs, worth.tolist(), strict=True):
             returns[index].append(value)
@@ -137,9 +137,9 @@ class Alternatives:
 
     def counterfactual_rewards(self, episodes: Sequence[Episode]) -> list[torch.Tensor]:
         """
-        For each episode the rewards `(K, M)` of `M` re-runs in which turn `k` is another one and what depends on it is
-        generated again; NaN for the turns of frozen agents, and for re-runs that do not hold turn `k`. Turn `k` is
-        sampled anew from the reference of its agent, or is empty (`credit="removed"`).
+        For each episode, return the rewards `(K, M)` of `M` re-runs in which turn `k` is replaced and everything that
+        depends on it is generated again. NaN for the turns of frozen agents, and for re-runs without turn `k`. The new
+        turn `k` is sampled from the agent's reference policy, or empty (`credit="removed"`).
         """
         samples = self._args.counterfactual_samples
         rewards = [torch.full((len(episode.turns), samples), torch.nan) for episode in episodes]
@@ -149,7 +149,7 @@ class Alternatives:
             for turn in episode.turns
             if self._policies.is_trained(turn.agent)
         ]
-        keys = [keys_of(episode) for episode in episodes]
+        keys = [make_keys(episode) for episode in episodes]
         counts = self._processes.gather([len(jobs)])
         first = sum(counts[: self._processes.index])
         for sample in range(samples if sum(counts) else 0):
@@ -167,10 +167,10 @@ class Alternatives:
 
     def _rewards(self, episodes: Sequence[Episode], agents: Sequence[str], reruns: Sequence[Rerun]) -> torch.Tensor:
         """Reward `(N,)` of each re-run for an agent, NaN where nothing scored it, and without the turn it is for."""
-        rewards = self._scorer.of_episodes(episodes)
+        rewards = self._scorer.score_episodes(episodes)
         for index, (episode, agent) in enumerate(zip(episodes, agents, strict=True)):
             if episode.own:
-                rewards[index] = self._own.of_agent(rewards[index].item(), episode, agent)
+                rewards[index] = self._own.get_agent_reward(rewards[index].item(), episode, agent)
         lost = torch.tensor([not rerun.holds_turn for rerun in reruns], dtype=torch.bool)
         self._generated.update(reruns=len(reruns), lost=int(lost.sum()))
         return rewards.masked_fill(lost, torch.nan)
@@ -194,7 +194,7 @@ def _pending_before(requests: Sequence[Request]) -> list[int]:
     seen: Counter[tuple] = Counter()
     counts = []
     for request in requests:
-        place = request.episode.index, observation_key(request.agent, request.seen, request.given)
+        place = request.episode.index, observation_key(request.agent, request.seen, request.requested_turn)
         counts.append(seen[place])
         seen[place] += 1
     return counts

@@ -31,9 +31,9 @@ class DynamicSampling:
     Fills generation batches with groups that have a signal: episodes of a prompt whose rewards differ, or, where
     candidates for a turn are compared, episodes with candidates whose returns differ.
 
-    Further prompts come from a permutation of the dataset of their own, so the order of the dataset is left as it is.
-    Every round draws as many of them as are expected to fill the batch. What is in excess is left out, and if the
-    limit is reached, groups without a signal remain in the batch.
+    Additional prompts come from a separate permutation of the dataset, so the order of the dataset does not change.
+    Every round draws as many prompts as are expected to fill the batch. Excess groups are dropped. If the limit is
+    reached, groups without a signal remain in the batch.
 
     Args:
         dataset: `dataset()` returns the training set.
@@ -90,7 +90,7 @@ class DynamicSampling:
         branching = {node.episode for node in rollout.nodes if _differ(node.returns)}
         facts = []
         for index, (episode, reward) in enumerate(zip(rollout.episodes, rollout.local_rewards, strict=True)):
-            received = {name: self._own.of_agent(reward, episode, name) for name in own_names}
+            received = {name: self._own.get_agent_reward(reward, episode, name) for name in own_names}
             # Equal sums that were earned at different turns teach something if a turn is worth what follows it
             when = self._to_go(episode, reward) if self._args.credit_kind == "rewards" else {}
             facts.append((received if rollout.has_own_returns else {}, index in branching, when))
@@ -99,15 +99,15 @@ class DynamicSampling:
         scores = rollout.rewards_per_func if by_function else rollout.rewards.unsqueeze(1)
         found = []
         for start in range(0, len(everywhere), size):
-            its = everywhere[start : start + size]
+            group = everywhere[start : start + size]
             if self._uses_candidates:
-                found.append(any(has for _, has, _ in its))
+                found.append(any(has for _, has, _ in group))
                 continue
-            names = {name for received, _, _ in its for name in received}
+            names = {name for received, _, _ in group for name in received}
             columns = [*scores[start : start + size].T.tolist()]
-            columns += [[received.get(name, math.nan) for received, _, _ in its] for name in names]
-            agents = {agent for _, _, when in its for agent in when}
-            columns += [[value for _, _, when in its for value in when.get(agent, ())] for agent in agents]
+            columns += [[received.get(name, math.nan) for received, _, _ in group] for name in names]
+            agents = {agent for _, _, when in group for agent in when}
+            columns += [[value for _, _, when in group for value in when.get(agent, ())] for agent in agents]
             found.append(any(_differ(column) for column in columns))
         return found
 
@@ -139,8 +139,8 @@ class DynamicSampling:
         while len(indices) < count:
             passes, place = divmod(self._drawn, len(dataset))
             generator = torch.Generator().manual_seed(self._args.seed + passes)
-            its = torch.randperm(len(dataset), generator=generator)[place : place + count - len(indices)]
-            indices, self._drawn = [*indices, *its.tolist()], self._drawn + len(its)
+            chunk = torch.randperm(len(dataset), generator=generator)[place : place + count - len(indices)]
+            indices, self._drawn = [*indices, *chunk.tolist()], self._drawn + len(chunk)
         each = count * size // self._processes.count
         first = self._processes.index * each
         return [dataset[indices[place // size]] for place in range(first, first + each)]
@@ -241,8 +241,8 @@ class _Batch:
             episodes=self._episodes,
             rewards=self._rewards,
             rewards_per_func=self._per_func,
-            nodes=[node for its in self._nodes for node in its],
-            has_own_returns=any(one.has_own_returns for one in rounds),
+            nodes=[node for nodes in self._nodes for node in nodes],
+            has_own_returns=any(rollout.has_own_returns for rollout in rounds),
             drawn=drawn,
         )
 

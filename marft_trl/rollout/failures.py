@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What happens when users' code fails: the run ends, the episode is skipped, or it is tried again."""
+"""Handling of errors in user code: end the run, skip the episode, or retry it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..episodes.guard import EpisodeError
 from ..episodes.records import Episode
 
 
-logger = logging.getLogger(__name__)  # of every process: each has failures of its own
+logger = logging.getLogger(__name__)  # on every process, since each has its own failures
 
 # Seconds before a function is called again
 _PAUSE = 1.0
@@ -25,11 +25,11 @@ _PAUSE = 1.0
 @dataclass(frozen=True)
 class OnFailure:
     """
-    What happens when users' code fails.
+    Policy for errors in user code.
 
     Args:
         action: `"raise"`, `"skip"` or `"retry"`.
-        retries: number of further tries.
+        retries: maximum number of retries.
         timeout: time limit of a call of a reward function, in seconds.
     """
 
@@ -38,24 +38,24 @@ class OnFailure:
     timeout: float | None = None
 
     @classmethod
-    def of(cls, args: MARFTConfig) -> OnFailure:
-        """The settings of a configuration."""
+    def from_args(cls, args: MARFTConfig) -> OnFailure:
+        """Make the policy of a configuration."""
         return cls(args.on_episode_error, EPISODE_RETRIES, args.reward_timeout)
 
     @property
     def skips(self) -> bool:
-        """`True` if what fails is left out."""
+        """Whether failed episodes and calls are skipped."""
         return self.action == "skip"
 
     @property
     def tries(self) -> int:
-        """How often a call is tried in all."""
+        """Maximum number of attempts per call."""
         return self.retries + 1 if self.action == "retry" else 1
 
 
 class Failures:
     """
-    Counts what was skipped or tried again since the last report.
+    Counts of skipped and retried episodes and calls since the last report.
 
     Attributes:
         counts: by kind, e.g. `"episodes/skipped"`.
@@ -67,18 +67,18 @@ class Failures:
         self.last = ""
 
     def note(self, kind: str, error: object, count: int = 1) -> None:
-        """Count a failure, and log its error."""
+        """Count a failure and log the error."""
         self.counts[kind] += count
         self.last = str(error)
         logger.warning(f"{kind}: {_brief(self.last)}")
 
     def add(self, others: Failures) -> None:
-        """Count what others have counted."""
+        """Add the counts of another object."""
         self.counts.update(others.counts)
         self.last = others.last or self.last
 
     def take(self) -> tuple[dict[str, int], str]:
-        """Counts and the latest error since the last call."""
+        """Return and reset the counts and the latest error."""
         taken = dict(self.counts), self.last
         self.counts.clear()
         self.last = ""
@@ -89,14 +89,13 @@ async def run_episodes(
     run: Callable[..., Awaitable[list[Episode]]], rows: Sequence[dict[str, Any]], policy: OnFailure, failures: Failures
 ) -> list[Episode]:
     """
-    One episode for each row, under a policy for those that fail.
+    Run one episode per row, and skip or retry failed episodes according to a policy.
 
     Args:
         run: `await run(rows, failures)` runs episodes, see [`EpisodeRunner`].
-        policy: what happens to episodes that fail.
 
     Raises:
-        EpisodeError: an episode has failed, and is not skipped.
+        EpisodeError: an episode failed and is not skipped.
     """
     if policy.action == "raise":
         return await run(rows, None)
@@ -132,13 +131,12 @@ async def call_reward(
     sleep: Callable[[float], Awaitable[None]],
 ) -> Sequence[Any]:
     """
-    Scores of a reward function, under a policy for calls that fail.
+    Call a reward function, and skip or retry failed calls according to a policy. Returns the scores.
 
     Args:
         call: `call(positions)` scores the completions at these positions.
         count: number of completions.
-        policy: what happens if it raises.
-        sleep: `sleep(seconds)` waits before another try.
+        sleep: `sleep(seconds)` waits before a retry.
     """
     for number in range(policy.tries):
         try:
@@ -153,7 +151,7 @@ async def call_reward(
                 failures.note(f"rewards/{name}/skipped", error, count)
                 return [None] * count
     scores: list[Any] = []
-    for index in range(count):  # the function has failed for all of them together: which one is it?
+    for index in range(count):  # the call failed for all completions together: find the ones that fail
         try:
             scores += await call([index])
         except Exception as error:
@@ -168,5 +166,5 @@ async def wait_here(seconds: float) -> None:
 
 
 def _brief(text: str, limit: int = 600) -> str:
-    """Head and end of a text: tracebacks have the error at their end."""
+    """Shorten a text to its beginning and its end, where tracebacks have the error."""
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"

@@ -58,16 +58,16 @@ class LiveTurn:
     A turn that is followed while it is sampled, in an event loop that goes on meanwhile.
 
     Args:
-        seed: its tokens depend on it, and not on turns that are sampled beside it.
+        seed: the tokens depend on it, and not on the other turns in the batch.
         limit: largest number of tokens, where it is below that of the agent.
-        hear: called in the event loop with the newest tokens.
+        on_tokens: called in the event loop with the newest tokens.
 
     Attributes:
         is_gone: whether nobody waits for it any more. Set from any thread; the turn then ends.
     """
 
-    def __init__(self, seed: int, limit: int | None = None, hear: Callable[[list[int]], None] | None = None):
-        self.seed, self.limit, self.hear = seed, limit, hear
+    def __init__(self, seed: int, limit: int | None = None, on_tokens: Callable[[list[int]], None] | None = None):
+        self.seed, self.limit, self.on_tokens = seed, limit, on_tokens
         self.loop = asyncio.get_running_loop()
         self.is_gone = False
 
@@ -134,7 +134,7 @@ class Generator:
     def drop_cache(self) -> None:
         """Give memory back that is kept from one call of [`~Generator.generate`] to the next."""
 
-    # ---- Of generators with weights of their own; others act with the model as it is ----
+    # ---- Only for generators with their own copy of the weights ----
 
     def publish(self, alone: bool = False) -> None:
         """
@@ -145,7 +145,7 @@ class Generator:
         """
 
     def close(self) -> None:
-        """Take from servers what they were given. Later calls of [`~Generator.publish`] give it to them anew."""
+        """Remove the published weights from servers. The next [`~Generator.publish`] publishes all weights again."""
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
@@ -160,7 +160,7 @@ class LiveRows(StoppingCriteria):
 
     Args:
         turns: who follows each row.
-        ends: ids of the tokens that end a turn.
+        end_token_ids: ids of the tokens that end a turn.
         longest: largest number of tokens of a turn.
         samples: whether tokens are drawn.
 
@@ -169,10 +169,15 @@ class LiveRows(StoppingCriteria):
     """
 
     def __init__(
-        self, turns: Sequence[LiveTurn], ends: Collection[int], longest: int, samples: bool, device: torch.device
+        self,
+        turns: Sequence[LiveTurn],
+        end_token_ids: Collection[int],
+        longest: int,
+        samples: bool,
+        device: torch.device,
     ):
         self.other: StoppingCriteria | None = None
-        self._turns, self._ends = turns, frozenset(ends)
+        self._turns, self._end_token_ids = turns, frozenset(end_token_ids)
         self.limits = [min(longest, turn.limit or longest) for turn in turns]
         self._counts, self._over = [0] * len(turns), [False] * len(turns)
         self._width: int | None = None
@@ -185,7 +190,7 @@ class LiveRows(StoppingCriteria):
             turn = self._turns[row]
             new = [] if self._over[row] else self._up_to_end(row, value)
             self._over[row] = self._over[row] or is_done or turn.is_gone
-            if new and turn.hear is not None and not turn.is_gone:
+            if new and turn.on_tokens is not None and not turn.is_gone:
                 heard.setdefault(turn.loop, []).append((turn, new))
         for loop, pairs in heard.items():
             with contextlib.suppress(RuntimeError):  # it is closed
@@ -196,7 +201,7 @@ class LiveRows(StoppingCriteria):
         new: list[int] = []
         for token in tokens[: self.limits[row] - self._counts[row]]:
             new.append(token)
-            if token in self._ends:
+            if token in self._end_token_ids:
                 self._over[row] = True
                 break
         self._counts[row] += len(new)
@@ -236,5 +241,5 @@ def _numbers(seed: int, count: int) -> torch.Tensor:
 
 def _tell(pairs: Sequence[tuple[LiveTurn, list[int]]]) -> None:
     for turn, ids in pairs:
-        if turn.hear is not None and not turn.is_gone:
-            turn.hear(ids)
+        if turn.on_tokens is not None and not turn.is_gone:
+            turn.on_tokens(ids)

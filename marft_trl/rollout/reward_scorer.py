@@ -67,7 +67,7 @@ class OwnReturns:
         return self._setting == "agent" or (self._setting is None and self._were_named)
 
     def note(self, episodes: Sequence[Episode]) -> bool:
-        """Look at the episodes of this process in a batch. Returns whether every agent learns from its own return."""
+        """Check the episodes of this process in a batch. Return whether every agent learns from its own return."""
         if self._setting is None and not self._were_named:
             named = torch.tensor([float(any(episode.own for episode in episodes))], dtype=torch.float64)
             self._were_named = bool(self._processes.max(named).item())
@@ -87,15 +87,15 @@ class OwnReturns:
 
     def received(self, episode: Episode, agent: str) -> torch.Tensor:
         """What an agent received by name after each turn of an episode `(K,)`, weighted."""
-        its = episode.own.get(agent, (0.0,) * len(episode.turns))
-        return self.weight * torch.tensor(its, dtype=torch.float32)
+        rewards = episode.own.get(agent, (0.0,) * len(episode.turns))
+        return self.weight * torch.tensor(rewards, dtype=torch.float32)
 
     def shared(self, episode: Episode) -> torch.Tensor:
         """What the turns of an episode earned for all agents `(K,)`, weighted."""
         earned = self.weight * torch.tensor(episode.earned, dtype=torch.float32)
         return earned - sum((self.received(episode, agent) for agent in episode.own), torch.zeros(len(earned)))
 
-    def of_agent(self, reward: float, episode: Episode, agent: str) -> float:
+    def get_agent_reward(self, reward: float, episode: Episode, agent: str) -> float:
         """
         An agent's part of the reward of an episode: what all receive, and what it received by name. The reward itself
         with `returns="team"`.
@@ -138,7 +138,7 @@ class RewardReach:
 
     def check_acted(self, acted: Collection[str]) -> None:
         """
-        Warn, once, of a batch in which nobody acted who is trained.
+        Warn once if no trained agent acted in a batch.
 
         Args:
             acted: names of the agents that took a turn, of all processes.
@@ -147,9 +147,9 @@ class RewardReach:
         if acted and not set(acted) & set(trained) and ("", *sorted(acted)) not in self._warned:
             self._warned.add(("", *sorted(acted)))
             logger.warning(
-                f"In all episodes of a batch, only {', '.join(map(repr, sorted(acted)))} took turns, and only "
-                f"{', '.join(map(repr, trained))} would be trained, so nothing is learned from it. Does the workflow, "
-                "or the application, ask for the agents that are to learn?"
+                f"Only {', '.join(map(repr, sorted(acted)))} took turns in the episodes of a batch, but only "
+                f"{', '.join(map(repr, trained))} would be trained, so no agent learns from the batch. Check "
+                "that the workflow or the application requests turns from the trained agents."
             )
 
     def check_earned(self, earned: Sequence[Mapping[str, float]], is_all: bool = True) -> None:
@@ -168,18 +168,18 @@ class RewardReach:
         names = sorted({name for entry in some for name, value in entry.items() if value})
         if len(names) < 2:
             return
-        cancel = all(abs(sum(its.values())) <= 1e-6 * sum(map(abs, its.values())) for its in some)
+        cancel = all(abs(sum(entry.values())) <= 1e-6 * sum(map(abs, entry.values())) for entry in some)
         self._cancelled = self._cancelled + len(some) if cancel else 0
         if is_all and self._cancelled >= _ENOUGH_EPISODES:
             raise ValueError(
-                f"The rewards of the agents {', '.join(map(repr, names))} cancel in their sum in all of the last "
-                f"{self._cancelled} episodes that earned some. With `returns='team'` all agents learn from the sum, "
-                "so none would learn anything. Set `returns='agent'`, so that each learns from its own rewards, or "
-                "give the team a reward that does not cancel."
+                f"The rewards of the agents {', '.join(map(repr, names))} sum to zero in all of the last "
+                f"{self._cancelled} episodes with rewards. With `returns='team'`, all agents learn from the sum, so "
+                "no agent would learn anything. Set `returns='agent'`, so that each agent learns from its own "
+                "rewards, or add a team reward that does not cancel."
             )
         if len(some) < _ENOUGH_EPISODES:
             return
-        values = torch.tensor([[its.get(name, 0.0) for its in some] for name in names], dtype=torch.float64)
+        values = torch.tensor([[entry.get(name, 0.0) for entry in some] for name in names], dtype=torch.float64)
         for (i, first), (j, other) in itertools.combinations(enumerate(names), 2):
             if (first, other) in self._warned or not (values[i].std() > 0 and values[j].std() > 0):
                 continue
@@ -188,13 +188,13 @@ class RewardReach:
                 self._warned.add((first, other))
                 logger.warning(
                     f"THE REWARDS OF THE AGENTS {first!r} AND {other!r} ARE OPPOSED (correlation {correlation:.2f} "
-                    f"over {len(some)} episodes), but both learn from the team's sum, in which they cancel. Set "
-                    "`returns='agent'`, so that each learns from its own."
+                    f"over {len(some)} episodes), but both agents learn from the team's sum, in which the rewards "
+                    "cancel. Set `returns='agent'`, so that each agent learns from its own rewards."
                 )
 
     def check_named(self, named: Sequence[Mapping[str, float]], acted: Sequence[str]) -> None:
         """
-        Check who is rewarded, where agents receive nothing but rewards by their own names.
+        Warn about agents that are never rewarded, if all rewards are given to agents by name.
 
         Args:
             named: what agents received, for every episode of all processes.
@@ -205,9 +205,9 @@ class RewardReach:
             if known and name in self._in_a_row and name not in known and (name, "") not in self._warned:
                 self._warned.add((name, ""))
                 logger.warning(
-                    f"NO REWARD CAN REACH THE AGENT {name!r}: every agent learns from its own rewards, and none of "
-                    f"{len(named)} episodes rewards it by name (only {', '.join(map(repr, sorted(known)))}). Reward "
-                    "it in the mapping, give the team a reward function, or set `returns='team'`."
+                    f"NO REWARD CAN REACH THE AGENT {name!r}: every agent learns from its own rewards, but "
+                    f"{len(named)} episodes rewarded only {', '.join(map(repr, sorted(known)))} by name. Add the "
+                    "agent to the reward mapping, add a team reward function, or set `returns='team'`."
                 )
 
     def note_advantages(self, have_some: Mapping[str, bool]) -> None:
@@ -224,10 +224,10 @@ class RewardReach:
             if self._in_a_row[name] == PATIENCE and (name,) not in self._warned:
                 self._warned.add((name,))
                 logger.warning(
-                    f"NO REWARD REACHES THE AGENT {name!r}: in {PATIENCE} generation batches in a row none of its "
-                    "turns had an advantage, or it did not speak, while other agents learned. Look at its turns in "
-                    "the transcripts (`log_completions=True`), at `credit` and `advantage`, and at whether the "
-                    "workflow lets it speak."
+                    f"NO REWARD REACHES THE AGENT {name!r}: in {PATIENCE} generation batches in a row it had no turn "
+                    "with a nonzero advantage, while other agents learned. Check its turns in the transcripts "
+                    "(`log_completions=True`), the settings `credit` and `advantage`, and whether the workflow "
+                    "requests turns from it."
                 )
 
 
@@ -259,8 +259,8 @@ def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> N
     for func in reward_funcs:
         if not isinstance(func, (str, nn.Module)) and not callable(func):
             raise TypeError(
-                f"A reward function must be callable, a reward model or the name of one; got {func!r} of type "
-                f"{type(func).__name__}."
+                f"A reward function must be a callable, a reward model or the name of a reward model, got {func!r} of "
+                f"type {type(func).__name__}."
             )
         if isinstance(func, str):
             check_model_name(func, "reward_funcs")
@@ -303,13 +303,13 @@ def _check_arguments(
         raise ValueError(
             f"The reward function `{get_callable_name(func)}` needs {missing}, but `{dataset}` has the columns "
             f"{sorted(columns)} and the trainer passes {list(passed)}. Add the column to the dataset, or "
-            "give the argument a default."
+            "give the argument a default value."
         )
     refused = [name for name in _ALWAYS_PASSED if not _takes(func, name)]
     if refused:
         raise ValueError(
-            f"The reward function `{get_callable_name(func)}` takes no `{refused[0]}`, but the trainer passes all of "
-            f"{', '.join(_ALWAYS_PASSED)} and the columns of the dataset, as TRL does. Add `**kwargs` to its "
+            f"The reward function `{get_callable_name(func)}` does not accept `{refused[0]}`, but the trainer passes "
+            f"{', '.join(_ALWAYS_PASSED)} and all columns of the dataset, as TRL does. Add `**kwargs` to its "
             "arguments."
         )
 
@@ -329,7 +329,7 @@ def _takes(func: Callable, name: str) -> bool:
 
 
 def _required_arguments(func: Callable) -> list[str]:
-    """Of a function, and of the function that it calls for the outcome of the episode."""
+    """Return the required arguments of a function, and of the function that it calls for the episode's outcome."""
     try:
         parameters = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature
@@ -364,7 +364,7 @@ def checked_reward(func, policy: OnFailure | None = None, failures: Failures | N
                 with named(name, is_async=True):
                     scores = await asyncio.wait_for(func(**_arguments(kwargs, positions)), policy.timeout)
             except TimeoutError as error:
-                if policy.timeout is None or time.monotonic() - start < policy.timeout:  # one of its own
+                if policy.timeout is None or time.monotonic() - start < policy.timeout:  # raised by the function
                     raise
                 raise TookTooLong(_too_long(name, policy.timeout, "it")) from error
             finally:
@@ -390,8 +390,8 @@ def checked_reward(func, policy: OnFailure | None = None, failures: Failures | N
 @contextlib.contextmanager
 def named(name: str, is_async: bool = False) -> Iterator[None]:
     """
-    Context manager: errors of a reward function have its name. One that calls `sys.exit`, or raises what ends an
-    iterator or a task, has failed like one that raises. A child that it has forked ends here, if it comes back.
+    Context manager: errors of a reward function name the function. `sys.exit`, and exceptions that end an iterator or
+    a task, become a `RuntimeError`. A forked child process that returns from the function ends here.
     """
     try:
         with ending_forks():
@@ -413,12 +413,11 @@ def named(name: str, is_async: bool = False) -> Iterator[None]:
 
 
 def _hint(error: Exception) -> str:
-    """For functions that expect the other kind of prompts."""
+    """Return a hint for functions that expect messages but get strings, or an empty string."""
     if isinstance(error, TypeError) and "string indices must be integers" in str(error):
         return (
-            " Completions are texts where the prompts of the dataset are texts. If it expects messages, write the "
-            "prompts "
-            'as `[{"role": "user", "content": question}]`.'
+            " Completions are strings because the dataset's prompts are strings. If the function expects messages, "
+            'write the prompts as `[{"role": "user", "content": question}]`.'
         )
     return ""
 
@@ -432,8 +431,8 @@ def _is_being_cancelled() -> bool:
 
 def _too_long(name: str, seconds: float | None, where: str) -> str:
     return (
-        f"The reward function `{name}` has not returned for {seconds:g} seconds ({where} is running). Give what it "
-        "waits for a time limit of its own, or set a larger `reward_timeout`."
+        f"The reward function `{name}` has not returned for {seconds:g} seconds ({where} is running). Add a time "
+        "limit to slow calls, or increase `reward_timeout`."
     )
 
 
@@ -454,27 +453,27 @@ def _arguments(kwargs: dict[str, Any], positions: Sequence[int]) -> dict[str, An
         if key in arguments:
             arguments[key] = [_copy(item) for item in arguments[key]]
     if isinstance(arguments.get("trainer_state"), TrainerState):
-        arguments["trainer_state"] = ReadOnlyState.of(arguments["trainer_state"])
+        arguments["trainer_state"] = ReadOnlyState.from_state(arguments["trainer_state"])
     return arguments
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of `log_extra` and `log_metric`."""
+    """Replacement for `log_extra` and `log_metric`."""
 
 
 class ReadOnlyState(TrainerState):
-    """The trainer's state as reward functions are shown it. It cannot be set."""
+    """Read-only copy of the trainer's state for reward functions."""
 
     @classmethod
-    def of(cls, state: TrainerState) -> ReadOnlyState:
-        """A copy of a state."""
+    def from_state(cls, state: TrainerState) -> ReadOnlyState:
+        """Copy a state."""
         copy = cls.__new__(cls)
         copies = {key: list(value) if isinstance(value, list) else value for key, value in vars(state).items()}
         copy.__dict__.update(copies)
         return copy
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"`trainer_state.{name}` cannot be set by a reward function: it is the trainer's.")
+        raise AttributeError(f"A reward function cannot set `trainer_state.{name}`, which belongs to the trainer.")
 
 
 def _copy(item: Any) -> Any:
@@ -507,7 +506,7 @@ def check_scores(scores: Any, name: str, expected: int) -> list[float | None]:
             layout = f"{scores.layout}, on {scores.device}" if isinstance(scores, torch.Tensor) else scores.dtype
             raise TypeError(
                 f"The reward function `{name}` returned a tensor whose numbers cannot be read ({layout}). Return a "
-                "dense one, or a list of numbers."
+                "dense tensor or a list of numbers."
             ) from error
     if not isinstance(scores, (list, tuple)):
         raise TypeError(
@@ -539,8 +538,8 @@ def _check_score(score: Any, name: str, index: int) -> float | None:
     if not abs(value) <= MAX_REWARD:
         raise ValueError(
             f"The reward function `{name}` returned {value!r} for completion {index}. Training on it would "
-            f"destroy the weights or silence its group. Return a finite number of at most {MAX_REWARD:g} in "
-            "magnitude, or None to leave the completion out."
+            f"ruin the weights or zero the advantages of its group. Return a finite number of at most {MAX_REWARD:g} "
+            "in magnitude, or None to leave the completion out."
         )
     return value
 
@@ -585,59 +584,60 @@ class RewardScorer:
     Scores episodes, and single turns outside of the one call per generation batch.
 
     Args:
-        of_agents: for each agent, the functions that score its own turns.
+        turn_functions: for each agent, the functions that score its own turns.
     """
 
     def __init__(
         self,
         run: RunContext,
         rewards: RewardFunctions,
-        of_agents: Mapping[str, Sequence[Callable]],
+        turn_functions: Mapping[str, Sequence[Callable]],
         randomness: UserRandomness,
         failures: Failures,
     ):
         self._rewards, self._randomness, self._processes = rewards, randomness, run.processes
-        self._policy = policy = OnFailure.of(run.args)
-        self._of_agents = {
-            name: [checked_reward(func, policy, failures) for func in of_agent] for name, of_agent in of_agents.items()
+        self._policy = policy = OnFailure.from_args(run.args)
+        self._turn_functions = {
+            name: [checked_reward(func, policy, failures) for func in functions]
+            for name, functions in turn_functions.items()
         }
         self._names = {
-            agent: numbered([get_callable_name(item) for item in value]) for agent, value in of_agents.items()
+            agent: numbered([get_callable_name(item) for item in value]) for agent, value in turn_functions.items()
         }
 
-    def of_batch(self, episodes: Sequence[Episode]) -> torch.Tensor:
+    def score_batch(self, episodes: Sequence[Episode]) -> torch.Tensor:
         """Rewards `(E, F)` of a generation batch, of all processes; NaN where a function does not apply."""
         if self._processes is None:
-            return self._of_scorable(episodes)
+            return self._score_scorable(episodes)
         with self._processes.together(), self._rewards.alone():
-            own = self._of_scorable(episodes)
+            own = self._score_scorable(episodes)
         return self._processes.join(own)
 
-    def _of_scorable(self, episodes: Sequence[Episode]) -> torch.Tensor:
+    def _score_scorable(self, episodes: Sequence[Episode]) -> torch.Tensor:
         """Rewards of the episodes; NaN for those that were skipped."""
         kept = [index for index, episode in enumerate(episodes) if episode.failure is None]
         if not kept:
             return torch.full((len(episodes), len(self._rewards.weights)), torch.nan)
         some = [episodes[index] for index in kept]
-        scores = self._score([as_row(episode) for episode in some], [_answer_of(episode) for episode in some])
+        scores = self._score([as_row(episode) for episode in some], [_get_answer(episode) for episode in some])
         if len(kept) == len(episodes):
             return scores
         rewards = scores.new_full((len(episodes), scores.size(1)), torch.nan)
         rewards[kept] = scores
         return rewards
 
-    def of_team(self, per_func: torch.Tensor) -> torch.Tensor:
+    def combine_rewards(self, per_func: torch.Tensor) -> torch.Tensor:
         """Weighted sum `(E,)` of rewards `(E, F)`, NaN where nothing scored an episode."""
         return team_rewards(per_func, self._rewards.weights.to(per_func.device))
 
-    def of_episodes(self, episodes: Sequence[Episode]) -> torch.Tensor:
+    def score_episodes(self, episodes: Sequence[Episode]) -> torch.Tensor:
         """The team's reward `(E,)` for episodes of this process, NaN where nothing scored one."""
         if not episodes:
             return torch.zeros(0)
         with self._rewards.locally():
-            return self.of_team(self._of_scorable(episodes)).cpu()
+            return self.combine_rewards(self._score_scorable(episodes)).cpu()
 
-    def of_turns(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> TurnRewards:
+    def score_turns(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> TurnRewards:
         """
         Reward of each turn: the sum of its agent's functions. A turn that called tools is scored by the final turn
         that came of it, not by its call.
@@ -647,7 +647,7 @@ class RewardScorer:
         """
         rewards = TurnRewards(torch.full((len(turns),), torch.nan), [{} for _ in turns])
         finals = [episode.final_turn_of(turn) for episode, turn in zip(episodes, turns, strict=True)]
-        for agent, functions in self._of_agents.items():
+        for agent, functions in self._turn_functions.items():
             mine = {i: turn for i, turn in enumerate(finals) if turn is not None and turn.agent == agent}
             if not mine or not functions:
                 continue
@@ -670,7 +670,7 @@ class RewardScorer:
         pairs = zip(episodes, turns, strict=True)
         rows = [{**as_row(episode), "turns": [*episode.turns, turn]} for episode, turn in pairs]
         with self._rewards.locally():
-            return self.of_team(self._score(rows, turns)).cpu()
+            return self.combine_rewards(self._score(rows, turns)).cpu()
 
     def _score(self, rows: Sequence[dict[str, Any]], answers: Sequence[Turn]) -> torch.Tensor:
         """Rewards `(N, F)` of turns as answers to the prompts of dataset rows."""
@@ -679,15 +679,15 @@ class RewardScorer:
         if is_conversational({"prompt": prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
         total = None if self._policy.timeout is None else self._policy.timeout + _LATER
-        with self._randomness.theirs(), time_limit(total, functools.partial(_blocked, total)):
+        with self._randomness.user_states(), time_limit(total, functools.partial(_blocked, total)):
             try:
                 return self._rewards(rows, prompts, completions, [list(turn.completion_ids) for turn in answers])
             except concurrent.futures.CancelledError as error:
                 if getattr(error, "__notes__", None):  # of the function that it names
                     raise
                 raise RuntimeError(
-                    "An asynchronous reward function has cancelled tasks that it did not start. Cancel only your own: "
-                    "`asyncio.all_tasks()` has those of the trainer too."
+                    "An asynchronous reward function canceled tasks that it did not start. Cancel only its own tasks: "
+                    "`asyncio.all_tasks()` also contains the trainer's tasks."
                 ) from error
 
 
@@ -703,14 +703,14 @@ def _turn_row(episode: Episode, turn: Turn) -> dict[str, Any]:
     return {**as_row(episode), "turns": turns, "turn": turn, "answer_turn": episode.answer if has_ended else None}
 
 
-def _answer_of(episode: Episode) -> Turn:
+def _get_answer(episode: Episode) -> Turn:
     if episode.answer is None:
-        raise ValueError(f"Episode {episode.index} has no turn that could be scored.")
+        raise ValueError(f"Episode {episode.index} has no turn to score.")
     return episode.answer
 
 
 def _blocked(seconds: float | None, where: str) -> str:
     return (
-        f"The reward functions have not returned for {seconds:g} seconds ({where} is running). An asynchronous one "
-        "may block the event loop: await what takes long, or set a larger `reward_timeout`."
+        f"The reward functions have not returned for {seconds:g} seconds ({where} is running). An asynchronous "
+        "reward function may block the event loop. Await slow calls, or increase `reward_timeout`."
     )

@@ -115,7 +115,7 @@ class Rollouts:
         ahead: Prefetching | None = None,
     ):
         self._ahead = ahead
-        self._failures, self._policy = failures, OnFailure.of(run.args)
+        self._failures, self._policy = failures, OnFailure.from_args(run.args)
         self._failed: dict[str, set[str]] = {"train": set(), "eval": set()}  # names that were counted so far
         self._runner, self._alternatives, self._scorer, self._rewards = runner, alternatives, scorer, rewards
         self._workflow, self._own, self._reach, self._args = workflow, own, reach, run.args
@@ -172,12 +172,12 @@ class Rollouts:
         self._log(episodes, runner.dropped_turns, training)
         has_own_returns = self._own.note(episodes)
         self._check_earned(episodes, training)
-        per_func = self._scorer.of_batch(episodes)
+        per_func = self._scorer.score_batch(episodes)
         self._check_rewards(per_func, training and not further)
         self._check_skipped(per_func.size(0), 1.0 if further else self._args.max_skipped_share)
         first = self._processes.index * len(rows)
         nodes = others.take_nodes() if others is not None else []
-        return Rollout(episodes, per_func, self._scorer.of_team(per_func), first, nodes, has_own_returns)
+        return Rollout(episodes, per_func, self._scorer.combine_rewards(per_func), first, nodes, has_own_returns)
 
     def take_generated(self) -> dict[str, int]:
         """Take the numbers of candidates and re-runs since the last call, see [`Alternatives.take_generated`]."""
@@ -196,7 +196,7 @@ class Rollouts:
         return runner.run(rows, answer, failures=failures, first=first)
 
     def _check_skipped(self, count: int, most: float) -> None:
-        """Report what was skipped or tried again, and end the run if it is too much."""
+        """Log skipped and retried episodes and calls, and raise if too many were skipped."""
         everywhere = self._processes.gather([self._failures.take()])
         total: Counter[str] = Counter()
         for counts, _ in everywhere:
@@ -218,8 +218,8 @@ class Rollouts:
     def _check_earned(self, episodes: Sequence[Episode], training: bool) -> None:
         if not self._workflow.earns and any(any(episode.earned) for episode in episodes):
             raise ValueError(
-                f"Turns earned rewards inside the workflow `{type(self._workflow).__name__}`, but nothing would count "
-                "them, since its `earns` is False. Set `earns = True` on the class."
+                f"Turns earned rewards in the workflow `{type(self._workflow).__name__}`, but these rewards would be "
+                "ignored, since its `earns` is False. Set `earns = True` on the class."
             )
         if not (self._workflow.earns and training) or CREDITS[self._args.credit].scores_turns:
             return
@@ -228,7 +228,9 @@ class Rollouts:
         if self._own.are_on:
             own = [{name: sum(value) for name, value in episode.own.items()} for episode in episodes]
             has_more = bool(others) or any(self._own.shared(item).any() for item in episodes)
-            everywhere = self._processes.gather([(own, has_more, {t.agent for one in episodes for t in one.turns})])
+            everywhere = self._processes.gather(
+                [(own, has_more, {turn.agent for item in episodes for turn in item.turns})]
+            )
             if not any(has_more for _, has_more, _ in everywhere):
                 acted = sorted({name for *_, names in everywhere for name in names})
                 self._reach.check_named([entry for own, *_ in everywhere for entry in own], acted)
@@ -270,16 +272,16 @@ class Rollouts:
             if isinstance(func, nn.Module) and not per_func[:, index].isfinite().all():
                 raise ValueError(
                     f"The reward model `{name}` returned a score that is NaN or infinite. Training on it would "
-                    "destroy the weights or silence its group. Check its input length and dtype."
+                    "ruin the weights or zero the advantages of its group. Check the model's input length and dtype."
                 )
         unscored = int(torch.isnan(per_func).all(dim=1).sum()) if len(per_func) else 0
         if unscored and not self._has_told_of_unscored:
             self._has_told_of_unscored = True
             logger.warning(
-                # The words of TRL's warning, which shows the whole row; logs are read by others than datasets
+                # Worded like TRL's warning, which shows the whole row: not everyone who reads logs may see the dataset
                 "All reward functions returned None for the following kwargs: those of "
-                f"{unscored} of {len(per_func)} episodes, which have no reward, unless they were skipped. Nothing is "
-                "learned from them. `frac_unscored` has their share; this is said once."
+                f"{unscored} of {len(per_func)} episodes (skipped episodes included). Agents learn nothing from "
+                "these episodes. The metric `frac_unscored` logs their share. This warning is logged once."
             )
         if not training:  # an evaluation says nothing of the batches of training
             return
@@ -290,7 +292,7 @@ class Rollouts:
                 ValueError(
                     f"Every reward function ({', '.join(self._rewards.names)}) returned None for all {len(per_func)} "
                     f"episodes of {most} generation batches in a row (`max_unscored_batches`), so there is nothing to "
-                    "learn from. At least one has to return a number for some of them."
+                    "learn from. At least one function must return a number for some episodes."
                 )
             )
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 from ..adapters.copies import PastCopies
 from ..agents import AgentSpec
 from ..config.team_setup import decoding
-from ..episodes.collector import Request, apply_time_limit, collecting, limiting, run_unblocked
+from ..episodes.collector import Request, apply_time_limit, collect_async, limit_blocking_code, run_to_completion
 from ..episodes.guard import EpisodeError
 from ..episodes.records import Completion, EndOfEpisode, Episode, PromptError, TeamContext
 from ..episodes.rerun import Rerun
@@ -23,7 +23,7 @@ from ..episodes.tools import ToolLimits, tool_name
 from ..prompts.builder import Observation, PromptBuilder, Query
 from ..prompts.views import team_view
 from ..system.event_loop import StepContext
-from ..system.randomness import EpisodeRandomness, UserRandomness, UserState, seed_of
+from ..system.randomness import EpisodeRandomness, UserRandomness, UserState, make_seed
 from ..workflows import Workflow
 from .generator import Generator, LiveTurn, SampledTurn, SampleRequest, check_sampled
 from .turn_reader import TurnReader
@@ -44,10 +44,10 @@ def turn_key(request: Request, key: tuple) -> tuple:
 class TurnListener(Protocol):
     """Receives the turns of one [`~EpisodeRunner.collect`] call. The event loop calls its methods."""
 
-    def begins(self, request: Request, seed: int) -> LiveTurn:
+    def turn_started(self, request: Request, seed: int) -> LiveTurn:
         """Called before a turn is sampled with this seed. Returns the [`LiveTurn`] that receives the tokens."""
 
-    def ended(self, request: Request, completion: Completion | EndOfEpisode) -> None:
+    def turn_ended(self, request: Request, completion: Completion | EndOfEpisode) -> None:
         """Called after a turn was sampled, or written by a `reply` function."""
 
 
@@ -58,14 +58,14 @@ class Limits:
 
     Args:
         tools: limits of tool calls.
-        patience: maximum time in seconds that a workflow may wait for something that is neither a turn nor a tool
-            (`workflow_timeout`).
+        workflow_timeout: maximum time in seconds that a workflow may wait for something that is neither a turn nor a
+            tool.
         max_turns: maximum number of turns.
         vocabulary: size of the vocabulary of the model.
     """
 
     tools: ToolLimits
-    patience: float | None = None
+    workflow_timeout: float | None = None
     max_turns: int | None = None
     vocabulary: int | None = None
 
@@ -78,10 +78,10 @@ class RunMode:
     Args:
         options: extra keyword arguments of [`~Generator.generate`].
         trains: whether the trainer trains on the turns.
-        is_rehearsal: whether this is a dry run with placeholder turns, which calls no server.
+        is_rehearsal: whether this is a rehearsal with placeholder turns, which calls no server.
         is_concurrent: whether other threads or tasks use the random states of user code at the same time.
         silent: agents whose turns teammates, environments and the answer see as empty text.
-        follower: receives turns while they are sampled.
+        listener: receives turns while they are sampled.
     """
 
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -89,7 +89,7 @@ class RunMode:
     is_rehearsal: bool = False
     is_concurrent: bool = False
     silent: frozenset[str] = frozenset()
-    follower: TurnListener | None = None
+    listener: TurnListener | None = None
 
 
 class SeedKeys:
@@ -130,7 +130,7 @@ class EpisodeRunner:
         prompts: builds the observations of agents.
         reader: parses sampled tokens into turns.
         randomness: random states of workflows, environments, tools and views.
-        users: state of user objects, which a dry run restores.
+        users: state of user objects, which a rehearsal restores.
         seed: seed of turns that servers sample.
 
     Attributes:
@@ -150,10 +150,10 @@ class EpisodeRunner:
         limits: Limits,
         users: UserState | None = None,
         seed: int = 0,
-        copies: PastCopies | None = None,
+        past_copies: PastCopies | None = None,
     ):
         self._specs = {agent.name: agent for agent in agents}
-        self._workflow, self._reader, self._limits, self.copies = workflow, reader, limits, copies
+        self._workflow, self._reader, self._limits, self.past_copies = workflow, reader, limits, past_copies
         self.prompts, self.generator, self.randomness = prompts, generator, randomness
         self._users = users or UserState({})
         self.mode, self.keys = RunMode(), SeedKeys(seed)
@@ -252,8 +252,8 @@ class EpisodeRunner:
             async with self._connected_servers():
                 return await self.collect(rows, key, answer, reruns, failures)
 
-        with self.randomness.theirs():
-            return run_unblocked(self._workflow, self._limits.patience, collected)
+        with self.randomness.user_states():
+            return run_to_completion(self._workflow, self._limits.workflow_timeout, collected)
 
     # ---- Episodes in the caller's event loop ----
 
@@ -270,7 +270,8 @@ class EpisodeRunner:
         Like [`~EpisodeRunner.connected`], for several tasks of one event loop. Yields a function that makes a context
         manager; each call of [`~EpisodeRunner.collect`] needs a new context manager around it.
         """
-        async with self._connected_servers(), limiting(self._workflow, self._limits.patience) as limit:
+        limiting = limit_blocking_code(self._workflow, self._limits.workflow_timeout)
+        async with self._connected_servers(), limiting as limit:
             yield functools.partial(apply_time_limit, limit)
 
     def _connected_servers(self) -> contextlib.AbstractAsyncContextManager[Any]:
@@ -285,25 +286,25 @@ class EpisodeRunner:
         failures: dict[int, EpisodeError] | None = None,
     ) -> list[Episode]:
         """Like [`~EpisodeRunner.run`], with a key from [`~SeedKeys.next`]."""
-        answer_requests, patience = answer or self.answer, self._limits.patience
+        answer_requests, workflow_timeout = answer or self.answer, self._limits.workflow_timeout
 
         async def answer_all(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
-            with self.randomness.ours() if self._batches_episodes else contextlib.nullcontext():
+            with self.randomness.trainer_states() if self._batches_episodes else contextlib.nullcontext():
                 return await answer_requests(requests, key)
 
         def make_step_context(index: int) -> StepContext:
             episode_key = (*key[:-1], key[-1] + index)
-            return EpisodeRandomness(seed_of(("users", *episode_key)), is_concurrent=self.mode.is_concurrent).active
+            return EpisodeRandomness(make_seed(("users", *episode_key)), is_concurrent=self.mode.is_concurrent).active
 
-        return await collecting(
+        return await collect_async(
             self._workflow,
             rows,
             self._team_context(key),
             answer_all,
             reruns,
-            patience,
+            workflow_timeout,
             failures,
-            around=None if self._batches_episodes else make_step_context,
+            make_step_context=None if self._batches_episodes else make_step_context,
             together=self._batches_episodes,
         )
 
@@ -318,28 +319,28 @@ class EpisodeRunner:
 
     def _draw_copies(self, key: tuple, index: int) -> Mapping[str, int]:
         """Draw the past copies that agents act with in one episode."""
-        return self.copies.draw((*key[:-1], key[-1] + index)) if self.copies is not None else {}
+        return self.past_copies.draw((*key[:-1], key[-1] + index)) if self.past_copies is not None else {}
 
     @contextlib.contextmanager
-    def rehearsing(self) -> Iterator[EpisodeRunner]:
+    def rehearsal_runner(self) -> Iterator[EpisodeRunner]:
         """
-        Context manager that yields a runner for a dry run. It restores random states and the state of user objects at
-        the end, and calls no server.
+        Context manager that yields a runner for a rehearsal. It restores random states and the state of user objects
+        at the end, and calls no server.
         """
         state, randomness = self._users.state_dict(), UserRandomness(0, self.randomness.device)
         mode = dataclasses.replace(self.mode, is_rehearsal=True)
         try:
-            with randomness.theirs():
+            with randomness.user_states():
                 yield self.changed(mode, randomness=randomness, keys=SeedKeys(0))
         finally:
             self._users.load_state_dict(state)
 
     def observe(self, queries: Iterable[Query | tuple]) -> list[Observation]:
         """Build observations. Views are user code, so they run with the random states of user code."""
-        user_states = contextlib.nullcontext() if self.mode.is_concurrent else self.randomness.theirs()
+        user_states = contextlib.nullcontext() if self.mode.is_concurrent else self.randomness.user_states()
         with self._tokenizer_lock, user_states:
             return (
-                self.prompts.build(queries) if self.mode.follower is None else list(map(self._observe_cached, queries))
+                self.prompts.build(queries) if self.mode.listener is None else list(map(self._observe_cached, queries))
             )
 
     def _observe_cached(self, query: Query | tuple) -> Observation:
@@ -361,7 +362,7 @@ class EpisodeRunner:
 
     async def _run_locked(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """
-        Call a function that tokenizes, under a lock. With a follower, the call runs in a thread, so that the event
+        Call a function that tokenizes, under a lock. With a listener, the call runs in a thread, so that the event
         loop keeps running.
         """
 
@@ -369,13 +370,14 @@ class EpisodeRunner:
             with self._tokenizer_lock:
                 return function(*arguments)
 
-        return locked() if self.mode.follower is None else await asyncio.to_thread(locked)
+        return locked() if self.mode.listener is None else await asyncio.to_thread(locked)
 
     def query(self, request: Request) -> Query:
         """Return the inputs of the observation of a request."""
         agent = self._specs[request.agent]
-        messages = request.given.messages if request.given is not None else None
-        return Query(agent, request.episode.prompt, request.seen, request.functions, request.ask.after, messages)
+        messages = request.requested_turn.messages if request.requested_turn is not None else None
+        after = request.turn_request.after
+        return Query(agent, request.episode.prompt, request.seen, request.functions, after, messages)
 
     async def answer(self, requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
         """
@@ -387,30 +389,30 @@ class EpisodeRunner:
         undeclared = next((value for value in requests if value.functions and not self.uses_tools), None)
         if undeclared is not None:
             raise ValueError(
-                f"The workflow `{type(self._workflow).__name__}` passes tools to agent {undeclared.agent!r} "
-                f"({', '.join(map(tool_name, undeclared.functions))}) that it does not declare, so their calls would "
-                "not be parsed. List everything that it passes as `tools=` in its `functions`."
+                f"The workflow `{type(self._workflow).__name__}` passes undeclared tools to agent "
+                f"{undeclared.agent!r} ({', '.join(map(tool_name, undeclared.functions))}), so calls of these tools "
+                "would not be parsed. List all functions that the workflow passes as `tools=` in its `functions`."
             )
         queries = list(map(self.query, requests))
         if self._has_user_views:  # views may draw random numbers
-            with contextlib.nullcontext() if self._batches_episodes else requests[0].episode.around():
+            with contextlib.nullcontext() if self._batches_episodes else requests[0].episode.step_context():
                 observations = self.observe(queries)
         else:
             observations = await self._run_locked(self.observe, queries)
         sampled = await self._sample(requests, observations, key)
         self.dropped_turns += sum(observation.dropped for observation in observations)
-        completed = await self._run_locked(self._reader.sampled, requests, observations, sampled, self.generator)
+        completed = await self._run_locked(self._reader.read_samples, requests, observations, sampled, self.generator)
         return [self._finish_completion(request, item) for request, item in zip(requests, completed, strict=True)]
 
     async def _sample(
         self, requests: Sequence[Request], observations: Sequence[Observation], key: tuple
     ) -> list[SampledTurn]:
         """Sample a completion for each request. It is empty for a request whose episode ends instead."""
-        mode, follower = self.mode, self.mode.follower
+        mode, listener = self.mode, self.mode.listener
 
         def make_sample_request(index: int, request: Request, observation: Observation) -> SampleRequest:
             sample_key, past_copy = (*turn_key(request, key), index), request.episode.copies.get(request.agent)
-            live = follower.begins(request, seed_of(sample_key)) if follower is not None else None
+            live = listener.turn_started(request, make_seed(sample_key)) if listener is not None else None
             return SampleRequest(request.agent, observation.ids, sample_key, request.by_reference, past_copy, live)
 
         inputs = {
@@ -421,7 +423,7 @@ class EpisodeRunner:
         sampled_by_index: dict[int, SampledTurn] = {}
         groups: dict[tuple, list[int]] = {}  # by sampling settings of requests, which training ignores
         for index in inputs:
-            requested_turn = requests[index].given
+            requested_turn = requests[index].requested_turn
             groups.setdefault(
                 tuple(requested_turn.sampling.items()) if requested_turn and not mode.trains else (), []
             ).append(index)
@@ -433,9 +435,9 @@ class EpisodeRunner:
         return [sampled_by_index.get(index, SampledTurn([])) for index in range(len(requests))]
 
     def _finish_completion(self, request: Request, completion: Completion | EndOfEpisode) -> Completion | EndOfEpisode:
-        """Pass a completion to the follower, and remove its text if the agent is silent."""
-        if self.mode.follower is not None:
-            self.mode.follower.ended(request, completion)
+        """Pass a completion to the listener, and remove its text if the agent is silent."""
+        if self.mode.listener is not None:
+            self.mode.listener.turn_ended(request, completion)
         if request.agent not in self.mode.silent or isinstance(completion, EndOfEpisode):
             return completion
         return dataclasses.replace(completion, text="", raw_text="", tool_calls=(), without_calls=None)
@@ -457,7 +459,7 @@ class EpisodeRunner:
             raise RuntimeError(f"`reply` of agent {agent.name!r} failed: {type(error).__name__}: {error}") from error
         if not isinstance(text, str):
             raise TypeError(f"`reply` of agent {agent.name!r} must return a string, got {text!r}.")
-        ids, is_cut = await self._run_locked(self.prompts.written, agent.name, text)
-        completed = await self._run_locked(self._reader.written, request, observation, text, ids, is_cut)
+        ids, is_truncated = await self._run_locked(self.prompts.tokenize_reply, agent.name, text)
+        completed = await self._run_locked(self._reader.read_reply, request, observation, text, ids, is_truncated)
         self.dropped_turns += observation.dropped
         return self._finish_completion(request, completed)

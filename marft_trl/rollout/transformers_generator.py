@@ -48,7 +48,7 @@ class ModelEngine:
         self.model, self.tokenizer = model, tokenizer
         self._generation, self.autocast = dict(generation), autocast
         ends = self._generation.get("eos_token_id", tokenizer.eos_token_id)
-        self.ends: list[int] = [ends] if isinstance(ends, int) else list(ends)
+        self.end_token_ids: list[int] = [ends] if isinstance(ends, int) else list(ends)
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
         """All settings of `generate` for an agent's sampling."""
@@ -75,7 +75,7 @@ class ModelEngine:
             return self.model(input_ids=torch.tensor([list(ids)], device=self.model.device)).logits[0, -1].float()
 
     def _up_to_end(self, ids: list[int]) -> list[int]:
-        return ids[: next((index for index, token in enumerate(ids) if token in self.ends), len(ids)) + 1]
+        return ids[: next((index for index, token in enumerate(ids) if token in self.end_token_ids), len(ids)) + 1]
 
 
 # Rows per agent up to which the turns of several agents are decoded together. A step of decoding costs little more for
@@ -165,23 +165,23 @@ class TransformersGenerator(Generator):
     async def generate(
         self, observed: Sequence[SampleRequest], greedy: bool = False, sampling: Mapping[str, float] | None = None
     ) -> list[SampledTurn]:
-        given: dict[str, Any] = dict(sampling or {})
+        overrides: dict[str, Any] = dict(sampling or {})
         completions: list[SampledTurn] = [SampledTurn([]) for _ in observed]
         for by_reference in (False, True):
             groups: dict[_Group, list[int]] = {}
             for index, item in enumerate(observed):
                 if item.by_reference == by_reference:
-                    its: Sampling = dataclasses.replace(self._samplings[item.agent], **given)
-                    group = _Group(self._policies.adapter_of(item.agent), its, item.copy)
+                    agent_sampling: Sampling = dataclasses.replace(self._samplings[item.agent], **overrides)
+                    group = _Group(self._policies.get_adapter(item.agent), agent_sampling, item.copy)
                     groups.setdefault(group, []).append(index)
             for group, indices in (groups if by_reference else self._joined(groups)).items():
-                sampled = self._of_group(group, [observed[index] for index in indices], given, greedy)
+                sampled = self._generate_group(group, [observed[index] for index in indices], overrides, greedy)
                 for index, its_turn in zip(indices, sampled, strict=True):
                     completions[index] = its_turn
         return completions
 
-    def _of_group(
-        self, group: _Group, observed: Sequence[SampleRequest], given: dict[str, Any], greedy: bool
+    def _generate_group(
+        self, group: _Group, observed: Sequence[SampleRequest], overrides: dict[str, Any], greedy: bool
     ) -> list[SampledTurn]:
         """The turns of one call of `generate`. All of them are by references, or none is."""
         agent, by_reference, own = observed[0].agent, observed[0].by_reference, group.sampling
@@ -190,9 +190,9 @@ class TransformersGenerator(Generator):
         if group.copied is not None and self._past is not None:
             speaker = self._past.acting(agent, group.copied)
         recorder = Recorder() if self.records and not by_reference else None
-        settings = self._engine.settings(own) | given | (GREEDY if greedy else {})
+        settings = self._engine.settings(own) | overrides | (GREEDY if greedy else {})
         live = self._live_rows(observed, settings)
-        adapters = [self._policies.adapter_of(item.agent) for item in observed]
+        adapters = [self._policies.get_adapter(item.agent) for item in observed]
         is_mixed = len(set(adapters)) > 1 and self._mixed is not None
         if is_mixed:
             speaker = cast(MixedLora, self._mixed).on()
@@ -220,7 +220,7 @@ class TransformersGenerator(Generator):
     def keeps_cache(self) -> bool:
         return (
             self._engine.model.device.type == "cuda"
-            and self._why_not_fixed(self._engine.settings(next(iter(self._samplings.values())))) is None
+            and self._find_capture_obstacle(self._engine.settings(next(iter(self._samplings.values())))) is None
         )
 
     def keeps_shapes(self, settings: Mapping[str, Any], sampling: Sampling, live: LiveRows | None) -> bool:
@@ -229,23 +229,23 @@ class TransformersGenerator(Generator):
         is set.
         """
         wanted, is_gpu = settings.get("cache_implementation"), self._engine.model.device.type == "cuda"
-        why_not = self._why_not_fixed(settings)
+        obstacle = self._find_capture_obstacle(settings)
         if is_gpu and not self._is_noted:
             self._is_noted = True
-            log = logger.info if why_not is None or wanted == "dynamic" else logger.warning
-            log(f"Decoding {'replays captured graphs' if why_not is None else f'launches each kernel: {why_not}'}.")
+            log = logger.info if obstacle is None or wanted == "dynamic" else logger.warning
+            log(f"Decoding {'replays CUDA graphs' if obstacle is None else f'does not use CUDA graphs: {obstacle}'}.")
         if live is not None and sampling.stop:  # who listens would hear what comes after a stop string
             return False
-        return why_not is None and (wanted == "static" or is_gpu)
+        return obstacle is None and (wanted == "static" or is_gpu)
 
-    def _why_not_fixed(self, settings: Mapping[str, Any]) -> str | None:
+    def _find_capture_obstacle(self, settings: Mapping[str, Any]) -> str | None:
         if settings.get("cache_implementation") == "dynamic":
-            return '`cache_implementation="dynamic"`'
+            return '`cache_implementation="dynamic"` is set'
         if not self._captures:
-            return "the base is in shards"
+            return "the base model is sharded"
         if not masks_what_comes_later(self._engine.model):
-            return "`attn_implementation` is neither sdpa nor eager"
-        return None if self._share else "`share_prefixes=False`, or the base cannot share prefixes"
+            return "`attn_implementation` is neither `sdpa` nor `eager`"
+        return None if self._share else "`share_prefixes=False` is set, or the base model cannot share prefixes"
 
     def _live_rows(self, observed: Sequence[SampleRequest], settings: Mapping[str, Any]) -> LiveRows | None:
         turns = [item.live for item in observed if item.live is not None]

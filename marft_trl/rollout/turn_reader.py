@@ -105,15 +105,15 @@ class TurnReader:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        ends: Sequence[int],
+        end_token_ids: Sequence[int],
         template: ChatTemplate,
         uses_tools: bool,
         is_lone: bool,
     ):
-        self._tokenizer, self._ends, self._template = tokenizer, tuple(ends), template
+        self._tokenizer, self._end_token_ids, self._template = tokenizer, tuple(end_token_ids), template
         self.uses_tools, self._is_lone = uses_tools, is_lone
 
-    def sampled(
+    def read_samples(
         self,
         requests: Sequence[Request],
         observations: Sequence[Observation],
@@ -140,10 +140,11 @@ class TurnReader:
         self, request: Request, observation: Observation, text: str, sampled: SampledTurn, generator: Generator
     ) -> Completion:
         ids, logps, sampled_by = sampled
-        has_end = bool(ids) and ids[-1] in (*self._ends, self._tokenizer.pad_token_id)
-        has_end = has_end or any(stop in text for stop in (request.given.stop if request.given else ()))
-        is_cut = bool(ids) and not has_end and not generator.holds_stop(request.agent, ids)
-        raw_text = self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._ends else ids)
+        has_end = bool(ids) and ids[-1] in (*self._end_token_ids, self._tokenizer.pad_token_id)
+        own_stops = request.requested_turn.stop if request.requested_turn else ()
+        has_end = has_end or any(stop in text for stop in own_stops)
+        is_truncated = bool(ids) and not has_end and not generator.holds_stop(request.agent, ids)
+        raw_text = self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._end_token_ids else ids)
         return request.completed(
             text,
             observation.seen,
@@ -152,8 +153,8 @@ class TurnReader:
             completion_ids=ids,
             raw_text=raw_text,
             tagged=raw_text if raw_text != text and self._reasoning.is_in(raw_text) else None,
-            truncated=is_cut,
-            tool_calls=() if is_cut else self._calls(request, observation.ids, ids),
+            truncated=is_truncated,
+            tool_calls=() if is_truncated else self._calls(request, observation.ids, ids),
             without_calls=self._text_before_calls(ids) if request.functions else None,
             logps=logps,
             sampled_by=sampled_by,
@@ -161,30 +162,33 @@ class TurnReader:
 
     def _truncate(self, request: Request, sampled: SampledTurn) -> SampledTurn:
         """Truncate a completion at the token limit of its request and after its first stop string."""
-        given, ids = request.given, sampled.ids
-        if given is None:
+        requested_turn, ids = request.requested_turn, sampled.ids
+        if requested_turn is None:
             return sampled
-        count = len(ids) if given.max_tokens is None or request.episode.trains else min(len(ids), given.max_tokens)
+        count = len(ids)
+        if requested_turn.max_tokens is not None and not request.episode.trains:
+            count = min(count, requested_turn.max_tokens)
 
         def stops(length: int) -> bool:
             text = self._tokenizer.decode(ids[:length], skip_special_tokens=True)
-            return any(stop in text for stop in given.stop)
+            return any(stop in text for stop in requested_turn.stop)
 
-        if given.stop and stops(count):
+        if requested_turn.stop and stops(count):
             count = bisect.bisect_left(range(count), True, key=stops)
         return sampled._replace(ids=ids[:count], logps=None if sampled.logps is None else sampled.logps[:count])
 
-    def written(self, request: Request, observation: Observation, text: str, ids: list[int], is_cut: bool):
+    def read_reply(self, request: Request, observation: Observation, text: str, ids: list[int], is_truncated: bool):
         """
-        Make the completion of a request from a text and its tokens. `is_cut`: whether `ids` lack the end of the text.
+        Make the completion of a request from a text and its tokens. `is_truncated`: whether `ids` lack the end of the
+        text.
         """
         return request.completed(
-            self._tokenizer.decode(ids) if is_cut else as_plain(text),
+            self._tokenizer.decode(ids) if is_truncated else as_plain(text),
             observation.seen,
             observation=observation.content,
             prompt_ids=observation.ids,
             completion_ids=ids,
-            truncated=is_cut,
+            truncated=is_truncated,
         )
 
     def _calls(self, request: Request, prompt_ids: list[int], ids: list[int]) -> tuple[ToolCall, ...]:

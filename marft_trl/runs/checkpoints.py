@@ -195,9 +195,9 @@ class BestAdapters:
                         plain[f"{name}.{position}.{key}"] = value
         save_file(tensors, Path(folder) / BEST_NAME, metadata={"plain": json.dumps(plain)})
 
-    def load(self, folder: str | Path, source_of: Callable[[str], str | None] | None = None) -> None:
+    def load(self, folder: str | Path, find_source: Callable[[str], str | None] | None = None) -> None:
         """Load the copies that [`~BestAdapters.save`] wrote. Adapters that are not in the checkpoint are skipped."""
-        path, checkpoint_name = Path(folder) / BEST_NAME, source_of or (lambda name: name)
+        path, checkpoint_name = Path(folder) / BEST_NAME, find_source or (lambda name: name)
         self._weights, self._moments = {}, {}
         if not path.is_file():
             return
@@ -239,7 +239,7 @@ class Checkpoints:
     the training rows in use, the position in them, the references, and the state of every stateful object.
 
     Args:
-        owners: objects with a state, by their name in checkpoints.
+        stateful: objects with a state, by their name in checkpoints.
         ref_model: TRL's reference model.
         settings: settings that determine the results of the run.
         best: copies of the best adapters.
@@ -249,18 +249,18 @@ class Checkpoints:
         self,
         team: TeamSetup,
         run: RunContext,
-        owners: Mapping[str, Stateful],
+        stateful: Mapping[str, Stateful],
         schedule: Schedule,
         model: Any,
         ref_model: nn.Module | None,
         settings: RunSettings,
-        copies: PastCopies | None,
+        past_copies: PastCopies | None,
         best: BestAdapters | None,
     ):
-        self.copies, self.best = copies, best
-        self.owners = dict(owners)
+        self.past_copies, self.best = past_copies, best
+        self.stateful = dict(stateful)
         self.folder = RunFolder(run.args.output_dir or ".")
-        self.changes = ResumeChanges.of(run.args.resume_changes)  # type: ignore[arg-type]
+        self.changes = ResumeChanges.from_dict(run.args.resume_changes)  # type: ignore[arg-type]
         self._state, self._schedule, self._args, self._processes = run.state, schedule, run.args, run.processes
         self._model, self._ref_model, self._policies, self._critic = model, ref_model, team.policies, team.critic
         self._agents, self._anonymous, self._settings = team.agents, team.anonymous, settings
@@ -305,13 +305,13 @@ class Checkpoints:
         try:
             run_folder.rotate(self._args.save_total_limit, self._state.best_checkpoint)
         except OSError as error:  # the new checkpoint is complete
-            logger.warning(f"An older checkpoint could not be removed: {error}.")
+            logger.warning(f"Could not remove an older checkpoint: {error}.")
 
     def _save_error(self, folder: Path, run_folder: RunFolder, error: Exception) -> CheckpointError:
-        standing = run_folder.standing()
+        newest_complete = run_folder.newest_complete()
         left = (
-            f"The run resumes from {standing}"
-            if standing is not None
+            f"The run resumes from {newest_complete}"
+            if newest_complete is not None
             else "No checkpoint of this run is complete, so the run starts from the beginning"
         )
         return CheckpointError(
@@ -336,14 +336,14 @@ class Checkpoints:
         save_rollouts(folder, rank, world_size, own["micro_step"], own["slices"], own["extra"])
         if self._args.sync_ref_model and self._args.should_save:
             save_references(self._policies, self._ref_model, folder)
-        if self.copies is not None and self._args.should_save:
-            self.copies.save(folder)
+        if self.past_copies is not None and self._args.should_save:
+            self.past_copies.save(folder)
         if self.best is not None and self.best.adapters and self._args.should_save:
             self.best.save(folder)
 
     def _own_state(self) -> dict[str, Any]:
         is_spent = self._state.micro_step % self._schedule.generate_every == 0  # the next step samples new episodes
-        extra = {name: owner.state_dict() for name, owner in self.owners.items()}
+        extra = {name: owner.state_dict() for name, owner in self.stateful.items()}
         return {
             "micro_step": self._state.micro_step,
             "slices": None if is_spent else self._state.slices,
@@ -352,7 +352,7 @@ class Checkpoints:
 
     # ---- A checkpoint of the last complete step, after a failure in the next step ----
 
-    def remember(self) -> None:
+    def record_step(self) -> None:
         """
         Keep the state that a checkpoint of this step needs, except weights and optimizer, which only the next update
         changes.
@@ -378,7 +378,7 @@ class Checkpoints:
     def record_after_log(self) -> None:
         """Record the step again, after a log has changed its state."""
         if self._last_step is not None and self._last_step["step"] == self._state.optimizer_step:
-            self.remember()
+            self.record_step()
 
     @property
     def step(self) -> int:
@@ -387,10 +387,10 @@ class Checkpoints:
 
     def has_current_checkpoint(self) -> bool:
         """`True` on all processes if there is a complete checkpoint of the current step."""
-        standing = self._processes.broadcast(self.folder.standing() if self._args.should_save else None)
-        return standing is not None and standing.name == f"checkpoint-{self._state.optimizer_step}"
+        newest_complete = self._processes.broadcast(self.folder.newest_complete() if self._args.should_save else None)
+        return newest_complete is not None and newest_complete.name == f"checkpoint-{self._state.optimizer_step}"
 
-    def forget(self) -> None:
+    def discard_step(self) -> None:
         """Discard the recorded step, because the weights are about to change."""
         self._last_step = None
 
@@ -428,7 +428,7 @@ class Checkpoints:
             ValueError: the run differs from that of the checkpoint in a way that `resume_changes` does not declare.
         """
         with self._processes.together():
-            for owner in self.owners.values():
+            for owner in self.stateful.values():
                 owner.state_dict()  # fail before the first generation if a state cannot be saved
             chosen = self._choose(resume_from_checkpoint) if self._args.should_save else None
         chosen, self.changes = self._processes.broadcast((chosen, self.changes))
@@ -459,13 +459,13 @@ class Checkpoints:
             if not folder.is_dir():
                 raise FileNotFoundError(
                     f"The checkpoint {folder} does not exist. Pass `True` for the newest checkpoint in "
-                    f"{self.folder.path}, or the path of a folder `checkpoint-<step>`."
+                    f"{self.folder.path}, or the path of a `checkpoint-<step>` folder."
                 )
             commit = self._verify(folder)
         self.check_settings(commit, folder)
         is_own = folder.resolve().parent == self.folder.path.resolve()
         if is_own and commit.run:
-            self.folder.go_on(commit.run, commit.step)
+            self.folder.continue_run(commit.run, commit.step)
         else:
             self.folder.start()
         return str(folder)
@@ -485,11 +485,11 @@ class Checkpoints:
         saved, current = commit.settings, self._settings.collect()
         if not saved:
             return
-        is_applied = {*self.changes.add, *self.changes.rename.values()} <= _names_of(saved)
+        is_applied = {*self.changes.add, *self.changes.rename.values()} <= _collect_names(saved)
         if not self.changes.is_empty and is_applied and _same_structure(saved, current):
             logger.warning(f"{folder.name} already has the changes in `resume_changes`, so they are ignored.")
             self.changes = ResumeChanges()
-        self.changes.check_names(_names_of(saved), _names_of(current))
+        self.changes.check_names(_collect_names(saved), _collect_names(current))
         for line in check_structure(saved, current, self.changes, folder):
             logger.warning(f"Changed since {folder.name}: {line}. The resumed run will not be bit-exact.")
         for name, old, now in tunables(saved, current):
@@ -499,10 +499,10 @@ class Checkpoints:
         """Load the state of this process from a checkpoint."""
         if self._args.sync_ref_model:
             load_references(self._policies, self._ref_model, folder)
-        if self.copies is not None:
-            self.copies.load(folder, self.source_of)
+        if self.past_copies is not None:
+            self.past_copies.load(folder, self.find_source)
         if self.best is not None:
-            self.best.load(folder, self.source_of)
+            self.best.load(folder, self.find_source)
         is_changed = not self.changes.is_empty
         restored = load_rollouts(folder, self._args.process_index, self._args.world_size, is_changed)
         if restored is None:
@@ -512,7 +512,7 @@ class Checkpoints:
         self._load_owners(extra)
 
     def _load_owners(self, extra: dict[str, Any]) -> None:
-        for name, owner in self.owners.items():
+        for name, owner in self.stateful.items():
             if name in extra:
                 owner.load_state_dict(extra[name])
         self._log_window = extra.get("window")
@@ -524,15 +524,15 @@ class Checkpoints:
             self._log_window = None
 
     @property
-    def source_of(self) -> Callable[[str], str | None] | None:
+    def find_source(self) -> Callable[[str], str | None] | None:
         """Function from an adapter to its name in the checkpoint, or `None` without `resume_changes`."""
-        return None if self.changes.is_empty else self.changes.source_of
+        return None if self.changes.is_empty else self.changes.find_source
 
     def load_best(self, folder: str | Path) -> None:
         """Load the weights of an earlier checkpoint of this run."""
         self.load_weights(folder)
-        if self.copies is not None:
-            self.copies.drop_after_checkpoint(folder)
+        if self.past_copies is not None:
+            self.past_copies.drop_after_checkpoint(folder)
 
     def load_weights(self, folder: str | Path) -> None:
         """Load the adapters of the team and the critic from a checkpoint, in place."""
@@ -543,7 +543,7 @@ class Checkpoints:
 
 def _same_structure(saved: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
     """Return `True` if a checkpoint has the structure of the run."""
-    if _names_of(saved) != _names_of(present):
+    if _collect_names(saved) != _collect_names(present):
         return False
     try:
         check_structure(saved, present, ResumeChanges(), "")
@@ -552,7 +552,7 @@ def _same_structure(saved: Mapping[str, Any], present: Mapping[str, Any]) -> boo
     return True
 
 
-def _names_of(settings: Mapping[str, Any]) -> set[str]:
+def _collect_names(settings: Mapping[str, Any]) -> set[str]:
     """Names of the agents and adapters in recorded settings."""
     return {*settings.get("agents", {}), *settings.get("adapters", {})}
 
@@ -597,7 +597,7 @@ def load_team_adapters(
     saved = {agent.name for agent in manifest.agents} | set(manifest.adapters)
     changes.check_names(saved, {agent.name for agent in agents} | set(policies.names))
     for name in policies.names:
-        source = changes.source_of(name)
+        source = changes.find_source(name)
         if source is not None:
             load_adapter_weights(model, name, Path(folder) / source)
             _check_finite(policies, name, folder)
@@ -618,8 +618,8 @@ def _check_is_checkpoint(folder: Path) -> None:
     inside = sorted(folder.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
     if inside:
         raise ValueError(
-            f"{folder} is the folder of a run, not a checkpoint. Pass `True` for the newest checkpoint, or the path "
-            f"of a checkpoint, such as {inside[-1]}."
+            f"{folder} is the output folder of a run, not a checkpoint. Pass `True` for the newest checkpoint, or the "
+            f"path of a checkpoint, such as {inside[-1]}."
         )
     is_checkpoint = any((folder / name).exists() for name in (commits.COMMIT_NAME, commits.OPEN_NAME))
     if (folder / MANIFEST_NAME).exists() and not is_checkpoint:

@@ -70,7 +70,7 @@ class Collapse(TrainerCallback):
             self._best = reward, error
             self._take_best()
         elif best - reward > max(DROP * abs(best), ERRORS * math.hypot(error, best_error)):
-            found = f"`eval_reward` is {reward:.4g}, and its best was {best:.4g}"
+            found = f"`eval_reward` is {reward:.4g}, but the best was {best:.4g}"
             self._handle_collapse(found, is_last=state.global_step >= state.max_steps)
 
     def _take_best(self) -> None:
@@ -91,7 +91,7 @@ class RestoringCollapse(Collapse):
     (`on_collapse="restore"`): before the next episodes are sampled, or at once after the last evaluation.
 
     Args:
-        copies: past copies; those of later steps are dropped.
+        past_copies: past copies; those of later steps are dropped.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class RestoringCollapse(Collapse):
         error_of_evaluation: Callable[[], float],
         policies: Policies,
         best: BestAdapters,
-        copies: PastCopies | None = None,
+        past_copies: PastCopies | None = None,
     ):
         super().__init__(run, error_of_evaluation)
         self._processes, self._state = run.processes, run.state
-        self._policies, self._adapters, self._copies = policies, best, copies
+        self._policies, self._adapters, self._past_copies = policies, best, past_copies
         self._best_step, self._found = 0, ""  # `_found`: why adapters are restored before the next episodes
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,11 +139,11 @@ class RestoringCollapse(Collapse):
     def _restore(self) -> None:
         for name in self._adapters.adapters:
             self._adapters.restore(name)
-        if self._copies is not None:  # copies of later steps are of the collapsed policies
-            self._copies.drop_after(self._best_step, self._adapters.adapters)
+        if self._past_copies is not None:  # copies of later steps are of the collapsed policies
+            self._past_copies.drop_after(self._best_step, self._adapters.adapters)
         self._metrics.add("collapse/restored", 1.0)
         logger.warning(
             f"THE TEAM HAS COLLAPSED: {self._found}. All adapters and their optimizer state are RESTORED to step "
-            f"{self._best_step}. A lower learning rate avoids this."
+            f"{self._best_step}. Lower the learning rate to avoid this."
         )
         self._found = ""

@@ -21,11 +21,11 @@ from trl.trainer.utils import get_callable_name
 from ..adapters.manifest import BaseModel, hash_of_weights
 from ..config.inherited import ALWAYS_UNUSED, INHERITED
 from ..config.marft_config import MARFTConfig
-from ..config.options import rules_of
+from ..config.options import collect_rules
 from ..config.team_setup import TeamSetup
 from ..prompts.views import View
 from ..seams.libraries import installed_version
-from ..system.files import source_of
+from ..system.files import read_source
 from ..system.hints import did_you_mean
 from ..system.redaction import without_secrets
 from ..workflows.base import callable_name
@@ -42,7 +42,7 @@ _OF_CRITIC = ("critic", "level")
 
 def fields_about(*what: str) -> frozenset[str]:
     """Names of the settings that are about `"files"`, `"evaluations"` or `"machines"`, see [`Rule`]."""
-    return frozenset(name for name, rule in rules_of(MARFTConfig, INHERITED).items() if rule.about in what)
+    return frozenset(name for name, rule in collect_rules(MARFTConfig, INHERITED).items() if rule.about in what)
 
 
 # What does not change what is trained
@@ -84,12 +84,16 @@ class RunSettings:
         self._model, self._base, self._view = model, base, view
         self._weights, self._dataset, self._num_processes = list(weights), dataset, num_processes
         self._slow: dict[str, Any] | None = None
-        # Now, as the files may be edited while the run goes on
-        self._workflow_code = code_of(team.workflow) if _is_of_user(team.workflow) else None
+        # Now, as the files may be edited during the run
+        self._workflow_code = compute_fingerprint(team.workflow) if _is_of_user(team.workflow) else None
         self._code = {
-            **{f"agents.{agent.name}.reply": code_of(agent.reply) for agent in team.agents if agent.reply is not None},
             **{
-                f"{owner or 'team'}.rewards[{position}]": code_of(function)
+                f"agents.{agent.name}.reply": compute_fingerprint(agent.reply)
+                for agent in team.agents
+                if agent.reply is not None
+            },
+            **{
+                f"{owner or 'team'}.rewards[{position}]": compute_fingerprint(function)
                 for owner, functions in rewards.items()
                 for position, function in enumerate(functions)
             },
@@ -101,7 +105,7 @@ class RunSettings:
         """Settings by part, JSON-serializable. The parts are those of [`~marft_trl.runs.resume`]."""
         args = self._args
         parts: dict[str, Any] = {
-            "agents": {agent.name: self._policies.adapter_of(agent.name) for agent in self._agents},
+            "agents": {agent.name: self._policies.get_adapter(agent.name) for agent in self._agents},
             "adapters": self._adapters(),
             "critic": {name: getattr(args, name) for name in _OF_CRITIC}
             if self._critic is not None
@@ -115,10 +119,10 @@ class RunSettings:
             "tunable": without_secrets(self._tunables()),
         }
         if self._slow is None:
-            self._slow = self._of_base_and_data()
+            self._slow = self._describe_base_and_data()
         return json.loads(json.dumps({**parts, **self._slow}, default=str))
 
-    def _of_base_and_data(self) -> dict[str, Any]:
+    def _describe_base_and_data(self) -> dict[str, Any]:
         base = self._base()
         return {
             "base": {"config": base.config_hash, "quantization": base.quantization, "weights": self._base_weights},
@@ -173,7 +177,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [plain(entry) for entry in value]
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, torch.dtype):
@@ -182,7 +186,7 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
 
 
-def code_of(function: Any) -> str:
+def compute_fingerprint(function: Any) -> str:
     """
     Name of a function, and a hash of its source and of what it was made with: defaults, arguments of
     `functools.partial`, and variables of the function that returned it, as far as these are plain values or functions.
@@ -196,7 +200,7 @@ def code_of(function: Any) -> str:
         function = function.func
     function = getattr(function, "__wrapped__", function)
     try:
-        source = source_of(function if inspect.isroutine(function) else type(function))
+        source = read_source(function if inspect.isroutine(function) else type(function))
     except (OSError, TypeError, SyntaxError):  # a class in a file that is broken at the moment
         return name
     made += filter(None, (getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None)))
@@ -212,7 +216,7 @@ def code_of(function: Any) -> str:
 
 
 def _fixed(value: Any) -> Any:
-    """A value that cannot change while a run goes on, JSON-serializable, or `None`."""
+    """A value that cannot change during a run, JSON-serializable, or `None`."""
     if isinstance(value, Mapping):
         return sorted([repr(key), repr(_fixed(item))] for key, item in value.items())
     if isinstance(value, tuple):
@@ -239,13 +243,13 @@ def dataset_hash(dataset: Any) -> dict[str, Any]:
 
 # Parts of the settings that a resumed run may change if it says so, and what the change costs
 ACCEPTABLE = {
-    "dataset": "the position in the dataset is counted in batches, so other rows are used",
-    "seed": "rows come in another order",
-    "workflow": "episodes take another course",
-    "base": "the adapters were trained on another base",
-    "tokenizer": "the adapters were trained on other tokens",
-    "batch": "the position in the dataset is counted in batches of another size",
-    "processes": "random states and rows in use cannot be divided among another number of processes",
+    "dataset": "the position in the dataset is stored as a number of batches, so different rows are used",
+    "seed": "rows come in a different order",
+    "workflow": "episodes run differently",
+    "base": "the adapters were trained on a different base",
+    "tokenizer": "the adapters were trained with a different tokenizer",
+    "batch": "the position in the dataset is stored as a number of batches of a different size",
+    "processes": "random states and rows in use cannot be redistributed to a different number of processes",
 }
 # Parts that cannot be accepted: the state would not fit
 _FIXED = ("agents", "adapters", "critic", "optimizer")
@@ -270,7 +274,7 @@ class ResumeChanges:
     accept: Sequence[str] = ()
 
     @classmethod
-    def of(cls, changes: Mapping[str, Any] | None) -> ResumeChanges:
+    def from_dict(cls, changes: Mapping[str, Any] | None) -> ResumeChanges:
         """
         Check the changes that a user names.
 
@@ -285,7 +289,7 @@ class ResumeChanges:
         for kind, value in changes.items():
             if kind not in kinds:
                 raise ValueError(
-                    f"`resume_changes` has the keys {', '.join(map(repr, kinds))}; got {kind!r}."
+                    f"`resume_changes` accepts the keys {', '.join(map(repr, kinds))}; got {kind!r}."
                     f"{did_you_mean(kind, kinds)}"
                 )
             names = [*value.keys(), *value.values()] if kind == "rename" and isinstance(value, Mapping) else value
@@ -300,7 +304,7 @@ class ResumeChanges:
         for part in changes.get("accept", ()):
             if part not in ACCEPTABLE:
                 raise ValueError(
-                    f"`resume_changes['accept']` can name {', '.join(map(repr, ACCEPTABLE))}; got {part!r}."
+                    f"`resume_changes['accept']` accepts {', '.join(map(repr, ACCEPTABLE))}; got {part!r}."
                     f"{did_you_mean(part, list(ACCEPTABLE))}"
                 )
         return cls(**changes)
@@ -310,8 +314,8 @@ class ResumeChanges:
         """`True` if nothing is to change."""
         return not (self.add or self.remove or self.rename or self.accept)
 
-    def source_of(self, adapter: str) -> str | None:
-        """Name that an adapter of the team has in the checkpoint; `None` if it starts anew."""
+    def find_source(self, adapter: str) -> str | None:
+        """Name that an adapter of the team has in the checkpoint; `None` if it starts fresh."""
         if adapter in self.add:
             return None
         return next((old for old, new in self.rename.items() if new == adapter), adapter)
@@ -332,14 +336,14 @@ class ResumeChanges:
         if not wrong and after == set(present):
             return
         missing, extra = sorted(set(present) - after), sorted(after - set(present))
-        hints = [f"`add` {missing} (start anew)"] if missing else []
+        hints = [f"`add` {missing} to start fresh"] if missing else []
         hints += [f"`remove` {extra}"] if extra else []
-        hints += [f"`rename` {extra[0]!r} to {missing[0]!r}"] if missing and extra else []
-        said = f" `resume_changes` {'; '.join(wrong)}." if wrong else ""
-        fix = f" Say with `resume_changes` what is meant: {', '.join(hints)}." if hints else ""
+        hints += [f"or `rename` {extra[0]!r} to {missing[0]!r}"] if missing and extra else []
+        mistakes = f" `resume_changes` {'; '.join(wrong)}." if wrong else ""
+        fix = f" In `resume_changes`, {', '.join(hints)}; or" if hints else " Correct `resume_changes`, or"
         raise ValueError(
-            f"The checkpoint has the agents and adapters {sorted(saved)}, but the team is {sorted(present)}.{said}"
-            f"{fix} Or resume with the team that the checkpoint was written with."
+            f"The checkpoint has the agents and adapters {sorted(saved)}, but the team has {sorted(present)}."
+            f"{mistakes}{fix} resume with the team that the checkpoint was written with."
         )
 
 
@@ -371,9 +375,9 @@ def check_structure(
     if refused:
         can = sorted({part for part, *_ in refused if part in ACCEPTABLE})
         costs = "; ".join(f"{part!r}: {ACCEPTABLE[part]}" for part in can)
-        fix = f" If a change is meant, pass `resume_changes={{'accept': {can}}}` ({costs})." if can else ""
+        fix = f" To accept the changes, pass `resume_changes={{'accept': {can}}}` ({costs})." if can else ""
         raise ValueError(
-            f"The run differs from the one that wrote {folder}, so its state would mean something else:\n"
+            f"The checkpoint {folder} was written with other settings, so its state does not fit this run:\n"
             f"{_table([(name, then, now) for _, name, then, now in refused])}\n"
             f"Resume with the settings of the checkpoint, or start a new run from its adapters (`load_adapters`).{fix}"
         )
@@ -382,8 +386,8 @@ def check_structure(
 
 def tunables(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """
-    Settings that take effect when they change: name, then, now. Nothing is said of a field of the configuration that
-    another version has not recorded.
+    Settings that take effect when they change: name, then, now. Fields of the configuration that another version did
+    not record are left out.
     """
     differences = _differences("", saved.get("tunable"), present.get("tunable"), ResumeChanges())
     return [difference for difference in differences if _UNKNOWN not in difference or not difference[0].isidentifier()]

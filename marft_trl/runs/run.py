@@ -69,7 +69,7 @@ class Signals:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Context manager: take note of signals. In other threads than the main one, Python cannot."""
+        """Context manager: record signals. Python can do so in the main thread only."""
         self.received = 0
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -166,13 +166,13 @@ class Run(TrainerCallback):
                 logger.warning(f"`save_model()` will fail: {type(error).__name__}: {error}")
                 return
             raise CheckpointError(
-                f"This run could not be saved, so it is not started: {type(error).__name__}: {error}. Mend what the "
-                "message names; the workflow's `describe()`, adapter configs and training arguments must be "
+                f"The run was not started, because it could not be saved: {type(error).__name__}: {error}. Fix what "
+                "this error names; the workflow's `describe()`, adapter configs and training arguments must be "
                 "serializable."
             ) from error
 
     def _check_shared(self) -> None:
-        """Nodes may have file systems of their own; a checkpoint has parts of all processes."""
+        """Check that all nodes share the output folder: a checkpoint has parts of all processes."""
         folder, processes = self._checkpoints.folder, self._processes
         if processes.count == 1 or not self._saves:
             return
@@ -182,11 +182,11 @@ class Run(TrainerCallback):
                 folder.check_mark(name)
 
     def _end_after_all(self) -> None:
-        """A signal that came when no step was left, for instance while a checkpoint was pushed."""
+        """Raise for a signal that came after the last step, for example while a checkpoint was pushed."""
         received = self._agreed_signal()
         if received:
             name = signal.Signals(received).name
-            raise RunInterrupted(received, f"All steps were done when {name} came.")
+            raise RunInterrupted(received, f"Received {name} after the last step.")
 
     def _agreed_signal(self) -> int:
         received = torch.tensor([self._signals.received], dtype=torch.float64)
@@ -199,37 +199,37 @@ class Run(TrainerCallback):
         try:
             is_saved = self._checkpoints.save_recorded_step(self._save)
         except Exception as problem:
-            logger.warning(f"No checkpoint could be saved after the failure: {problem}")
+            logger.warning(f"Could not save a checkpoint after the failure: {problem}")
             return
         if is_saved and self._processes.is_main:
-            where = self._checkpoints.folder.standing()
-            note = f"The last complete step is saved in {where}; `train(resume_from_checkpoint=True)` goes on from it."
+            where = self._checkpoints.folder.newest_complete()
+            note = f"The last complete step is saved in {where}; `train(resume_from_checkpoint=True)` resumes from it."
             logger.warning(note)
             with contextlib.suppress(Exception):
                 error.add_note(note)  # type: ignore[attr-defined]  # Python 3.11 and later
 
-    def _how_to_go_on(self, standing: Path | None) -> str:
-        if standing is None:
+    def _how_to_go_on(self, newest_complete: Path | None) -> str:
+        if newest_complete is None:
             return (
-                "Nothing was saved (`save_strategy='no'`), so a new start begins at step 1. Set "
-                "`save_strategy='steps'` in a run that is to go on."
+                "Nothing was saved (`save_strategy='no'`), so the next run starts at step 1. Set "
+                "`save_strategy='steps'` to be able to resume."
             )
-        way = "Start the same command again" if self._resumes else "Call `train(resume_from_checkpoint=True)`"
-        return f"It is saved in {standing}. {way} to go on from there."
+        way = "Run the same command again" if self._resumes else "Call `train(resume_from_checkpoint=True)`"
+        return f"It is saved in {newest_complete}. {way} to resume from it."
 
     # ---- Called by the Trainer ----
 
     def is_over(self, state: TrainerState) -> bool:
         """Whether all steps are done, before a pass over the data."""
         if state.global_step >= state.max_steps:
-            logger.info(f"All {state.max_steps} steps are done already; nothing is trained.")
+            logger.info(f"All {state.max_steps} steps are already done; there is nothing to train.")
         return state.global_step >= state.max_steps
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._checkpoints.open_window()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self._checkpoints.forget()
+        self._checkpoints.discard_step()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._began = time.monotonic()
@@ -238,7 +238,7 @@ class Run(TrainerCallback):
         if self._began is not None:
             self._signals.step_seconds = max(self._signals.step_seconds, time.monotonic() - self._began)
         if self._saves:
-            self._checkpoints.remember()  # an evaluation, which comes next, may fail
+            self._checkpoints.record_step()  # an evaluation, which comes next, may fail
         self._stopped_by = self._agreed_signal()
         if self._stopped_by:
             control.should_save = self._saves
@@ -259,12 +259,12 @@ class Run(TrainerCallback):
             name = signal.Signals(self._stopped_by).name
             if self._saves and not self._checkpoints.has_current_checkpoint():
                 self._save()  # an evaluation has decided against it
-            standing = self._checkpoints.folder.standing() if self._args.should_save else None
+            newest = self._checkpoints.folder.newest_complete() if self._args.should_save else None
             message = (
-                f"Training was stopped by {name} after step {self._checkpoints.step}. {self._how_to_go_on(standing)}"
+                f"Training was stopped by {name} after step {self._checkpoints.step}. {self._how_to_go_on(newest)}"
             )
             if self._processes.is_main:
                 logger.warning(message)
             raise RunInterrupted(self._stopped_by, message)
         if self._saves:
-            self._checkpoints.remember()
+            self._checkpoints.record_step()

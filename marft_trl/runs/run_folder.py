@@ -75,7 +75,7 @@ def commit(folder: str | Path, run: str, step: int, settings: Mapping[str, Any])
     """
     folder = Path(folder)
     files = {}
-    for path in _files_of(folder):
+    for path in _list_files(folder):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         files[path.relative_to(folder).as_posix()] = [path.stat().st_size, _sha256(path)]
@@ -123,7 +123,7 @@ def _check_files(folder: Path, commit_: Commit) -> None:
         if actual != size:
             raise DamagedCheckpoint(f"{folder}: {name} has {actual} bytes, but {size} were written.")
         if _sha256(path) != digest:
-            raise DamagedCheckpoint(f"{folder}: {name} is not what was written (its SHA-256 differs).")
+            raise DamagedCheckpoint(f"{folder}: {name} has changed since it was written (its SHA-256 differs).")
 
 
 def is_remainder(folder: str | Path, run: str) -> bool:
@@ -149,7 +149,7 @@ def remove(folder: str | Path) -> None:
     shutil.rmtree(folder)
 
 
-def _files_of(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     own = {folder / COMMIT_NAME, folder / OPEN_NAME}
     return sorted(path for path in folder.rglob("*") if path.is_file() and path not in own)
 
@@ -186,11 +186,11 @@ def _read(path: Path) -> Commit:
         content = data["content"]
         digest = hashlib.sha256(_compact(content).encode()).hexdigest()
         if data["sha256"] != digest or _compact(data) != text:
-            raise DamagedCheckpoint(f"{path.parent}: {path.name} is not what was written.")
+            raise DamagedCheckpoint(f"{path.parent}: {path.name} has changed since it was written.")
         return Commit(content["run"], content["step"], content["files"], content["settings"])
     except FileNotFoundError:
         raise DamagedCheckpoint(
-            f"{path.parent} has no {COMMIT_NAME}: it was cut short while it was written, or written without one."
+            f"{path.parent} has no {COMMIT_NAME}: writing was interrupted, or the checkpoint was written without it."
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, DamagedCheckpoint):
@@ -204,9 +204,9 @@ LOCK_NAME = "_marft_run.lock"
 # Seconds after which a file that one node has written is seen by another, on slow network file systems
 _SEEN_WITHIN = 10.0
 _PREFIX = "checkpoint-"
-# A checkpoint that is written again keeps the folder of before under this name until the new one stands
+# A checkpoint that is written again keeps the previous folder under this name until the new one is complete
 _KEPT = "_previous-checkpoint-"
-# A checkpoint after the step from which the run has gone on
+# A checkpoint after the step that the run has resumed from
 _ASIDE = "_aside-"
 
 
@@ -223,7 +223,7 @@ class RunFolder:
         path: the folder; it is created when it is first used.
 
     Attributes:
-        run: id of the run; set by [`~RunFolder.start`] and [`~RunFolder.go_on`].
+        run: id of the run; set by [`~RunFolder.start`] and [`~RunFolder.continue_run`].
     """
 
     def __init__(self, path: str | Path):
@@ -260,7 +260,7 @@ class RunFolder:
                 "each other's checkpoints: wait for it, end it, or set another `output_dir`."
             ) from None
         except (OSError, NotImplementedError) as error:  # a file system without locks
-            logger.warning(f"{self.path} cannot be locked ({error}): see to it that no other run writes into it.")
+            logger.warning(f"Could not lock {self.path} ({error}). Make sure that no other run writes into it.")
 
     def _release_lock(self) -> None:
         with contextlib.suppress(OSError):
@@ -277,7 +277,7 @@ class RunFolder:
 
     def _check_lock(self) -> None:
         """
-        Lock the folder anew where it has been removed while the run used it, and its lock with it.
+        Lock the folder again if it was removed during the run, and the lock with it.
 
         Raises:
             CheckpointError: another run uses it by now, or it cannot be written to.
@@ -287,10 +287,10 @@ class RunFolder:
         self._release_lock()
         self.probe()
         self._take_lock()
-        what = "" if self.checkpoints() else ", with all checkpoints so far"
+        what = "" if self.checkpoints() else ", together with all checkpoints so far"
         logger.warning(
-            f"{self.path} was removed while the run used it{what}, or its {LOCK_NAME} was. The run goes on and saves "
-            "into the folder that has this name now."
+            f"{self.path} or the {LOCK_NAME} in it was removed during the run{what}. The run continues and saves into "
+            "the folder that has this name now."
         )
 
     def probe(self) -> None:
@@ -311,8 +311,8 @@ class RunFolder:
             renamed.unlink()
         except OSError as error:
             raise CheckpointError(
-                f"The output folder {self.path} cannot be written to: {error}. Nothing has been trained. Free the "
-                "disk or set another `output_dir`."
+                f"The output folder {self.path} cannot be written to: {error}. Nothing has been trained. Free "
+                "disk space, or set another `output_dir`."
             ) from error
 
     @contextlib.contextmanager
@@ -344,7 +344,7 @@ class RunFolder:
         if free < 2 * needed:
             logger.warning(
                 f"{self.path} has {free / 1e6:.0f} MB left, and a checkpoint needs about {needed / 1e6:.0f} MB. "
-                "Saving may fail. Free the disk, or set `output_dir` to a folder on a larger one."
+                "Saving may fail. Free disk space, or set `output_dir` to a folder on a larger disk."
             )
 
     def start(self, is_intended: bool = True) -> None:
@@ -357,28 +357,28 @@ class RunFolder:
         others = [folder.name for folder in self.checkpoints()]
         if others and is_intended:
             logger.warning(
-                f"{self.path} holds checkpoints of an earlier start ({', '.join(others)}). Training begins at step 1 "
-                "and replaces those of the same steps. Use `train(resume_from_checkpoint=True)` to go on with them, "
-                "or another `output_dir` to keep them."
+                f"{self.path} has checkpoints of an earlier run ({', '.join(others)}). Training starts at step 1 and "
+                "replaces checkpoints of the same steps. Call `train(resume_from_checkpoint=True)` to resume from "
+                "them, or set another `output_dir` to keep them."
             )
         self.run = uuid.uuid4().hex
         self._write_facts(self.known_run())  # the folder is the new run's when it has a checkpoint
 
-    def go_on(self, run: str, step: int | None = None) -> None:
+    def continue_run(self, run: str, step: int | None = None) -> None:
         """
-        Go on as the run with this id.
+        Continue the run with this id.
 
         Args:
-            step: where it goes on. Later checkpoints of the run, of another course or damaged, are set aside.
+            step: step to resume from. Later checkpoints of the run, which may be damaged, are renamed.
         """
         self.run = run
         self._write_facts(run)
         for folder in self.checkpoints() if step is not None else []:
-            if (_step_of(folder) or 0) > (step or 0) and self._is_own(folder):
+            if (_parse_step(folder) or 0) > (step or 0) and self._is_own(folder):
                 aside = folder.with_name(f"{_ASIDE}{folder.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 os.replace(folder, aside)
-                logger.warning(f"{folder.name} comes after step {step}, from which the run goes on: now {aside.name}.")
+                logger.warning(f"Renamed {folder.name} to {aside.name}, because the run resumes from step {step}.")
 
     def _write_facts(self, run: str | None) -> None:
         facts = {"id": run, "host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}
@@ -405,8 +405,8 @@ class RunFolder:
 
     def checkpoints(self) -> list[Path]:
         """Folders of checkpoints, complete or not, in the order of their steps."""
-        folders = [path for path in self.path.glob(f"{_PREFIX}*") if path.is_dir() and _step_of(path) is not None]
-        return sorted(folders, key=lambda folder: _step_of(folder) or 0)
+        folders = [path for path in self.path.glob(f"{_PREFIX}*") if path.is_dir() and _parse_step(path) is not None]
+        return sorted(folders, key=lambda folder: _parse_step(folder) or 0)
 
     def newest(self) -> tuple[Path, Commit] | None:
         """
@@ -422,16 +422,16 @@ class RunFolder:
                 logger.warning(f"Skipped: {problem}")
                 continue
             if run is not None and found.run != run:
-                logger.warning(f"Skipped: {folder} belongs to another run. Pass its path to go on with it.")
+                logger.warning(f"Skipped: {folder} belongs to another run. Pass its path to resume from it.")
                 continue
-            if found.step != _step_of(folder):
+            if found.step != _parse_step(folder):
                 logger.warning(f"Skipped: {folder} holds step {found.step}; it was renamed or copied.")
                 continue
             return folder, found
         return None
 
     def _put_back(self) -> None:
-        """A checkpoint that was being written again when the run was killed: its former folder stands."""
+        """Restore the previous folder of a checkpoint that was being written again when the run was killed."""
         for kept in self.path.glob(f"{_KEPT}*"):
             folder = kept.with_name(kept.name.replace(_KEPT, _PREFIX, 1))
             if _is_intact(folder):
@@ -441,7 +441,7 @@ class RunFolder:
                 os.replace(kept, folder)
 
     def open(self, step: int) -> Path:
-        """Begin to write the checkpoint of a step. An older folder of this step is kept aside until the new stands."""
+        """Begin to write the checkpoint of a step. An older folder of this step is kept until it is complete."""
         self._check_lock()
         folder = self.path / f"{_PREFIX}{step}"
         kept = self.path / f"{_KEPT}{step}"
@@ -459,9 +459,9 @@ class RunFolder:
 
     def close(self, folder: Path, settings: dict[str, Any]) -> Commit:
         """Complete the checkpoint that [`~RunFolder.open`] began."""
-        step = _step_of(folder)
+        step = _parse_step(folder)
         if step is None:
-            raise ValueError(f"{folder} is not the folder of a checkpoint.")
+            raise ValueError(f"{folder} is not a checkpoint folder.")
         done = commit(folder, self.run, step, settings)
         if self.path.is_dir() and self.known_run() != self.run:
             self._write_facts(self.run)
@@ -476,7 +476,7 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 os.replace(kept, folder)
 
-    def standing(self) -> Path | None:
+    def newest_complete(self) -> Path | None:
         """The newest complete checkpoint of this run, by its commit alone."""
         return next((folder for folder in reversed(self.checkpoints()) if self._is_own(folder)), None)
 
@@ -514,6 +514,6 @@ def _is_intact(folder: Path) -> bool:
     return True
 
 
-def _step_of(folder: Path) -> int | None:
+def _parse_step(folder: Path) -> int | None:
     number = folder.name.removeprefix(_PREFIX)
     return int(number) if number.isdigit() and number.isascii() else None

@@ -32,19 +32,19 @@ class GraphMemory(NamedTuple):
     stream: Any
 
     @classmethod
-    def of(cls, device: torch.device) -> GraphMemory | None:
+    def create(cls, device: torch.device) -> GraphMemory | None:
         """Memory for graphs on a device; `None` where there are no graphs."""
         if device.type != "cuda":
             return None
         return cls(device, torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
 
 
-def why_not_captured(model: Any) -> str | None:
+def find_capture_obstacle(model: Any) -> str | None:
     """Reason why passes of a model cannot be captured, or `None` if it can be tried."""
     devices = {parameter.device for parameter in model.parameters()}
     kinds = sorted({device.type for device in devices})
     if kinds != ["cuda"]:
-        return f"the model is on {' and '.join(kinds)}, and only CUDA has graphs"
+        return f"the model is on {' and '.join(kinds)}, and CUDA graphs need a CUDA device"
     return "the model is spread over several devices" if len(devices) > 1 else None
 
 
@@ -89,7 +89,7 @@ def generating_by(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     """
     Context manager: `generate` acts by these settings alone. It (transformers 5.23) completes them from the model's
     own generation config, also where a setting equals the default of transformers (transformers#42762). A `min_p` of
-    the base would change what is sampled, in training and not on a server, and nobody would have set it.
+    the base would change what is sampled, in training and not on a server, without a setting of the user.
     """
     own = vars(model.generation_config)
     before = dict(own)
@@ -128,7 +128,7 @@ def generating_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[N
     Context manager: `generate` of a PEFT model (0.21) computes as training does, if the weights of the base are in the
     precision of training. It calls the base past the forward pass that accelerate (1.15) casts, so the products of
     adapters would be in float32 there and in half precision in training, and every layer would cast back and forth for
-    every token. A base in float32 is left alone, as `GRPOTrainer` has it: it would be cast anew for every token.
+    every token. A base in float32 is left alone, as `GRPOTrainer` has it: it would be cast again for every token.
 
     Args:
         model: that generates.
@@ -143,12 +143,12 @@ def masks_what_comes_later(model: Any) -> bool:
     """
     `True` if attention (transformers 5.23) gets a mask of its own for every query, so that a pass over memory of fixed
     shape sees nothing that has not been written. FlashAttention is given lengths of rows instead, and flex attention
-    compiles anew for every mask.
+    compiles again for every mask.
     """
     return model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
 
 
-def pad_token_of(config: GenerationConfig) -> torch.Tensor | None:
+def get_pad_token(config: GenerationConfig) -> torch.Tensor | None:
     """The padding token as a tensor on the device, which `generate` (transformers 5.23) leaves in a private field."""
     return config._pad_token_tensor
 

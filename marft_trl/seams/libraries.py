@@ -47,7 +47,7 @@ def get_logger(name: str) -> MultiProcessAdapter:
 
 
 def hush() -> None:
-    """Leave out what other libraries say and nobody can act on. All else they say is heard."""
+    """Filter out warnings of other libraries that a user cannot act on. All other warnings are shown."""
     for message, category in _NOISE.items():
         warnings.filterwarnings("ignore", message=message, category=category)
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_news)
@@ -120,7 +120,7 @@ def checkpointing_fields(args: Any) -> list[str]:
     return [name for name in ("gradient_checkpointing", "activation_checkpointing") if hasattr(args, name)]
 
 
-def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+def get_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """
     The options of a parser, by their long names without `--`, with `_` for `-`. Parsers of transformers and accelerate
     are made by their own functions, so nothing else knows what was added to them (Python 3.11 to 3.13).

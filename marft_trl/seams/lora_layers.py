@@ -42,26 +42,26 @@ class MixedLora:
         self._stacked: dict[int, tuple[list[str], tuple[torch.Tensor, torch.Tensor] | None]] = {}
 
     @staticmethod
-    def why_not(model: Any, adapters: Sequence[str]) -> str | None:
+    def find_obstacle(model: Any, adapters: Sequence[str]) -> str | None:
         """Reason why rows of these adapters cannot be mixed, or `None` if they can."""
         if not isinstance(model, PeftModel) or not isinstance(model.base_model, LoraModel):
-            return "adapters are not LoRAs"
+            return "the adapters are not LoRA adapters"
         for module in model.modules():
             if isinstance(module, AuxiliaryTrainingWrapper):
-                return "adapters have modules that are trained as a whole"
+                return "the adapters have `modules_to_save` or trainable tokens"
             if not isinstance(module, LoraLayer):
                 continue
             if type(module).__name__ not in PLAIN_LORAS:
-                return f"layers of the class {type(module).__name__} have LoRAs"
+                return f"LoRA targets layers of the class {type(module).__name__}"
             if "forward" in vars(module):
-                return "layers have hooks of other libraries"
-            its = [name for name in adapters if name in module.lora_A]
-            if any(name in module.lora_variant for name in its):
-                return "adapters are variants of LoRA, such as DoRA"
-            if any(module.lora_B[name].bias is not None for name in its) or module.merged:
-                return "adapters have biases, or are merged"
-            if len({getattr(module.lora_dropout[name], "p", 0.0) for name in its}) > 1:
-                return "the dropout of the adapters differs"
+                return "another library has hooked the layers"
+            names = [name for name in adapters if name in module.lora_A]
+            if any(name in module.lora_variant for name in names):
+                return "the adapters use a variant of LoRA, such as DoRA"
+            if any(module.lora_B[name].bias is not None for name in names) or module.merged:
+                return "the adapters have biases or are merged"
+            if len({getattr(module.lora_dropout[name], "p", 0.0) for name in names}) > 1:
+                return "the adapters have different dropout rates"
         return None
 
     @contextlib.contextmanager
@@ -101,7 +101,9 @@ class MixedLora:
         if matrices is None:
             return result
         if self._which is None or x.dim() != 3 or x.size(0) != len(self._which):
-            raise RuntimeError(f"A layer got {tuple(x.shape)} in a pass whose rows have adapters of their own.")
+            raise RuntimeError(
+                f"A LoRA layer got an input of shape {tuple(x.shape)}, which does not fit the rows of the mixed pass."
+            )
         down, up = matrices  # (K, in, r), (K, r, out)
         dropped = next(iter(layer.lora_dropout[name] for name in self._names if name in layer.lora_A))(x)
         if not torch.is_autocast_enabled(x.device.type):
@@ -224,7 +226,7 @@ class DecodingLayers:
                     return None
                 active = [adapter for adapter in module.active_adapters if adapter in module.lora_A]
                 adapters.update(active)
-                if len(adapters) > 1 or any(_why_not(module, adapter) is not None for adapter in active):
+                if len(adapters) > 1 or any(_find_obstacle(module, adapter) is not None for adapter in active):
                     return None
                 if active:
                     layers[name] = module
@@ -331,7 +333,7 @@ def _groups(layers: Mapping[str, Any]) -> list[list[str]]:
     return list(found.values())
 
 
-def _why_not(layer: Any, adapter: str) -> str | None:
+def _find_obstacle(layer: Any, adapter: str) -> str | None:
     """Reason why the LoRA of a layer cannot be computed here, or `None` if it can."""
     if type(layer).__name__ not in PLAIN_LORAS or "forward" in vars(layer):
         return "another class, or hooks of others"

@@ -93,14 +93,14 @@ class _States(BaseModelOutputWithPast):
 def _with_states(model: PreTrainedModel, hidden: torch.Tensor) -> Iterator[list[None]]:
     """Context manager: the backbone returns these hidden states. Gives an entry for each time that it was asked."""
     known = _States(last_hidden_state=hidden.unsqueeze(0))
-    asked: list[None] = []
+    calls: list[None] = []
 
     def forward(*args: Any, **kwargs: Any) -> _States:
-        asked.append(None)
+        calls.append(None)
         return known
 
     with swapped(model.base_model, {"forward": forward, "_forward_pre_hooks": {}}):
-        yield asked
+        yield calls
 
 
 @contextlib.contextmanager
@@ -131,9 +131,9 @@ def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
     """
     if model.base_model is model:
         raise ValueError(
-            f"`{type(model).__name__}` is not supported, by GRPOTrainer either: it has no part named "
-            f"{model.base_model_prefix!r} (`base_model_prefix`), so its hidden states cannot be computed apart from "
-            "its LM head. Use a model of another family."
+            f"`{type(model).__name__}` is not supported, as in GRPOTrainer: it has no submodule "
+            f"{model.base_model_prefix!r} (`base_model_prefix`), so its hidden states cannot be computed without the "
+            "LM head. Use a model of another family."
         )
     head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
@@ -143,9 +143,9 @@ def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(8, weight.size(1), generator=generator).to(weight.device, weight.dtype)
     ids = torch.arange(8, device=weight.device) * 7 % weight.size(0)
-    with _with_states(model, hidden) as asked:
+    with _with_states(model, hidden) as calls:
         logits = model(input_ids=ids.unsqueeze(0)).logits[0].float()
-    if not asked:  # the model calls a part of its backbone (OPT), so this was a whole pass
+    if not calls:  # the model calls a part of its backbone (OPT), so this was a whole pass
         with _evaluated(model):
             hidden = model.base_model(input_ids=ids.unsqueeze(0)).last_hidden_state[0]
             logits = model(input_ids=ids.unsqueeze(0)).logits[0].float()
@@ -154,9 +154,9 @@ def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
     gap = (found - expected).abs().max().item() * temperature
     if not gap <= (1e-3 if weight.dtype == torch.float32 else 0.25):
         raise ValueError(
-            f"The LM head of `{type(model).__name__}` does more than GRPOTrainer's scoring knows: log-probabilities "
-            f"differ by {gap:.2g} from those of the model's own logits, so the team would be trained on other numbers "
-            "than it samples with. Use a model with a linear head."
+            f"GRPOTrainer's scoring does not match the LM head of `{type(model).__name__}`: its log-probabilities "
+            f"differ by {gap:.2g} from those of the model's logits, which the team samples from. Use a model with a "
+            "linear head."
         )
 
 
@@ -179,7 +179,7 @@ def checkpointing_with_caches(backbone: nn.Module) -> Iterator[None]:
         yield
 
 
-def commit_of(config: Any) -> str | None:
+def get_commit(config: Any) -> str | None:
     """The commit of the Hub that a config (transformers 5.23) was loaded from; `None` for a local one."""
     return getattr(config, "_commit_hash", None)
 
@@ -195,7 +195,7 @@ def is_checkpointing(model: Any) -> bool:
 
 class AdapterLayers:
     """
-    The layers of a model that hold its adapters, in place of the model for `set_adapter`, `set_requires_grad` and
+    The layers of a model that hold its adapters, used instead of the model for `set_adapter`, `set_requires_grad` and
     `disable_adapter` of PEFT (0.21). These visit every module of a model, and set every parameter of every adapter
     whether it changes or not: 20 to 60 ms for 28 layers, several times a pass, while a GPU waits. Here, what is as it
     should be is only looked at. Layers that do more than hold adapters, such as whole trained modules, are left to
@@ -341,6 +341,6 @@ def keep_4bit_weights(model: nn.Module) -> None:
         layer.support_avx512bf16_for_cpu = False
     if any(getattr(layer.weight.quant_state, "packing_format_for_cpu", False) for layer in on_cpu):
         logger.warning(
-            "The 4-bit model was used in evaluation mode before, so bitsandbytes repacked its weights for bfloat16 "
-            "and it no longer computes as it was loaded. Load it again to keep its compute dtype."
+            "The 4-bit model has run in evaluation mode, so bitsandbytes repacked its weights for bfloat16, and the "
+            "compute dtype that it was loaded with no longer applies. Load it again to keep this compute dtype."
         )

@@ -33,8 +33,8 @@ class EpochSampler(RepeatSampler):
     """
 
     @classmethod
-    def of(cls, sampler: RepeatSampler, phases: int) -> EpochSampler:
-        """The sampler in place of TRL's; every generation batch is repeated for so many phases."""
+    def from_sampler(cls, sampler: RepeatSampler, phases: int) -> EpochSampler:
+        """The sampler that replaces TRL's; every generation batch is repeated for so many phases."""
         return cls(
             sampler.data_source,
             mini_repeat_count=sampler.mini_repeat_count,
@@ -65,7 +65,7 @@ def begin_pass(order: EpochSampler | None, epoch: int) -> None:
 
 class EndlessStream(torch.utils.data.IterableDataset):
     """
-    A stream that begins anew when it ends. `Trainer` (transformers 5.23) counts one pass over a stream as an epoch of
+    A stream that restarts when it ends. `Trainer` (transformers 5.23) counts one pass over a stream as an epoch of
     `max_steps` steps, so a resumed run finds its place in the first pass only. In an endless pass, skipping the rows
     of the steps so far always finds it. Each pass has its own order, as upstream.
 
@@ -85,8 +85,8 @@ class EndlessStream(torch.utils.data.IterableDataset):
                 yield row
             if count == 0:
                 raise ValueError(
-                    f"`train_dataset` gave no full batch of prompts in pass {epoch + 1}. A stream must have rows for "
-                    "one generation batch in every pass: check that it can be read more than once."
+                    f"`train_dataset` yielded no full batch of prompts in epoch {epoch + 1}. A streaming dataset must "
+                    "have rows for one generation batch in every epoch: check that it can be iterated more than once."
                 )
 
 
@@ -132,7 +132,7 @@ def keeping_checkpoints(trainer: GRPOTrainer) -> Iterator[None]:
     """
     Context manager: `Trainer._finalize_training` (transformers 5.23) removes no checkpoint. With a limit of 1 it would
     leave the best one alone (transformers#35070), and a finished run that is started again would train the steps after
-    it anew.
+    it again.
     """
     with swapped(trainer.args, {"save_total_limit": None}):
         yield

@@ -130,28 +130,30 @@ def shard_sizes(
     apart = {id(parameter) for parameter in adapters}
     whole = apart | {id(parameter) for parameter in _between_layers(model)}
 
-    def is_cut(parameter: nn.Parameter) -> bool:  # accelerate leaves 4-bit weights that are stored as bytes
+    def is_split(parameter: nn.Parameter) -> bool:  # accelerate leaves 4-bit weights that are stored as bytes
         return id(parameter) not in whole and parameter.is_floating_point()
 
     def held(parameter: nn.Parameter) -> int:
-        rows = -(-parameter.shape[0] // world) if is_cut(parameter) else parameter.shape[0]
+        rows = -(-parameter.shape[0] // world) if is_split(parameter) else parameter.shape[0]
         return rows * parameter[:1].numel() * parameter.element_size()
 
     def gathered(unit: nn.Module | None) -> int:
-        cut = [p for p in unit.parameters() if is_cut(p)] if unit is not None else []
+        cut = [p for p in unit.parameters() if is_split(p)] if unit is not None else []
         return sum(p.numel() * (width or p.element_size()) for p in cut)
 
     layers = sorted((gathered(layer) for layer in _layers(model)), reverse=True)
-    before_layers, of_head = (gathered(item()) for item in (model.get_input_embeddings, model.get_output_embeddings))
+    before_layers, output_head = (
+        gathered(item()) for item in (model.get_input_embeddings, model.get_output_embeddings)
+    )
     parameters = [p for p in model.parameters() if id(p) not in apart]
     return ShardSizes(
         sum(held(p) if p.dim() else p.element_size() for p in parameters) + constants(model),
-        max(sum(layers[:2]) + of_head, before_layers + layers[0]),
+        max(sum(layers[:2]) + output_head, before_layers + layers[0]),
     )
 
 
 def constants(model: nn.Module) -> int:
-    """Bytes of what bitsandbytes (0.50) keeps beside the 4-bit weights of a model, which is whole on every process."""
+    """Bytes of what bitsandbytes (0.50) stores with the 4-bit weights of a model, which is whole on every process."""
     tensors = []
     for module in model.modules():
         state = getattr(module, "quant_state", None)  # sharded weights have none themselves

@@ -175,8 +175,8 @@ def configure_parent(trainer: GRPOTrainer, beta: float, ratio: str | None) -> No
     if ratio is not None:
         trainer.importance_sampling_level = ratio
     # Upstream generates until one of these tokens, but does not take them for the end when it cuts padding off
-    given = (trainer.args.generation_kwargs or {}).get("eos_token_id")
-    ends = [*trainer.eos_token_ids, *([given] if isinstance(given, int) else given or [])]
+    end_ids = (trainer.args.generation_kwargs or {}).get("eos_token_id")
+    ends = [*trainer.eos_token_ids, *([end_ids] if isinstance(end_ids, int) else end_ids or [])]
     trainer.eos_token_ids = list(dict.fromkeys(ends))
     if not trainer.use_vllm:
         trainer.generation_kwargs["eos_token_id"] = trainer.eos_token_ids

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.generation import GenerationMode, logits_process
 
-from ..seams.generation import GraphMemory, captured, masks_what_comes_later, pad_token_of, why_not_captured
+from ..seams.generation import GraphMemory, captured, find_capture_obstacle, get_pad_token, masks_what_comes_later
 from ..seams.libraries import get_logger
 from .forward import RowAdapters
 from .kv_cache import FixedLayer, PreallocatedLayer, fill
@@ -125,9 +125,9 @@ class FixedSteps(GrowingSteps):
         self._all_masks = torch.zeros(rows, size, dtype=torch.long, device=device)
         layers = model.config.get_text_config().num_hidden_layers
         self.cache = Cache(layers=[FixedLayer(rows, size, self._place) for _ in range(layers)])
-        self.why_not = why_not_captured(model)
+        self.obstacle = find_capture_obstacle(model)
         self._graphs: dict[tuple[Hashable, int], Callable[[], torch.Tensor]] = {}  # the latest last
-        self._memory = GraphMemory.of(device)
+        self._memory = GraphMemory.create(device)
 
     def start(self, mask: torch.Tensor, lengths: torch.Tensor, key: Hashable | None = None) -> None:
         """
@@ -193,7 +193,7 @@ class FixedSteps(GrowingSteps):
             self._graphs[key] = graph
         if graph is not None and (self._taken or key not in self._kept):
             return graph()
-        if graph is None and (self._taken < _BEFORE_CAPTURE or self.why_not is not None):
+        if graph is None and (self._taken < _BEFORE_CAPTURE or self.obstacle is not None):
             return self._forward()
         # A graph is compared with the step that it stands for when it is new, and once in each later call
         expected = self._forward().clone()
@@ -202,11 +202,11 @@ class FixedSteps(GrowingSteps):
             found = graph()
             gap = (found - expected).abs().max().item() / max(expected.abs().max().item(), 1e-6)
             if not gap <= (1e-4 if expected.dtype == torch.float32 else 0.02):
-                raise ValueError(f"its logits are others ({gap:.1e})")
+                raise ValueError(f"the logits of the graph differ by {gap:.1e}")
         except Exception as problem:
-            self.why_not = f"{type(problem).__name__}: {problem}"
+            self.obstacle = f"{type(problem).__name__}: {problem}"
             self._graphs.clear()
-            logger.warning(f"Turns are decoded without a captured graph: {self.why_not}.")
+            logger.warning(f"Decoding continues without CUDA graphs: {self.obstacle}.")
             return expected
         self._graphs[key] = graph
         if len(self._graphs) > _MOST_GRAPHS:
@@ -219,7 +219,7 @@ class StepStore:
 
     def __init__(self) -> None:
         self._kept: FixedSteps | None = None
-        self._why_not: str | None = None  # why steps could not be captured: what has failed is not tried again
+        self._obstacle: str | None = None  # why steps could not be captured: what has failed is not tried again
 
     def start(
         self, model: PreTrainedModel, mask: torch.Tensor, lengths: torch.Tensor, key: Hashable | None
@@ -233,14 +233,14 @@ class StepStore:
             self.clear()  # before new memory is taken
             kept = None
             self._kept = kept = FixedSteps(model, rows, size, mask.device)
-            kept.why_not = kept.why_not or self._why_not
+            kept.obstacle = kept.obstacle or self._obstacle
         kept.start(mask, lengths, key)
         return kept
 
     def clear(self) -> None:
         """Give the memory back."""
         if self._kept is not None:
-            self._why_not = self._why_not or self._kept.why_not
+            self._obstacle = self._obstacle or self._kept.obstacle
         self._kept = None
 
 
@@ -302,7 +302,7 @@ class RowFollower(Protocol):
 
     Attributes:
         draws (`torch.Tensor` of shape `(B, T)`, *optional*): numbers from 0 to 1 that tokens are drawn with. If a row
-            brings its own, its tokens do not depend on the rows beside it. Defaults to those of torch's generator.
+            brings its own, its tokens do not depend on the other rows. Defaults to those of torch's generator.
     """
 
     draws: torch.Tensor | None
@@ -367,7 +367,7 @@ def decode(
     fill(steps.cache, model.base_model, prompts, adapters)
     steps.begin(longest - 1)
     _use(adapters, rows)
-    pad = pad_token_of(generation_config)
+    pad = get_pad_token(generation_config)
     result = input_ids.new_full((batch, size), 0 if pad is None else int(pad))
     result[:, :width] = input_ids
     tokens = result.clone()
@@ -380,9 +380,9 @@ def decode(
         scores = logits_processor(tokens[:, :end], logits.to(torch.float32, copy=True))
         if recorder is not None and end == width:
             recorder.start((batch, size - width), logits, logits_processor)
-        given = None if draws is None else draws[rows, end - width].unsqueeze(1)
-        chosen, logps = _choose(scores, generation_config.do_sample, given)
-        failed = failed | ~logps.isfinite().all()  # of logits that are no numbers, nothing can be chosen
+        step_draws = None if draws is None else draws[rows, end - width].unsqueeze(1)
+        chosen, logps = _choose(scores, generation_config.do_sample, step_draws)
+        failed = failed | ~logps.isfinite().all()  # no token can be sampled from NaN logits
         if recorder is not None:
             recorder.add(rows, end - width, logps)
         tokens[:, end] = torch.where(done, tokens[:, end], chosen)  # finished rows get padding
@@ -411,8 +411,8 @@ def decode(
 
 
 _NOT_FINITE = (
-    "The model's logits are NaN or infinite, so there is no token to draw. Its weights have diverged, or its "
-    "precision overflows: lower the learning rate, or use bfloat16 in place of float16."
+    "The model's logits are NaN or infinite, so no token can be sampled. The weights have diverged, or the precision "
+    "overflows. Lower the learning rate, or use bfloat16 instead of float16."
 )
 
 

@@ -89,7 +89,7 @@ def plan_passes(
         more: number of tokens of each row after its prompt.
         kinds: kind of each row. Rows of different kinds share nothing.
 
-    Returns: clusters of rows that share a prefix, or an empty list if it is cheaper to compute every row as it is.
+    Returns: clusters of rows that share a prefix, or an empty list if computing every row separately is cheaper.
     """
     found = clusters(prompts) if kinds is None else _clusters_by_kind(prompts, kinds)
     if len(found) == len(prompts):
@@ -265,7 +265,7 @@ def shared_pass(
             starts[row], index[row] = group.length, number
     if adapters is not None:
         adapters.use([adapters.names[group.rows[0]] for group in groups])
-    kept, kept_mask, of_prefixes = prefill(backbone, [rows[group.rows[0]][: group.length] for group in groups])
+    kept, kept_mask, prefix_states = prefill(backbone, [rows[group.rows[0]][: group.length] for group in groups])
     which = torch.tensor(index, device=device)
     cache = Cache(layers=[layer_class(layer, which) for layer in kept.layers])
     if adapters is not None:
@@ -278,7 +278,7 @@ def shared_pass(
         past_key_values=cache,
         use_cache=False,  # the model must not create another cache
     )
-    hidden = with_all_layers(output.last_hidden_state, of_prefixes, backbone)
+    hidden = with_all_layers(output.last_hidden_state, prefix_states, backbone)
     return SharedPass(hidden, starts, kept_mask.size(1), cache)
 
 
@@ -292,8 +292,8 @@ def prefill(
     ids, mask = padded(prefixes, next(backbone.parameters()).device, side="left")
     cache = Cache(layer_class_to_replicate=KeptLayer) if cache is None else cache
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    given = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-    return cache, mask, backbone(input_ids=ids, use_cache=False, **given).last_hidden_state
+    inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+    return cache, mask, backbone(input_ids=ids, use_cache=False, **inputs).last_hidden_state
 
 
 def padded(
@@ -343,10 +343,10 @@ def score(
 
 
 @torch.no_grad()
-def why_not(model: PreTrainedModel) -> str | None:
+def find_obstacle(model: PreTrainedModel) -> str | None:
     """
-    Reason why the fast forward does not work for a model, or `None` if it works. It is tried on a few tokens, so that
-    models with another kind of cache or positions are recognized, whatever their family.
+    Return the reason why the fast forward does not work for a model, or `None` if it works. A trial on a few tokens
+    detects models with another kind of cache or positions, whatever their family.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -356,9 +356,9 @@ def why_not(model: PreTrainedModel) -> str | None:
     parts = [rope, *(item for item in rope.values() if isinstance(item, dict))]  # by layer type, in some models
     ropes = {str(part.get("rope_type")) for part in parts} & {"dynamic", "longrope"}
     if ropes:
-        return f"its positions are encoded by the length of the whole row (rope_type={sorted(ropes)})"
+        return f"its position encoding depends on the length of the whole row (rope_type={sorted(ropes)})"
     if getattr(config, "output_router_logits", False):
-        return "its routers' outputs are part of the loss"
+        return "its router logits are part of the loss"
     ids = [token % config.vocab_size for token in range(5, 14)]
     prompts, completions = [ids, [*ids[:7], ids[0]], ids[3:]], [ids[:1], ids[2:6], ids[:3]]
     was_training, device = model.training, next(model.parameters()).device
@@ -371,9 +371,9 @@ def why_not(model: PreTrainedModel) -> str | None:
             found, expected = shared[row, : len(completion)], states[-len(completion) :]
             error = max(_error(found, expected), _typical_error(found, expected, states))
             if not error < (1e-3 if states.dtype == torch.float32 else 0.1):
-                return f"its hidden states come out otherwise when rows share what they have in common ({error:.1e})"
+                return f"its hidden states differ by {error:.1e} when rows share a prefix"
     except Exception as problem:
-        return f"it cannot run with keys and values that were computed before ({type(problem).__name__}: {problem})"
+        return f"it cannot run with cached keys and values ({type(problem).__name__}: {problem})"
     finally:
         model.train(was_training)
     return None
@@ -386,7 +386,7 @@ def needs_positions(model: PreTrainedModel) -> bool:
     is compared with the row alone.
 
     Raises:
-        ValueError: the model reads padding as if it were text, whatever it is given (RWKV, xLSTM).
+        ValueError: the model ignores the attention mask and reads padding as text (RWKV, xLSTM).
     """
     backbone, device = model.base_model, next(model.parameters()).device
     takes_positions = "position_ids" in inspect.signature(type(backbone).forward).parameters
@@ -394,26 +394,26 @@ def needs_positions(model: PreTrainedModel) -> bool:
     ids, mask = padded([row, row + row], device, side="left")
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
 
-    def last(ids: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
-        return backbone(input_ids=ids, use_cache=False, **given).last_hidden_state[0, -len(row) :]
+    def last(ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        return backbone(input_ids=ids, use_cache=False, **inputs).last_hidden_state[0, -len(row) :]
 
     was_training = model.training
     model.eval()
     try:
         alone = last(ids[:1, -len(row) :])
         left_out = _error(last(ids, attention_mask=mask), alone)
-        given = {"position_ids": positions} if takes_positions else {}
-        rounding = _error(last(ids, attention_mask=mask, **given), alone)
+        extra = {"position_ids": positions} if takes_positions else {}
+        rounding = _error(last(ids, attention_mask=mask, **extra), alone)
     except Exception:  # the model needs other inputs than tokens, which TRL's pass may provide
         return False
     finally:
         model.train(was_training)
     if not min(left_out, rounding) < 0.1:  # in half precision, the error is about 0.01
         raise ValueError(
-            f"`{type(model).__name__}` reads padding as text: the hidden states of a prompt next to a longer one "
-            f"differ from those of the prompt alone by {min(left_out, rounding):.0%}. Prompts of different lengths "
-            "are sampled and scored together, so the team would learn from other prompts than its own, as with "
-            "GRPOTrainer. Use a model that obeys the attention mask."
+            f"`{type(model).__name__}` reads padding as text: padding a prompt changes its hidden states by "
+            f"{min(left_out, rounding):.0%}. Prompts of different lengths are sampled and scored together, so the "
+            "team would learn from distorted prompts, as with GRPOTrainer. Use a model that applies the attention "
+            "mask."
         )
     return left_out > 10 * rounding + (1e-3 if model.dtype == torch.float32 else 0.05)
 

@@ -199,13 +199,13 @@ def _parts(prompts: Sequence[list[int]], kinds: Sequence[str] | None) -> Iterato
         rest = max(len(prompts[row]) - 1 - group.length for row in group.rows)
         most = max(PREFILL_TOKENS // max(rest, 1), 1)
         for start in range(0, len(group.rows), most):
-            its = group.rows[start : start + most]
-            size = group.length + rest * len(its)
+            part_rows = group.rows[start : start + most]
+            size = group.length + rest * len(part_rows)
             if rows and tokens + size > PREFILL_TOKENS:
                 yield _Part(rows, taken)
                 rows, taken, tokens = [], [], 0
-            taken = [*taken, Cluster(group.length, tuple(range(len(rows), len(rows) + len(its))))]
-            rows, tokens = [*rows, *its], tokens + size
+            taken = [*taken, Cluster(group.length, tuple(range(len(rows), len(rows) + len(part_rows))))]
+            rows, tokens = [*rows, *part_rows], tokens + size
     yield _Part(rows, taken)
 
 
@@ -219,17 +219,17 @@ def _fill_part(
 ) -> None:
     rows, groups = [all_rows[row] for row in part.rows], part.groups
     where, width = torch.tensor(part.rows), max(map(len, rows))
-    its = None if adapters is None else adapters._replace(names=[adapters.names[row] for row in part.rows])
+    row_adapters = None if adapters is None else adapters._replace(names=[adapters.names[row] for row in part.rows])
     if width == 0:
         return
     if not groups:
-        if its is not None:
-            its.use(its.names)
+        if row_adapters is not None:
+            row_adapters.use(row_adapters.names)
         prefill(backbone, rows, Cache(layers=[_Storing(room, where, end) for room in cache.layers]))
         return
     if all(len(rows[row]) == group.length for group in groups for row in group.rows):  # nothing follows the prefixes
-        if its is not None:
-            its.use([its.names[group.rows[0]] for group in groups])
+        if row_adapters is not None:
+            row_adapters.use([row_adapters.names[group.rows[0]] for group in groups])
         kept, *_ = prefill(backbone, [rows[group.rows[0]] for group in groups])
         which = torch.tensor([number for number, group in enumerate(groups) for _ in group.rows])
         for room, layer in zip(cache.layers, kept.layers, strict=False):  # the last layers may keep nothing
@@ -246,4 +246,4 @@ def _fill_part(
     def joining(kept: KeptLayer, index: torch.Tensor) -> RepeatedLayer:
         return _Joining(kept, index, next(rooms), where, end, source)
 
-    shared_pass(backbone, rows, groups, joining, its)
+    shared_pass(backbone, rows, groups, joining, row_adapters)

@@ -50,7 +50,7 @@ class ChildProcesses:
         Run a command to its end. Threads may call it.
 
         Args:
-            environment (`Mapping[str, str]`, *optional*): variables in place of those of this process.
+            environment (`Mapping[str, str]`, *optional*): variables that replace those of this process.
             log (file, *optional*): where its output goes.
 
         Returns: the exit status, negative for a signal.
@@ -61,7 +61,7 @@ class ChildProcesses:
         stderr = None if log is None else subprocess.STDOUT
         with self._lock:
             if self._has_ended:
-                raise RuntimeError("Nothing is started any more: the run was told to end.")
+                raise RuntimeError("Cannot start another process, because the run is ending.")
             # By its key until its number is known: this process may be killed in between
             key = f"child-{uuid.uuid4().hex}"
             keep(key, gently=True)
@@ -78,7 +78,7 @@ class ChildProcesses:
                     let_go(key)
 
     def end(self) -> None:
-        """Start nothing any more, end what runs, and wait for it."""
+        """Start no more processes, and end those that run and wait for them."""
         with self._lock:
             self._has_ended = True
             running = list(self._running)
@@ -144,12 +144,12 @@ def started_by(pid: int, key: str) -> list[Any]:
             is_mine = process.info["uids"] is not None and process.info["uids"].real == me
             if not is_mine or process.pid in (os.getpid(), pid) or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            if os.getpgid(process.pid) == pid or key.encode() in _environment_of(process):
+            if os.getpgid(process.pid) == pid or key.encode() in _read_environment(process):
                 found.append(process)
     return found
 
 
-def _environment_of(process: Any) -> bytes:
+def _read_environment(process: Any) -> bytes:
     if os.path.exists(f"/proc/{process.pid}/environ"):
         with open(f"/proc/{process.pid}/environ", "rb") as file:
             return file.read()

@@ -48,7 +48,7 @@ def finished(coroutine: Coroutine[Any, Any, Result]) -> Result:
         coroutine.send(None)
     except StopIteration as end:
         return end.value
-    raise RuntimeError("The coroutine waits for something.")
+    raise RuntimeError("The coroutine must finish without waiting, but it awaited something.")
 
 
 def _a_loop_runs() -> bool:
@@ -74,7 +74,7 @@ def _run(function: Callable[..., Coroutine[Any, Any, Result]], arguments: tuple)
         did = "stopped the event loop" if isinstance(error, RuntimeError) else "cancelled tasks that it did not start"
         raise RuntimeError(
             f"A workflow, a tool or an asynchronous reward function has {did}. The trainer's own tasks run in the "
-            "same loop: `asyncio.all_tasks()` has them too. Cancel only your own tasks, and end by returning."
+            "same loop, and `asyncio.all_tasks()` includes them. Cancel only your own tasks, and end by returning."
         ) from error
     finally:
         _cancel_the_rest(loop)
@@ -117,9 +117,9 @@ async def in_thread(function: Callable[[], Any], lane: Lane) -> tuple[Any, BaseE
     if lane not in workers:
         workers[lane] = _Worker()
         weakref.finalize(loop, workers[lane].end)
-    context, around = contextvars.copy_context(), _AROUND.get()
-    running = workers[lane].run(loop, functools.partial(context.run, _surrounded, function, around))
-    if around is not None:
+    context, step_context = contextvars.copy_context(), _STEP_CONTEXT.get()
+    running = workers[lane].run(loop, functools.partial(context.run, _run_in_step_context, function, step_context))
+    if step_context is not None:
         _IN_THREAD[loop] = workers[lane].finished
     outcome = await running
     for variable, value in context.items():
@@ -128,8 +128,8 @@ async def in_thread(function: Callable[[], Any], lane: Lane) -> tuple[Any, BaseE
     return outcome
 
 
-def _surrounded(function: Callable[[], Any], around: StepContext | None) -> Any:
-    with contextlib.nullcontext() if around is None else around():
+def _run_in_step_context(function: Callable[[], Any], step_context: StepContext | None) -> Any:
+    with contextlib.nullcontext() if step_context is None else step_context():
         return function()
 
 
@@ -143,7 +143,7 @@ def give_up(lane: Lane) -> None:
 
 # Context manager around each piece of users' code that does not wait: a step of a coroutine, a function in a thread
 StepContext = Callable[[], contextlib.AbstractContextManager[None]]
-_AROUND: contextvars.ContextVar[StepContext | None] = contextvars.ContextVar("marft_around", default=None)
+_STEP_CONTEXT: contextvars.ContextVar[StepContext | None] = contextvars.ContextVar("marft_step_context", default=None)
 # Resolved when the function returns that runs in a thread
 _IN_THREAD: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[None]] = weakref.WeakKeyDictionary()
 
@@ -154,11 +154,11 @@ class StepWrapper(Coroutine[Any, Any, Any]):
     is taken while a function of a user runs in a thread, so that what surrounds them cannot mix.
 
     Args:
-        around: `around()` makes the context manager.
+        step_context: `step_context()` makes the context manager.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], around: StepContext):
-        self._coroutine, self._around = coroutine, around
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], step_context: StepContext):
+        self._coroutine, self._step_context = coroutine, step_context
         self._steps = self._run()
 
     def send(self, value: Any) -> Any:
@@ -180,7 +180,7 @@ class StepWrapper(Coroutine[Any, Any, Any]):
 
     def _run(self) -> Generator[Any, Any, Any]:
         loop, value, error = asyncio.get_running_loop(), None, None
-        _AROUND.set(self._around)
+        _STEP_CONTEXT.set(self._step_context)
         while True:
             while error is None and (running := _IN_THREAD.get(loop)) is not None and not running.done():
                 try:
@@ -188,7 +188,7 @@ class StepWrapper(Coroutine[Any, Any, Any]):
                 except BaseException as caught:  # a cancellation is the coroutine's
                     error = caught
             try:
-                with self._around():
+                with self._step_context():
                     awaited = self._coroutine.send(value) if error is None else self._coroutine.throw(error)
             except StopIteration as end:
                 return end.value
@@ -206,8 +206,9 @@ STARTED = contextvars.ContextVar("marft_started", default=None)
 
 def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task:
     """Task factory: tasks that users' code starts are surrounded like the code that started them, and noted."""
-    around, started = _AROUND.get(), STARTED.get()
-    task = asyncio.Task(coroutine if around is None else StepWrapper(coroutine, around), loop=loop, **options)
+    step_context, started = _STEP_CONTEXT.get(), STARTED.get()
+    wrapped = coroutine if step_context is None else StepWrapper(coroutine, step_context)
+    task = asyncio.Task(wrapped, loop=loop, **options)
     if started is not None:
         started.append((task, getattr(coroutine, "__qualname__", type(coroutine).__name__)))
     return task

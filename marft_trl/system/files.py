@@ -60,12 +60,12 @@ def sync_folder(folder: str | Path) -> None:
 _LOADED: set[str] = set()
 
 
-def module_of(file: Path) -> ModuleType:
+def import_file(file: Path) -> ModuleType:
     """
-    The module of a Python file, executed anew.
+    Import the module of a Python file, and execute it again if it was imported before.
 
-    What it imports from beside it is found, and so is the source of its classes, which runs are compared by. It has
-    the name of the file, unless a module from elsewhere has this name already.
+    It can import modules next to it, and the source of its classes, by which runs are compared, is found. Its name is
+    that of the file, unless a module from elsewhere already has this name.
 
     Raises:
         ImportError: it is no Python file.
@@ -78,14 +78,14 @@ def module_of(file: Path) -> ModuleType:
     name = file.stem if is_free else "marft_script"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{str(file)!r} is no Python script.")
+        raise ImportError(f"{str(file)!r} is not a Python script.")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     _LOADED.add(name)
     spec.loader.exec_module(module)
     return module
 
 
-def source_of(function: Any) -> str:
+def read_source(function: Any) -> str:
     """
     Source of a function or class. No garbage is collected meanwhile: for a class, `inspect` parses the file, and
     CPython 3.11 raises a `SystemError` if a finalizer parses something at the same time, such as one that logs a

@@ -74,7 +74,7 @@ def checked_names(
                 meant = _ALSO_CALLED.get(unknown)
                 hint = f" {elsewhere[unknown]}" if elsewhere and unknown in elsewhere else ""
                 hint = hint or (f" Did you mean {meant!r}?" if meant in known else did_you_mean(unknown, known))
-                hint = hint or f" It has {', '.join(known)}."
+                hint = hint or f" Its arguments are {', '.join(known)}."
                 raise TypeError(f"`{what}` has no argument `{unknown}`.{hint}")
             for name in needed:
                 if name not in kwargs:

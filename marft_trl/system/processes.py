@@ -45,7 +45,7 @@ def other_devices(model: nn.Module, device: torch.device) -> list[torch.device]:
     places = {item for item in model.hf_device_map.values() if item != "disk"}  # type: ignore[union-attr]
     found = {torch.device(device.type, place) if isinstance(place, int) else torch.device(place) for place in places}
     whole = {torch.device(value.type, value.index or 0) for value in found if value.type == device.type}
-    return sorted(whole - {torch.device(device.type, device.index or 0)}, key=lambda one: one.index)
+    return sorted(whole - {torch.device(device.type, device.index or 0)}, key=lambda entry: entry.index)
 
 
 def take_one_device(args: TrainingArguments, model: nn.Module) -> None:
@@ -57,8 +57,8 @@ def take_one_device(args: TrainingArguments, model: nn.Module) -> None:
     device = args.device
     if args.n_gpu > 1 and not is_spread(model):
         logger.warning(
-            f"This machine shows {args.n_gpu} devices, and the run has one process, which uses {device}. To use them "
-            "all, start it with `accelerate launch`; to choose one, set CUDA_VISIBLE_DEVICES."
+            f"This machine has {args.n_gpu} devices, but the run has one process, which uses only {device}. To use "
+            "all devices, start the run with `accelerate launch`; to choose one, set CUDA_VISIBLE_DEVICES."
         )
         use_one_device(args)
 
@@ -91,10 +91,10 @@ class PeerMonitor:
     Looks at the key-value store of the processes in a thread of its own, and lets it know that this one is alive.
 
     Not every failure reaches the others: over NCCL, a collective whose peer is gone waits on the device for
-    `ddp_timeout`, half an hour by default, without a Python error. So a process that is still in the same place some
-    time after another one has said that it failed is ended, with the words of that one: whatever it waits for, its
-    next collective could not succeed, nor a checkpoint, which takes all processes. And the store itself may be on a
-    machine that no longer answers, so nobody waits for it without a bound.
+    `ddp_timeout`, half an hour by default, without a Python error. So a process that is stuck for some time after
+    another one has reported a failure exits with the error message of the other: whatever it waits for, its next
+    collective would fail, and so would a checkpoint, which needs all processes. The store itself may be on a machine
+    that no longer responds, so every wait for it has a limit.
 
     Args:
         store: by which the processes found one another.
@@ -115,7 +115,7 @@ class PeerMonitor:
         self._ended.set()
 
     def say(self, text: str) -> None:
-        """Tell the other processes why this one fails."""
+        """Report to the other processes why this process fails."""
         _within(_NEWS, lambda: self._store.set(self._failure(self._index), text))
 
     def news(self) -> str:
@@ -125,8 +125,8 @@ class PeerMonitor:
             return found
         keeper = self._places[0]
         return (
-            f"The connection to the other processes of the run is lost, and the machine of process 0 ({keeper.host}), "
-            "which keeps their list, does not answer: it is gone, or the network between them is."
+            f"Lost the connection to the other processes of the run, and the machine of process 0 ({keeper.host}), "
+            "which keeps the list of processes, does not respond: the machine or the network is down."
         )
 
     def _find_out(self) -> str | None:
@@ -135,14 +135,14 @@ class PeerMonitor:
             for other in self._others:
                 place = self._places[other]
                 if place.host == socket.gethostname() and not _is_alive(place.pid):
-                    said = _within(_EVERY, functools.partial(self._failure_of, self._store, other))
-                    return said or (
-                        f"Process {other} of the run (pid {place.pid}) has ended without an error of its own: it was "
-                        "killed, for instance for lack of memory."
+                    failure = _within(_EVERY, functools.partial(self._read_failure, self._store, other))
+                    return failure or (
+                        f"Process {other} of the run (pid {place.pid}) exited without an error of its own: it was "
+                        "killed, for example because memory ran out."
                     )
             with contextlib.suppress(Exception):  # the process that keeps the store may be gone
                 store = _own(self._store)
-                found = [text for other in self._others if (text := self._failure_of(store, other))]
+                found = [text for other in self._others if (text := self._read_failure(store, other))]
                 if found:
                     return found[0]
                 beats = self._beats(store)
@@ -155,13 +155,13 @@ class PeerMonitor:
 
     def _silent(self, others: Sequence[int]) -> str:
         named = ", ".join(f"{other} (pid {self._places[other].pid} on {self._places[other].host})" for other in others)
-        which = f"Process {named} is silent" if named else "None of them has said why"
+        which = f"Process {named} does not respond" if named else "No process has reported an error"
         return (
-            f"The connection to the other processes of the run is lost. {which}: it was killed, hangs, or its machine "
-            "is gone."
+            f"Lost the connection to the other processes of the run. {which}: a process was killed or hangs, or its "
+            "machine is down."
         )
 
-    def _failure_of(self, store: Any, other: int) -> str | None:
+    def _read_failure(self, store: Any, other: int) -> str | None:
         if not store.check([self._failure(other)]):
             return None
         where = self._places[other].host
@@ -184,12 +184,12 @@ class PeerMonitor:
             store, count = _own(self._store), 0
             while not self._ended.wait(_EVERY if count else 0.0):
                 store.set(self._beat(self._index), str(count := count + 1))
-                said = next((text for other in self._others if (text := self._failure_of(store, other))), None)
-                if said is not None:
-                    self._end_if_still(said)
+                failure = next((text for other in self._others if (text := self._read_failure(store, other))), None)
+                if failure is not None:
+                    self._end_if_still(failure)
                     return
 
-    def _end_if_still(self, said: str) -> None:
+    def _end_if_still(self, failure: str) -> None:
         """End the process if its thread stays in one place, such as a collective that never ends."""
         place, since = self._place(), time.monotonic()
         while not self._ended.wait(_PATIENCE / 20):
@@ -198,8 +198,8 @@ class PeerMonitor:
             if time.monotonic() - since >= _PATIENCE:
                 mine = self._places[self._index]
                 message = (
-                    f"\n{said}\nProcess {self._index} (pid {mine.pid} on {mine.host}) has waited for it for "
-                    f"{_PATIENCE:g} s and ends.\n"
+                    f"\n{failure}\nProcess {self._index} (pid {mine.pid} on {mine.host}) has been stuck for "
+                    f"{_PATIENCE:g} s since then, and exits.\n"
                 )
                 os.write(2, message.encode())
                 os._exit(1)
@@ -210,7 +210,7 @@ class PeerMonitor:
 
 
 def _own(store: Any) -> Any:
-    """A connection of its own to a store: one that waits for an answer holds up all others that use it."""
+    """Return a separate connection to a store: a request that waits blocks all other users of the same connection."""
     try:
         return store.clone()
     except (NotImplementedError, RuntimeError):
@@ -258,7 +258,7 @@ class OtherProcessError(RuntimeError):
 def ending_forks() -> Iterator[None]:
     """
     Context manager around users' code: a child that it has forked, and that comes back from it, ends at once. It would
-    train and write beside its parent, under the same lock.
+    train and write next to its parent, under the same lock.
     """
     pid = os.getpid()
     try:
@@ -266,8 +266,8 @@ def ending_forks() -> Iterator[None]:
     finally:
         if os.getpid() != pid:
             message = (
-                f"Process {os.getpid()} was forked from the training process {pid} by a reward, a workflow or a tool, "
-                "and returned from it, so it ends here. End a forked child with `os._exit(0)`.\n"
+                f"A reward, a workflow or a tool forked process {os.getpid()} from the training process {pid}, and "
+                "the child returned to the trainer, so it exits here. End a forked child with `os._exit(0)`.\n"
             )
             os.write(2, message.encode())
             os._exit(70)
@@ -373,8 +373,8 @@ class Processes:
             return
         if error is not None and self._are_stuck():
             raise error  # the others learn of it when this process has ended
-        said = self.gather([None if error is None else _described(error)])
-        failures = {index: text for index, text in enumerate(said) if text is not None}
+        errors = self.gather([None if error is None else _described(error)])
+        failures = {index: text for index, text in enumerate(errors) if text is not None}
         if not failures:
             return
         if error is None:
@@ -390,11 +390,11 @@ class Processes:
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """
-        Context manager: a process that fails tells the others why, and one that loses its connection says what became
-        of the other.
+        Context manager: a process that fails reports the reason to the others, and a process that loses its connection
+        reports what happened to the other process.
 
         Raises:
-            OtherProcessError: in place of an error of the connection.
+            OtherProcessError: instead of a connection error.
         """
         store = self._store()
         if store is None:

@@ -51,13 +51,13 @@ class UserState:
                 states[name] = json.loads(json.dumps(state, allow_nan=False))
             except (TypeError, ValueError, RecursionError) as error:
                 raise TypeError(
-                    f"`state_dict` of {name} must return what JSON can hold (dictionaries with text keys, lists, "
-                    f"texts, finite numbers, True, False, None), for checkpoints: {error}."
+                    f"`state_dict` of {name} must return JSON-serializable data for checkpoints (dictionaries with "
+                    f"string keys, lists, strings, finite numbers, True, False, None): {error}."
                 ) from error
             if states[name] != state:
                 raise TypeError(
-                    f"`state_dict` of {name} is not the same after a way through JSON, for instance because of tuples "
-                    f"or of keys that are no texts: {_brief(state)} came back as {_brief(states[name])}."
+                    f"`state_dict` of {name} changes when it is saved as JSON, for example because of tuples or keys "
+                    f"that are not strings: {_brief(state)} became {_brief(states[name])}."
                 )
         return states
 
@@ -68,14 +68,15 @@ class UserState:
         Raises:
             ValueError: the checkpoint has no state of an object, or the object does not take it.
         """
-        for name, one in self._objects.items():
+        for name, owner in self._objects.items():
             if name not in state:
                 raise ValueError(
-                    f"The checkpoint has no state of {name}, but it has `load_state_dict`: it was written before the "
-                    "object had one. Start a new run from its adapters (`load_adapters`)."
+                    f"The checkpoint has no state of {name}, which has `load_state_dict`: the checkpoint was written "
+                    "before the object had this method. Start a new run from the adapters of the checkpoint "
+                    "(`load_adapters`)."
                 )
             try:
-                one.load_state_dict(state[name])
+                owner.load_state_dict(state[name])
             except Exception as error:
                 raise ValueError(
                     f"`load_state_dict` of {name} failed on the state in the checkpoint: {type(error).__name__}: "
@@ -84,20 +85,20 @@ class UserState:
         unknown = sorted(state.keys() - self._objects.keys())
         if unknown:
             raise ValueError(
-                f"The checkpoint has the state of {', '.join(unknown)}, but nothing that takes it: an object has lost "
-                "its `load_state_dict`, or its place. Resume with the objects of before."
+                f"The checkpoint has the state of {', '.join(unknown)}, but no object of this run loads it: an object "
+                "was moved or removed, or lost its `load_state_dict`. Resume with the same objects."
             )
 
 
-def _has_state(name: str, one: Any) -> bool:
-    if isinstance(one, (nn.Module, str)) or inspect.isclass(one):
+def _has_state(name: str, owner: Any) -> bool:
+    if isinstance(owner, (nn.Module, str)) or inspect.isclass(owner):
         return False
-    saves, loads = (callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict"))
+    saves, loads = (callable(getattr(owner, method, None)) for method in ("state_dict", "load_state_dict"))
     if saves != loads:
         has, lacks = ("state_dict", "load_state_dict") if saves else ("load_state_dict", "state_dict")
         raise TypeError(
-            f"{name} ({type(one).__name__}) has `{has}` but no `{lacks}`. For a run that can be resumed it needs "
-            "both, or neither."
+            f"{name} ({type(owner).__name__}) has `{has}` but no `{lacks}`. Define both, so that the run can be "
+            "resumed, or neither."
         )
     return saves
 
@@ -128,7 +129,7 @@ class RandomStates:
         if self._with_torch:
             states["torch"] = torch.get_rng_state()
         if self._device_module is not None:
-            states["device"] = self._of_device("get_rng_state")
+            states["device"] = self._call_device("get_rng_state")
         if self._others and self._device_module is not None:
             states["others"] = [self._device_module.get_rng_state(other) for other in self._others]
         return states
@@ -140,12 +141,12 @@ class RandomStates:
         if self._with_torch:
             torch.set_rng_state(states["torch"])
         if "device" in states and self._device_module is not None:
-            self._of_device("set_rng_state", states["device"])
+            self._call_device("set_rng_state", states["device"])
         if "others" in states and self._device_module is not None:
             for device, state in zip(self._others, states["others"], strict=False):
                 self._device_module.set_rng_state(state, device)
 
-    def _of_device(self, name: str, *arguments: Any) -> Any:
+    def _call_device(self, name: str, *arguments: Any) -> Any:
         function = getattr(self._device_module, name)
         return function(*arguments) if self.device.type == "mps" else function(*arguments, self.device)
 
@@ -173,7 +174,7 @@ class UserRandomness:
         self._states = RandomStates(device, others=others)
         self._is_theirs = False
         self.shares = False  # whether episodes run beside training, in another thread
-        ours = self._states.capture()
+        trainer_states = self._states.capture()
         try:
             start = (seed + _APART) % 2**32
             random.seed(start)
@@ -181,16 +182,16 @@ class UserRandomness:
             torch.manual_seed(start)
             self._other = self._states.capture()
         finally:
-            self._states.restore(ours)
+            self._states.restore(trainer_states)
 
     @contextlib.contextmanager
-    def theirs(self) -> Iterator[None]:
+    def user_states(self) -> Iterator[None]:
         """Context manager: run users' code with its own random states."""
         with self._switched(True):
             yield
 
     @contextlib.contextmanager
-    def ours(self) -> Iterator[None]:
+    def trainer_states(self) -> Iterator[None]:
         """Context manager: switch back to the random states of training, inside [`~UserRandomness.theirs`]."""
         with self._switched(False):
             yield
@@ -290,6 +291,6 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-def seed_of(key: tuple) -> int:
+def make_seed(key: tuple) -> int:
     """A seed of 63 bits for a place in a run. Servers that seed alike would repeat themselves without one."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 1

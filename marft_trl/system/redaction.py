@@ -57,7 +57,7 @@ def without_secrets(value: Any) -> Any:
     if isinstance(value, Mapping):
         kept = {key: without_secrets(item) for key, item in value.items() if not _is_secret(key, item)}
         return kept if type(value) is dict or kept != dict(value) else value
-    return _of_items(without_secrets, value)
+    return _map_items(without_secrets, value)
 
 
 def without_paths(value: Any) -> Any:
@@ -70,7 +70,7 @@ def without_paths(value: Any) -> Any:
         return os.path.basename(os.path.normpath(path)) if is_path else value
     if type(value) is dict:
         return {key: without_paths(item) for key, item in value.items()}
-    return _of_items(without_paths, value)
+    return _map_items(without_paths, value)
 
 
 def printable(text: str) -> str:
@@ -95,7 +95,7 @@ def for_log(text: str, *known: str | None) -> str:
     return printable(without_secrets(text).replace("\r\n", "\n"))
 
 
-def _of_items(change: Callable[[Any], Any], value: Any) -> Any:
+def _map_items(change: Callable[[Any], Any], value: Any) -> Any:
     return type(value)(map(change, value)) if type(value) in (list, tuple, set, frozenset) else value
 
 

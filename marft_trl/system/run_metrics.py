@@ -56,7 +56,7 @@ class Metrics:
         return taken
 
     def set(self, name: str, value: float) -> None:
-        """Set the value of a name, in place of those added before."""
+        """Set the value of a name, replacing those added before."""
         self._store[self.mode][name] = [value]
 
     def means(self, mode: str) -> dict[str, float]:

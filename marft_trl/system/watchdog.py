@@ -52,7 +52,7 @@ class TimeLimit:
         self.error: TookTooLong | None = None
 
     def restart(self) -> None:
-        """Begin the limit anew: the code has made progress."""
+        """Restart the limit: the code has made progress."""
         self._deadline = time.monotonic() + self._seconds
 
     @contextlib.contextmanager
@@ -72,7 +72,7 @@ class TimeLimit:
         return self._deadline - time.monotonic()
 
     def interruption(self) -> TookTooLong | None:
-        """What is to be raised in the code now, if anything. Each interruption is raised once."""
+        """Return the error to raise in the code now, if any. Each interruption is raised once."""
         if self.is_ending or self._was_reached.is_set() or self.left() > 0:
             return None
         if self.error is None:
@@ -84,7 +84,7 @@ class TimeLimit:
         """Wait for the end of the code, and interrupt it when its time is over. Runs in a thread of its own."""
         while not self._is_done.wait(max(self.left(), 0.01)):
             if self.left() <= 0 and not self._was_interrupted():
-                _end_process(f"{self.error} It could not be interrupted, so the process ends.")
+                _end_process(f"{self.error} It could not be interrupted, so the process exits.")
 
     def _was_interrupted(self) -> bool:
         """Interrupt the code. Code that goes on is interrupted again after the same time, three times in all."""
@@ -118,7 +118,7 @@ class TimeLimit:
 
 
 def _end_process(message: str) -> None:
-    """Say why on the terminal and to the other processes, and end without any clean-up, which might hang as well."""
+    """Print the reason, report it to the other processes, and exit without any cleanup, which might hang as well."""
     try:
         with contextlib.suppress(Exception):
             os.write(2, f"\n{message}\n".encode())
@@ -135,7 +135,7 @@ _ACTIVE: list[TimeLimit] = []
 
 
 def progress() -> None:
-    """A function of a user was called, or has returned: limits that include others of its kind begin anew."""
+    """A function of a user was called, or has returned: limits that include others of its kind restart."""
     for limit in list(_ACTIVE):
         limit.restart()
 

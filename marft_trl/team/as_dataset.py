@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Episodes as datasets of TRL's other trainers: what an agent was shown, and what it said."""
+"""Episodes as datasets for TRL's other trainers: the observations and turns of agents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def to_dataset(
         template: keyword arguments of the chat template.
 
     Raises:
-        ValueError: the message says which argument cannot be, or that nothing is left.
+        ValueError: an argument is not valid, or no turn is left.
     """
     episodes = list(episodes)
     _check(episodes, kind, agents, agent, best)
@@ -59,7 +59,7 @@ def to_dataset(
             for index in indices:
                 desirable = scores[index] >= limit if threshold is not None else scores[index] > limit
                 rows += [
-                    {**_said(turn), "label": desirable, "agent": turn.agent}
+                    {**_to_prompt_completion(turn), "label": desirable, "agent": turn.agent}
                     for turn in _turns(episodes[index], names)
                     if not (desirable and turn.truncated)
                 ]
@@ -83,25 +83,25 @@ def _check(episodes: list[Episode], kind: str, agents: Sequence[str], agent: str
         raise ValueError(f"`kind` must be one of {known}, got {kind!r}.{did_you_mean(kind, KINDS)}")
     if agent is not None and agent not in agents:
         raise ValueError(
-            f"`agent={agent!r}` is no agent whose turns a model writes: there are {', '.join(map(repr, agents))}."
-            f"{did_you_mean(agent, agents)}"
+            f"`agent={agent!r}` is not an agent with a policy; the agents with a policy are "
+            f"{', '.join(map(repr, agents))}.{did_you_mean(agent, agents)}"
         )
     if best is not None and (isinstance(best, bool) or not isinstance(best, int) or best < 1):
         raise ValueError(f"`best` must be an integer of at least 1, got {best!r}.")
     if best is not None and kind in ("dpo", "kto"):
-        raise ValueError(f"`best` keeps the best episodes, and `kind={kind!r}` needs worse ones too. Leave it out.")
+        raise ValueError(f"`best` keeps only the best episodes, but `kind={kind!r}` needs worse ones. Leave it out.")
     wrong = [episode for episode in episodes if not isinstance(episode, Episode)]
     if wrong or not episodes:
-        got = type(wrong[0]).__name__ if wrong else "none"
-        raise ValueError(f"`episodes` must be what `team.run(...)` returns, got {got}.")
+        got = type(wrong[0]).__name__ if wrong else "no episodes"
+        raise ValueError(f"`episodes` must be episodes that `team.run(...)` returned, got {got}.")
 
 
 def _scores(episodes: list[Episode], rewards: Sequence[float] | None, needs: bool) -> list[float]:
     if rewards is None:
         if needs and not any(any(episode.earned) for episode in episodes):
             raise ValueError(
-                "To tell good episodes from bad ones, pass `rewards`, a number for each episode, such as "
-                "`rewards=score(completions=[one.answer.text for one in episodes], ...)`."
+                "The workflow earned no rewards, so pass `rewards`, a number for each episode, such as "
+                "`rewards=score(completions=[episode.answer.text for episode in episodes], ...)`."
             )
         return [float(sum(episode.earned)) for episode in episodes]
     scores = [float(reward) for reward in rewards]
@@ -117,7 +117,7 @@ def _turns(episode: Episode, names: Sequence[str]) -> list[Turn]:
     return [turn for turn in episode.turns if turn.agent in names and len(turn.completion_ids)]
 
 
-def _said(turn: Turn) -> dict[str, Any]:
+def _to_prompt_completion(turn: Turn) -> dict[str, Any]:
     """Prompt and completion: messages, or texts where the agent was shown a text."""
     if isinstance(turn.observation, str):
         return {"prompt": turn.observation, "completion": turn.raw_text}
@@ -125,12 +125,12 @@ def _said(turn: Turn) -> dict[str, Any]:
 
 
 def _shaped(turn: Turn, kind: str) -> dict[str, Any]:
-    said = _said(turn)
+    pair = _to_prompt_completion(turn)
     if kind == "prompt-completion":
-        return said
-    if isinstance(said["prompt"], str):
-        return {"text": said["prompt"] + said["completion"]}
-    return {"messages": [*said["prompt"], *said["completion"]]}
+        return pair
+    if isinstance(pair["prompt"], str):
+        return {"text": pair["prompt"] + pair["completion"]}
+    return {"messages": [*pair["prompt"], *pair["completion"]]}
 
 
 def _pairs(scored: list[tuple[float, Episode]], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -149,7 +149,7 @@ def _pairs(scored: list[tuple[float, Episode]], names: Sequence[str]) -> list[di
         high, chosen = max(whole, key=lambda pair: pair[0])
         low, rejected = min(turns, key=lambda pair: pair[0])
         if high > low and chosen.completion_ids != rejected.completion_ids:
-            good, bad = _said(chosen), _said(rejected)
+            good, bad = _to_prompt_completion(chosen), _to_prompt_completion(rejected)
             pairs.append(
                 {"prompt": good["prompt"], "chosen": good["completion"], "rejected": bad["completion"], "agent": agent}
             )
@@ -159,16 +159,16 @@ def _pairs(scored: list[tuple[float, Episode]], names: Sequence[str]) -> list[di
 def _nothing_left(kind: str, names: Sequence[str], turns: Sequence[Turn]) -> str:
     if turns and all(turn.truncated for turn in turns):
         return (
-            f"No turn of {', '.join(map(repr, names))} is left: all {len(turns)} were cut at their length limit, so "
-            "they have no end to learn. Raise `max_completion_length`."
+            f"No turn of {', '.join(map(repr, names))} is left: all {len(turns)} were truncated at their length "
+            "limit. Raise `max_completion_length`."
         )
     if kind == "dpo":
         return (
-            f"No pair is left for {', '.join(map(repr, names))}: two episodes of a prompt have to differ in their "
-            "reward and show the agent the same. Agents that read sampled turns of teammates are shown something else "
-            "in every episode: use `kind='kto'` for them, or run more episodes of each prompt (`num_samples`)."
+            f"No pair is left for {', '.join(map(repr, names))}: two episodes of a prompt must have different rewards "
+            "and the same observation of the agent. Agents that read sampled turns of teammates rarely have the same "
+            "observation twice: use `kind='kto'` for them, or run more episodes of each prompt (`num_samples`)."
         )
     return (
         f"No turn of {', '.join(map(repr, names))} is left: lower `threshold`, or run more episodes of each prompt. "
-        "Turns that were cut at their length limit are left out."
+        "Turns that were truncated at their length limit are skipped."
     )

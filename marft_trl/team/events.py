@@ -35,11 +35,11 @@ def questions(
     prompts: Any, num_samples: int, greedy: bool, sampling: Mapping[str, float] | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """
-    Dataset rows, each prompt `num_samples` times, and the options of the generator.
+    Return the dataset rows, each prompt `num_samples` times, and the options of the generator.
 
     Raises:
         TypeError: `prompts` is a single prompt.
-        ValueError: there is none, one is not valid, or the settings of sampling are not.
+        ValueError: `prompts` is empty, or a prompt or a sampling setting is not valid.
     """
     check_count("num_samples", num_samples)
     if greedy and sampling:
@@ -56,22 +56,23 @@ def questions(
     return rows, {"greedy": True} if greedy else decoding(sampling)
 
 
-def check_one(question: Any, where: str) -> None:
+def check_single_question(question: Any, where: str) -> None:
     """
     Raises:
         TypeError: what is passed to the method `where` is not a single question.
     """
     if not isinstance(question, (str, Mapping)) and not (question and is_conversational({"prompt": question})):
         raise TypeError(
-            f"`{where}` answers one question, a text or a list of messages, got {str(question)[:80]}. For several, "
-            "use `team.run(questions)`: it returns an episode for each, with its answer in `episode.answer.text`."
+            f"`{where}` answers one question, a string or a list of messages, got {str(question)[:80]}. For several "
+            "questions, use `team.run(questions)`, which returns an episode for each question, with the answer in "
+            "`episode.answer.text`."
         )
 
 
 def check_count(name: str, number: Any) -> None:
     """
     Raises:
-        ValueError: a number is no positive integer.
+        ValueError: `number` is not a positive integer.
     """
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"`{name}` must be an integer of at least 1, got {number!r}.")
@@ -84,11 +85,11 @@ def _as_list(prompts: Any) -> list:
         or (len(prompts) and is_conversational({"prompt": prompts}))
     ):
         raise TypeError(
-            "`prompts` must be a list of prompts; for a single one pass `[prompt]`, or call `team(prompt)`."
+            "`prompts` must be a list of prompts. For a single prompt, pass `[prompt]`, or call `team(prompt)`."
         )
     prompts = list(prompts)
     if not prompts:
-        raise ValueError("`prompts` is empty: pass at least one.")
+        raise ValueError("`prompts` is empty. Pass at least one prompt.")
     return prompts
 
 
@@ -108,10 +109,10 @@ class Event:
 @dataclass(frozen=True)
 class TurnStarted(Event):
     """
-    An agent begins to speak.
+    An agent begins a turn.
 
     Args:
-        agent (`str`): its name.
+        agent (`str`): name of the agent.
         turn (`int`): number of the turn among those of the episode, in the order of their beginnings.
     """
 
@@ -122,12 +123,12 @@ class TurnStarted(Event):
 @dataclass(frozen=True)
 class TextDelta(Event):
     """
-    A turn has grown. The texts of a turn, put together, are what its agent said, control tokens left out.
+    New text of a turn. The concatenated texts are the text of the turn, without control tokens.
 
     Args:
         agent (`str`): name of the agent.
         turn (`int`): number of the turn.
-        text (`str`): what is new.
+        text (`str`): the new text.
     """
 
     agent: str
@@ -138,12 +139,12 @@ class TextDelta(Event):
 @dataclass(frozen=True)
 class TurnEnded(Event):
     """
-    An agent has spoken.
+    An agent has finished a turn.
 
     Args:
-        agent (`str`): its name.
+        agent (`str`): name of the agent.
         turn (`int`): number of the turn.
-        text (`str`): what it said.
+        text (`str`): text of the turn.
     """
 
     agent: str
@@ -187,7 +188,7 @@ class GrowingText:
         self.text += (new := after[len(before) :])
         return new
 
-    def rest_of(self, text: str) -> str:
+    def get_rest(self, text: str) -> str:
         """What is missing of the whole text; nothing if that is another one."""
         return text[len(self.text) :] if text.startswith(self.text) else ""
 
@@ -200,49 +201,49 @@ class Narrator:
     Tells of the turns of an episode as events, see [`TurnListener`].
 
     Args:
-        tell: gets the events. If left out, turns end when nobody waits for them any more, and that is all.
+        on_event: receives the events. If `None`, turns only end once the episode is canceled.
         limit: largest number of tokens of a turn.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        tell: Callable[[Event], None] | None = None,
+        on_event: Callable[[Event], None] | None = None,
         limit: int | None = None,
     ):
-        self._tokenizer, self._tell, self._limit = tokenizer, tell, limit
+        self._tokenizer, self._on_event, self._limit = tokenizer, on_event, limit
         self._turns: list[LiveTurn] = []
         self._begun: dict[Any, tuple[int, GrowingText]] = {}  # by what waits for the turn
         self._count = 0
 
-    def begins(self, request: Request, seed: int) -> LiveTurn:
+    def turn_started(self, request: Request, seed: int) -> LiveTurn:
         """A turn is to be sampled."""
-        tell, hear = self._tell, None
-        if tell is not None:
+        on_event, on_tokens = self._on_event, None
+        if on_event is not None:
             number, text = self._count, GrowingText(self._tokenizer)
             self._begun[request.waiter] = number, text
             self._count += 1
-            tell(TurnStarted(request.agent, number))
+            on_event(TurnStarted(request.agent, number))
 
-            def hear(ids: list[int]) -> None:
+            def on_tokens(ids: list[int]) -> None:
                 if new := text.add(ids):
-                    tell(TextDelta(request.agent, number, new))
+                    on_event(TextDelta(request.agent, number, new))
 
-        self._turns.append(LiveTurn(seed, self._limit, hear))
+        self._turns.append(LiveTurn(seed, self._limit, on_tokens))
         return self._turns[-1]
 
-    def ended(self, request: Request, completion: Completion | EndOfEpisode) -> None:
+    def turn_ended(self, request: Request, completion: Completion | EndOfEpisode) -> None:
         """A turn was sampled, or written by a function."""
-        if self._tell is None or isinstance(completion, EndOfEpisode):
+        if self._on_event is None or isinstance(completion, EndOfEpisode):
             return
         if request.waiter not in self._begun:  # a function has written it
-            self._tell(TurnStarted(request.agent, self._count))
+            self._on_event(TurnStarted(request.agent, self._count))
             self._begun[request.waiter] = self._count, GrowingText(self._tokenizer)
             self._count += 1
         number, text = self._begun.pop(request.waiter)
-        if rest := text.rest_of(completion.text):
-            self._tell(TextDelta(request.agent, number, rest))
-        self._tell(TurnEnded(request.agent, number, completion.text))
+        if rest := text.get_rest(completion.text):
+            self._on_event(TextDelta(request.agent, number, rest))
+        self._on_event(TurnEnded(request.agent, number, completion.text))
 
     def leave(self) -> None:
         """Nobody waits for the episode any more. Its turns end."""

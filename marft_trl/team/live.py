@@ -237,35 +237,35 @@ class LiveTeam:
                 self._connections.pop(loop, None)
                 await connection.stack.aclose()
 
-    async def run(self, ask: Question, tell: Callable[[Event], None] | None = None) -> list[Episode]:
+    async def run(self, question: Question, on_event: Callable[[Event], None] | None = None) -> list[Episode]:
         """
         Finished episodes, in order.
 
         Args:
-            ask: the questions. Cancel the task to end them: their turns end with the next token.
-            tell: gets the events of an ask with one row.
+            question: the questions. Cancel the task to end them: their turns end with the next token.
+            on_event: gets the events of a question with one row.
         """
-        narrator = Narrator(self._runner.prompts.tokenizer, tell, ask.max_tokens)
+        narrator = Narrator(self._runner.prompts.tokenizer, on_event, question.max_tokens)
         runner = self._runner.changed(
-            dataclasses.replace(_ASKED, options=dict(ask.options), follower=narrator),
+            dataclasses.replace(_ASKED, options=dict(question.options), listener=narrator),
             generator=self._generator,
-            workflow=ask.workflow,
-            max_turns=ask.max_turns,
+            workflow=question.workflow,
+            max_turns=question.max_turns,
         )
-        key = SeedKeys("seeded", ask.seed).next(0)
+        key = SeedKeys("seeded", question.seed).next(0)
         async with self.connected() as within:
             self.running += 1
             try:
                 with within():
-                    return await runner.collect(ask.rows, key)
+                    return await runner.collect(question.rows, key)
             finally:
                 self.running -= 1
                 narrator.leave()
 
-    async def stream(self, ask: Question) -> AsyncIterator[Event]:
+    async def stream(self, question: Question) -> AsyncIterator[Event]:
         """Events of an episode, the last of them an [`Answer`]. Whoever stops listening ends it."""
         events: asyncio.Queue[Event | None] = asyncio.Queue()
-        task = asyncio.ensure_future(self.run(ask, events.put_nowait))
+        task = asyncio.ensure_future(self.run(question, events.put_nowait))
         task.add_done_callback(lambda _: events.put_nowait(None))
         try:
             while (event := await events.get()) is not None:

@@ -38,7 +38,7 @@ from ..rollout.turn_reader import TurnReader
 from ..seams.generation import HALF
 from ..seams.lora_layers import MixedLora
 from ..seams.models import keep_4bit_weights
-from ..shared_prefix.forward import why_not
+from ..shared_prefix.forward import find_obstacle
 from ..system.processes import placement
 from ..system.randomness import UserRandomness
 from ..workflows import Workflow
@@ -76,26 +76,25 @@ def turns_that_fit(model: PreTrainedModel, tokens: int) -> int:
 _DEFAULTS = SimpleNamespace(max_completion_length=512, temperature=1.0, top_p=1.0, top_k=0, min_p=None)
 
 
-def views_of(inference: Inference, view: View | Mapping[str, View] | None) -> dict[str | None, View]:
+def check_views(inference: Inference, view: View | Mapping[str, View] | None) -> dict[str | None, View]:
     """Return the views by agent name. The key `None` holds the view of all agents without their own."""
-    given: dict[str | None, View] = {None: view} if callable(view) else dict((view or {}).items())
+    views: dict[str | None, View] = {None: view} if callable(view) else dict((view or {}).items())
     needed: dict[str | None, str] = dict(inference.agent_views.items())
     if inference.view is not None:
         needed[None] = inference.view
-    unknown = [agent for agent in given if agent not in needed]
+    unknown = [agent for agent in views if agent not in needed]
     if unknown:
         whose = "the team" if unknown[0] is None else f"agent {unknown[0]!r}"
         raise ValueError(
-            f"`view=` has a function for {whose}, which had none in training (functions were: {needed or 'none'})."
+            f"`view=` has a function for {whose}, which had no view in training (views in training: "
+            f"{needed or 'none'})."
         )
-    missing = [agent for agent in needed if agent not in given]
+    missing = [agent for agent in needed if agent not in views]
     if missing:
-        whose = f"agent {missing[0]!r}" if missing[0] is not None else "the team"
+        whose = f"Agent {missing[0]!r}" if missing[0] is not None else "The team"
         form = "`view={'" + missing[0] + "': ...}`" if missing[0] is not None else "`view=`"
-        raise ValueError(
-            f"The messages {whose} was shown in training came from the view `{needed[missing[0]]}`: pass it as {form}."
-        )
-    return given
+        raise ValueError(f"{whose} was trained with the view `{needed[missing[0]]}`. Pass it as {form}.")
+    return views
 
 
 def with_functions(
@@ -111,7 +110,7 @@ def with_functions(
         if missing:
             raise ValueError(
                 f"Agent {name!r} was trained with the tools {', '.join(map(repr, needed))}, but {missing[0]!r} is not "
-                "among `tools=`. Add it."
+                "in `tools=`. Add it."
             )
     return [
         dataclasses.replace(
@@ -126,17 +125,17 @@ def with_functions(
 def with_replies(
     agents: Sequence[AgentSpec], inference: Inference, replies: Mapping[str, Callable]
 ) -> list[AgentSpec]:
-    """Return the agents, those whose turns functions write with these functions."""
+    """Return the agents, with `replies` as the functions that write their turns."""
     if not isinstance(replies, Mapping):
-        raise TypeError(f"`replies` must map names of agents to functions, got {type(replies).__name__}.")
+        raise TypeError(f"`replies` must map agent names to functions, got {type(replies).__name__}.")
     unknown = sorted(set(replies) - {agent.name for agent in agents})
     if unknown:
-        raise ValueError(f"`replies=` has a function for {unknown[0]!r}, which is no agent of the team.")
+        raise ValueError(f"`replies=` has a function for {unknown[0]!r}, which is not an agent of the team.")
     missing = sorted(set(inference.replies) - set(replies))
     if missing:
         raise ValueError(
-            f"The turns of agent {missing[0]!r} came from the function `{inference.replies[missing[0]]}` in training: "
-            f"pass it, or another one, as `replies={{{missing[0]!r}: ...}}`."
+            f"The function `{inference.replies[missing[0]]}` wrote the turns of agent {missing[0]!r} in training. "
+            f"Pass it, or another function, as `replies={{{missing[0]!r}: ...}}`."
         )
     names = ("adapter", "tools", "stop", "copy_of", "copy_every", "copies", "learning_rate")
     none: dict[str, Any] = dict.fromkeys(names)
@@ -156,9 +155,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         return tokenizer
     except Exception as error:  # a broken file can raise any
         raise ValueError(
-            f"The tokenizer of the team in {folder} cannot be loaded, {type(error).__name__}: {error}. Its files are "
+            f"The tokenizer of the team in {folder} cannot be loaded: {type(error).__name__}: {error}. Its files are "
             "`tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`. Pass `processing_class=` to use "
-            "another one."
+            "another tokenizer."
         ) from error
 
 
@@ -169,12 +168,12 @@ def load_base(
     base = manifest.base
     if model is not None and not manifest.adapters:
         raise ValueError(
-            "The agents of this team share one fully trained policy, whose weights lie in its folder; a `model` would "
-            "take their place. Leave `model` out."
+            "The agents of this team share one fully trained policy, whose weights are loaded from the folder of the "
+            "team. Leave `model` out."
         )
     if isinstance(model, PreTrainedModel):
         if quantization_config is not None:
-            logger.warning("`quantization_config` is ignored, since `model` is loaded already.")
+            logger.warning("`quantization_config` is ignored, because `model` is already loaded.")
         keep_4bit_weights(model)
         return model
     if model is not None and not isinstance(model, (str, os.PathLike)):
@@ -192,7 +191,7 @@ def load_base(
         model, options["revision"] = manifest.base_model, base.revision
     if model is None:
         raise ValueError(
-            f"The team was trained on a local base, {base.name!r}: pass it as `model=`, a folder or a loaded model."
+            f"The team was trained on the local base {base.name!r}. Pass its folder or the loaded model as `model=`."
         )
     if base.dtype is not None:
         options["dtype"] = base.dtype
@@ -234,23 +233,23 @@ class SavedTeam:
         autocast = HALF.get(inference.mixed_precision)
         engine = ModelEngine(model, tokenizer, known_settings(inference, model, tokenizer), autocast)
         samplings = {agent.name: _sampling(agent, inference) for agent in agents}
-        unread = [agent.name for agent in agents if not agent.has_policy]
-        longest = None if self.servers is None else self.servers.longest_turn()
+        without_model = [agent.name for agent in agents if not agent.has_policy]
+        longest = None if self.servers is None else self.servers.find_max_model_len()
         prompts = PromptBuilder(
             tokenizer,
             tokenize=_tokenization(tokenizer, inference, chat_template),
             view=self.view,
             chat_template=ChatTemplate(tokenizer, chat_template, inference.chat_template_kwargs),
-            plain=is_plain(agents, uses_tools),
-            window=preparing.window_of(model, samplings, inference.context_overflow, unread, longest),
-            ends=engine.ends,
+            keeps_text_prompts=is_plain(agents, uses_tools),
+            window=preparing.make_window(model, samplings, inference.context_overflow, without_model, longest),
+            end_token_ids=engine.end_token_ids,
             aliases=alias_names(agents) if self.manifest.anonymous else {},
-            alone=preparing.is_alone(agents, workflow),
+            is_single_agent=preparing.is_single_agent(agents, workflow),
             show_reasoning=inference.show_reasoning,
         )
         preparing.warn_of_unprotected(prompts, uses_tools)
         generator = self._generator(agents, Policies(model, agents), samplings, engine)
-        reader = TurnReader(tokenizer, engine.ends, prompts.template, uses_tools, is_lone=len(agents) == 1)
+        reader = TurnReader(tokenizer, engine.end_token_ids, prompts.template, uses_tools, is_lone=len(agents) == 1)
         limits = Limits(ToolLimits(**inference.tool_limits), inference.workflow_timeout)
         return EpisodeRunner(agents, workflow, prompts, generator, reader, UserRandomness(0, model.device), limits)
 
@@ -261,26 +260,26 @@ class SavedTeam:
             return self.servers.generator(agents, policies, samplings, engine)
         model = engine.model
         base = model.get_base_model() if isinstance(model, PeftModel) else model
-        share = self.inference.share_prefixes and why_not(base) is None
-        mixed = MixedLora(model) if share and MixedLora.why_not(model, policies.names) is None else None
+        share = self.inference.share_prefixes and find_obstacle(base) is None
+        mixed = MixedLora(model) if share and MixedLora.find_obstacle(model, policies.names) is None else None
         return TransformersGenerator(engine, policies, samplings, Decoding(share, mixed=mixed))
 
-    def of(self, agents: Sequence[AgentSpec], workflow: Workflow, names: Mapping[str, str]) -> SavedTeam:
+    def with_agents(self, agents: Sequence[AgentSpec], workflow: Workflow, names: Mapping[str, str]) -> SavedTeam:
         """
         The same with other agents.
 
         Args:
             names: names that agents had before, by their present ones.
         """
-        before, given = self.inference, {item.name: item for item in self.manifest.agents}
+        before, specs = self.inference, {item.name: item for item in self.manifest.agents}
         general = SimpleNamespace(**vars(_DEFAULTS))
         for name in vars(_DEFAULTS):  # what agents have that set nothing themselves
-            theirs = [value[name] for agent, value in before.sampling.items() if getattr(given[agent], name) is None]
-            setattr(general, name, theirs[0] if theirs else getattr(_DEFAULTS, name))
+            values = [value[name] for agent, value in before.sampling.items() if getattr(specs[agent], name) is None]
+            setattr(general, name, values[0] if values else getattr(_DEFAULTS, name))
         sampling: dict[str, dict[str, Any]] = {}
         for agent in agents:
             known = before.sampling.get(names.get(agent.name, agent.name))
-            own = own_settings(Sampling.of(agent, general).as_generation_kwargs())
+            own = own_settings(Sampling.from_agent(agent, general).as_generation_kwargs())
             sampling[agent.name] = known if known is not None else own
         inference = dataclasses.replace(
             before,
@@ -354,8 +353,8 @@ def _as_trained(quantization: Mapping[str, Any]) -> BitsAndBytesConfig | None:
             return BitsAndBytesConfig.from_dict({k: v for k, v in quantization.items() if not k.startswith("_")})
         except TypeError as error:
             raise ValueError(
-                f"The quantization of the base in the manifest cannot be used: {error} Pass "
-                "`quantization_config=`, or `False` for none."
+                f"The quantization of the base in the manifest is not supported: {error} Pass "
+                "`quantization_config=`, or `quantization_config=False` for no quantization."
             ) from error
     return None  # checkpoints quantized with other methods contain their quantization config
 
@@ -368,8 +367,8 @@ def warn_of_another_base(manifest: TeamManifest, base: PreTrainedModel, tokenize
     size = base.get_input_embeddings().weight.size(0)
     if "base" in other and len(tokenizer) > size:  # with the base of training, it is as it was in training
         raise ValueError(
-            f"The tokenizer of the team has {len(tokenizer):,} tokens, and the base has {size:,}: it is another "
-            f"model. Pass the base of training ({manifest.base.name!r}) as `model=`."
+            f"The tokenizer of the team has {len(tokenizer):,} tokens, but the base has only {size:,}, so the team "
+            f"was trained on another base. Pass that base ({manifest.base.name!r}) as `model=`."
         )
     if manifest.inference.tools and "chat template" in other:
         other.remove("chat template")  # teams with tools may use a template other than the tokenizer's
@@ -384,7 +383,7 @@ def warn_of_another_base(manifest: TeamManifest, base: PreTrainedModel, tokenize
 def _sampling(agent: AgentSpec, inference: Inference) -> Sampling:
     own = inference.sampling.get(agent.name)
     if own is None:
-        return Sampling.of(agent, _DEFAULTS)
+        return Sampling.from_agent(agent, _DEFAULTS)
     settings: dict[str, Any] = {
         name: own.get(name) for name in ("max_completion_length", "temperature", "top_p", "top_k", "min_p")
     }

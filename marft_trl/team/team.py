@@ -28,8 +28,8 @@ from ..adapters.files import (
     alone,
     drop_adapters,
     has_own_adapter,
+    load_onto_base,
     merged,
-    put_on,
     renaming,
     replaced,
     team_folder,
@@ -43,14 +43,14 @@ from ..system.hints import checked_names
 from ..system.randomness import UserRandomness
 from ..workflows import Workflow, rebuild
 from .as_dataset import to_dataset
-from .events import SET_ELSEWHERE, Event, check_count, check_one, questions
+from .events import SET_ELSEWHERE, Event, check_count, check_single_question, questions
 from .live import DeviceThread, LiveTeam, Question, from_thread
 from .saved_team import (
     SavedTeam,
+    check_views,
     load_base,
     load_tokenizer,
     turns_that_fit,
-    views_of,
     warn_of_another_base,
     with_functions,
     with_replies,
@@ -173,7 +173,7 @@ class Team:
             workflow = rebuild(manifest.workflow, environment_factory)
         elif environment_factory is not None:
             raise ValueError("`workflow` and `environment_factory` were both passed. Pass only `workflow`.")
-        views = views_of(inference, view)
+        views = check_views(inference, view)
         agents = with_replies(with_functions(manifest.agents, inference, tools, views), inference, replies or {})
         workflow.check([agent.name for agent in agents])
         tokenizer = processing_class or load_tokenizer(folder)
@@ -183,7 +183,7 @@ class Team:
         device = torch.device("cpu") if servers is not None else PartialState().device
         base = load_base(manifest, folder, model, quantization_config, device)
         warn_of_another_base(manifest, base, tokenizer)
-        loaded = put_on(base, folder) if manifest.adapters else base
+        loaded = load_onto_base(base, folder) if manifest.adapters else base
         loaded.requires_grad_(False)
         saved = SavedTeam(manifest, tokenizer, views.get(None, team_view), servers)
         runner = saved.runner(agents, workflow, loaded)
@@ -229,7 +229,7 @@ class Team:
                 [`Team.run`].
             ValueError: `question` is empty.
         """
-        check_one(question, "team(question)")
+        check_single_question(question, "team(question)")
         (episode,) = self.run([question], greedy=greedy, seed=seed, sampling=sampling)
         return episode.answer.text if episode.answer is not None else ""
 
@@ -304,7 +304,7 @@ class Team:
 
         Returns: the finished episodes, grouped by prompt.
         """
-        return await self.live.run(self._ask(prompts, num_samples, greedy, seed, sampling))
+        return await self.live.run(self._make_question(prompts, num_samples, greedy, seed, sampling))
 
     @checked_names("team.stream", elsewhere=SET_ELSEWHERE)
     def stream(
@@ -333,9 +333,9 @@ class Team:
         Yields: [`TurnStarted`], [`TextDelta`] and [`TurnEnded`] of each turn, and an [`Answer`] at the end. Closing
         the iterator ends the episode.
         """
-        check_one(question, "team.stream(question)")
-        ask = self._ask([question], 1, greedy, seed, sampling)
-        return from_thread(lambda: self.live.stream(ask))
+        check_single_question(question, "team.stream(question)")
+        streamed = self._make_question([question], 1, greedy, seed, sampling)
+        return from_thread(lambda: self.live.stream(streamed))
 
     @checked_names("team.astream", elsewhere=SET_ELSEWHERE)
     def astream(
@@ -346,8 +346,8 @@ class Team:
         sampling: Mapping[str, float] | None = None,
     ) -> AsyncIterator[Event]:
         """Asynchronous version of [`Team.stream`]. Several streams may run at the same time."""
-        check_one(question, "team.astream(question)")
-        return self.live.stream(self._ask([question], 1, greedy, seed, sampling))
+        check_single_question(question, "team.astream(question)")
+        return self.live.stream(self._make_question([question], 1, greedy, seed, sampling))
 
     @property
     def live(self) -> LiveTeam:
@@ -358,7 +358,7 @@ class Team:
             self._live = LiveTeam(self._runner, generator)
         return self._live
 
-    def _ask(self, prompts, num_samples, greedy, seed, sampling) -> Question:
+    def _make_question(self, prompts, num_samples, greedy, seed, sampling) -> Question:
         rows, options = questions(prompts, num_samples, greedy, sampling)
         if seed is None:
             seed = secrets.randbits(62) if self._seeds is None else self._seeds.getrandbits(62)
@@ -475,7 +475,7 @@ class Team:
             if known and agent.has_policy:
                 add_adapter(self.model, agent, weights, peft_config)
             try:
-                self._replace_agents(agents, workflow, saved.of(agents, workflow, {}))
+                self._replace_agents(agents, workflow, saved.with_agents(agents, workflow, {}))
             except Exception:  # for example, the template cannot show a tool
                 for name in set(getattr(self.model, "peft_config", ())) - known:
                     self.model.delete_adapter(name)
@@ -497,7 +497,7 @@ class Team:
         workflow = workflow or self.workflow
         workflow.check([item.name for item in agents])
         with self._reserve_model(), renaming(self.model, str(old.adapter), name if owns_adapter else str(old.adapter)):
-            self._replace_agents(agents, workflow, saved.of(agents, workflow, {name: agent}))
+            self._replace_agents(agents, workflow, saved.with_agents(agents, workflow, {name: agent}))
 
     def drop_agent(self, agent: str, workflow: Workflow | None = None) -> None:
         """
@@ -514,7 +514,7 @@ class Team:
         agents, workflow = check_team(agents), workflow or self.workflow
         workflow.check([value.name for value in agents])
         with self._reserve_model():
-            self._replace_agents(agents, workflow, saved.of(agents, workflow, {}))
+            self._replace_agents(agents, workflow, saved.with_agents(agents, workflow, {}))
             if isinstance(self.model, PeftModel):
                 drop_adapters(self.model, agents)
 
@@ -562,7 +562,7 @@ class Team:
             how = "Save it with `trainer.save_model()`, and load it with `Team.from_pretrained`."
             raise RuntimeError(f"`{method}` needs a loaded team, but this team is in training. {how}")
         if method.endswith("_agent") and self._live is not None and self._live.running:
-            raise RuntimeError(f"`{method}` cannot change a team that is answering. Wait until it has answered.")
+            raise RuntimeError(f"`{method}` cannot change a team while it answers. Wait until it has finished.")
         return self._saved
 
     def _replace_agents(self, agents: list[AgentSpec], workflow: Workflow, saved: SavedTeam) -> None:

@@ -30,7 +30,7 @@ def load_base(
 ) -> PreTrainedModel | PeftModel:
     """
     Return the base model. If `model` is a name, it is loaded like in `GRPOTrainer`, but for the precision of a frozen
-    base, see [`dtype_of`], and for its device: one process has one, and TRL's `device_map="auto"` would spread the
+    base, see [`choose_dtype`], and for its device: one process has one, and TRL's `device_map="auto"` would spread the
     base over all that the machine shows.
 
     The adapters are added before `GRPOTrainer.__init__` runs, so the model has to be loaded before it, too.
@@ -63,8 +63,8 @@ def load_base(
         return model
     if (Path(model) / MANIFEST_NAME).is_file():
         raise ValueError(
-            f"`model={model!r}` is the folder of a saved team. To train it further, load its adapters on their base: "
-            f"`model=load_adapters(AutoModelForCausalLM.from_pretrained(base), {model!r})`. To ask it, use "
+            f"`model={model!r}` is the folder of a saved team. To continue training, load its adapters onto the base: "
+            f"`model=load_adapters(AutoModelForCausalLM.from_pretrained(base), {model!r})`. For inference, use "
             f"`Team.from_pretrained({model!r})`."
         )
     # A copy: the arguments are saved with the run as the user gave them
@@ -82,12 +82,12 @@ def load_base(
         model_init_kwargs["device_map"] = None  # "auto" fails in distributed training
     elif "device_map" not in model_init_kwargs:
         model_init_kwargs |= placement(args.device)
-    dtype = dtype_of(args, is_frozen)
+    dtype = choose_dtype(args, is_frozen)
     if dtype is not None:
         model_init_kwargs["dtype"] = dtype
         if "quantization_config" in model_init_kwargs:
-            given = model_init_kwargs["quantization_config"]
-            model_init_kwargs["quantization_config"] = computing_in(given, dtype)
+            quantization = model_init_kwargs["quantization_config"]
+            model_init_kwargs["quantization_config"] = computing_in(quantization, dtype)
     model_init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
     with loading_model(model):
         base = create_model_from_path(model, **model_init_kwargs)
@@ -99,29 +99,29 @@ def load_base(
 
 def make_output_dir(args: Any) -> None:
     """
-    Make the folder of the run, before a base is loaded that could take minutes.
+    Make the folder of the run, before the base is loaded, which can take minutes.
 
     Raises:
-        ValueError: it cannot be made.
+        ValueError: the folder cannot be created.
     """
     try:
         if args.should_save:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"The folder `output_dir={args.output_dir!r}` cannot be made: {error.strerror}, at {error.filename!r}. "
-            "Set an `output_dir` that is a folder, or can become one."
+            f"The folder `output_dir={args.output_dir!r}` cannot be created: {error.strerror}: {error.filename!r}. "
+            "Set `output_dir` to a folder that exists or can be created."
         ) from error
 
 
 def stays_frozen(agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> bool:
-    """`True` if a base that is loaded for a team stays as it is, and all that is trained are adapters beside it."""
+    """`True` if the base of a team stays frozen and only adapters are trained."""
     configs = [config for agent in agents if (config := agent.peft_config or peft_config) is not None]
     whole = ("modules_to_save", "trainable_token_indices")  # PEFT trains copies of these in the precision of the base
     return bool(configs) and not any(getattr(config, name, None) for config in configs for name in whole)
 
 
-def dtype_of(args: MARFTConfig, is_frozen: bool) -> torch.dtype | None:
+def choose_dtype(args: MARFTConfig, is_frozen: bool) -> torch.dtype | None:
     """
     Precision of the weights of a base that is loaded by name, if the user sets none; `None` for TRL's float32.
 
@@ -133,13 +133,13 @@ def dtype_of(args: MARFTConfig, is_frozen: bool) -> torch.dtype | None:
         return None
     if is_frozen:
         logger.info(
-            "The base is frozen and loaded in bfloat16, adapters are trained in float32. For a base in float32, set "
-            "`model_init_kwargs={'dtype': 'float32'}`."
+            "The base is frozen and loaded in bfloat16; adapters are trained in float32. To load the base in float32, "
+            "set `model_init_kwargs={'dtype': 'float32'}`."
         )
         return torch.bfloat16
     logger.info(
-        "Weights of the base are trained, so they are loaded in float32, and products are computed in bfloat16. To "
-        "halve them, set `model_init_kwargs={'dtype': 'bfloat16'}`."
+        "The weights of the base are trained, so they are loaded in float32, and products are computed in bfloat16. "
+        "To halve their memory, set `model_init_kwargs={'dtype': 'bfloat16'}`."
     )
     return None
 
@@ -174,14 +174,18 @@ _REPLACED = frozenset(
 
 
 def _warn_of_generation_config(base: PreTrainedModel | PeftModel, args: MARFTConfig) -> None:
-    """Say which settings of the base's generation config have no effect, because nothing but its end tokens has."""
+    """Warn of settings in the generation config of the base that have no effect. Only its end tokens are used."""
     config = getattr(base, "generation_config", None)
-    its = config.to_diff_dict() if config is not None else {}
-    given = {*(args.generation_kwargs or {}), *(["min_p"] if args.min_p is not None else [])}
-    unused = {name: value for name, value in its.items() if not name.startswith("_") and name not in _REPLACED | given}
+    defaults = config.to_diff_dict() if config is not None else {}
+    overrides = {*(args.generation_kwargs or {}), *(["min_p"] if args.min_p is not None else [])}
+    unused = {
+        name: value
+        for name, value in defaults.items()
+        if not name.startswith("_") and name not in _REPLACED | overrides
+    }
     if unused:
         logger.warning(
-            f"The generation config of the base sets {', '.join(f'{name}={its!r}' for name, its in unused.items())}, "
-            "which has no effect: turns are sampled as the training arguments say. Set `min_p` or `generation_kwargs` "
-            "if it is meant."
+            "The generation config of the base sets "
+            f"{', '.join(f'{name}={value!r}' for name, value in unused.items())}, which has no effect: the training "
+            "arguments set how turns are sampled. To use it, set `min_p` or `generation_kwargs`."
         )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..extras.engines.vllm_generator import SamplingCorrection
 
 
-class Evaluations:
+class EvaluationOptions:
     """
     Settings of evaluation, from the training arguments or from a call of `evaluate`.
 
@@ -51,7 +51,7 @@ class Evaluations:
         self._with_losses = True
 
     @contextlib.contextmanager
-    def chosen(
+    def override(
         self,
         num_samples: int | None,
         sampling: Mapping[str, float] | None,
@@ -97,8 +97,13 @@ class Evaluations:
             self._with_losses = True
 
     def loss(self, losses: TeamLoss, *batch: Any) -> torch.Tensor | None:
-        """Return the loss of an evaluation batch, or `None` without losses. `batch`: arguments of `in_evaluation`."""
-        return losses.in_evaluation(*batch) if self._with_losses else None
+        """
+        Return the loss of an evaluation batch, or `None` without losses.
+
+        Args:
+            batch: arguments of [`~TeamLoss.evaluation_loss`].
+        """
+        return losses.evaluation_loss(*batch) if self._with_losses else None
 
     def _check_samples(self, num_samples: int | None) -> None:
         if num_samples is None:
@@ -112,17 +117,17 @@ class Evaluations:
         # pass@k needs all samples of a question in one batch
         if size % num_samples:
             raise ValueError(
-                f"`{name}` ({num_samples}) must divide the episodes of an evaluation batch ({size}): "
-                "`per_device_eval_batch_size` times the number of processes. Set `per_device_eval_batch_size` to a "
+                f"`{name}` ({num_samples}) must divide the number of episodes in an evaluation batch ({size}), which "
+                "is `per_device_eval_batch_size` times the number of processes. Set `per_device_eval_batch_size` to a "
                 f"multiple of {num_samples}."
             )
 
     @contextlib.contextmanager
-    def silencing(self, *names: str) -> Iterator[None]:
+    def silence_agents(self, *names: str) -> Iterator[None]:
         """Context manager that replaces turns of these agents by empty text, also for environments and answers."""
         for name in names:
             if name not in self._agents:
-                raise ValueError(unknown_agent(name, self._agents, "`silencing`"))
+                raise ValueError(unknown_agent(name, self._agents, "`silence_agents`"))
         outer, self._silent = self._silent, frozenset(names)
         try:
             yield
@@ -149,17 +154,17 @@ class Evaluations:
         return {f"{prefix}_{name}": value for name, value in self._reporter.end_evaluation(dataset, prefix).items()}
 
 
-# `fill(rollout, rows, training)` returns the rows with more model outputs, such as log-probabilities or values
-Fill = Callable[[Rollout, list[Row], bool], list[Row]]
+# `output_step(rollout, rows, training)` returns the rows with more model outputs, such as log-probabilities or values
+OutputStep = Callable[[Rollout, list[Row], bool], list[Row]]
 
 
-def make_fills(
+def make_output_steps(
     run: RunContext,
     log_probs: LogProbs,
     learner: CriticLearner | None,
     correction: SamplingCorrection | None,
     needs_old: bool,
-) -> list[Fill]:
+) -> list[OutputStep]:
     """
     Return the functions that add model outputs to the rows of a run, in order. A later function may use the outputs of
     an earlier function: importance weights of turns from servers need the old log-probabilities, and a frozen critic
@@ -195,14 +200,14 @@ def make_fills(
         with log_probs.scoring():
             return learner.with_values(rollout, rows, may_keep)
 
-    fills: list[Fill] = []
+    output_steps: list[OutputStep] = []
     if needs_old:
-        fills.append(old if correction is None else old_and_weights)
+        output_steps.append(old if correction is None else old_and_weights)
     if run.settings.beta != 0.0:
-        fills.append(reference)
+        output_steps.append(reference)
     if learner is not None:
-        fills.append(values)
-    return fills
+        output_steps.append(values)
+    return output_steps
 
 
 class EvaluationBatch(NamedTuple):
@@ -232,7 +237,7 @@ class BatchMaker:
     Samples episodes for dataset rows and turns them into slices of training rows.
 
     Args:
-        fills: functions that add model outputs to rows before advantages are computed, in order.
+        output_steps: functions that add model outputs to rows before advantages are computed, in order.
         batcher: limits micro-batches to the free memory.
         collapse: restores the best adapters after a collapse, before episodes are sampled.
     """
@@ -243,7 +248,7 @@ class BatchMaker:
         run: RunContext,
         schedule: Schedule,
         rollouts: Rollouts | DynamicSampling,
-        fills: Sequence[Fill],
+        output_steps: Sequence[OutputStep],
         estimator: Estimator,
         batcher: MicroBatcher,
         reporter: Reporter,
@@ -252,7 +257,7 @@ class BatchMaker:
     ):
         self._policies, self._critic, self._schedule = team.policies, team.critic, schedule
         self._args, self._settings, self._metrics, self._processes = run.args, run.settings, run.metrics, run.processes
-        self._rollouts, self._fills, self._estimator, self._batcher = rollouts, fills, estimator, batcher
+        self._rollouts, self._output_steps, self._estimator, self._batcher = rollouts, output_steps, estimator, batcher
         self._reporter, self._reach, self._collapse = reporter, reach, collapse
 
     def for_training(self, inputs: Sequence[dict[str, Any]]) -> list[Slice]:
@@ -286,8 +291,8 @@ class BatchMaker:
         if training:
             # Before the first pass over the rows, so that no pass needs more memory than is free
             self._batcher.fit([row for row in rows if row.is_trained or row.critic is not None])
-        for fill in self._fills:
-            rows = fill(rollout, rows, training)
+        for output_step in self._output_steps:
+            rows = output_step(rollout, rows, training)
         # Forward passes take all rows in one list, but estimators need them by episode
         filled = iter(rows)
         by_episode = [[next(filled) for _ in episode_turns] for episode_turns in turns]
@@ -312,7 +317,7 @@ class BatchMaker:
                 rows.append(
                     Row(
                         agent=turn.agent,
-                        adapter=self._policies.adapter_of(turn.agent),
+                        adapter=self._policies.get_adapter(turn.agent),
                         prompt_ids=torch.tensor(turn.prompt_ids, dtype=torch.long),
                         completion_ids=torch.tensor(turn.completion_ids, dtype=torch.long),
                         counts=not (self._settings.mask_truncated_completions and turn.truncated),
@@ -321,7 +326,7 @@ class BatchMaker:
                         joint_action=joint_actions[turn.index] if is_episode_turn else 0,  # candidates have none
                         number=len(rows),
                         words=max(len(turn.text.split()), 1),
-                        critic=self._critic.part_of(turn.agent) if self._critic is not None else None,
+                        critic=self._critic.get_part(turn.agent) if self._critic is not None else None,
                         sampled_by=turn.sampled_by,
                         **_recorded_logps(turn, training),
                     )
@@ -371,8 +376,8 @@ def check_finite(rows: Sequence[Row], fields: Mapping[str, str]) -> None:
             continue
         row = next(row for row, value in values if not value.isfinite().all())
         raise FloatingPointError(
-            f"`{field}` of a turn of {row.agent!r} (episode {row.episode} of this process) is not finite, so nothing "
-            f"was trained on its batch. {advice}"
+            f"`{field}` of a turn of {row.agent!r} (episode {row.episode} of this process) is not finite, so its "
+            f"batch was not used for training. {advice}"
         )
 
 

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from trl import GRPOTrainer
 
 from ..adapters.files import check_loadable
-from ..adapters.lora import add_adapters, origins_of
+from ..adapters.lora import add_adapters, find_origins
 from ..adapters.manifest import TeamManifest
 from ..adapters.policies import Policies, SyncReferences
 from ..agents import AgentSpec, check_team
-from ..algorithms.levels import level_of
+from ..algorithms.levels import make_level
 from ..algorithms.rows import Slice
 from ..config.marft_config import MARFTConfig
 from ..config.team_setup import Sampling, TeamSetup
@@ -151,7 +151,7 @@ class MARFTTrainer(GRPOTrainer):
         anonymous: bool | str = False,
     ):
         args = setup.as_marft_config(args, model)
-        # Before anything is loaded: what can be known to be wrong is said at once, not after minutes
+        # Check as much as possible before anything is loaded, so that errors are raised at once, not after minutes
         warn_of_newer_versions()
         sharding = setup.check_launcher(args)
         self.agents = setup.with_tools(check_team(agents), tools)
@@ -159,8 +159,8 @@ class MARFTTrainer(GRPOTrainer):
         self.anonymous = anonymity(anonymous)
         self.agents = setup.prompted(self.agents, self.workflow, self.anonymous)
         eval_metrics = check_eval_metrics(eval_metrics)
-        train_dataset, eval_dataset = setup.datasets_of(args, self.workflow, train_dataset, eval_dataset)
-        reward_funcs, weights, turn_rewards = setup.rewards_of(
+        train_dataset, eval_dataset = setup.prepare_datasets(args, self.workflow, train_dataset, eval_dataset)
+        reward_funcs, weights, turn_rewards = setup.prepare_rewards(
             args, self.agents, self.workflow, reward_funcs, train_dataset, eval_dataset
         )
         check_references(eval_metrics, eval_dataset, args.eval_reference_column)
@@ -168,20 +168,20 @@ class MARFTTrainer(GRPOTrainer):
         # The base is loaded here, not by TRL: its adapters have to be there when TRL counts what is trained
         base = load_base(model, args, quantization_config, stays_frozen(self.agents, peft_config))
         processing_class = setup.load_tokenizer(processing_class, base, args)
-        origins = origins_of(base, self.agents)  # before new adapters hide which ones came with the model
+        origins = find_origins(base, self.agents)  # before new adapters hide which ones came with the model
         base = check_loadable(add_adapters(base, self.agents, peft_config), self.agents)
         self.policies = Policies(base, self.agents, origins)
         setup.check_learning(args, self.policies, base, sharding)
         # The critic makes adapters of its own, so it comes after the policies and before the optimizer
-        level = level_of(args)
+        level = make_level(args)
         self.critic = setup.make_critic(
             args, self.policies, base, self.agents, critic_peft_config, level, lambda: self.accelerator.autocast()
         )
         critics = self.critic.parts if self.critic is not None else []
-        self.schedule = Schedule.of(args, self.policies.trained_in_order).with_critic(critics)
-        policy, failures = OnFailure.of(args), Failures()
+        self.schedule = Schedule.from_args(args, self.policies.trained_in_order).with_critic(critics)
+        policy, failures = OnFailure.from_args(args), Failures()
         # A server needs the names and ranks of all adapters, and TRL's constructor needs none
-        engine = setup.engine_of(args, self.policies, base, self.agents)
+        engine = setup.make_engine(args, self.policies, base, self.agents)
         with constructing_parent(args, self.policies.has_adapters, isinstance(model, str), level.ratio, weights):
             super().__init__(
                 model=base,
@@ -205,7 +205,7 @@ class MARFTTrainer(GRPOTrainer):
         if args.sync_ref_model and self.policies.has_adapters:
             self.add_callback(SyncReferences(self.policies))
         team_callbacks(self, [agent.name for agent in self.agents])
-        samplings = {agent.name: Sampling.of(agent, args) for agent in self.agents}
+        samplings = {agent.name: Sampling.from_agent(agent, args) for agent in self.agents}
         who = (self.agents, self.workflow, self.policies, self.critic, level)
         team = TeamSetup(*who, samplings, alias_names(self.agents) if self.anonymous else {}, self.anonymous)
         code = UserCode(view, turn_rewards, eval_metrics, eval_vote or last_box, failures)
@@ -256,7 +256,7 @@ class MARFTTrainer(GRPOTrainer):
         return self.parts.planner.memory_plan()
 
     def manifest(self) -> TeamManifest:
-        """The manifest that is saved beside the adapters, so that the team can be run again as it was trained."""
+        """The manifest that is saved with the adapters, so that the team can be run again as it was trained."""
         return self.parts.files.manifest()
 
     # ---- A step of training, in its order (checked against TRL 1.16 and transformers 5.23) ----
@@ -310,7 +310,7 @@ class MARFTTrainer(GRPOTrainer):
         return optimizer
 
     def _get_train_sampler(self, dataset: Dataset | None = None):
-        self._order = EpochSampler.of(super()._get_train_sampler(dataset), self.schedule.phases)
+        self._order = EpochSampler.from_sampler(super()._get_train_sampler(dataset), self.schedule.phases)
         return self._order
 
     # ---- Evaluation and logs ----
@@ -332,11 +332,11 @@ class MARFTTrainer(GRPOTrainer):
             eval_dataset, ignore_keys, metric_key_prefix:
                 As in [`~transformers.Trainer.evaluate`].
             num_samples (`int`, *optional*):
-                Episodes of each question, in place of `num_generations_eval`.
+                Episodes of each question, instead of `num_generations_eval`.
             sampling (`dict`, *optional*):
-                Sampling settings of all agents, in place of `eval_sampling`.
+                Sampling settings of all agents, instead of `eval_sampling`.
             k (`Sequence[int]`, *optional*):
-                Values of k for pass@k and maj@k, in place of `eval_k`.
+                Values of k for pass@k and maj@k, instead of `eval_k`.
 
         Returns: the metrics, as they are logged.
 
@@ -345,7 +345,7 @@ class MARFTTrainer(GRPOTrainer):
         """
         eval_dataset = setup.with_prompts(self.workflow, eval_dataset)
         setup.check_eval_set(eval_dataset, self.eval_dataset)
-        with self.parts.evaluations.chosen(num_samples, sampling, k, is_other_set=eval_dataset is not None):
+        with self.parts.evaluations.override(num_samples, sampling, k, is_other_set=eval_dataset is not None):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -402,7 +402,7 @@ class MARFTTrainer(GRPOTrainer):
             super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        with published(), saving_adapters_alone(self, self.policies.to_save):
+        with published(), saving_adapters_alone(self, self.policies.saved_adapters):
             super()._save(output_dir, state_dict)
         if self.args.should_save:
             self.parts.files.save(Path(output_dir or self.args.output_dir), self.state.log_history)
@@ -427,7 +427,7 @@ class MARFTTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            loading = self.parts.updates.loading(self.optimizer, self.lr_scheduler, self.parts.checkpoints.source_of)
+            loading = self.parts.updates.loading(self.optimizer, self.lr_scheduler, self.parts.checkpoints.find_source)
             with loading, as_if_not_sharded(self):
                 super()._load_optimizer_and_scheduler(checkpoint)
             self.parts.checkpoints.load(checkpoint)

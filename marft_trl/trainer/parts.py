@@ -58,7 +58,7 @@ from ..system.processes import Processes, other_devices
 from ..system.randomness import RandomStates, UserRandomness, UserState
 from ..system.run_metrics import Metrics
 from . import setup
-from .experience import BatchMaker, Evaluations, make_fills
+from .experience import BatchMaker, EvaluationOptions, make_output_steps
 from .team_files import TeamFiles
 
 
@@ -99,11 +99,11 @@ class Parts:
         passes: how rows go through the model.
         critic: values and their loss.
         reporter: metrics, tables, transcripts.
-        planner: what the run will do.
+        planner: describes the run before it starts.
         files: manifest and model card.
         checkpoints: state of a resumed run.
         look_ahead: reads rows of later generation batches.
-        health: says when a run learns nothing.
+        health: warns when a run learns nothing.
         collapse: compares evaluations, and may restore adapters.
         seeds: source of seeds for samples without a seed.
     """
@@ -122,7 +122,7 @@ class Parts:
     updates: AdapterUpdates
     sequential: SequentialFactors | None
     reporter: Reporter
-    evaluations: Evaluations
+    evaluations: EvaluationOptions
     planner: Planner
     files: TeamFiles
     checkpoints: Checkpoints
@@ -160,13 +160,13 @@ def assemble(
     telling = _reporting_parts(trainer, team, run, code, scoring, acting, rolling, learning)
     # Copies of all adapters and of their moments: only where they may be put back
     best = BestAdapters(team.policies, lambda: trainer.optimizer) if args.on_collapse == "restore" else None
-    collapse = _collapse(team, run, telling.reporter, best, acting.copies)
+    collapse = _collapse(team, run, telling.reporter, best, acting.past_copies)
     further = (run, rolling.rollouts, lambda: trainer.train_dataset, rolling.own)
     sampling = DynamicSampling(*further) if args.dynamic_sampling else None
     source, reporter = sampling or rolling.rollouts, telling.reporter
-    fills = make_fills(run, scoring.log_probs, learning.critic, learning.correction, scoring.needs_old)
+    output_steps = make_output_steps(run, scoring.log_probs, learning.critic, learning.correction, scoring.needs_old)
     experience = BatchMaker(
-        *(team, run, schedule, source, fills, learning.estimator, scoring.batcher, reporter, rolling.reach),
+        *(team, run, schedule, source, output_steps, learning.estimator, scoring.batcher, reporter, rolling.reach),
         collapse=collapse if best is not None else None,
     )
     owners: dict[str, Stateful | None] = {
@@ -182,7 +182,7 @@ def assemble(
         "sequential": learning.sequential,
         "health": telling.health,
         "users": acting.users,
-        "copies": acting.copies,
+        "copies": acting.past_copies,
         "runner": acting.runner.keys,
         "reporter": telling.reporter,
     }
@@ -193,7 +193,7 @@ def assemble(
     base = functools.partial(describe_base, scoring.base, trainer.processing_class, template, revision=revision)
     settings = _settings(trainer, team, run, code, acting, rolling, base)
     checkpoints = Checkpoints(
-        team, run, stateful, schedule, trainer.model, trainer.ref_model, settings, acting.copies, best
+        team, run, stateful, schedule, trainer.model, trainer.ref_model, settings, acting.past_copies, best
     )
     files = _files(trainer, team, args, acting.runner, telling.planner, scoring, base())
     return Parts(
@@ -211,7 +211,7 @@ def assemble(
         updates=scoring.updates,
         sequential=learning.sequential,
         reporter=telling.reporter,
-        evaluations=Evaluations(run, [agent.name for agent in team.agents], telling.reporter, collapse),
+        evaluations=EvaluationOptions(run, [agent.name for agent in team.agents], telling.reporter, collapse),
         planner=telling.planner,
         files=files,
         checkpoints=checkpoints,
@@ -280,7 +280,7 @@ class _Acting(NamedTuple):
     runner: EpisodeRunner
     randomness: UserRandomness
     users: UserState
-    copies: PastCopies | None
+    past_copies: PastCopies | None
 
 
 def _acting_parts(
@@ -296,39 +296,39 @@ def _acting_parts(
     if uses_tools:
         trainer.chat_template = preparing.prepare_tools(tokenizer, team.agents, team.workflow)
     # Places of copies are filled now, so that the first batch has opponents
-    copies = None
+    past_copies = None
     if any(agent.copy_of is not None for agent in team.agents):
-        copies = PastCopies(team.policies, team.agents)
-        copies.take(0)
-        trainer.add_callback(PastCopiesCallback(copies))
-    unread = [agent.name for agent in team.agents if team.critic is None and not agent.has_policy]
-    longest = engine.longest_turn if engine is not None else None
+        past_copies = PastCopies(team.policies, team.agents)
+        past_copies.take(0)
+        trainer.add_callback(PastCopiesCallback(past_copies))
+    without_model = [agent.name for agent in team.agents if team.critic is None and not agent.has_policy]
+    longest = engine.max_model_len if engine is not None else None
     prompts = PromptBuilder(
         tokenizer,
         tokenize=trl.tokenize,
         view=code.view,
         chat_template=ChatTemplate(tokenizer, trainer.chat_template, trainer.chat_template_kwargs),
-        plain=is_plain(team.agents, uses_tools),
-        window=preparing.window_of(trainer.model, team.samplings, args.context_overflow, unread, longest),
-        ends=trainer.eos_token_ids,
+        keeps_text_prompts=is_plain(team.agents, uses_tools),
+        window=preparing.make_window(trainer.model, team.samplings, args.context_overflow, without_model, longest),
+        end_token_ids=trainer.eos_token_ids,
         aliases=team.aliases,
-        alone=preparing.is_alone(team.agents, team.workflow),
+        is_single_agent=preparing.is_single_agent(team.agents, team.workflow),
         show_reasoning=args.show_reasoning,
     )
     preparing.warn_of_unprotected(prompts, uses_tools)
     device = trainer.accelerator.device
     randomness = UserRandomness(args.seed + args.process_index, device, other_devices(trainer.model, device))
     # Functions were wrapped to name the one that fails; their state is that of the users' own
-    given = [getattr(function, "__wrapped__", function) for function in TrlRewards(trainer).functions]
-    users = UserState(setup.user_objects(given, code.turn_rewards, team.workflow, team.agents))
-    generator = _generator(trainer, team, run, scoring, copies, engine)
+    functions = [getattr(function, "__wrapped__", function) for function in TrlRewards(trainer).functions]
+    users = UserState(setup.user_objects(functions, code.turn_rewards, team.workflow, team.agents))
+    generator = _generator(trainer, team, run, scoring, past_copies, engine)
     reader = TurnReader(tokenizer, trainer.eos_token_ids, prompts.template, uses_tools, len(team.agents) == 1)
     vocabulary = scoring.base.get_input_embeddings().weight.size(0)
     limits = Limits(setup.tool_limits(args), args.workflow_timeout, args.max_episode_turns, vocabulary)
     runner = EpisodeRunner(
-        team.agents, team.workflow, prompts, generator, reader, randomness, limits, users, args.seed, copies
+        team.agents, team.workflow, prompts, generator, reader, randomness, limits, users, args.seed, past_copies
     ).changed(RunMode(trains=True))
-    return _Acting(runner, randomness, users, copies)
+    return _Acting(runner, randomness, users, past_copies)
 
 
 def _generator(
@@ -336,7 +336,7 @@ def _generator(
     team: TeamSetup,
     run: RunContext,
     scoring: _Scoring,
-    copies: PastCopies | None,
+    past_copies: PastCopies | None,
     engine: Engine | None,
 ) -> Generator:
     """
@@ -345,14 +345,14 @@ def _generator(
     """
     args, passes, model = run.args, scoring.passes, trainer.accelerator.unwrap_model(trainer.model)
     # Settings that no agent has are those of an agent without any
-    calls = TrlEngine(trainer, Sampling.of(AgentSpec("solo"), args).as_generation_kwargs())
+    calls = TrlEngine(trainer, Sampling.from_agent(AgentSpec("solo"), args).as_generation_kwargs())
     is_exact = passes.sample_what_they_score()
     if engine is None:
         may_mix = args.mixed_passes is not False and not run.processes.have_shards and passes.share
-        mixed = MixedLora(model) if may_mix and MixedLora.why_not(model, team.policies.names) is None else None
+        mixed = MixedLora(model) if may_mix and MixedLora.find_obstacle(model, team.policies.names) is None else None
         records = scoring.needs_old and is_exact
         decoding = Decoding(passes.share, records, mixed, captures=not run.processes.have_shards)
-        return TransformersGenerator(calls, team.policies, team.samplings, decoding, copies)
+        return TransformersGenerator(calls, team.policies, team.samplings, decoding, past_copies)
     from ..extras.engines.setup import make_vllm_generator
 
     return make_vllm_generator(
@@ -362,11 +362,11 @@ def _generator(
         model,
         calls.settings,
         trainer.processing_class,
-        ends=trainer.eos_token_ids,
+        end_token_ids=trainer.eos_token_ids,
         vocabulary=scoring.base.get_input_embeddings().weight.size(0),
         is_exact=is_exact,
         next_token=scoring.log_probs.next_token,
-        past=copies,
+        past=past_copies,
     )
 
 
@@ -390,7 +390,7 @@ def _rollout_parts(
     own, reach = OwnReturns(args.returns, rewards, run.processes), RewardReach(team.trained)
     scorer = RewardScorer(run, rewards, code.turn_rewards, acting.randomness, code.failures)
     branches = uses_candidates(args) or CREDITS[args.credit].reruns
-    others = Alternatives(team, run, acting.runner, scorer, own) if branches else None
+    alternatives = Alternatives(team, run, acting.runner, scorer, own) if branches else None
     look_ahead, ahead = None, None
     if args.max_staleness:
         from ..extras.engines.prefetch import Prefetcher, UpcomingRows
@@ -398,9 +398,18 @@ def _rollout_parts(
         look_ahead = UpcomingRows(run.state, schedule, args.max_staleness)
         ahead = Prefetcher(run, acting.runner, look_ahead, code.failures)
     rollouts = Rollouts(
-        run, acting.runner, team.workflow, scorer, rewards, own, reach, code.failures, alternatives=others, ahead=ahead
+        run,
+        acting.runner,
+        team.workflow,
+        scorer,
+        rewards,
+        own,
+        reach,
+        code.failures,
+        alternatives=alternatives,
+        ahead=ahead,
     )
-    return _Rolling(rollouts, rewards, scorer, own, reach, others, look_ahead)
+    return _Rolling(rollouts, rewards, scorer, own, reach, alternatives, look_ahead)
 
 
 class _Learning(NamedTuple):
@@ -441,7 +450,7 @@ def _learning_parts(
         estimator = BaselineEstimator(team, run, credit, rolling.rewards, running)
     model = trainer.accelerator.unwrap_model(trainer.model)
     places, shards = scoring.passes.give_positions, processes.have_shards
-    mixing = MixedPass.of(model, team.policies, args, scoring.batcher, places, shards)
+    mixing = MixedPass.create(model, team.policies, args, scoring.batcher, places, shards)
     scores, batcher, collate, updates = scoring.log_probs, scoring.batcher, scoring.collate, scoring.updates
     randomness = RandomStates(processes.device, others=other_devices(model, processes.device))
     again = OutOfMemory(run, batcher, updates, randomness)
@@ -458,7 +467,7 @@ def _learning_parts(
 
 
 class _Telling(NamedTuple):
-    """What people are told."""
+    """Reports for users."""
 
     reporter: Reporter
     planner: Planner
@@ -477,10 +486,10 @@ def _reporting_parts(
 ) -> _Telling:
     tokenizer, runner = trainer.processing_class, acting.runner
     # Agents have returns of their own only where a workflow rewards them by name, or the setting says so
-    has_games = team.workflow.earns or acting.copies is not None or run.args.returns == "agent"
-    games = GameMetrics(team, rolling.own, acting.copies) if has_games else None
+    has_games = team.workflow.earns or acting.past_copies is not None or run.args.returns == "agent"
+    games = GameMetrics(team, rolling.own, acting.past_copies) if has_games else None
     reporter = Reporter(team, run, rolling.rewards, tokenizer, acting.randomness, code.eval_metrics, code.vote, games)
-    model, window = trainer.accelerator.unwrap_model(trainer.model), runner.prompts.window
+    model, window = trainer.accelerator.unwrap_model(trainer.model), runner.prompts.window_size
     planner = Planner(
         team,
         run,
@@ -491,7 +500,7 @@ def _reporting_parts(
         window,
         train_dataset=lambda: trainer.train_dataset,
         learner=learning.critic,
-        copies=acting.copies,
+        past_copies=acting.past_copies,
     )
     learning.loss.out_of_memory.plan = planner.memory_plan
     learning.loss.out_of_memory.release = runner.generator.drop_cache
@@ -522,14 +531,14 @@ def _settings(
 
 
 def _collapse(
-    team: TeamSetup, run: RunContext, reporter: Reporter, best: BestAdapters | None, copies: PastCopies | None
+    team: TeamSetup, run: RunContext, reporter: Reporter, best: BestAdapters | None, past_copies: PastCopies | None
 ) -> Collapse | None:
     def error():
         return reporter.evaluation_error
 
     if run.args.on_collapse == "ignore":
         return None
-    return Collapse(run, error) if best is None else RestoringCollapse(run, error, team.policies, best, copies)
+    return Collapse(run, error) if best is None else RestoringCollapse(run, error, team.policies, best, past_copies)
 
 
 def _run(trainer: GRPOTrainer, run: RunContext, checkpoints: Checkpoints, rollouts: Rollouts, files: TeamFiles) -> Run:

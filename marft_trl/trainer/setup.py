@@ -106,26 +106,26 @@ def _warn_of_lone_process(world_size: int) -> None:
     counts = {name: os.environ[name] for name in _COUNTS if os.environ.get(name, "").isdigit()}
     more = {name: count for name, count in counts.items() if int(count) > world_size}
     if more:
-        why = f"the launcher says {', '.join(f'{name}={count}' for name, count in more.items())}"
+        why = f"the launcher reports {', '.join(f'{name}={count}' for name, count in more.items())}"
     elif world_size == 1 and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
-        why = "the launcher has set a port for several (MASTER_PORT) and no WORLD_SIZE"
+        why = "the launcher has set MASTER_PORT, as for several processes, and no WORLD_SIZE"
     else:
         return
     logger.warning(
-        f"This run has {world_size} process{'es' if world_size > 1 else ''}, but {why}: are the others runs of their "
-        "own? Start it with `torchrun --nnodes ... --nproc_per_node ...`, or with `accelerate launch` and "
+        f"This run has {world_size} process{'es' if world_size > 1 else ''}, but {why}, so the other processes "
+        "may be separate runs. Use `torchrun --nnodes ... --nproc_per_node ...`, or `accelerate launch` with "
         "`distributed_type: MULTI_GPU` (on a CPU with ACCELERATE_USE_CPU=true). See docs/guide/several_machines.md."
     )
 
 
 def check_launcher(args: MARFTConfig) -> ModuleType | None:
     """
-    Check what has started the processes of a run.
+    Check the launcher of a run.
 
-    Returns: the module that shards the base, if the launcher or the training arguments ask for FSDP.
+    Returns: the module that shards the base, if the launcher or the training arguments request FSDP.
 
     Raises:
-        ValueError: several adapters cannot be trained in this way. The message names what can be.
+        ValueError: the engine cannot train several adapters. The message names an engine that can.
     """
     check_engine(args)
     _warn_of_lone_process(args.world_size)
@@ -138,7 +138,7 @@ def check_launcher(args: MARFTConfig) -> ModuleType | None:
     return fsdp2
 
 
-def engine_of(args: MARFTConfig, policies: Policies, base: Any, agents: Sequence[AgentSpec]) -> Engine | None:
+def make_engine(args: MARFTConfig, policies: Policies, base: Any, agents: Sequence[AgentSpec]) -> Engine | None:
     """The servers that generate, checked and started, with `use_vllm=True`."""
     if not args.use_vllm:
         return None
@@ -148,13 +148,13 @@ def engine_of(args: MARFTConfig, policies: Policies, base: Any, agents: Sequence
 
 
 def named_apart(names: Sequence[str]) -> list[str]:
-    """Names of reward functions for metrics. A name that occurs again gets a number, and a warning says so."""
+    """Return the names of reward functions for metrics. Repeated names get a number, with a warning."""
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         logger.warning(
             f"Several reward functions have the name {', '.join(map(repr, repeated))}. Their metrics are "
             f"{', '.join(f'`rewards/{name}`' for name in numbered(names))}, in the order of `reward_funcs`. Give each "
-            "function a name of its own (`def`, or `function.__name__ = ...`) to tell them apart."
+            "function a unique name (`def`, or `function.__name__ = ...`) to tell them apart."
         )
     return numbered(names)
 
@@ -205,7 +205,7 @@ def choose_workflow(
     Return the workflow, checked: `workflow`, an `EnvironmentLoop` if there is an environment, or else a chain.
 
     Raises:
-        ValueError: both a workflow and an environment were passed, or a function that takes the place of both.
+        ValueError: both a workflow and an environment were passed, or a `rollout_func`.
     """
     if rollout_func is not None:
         raise ValueError(
@@ -215,8 +215,8 @@ def choose_workflow(
         return check_workflow(Sequential() if workflow is None else workflow, agents)
     if workflow is not None:
         raise ValueError(
-            "`workflow` and `environment_factory` were both passed. Pass "
-            "`workflow=EnvironmentLoop(environment_factory, ...)` alone."
+            "`workflow` and `environment_factory` were both passed. Pass only "
+            "`workflow=EnvironmentLoop(environment_factory, ...)`."
         )
     # As in TRL, rows choose among several by a column
     if isinstance(environment_factory, Mapping):
@@ -234,15 +234,15 @@ def check_votes(args: MARFTConfig, vote: Any, rewards: Sequence[str]) -> None:
         ValueError: `eval_right_by` names no reward function.
     """
     if vote is not None and not callable(vote):
-        raise TypeError(f"`eval_vote` must be a function of the text of an answer, got {vote!r}.")
+        raise TypeError(f"`eval_vote` must be a function that takes the text of an answer, got {vote!r}.")
     if args.eval_right_by is not None and args.eval_right_by not in rewards:
         raise ValueError(
-            f"`eval_right_by` names {args.eval_right_by!r}, which is no reward function; there are "
+            f"`eval_right_by={args.eval_right_by!r}` is not a reward function; the reward functions are "
             f"{', '.join(map(repr, rewards))}.{did_you_mean(args.eval_right_by, rewards)}"
         )
 
 
-def datasets_of(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
+def prepare_datasets(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
     """
     The training and the evaluation set after all checks. Where environments own the data, missing prompts are empty.
 
@@ -274,7 +274,7 @@ def _with_no_prompt(row: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": _NO_PROMPT}
 
 
-def rewards_of(
+def prepare_rewards(
     args: MARFTConfig,
     agents: Sequence[AgentSpec],
     workflow: Workflow,
@@ -300,22 +300,24 @@ def rewards_of(
             check_rewards(functions, prompts)
             check_turn_rewards(of_turns, prompts)
         except ValueError as error:
-            raise ValueError(f"`remove_unused_columns=True` leaves prompts alone. Set it to False. {error}") from None
+            raise ValueError(
+                f"`remove_unused_columns=True` keeps only the column `prompt`. Set it to False. {error}"
+            ) from None
     return functions, weights, of_turns
 
 
 def check_best_metric(args: MARFTConfig, eval_dataset: Any) -> None:
     """
-    Check that `metric_for_best_model` names one of several evaluation sets, and that no setting needs a single one.
+    Check that `metric_for_best_model` names one of several evaluation sets, and that no setting needs a single set.
 
     Raises:
-        ValueError: it does not, so there would be no such metric.
+        ValueError: no evaluation would log the metric.
     """
     metric = args.metric_for_best_model
     if isinstance(eval_dataset, dict) and args.on_collapse == "restore":
         raise ValueError(
-            "`on_collapse='restore'` compares `eval_reward`, and several evaluation sets have none in common. Pass "
-            "one `eval_dataset`, or set `on_collapse='warn'`."
+            "`on_collapse='restore'` needs `eval_reward`, which is not logged with several evaluation sets. Pass one "
+            "`eval_dataset`, or set `on_collapse='warn'`."
         )
     if not isinstance(eval_dataset, dict) or not eval_dataset or metric is None:
         return
@@ -324,14 +326,15 @@ def check_best_metric(args: MARFTConfig, eval_dataset: Any) -> None:
         # With several sets, the Trainer looks for `eval_<set>_<name>`
         own = metric.removeprefix("eval_")
         raise ValueError(
-            f"`metric_for_best_model={metric!r}` is no metric of the evaluation sets "
-            f"{', '.join(map(repr, eval_dataset))}: theirs begin with the name of a set. Set e.g. {names[0] + own!r}."
+            f"`metric_for_best_model={metric!r}` is not a metric of the evaluation sets "
+            f"{', '.join(map(repr, eval_dataset))}: each metric starts with the name of a set. Set e.g. "
+            f"{names[0] + own!r}."
         )
 
 
 def check_column(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> None:
     """
-    Check that the column of [`ByColumn`] says for each row which workflow runs, and that `rae_column` is there.
+    Check that the column of [`ByColumn`] selects a workflow for each row, and that `rae_column` exists.
 
     Raises:
         ValueError: a dataset does not have the column, or a value of it has no workflow.
@@ -339,19 +342,19 @@ def check_column(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval
     present = column_names(train_dataset) if args.rae_column is not None else None
     if args.rae_column is not None and present is not None and args.rae_column not in present:
         hint = did_you_mean(args.rae_column, present) or f" It has {', '.join(map(repr, sorted(present)))}."
-        raise ValueError(f"`rae_column={args.rae_column!r}` is no column of `train_dataset`.{hint}")
+        raise ValueError(f"`rae_column={args.rae_column!r}` is not a column of `train_dataset`.{hint}")
     if not isinstance(workflow, ByColumn):
         return
     if args.remove_unused_columns:
         raise ValueError(
-            f"`remove_unused_columns=True` leaves prompts alone, and the column {workflow.column!r} says which "
-            "workflow runs. Set it to False."
+            f"`remove_unused_columns=True` keeps only the column `prompt`, but the column {workflow.column!r} selects "
+            "the workflow. Set `remove_unused_columns=False`."
         )
     for name, dataset in {"train_dataset": train_dataset, **named_sets(eval_dataset)}.items():
         names = column_names(dataset) if dataset is not None else [workflow.column] * (name != "train_dataset")
         if names is not None and workflow.column not in names:
             raise ValueError(
-                f"`{name}` needs the column {workflow.column!r}, which says the environment (or workflow) of each "
+                f"`{name}` needs the column {workflow.column!r}, which selects the environment (or workflow) of each "
                 f"row; it has {sorted(names)}."
             )
         for value in dataset.unique(workflow.column) if isinstance(dataset, Dataset) else ():
@@ -359,11 +362,11 @@ def check_column(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval
 
 
 def check_eval_set(dataset: Any, known: Any) -> None:
-    """Raise if the name of an evaluation set is that of none."""
+    """Raise if `dataset` is a name that no evaluation set has."""
     names = list(known) if isinstance(known, Mapping) else []
     if isinstance(dataset, str) and dataset not in names:
-        theirs = f"there are {', '.join(map(repr, names))}" if names else "the trainer's `eval_dataset` has no names"
-        raise ValueError(f"There is no evaluation set {dataset!r}: {theirs}. Pass a `Dataset`.")
+        hint = f"the sets are {', '.join(map(repr, names))}" if names else "the sets of the trainer have no names"
+        raise ValueError(f"Unknown evaluation set {dataset!r}: {hint}. Pass a known name, or a `Dataset`.")
 
 
 def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
@@ -389,8 +392,8 @@ def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
     workflow.check([agent.name for agent in agents])
     if not any(agent.trainable for agent in agents):
         raise ValueError(
-            "All agents have `trainable=False`, or turns that a function writes (`reply`), so nothing would be "
-            "trained. Let at least one be trained."
+            "All agents have `trainable=False` or `reply` (a function writes their turns), so nothing would be "
+            "trained. Make at least one agent trainable."
         )
     return workflow
 
@@ -405,25 +408,25 @@ def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) 
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] * (reward_funcs is not None)
     if workflow.earns and uses_candidates(args) and CREDITS[args.credit].scores_turns:
         raise ValueError(
-            "`advantage='turn'` with `credit='per_step'` scores each candidate by its own reward functions, which "
-            f"know nothing of what it would earn in the workflow `{type(workflow).__name__}`. Set "
-            "`credit='equal'`, which completes the episode from every candidate."
+            "`advantage='turn'` with `credit='per_step'` scores each candidate only by its own reward functions, not "
+            f"by the rewards of the workflow `{type(workflow).__name__}`. Set `credit='equal'`, which completes the "
+            "episode from every candidate."
         )
     if workflow.earns and uses_candidates(args) and not completes_candidates(args):
         raise ValueError(
-            "`advantage='turn_itself'` scores each candidate before the episode goes on, so it knows nothing of what "
-            f"it would earn in the workflow `{type(workflow).__name__}`. Set `advantage='turn'`."
+            "`advantage='turn_itself'` scores each candidate before the episode continues, so the rewards of the "
+            f"workflow `{type(workflow).__name__}` are not known yet. Set `advantage='turn'`."
         )
     if workflow.earns and args.multi_objective_aggregation == "normalize_then_sum" and args.credit_kind == "rewards":
         raise ValueError(
-            "`multi_objective_aggregation='normalize_then_sum'` changes what an episode earned in the workflow, so "
-            "with `credit_kind='rewards'` it cannot stay with the turns that earned it. Set `credit_kind='returns'`."
+            "`multi_objective_aggregation='normalize_then_sum'` changes the rewards of the workflow, so "
+            "`credit_kind='rewards'` cannot assign them to the turns that earned them. Set `credit_kind='returns'`."
         )
     own = [item for item in functions if getattr(item, "__name__", "") == environment_reward.__name__]
     if workflow.earns and any(function is not environment_reward for function in own):
         raise ValueError(
-            "A function in `reward_funcs` is named 'environment_reward', as is the function that the trainer adds for "
-            f"what episodes earn in the workflow `{type(workflow).__name__}`. Rename it."
+            "A function in `reward_funcs` is named 'environment_reward', like the function that the trainer adds for "
+            f"the rewards of the workflow `{type(workflow).__name__}`. Rename your function."
         )
     if workflow.earns and environment_reward not in functions:
         if weights is not None and len(weights) == len(functions):
@@ -437,9 +440,9 @@ def prompted(agents: Sequence[AgentSpec], workflow: Workflow, anonymous: str | N
     for agent in agents:
         if without_secrets(agent.system_prompt) != agent.system_prompt:
             logger.warning(
-                f"The system prompt of agent {agent.name!r} holds what looks like a secret (a token, a password in a "
-                "URL). It is part of the team, so it is saved, published with it, and shown to the model. Take it out "
-                "if that is not meant."
+                f"The system prompt of agent {agent.name!r} has what looks like a secret (a token, or a password in a "
+                "URL). The prompt is saved and published with the team, and shown to the model. Remove the secret "
+                "unless this is intended."
             )
     if anonymous is not None:
         aliases = alias_names(agents)
@@ -462,16 +465,16 @@ def turn_reward_funcs(
     Reward functions of single turns, by agent: those of the agent, or else those of the workflow.
 
     Raises:
-        ValueError: with `credit="per_step"`, a trained agent has none; with another credit, there are some.
+        ValueError: with `credit="per_step"`, a trained agent has no function; otherwise, an agent has a function.
     """
     general = as_reward_funcs(workflow.reward_funcs, f"the workflow `{type(workflow).__name__}`")
     functions = {agent.name: as_reward_funcs(agent.reward_funcs, agent.name) or general for agent in agents}
     for agent in agents:
         if CREDITS[args.credit].scores_turns and agent.trainable and not functions[agent.name] and not workflow.earns:
             raise ValueError(
-                f"`credit='per_step'` scores every turn by itself, but nothing scores those of agent {agent.name!r}. "
+                f"`credit='per_step'` scores every turn, but no function scores the turns of agent {agent.name!r}. "
                 "Set its `AgentSpec(reward_funcs=...)`, such as `get_outcome_reward(your_reward)` of "
-                "`marft_trl.rewards` for what the whole episode is worth, or `reward_funcs` of the workflow."
+                "`marft_trl.rewards` for the reward of the whole episode, or set `reward_funcs` of the workflow."
             )
         if not CREDITS[args.credit].scores_turns and functions[agent.name]:
             raise ValueError(
@@ -509,8 +512,8 @@ def check_stream(args: MARFTConfig, train_dataset: Any) -> None:
     """
     if args.dynamic_sampling and isinstance(train_dataset, IterableDataset):
         raise ValueError(
-            "`dynamic_sampling=True` draws further prompts at random, which a streamed `train_dataset` cannot give. "
-            "Pass a `Dataset`, or leave it out."
+            "`dynamic_sampling=True` draws further prompts at random, which a streamed `train_dataset` does not "
+            "support. Pass a `Dataset`, or leave `dynamic_sampling` out."
         )
     if args.update_order == "sequential" and isinstance(train_dataset, IterableDataset):
         raise ValueError(
@@ -536,13 +539,13 @@ def check_learning(
     for name, is_set in needs.items():
         if is_set and not policies.has_adapters:
             raise ValueError(
-                f"`{name}={getattr(args, name)!r}` needs a base that stays as it is, but without a `peft_config` the "
-                "base itself is trained. Pass `peft_config=LoraConfig(...)`."
+                f"`{name}={getattr(args, name)!r}` needs a frozen base, but without a `peft_config` the base itself "
+                "is trained. Pass `peft_config=LoraConfig(...)`."
             )
     if args.cast_lm_head_to_fp32 and policies.has_adapters and base.config.get_text_config().tie_word_embeddings:
         raise ValueError(
-            "`cast_lm_head_to_fp32=True` does not go with adapters on a base whose LM head is its embedding "
-            "(`tie_word_embeddings`): GRPOTrainer cannot cast one of them alone. Leave it out, or load the base in "
+            "`cast_lm_head_to_fp32=True` does not support adapters on a base with tied embeddings "
+            "(`tie_word_embeddings`): GRPOTrainer cannot cast the LM head alone. Leave it out, or load the base in "
             "float32."
         )
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The files of a team beside its weights: the manifest, the critic's heads, the model card."""
+"""The files of a team other than its weights: the manifest, the critic's heads, the model card."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class TeamFiles:
 
     def _writers(self) -> dict[str, Callable[[Path], object]]:
         """
-        Files and folders beside the adapters, each with the function that writes it into the folder of the team. The
+        Files and folders next to the adapters, each with the function that writes it into the folder of the team. The
         model card is apart, because it bears the name of its folder.
         """
         writers: dict[str, Callable[[Path], object]] = {MANIFEST_NAME: lambda folder: self.manifest().save(folder)}
@@ -107,11 +107,11 @@ class TeamFiles:
         return writers
 
     def save(self, folder: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
-        """Write the files of the team beside its weights, which are there already."""
+        """Write the files of the team next to its weights, which must exist."""
         for write in self._writers().values():
             write(folder)
         # A folder may be that of a run whose team had other agents
-        warn_of_leftovers(folder, self._policies.to_save if self._policies.has_adapters else [])
+        warn_of_leftovers(folder, self._policies.saved_adapters if self._policies.has_adapters else [])
         # A folder of this machine says nothing to others, and may tell more than is meant
         if self.manifest().base_model is None:
             for name in self._policies.names if self._policies.has_adapters else []:
@@ -171,7 +171,7 @@ class TeamFiles:
             metrics=shown,
             max_rank=self._max_rank,
             facts=self._facts(latest, dataset_name),
-            picture=self._planner.picture(),
+            picture=self._planner.draw_workflow(),
         )
 
     def _facts(self, latest: Mapping[str, float], dataset_name: str | None) -> dict[str, str]:
@@ -203,11 +203,11 @@ class TeamFiles:
                 shutil.copy(source / name, target / name)
 
 
-def _described(dataset: Any, given: str | None) -> str:
+def _described(dataset: Any, dataset_name: str | None) -> str:
     """A dataset in words: its id on the Hub, where it is known, and its number of rows."""
     # `datasets` keeps no id; the addresses of the files that were downloaded have it
     sources = getattr(getattr(dataset, "info", None), "download_checksums", None) or {}
     found = [re.match(r"hf://datasets/([^@]+)@", source) for source in sources]
-    name = given or next((match[1] for match in found if match), "")
+    name = dataset_name or next((match[1] for match in found if match), "")
     rows = f"{len(dataset):,} rows" if hasattr(dataset, "__len__") else "a stream"
     return f"{name}, {rows}" if name else rows

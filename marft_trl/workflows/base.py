@@ -17,7 +17,7 @@ from ..agents import AgentSpec
 from ..episodes.live import LiveEpisode
 from ..episodes.records import EndOfEpisode, Seen, Turn, unknown_agent
 from ..episodes.rehearsal import rehearse
-from ..system.files import source_of
+from ..system.files import read_source
 from ..system.hints import did_you_mean
 
 
@@ -57,7 +57,7 @@ class Workflow(ABC):
         acts_outside (`bool`, defaults to `False`):
             `True` if an episode does something outside of this process. Such a workflow is not run for a picture of
             it in cards and checkpoints, but when a plan or a rehearsal is asked for.
-        holds_up (`float`, *optional*):
+        max_wait_for_episodes (`float`, *optional*):
             Seconds that an episode may hold up the requests of others, where all are sampled together. By default,
             they wait as long as it takes, so that results do not depend on timing.
         functions (`Sequence[Callable]`):
@@ -68,7 +68,7 @@ class Workflow(ABC):
     reward_funcs: Callable | Sequence[Callable] | None = None
     earns: bool = False
     acts_outside: bool = False
-    holds_up: float | None = None
+    max_wait_for_episodes: float | None = None
     functions: Sequence[Callable] = ()
 
     @property
@@ -101,7 +101,7 @@ class Workflow(ABC):
         in the source code (`episode.turn("writer")`). Names computed at run time are checked when a turn is requested.
         """
         try:
-            tree = ast.parse(textwrap.dedent(source_of(type(self))))
+            tree = ast.parse(textwrap.dedent(read_source(type(self))))
         except (OSError, TypeError, SyntaxError):  # no source at hand, e.g. a class typed into an interpreter
             return []
         calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
@@ -137,7 +137,7 @@ class Workflow(ABC):
             nonlocal left
             left -= 1
             if left < 0:  # a loop that waits for a certain text would never end
-                raise EndOfEpisode("it is long enough for a picture")
+                raise EndOfEpisode("the flowchart has enough turns")
             return ""
 
         try:
@@ -172,25 +172,25 @@ class Workflow(ABC):
     @classmethod
     def from_description(cls, arguments: Mapping[str, Any], environment_factory: Any = None) -> Workflow:
         """
-        The workflow that was described, see [`rebuild`].
+        Make the workflow from its description, see [`rebuild`].
 
         Args:
-            arguments (`Mapping[str, Any]`): the description without its class.
-            environment_factory (`Callable`, *optional*): what makes environments.
+            arguments (`Mapping[str, Any]`): the description without the class.
+            environment_factory (`Callable`, *optional*): function that creates environments.
         """
         if environment_factory is not None:
             raise ValueError(
-                f"`environment_factory` was passed, but the workflow `{cls.__name__}` of the team has none."
+                f"`environment_factory` was passed, but the workflow `{cls.__name__}` of the team has no environment."
             )
-        return cls._of(**arguments)
+        return cls._from_arguments(**arguments)
 
     @classmethod
-    def _of(cls, **arguments: Any) -> Workflow:
+    def _from_arguments(cls, **arguments: Any) -> Workflow:
         try:
             return cls(**arguments)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"The workflow `{cls.__name__}` of the team cannot be made anew from its manifest: {error}"
+                f"The workflow `{cls.__name__}` of the team cannot be rebuilt from the manifest: {error}"
             ) from error
 
     @property
@@ -219,11 +219,11 @@ def rebuild(
         from ..extras.apps import external_app  # noqa: F401 - which adds a class
     kind = _ready_made().get(name)
     if kind is None:
-        raise ValueError(f"The workflow `{name}` of the team is your own code: pass it as `workflow=`.")
+        raise ValueError(f"The workflow `{name}` of the team is custom code. Pass it as `workflow=`.")
     function = description.get("approves_function") or description.get("vote_function")
     if function:
         raise ValueError(
-            f"The workflow `{name}` of the team asks the function `{function}`: pass the workflow as `workflow=`."
+            f"The workflow `{name}` of the team calls the function `{function}`. Pass the workflow as `workflow=`."
         )
     arguments = {key: value for key, value in description.items() if key != "class" and value is not None}
     return kind.from_description(arguments, environment_factory)
@@ -297,7 +297,7 @@ def check_names(field: str, names: object, workflow: Workflow) -> list[str]:
     """
     where = f"`{field}` of `{type(workflow).__name__}`"
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{where} must be a list of names of agents, got {names!r}.")
+        raise TypeError(f"{where} must be a list of agent names, got {names!r}.")
     if not names:
         raise ValueError(f"{where} is empty; name at least one agent.")
     return list(names)

@@ -99,13 +99,14 @@ class EnvironmentLoop(Workflow):
     ):
         if not isinstance(source, str) or not SPEAKER_PATTERN.fullmatch(source):
             raise ValueError(
-                f"`source` of `EnvironmentLoop` is shown as the name of a speaker: a letter followed by at most 47 "
-                f"letters, digits, '_' or '-'; got {source!r}."
+                "`source` of `EnvironmentLoop` must be a letter followed by at most 47 letters, digits, '_' or '-', "
+                f"since agents see it as a speaker's name; got {source!r}."
             )
         if not callable(environment):
             raise TypeError(
-                "`environment` of `EnvironmentLoop` must be a class (or a function that makes an object) with "
-                f"`reset`, got {environment!r}. Pass the class, not an object: each episode has its own."
+                "`environment` of `EnvironmentLoop` must be a class with `reset`, or a function that returns an "
+                f"object with `reset`, got {environment!r}. Pass the class, not an object: each episode creates its "
+                "own."
             )
         self.environment = environment
         example = self._example()
@@ -115,13 +116,13 @@ class EnvironmentLoop(Workflow):
         self.earns = self.has_steps or hasattr(example, "get_reward")
         self.agents = check_names("agents", agents, self) if agents is not None else None
         self.horizon = check_count("horizon", horizon, self)
-        self.turns = _one_of("turns", turns, ("all", "one"))
-        self.shows = _one_of("shows", shows, ("all", "own"))
+        self.turns = _check_choice("turns", turns, ("all", "one"))
+        self.shows = _check_choice("shows", shows, ("all", "own"))
         if turns == "one" and (side_by_side or not hasattr(example, "whose_turn") or not self.has_steps):
             raise ValueError(
-                f"`EnvironmentLoop(turns='one')` asks the environment who acts next: `{type(example).__name__}` needs "
-                "`whose_turn()`, which returns the name of an agent, and `step(turns)`. `side_by_side` is for rounds "
-                "in which all agents act."
+                "`EnvironmentLoop(turns='one')` lets the environment choose who acts next, so "
+                f"`{type(example).__name__}` needs `whose_turn()`, which returns the name of an agent, and "
+                "`step(turns)`. `side_by_side` requires `turns='all'`."
             )
         self.side_by_side = side_by_side
         self.source = source
@@ -132,8 +133,8 @@ class EnvironmentLoop(Workflow):
         environment = episode.environment = await episode.call(self.environment)
         if id(environment) in self._in_use:
             raise TypeError(
-                f"The function that makes environments has returned the same `{type(environment).__name__}` for two "
-                "episodes at once, whose rounds and rewards would be mixed. Return a new object each time."
+                f"The environment factory returned the same `{type(environment).__name__}` object to two concurrent "
+                "episodes, which would mix their rounds and rewards. Return a new object on every call."
             )
         self._in_use.add(id(environment))
         try:
@@ -146,7 +147,7 @@ class EnvironmentLoop(Workflow):
         for name in ("environment", "prompt"):  # which choose the environment, or are empty where it gives the prompt
             if not _takes(environment.reset, name):
                 row.pop(name, None)
-        with _naming(environment, "reset", "the columns of the row by name", "Add `**row` to its arguments."):
+        with _naming(environment, "reset", "the row's columns as keywords", "Add `**row` to its arguments."):
             observation = await episode.call(environment.reset, **row)
         episode.observe(observation, source=self.source)
         is_done = False
@@ -159,7 +160,7 @@ class EnvironmentLoop(Workflow):
             if not self.has_steps:
                 is_done = True
                 break
-            with _naming(environment, "step", "the list of the turns of a round", "A text is `turns[-1].text`."):
+            with _naming(environment, "step", "the round's list of turns", "A turn's text is `turns[-1].text`."):
                 outcome = await episode.call(environment.step, turns)
             feedback, reward, is_done = _checked(outcome, environment, number)
             self._record(episode, turns, feedback, reward)
@@ -175,12 +176,12 @@ class EnvironmentLoop(Workflow):
         episode.count("rounds", rounds)
         if hasattr(environment, "get_reward") and episode.turns:
             episode.earn(episode.turns[-1], await episode.call(environment.get_reward))
-        close = _close_of(environment) if self.has_steps and "close" not in self.tools else None
+        close = _find_close(environment) if self.has_steps and "close" not in self.tools else None
         if close is not None:
             try:
                 await episode.call(close)
             except Exception as error:  # the episode is whole
-                logger.warning(f"`{type(environment).__name__}.close` has failed: {type(error).__name__}: {error}")
+                logger.warning(f"`{type(environment).__name__}.close` failed: {type(error).__name__}: {error}")
 
     async def _next(self, episode: LiveEpisode, agents: Sequence[str], environment: Any) -> Sequence[str]:
         """Names of the agents that act in the next round."""
@@ -213,8 +214,8 @@ class EnvironmentLoop(Workflow):
             example = self.environment()
         except TypeError as error:
             raise TypeError(
-                f"The environment of `EnvironmentLoop` cannot be made without arguments: {error}. Pass a function "
-                "that makes it: `EnvironmentLoop(lambda: World(size=4))`."
+                f"The environment of `EnvironmentLoop` cannot be created without arguments: {error}. Pass a function "
+                "that creates it: `EnvironmentLoop(lambda: World(size=4))`."
             ) from error
         if not hasattr(example, "reset"):
             raise TypeError(
@@ -228,15 +229,15 @@ class EnvironmentLoop(Workflow):
             episode.observe(feedback, after=turns, reward=reward, source=self.source)
             return
         last = {turn.agent: turn for turn in turns}
-        for agent, its in reward.items():  # after its own turn, or the last one if it did not act
-            episode.earn(last.get(agent, turns[-1]), {agent: its})
+        for agent, agent_reward in reward.items():  # after its own turn, or the last one if it did not act
+            episode.earn(last.get(agent, turns[-1]), {agent: agent_reward})
         episode.observe(feedback, after=turns, source=self.source)
 
     def check(self, agents: Sequence[str]) -> None:
         super().check(agents)
         if self.source in agents:
             raise ValueError(
-                f"The environment speaks as {self.source!r}, which is the name of an agent. Set another `source=`."
+                f"The `source` {self.source!r} of the environment is also the name of an agent. Set another `source=`."
             )
 
     def named_agents(self) -> list[str]:
@@ -255,10 +256,10 @@ class EnvironmentLoop(Workflow):
     def from_description(cls, arguments: Mapping[str, Any], environment_factory: Any = None) -> Workflow:
         if environment_factory is None:
             raise ValueError(
-                f"The team plays in the environment `{arguments.get('environment')}`: pass what makes it as "
-                "`environment_factory=` (a class or a function), or pass the whole workflow as `workflow=`."
+                f"The team needs the environment `{arguments.get('environment')}`. Pass its class, or a function that "
+                "creates it, as `environment_factory=`, or pass the whole workflow as `workflow=`."
             )
-        return cls._of(**{**arguments, "environment": environment_factory})
+        return cls._from_arguments(**{**arguments, "environment": environment_factory})
 
     def describe(self) -> dict:
         return {
@@ -282,7 +283,7 @@ def _takes(function: Callable, name: str) -> bool:
     return name in parameters or any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
 
 
-def _one_of(name: str, value: str, known: Sequence[str]) -> str:
+def _check_choice(name: str, value: str, known: Sequence[str]) -> str:
     if value not in known:
         raise ValueError(
             f"`{name}` of `EnvironmentLoop` must be {' or '.join(map(repr, known))}, got {value!r}."
@@ -297,7 +298,7 @@ def _public_methods(environment: Any) -> list[str]:
     return [name for name in names if not name.startswith("_") and name not in _OWN_METHODS]
 
 
-def _close_of(environment: Any) -> Callable | None:
+def _find_close(environment: Any) -> Callable | None:
     """The method `close`, if it takes no arguments: others mean something else."""
     close = getattr(environment, "close", None)
     return close if close is not None and not inspect.signature(close).parameters else None
@@ -313,7 +314,7 @@ def _tool_names(environment: Any, tools: Sequence[str] | None) -> list[str]:
     """
     methods = _public_methods(environment)
     if isinstance(tools, str):
-        raise TypeError(f"`tools` of `EnvironmentLoop` must be a list of names of methods, got {tools!r}.")
+        raise TypeError(f"`tools` of `EnvironmentLoop` must be a list of method names, got {tools!r}.")
     if tools is None:
         return [] if hasattr(environment, "step") else methods
     for name in tools:
@@ -327,24 +328,24 @@ def _tool_names(environment: Any, tools: Sequence[str] | None) -> list[str]:
 
 @contextlib.contextmanager
 def _naming(environment: Any, method: str, what: str, cure: str) -> Iterator[None]:
-    """Context manager: a method that expects other arguments is named, with what it is called with."""
+    """Context manager: errors of a method that expects other arguments name the method and its actual arguments."""
     try:
         yield
     except (TypeError, AttributeError) as error:
         raise type(error)(
-            f"`{type(environment).__name__}.{method}`, which is called with {what}, failed: {error}. {cure}"
+            f"`{type(environment).__name__}.{method}` failed when called with {what}: {error}. {cure}"
         ) from error
 
 
 def _checked(outcome: Any, environment: Any, number: int) -> tuple[Any, Any, bool]:
-    where = f"`{type(environment).__name__}.step`, in round {number + 1},"
+    where = f"`{type(environment).__name__}.step` (round {number + 1})"
     if not isinstance(outcome, (tuple, list)) or len(outcome) != 3:
-        raise TypeError(f"{where} has to return feedback, reward and done; got {outcome!r}.")
+        raise TypeError(f"{where} must return feedback, reward and done, got {outcome!r}.")
     feedback, reward, is_done = outcome
     if feedback is not None and not isinstance(feedback, (str, Mapping)):
-        raise TypeError(f"{where} has to return a text, texts by agent name or None as feedback, got {feedback!r}.")
+        raise TypeError(f"{where} must return a string, strings by agent name, or None as feedback, got {feedback!r}.")
     if reward is None:
-        raise TypeError(f"{where} returned None as reward. Return 0.0 where there is none.")
+        raise TypeError(f"{where} returned None as reward. Return 0.0 for no reward.")
     if not isinstance(is_done, bool) and type(is_done).__name__ not in ("bool_", "bool"):  # NumPy's
-        raise TypeError(f"{where} has to return True or False as third value (done), got {is_done!r}.")
+        raise TypeError(f"{where} must return True or False as the third value (done), got {is_done!r}.")
     return feedback, reward, bool(is_done)

@@ -151,7 +151,7 @@ class Orchestrated(Workflow):
         known = self._callable(agents)
         if not known:
             raise ValueError(
-                f"`Orchestrated` needs an agent that {self.orchestrator!r} can call; the team has no other."
+                f"`Orchestrated` needs an agent that {self.orchestrator!r} can call, but the team has no other agent."
             )
         if self.fallback != "finish" and self.fallback not in known:
             raise ValueError(

@@ -111,7 +111,7 @@ class Graph(Workflow):
     def check(self, agents: Sequence[str]) -> None:
         unknown = [(node, agent) for node, agent in self.agents.items() if agent not in agents]
         if unknown:
-            where = [f"`Graph`, at the node {node!r}," for node, _ in unknown]
+            where = [f"The node {node!r} of `Graph`" for node, _ in unknown]
             lines = [unknown_agent(agent, agents, text) for text, (_, agent) in zip(where, unknown, strict=True)]
             raise ValueError("\n".join(lines))
 
@@ -135,7 +135,7 @@ class Graph(Workflow):
 
     def _repeated(self) -> list[str]:
         return [
-            f"the node {node!r} names {other!r} {others.count(other)} times"
+            f"the node {node!r} lists {other!r} {others.count(other)} times"
             for node, others in self.sees.items()
             for other in dict.fromkeys(others)
             if others.count(other) > 1
@@ -143,11 +143,11 @@ class Graph(Workflow):
 
     def _answer_problems(self, answer: str | None, sinks: list[str]) -> list[str]:
         if not self.sees:
-            return ["it has no node"]
+            return ["it has no nodes"]
         if answer is None and len(sinks) > 1:
             return [
-                f"no other node sees {', '.join(map(repr, sinks))}, so it is open which of them answers. Name it with "
-                "`answer=`, and let it see the others"
+                f"no other node sees {', '.join(map(repr, sinks))}, so the answer is ambiguous. Choose the answer "
+                "with `answer=`, and let it see the others"
             ]
         if answer is not None and answer not in self.sees:
             return [f"`answer` names {answer!r}, which is not a node.{did_you_mean(answer, self.sees)}"]
@@ -162,7 +162,7 @@ def _mapping(name: str, value: object) -> Mapping:
         raise TypeError(f"`{name}` of `Graph` must be a mapping, got {value!r}.")
     wrong = [key for key in value if not isinstance(key, str)]
     if wrong:
-        raise TypeError(f"Nodes of `Graph` are named by strings; `{name}` has {wrong[0]!r}.")
+        raise TypeError(f"Node names of `Graph` must be strings, but `{name}` has {wrong[0]!r}.")
     return value
 
 
@@ -231,16 +231,17 @@ class Debate(Workflow):
         self.judge = judge
         if vote is not None and (judge or not callable(vote)):
             raise TypeError(
-                f"`vote` of `Debate` must be a function of a text, and leaves no room for a `judge`; got {vote!r}."
+                "`vote` of `Debate` must be a function `vote(text)` and cannot be combined with `judge`, got "
+                f"{vote!r}."
             )
         self.vote = vote
 
     async def run(self, episode: LiveEpisode) -> None:
-        said: list[Turn] = []
+        turns: list[Turn] = []
         for _ in range(self.rounds):
-            latest = await together(episode.turn(agent, sees=said) for agent in self.agents)
-            said = [*said, *latest]
-        episode.answer = await episode.turn(self.judge, sees=said) if self.judge else most_frequent(latest, self.vote)
+            latest = await together(episode.turn(agent, sees=turns) for agent in self.agents)
+            turns = [*turns, *latest]
+        episode.answer = await episode.turn(self.judge, sees=turns) if self.judge else most_frequent(latest, self.vote)
 
     def named_agents(self) -> list[str]:
         return [*self.agents, *([self.judge] if self.judge else [])]
@@ -274,10 +275,10 @@ class MixtureOfAgents(Workflow):
         self.aggregator = aggregator
 
     async def run(self, episode: LiveEpisode) -> None:
-        said: list[Turn] = []
+        turns: list[Turn] = []
         for layer in self.layers:
-            said = await together(episode.turn(agent, sees=said) for agent in layer)
-        episode.answer = await episode.turn(self.aggregator, sees=said)
+            turns = await together(episode.turn(agent, sees=turns) for agent in layer)
+        episode.answer = await episode.turn(self.aggregator, sees=turns)
 
     def named_agents(self) -> list[str]:
         return list(dict.fromkeys([*(agent for layer in self.layers for agent in layer), self.aggregator]))
@@ -305,7 +306,7 @@ class UntilApproved(Workflow):
         self.rounds = check_count("rounds", rounds, self)
         if not callable(approves) and (not isinstance(approves, str) or not approves):
             raise TypeError(
-                f"`approves` of `UntilApproved` must be a text or a function of the review, got {approves!r}."
+                f"`approves` of `UntilApproved` must be a string or a function `approves(review)`, got {approves!r}."
             )
         self.approves = approves
 
@@ -333,8 +334,8 @@ class UntilApproved(Workflow):
 
 def most_frequent(turns: Sequence[Turn], vote: Callable[[str], str | None] | None = None) -> Turn:
     """
-    Return the first turn with the most frequent vote, by default its text, without surrounding whitespace. An empty
-    vote of `vote` is none. The first turn of all if none votes.
+    Return the first turn with the most frequent vote, which is by default the text without surrounding whitespace. An
+    empty result of `vote` does not count. If no turn votes, return the first turn.
     """
     votes = [turn.text.strip() if vote is None else (vote(turn.text) or "").strip() or None for turn in turns]
     counts = Counter(votes)
@@ -361,13 +362,15 @@ class ByColumn(Workflow):
             )
         for name, workflow in workflows.items():
             if not isinstance(workflow, Workflow):
-                raise TypeError(f"`workflows` of `ByColumn` has no `Workflow` object for {name!r}, got {workflow!r}.")
+                raise TypeError(
+                    f"`workflows` of `ByColumn` must map {name!r} to a `Workflow` object, got {workflow!r}."
+                )
         self.workflows, self.column = dict(workflows), column
         self.functions = [function for item in self.workflows.values() for function in item.functions]
-        limits = [value.holds_up for value in self.workflows.values() if value.holds_up is not None]
-        self.holds_up = min(limits, default=None)
+        limits = [workflow.max_wait_for_episodes for workflow in self.workflows.values()]
+        self.max_wait_for_episodes = min((limit for limit in limits if limit is not None), default=None)
         self.acts_outside = any(entry.acts_outside for entry in self.workflows.values())
-        self.earns = any(one.earns for one in self.workflows.values())
+        self.earns = any(workflow.earns for workflow in self.workflows.values())
 
     @property
     def uses_tools(self) -> bool:
@@ -378,15 +381,15 @@ class ByColumn(Workflow):
 
     def of(self, value: Any) -> Workflow:
         """
-        The workflow for a value of the column.
+        Return the workflow for a value of the column.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no workflow has this value.
         """
         if value not in self.workflows:
             known = ", ".join(map(repr, self.workflows))
             raise ValueError(
-                f"The column {self.column!r} of a row is {value!r}, for which there is no workflow, but for "
+                f"A row has {value!r} in the column {self.column!r}, but `ByColumn` has workflows only for "
                 f"{known}.{did_you_mean(str(value), list(self.workflows))}"
             )
         return self.workflows[value]

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""OpenAI's API over HTTP: applications that ask the agents of a team, and teams that are served."""
+"""OpenAI's API over HTTP: train applications that call the agents of a team, and serve teams."""
 
 from __future__ import annotations
 

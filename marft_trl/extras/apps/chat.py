@@ -9,7 +9,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .requests import ChatReply, ChatRequest, RequestError, call_of, object_of, read_object, text_of, with_names
+from .requests import (
+    ChatReply,
+    ChatRequest,
+    RequestError,
+    check_object,
+    read_call,
+    read_content,
+    read_object,
+    with_names,
+)
 
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -26,31 +35,33 @@ def read(body: bytes, models: Sequence[str]) -> ChatRequest:
     def function(tool: dict[str, Any], where: str) -> tuple[Any, str]:
         return tool.get("function"), f"{where}.function"
 
-    return ChatRequest.of(read_object(body), models, ("messages", "response_format"), _messages, function)
+    return ChatRequest.from_body(read_object(body), models, ("messages", "response_format"), _messages, function)
 
 
 def _messages(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    given = request.get("messages")
-    if not isinstance(given, list) or not given:
+    items = request.get("messages")
+    if not isinstance(items, list) or not items:
         form = '[{"role": "user", "content": "..."}]'
         raise RequestError(f"`messages` must be a list of messages such as `{form}`.", field="messages")
-    messages = [_message(item, f"messages[{number}]") for number, item in enumerate(given)]
+    messages = [_message(item, f"messages[{number}]") for number, item in enumerate(items)]
     return with_names(messages, "messages")
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    role = object_of(message, where).get("role")
+    role = check_object(message, where).get("role")
     if not isinstance(role, str) or role not in _ROLES:
         known = ", ".join(map(repr, _ROLES))
         raise RequestError(f"`{where}.role` must be one of {known}, got {str(role)[:80]!r}.", field=f"{where}.role")
     calls, content = message.get("tool_calls"), message.get("content")
     if calls and (role != "assistant" or not isinstance(calls, list)):
-        raise RequestError(f"`{where}.tool_calls` must be a list, in a message of an assistant.", field=where)
+        raise RequestError(
+            f"`{where}.tool_calls` must be a list, and is only allowed in assistant messages.", field=where
+        )
     if content is None and role == "assistant":
         content = ""
     shown: dict[str, Any] = {
         "role": _ROLES[role],
-        "content": text_of(content, f"{where}.content", ("text", "refusal")),
+        "content": read_content(content, f"{where}.content", ("text", "refusal")),
     }
     if calls:
         shown["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]
@@ -60,8 +71,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    function = object_of(object_of(call, where).get("function"), f"{where}.function")
-    return call_of(call.get("id"), function.get("name"), function.get("arguments"), where)
+    function = check_object(check_object(call, where).get("function"), f"{where}.function")
+    return read_call(call.get("id"), function.get("name"), function.get("arguments"), where)
 
 
 # ---- Answers ----
@@ -77,27 +88,27 @@ def model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "marft_trl"}
 
 
-def answer(identity: str, asked: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:
+def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:
     """The answer to a request as a whole."""
     choices = []
-    for index, said in enumerate(messages):
-        message: dict[str, Any] = {"role": "assistant", "content": said.text or None if said.calls else said.text}
+    for index, reply in enumerate(messages):
+        message: dict[str, Any] = {"role": "assistant", "content": reply.text or None if reply.calls else reply.text}
         message["refusal"] = None
-        if said.thoughts:
-            message["reasoning_content"] = said.thoughts
-        if said.calls:
-            message["tool_calls"] = _said_calls(said)
-        choices.append({"index": index, "message": message, "finish_reason": _reason(said), "logprobs": None})
-    shown = {"marft": [said.turns for said in messages]} if messages[0].turns is not None else {}
-    head = _head(identity, asked, "chat.completion")
+        if reply.thoughts:
+            message["reasoning_content"] = reply.thoughts
+        if reply.calls:
+            message["tool_calls"] = _format_tool_calls(reply)
+        choices.append({"index": index, "message": message, "finish_reason": _reason(reply), "logprobs": None})
+    shown = {"marft": [reply.turns for reply in messages]} if messages[0].turns is not None else {}
+    head = _head(identity, chat_request, "chat.completion")
     return {**head, "choices": choices, "usage": _usage(messages), **shown}
 
 
 class Stream:
     """The parts of a streamed answer."""
 
-    def __init__(self, identity: str, asked: ChatRequest):
-        self._head, self._with_usage = _head(identity, asked, "chat.completion.chunk"), asked.with_usage
+    def __init__(self, identity: str, chat_request: ChatRequest):
+        self._head, self._with_usage = _head(identity, chat_request, "chat.completion.chunk"), chat_request.with_usage
         self._has_text = False
 
     def begin(self) -> list[dict[str, Any]]:
@@ -110,13 +121,15 @@ class Stream:
         origin = {"agent": agent, "turn": turn} if agent else {}
         return [self._part({"content" if is_answer else "reasoning_content": text, **origin})]
 
-    def end(self, said: ChatReply) -> list[dict[str, Any]]:
+    def end(self, reply: ChatReply) -> list[dict[str, Any]]:
         """The last parts, with the text if none of it was sent."""
-        parts = self.delta(said.text) if said.text and not self._has_text else []
-        parts += [self._part({"tool_calls": [{"index": i, **call}]}) for i, call in enumerate(_said_calls(said))]
-        shown = {"marft": [said.turns]} if said.turns is not None else {}
-        parts.append({**self._part({}, _reason(said)), **shown})
-        return [*parts, {**self._head, "choices": [], "usage": _usage([said])}] if self._with_usage else parts
+        parts = self.delta(reply.text) if reply.text and not self._has_text else []
+        parts += [
+            self._part({"tool_calls": [{"index": i, **call}]}) for i, call in enumerate(_format_tool_calls(reply))
+        ]
+        shown = {"marft": [reply.turns]} if reply.turns is not None else {}
+        parts.append({**self._part({}, _reason(reply)), **shown})
+        return [*parts, {**self._head, "choices": [], "usage": _usage([reply])}] if self._with_usage else parts
 
     def _part(self, delta: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
@@ -131,31 +144,31 @@ def encoded(part: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(part, default=str).encode() + b"\n\n"
 
 
-def failed(wrong: RequestError) -> dict[str, Any]:
+def failed(error: RequestError) -> dict[str, Any]:
     """The part of a stream that failed."""
-    return wrong.body()
+    return error.body()
 
 
-def _head(identity: str, asked: ChatRequest, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{identity}", "object": kind, "created": int(time.time()), "model": asked.model}
+def _head(identity: str, chat_request: ChatRequest, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{identity}", "object": kind, "created": int(time.time()), "model": chat_request.model}
 
 
-def _said_calls(said: ChatReply) -> list[dict[str, Any]]:
+def _format_tool_calls(reply: ChatReply) -> list[dict[str, Any]]:
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in said.calls
+        for call in reply.calls
     ]
 
 
-def _reason(said: ChatReply) -> str:
-    return "tool_calls" if said.calls else "length" if said.is_cut else "stop"
+def _reason(reply: ChatReply) -> str:
+    return "tool_calls" if reply.calls else "length" if reply.is_truncated else "stop"
 
 
 def _usage(messages: Sequence[ChatReply]) -> dict[str, Any]:
-    read, written = sum(said.read for said in messages), sum(said.written for said in messages)
+    read, written = sum(reply.read for reply in messages), sum(reply.written for reply in messages)
     agents: dict[str, Counter[str]] = {}
-    for said in messages:
-        for agent, counts in said.agents.items():
+    for reply in messages:
+        for agent, counts in reply.agents.items():
             agents.setdefault(agent, Counter()).update(counts)
     by_agent = {"agents": {agent: dict(counts) for agent, counts in agents.items()}} if agents else {}
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written, **by_agent}

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""An application as it is: its requests to an OpenAI-compatible endpoint are the turns of the team."""
+"""Unmodified applications: their requests to an OpenAI-compatible endpoint are the turns of the team."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ...episodes.live import LiveEpisode
 from ...episodes.records import EndOfEpisode, RequestedTurn, Turn
 from ...system.watchdog import raise_in
 from ...workflows.base import Workflow, callable_name
-from .program import AppResult, arguments_of, parts_of, run_program
-from .requests import ChatReply, ChatRequest, RequestError, problem_of
+from .program import AppResult, make_arguments, run_program, split_command
+from .requests import ChatReply, ChatRequest, RequestError, to_request_error
 from .session import AppEndpoint, Session, Waiting, shared_keys
 
 
 logger = logging.getLogger(__name__)
 
-# Largest number of requests in a row without a turn: refusals may take time that does not count as the program's
+# Maximum number of consecutive requests without a turn: the time limit does not count the time of refusals
 _MOST_REFUSED = 1000
-# Source of the feedback that is the output of an application. Agents are not shown it
+# Source of the feedback that holds the output of an application. Agents do not see it
 OUTPUT = "application"
 
 
@@ -67,7 +67,7 @@ class ExternalApp(Workflow):
         together (`float`, *optional*, defaults to `0.02`):
             Seconds that further requests of an episode are waited for. Those that come by then are parallel turns, and
             sampled together.
-        holds_up (`float`, *optional*, defaults to `60.0`):
+        max_wait_for_episodes (`float`, *optional*, defaults to `60.0`):
             Seconds that requests of other episodes wait for one that computes, so that results do not depend on how
             long anything takes. After that they are answered without it, with a warning. `None` for as long as it
             takes.
@@ -84,7 +84,7 @@ class ExternalApp(Workflow):
         tools: bool = False,
         earns: bool = False,
         together: float = 0.02,
-        holds_up: float | None = 60.0,
+        max_wait_for_episodes: float | None = 60.0,
         cwd: str | os.PathLike | None = None,
     ):
         is_command = isinstance(app, str) or (isinstance(app, Sequence) and all(isinstance(item, str) for item in app))
@@ -94,14 +94,14 @@ class ExternalApp(Workflow):
                 f"endpoint)`, got {app!r}."
             )
         if is_command:
-            parts_of(cast(Any, app))
+            split_command(cast(Any, app))
         if cwd is not None and not os.path.isdir(cwd):
-            raise ValueError(f"`cwd` of `ExternalApp` must be a folder, got {os.fspath(cwd)!r}.")
+            raise ValueError(f"`cwd` of `ExternalApp` must be an existing folder, got {os.fspath(cwd)!r}.")
         if not together >= 0:
             raise ValueError(f"`together` must be at least 0 seconds, got {together!r}.")
         self.app, self.answer, self.takes_tools, self.earns = app, answer, bool(tools), bool(earns)
         self._told: set[str] = set()
-        self.holds_up = holds_up
+        self.max_wait_for_episodes = max_wait_for_episodes
         self.together, self.cwd = together, os.fspath(cwd) if cwd is not None else None
 
     @property
@@ -116,7 +116,7 @@ class ExternalApp(Workflow):
     def check(self, agents: Sequence[str]) -> None:
         if self.answer is not None and self.answer not in agents:
             known = ", ".join(map(repr, agents))
-            raise ValueError(f"`answer` of `ExternalApp` is {self.answer!r}, but the team has {known}.")
+            raise ValueError(f"`answer` of `ExternalApp` must be an agent of the team ({known}), got {self.answer!r}.")
 
     def named_agents(self) -> list[str]:
         return [] if self.answer is None else [self.answer]
@@ -125,7 +125,7 @@ class ExternalApp(Workflow):
         return []  # the application is not started for a picture
 
     def describe(self) -> dict:
-        """What to run is not stored: a team that is loaded from elsewhere would run it."""
+        """Leave out the application: otherwise, loading a team from elsewhere would run its code."""
         return {"class": self.class_name, "answer": self.answer, "tools": self.takes_tools}
 
     @classmethod
@@ -135,23 +135,23 @@ class ExternalApp(Workflow):
     async def run(self, episode: LiveEpisode) -> None:
         if self.app is None:
             raise ValueError(
-                "The application of the team is not stored with it: pass `workflow=ExternalApp(...)`, or ask its "
-                "agents by name, as with `marft serve`."
+                "The saved team does not include its application. Pass `workflow=ExternalApp(...)`, or request its "
+                "agents by name, for example with `marft serve`."
             )
         from .server import Endpoint
 
-        server = Endpoint.of_process()
+        server = Endpoint.get_or_start()
         async with self._place(episode, server):
             await self._run(episode, server)
 
     @contextlib.asynccontextmanager
     async def _place(self, episode: LiveEpisode, server: Any) -> AsyncIterator[None]:
-        """Wait until there are files for a further episode."""
+        """Wait until the limit on open files allows another episode."""
         places = server.places()
         if places.locked():
             self.say_once(
-                f"{server.at_once} episodes of {self.name} run at a time, and the others wait: more might need more "
-                "open files than this process may have. Raise the limit (`ulimit -n`) to run more at a time."
+                f"Only {server.at_once} episodes of {self.name} run at a time, because more could exceed the limit on "
+                "open files of this process. Raise the limit (`ulimit -n`) to run more at a time."
             )
         episode.state.is_queued = True
         async with places:
@@ -177,7 +177,7 @@ class ExternalApp(Workflow):
     async def _result(self, episode: LiveEpisode, endpoint: AppEndpoint, server: Any) -> AppResult:
         row = dict(episode.row)
         if not callable(self.app):
-            arguments = arguments_of(cast(Any, self.app), row, endpoint)
+            arguments = make_arguments(cast(Any, self.app), row, endpoint)
             job = server.run(run_program(arguments, row, endpoint, self.cwd or os.getcwd()))
             return await asyncio.wrap_future(job)
         if inspect.iscoroutinefunction(self.app) or inspect.iscoroutinefunction(type(self.app).__call__):
@@ -187,7 +187,7 @@ class ExternalApp(Workflow):
         try:
             return AppResult(value=await value if inspect.isawaitable(value) else value)
         except SystemExit as end:  # in a task, it would end the event loop
-            raise RuntimeError(f"the application has called `sys.exit({end.code!r})`") from end
+            raise RuntimeError(f"the application called `sys.exit({end.code!r})`") from end
 
     def _finish(self, episode: LiveEpisode, session: Session, result: AppResult) -> None:
         for name, number in list(session.counts.items()):
@@ -196,29 +196,29 @@ class ExternalApp(Workflow):
         if result.problem is not None:
             raise RuntimeError(result.problem + refused)
         if not episode.turns:
-            why = refused or " It made no request: does it read OPENAI_BASE_URL and OPENAI_API_KEY, or ask elsewhere?"
-            said = result.said
+            why = refused or " It sent no request: check that it reads OPENAI_BASE_URL and OPENAI_API_KEY."
+            output = result.said
             raise RuntimeError(
-                f"The application has ended without a turn.{why}" + (f" It said: {said}" if said else "")
+                f"The application ended without a turn.{why}" + (f" Output: {output}" if output else "")
             )
         if result.left:
             episode.count("app/left_behind", result.left)
             self.say_once(
-                f"The application {self.name} has left {result.left} processes behind, which were ended. Wait for "
-                "them in it."
+                f"Terminated {result.left} process{'es' * (result.left > 1)} that the application {self.name} left "
+                "running. Wait for child processes in the application."
             )
         episode.environment = result
-        its = [turn for turn in episode.turns if turn.agent == self.answer]
-        if its:
-            episode.answer = its[-1]
+        answers = [turn for turn in episode.turns if turn.agent == self.answer]
+        if answers:
+            episode.answer = answers[-1]
         for reward, turn in session.rewards:
             episode.earn(turn or episode.turns[-1], reward)
         if result.value is not None:
             self._take_value(episode, result.value)
         if self.earns and result.value is None and not session.rewards:
             raise RuntimeError(
-                "the application has told no reward, with `earns=True`. Post it to `{base_url}/reward`, also if it is "
-                "0, or return it."
+                "the application reported no reward, which `earns=True` requires. Post it to `{base_url}/reward`, "
+                "even if it is 0, or return it."
             )
         if result.said:
             episode.observe(result.said, source=OUTPUT)
@@ -226,36 +226,36 @@ class ExternalApp(Workflow):
     def _take_value(self, episode: LiveEpisode, value: Any) -> None:
         is_reward = isinstance(value, (int, float, Mapping)) and not isinstance(value, bool)
         if self.earns and not is_reward:
-            raise TypeError(f"With `earns=True`, {self.name} must return a reward or nothing, got {value!r}.")
+            raise TypeError(f"With `earns=True`, {self.name} must return a reward or `None`, got {value!r}.")
         if self.earns:
             episode.earn(episode.turns[-1], value)
 
     def check_keys(self, cause: BaseException | None = None) -> None:
         """
-        Check that a function has not passed its key on by what all episodes of this process share.
+        Check that a function has not stored its API key where all episodes of this process read it.
 
         Args:
-            cause (`BaseException`, *optional*): what the function has raised.
+            cause (`BaseException`, *optional*): the error that the function raised.
 
         Raises:
-            RuntimeError: it has, and episodes may have had turns of one another.
+            RuntimeError: the function has stored the key there, so episodes may have had turns of other episodes.
         """
         if callable(self.app) and (places := shared_keys()):
             raise RuntimeError(
-                f"{' and '.join(places)} has the key of an episode. All episodes of this process share it, so they "
-                f"get one another's turns. In {self.name}, pass `base_url=endpoint.base_url, "
+                f"{self.name} stored the API key of an episode in {' and '.join(places)}, which all episodes of this "
+                "process share, so their turns would be mixed up. Pass `base_url=endpoint.base_url, "
                 "api_key=endpoint.api_key` to the client, and `env={**os.environ, **endpoint.variables}` to programs."
             ) from cause
 
     def say_once(self, text: str) -> None:
-        """Warn of something, once."""
+        """Log a warning once."""
         if text not in self._told:
             self._told.add(text)
             logger.warning(text)
 
     @property
     def name(self) -> str:
-        """The application, as messages name it."""
+        """Name of the application in messages."""
         if callable(self.app):
             return f"`{callable_name(self.app)}`"
         return f"`{self.app if isinstance(self.app, str) else ' '.join(cast(Sequence[str], self.app))}`"
@@ -271,7 +271,7 @@ class _Conversation:
 
     def __init__(self, app: ExternalApp, episode: LiveEpisode, session: Session):
         self._app, self._episode, self._session = app, episode, session
-        self._said: list[tuple[Turn, ChatReply, ChatRequest]] = []
+        self._replies: list[tuple[Turn, ChatReply, ChatRequest]] = []
         self._open: list[Waiting] = []
         self._refused = 0  # requests since the latest turn
         self._tasks: set[asyncio.Task] = set()
@@ -281,7 +281,7 @@ class _Conversation:
         Answer requests until the application has ended.
 
         Raises:
-            RuntimeError: it asks again and again, and is refused each time.
+            RuntimeError: the application keeps sending requests that are refused.
         """
         self._episode.state.waits_for = self._app.name
         arrival = asyncio.ensure_future(self._session.inbox.get())
@@ -290,7 +290,9 @@ class _Conversation:
                 await asyncio.wait({running, arrival, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
                 if self._refused >= _MOST_REFUSED:
                     why = f" Its last request was refused: {self._session.refused}" if self._session.refused else ""
-                    raise RuntimeError(f"the application asked {self._refused} times without getting a turn.{why}")
+                    raise RuntimeError(
+                        f"the application sent {self._refused} requests in a row without getting a turn.{why}"
+                    )
                 if not arrival.done():
                     continue
                 self._app.check_keys()
@@ -301,7 +303,7 @@ class _Conversation:
                     batch.append(self._session.inbox.get_nowait())
                 arrival = asyncio.ensure_future(self._session.inbox.get())
                 self._open = [item for item in self._open if not item.is_settled] + batch
-                for waiting in sorted(batch, key=lambda one: one.order):
+                for waiting in sorted(batch, key=lambda request: request.order):
                     if not waiting.is_gone:
                         waiting.task = asyncio.ensure_future(self._answer(waiting))
                         self._tasks.add(waiting.task)
@@ -320,62 +322,67 @@ class _Conversation:
     async def _answer(self, waiting: Waiting) -> None:
         self._refused += 1
         try:
-            turn = await self._turn(waiting.asked, waiting.seen)
-            said = ChatReply.of(turn, waiting.asked.stop)
-            self._said.append((turn, said, waiting.asked))
+            turn = await self._turn(waiting.chat_request, waiting.seen)
+            reply = ChatReply.from_turn(turn, waiting.chat_request.stop)
+            self._replies.append((turn, reply, waiting.chat_request))
             self._refused = 0
-            waiting.settle((said, turn))
+            waiting.settle((reply, turn))
         except asyncio.CancelledError:
-            waiting.settle(RequestError("The request was given up.", 409))
+            waiting.settle(RequestError("The request was canceled.", 409))
             raise
         except (Exception, EndOfEpisode) as error:
-            waiting.settle(problem_of(error))
+            waiting.settle(to_request_error(error))
 
-    async def _turn(self, asked: ChatRequest, seen: tuple[Turn, ...]) -> Turn:
+    async def _turn(self, chat_request: ChatRequest, seen: tuple[Turn, ...]) -> Turn:
         episode = self._episode
-        settings = {**asked.sampling, **({} if asked.max_tokens is None else {"max_tokens": asked.max_tokens})}
-        ignored = [*(["seed"] if asked.seed is not None else []), *(settings if episode.state.trains else ())]
+        settings = {
+            **chat_request.sampling,
+            **({} if chat_request.max_tokens is None else {"max_tokens": chat_request.max_tokens}),
+        }
+        ignored = [*(["seed"] if chat_request.seed is not None else []), *(settings if episode.state.trains else ())]
         for name in ignored:
             self._app.say_once(
-                f"The application sends `{name}`, which is not obeyed in training, where agents sample with their own "
-                "settings and the seed of the run."
+                f"The application sends `{name}`, which is ignored in training: agents sample with their own settings "
+                "and the seed of the run."
             )
-        given = RequestedTurn(
-            self._with_turns(asked.model, asked.messages),
-            asked.tools,
-            asked.stop,
-            asked.sampling,
-            asked.max_tokens,
+        requested_turn = RequestedTurn(
+            self._with_turns(chat_request.model, chat_request.messages),
+            chat_request.tools,
+            chat_request.stop,
+            chat_request.sampling,
+            chat_request.max_tokens,
         )
-        return await episode.turn_on(asked.model, given, sees=seen)
+        return await episode.turn_on(chat_request.model, requested_turn, sees=seen)
 
     def _with_turns(self, agent: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages in which those that are earlier turns of the agent, unchanged, stand as these turns."""
+        """Return the messages, with those that are unchanged earlier turns of the agent replaced by these turns."""
         found: list[dict[str, Any]] = []
         used: list[Turn] = []
         for number, message in enumerate(messages):
-            turn = self._turn_of(agent, messages, number, used) if message["role"] == "assistant" else None
+            turn = self._find_turn(agent, messages, number, used) if message["role"] == "assistant" else None
             used += [turn] if turn is not None else []
             found.append(message if turn is None else {**message, "content": turn})
         return found
 
-    def _turn_of(
+    def _find_turn(
         self, agent: str, messages: Sequence[dict[str, Any]], number: int, used: Sequence[Turn]
     ) -> Turn | None:
-        """The turn that a message is: of several that say the same, the one that was asked for with what is before."""
+        """Return the turn of a message: of several with the same text, the one after the same messages."""
         message, before = messages[number], list(messages[:number])
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         calls = [(function["name"], json.dumps(function["arguments"], sort_keys=True)) for function in functions]
         same = [
-            (turn, asked)
-            for turn, said, asked in self._said
+            (turn, chat_request)
+            for turn, reply, chat_request in self._replies
             if turn.agent == agent
-            and said.text == message["content"]
-            and said.text == ChatReply.of(turn).text  # not one that is shown without its stop string
-            and [(call.name, _sorted(call.arguments)) for call in said.calls] == calls
+            and reply.text == message["content"]
+            and reply.text == ChatReply.from_turn(turn).text  # not one that is shown without its stop string
+            and [(call.name, _sorted(call.arguments)) for call in reply.calls] == calls
             and turn not in used
         ]
-        return next((turn for turn, asked in same if asked.messages == before), same[-1][0] if same else None)
+        return next(
+            (turn for turn, chat_request in same if chat_request.messages == before), same[-1][0] if same else None
+        )
 
 
 def _sorted(arguments: str) -> str:
@@ -384,8 +391,8 @@ def _sorted(arguments: str) -> str:
 
 async def _in_own_thread(function: Callable[[], Any]) -> Any:
     """
-    What a function returns. Other episodes go on meanwhile, whose functions have threads of their own. A function is
-    interrupted when its episode has ended.
+    Run a function in its own thread and return its result, while other episodes continue. The function is interrupted
+    when its episode ends.
     """
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     outcome: asyncio.Future[Any] = loop.create_future()

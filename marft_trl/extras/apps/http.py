@@ -13,31 +13,31 @@ from typing import Any, NamedTuple, Protocol
 from aiohttp import web
 
 from . import chat, responses
-from .requests import ChatReply, ChatRequest, RequestError, problem_of
+from .requests import ChatReply, ChatRequest, RequestError, to_request_error
 
 
 # To add an endpoint, write a module with `read`, `answer`, `Stream`, `encoded`, `failed` and `END`, and list it here
 DIALECTS: dict[str, Any] = {"/v1/chat/completions": chat, "/v1/responses": responses}
 # Maximum seconds for reading a request body, and seconds between keep-alive comments in an idle stream, for proxies
-_SECONDS, _SILENCE = 60.0, 15.0
+_BODY_SECONDS, _KEEP_ALIVE_SECONDS = 60.0, 15.0
 # Maximum number of stream chunks per write
 _MAX_CHUNKS_PER_WRITE = 256
 _CLIENT, _MODEL = web.RequestKey("marft_client", object), web.RequestKey("marft_model", str)
-# `tell(text, is_answer, agent, turn)` is called with new text. `is_answer`: whether the text is part of the answer
-Tell = Callable[[str, bool, str, int], None]
+# `on_text(text, is_answer, agent, turn)` is called with new text. `is_answer`: whether the text is part of the answer
+TextListener = Callable[[str, bool, str, int], None]
 
 
-class Answer(NamedTuple):
+class ChatReplies(NamedTuple):
     """
     Replies to a request.
 
     Args:
         messages: as many replies as the client requested (`n`).
-        lost: called if the replies could not be sent.
+        on_send_failed: called if the replies could not be sent.
     """
 
     messages: Sequence[ChatReply]
-    lost: Callable[[], None] = lambda: None
+    on_send_failed: Callable[[], None] = lambda: None
 
 
 class Outcome(NamedTuple):
@@ -48,13 +48,13 @@ class Outcome(NamedTuple):
         model: name of the requested model; empty if the request was not parsed.
         status: HTTP status; 499 if the client closed the connection.
         seconds: duration of the request.
-        wrong: error that was sent to the client.
+        error: error that was sent to the client.
     """
 
     model: str
     status: int
     seconds: float
-    wrong: RequestError | None
+    error: RequestError | None
 
 
 class Client(Protocol):
@@ -64,13 +64,15 @@ class Client(Protocol):
     def models(self) -> Sequence[str]:
         """Names of the models that the client may request."""
 
-    async def ask(self, asked: ChatRequest, body: bytes, is_retry: bool, tell: Tell | None) -> Answer:
+    async def answer(
+        self, chat_request: ChatRequest, body: bytes, is_retry: bool, on_text: TextListener | None
+    ) -> ChatReplies:
         """
         Answer a request.
 
         Args:
             is_retry: whether the client marks the request as a retry.
-            tell: called with new text of a stream.
+            on_text: called with new text of a stream.
 
         Raises:
             RequestError: the request cannot be answered.
@@ -89,7 +91,7 @@ class Backend(Protocol):
         """Maximum size of a request body in bytes."""
 
     @property
-    def closes(self) -> bool:
+    def closes_connections(self) -> bool:
         """Whether to close the connection after each request."""
 
     @property
@@ -130,7 +132,7 @@ class HTTPApplication:
     async def _around(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        start, status, client, wrong = time.monotonic(), 499, None, None
+        start, status, client, request_error = time.monotonic(), 499, None, None
         headers: dict[str, str] = {}
         try:
             try:
@@ -140,28 +142,28 @@ class HTTPApplication:
             except web.HTTPException as error:
                 routes = {route.canonical for route in request.app.router.resources()}
                 there = f" Available routes: {', '.join(sorted(routes))}." if error.status == 404 else ""
-                wrong = RequestError(f"{error.reason}.{there}", error.status)
+                request_error = RequestError(f"{error.reason}.{there}", error.status)
                 headers = {key: value for key, value in error.headers.items() if key == "Allow"}
             except _ClientDisconnected:  # the client closed the connection
                 raise ConnectionResetError from None
             except Exception as error:
-                wrong = _to_request_error(error)
-                headers = {"Retry-After": "1"} if wrong.status == 503 else {}
-            if wrong is not None:
-                response = web.json_response(wrong.body(), status=wrong.status, headers=headers)
-            if self._backend.closes and not response.prepared:
+                request_error = _to_client_error(error)
+                headers = {"Retry-After": "1"} if request_error.status == 503 else {}
+            if request_error is not None:
+                response = web.json_response(request_error.body(), status=request_error.status, headers=headers)
+            if self._backend.closes_connections and not response.prepared:
                 response.force_close()
             status = response.status
             return response
         finally:
-            outcome = Outcome(request.get(_MODEL, ""), status, time.monotonic() - start, wrong)
+            outcome = Outcome(request.get(_MODEL, ""), status, time.monotonic() - start, request_error)
             self._backend.ended(request, client, outcome)
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response(chat.models(client_of(request).models))
+        return web.json_response(chat.models(get_client(request).models))
 
     async def _model(self, request: web.Request) -> web.Response:
-        name, known = request.match_info["name"], client_of(request).models
+        name, known = request.match_info["name"], get_client(request).models
         if name not in known:
             there = ", ".join(map(repr, known))
             raise RequestError(f"Unknown model {name[:80]!r}. Models: {there}.", 404, "model", "model_not_found")
@@ -171,44 +173,45 @@ class HTTPApplication:
         async def answer(request: web.Request) -> web.StreamResponse:
             if self._backend.json_only and request.content_type != "application/json":
                 raise RequestError("`Content-Type` must be `application/json`.", 415)
-            client, body = client_of(request), await body_of(request)
-            asked = dialect.read(body, client.models)
-            request[_MODEL] = asked.model
+            client, body = get_client(request), await read_body(request)
+            chat_request = dialect.read(body, client.models)
+            request[_MODEL] = chat_request.model
             is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
             reply_id = secrets.token_hex(12)
-            if asked.stream:
-                return await self._streamed(request, dialect, dialect.Stream(reply_id, asked), asked, body, is_retry)
+            if chat_request.stream:
+                stream = dialect.Stream(reply_id, chat_request)
+                return await self._streamed(request, dialect, stream, chat_request, body, is_retry)
             async with asyncio.timeout(self._backend.timeout):
-                found = await client.ask(asked, body, is_retry, None)
-            response = web.json_response(dialect.answer(reply_id, asked, found.messages))
-            if self._backend.closes:
+                found = await client.answer(chat_request, body, is_retry, None)
+            response = web.json_response(dialect.answer(reply_id, chat_request, found.messages))
+            if self._backend.closes_connections:
                 response.force_close()
             try:
                 await response.prepare(request)
                 await response.write_eof()
             except ConnectionError as error:
-                found.lost()
+                found.on_send_failed()
                 raise _ClientDisconnected from error
             except asyncio.CancelledError:
-                found.lost()
+                found.on_send_failed()
                 raise
             return response
 
         return answer
 
     async def _streamed(
-        self, request: web.Request, dialect: Any, stream: Any, asked: ChatRequest, body: bytes, is_retry: bool
+        self, request: web.Request, dialect: Any, stream: Any, chat_request: ChatRequest, body: bytes, is_retry: bool
     ) -> web.StreamResponse:
         """
         Send the answer as server-sent events. Generation does not wait for a client that reads slowly.
         """
         texts: asyncio.Queue[tuple[str, bool, str, int] | None] = asyncio.Queue()
         work = asyncio.ensure_future(
-            client_of(request).ask(asked, body, is_retry, lambda *text: texts.put_nowait(text))
+            get_client(request).answer(chat_request, body, is_retry, lambda *text: texts.put_nowait(text))
         )
         work.add_done_callback(lambda _: texts.put_nowait(None))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        if self._backend.closes:
+        if self._backend.closes_connections:
             response.force_close()
         try:
             try:
@@ -229,7 +232,7 @@ class HTTPApplication:
                 if not response.prepared:
                     raise
                 with _sending():
-                    await response.write(dialect.encoded(dialect.failed(_to_request_error(error))))
+                    await response.write(dialect.encoded(dialect.failed(_to_client_error(error))))
             try:
                 async with asyncio.timeout(self._backend.timeout):
                     with _sending():
@@ -240,7 +243,7 @@ class HTTPApplication:
             return response
         except (_ClientDisconnected, asyncio.CancelledError):
             if work.done() and not work.cancelled() and work.exception() is None:
-                work.result().lost()
+                work.result().on_send_failed()
             raise
         finally:
             work.cancel()
@@ -265,7 +268,7 @@ def _sending() -> Iterator[None]:
 async def _write(response: web.StreamResponse, texts: asyncio.Queue, encoded: Callable[[Any], Any], text: Any) -> None:
     """Write text as it arrives, with all pending text in one write. Some endpoints skip part of the text."""
     loop = asyncio.get_running_loop()
-    silent_at = loop.time() + _SILENCE
+    silent_at = loop.time() + _KEEP_ALIVE_SECONDS
     while text is not None:
         written = list(encoded(text))
         while len(written) < _MAX_CHUNKS_PER_WRITE and not texts.empty() and (text := texts.get_nowait()) is not None:
@@ -274,7 +277,7 @@ async def _write(response: web.StreamResponse, texts: asyncio.Queue, encoded: Ca
             if written:
                 with _sending():
                     await response.write(b"".join(written))
-                silent_at = loop.time() + _SILENCE
+                silent_at = loop.time() + _KEEP_ALIVE_SECONDS
             if text is None:
                 return
             try:
@@ -286,18 +289,18 @@ async def _write(response: web.StreamResponse, texts: asyncio.Queue, encoded: Ca
                 written = [b": still at it\n\n"]
 
 
-def client_of(request: web.Request) -> Any:
+def get_client(request: web.Request) -> Any:
     """Return the client of an admitted request."""
     return request[_CLIENT]
 
 
-def key_of(request: web.Request) -> str:
+def get_api_key(request: web.Request) -> str:
     """Return the API key of a request, or an empty string."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-async def body_of(request: web.Request) -> bytes:
+async def read_body(request: web.Request) -> bytes:
     """
     Read the body of a request.
 
@@ -307,16 +310,16 @@ async def body_of(request: web.Request) -> bytes:
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise RequestError("Compressed request bodies are not supported. Remove the header `Content-Encoding`.", 415)
     try:
-        async with asyncio.timeout(_SECONDS):
+        async with asyncio.timeout(_BODY_SECONDS):
             return await request.read()
     except TimeoutError as error:
-        raise RequestError(f"The request did not arrive within {_SECONDS:g} seconds.", 408) from error
+        raise RequestError(f"The request did not arrive within {_BODY_SECONDS:g} seconds.", 408) from error
 
 
-def _to_request_error(error: Exception) -> RequestError:
+def _to_client_error(error: Exception) -> RequestError:
     """Convert an error to the error that the client receives."""
     if isinstance(error, TimeoutError):
         return RequestError("The answer took too long.", 504, code="timeout")
     if isinstance(error, web.RequestPayloadError):
         return RequestError(f"The body cannot be read: {error}")
-    return problem_of(error)
+    return to_request_error(error)

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Applications that are programs: started for an episode, listened to, and ended with all that they have started."""
+"""Applications that are programs: started for an episode, and terminated with all processes that they started."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from ...system.redaction import for_log
 from .session import AppEndpoint
 
 
-# Characters that are kept of what a program writes, the last ones
+# Maximum number of characters that are kept of each output stream of a program, from its end
 _KEPT = 20_000
-# Characters of a stream that messages have
+# Maximum number of characters of a stream in messages
 _TOLD = 1500
-# What a shell reads, and nobody else
+# Tokens that have a meaning in shells only
 _OF_SHELLS = ("|", ">", ">>", "<", "&&", "||", ";", "&")
-# Seconds that a program has to end when it is told to, and that its output may come after its end
+# Seconds that a program has to end after SIGTERM, and that its output may arrive after its end
 _GRACE, _LATE = 2.0, 0.2
-# Variables of the processes of a launcher, which an application is none of
+# Variables of processes that a launcher started, which an application is not
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
 @dataclass(frozen=True)
 class AppResult:
     """
-    What has become of an application in an episode.
+    Result of an application in an episode.
 
     Args:
-        output (`str`): the end of its standard output.
-        errors (`str`): the end of its standard error.
-        status (`int`, *optional*): exit status; negative for the signal that has ended it. `None` for a function.
+        output (`str`): end of the standard output.
+        errors (`str`): end of the standard error stream.
+        status (`int`, *optional*): exit status; negative if a signal terminated the program. `None` for a function.
         value (`Any`): what a function returned.
-        left (`int`): number of processes that it had left behind, which were ended.
+        left (`int`): number of processes that the program left running, which were terminated.
     """
 
     output: str = ""
@@ -54,32 +54,32 @@ class AppResult:
 
     @property
     def problem(self) -> str | None:
-        """Why the episode has failed, if it has."""
+        """Why the episode failed; `None` if it did not."""
         if not self.status:
             return None
         name = signal.Signals(-self.status).name if self.status < 0 else ""
-        how = f"was ended by {name}" if self.status < 0 else f"ended with status {self.status}"
-        return f"the application {how}" + (f". It said: {self.said}" if self.said else " and said nothing")
+        how = f"was terminated by {name}" if self.status < 0 else f"exited with status {self.status}"
+        return f"the application {how}" + (f". Output: {self.said}" if self.said else " without any output")
 
     @property
     def said(self) -> str:
-        """The end of what it wrote, of both streams, without secrets and control characters."""
+        """The end of both output streams, without secrets and control characters."""
         return "\n".join(filter(None, (for_log(text).strip()[-_TOLD:] for text in (self.output, self.errors))))
 
 
-def arguments_of(command: str | Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint) -> list[str]:
+def make_arguments(command: str | Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint) -> list[str]:
     """
-    A command for a dataset row. No shell reads it: a value of the row is one argument or a part of one, whatever
-    characters it has.
+    Make the command for a dataset row. No shell parses it: a value of the row is one argument or a part of one,
+    whatever characters it contains.
 
     Args:
         command: with `{column}` for values of the row, `{base_url}` and `{api_key}`.
-        endpoint: where the application asks the agents.
+        endpoint: where the application sends its requests.
 
     Raises:
         ValueError: the row has no such column.
     """
-    parts = parts_of(command)
+    parts = split_command(command)
     row = {**row, "prompt": _last_text(row["prompt"])}
     values = {**row, "base_url": endpoint.base_url, "api_key": endpoint.api_key}
     texts = {name: _as_text(name, value) for name, value in values.items()}
@@ -88,59 +88,60 @@ def arguments_of(command: str | Sequence[str], row: Mapping[str, Any], endpoint:
     except KeyError as error:
         known = ", ".join(map(repr, row))
         raise ValueError(
-            f"The command has {{{error.args[0]}}}, and the columns of the row are {known}. Name one of these, "
+            f"The command contains {{{error.args[0]}}}, which is not a column of the row. Use one of {known}, "
             "`base_url` or `api_key`, or write `{{` and `}}` for braces."
         ) from error
 
 
-def parts_of(command: str | Sequence[str]) -> list[str]:
+def split_command(command: str | Sequence[str]) -> list[str]:
     """
-    The parts of a command.
+    Split a command into its arguments.
 
     Raises:
-        ValueError: it cannot be split, has fields that are none or that could be options, or was written for a shell.
+        ValueError: the command cannot be split, has invalid fields or fields that the program could parse as options,
+            or was written for a shell.
     """
     try:
         parts = shlex.split(command) if isinstance(command, str) else list(command)
         for part in parts:
             list(string.Formatter().parse(part))
     except ValueError as error:
-        raise ValueError(f"The command {command!r} cannot be read: {error}.") from error
+        raise ValueError(f"The command {command!r} cannot be parsed: {error}.") from error
     shells = [item for item in parts if item in _OF_SHELLS or item.startswith("$")] if isinstance(command, str) else []
     if shells or not parts:
-        what = f"{shells[0]!r} would be an argument" if shells else "it is empty"
+        problem = f"is not run by a shell, so {shells[0]!r} would be an argument" if shells else "is empty"
         raise ValueError(
-            f"The command {command!r} is read by no shell: {what}. Name a program and its arguments, or "
-            "`['bash', '-c', '...']`, which reads what is in a row as code."
+            f"The command {command!r} {problem}. Pass a program and its arguments, or `['bash', '-c', '...']`, which "
+            "runs values of the row as code."
         )
     _check_fields(command, parts)
     return parts
 
 
 def _check_fields(command: str | Sequence[str], parts: Sequence[str]) -> None:
-    """A value of a row must not be read as an option, or name the program, whatever it begins with."""
-    are_values = False  # behind `--`
+    """Check that no value of a row can be parsed as an option, or name the program, whatever it starts with."""
+    are_values = False  # after `--`
     for number, part in enumerate(parts):
         before, field, *_ = next(iter(string.Formatter().parse(part)), ("", None))
         is_of_row = field is not None and field not in ("base_url", "api_key")
         if is_of_row and not before.strip("-") and not are_values:
             option = parts[number - 1] if number and parts[number - 1].startswith("-") else f"--{field}"
             raise ValueError(
-                f"An argument of the command {command!r} begins with {{{field}}}, so a value such as `--output=x` "
-                f"would be an option of the program. Write `{option}={part}`, put `--` before arguments without "
-                "options, or read the row from the standard input of the program."
+                f"An argument of the command {command!r} starts with {{{field}}}, so the program would parse a value "
+                f"such as `--output=x` as an option. Write `{option}={part}`, put `--` before positional arguments, "
+                "or let the program read the row from standard input."
             )
         are_values = part == "--" or (are_values and is_of_row)  # `--` of a launcher ends before its program
 
 
 def _last_text(prompt: Any) -> Any:
-    """A prompt of messages as a question: the text of the last message."""
+    """Return the text of the last message if the prompt is a list of messages."""
     is_conversation = isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict)
     return prompt[-1].get("content") if is_conversation else prompt
 
 
 class _Plain(string.Formatter):
-    """Fields are names alone: `{prompt}`, not `{prompt.attribute}`."""
+    """Formatter with names only: `{prompt}`, not `{prompt.attribute}`."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
         return kwargs[field_name], field_name
@@ -148,10 +149,11 @@ class _Plain(string.Formatter):
 
 async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint, cwd: str) -> AppResult:
     """
-    Run a program to its end. It finds the row as JSON on its standard input. If the caller is cancelled, it is ended.
+    Run a program to its end, with the row as JSON on its standard input. If the caller is cancelled, the program is
+    terminated.
 
     Args:
-        endpoint: where it asks the agents.
+        endpoint: where the program sends its requests.
     """
     variables = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
     transport, heard = await asyncio.get_running_loop().subprocess_exec(
@@ -175,12 +177,12 @@ async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint
 
 
 class _Listener(asyncio.SubprocessProtocol):
-    """Keeps the end of what a program writes, and notes when it has ended."""
+    """Keeps the end of the output of a program, and records when it exits."""
 
     def __init__(self) -> None:
         self._kept = {1: b"", 2: b""}
         self._open = set(self._kept)
-        # That of a process, and not of all who have inherited its output, as `Process.wait` waits for
+        # The exit of the program itself: `Process.wait` also waits for processes that inherited its output
         self.has_ended, self.is_silent = asyncio.Event(), asyncio.Event()
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
@@ -201,23 +203,23 @@ class _Listener(asyncio.SubprocessProtocol):
 
 async def _end(pid: int, heard: _Listener, secret: str) -> int:
     """
-    End a program, and what it has started, also outside of its group: all of it has the key of the episode.
+    Terminate a program and all processes that it started, also outside its process group: all have the episode's key.
 
-    Returns: the number of processes that were left when the program itself had ended.
+    Returns: the number of processes that were still running after the program itself had exited.
     """
     was_running = not heard.has_ended.is_set()
     left = await asyncio.to_thread(started_by, pid, secret)
     if was_running:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    for one in left:
+    for process in left:
         with contextlib.suppress(psutil.Error):
-            one.terminate()
+            process.terminate()
     if left:
         _, stubborn = await asyncio.to_thread(psutil.wait_procs, left, _GRACE)
-        for one in stubborn:
+        for process in stubborn:
             with contextlib.suppress(psutil.Error):
-                one.kill()
+                process.kill()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_GRACE):
             await heard.has_ended.wait()

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Requests of OpenAI's API: what a client asks for and what a team answers, whatever the form."""
+"""Requests and replies of OpenAI's API, in a form that all endpoints share."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _READ = {
     *("model", "tools", "tool_choice", "stop", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p"),
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "seed", "row", "show_turns"),
 }
-# Fields that say nothing about what a model writes, or that ask for what is the case anyway
+# Fields that are ignored: they do not affect what a model generates, or request the default
 _ASIDE = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"),
     *("parallel_tool_calls", "reasoning", "reasoning_effort", "verbosity", "include", "truncation", "max_tool_calls"),
     *("context_management", "prompt_cache_retention"),
 }
-_LOGPROBS = "The log-probabilities of a turn are recorded with it, and are not sent."
-_POLICY = "Agents sample from their policies. Leave it out."
-_TEXTS = "Agents write texts. Leave it out."
-_KEPT = "Nothing is kept between requests. Send the whole conversation."
-# Fields that cannot be obeyed: the values that ask for nothing, and why
+_LOGPROBS = "Log-probabilities are recorded with each turn, but not sent to the client."
+_POLICY = "Agents sample from their policies. Remove this field."
+_TEXTS = "Agents generate text only. Remove this field."
+_KEPT = "The server stores nothing between requests. Send the whole conversation."
+# Unsupported fields: the values that have no effect, and what to do
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logprobs": ((False,), _LOGPROBS),
     "top_logprobs": ((0,), _LOGPROBS),
@@ -60,12 +60,12 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "function_call": (("none", "auto"), "Use `tools`."),
     "modalities": ((["text"],), _TEXTS),
     "audio": ((), _TEXTS),
-    "prediction": ((), "Leave it out."),
-    "web_search_options": ((), "Leave it out."),
+    "prediction": ((), "Remove this field."),
+    "web_search_options": ((), "Remove this field."),
     "previous_response_id": ((), _KEPT),
     "conversation": ((), _KEPT),
     "prompt": ((), _KEPT),
-    "background": ((False,), "Wait for the answer."),
+    "background": ((False,), "Remove this field and wait for the answer."),
 }
 
 
@@ -88,10 +88,11 @@ class RequestError(ValueError):
         return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.code}}
 
 
-def problem_of(error: BaseException) -> RequestError:
+def to_request_error(error: BaseException) -> RequestError:
     """
-    The error that a client gets: the message if the request is wrong. Other messages may hold the address of an
-    endpoint or the output of a program, so they are logged without secrets, and the client gets an id of the log.
+    Convert an error to the error that the client receives. Errors in the request keep their messages. Other messages
+    may contain the address of an endpoint or the output of a program, so they are logged without secrets, and the
+    client receives the id of the log entry.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -105,60 +106,60 @@ def problem_of(error: BaseException) -> RequestError:
         cause = cause.__cause__
     text = for_log("".join(traceback.format_exception(error)))
     identity = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
-    if identity not in _LOGGED:  # a client that asks again and again does not fill the disk
+    if identity not in _LOGGED:  # so that a client that retries forever does not fill the disk
         logger.error(f"Error {identity}: {text}")
     _LOGGED.append(identity)
     return RequestError(
-        f"The server failed to answer. The reason is in its log, as error {identity}.", 500, code="internal_error"
+        f"The server failed to answer. See error {identity} in the server log.", 500, code="internal_error"
     )
 
 
-def check_known(given: Mapping[str, Any], own: Collection[str]) -> None:
+def check_known(body: Mapping[str, Any], own: Collection[str]) -> None:
     """
     Raises:
-        RequestError: a field asks for something that cannot be had, or is none of both forms or of the `own` ones.
+        RequestError: a field is unsupported or unknown. `own`: fields that only this form of the API has.
     """
-    for name, value in given.items():
+    for name, value in body.items():
         if value is None or name in _READ or name in _ASIDE or name in own:
             continue
         if name not in _REFUSED:
             hint = did_you_mean(name, [*_READ, *own])
-            raise RequestError(f"`{name[:80]}` is no field that this server knows.{hint}", field=name[:80])
+            raise RequestError(f"Unknown field `{name[:80]}`.{hint}", field=name[:80])
         nothing, why = _REFUSED[name]
         if not any(value == item and type(value) is type(item) for item in nothing):
             raise RequestError(f"`{name}` is not supported. {why}", field=name, code="unsupported_parameter")
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body."""
+    """Parse the JSON object in a body."""
 
     def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no number of JSON")
+        raise ValueError(f"{constant} is not a JSON number")
 
     try:
-        given = json.loads(body.decode("utf-8"), parse_constant=refuse)
-        json.dumps(given, ensure_ascii=False).encode("utf-8")  # no halves of characters
-        check_depth(given)
+        value = json.loads(body.decode("utf-8"), parse_constant=refuse)
+        json.dumps(value, ensure_ascii=False).encode("utf-8")  # no halves of characters
+        check_depth(value)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The body is not valid JSON in UTF-8: {str(error)[:200]}.") from error
-    if not isinstance(given, dict):
-        raise RequestError(f"The body must be a JSON object, got {type(given).__name__}.")
-    return given
+    if not isinstance(value, dict):
+        raise RequestError(f"The body must be a JSON object, got {type(value).__name__}.")
+    return value
 
 
 def check_depth(value: Any) -> None:
-    """Raise unless a value is nested as deep as programs nest them, and no deeper: later code goes through it."""
+    """Raise an error if a value is nested so deeply that later code could not walk through it."""
     level = [value]
     for _ in range(_DEEPEST):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
         level = [entry for some in inner for entry in some]
     if level:
-        raise ValueError(f"values are nested more than {_DEEPEST} deep")
+        raise ValueError(f"values are nested more than {_DEEPEST} levels deep")
 
 
-def model_of(given: Mapping[str, Any], models: Sequence[str]) -> str:
-    """The model that is asked for."""
-    model = given.get("model")
+def read_model(body: Mapping[str, Any], models: Sequence[str]) -> str:
+    """Read the requested model."""
+    model = body.get("model")
     if not isinstance(model, str) or model not in models:
         known = ", ".join(map(repr, models))
         hint = did_you_mean(model, models) if isinstance(model, str) else ""
@@ -167,8 +168,8 @@ def model_of(given: Mapping[str, Any], models: Sequence[str]) -> str:
     return model
 
 
-def sampling_of(given: Mapping[str, Any]) -> dict[str, float]:
-    """The sampling settings of a request."""
+def read_sampling(body: Mapping[str, Any]) -> dict[str, float]:
+    """Read the sampling settings of a request."""
     ranges: dict[str, tuple[float, float, str]] = {
         "temperature": (0.0, 2.0, "from 0 to 2"),
         "top_p": (0.0, 1.0, "above 0 and at most 1"),
@@ -176,22 +177,22 @@ def sampling_of(given: Mapping[str, Any]) -> dict[str, float]:
     }
     found: dict[str, float] = {}
     for name, (low, high, text) in ranges.items():
-        value = given.get(name)
+        value = body.get(name)
         if value is None:
             continue
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not low <= value <= high or not math.isfinite(value) or (name == "top_p" and value == 0):
             raise RequestError(f"`{name}` must be a number {text}, got {json.dumps(value)[:80]}.", field=name)
-        # What is nearly 0 is meant as 0, and would overflow
+        # A temperature close to 0 would overflow, so it is read as greedy decoding
         found[name] = 0.0 if name == "temperature" and value < _COLDEST else float(value)
-    if (top_k := whole(given, "top_k", -1, 2**31)) is not None:
+    if (top_k := read_integer(body, "top_k", -1, 2**31)) is not None:
         found["top_k"] = max(top_k, 0)
     return found
 
 
-def whole(given: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
-    """An integer, if it is given."""
-    value = given.get(name)
+def read_integer(body: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
+    """Read an optional integer."""
+    value = body.get(name)
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
@@ -200,43 +201,45 @@ def whole(given: Mapping[str, Any], name: str, low: int, high: int | None = None
     return value
 
 
-def length_of(given: Mapping[str, Any]) -> int | None:
-    """The largest number of tokens of a turn, under any of the names that there are."""
-    lengths = [whole(given, name, 1) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
+def read_max_tokens(body: Mapping[str, Any]) -> int | None:
+    """Read the maximum number of tokens of a turn, which has several names."""
+    lengths = [read_integer(body, name, 1) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
     return min((length for length in lengths if length is not None), default=None)
 
 
-def count_of(given: Mapping[str, Any], is_stream: bool) -> int:
-    """The number of answers."""
-    count = whole(given, "n", 1, _MOST_ANSWERS) or 1
+def read_count(body: Mapping[str, Any], is_stream: bool) -> int:
+    """Read the number of answers."""
+    count = read_integer(body, "n", 1, _MOST_ANSWERS) or 1
     if is_stream and count > 1:
-        raise RequestError("`n` must be 1 for a stream. Leave `stream` out for several answers.", field="n")
+        raise RequestError("`n` must be 1 if `stream` is true. Remove `stream` to get several answers.", field="n")
     return count
 
 
-def row_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Further columns of a dataset row."""
-    row = given.get("row") or {}
+def read_row(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Read additional columns of a dataset row."""
+    row = body.get("row") or {}
     if not isinstance(row, dict) or "prompt" in row:
         raise RequestError(
-            "`row` must be an object with the further columns of a dataset row; its `prompt` is the conversation.",
+            "`row` must be an object with further dataset columns, without `prompt`: the conversation is the prompt.",
             field="row",
         )
     return row
 
 
-def stops_of(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts that end a turn."""
-    value = given.get("stop")
+def read_stops(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """Read the stop strings of a turn."""
+    value = body.get("stop")
     texts = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(texts, list) or len(texts) > _MOST_STOPS or not all(isinstance(t, str) and t for t in texts):
-        raise RequestError(f"`stop` must be a text or a list of up to {_MOST_STOPS} texts.", field="stop")
+        raise RequestError(
+            f"`stop` must be a string, or a list of up to {_MOST_STOPS} strings, none of them empty.", field="stop"
+        )
     return tuple(texts)
 
 
-def flag(given: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Whether something is the case."""
-    value = given.get(name)
+def read_flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Read an optional boolean."""
+    value = body.get(name)
     if value is None:
         return default
     if not isinstance(value, bool):
@@ -244,9 +247,9 @@ def flag(given: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
+def read_content(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
     """
-    The text of a content: a string, or a list of parts.
+    Read the text of a message's content: a string, or a list of parts.
 
     Args:
         kinds: types of parts that have a text.
@@ -256,28 +259,30 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
             item.get("text") if isinstance(item, dict) and item.get("type") in kinds else None for item in content
         ]
         if not all(isinstance(text, str) for text in texts):
-            raise RequestError(f"`{where}` may have parts of type 'text' alone.", field=where)
+            raise RequestError(f"`{where}` may only have parts of type 'text'.", field=where)
         content = "".join(texts)  # type: ignore[arg-type]
     if not isinstance(content, str):
-        raise RequestError(f"`{where}` must be a text.", field=where)
+        raise RequestError(f"`{where}` must be a string.", field=where)
     return content
 
 
-def object_of(value: Any, where: str) -> dict[str, Any]:
-    """A JSON object."""
+def check_object(value: Any, where: str) -> dict[str, Any]:
+    """Return a value that must be a JSON object."""
     if not isinstance(value, dict):
         raise RequestError(f"`{where}` must be an object, got {json.dumps(value)[:80]}.", field=where)
     return value
 
 
-def name_of(value: Any, where: str) -> str:
-    """A name that is not empty."""
+def read_name(value: Any, where: str) -> str:
+    """Return a value that must be a name."""
     if not isinstance(value, str) or not value or len(value) > 128:
-        raise RequestError(f"`{where}` must be a name, got {json.dumps(value)[:80]}.", field=where)
+        raise RequestError(
+            f"`{where}` must be a string of 1 to 128 characters, got {json.dumps(value)[:80]}.", field=where
+        )
     return value
 
 
-_REFUSED_FORMAT = "Constrained decoding would sample from another policy. Ask for the form in a message, and parse."
+_REFUSED_FORMAT = "Constrained decoding would change the policy. Describe the format in a message instead."
 
 
 class ReplyCall(NamedTuple):
@@ -319,9 +324,9 @@ class ChatRequest:
     show_turns: bool = True
 
     @classmethod
-    def of(
+    def from_body(
         cls,
-        given: Mapping[str, Any],
+        body: Mapping[str, Any],
         models: Sequence[str],
         own: Collection[str],
         messages: Callable[[Mapping[str, Any]], list[dict[str, Any]]],
@@ -334,35 +339,41 @@ class ChatRequest:
             own: names of fields that this form alone has.
             tool: finds the function of a tool, and the name of its field.
         """
-        model = model_of(given, models)
-        check_known(given, own)
-        _check_format(given.get("response_format"), "response_format")
-        _check_format(object_of(given.get("text") or {}, "text").get("format"), "text.format")
-        is_stream = flag(given, "stream", False)
+        model = read_model(body, models)
+        check_known(body, own)
+        _check_format(body.get("response_format"), "response_format")
+        _check_format(check_object(body.get("text") or {}, "text").get("format"), "text.format")
+        is_stream = read_flag(body, "stream", False)
         return cls(
             model=model,
-            messages=messages(given),
-            tools=_tools(given, tool),
-            stop=stops_of(given),
+            messages=messages(body),
+            tools=_tools(body, tool),
+            stop=read_stops(body),
             stream=is_stream,
-            with_usage=flag(object_of(given.get("stream_options") or {}, "stream_options"), "include_usage", False),
-            sampling=sampling_of(given),
-            max_tokens=length_of(given),
-            count=count_of(given, is_stream),
-            seed=whole(given, "seed", -(2**63), 2**63 - 1),
-            row=row_of(given),
-            show_turns=flag(given, "show_turns", True),
+            with_usage=read_flag(
+                check_object(body.get("stream_options") or {}, "stream_options"), "include_usage", False
+            ),
+            sampling=read_sampling(body),
+            max_tokens=read_max_tokens(body),
+            count=read_count(body, is_stream),
+            seed=read_integer(body, "seed", -(2**63), 2**63 - 1),
+            row=read_row(body),
+            show_turns=read_flag(body, "show_turns", True),
         )
 
     def check_turn(self) -> None:
         """
         Raises:
-            RequestError: it is more than one turn of an agent, or less.
+            RequestError: the request is not for exactly one turn of an agent.
         """
         if self.count > 1:
-            raise RequestError("`n` must be 1: a turn is one answer. Ask again for another one.", field="n")
+            raise RequestError(
+                f"`n` must be 1 for an agent, got {self.count}. Send a request for each answer.", field="n"
+            )
         if self.row:
-            raise RequestError("`row` is not read here: an agent is asked on the messages.", field="row")
+            raise RequestError(
+                "`row` is not supported for an agent, which only sees the messages of the request.", field="row"
+            )
 
 
 @dataclass(frozen=True)
@@ -371,7 +382,7 @@ class ChatReply:
     A message of a model.
 
     Args:
-        is_cut: whether it ended at its largest length.
+        is_truncated: whether it ended at its largest length.
         read: number of tokens of the conversation.
         written: number of tokens of the message.
         thoughts: what teammates have said before it.
@@ -380,7 +391,7 @@ class ChatReply:
 
     text: str
     calls: tuple[ReplyCall, ...] = ()
-    is_cut: bool = False
+    is_truncated: bool = False
     read: int = 0
     written: int = 0
     thoughts: str = ""
@@ -388,7 +399,7 @@ class ChatReply:
     agents: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, turn: Turn, stop: Sequence[str] = (), mark: str = "") -> ChatReply:
+    def from_turn(cls, turn: Turn, stop: Sequence[str] = (), mark: str = "") -> ChatReply:
         """
         A turn as a message.
 
@@ -396,7 +407,7 @@ class ChatReply:
             stop: texts that have ended it, which are not shown.
             mark: what tells its calls from those of other episodes in the same conversation.
         """
-        calls = _calls_of(turn)
+        calls = _read_calls(turn)
         text = (turn.without_calls or "") if calls else turn.text if turn.tagged is None else turn.tagged
         for item in stop:
             text = text.partition(item)[0]
@@ -404,7 +415,7 @@ class ChatReply:
         return cls(text, tuple(ids), turn.truncated, len(turn.prompt_ids), len(turn.completion_ids))
 
 
-def _calls_of(turn: Turn) -> list[tuple[str, str]]:
+def _read_calls(turn: Turn) -> list[tuple[str, str]]:
     """Names and arguments of the calls in a turn. If one of them has no object as arguments, the turn is a text."""
     calls = [(call.name, _as_json(call.arguments)) for call in turn.tool_calls]
     found = [(name, arguments) for name, arguments in calls if arguments is not None]
@@ -423,50 +434,50 @@ def _as_json(arguments: Any) -> str | None:
 
 
 def _check_format(value: Any, where: str) -> None:
-    """Raise unless a format asks for nothing but text."""
-    if value is not None and object_of(value, where).get("type") != "text":
+    """Raise an error if a format is not plain text."""
+    if value is not None and check_object(value, where).get("type") != "text":
         raise RequestError(f"`{where}` is not supported. {_REFUSED_FORMAT}", field=where, code="unsupported_parameter")
 
 
 def _tools(
-    given: Mapping[str, Any], function_of: Callable[[dict[str, Any], str], tuple[Any, str]]
+    body: Mapping[str, Any], read_function: Callable[[dict[str, Any], str], tuple[Any, str]]
 ) -> tuple[dict[str, Any], ...]:
     """The functions that a model may call."""
-    tools, choice = given.get("tools") or [], given.get("tool_choice")
+    tools, choice = body.get("tools") or [], body.get("tool_choice")
     if not isinstance(tools, list):
         raise RequestError("`tools` must be a list.", field="tools")
     schemas = []
     for number, tool in enumerate(tools):
         where = f"tools[{number}]"
-        if object_of(tool, where).get("type") != "function":
+        if check_object(tool, where).get("type") != "function":
             raise RequestError(f"`{where}.type` must be 'function'.", field=where)
-        schemas.append(_schema(*function_of(tool, where)))
+        schemas.append(_schema(*read_function(tool, where)))
     if choice not in (None, "auto", "none"):
         raise RequestError(
-            f"`tool_choice` must be 'auto' or 'none', got {json.dumps(choice)[:80]}. A call that is forced would be "
-            "sampled from another policy.",
+            f"`tool_choice` must be 'auto' or 'none', got {json.dumps(choice)[:80]}. A forced call would not be "
+            "sampled from the agent's policy.",
             field="tool_choice",
             code="unsupported_parameter",
         )
     names = [tool["function"]["name"] for tool in schemas]
     if len(set(names)) < len(names):
-        raise RequestError("Two `tools` have the same name.", field="tools")
+        raise RequestError("`tools` must have different names.", field="tools")
     return () if choice == "none" else tuple(schemas)
 
 
 def _schema(tool: Any, where: str) -> dict[str, Any]:
     """The schema of a function: its name, and what of description and parameters there is."""
-    function = {key: value for key, value in object_of(tool, where).items() if key not in ("type", "strict")}
-    name_of(function.get("name"), f"{where}.name")
+    function = {key: value for key, value in check_object(tool, where).items() if key not in ("type", "strict")}
+    read_name(function.get("name"), f"{where}.name")
     if not isinstance(function.get("description"), str | None):
-        raise RequestError(f"`{where}.description` must be a text.", field=f"{where}.description")
-    parameters = object_of(function.get("parameters") or {}, f"{where}.parameters")
+        raise RequestError(f"`{where}.description` must be a string.", field=f"{where}.description")
+    parameters = check_object(function.get("parameters") or {}, f"{where}.parameters")
     schema = {**function, "description": function.get("description") or "", "parameters": parameters}
     schema["parameters"] = parameters if "type" in parameters else {"type": "object", "properties": {}, **parameters}
     return {"type": "function", "function": schema}
 
 
-def call_of(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
+def read_call(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
     """A call within a message, as chat templates take it."""
     try:
         known = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
@@ -474,8 +485,8 @@ def call_of(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, A
         check_depth(known)
     except (ValueError, RecursionError):  # what a model wrote need not be JSON
         known = str(arguments)
-    function = {"name": name_of(name, f"{where}.name"), "arguments": known}
-    return {"id": name_of(identity, f"{where}.id"), "type": "function", "function": function}
+    function = {"name": read_name(name, f"{where}.name"), "arguments": known}
+    return {"id": read_name(identity, f"{where}.id"), "type": "function", "function": function}
 
 
 def with_names(messages: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
@@ -483,7 +494,7 @@ def with_names(messages: Sequence[dict[str, Any]], where: str) -> list[dict[str,
     Messages whose results have the names of their functions.
 
     Raises:
-        RequestError: a result belongs to no call before it.
+        RequestError: a result does not belong to an earlier call.
     """
     names: dict[str, str] = {}
     found = []
@@ -494,8 +505,8 @@ def with_names(messages: Sequence[dict[str, Any]], where: str) -> list[dict[str,
             identity = message.get("tool_call_id")
             if not isinstance(identity, str) or identity not in names:
                 raise RequestError(
-                    f"`{where}[{number}]` is the result of the call {json.dumps(identity)[:80]}, and no message "
-                    "before it has made that call.",
+                    f"`{where}[{number}]` is the result of the call {json.dumps(identity)[:80]}, but no earlier "
+                    "message makes that call.",
                     field=f"{where}[{number}]",
                 )
             message = {**message, "name": names[identity]}

@@ -8,7 +8,16 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .requests import ChatReply, ChatRequest, RequestError, call_of, object_of, read_object, text_of, with_names
+from .requests import (
+    ChatReply,
+    ChatRequest,
+    RequestError,
+    check_object,
+    read_call,
+    read_content,
+    read_object,
+    with_names,
+)
 
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -23,38 +32,40 @@ def read(body: bytes, models: Sequence[str]) -> ChatRequest:
         RequestError: the message names the field, what it got and what it needs.
     """
     own = ("input", "instructions", "text")
-    asked = ChatRequest.of(read_object(body), models, own, _messages, lambda tool, where: (tool, where))
-    if asked.count > 1:
-        raise RequestError("`n` must be 1: a response is one answer. Ask again for another one.", field="n")
-    return asked
+    chat_request = ChatRequest.from_body(read_object(body), models, own, _messages, lambda tool, where: (tool, where))
+    if chat_request.count > 1:
+        raise RequestError(
+            f"`n` must be 1 for a response, got {chat_request.count}. Send a request for each answer.", field="n"
+        )
+    return chat_request
 
 
-def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    items = given.get("input")
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    items = body.get("input")
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:
-        raise RequestError("`input` must be a text, or a list of items.", field="input")
+        raise RequestError("`input` must be a string or a list of items.", field="input")
     messages: list[dict[str, Any]] = []
-    if given.get("instructions") is not None:
-        messages.append({"role": "system", "content": text_of(given["instructions"], "instructions")})
+    if body.get("instructions") is not None:
+        messages.append({"role": "system", "content": read_content(body["instructions"], "instructions")})
     for number, item in enumerate(items):
         where = f"input[{number}]"
-        kind = object_of(item, where).get("type", "message")
+        kind = check_object(item, where).get("type", "message")
         if kind == "message":
             messages.append(_message(item, where))
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            call = call_of(item.get("call_id"), item.get("name"), item.get("arguments"), where)
+            call = read_call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            output = text_of(item.get("output"), f"{where}.output", _TEXTS)
+            output = read_content(item.get("output"), f"{where}.output", _TEXTS)
             messages.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
         elif kind != "reasoning":  # of other models
             raise RequestError(f"`{where}.type` {str(kind)[:80]!r} is not supported.", field=f"{where}.type")
     if not messages:
-        raise RequestError("`input` has nothing to answer.", field="input")
+        raise RequestError("`input` must contain at least one message.", field="input")
     return with_names(messages, "input")
 
 
@@ -63,31 +74,31 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(role, str) or role not in _ROLES:
         known = ", ".join(map(repr, _ROLES))
         raise RequestError(f"`{where}.role` must be one of {known}, got {str(role)[:80]!r}.", field=f"{where}.role")
-    return {"role": _ROLES[role], "content": text_of(item.get("content"), f"{where}.content", _TEXTS)}
+    return {"role": _ROLES[role], "content": read_content(item.get("content"), f"{where}.content", _TEXTS)}
 
 
 # ---- Answers ----
 
 
-def answer(identity: str, asked: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:
+def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:
     """
     The answer to a request. A message that was cut at its largest length is completed, with `incomplete_details`:
     clients take an incomplete response for an error, and turns of training are cut now and then.
     """
-    (said,) = messages
-    return _response(identity, asked, "completed", _output(identity, said), said)
+    (reply,) = messages
+    return _response(identity, chat_request, "completed", _output(identity, reply), reply)
 
 
 class Stream:
     """The events of an answer that grows."""
 
-    def __init__(self, identity: str, asked: ChatRequest):
-        self._identity, self._asked, self._count, self._has_text = identity, asked, 0, False
+    def __init__(self, identity: str, chat_request: ChatRequest):
+        self._identity, self._chat_request, self._count, self._has_text = identity, chat_request, 0, False
         self._place = {"item_id": f"msg_{identity}", "output_index": 0, "content_index": 0}
 
     def begin(self) -> list[dict[str, Any]]:
         """The first events."""
-        begun = _response(self._identity, self._asked, "in_progress", [])
+        begun = _response(self._identity, self._chat_request, "in_progress", [])
         return [self._event(f"response.{name}", response=begun) for name in ("created", "in_progress")]
 
     def delta(self, text: str, is_answer: bool = True, agent: str = "", turn: int = 0) -> list[dict[str, Any]]:
@@ -104,14 +115,14 @@ class Stream:
             found.append(self._event("response.output_text.delta", **self._place, delta=text, logprobs=[]))
         return found
 
-    def end(self, said: ChatReply) -> list[dict[str, Any]]:
+    def end(self, reply: ChatReply) -> list[dict[str, Any]]:
         """The last events, with the text if none of it was sent."""
-        found = self.delta(said.text) if not self._has_text and (said.text or not said.calls) else []
-        items = _output(self._identity, said)
+        found = self.delta(reply.text) if not self._has_text and (reply.text or not reply.calls) else []
+        items = _output(self._identity, reply)
         for index, item in enumerate(items):
             if item["type"] == "message":
-                found.append(self._event("response.output_text.done", **self._place, text=said.text, logprobs=[]))
-                found.append(self._event("response.content_part.done", **self._place, part=_part(said.text)))
+                found.append(self._event("response.output_text.done", **self._place, text=reply.text, logprobs=[]))
+                found.append(self._event("response.content_part.done", **self._place, part=_part(reply.text)))
             else:
                 begun = {**item, "status": "in_progress", "arguments": ""}
                 place = {"item_id": item["id"], "output_index": index}
@@ -122,7 +133,7 @@ class Stream:
                     self._event("response.function_call_arguments.done", **place, name=name, arguments=arguments)
                 )
             found.append(self._event("response.output_item.done", output_index=index, item=item))
-        whole_answer = answer(self._identity, self._asked, [said])
+        whole_answer = answer(self._identity, self._chat_request, [reply])
         return [*found, self._event("response.completed", response=whole_answer)]
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
@@ -138,36 +149,36 @@ def encoded(event: Mapping[str, Any]) -> bytes:
     return f"event: {event['type']}\ndata: {json.dumps(event, default=str)}\n\n".encode()
 
 
-def failed(wrong: RequestError) -> dict[str, Any]:
+def failed(error: RequestError) -> dict[str, Any]:
     """The event of a stream that failed."""
-    return {"type": "error", "code": wrong.code, "message": str(wrong), "param": wrong.field}
+    return {"type": "error", "code": error.code, "message": str(error), "param": error.field}
 
 
 def _response(
-    identity: str, asked: ChatRequest, status: str, output: list[dict[str, Any]], said: ChatReply | None = None
+    identity: str, chat_request: ChatRequest, status: str, output: list[dict[str, Any]], reply: ChatReply | None = None
 ) -> dict[str, Any]:
-    is_cut = said is not None and said.is_cut
+    is_truncated = reply is not None and reply.is_truncated
     return {
         "id": f"resp_{identity}",
         "object": "response",
         "created_at": int(time.time()),
         "status": status,
-        "model": asked.model,
+        "model": chat_request.model,
         "output": output,
         "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
         "instructions": None,
         "metadata": {},
         "parallel_tool_calls": True,
-        "temperature": asked.sampling.get("temperature"),
-        "top_p": asked.sampling.get("top_p"),
+        "temperature": chat_request.sampling.get("temperature"),
+        "top_p": chat_request.sampling.get("top_p"),
         "tool_choice": "auto",
-        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in asked.tools],
-        "usage": _usage(said) if said is not None else None,
+        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in chat_request.tools],
+        "usage": _usage(reply) if reply is not None else None,
     }
 
 
-def _output(identity: str, said: ChatReply) -> list[dict[str, Any]]:
+def _output(identity: str, reply: ChatReply) -> list[dict[str, Any]]:
     calls = [
         {
             "type": "function_call",
@@ -177,9 +188,9 @@ def _output(identity: str, said: ChatReply) -> list[dict[str, Any]]:
             "arguments": call.arguments,
             "status": "completed",
         }
-        for number, call in enumerate(said.calls)
+        for number, call in enumerate(reply.calls)
     ]
-    return [_message_item(identity, said.text), *calls] if said.text or not calls else calls
+    return [_message_item(identity, reply.text), *calls] if reply.text or not calls else calls
 
 
 def _message_item(identity: str, text: str) -> dict[str, Any]:
@@ -191,11 +202,11 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(said: ChatReply) -> dict[str, Any]:
+def _usage(reply: ChatReply) -> dict[str, Any]:
     return {
-        "input_tokens": said.read,
+        "input_tokens": reply.read,
         "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": said.written,
+        "output_tokens": reply.written,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": said.read + said.written,
+        "total_tokens": reply.read + reply.written,
     }

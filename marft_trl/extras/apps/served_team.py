@@ -28,8 +28,8 @@ from ...team.live import Question
 from ...workflows import Sequential, Workflow
 from ..engines.server import EngineDownError
 from .external_app import OUTPUT, ExternalApp
-from .http import Answer, HTTPApplication, Outcome, Tell, key_of
-from .requests import ChatReply, ChatRequest, RequestError, problem_of
+from .http import ChatReplies, HTTPApplication, Outcome, TextListener, get_api_key
+from .requests import ChatReply, ChatRequest, RequestError, to_request_error
 
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,8 @@ class RequestQueue:
         """
         if (self._free.locked() or self._queue_lock.locked()) and self.waiting >= self._max_waiting:
             raise RequestError(
-                f"The server is full: {self.running} questions are running, {self.waiting} are waiting. Retry later.",
+                f"The server is full: {self.running} questions are running and {self.waiting} are waiting. Retry "
+                "later.",
                 503,
                 code="overloaded",
             )
@@ -206,7 +207,7 @@ def answer_text(episode: Episode) -> str:
     return episode.answer.text if episode.answer is not None else ""
 
 
-def tokens_of(episode: Episode) -> dict[str, dict[str, int]]:
+def count_tokens(episode: Episode) -> dict[str, dict[str, int]]:
     """Return the numbers of prompt and completion tokens of each agent."""
     agents: dict[str, dict[str, int]] = {}
     for turn in episode.turns:
@@ -301,13 +302,15 @@ class _SingleAgent(Workflow):
 class _RequestedTurnWorkflow(Workflow):
     """An agent takes a turn on the messages of a request."""
 
-    def __init__(self, asked: ChatRequest):
-        self._asked = asked
+    def __init__(self, chat_request: ChatRequest):
+        self._chat_request = chat_request
 
     async def run(self, episode: LiveEpisode) -> None:
-        asked = self._asked
+        chat_request = self._chat_request
         try:
-            await episode.turn_on(asked.model, RequestedTurn(asked.messages, asked.tools, asked.stop))
+            await episode.turn_on(
+                chat_request.model, RequestedTurn(chat_request.messages, chat_request.tools, chat_request.stop)
+            )
         except EndOfEpisode as end:
             raise PromptError(str(end), end.is_too_long) from end
 
@@ -321,7 +324,7 @@ class _TeamBackend:
             raise ValueError(f"`name={settings.name!r}` is the name of an agent. Choose another `name` for the team.")
         self._team, self._settings = team, settings
         self.timeout, self.max_body = settings.timeout, settings.max_body
-        self.closes, self.json_only = False, True
+        self.closes_connections, self.json_only = False, True
         starts_programs = isinstance(team.workflow, ExternalApp) and team.workflow.starts_programs
         max_running = min(settings.max_running, settings.max_programs) if starts_programs else settings.max_running
         self._queue, self._counters = RequestQueue(max_running, settings.max_waiting), ServerMetrics()
@@ -369,13 +372,13 @@ class _TeamBackend:
         if origin is not None and origin.partition("://")[2] != request.host:
             raise RequestError("Web pages of another origin cannot use this server.", 403, code="forbidden_origin")
         key = self._settings.api_key
-        if key is None and not is_loopback(_host_of(request)):
+        if key is None and not is_loopback(_get_host(request)):
             # After DNS rebinding, a foreign page reaches this machine under its own name, so origin and host are equal
             raise RequestError(
                 f"Unknown host {request.host[:80]!r}. Use 'localhost', or set an API key.", 403, code="forbidden_host"
             )
         if key is not None and request.path not in _PUBLIC_PATHS:
-            request_key = key_of(request).encode("utf-8", "surrogateescape")
+            request_key = get_api_key(request).encode("utf-8", "surrogateescape")
             if not hmac.compare_digest(request_key, key.encode()):
                 raise RequestError(
                     "Missing or invalid API key: use `Authorization: Bearer ...`.", 401, code="invalid_api_key"
@@ -396,19 +399,23 @@ class _TeamBackend:
         """The team, and its agents."""
         return list(self._workflows)
 
-    async def ask(self, asked: ChatRequest, body: bytes, is_retry: bool, tell: Tell | None) -> Answer:
+    async def answer(
+        self, chat_request: ChatRequest, body: bytes, is_retry: bool, on_text: TextListener | None
+    ) -> ChatReplies:
         """Answer a request with the team or an agent. Agents of applications act on the messages of the request."""
-        is_direct = self._is_application_agent(asked.model)
+        is_direct = self._is_application_agent(chat_request.model)
         if is_direct:
-            asked.check_turn()
-            if asked.tools and not self._team.workflow.uses_tools:
+            chat_request.check_turn()
+            if chat_request.tools and not self._team.workflow.uses_tools:
                 raise RequestError("The team was not trained with `tools` in requests.", 400, "tools", _UNSUPPORTED)
         else:
-            _check_question(asked)
-        asked = dataclasses.replace(asked, show_turns=asked.show_turns and self._settings.show_turns)
-        live = None if tell is None or is_direct else self._event_handler(asked, tell)
-        episodes = await self._run_episodes(asked, live)
-        return Answer([_message(episode, asked, is_direct) for episode in episodes])
+            _check_question(chat_request)
+        chat_request = dataclasses.replace(
+            chat_request, show_turns=chat_request.show_turns and self._settings.show_turns
+        )
+        live = None if on_text is None or is_direct else self._event_handler(chat_request, on_text)
+        episodes = await self._run_episodes(chat_request, live)
+        return ChatReplies([_message(episode, chat_request, is_direct) for episode in episodes])
 
     # ---- Routes ----
 
@@ -427,29 +434,31 @@ class _TeamBackend:
 
     # ---- Answers ----
 
-    async def _run_episodes(self, asked: ChatRequest, tell: Callable[[Event], None] | None) -> list[Episode]:
-        is_direct = self._is_application_agent(asked.model)
+    async def _run_episodes(
+        self, chat_request: ChatRequest, on_event: Callable[[Event], None] | None
+    ) -> list[Episode]:
+        is_direct = self._is_application_agent(chat_request.model)
         question = Question(
-            [{**asked.row, "prompt": asked.messages} for _ in range(asked.count)],
-            secrets.randbits(62) if asked.seed is None else asked.seed,
-            decoding(asked.sampling),
-            _RequestedTurnWorkflow(asked) if is_direct else self._workflows[asked.model],
-            asked.max_tokens,
+            [{**chat_request.row, "prompt": chat_request.messages} for _ in range(chat_request.count)],
+            secrets.randbits(62) if chat_request.seed is None else chat_request.seed,
+            decoding(chat_request.sampling),
+            _RequestedTurnWorkflow(chat_request) if is_direct else self._workflows[chat_request.model],
+            chat_request.max_tokens,
             self._settings.max_turns,
         )
-        if asked.count > self._queue.places:
-            raise RequestError(f"`n` must be at most {self._queue.places}, got {asked.count}.", field="n")
+        if chat_request.count > self._queue.places:
+            raise RequestError(f"`n` must be at most {self._queue.places}, got {chat_request.count}.", field="n")
         try:
-            async with self._queue.place(asked.count):
-                episodes = await self._team.live.run(question, tell)
+            async with self._queue.place(chat_request.count):
+                episodes = await self._team.live.run(question, on_event)
         except EngineDownError as error:
-            raise RequestError(str(problem_of(error)), 503, code="engine_down") from error
+            raise RequestError(str(to_request_error(error)), 503, code="engine_down") from error
         self._counters.episodes(episodes)
         return episodes
 
-    def _event_handler(self, asked: ChatRequest, tell: Tell) -> Callable[[Event], None]:
+    def _event_handler(self, chat_request: ChatRequest, on_text: TextListener) -> Callable[[Event], None]:
         """Return a handler that streams the events of an episode: the answer, and the turns of teammates before it."""
-        answering, current_turn = self._answering_turn(asked.model), None
+        answering, current_turn = self._answering_turn(chat_request.model), None
 
         def on_event(event: Event) -> None:
             nonlocal current_turn
@@ -457,11 +466,11 @@ class _TeamBackend:
                 return
             text, is_answer = event.text, event.turn == answering
             if not is_answer:
-                if not asked.show_turns:
+                if not chat_request.show_turns:
                     return
                 if current_turn != event.turn:  # branches may generate at the same time
                     text, current_turn = heading(event.agent, current_turn is None) + text, event.turn
-            tell(text, is_answer, event.agent, event.turn)
+            on_text(text, is_answer, event.agent, event.turn)
 
         return on_event
 
@@ -477,7 +486,7 @@ class _TeamBackend:
         return None
 
 
-def _host_of(request: web.Request) -> str | None:
+def _get_host(request: web.Request) -> str | None:
     """Return the host name or address that a client used, without the port."""
     try:
         return URL(f"http://{request.host}").host
@@ -485,29 +494,29 @@ def _host_of(request: web.Request) -> str | None:
         return None
 
 
-def _check_question(asked: ChatRequest) -> None:
+def _check_question(chat_request: ChatRequest) -> None:
     """
     Raises:
         RequestError: the request uses a feature that only agents of applications support.
     """
-    has_calls = any(message["role"] == "tool" or message.get("tool_calls") for message in asked.messages)
-    for name, value in {"tools": asked.tools, "stop": asked.stop, "messages": has_calls}.items():
+    has_calls = any(message["role"] == "tool" or message.get("tool_calls") for message in chat_request.messages)
+    for name, value in {"tools": chat_request.tools, "stop": chat_request.stop, "messages": has_calls}.items():
         if value:
             why = "Tool calls in messages are" if name == "messages" else f"`{name}` is"
             text = f"{why} not supported: a team uses the tools and stop strings that it was trained with."
             raise RequestError(text, 400, name, _UNSUPPORTED)
-    if any(message["role"] == "user" and not message["content"].strip() for message in asked.messages):
+    if any(message["role"] == "user" and not message["content"].strip() for message in chat_request.messages):
         raise RequestError("A user message is empty.", field="messages")
 
 
-def _message(episode: Episode, asked: ChatRequest, is_direct: bool) -> ChatReply:
+def _message(episode: Episode, chat_request: ChatRequest, is_direct: bool) -> ChatReply:
     """Make the reply to a request from an episode."""
-    turn, tokens = episode.answer, tokens_of(episode)
+    turn, tokens = episode.answer, count_tokens(episode)
     call_id_prefix = f"{secrets.token_hex(6)}_"
-    reply = ChatReply.of(turn, asked.stop, call_id_prefix) if turn is not None else ChatReply("")
+    reply = ChatReply.from_turn(turn, chat_request.stop, call_id_prefix) if turn is not None else ChatReply("")
     read = sum(counts["prompt_tokens"] for counts in tokens.values())
     written = sum(counts["completion_tokens"] for counts in tokens.values())
     if is_direct:
         return dataclasses.replace(reply, read=read, written=written)
-    earlier_turns, turns = (thoughts(episode), as_data(episode)) if asked.show_turns else ("", None)
-    return ChatReply(answer_text(episode), (), reply.is_cut, read, written, earlier_turns, turns, tokens)
+    earlier_turns, turns = (thoughts(episode), as_data(episode)) if chat_request.show_turns else ("", None)
+    return ChatReply(answer_text(episode), (), reply.is_truncated, read, written, earlier_turns, turns, tokens)

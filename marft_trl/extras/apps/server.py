@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The endpoint of a process: one server on the loopback device, in a thread of its own, for all of its episodes."""
+"""The endpoint of a process: a server on the loopback device, in its own thread, that all episodes share."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ _SILENT = 1.0
 
 class Endpoint:
     """
-    The server. Episodes are told apart by their keys; a request without the key of an episode that is running is
-    refused before anything of it is read. Each request has a connection of its own, which its client closes with the
-    answer: idle ones of clients that are never closed would be closed when Python collects them, in whichever thread,
-    this one included, and take connections of others with them.
+    The server. The API key of a request identifies its episode; a request without the key of a running episode is
+    refused before its body is read. Each request has its own connection, which the client closes after the answer.
+    Otherwise, Python would close the idle connections of clients that are never closed whenever it collects them, in
+    any thread, this one included, and other connections with them.
 
     Attributes:
-        at_once: largest number of episodes at a time, by how many files this process may open.
+        at_once: maximum number of concurrent episodes, which follows from the limit on open files of this process.
     """
 
-    timeout, max_body, closes, json_only = None, 16 << 20, True, False
-    _of_process: ClassVar[tuple[int, Endpoint] | None] = None
+    timeout, max_body, closes_connections, json_only = None, 16 << 20, True, False
+    _process_endpoint: ClassVar[tuple[int, Endpoint] | None] = None
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     @classmethod
-    def of_process(cls) -> Endpoint:
-        """The endpoint of this process, started when it is first used."""
+    def get_or_start(cls) -> Endpoint:
+        """Return the endpoint of this process. The first call starts it."""
         with cls._lock:
-            if cls._of_process is None or cls._of_process[0] != os.getpid():  # a fork has no threads
-                cls._of_process = (os.getpid(), cls())
-            return cls._of_process[1]
+            if cls._process_endpoint is None or cls._process_endpoint[0] != os.getpid():  # a fork has no threads
+                cls._process_endpoint = (os.getpid(), cls())
+            return cls._process_endpoint[1]
 
     def __init__(self) -> None:
         _go_directly()
@@ -76,12 +76,12 @@ class Endpoint:
         self.base_url = f"http://127.0.0.1:{started.result()}/v1"
 
     def places(self) -> asyncio.Semaphore:
-        """Places of the episodes that run at a time, in the event loop of the caller."""
+        """Return the semaphore that limits concurrent episodes, in the event loop of the caller."""
         return self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.at_once))
 
     @contextlib.contextmanager
     def open(self, session: Session) -> Iterator[AppEndpoint]:
-        """Context manager: the key of a session is known."""
+        """Context manager: accept requests with the key of a session."""
         if not self._sessions:
             forget_shared_keys()
         self._sessions[session.secret] = session
@@ -121,15 +121,15 @@ class Endpoint:
 
     async def _accept(self, listening: socket.socket, server: web.Server) -> None:
         """
-        Take connections, no more than there are files for: the oldest silent one makes room for the next. Those of
-        asyncio's servers have no limit, and where files are missing, a thousand lines are logged a second.
+        Accept connections, up to the limit on open files: the oldest silent connection is closed for the next one.
+        asyncio's own servers have no such limit, and log a thousand lines a second when files run out.
         """
         while True:
             try:
                 connection, _ = await self._loop.sock_accept(listening)
                 transport, _ = await self._loop.connect_accepted_socket(server, connection)
             except OSError:
-                logger.exception("A connection could not be taken.")
+                logger.exception("Failed to accept a connection.")
                 await asyncio.sleep(_AGAIN)
                 continue
             self._silent_since[transport] = time.monotonic()
@@ -146,17 +146,17 @@ class Endpoint:
         return self._silent_since
 
     def _application(self) -> web.Application:
-        from .http import HTTPApplication, body_of, client_of
+        from .http import HTTPApplication, get_client, read_body
 
         async def reward(request: web.Request) -> web.Response:
             from aiohttp import web
 
-            given = read_object(await body_of(request))
-            if set(given) != {"reward"}:
+            body = read_object(await read_body(request))
+            if set(body) != {"reward"}:
                 raise RequestError(
-                    'The body must be {"reward": ...}: a number, or an object of numbers by names of agents.'
+                    'The body must be {"reward": ...} with a number, or an object that maps agent names to numbers.'
                 )
-            client_of(request).reward(given["reward"])
+            get_client(request).reward(body["reward"])
             return web.json_response({"status": "ok"})
 
         app = HTTPApplication(self).application()
@@ -166,14 +166,14 @@ class Endpoint:
     # ---- As a backend ----
 
     def admit(self, request: web.Request) -> Session:
-        """The session of a key."""
-        from .http import key_of
+        """Return the session of the API key of a request."""
+        from .http import get_api_key
 
-        session = self._sessions.get(key_of(request))
+        session = self._sessions.get(get_api_key(request))
         if session is None:
             raise RequestError(
-                "The key is that of no running episode. It is in the environment variable OPENAI_API_KEY of the "
-                "application, and ends with the episode.",
+                "The API key does not belong to a running episode. Use the key in the environment variable "
+                "OPENAI_API_KEY of the application, which is valid until the episode ends.",
                 401,
                 code="invalid_api_key",
             )
@@ -181,7 +181,7 @@ class Endpoint:
 
     @contextlib.contextmanager
     def answering(self, request: web.Request) -> Iterator[None]:
-        """Context manager: a connection is not silent."""
+        """Context manager: mark a connection as active."""
         transport = request.transport
         if transport in self._silent_since:  # else its client is gone already
             self._silent_since[transport] = math.inf
@@ -192,13 +192,13 @@ class Endpoint:
                 self._silent_since[transport] = time.monotonic()  # until its client has closed it
 
     def ended(self, request: web.Request, client: Session | None, outcome: Outcome) -> None:
-        """Tell a session of what was refused."""
-        if client is not None and outcome.wrong is not None:
-            client.refuse(outcome.wrong)
+        """Report a refused request to its session."""
+        if client is not None and outcome.error is not None:
+            client.refuse(outcome.error)
 
 
 def _go_directly() -> None:
-    """Requests to this machine go to no proxy, of functions and of programs."""
+    """Bypass proxies for requests to this machine, from functions and from programs."""
     for name in ("NO_PROXY", "no_proxy"):
         known = os.environ.get(name, "")
         if "127.0.0.1" not in known.split(","):

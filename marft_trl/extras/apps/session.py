@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The requests of one episode of an application. Its key is a secret, which is all that tells episodes apart."""
+"""The requests of one episode of an application. A secret API key identifies the episode."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .requests import ChatReply, ChatRequest, RequestError
 
 
 if TYPE_CHECKING:
-    from .http import Answer, Tell
+    from .http import ChatReplies, TextListener
 
 
-# Largest number of requests of an episode that are not answered yet
+# Maximum number of unanswered requests of an episode
 _MOST_WAITING = 512
-# What the keys of this process and its forks begin with
+# Prefix of the keys of this process and its forks
 _TOKEN = f"marft-{secrets.token_hex(4)}"
 # Modules whose `api_key` is that of all clients of the process, and that of the Agents SDK with its default client
 _CLIENTS = ("openai", "litellm")
@@ -35,7 +35,7 @@ _AGENTS_SDK = "agents.models._openai_shared"
 
 class AppEndpoint(NamedTuple):
     """
-    Where an application asks the agents in one episode.
+    Where an application sends its requests in one episode.
 
     Args:
         base_url (`str`): base URL of the API, ending in `/v1`.
@@ -52,14 +52,14 @@ class AppEndpoint(NamedTuple):
 
 
 def mark_of_process() -> str:
-    """What the keys of this process begin with. It may have a key of another process, whose application it is."""
+    """Return the prefix of the keys of this process, which may itself be an application with another process's key."""
     return f"{_TOKEN}-{os.getpid()}-"
 
 
 def shared_keys() -> list[str]:
-    """Places that have a key of an episode, although all episodes of this process share them, as code names them."""
+    """Return the places (as in code) that all episodes of this process share, and that have the key of an episode."""
     variables = [f"os.environ[{name!r}]" for name, value in os.environ.items() if mark_of_process() in value]
-    found = variables + [f"{name}.api_key" for name in _CLIENTS if mark_of_process() in str(_key_of(name))]
+    found = variables + [f"{name}.api_key" for name in _CLIENTS if mark_of_process() in str(_get_key(name))]
     return found + ["the default client of the Agents SDK"] * (mark_of_process() in _key_of_agents_sdk())
 
 
@@ -74,7 +74,7 @@ def forget_shared_keys() -> None:
     """Remove keys that functions have left in shared places, so that others are not blamed for them."""
     for name in [name for name, value in os.environ.items() if mark_of_process() in value]:
         del os.environ[name]
-    for name in [name for name in _CLIENTS if mark_of_process() in str(_key_of(name))]:
+    for name in [name for name in _CLIENTS if mark_of_process() in str(_get_key(name))]:
         sys.modules[name].api_key = None  # type: ignore[attr-defined]
     if mark_of_process() in _key_of_agents_sdk():
         shared = sys.modules[_AGENTS_SDK]
@@ -82,7 +82,7 @@ def forget_shared_keys() -> None:
         shared.set_default_openai_client(None)
 
 
-def _key_of(module: str) -> Any:
+def _get_key(module: str) -> Any:
     return getattr(sys.modules.get(module), "api_key", None)
 
 
@@ -91,12 +91,12 @@ class _Once(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._said: set[tuple[str, Any]] = set()
+        self._logged: set[tuple[str, Any]] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         what = str(record.msg), record.exc_info[0] if record.exc_info else None
-        is_new = what not in self._said
-        self._said.add(what)
+        is_new = what not in self._logged
+        self._logged.add(what)
         return is_new
 
 
@@ -114,8 +114,8 @@ class Waiting:
         seen: turns that were answered before it came.
     """
 
-    def __init__(self, asked: ChatRequest, seen: tuple[Turn, ...]):
-        self.asked, self.seen = asked, seen
+    def __init__(self, chat_request: ChatRequest, seen: tuple[Turn, ...]):
+        self.chat_request, self.seen = chat_request, seen
         self.answer: asyncio.Future[tuple[ChatReply, Turn]] = asyncio.get_running_loop().create_future()
         self.loop = asyncio.get_running_loop()
         self.clients = 0
@@ -124,9 +124,11 @@ class Waiting:
 
     @property
     def order(self) -> str:
-        """Requests that come at the same time are taken in this order, whichever was the first."""
-        asked = self.asked
-        return json.dumps([asked.model, asked.messages, asked.tools, asked.stop], sort_keys=True)
+        """Sort key of requests that arrive together, so that their order does not depend on which came first."""
+        chat_request = self.chat_request
+        return json.dumps(
+            [chat_request.model, chat_request.messages, chat_request.tools, chat_request.stop], sort_keys=True
+        )
 
     def settle(self, result: tuple[ChatReply, Turn] | BaseException) -> None:
         """Answer the request, from the event loop of the episode, unless it is answered."""
@@ -138,17 +140,17 @@ class Waiting:
 
 class Session:
     """
-    An episode as its endpoint knows it. Made in the event loop of the episode.
+    An episode from the point of view of the endpoint. Create it in the event loop of the episode.
 
     Args:
-        agents: names that may be asked for.
-        takes_tools: whether requests may bring tools.
+        agents: names of the agents that requests may name as their model.
+        takes_tools: whether requests may have tools.
         earns: whether rewards may be posted.
 
     Attributes:
         inbox: requests, in the event loop of the episode.
-        counts: of requests by what became of them.
-        refused: why the latest refused request was.
+        counts: number of requests by outcome.
+        refused: error of the latest refused request.
         rewards: posted rewards, each with the last turn that was answered before.
     """
 
@@ -167,17 +169,18 @@ class Session:
 
     # ---- In the thread of the endpoint ----
 
-    async def ask(self, asked: ChatRequest, body: bytes, is_retry: bool, tell: Tell | None) -> Answer:
+    async def answer(
+        self, chat_request: ChatRequest, body: bytes, is_retry: bool, on_text: TextListener | None
+    ) -> ChatReplies:
         """
-        The answer to a request, as a whole. If the caller is cancelled, the request is given up. A client's further
-        try is known by its body.
+        Answer a request. If the caller is cancelled, so is the request. A client's retry is recognized by its body.
 
         Raises:
-            RequestError: it cannot be answered.
+            RequestError: the request cannot be answered.
         """
-        from .http import Answer
+        from .http import ChatReplies
 
-        self._check(asked)
+        self._check(chat_request)
         key = hashlib.sha256(body).hexdigest()
         same = self._by_body.setdefault(key, [])
         self._firsts[key] += not is_retry
@@ -186,30 +189,32 @@ class Session:
             self.counts["retried"] += 1
         else:
             if self._num_waiting >= _MOST_WAITING:
-                raise RequestError(f"{_MOST_WAITING} requests of this episode wait already.", 429)
-            waiting = Waiting(asked, tuple(self._answered))
+                raise RequestError(
+                    f"This episode already has {_MOST_WAITING} unanswered requests. Wait for answers.", 429
+                )
+            waiting = Waiting(chat_request, tuple(self._answered))
             same.append(waiting)
             self.counts["requests"] += 1
             self._call(self.inbox.put_nowait, waiting)
         waiting.clients += 1
         self._num_waiting += 1
         try:
-            said, turn = await asyncio.shield(waiting.answer)
+            reply, turn = await asyncio.shield(waiting.answer)
         except asyncio.CancelledError:
-            self.lost(waiting)
+            self.on_send_failed(waiting)
             raise
         except RequestError:
-            if waiting in same:  # so that it may be asked again
+            if waiting in same:  # so that a retry gets a new turn
                 same.remove(waiting)
             raise
         finally:
             self._num_waiting -= 1
         if turn not in self._answered:
             self._answered.append(turn)
-        return Answer([said], functools.partial(self.lost, waiting))
+        return ChatReplies([reply], functools.partial(self.on_send_failed, waiting))
 
-    def lost(self, waiting: Waiting) -> None:
-        """The client of a request is gone, before the answer or while it was sent. It may ask again."""
+    def on_send_failed(self, waiting: Waiting) -> None:
+        """Handle a client that disconnected before or while its answer was sent. It may retry."""
         waiting.clients -= 1
         if not waiting.clients and not waiting.answer.done():
             with contextlib.suppress(RequestError):  # the episode has ended
@@ -218,50 +223,52 @@ class Session:
     @staticmethod
     def _earlier(same: Sequence[Waiting], is_retry: bool, firsts: int) -> Waiting | None:
         """
-        The request that a further try is of: one whose client is gone, else the latest if the client says so, and if
-        each of the first tries has a turn already.
+        Return the earlier request that this one retries: a request whose client has disconnected, or else the latest
+        one if the client marks a retry and each of the first attempts already has a turn.
         """
         there = [item for item in same if not item.is_gone]
         left = [value for value in there if not value.clients]
         return left[0] if left else there[-1] if there and is_retry and len(there) >= firsts else None
 
     def refuse(self, error: RequestError) -> None:
-        """Note that a request was refused."""
+        """Record a refused request."""
         self.counts["refused"] += 1
         self.refused = str(error)
 
-    def reward(self, given: Any) -> None:
+    def reward(self, reward: Any) -> None:
         """
-        Note a reward: a number for the team, or numbers by the names of agents.
+        Record a reward: a number for the team, or a mapping of agent names to numbers.
 
         Raises:
-            RequestError: rewards are not asked for, or it is none.
+            RequestError: the workflow accepts no rewards, or this is not a valid reward.
         """
         if not self.earns:
-            raise RequestError("Rewards are not asked for here. Set `ExternalApp(..., earns=True)`.")
-        by_name = given if isinstance(given, dict) else {"": given}
+            raise RequestError(
+                "The workflow does not accept rewards from its application. Set `ExternalApp(..., earns=True)`."
+            )
+        by_name = reward if isinstance(reward, dict) else {"": reward}
         for name, value in by_name.items() or [("", None)]:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
-            if not is_number or (isinstance(given, dict) and name not in self.models):
+            if not is_number or (isinstance(reward, dict) and name not in self.models):
                 raise RequestError(
-                    f"`reward` must be a number, or an object of numbers by names of agents "
-                    f"({', '.join(map(repr, self.models))}), got {json.dumps(given)[:80]}.",
+                    f"`reward` must be a number, or an object that maps agent names "
+                    f"({', '.join(map(repr, self.models))}) to numbers, got {json.dumps(reward)[:80]}.",
                     field="reward",
                 )
-        self.rewards.append((given, self._answered[-1] if self._answered else None))
+        self.rewards.append((reward, self._answered[-1] if self._answered else None))
 
-    def _check(self, asked: ChatRequest) -> None:
-        asked.check_turn()
-        if asked.tools and not self.takes_tools:
+    def _check(self, chat_request: ChatRequest) -> None:
+        chat_request.check_turn()
+        if chat_request.tools and not self.takes_tools:
             raise RequestError(
-                "The request has `tools`, for which the chat template was not prepared. Set `ExternalApp(..., "
+                "The request has `tools`, but the chat template was not prepared for them. Set `ExternalApp(..., "
                 "tools=True)`.",
                 field="tools",
                 code="unsupported_parameter",
             )
 
     def _give_up(self, waiting: Waiting) -> None:
-        """In the event loop of the episode: a turn that is there already is kept for a further try."""
+        """Cancel a request, in the event loop of the episode. A turn that is already complete is kept for a retry."""
         if waiting.clients or waiting.is_settled:
             return
         waiting.is_gone = True

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What commands have in common: options of the command line and of YAML files."""
+"""Base classes of commands: options of the command line and of YAML files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...seams.libraries import options_of
+from ...seams.libraries import get_options
 from ...system.hints import did_you_mean
 
 
 class UsageError(ValueError):
-    """A command was called in a way that it cannot be."""
+    """Raised when a command is called with invalid arguments."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. `--help` has the options.")
+        raise UsageError(f"{message}. See `--help` for the options.")
 
 
 class BaseCommand:
@@ -36,11 +36,11 @@ class BaseCommand:
 
     @property
     def sentence(self) -> str:
-        """What it does, as a sentence."""
+        """The help text as a sentence."""
         return f"{self.help[0].upper()}{self.help[1:]}."
 
     def main(self, argv: Sequence[str]) -> int | None:
-        """Do what the arguments ask for. Returns the exit status, 0 by default."""
+        """Run the command with its arguments. Returns the exit status, 0 by default."""
         raise NotImplementedError
 
 
@@ -51,7 +51,7 @@ class OptionsCommand(BaseCommand):
         """The parser of its options."""
         parser = Parser(prog=f"marft {self.name}", description=self.sentence)
         self.add_arguments(parser)
-        parser.add_argument("--config", metavar="FILE", help="YAML file with options; those given here win.")
+        parser.add_argument("--config", metavar="FILE", help="YAML file with options; the command line wins")
         return parser
 
     def add_arguments(self, parser: Parser) -> None:
@@ -64,8 +64,8 @@ class OptionsCommand(BaseCommand):
 
     def main(self, argv: Sequence[str]) -> int | None:
         parser = self.parser()
-        given, rest = config_of(argv)
-        tokens = as_tokens(given, parser, rest)
+        config, rest = read_config(argv)
+        tokens = as_tokens(config, parser, rest)
         args, unknown = parser.parse_known_args([*tokens, *rest])
         check_unknown(unknown, parser)
         try:
@@ -73,18 +73,19 @@ class OptionsCommand(BaseCommand):
         except OSError as error:  # of a file or folder that an option names
             if isinstance(error, BrokenPipeError) or os.environ.get("MARFT_TRACEBACK"):
                 raise
-            raise UsageError(f"{error} (`MARFT_TRACEBACK=1` shows where.)") from error
+            raise UsageError(f"{error} (Set `MARFT_TRACEBACK=1` for the traceback.)") from error
 
 
 # ---- Options in YAML files ----
 
 
-def config_of(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def read_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """
-    The YAML file that `--config` names, and the other arguments. Its `env` sets environment variables.
+    Read the YAML file of `--config`, whose `env` sets environment variables. Returns its options and the other
+    arguments.
 
     Raises:
-        UsageError: there is no such file, or it is no mapping.
+        UsageError: the file cannot be read, or is not a mapping.
     """
     rest = list(argv)
     if rest and rest[-1] == "--config":
@@ -100,10 +101,10 @@ def config_of(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def read_yaml(path: str | os.PathLike) -> dict[str, Any]:
     """
-    The mapping of a YAML file, without `env`, which sets environment variables.
+    Read the mapping in a YAML file. The key `env` is removed, and sets environment variables.
 
     Raises:
-        UsageError: there is no such file, or it is no mapping.
+        UsageError: the file cannot be read, or is not a mapping.
     """
     import yaml
 
@@ -116,49 +117,49 @@ def read_yaml(path: str | os.PathLike) -> dict[str, Any]:
         raise UsageError(f"`--config {path}` must be a mapping of options, got {type(found).__name__}.")
     variables = found.pop("env", None) or {}
     if not isinstance(variables, dict):
-        raise UsageError(f"`env` of {path} must be a mapping of environment variables.")
+        raise UsageError(f"`env` in {path} must be a mapping of environment variables, got {variables!r}.")
     os.environ.update({str(name): str(value) for name, value in variables.items()})
     return found
 
 
 def as_tokens(
-    given: Mapping[str, Any],
+    config: Mapping[str, Any],
     parser: argparse.ArgumentParser,
     line: Iterable[str] = (),
     others: Iterable[str] = (),
-    where: str = "The YAML file",
+    where: str = "the YAML file",
 ) -> list[str]:
     """
-    Options of a file as they would be given on the command line, in front of those that are: of an option that is
-    there twice, the last one counts. So each is read and checked in the same way.
+    Convert the options of a file to command-line arguments, so that both are parsed and checked in the same way. They
+    go before the arguments of the command line, because the last value of an option counts.
 
     Args:
-        line: the command line. What it has is left out, also of options that add up.
-        where: where they stand, for the error.
+        line: the command line. Its options are left out, even if argparse would collect several values.
+        where: source of the options, for the error.
 
     Raises:
-        UsageError: a key is no option.
+        UsageError: a key is not an option.
     """
-    known, tokens = options_of(parser), list[str]()
+    known, tokens = get_options(parser), list[str]()
     there = {token.partition("=")[0] for token in line}
-    for key, value in given.items():
+    for key, value in config.items():
         action = known.get(key.replace("-", "_"))
         if action is None or action.dest in ("help", "config"):
-            hint = did_you_mean(key, [*known, *others]) or " `--help` has them."
-            raise UsageError(f"{where} has {key!r}, which is no option.{hint}")
+            hint = did_you_mean(key, [*known, *others]) or " See `--help` for the options."
+            raise UsageError(f"Unknown option {key!r} in {where}.{hint}")
         if there.isdisjoint(action.option_strings):
-            tokens += _tokens(action, value, key, parser)
+            tokens += _tokens(action, value, key, parser, where)
     return tokens
 
 
-def _tokens(action: argparse.Action, value: Any, key: str, parser: argparse.ArgumentParser) -> list[str]:
+def _tokens(action: argparse.Action, value: Any, key: str, parser: argparse.ArgumentParser, where: str) -> list[str]:
     option = next(text for text in action.option_strings if text.startswith("--"))
     if value is None or (isinstance(value, dict) and not _reads_json(action)):
         parser.set_defaults(**{action.dest: value})
         return []
     if action.nargs == 0:  # a flag
         if not isinstance(value, bool):
-            raise UsageError(f"{key!r} of the YAML file must be true or false, got {value!r}.")
+            raise UsageError(f"{key!r} in {where} must be true or false, got {value!r}.")
         return [option] if value else []
     values = value if isinstance(value, list) and action.nargs in ("*", "+") else [value]
     texts = [json.dumps(item) if isinstance(item, (dict, list)) else str(item) for item in values]
@@ -178,14 +179,14 @@ def _reads_json(action: argparse.Action) -> bool:
 def check_unknown(unknown: Iterable[str], parser: argparse.ArgumentParser, others: Iterable[str] = ()) -> None:
     """
     Args:
-        unknown: arguments that no parser has taken.
+        unknown: arguments that no parser has recognized.
 
     Raises:
-        UsageError: arguments are left that the parser does not know.
+        UsageError: there are unknown arguments.
     """
     first = next(iter(unknown), None)
     if first is not None:
         name = first.partition("=")[0].removeprefix("--").replace("-", "_")
-        hint = did_you_mean(name, [*options_of(parser), *others]) if first.startswith("--") else ""
-        hint = hint.replace("'", "`--", 1).replace("'", "`", 1) if hint else " `--help` has the options."
-        raise UsageError(f"{first!r} is no argument.{hint}")
+        hint = did_you_mean(name, [*get_options(parser), *others]) if first.startswith("--") else ""
+        hint = hint.replace("'", "`--", 1).replace("'", "`", 1) if hint else " See `--help` for the options."
+        raise UsageError(f"Unknown argument {first!r}.{hint}")

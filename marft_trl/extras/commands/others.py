@@ -31,7 +31,7 @@ _READ: dict[str, dict[str, Any]] = {
 
 
 class ReportCommand(OptionsCommand):
-    """Compare a team with what it should be better than."""
+    """Compare a team with baselines."""
 
     def add_arguments(self, parser: Parser) -> None:
         for field in dataclasses.fields(ReportArguments):
@@ -41,14 +41,17 @@ class ReportCommand(OptionsCommand):
             parser.add_argument(f"--{field.name}", **options, **_READ.get(field.name, {}))
 
     def run(self, args: argparse.Namespace) -> None:
-        given = {field.name: getattr(args, field.name) for field in dataclasses.fields(ReportArguments)}
+        arguments = {field.name: getattr(args, field.name) for field in dataclasses.fields(ReportArguments)}
         try:
             load_experiment(args.experiment, args.settings)
         except (ValueError, TypeError, OSError, ImportError) as error:
             raise UsageError(f"`--experiment {args.experiment}`: {error}") from error
         try:
-            print(as_markdown(report(**given)))
-        except (ValueError, TypeError) as error:  # of an option: errors of runs are collected, and end it otherwise
+            print(as_markdown(report(**arguments)))
+        except (
+            ValueError,
+            TypeError,
+        ) as error:  # from the options: errors of runs are collected into a `RuntimeError`
             raise UsageError(str(error)) from error
 
 
@@ -56,16 +59,16 @@ KINDS = ("duo", "debate", "game", "tools", "app")
 
 
 class InitCommand(OptionsCommand):
-    """Write a script. Nothing is overwritten."""
+    """Write a script. Never overwrites a file."""
 
     def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("kind", choices=KINDS, nargs="?", default="duo", help="which team; duo by default")
-        parser.add_argument("--file", default="team.py", help="file to write; team.py by default")
+        parser.add_argument("kind", choices=KINDS, nargs="?", default="duo", help="kind of team (default: duo)")
+        parser.add_argument("--file", default="team.py", help="file to write (default: team.py)")
 
     def run(self, args: argparse.Namespace) -> None:
         path = Path(args.file)
         if path.exists():
-            raise UsageError(f"There is a file {path} already. Choose another one with `--file`.")
+            raise UsageError(f"{path} already exists. Choose another file with `--file`.")
         text = files(__package__).joinpath("templates", f"{args.kind}.py").read_text(encoding="utf-8")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -73,7 +76,7 @@ class InitCommand(OptionsCommand):
         name = "" if path.name == "team.py" and path.parent == Path() else f" {path}"
         print(f"{path}: {about}\nNext:\n  marft plan{name}\n  marft train{name}")
         if "tiny_team_model" not in text:
-            print("The model is Qwen2.5-0.5B-Instruct of the Hub; `--model FOLDER` names another one.")
+            print("The script uses Qwen2.5-0.5B-Instruct from the Hub. Pass `--model FOLDER` to use another model.")
 
 
 _PACKAGES = (
@@ -94,19 +97,19 @@ class EnvCommand(OptionsCommand):
 
         rows = [("platform", platform.platform()), ("python", platform.python_version())]
         rows += [(name, installed_version(name) or "not installed") for name in _PACKAGES]
-        rows.append(("processors", f"{os.cpu_count()}, {torch.get_num_threads()} threads of torch"))
+        rows.append(("processors", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads"))
         rows.append(("memory", f"{psutil.virtual_memory().total / 1e9:.0f} GB"))
         kinds = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        rows.append(("devices", ", ".join(kinds) or "none but the CPU"))
+        rows.append(("devices", ", ".join(kinds) or "CPU only"))
         for name, text in rows:
             print(f"{name:13} {text}")
 
 
 class SkillCommand(OptionsCommand):
-    """Print the file, or write it where a coding agent looks for skills."""
+    """Print the skill, or write it to the folder in which a coding agent looks for skills."""
 
     def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("--output_dir", metavar="FOLDER", help="folder of skills; marft-trl/SKILL.md in it")
+        parser.add_argument("--output_dir", metavar="FOLDER", help="write marft-trl/SKILL.md to this folder of skills")
 
     def run(self, args: argparse.Namespace) -> None:
         text = files(__package__).joinpath("templates", "SKILL.md").read_text(encoding="utf-8")
@@ -115,7 +118,7 @@ class SkillCommand(OptionsCommand):
             return
         path = Path(args.output_dir) / "marft-trl" / "SKILL.md"
         if path.exists() and path.read_text(encoding="utf-8") != text:
-            raise UsageError(f"There is another {path} already. Delete it, or choose another `--output_dir`.")
+            raise UsageError(f"{path} already exists with other content. Delete it, or choose another `--output_dir`.")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(path)

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Teams in scripts and YAML files: their settings, and the trainer that they make."""
+"""Teams in scripts and YAML files: read their settings and create their trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_qu
 from ... import rewards, workflows
 from ...agents import AgentSpec
 from ...config.marft_config import MARFTConfig
-from ...system.files import module_of
+from ...system.files import import_file
 from ...system.hints import did_you_mean
 from ...trainer import MARFTTrainer
 from ...workflows import Workflow, rebuild
@@ -26,9 +26,9 @@ from .. import sandbox
 from .command import Parser, UsageError, as_tokens, check_unknown, read_yaml
 
 
-# Keys of a YAML file that hold more than an option can
+# Keys of a YAML file that cannot be written as options
 _NOT_OPTIONS = ("agents", "workflow", "reward_funcs")
-_FORM = "It needs a function `make(args)` that returns a `MARFTTrainer`; `marft init duo` writes one."
+_FORM = "Define a function `make(args)` that returns a `MARFTTrainer`; `marft init duo` writes an example."
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -38,18 +38,18 @@ class _TrlParser(TrlParser):
 
 class Recipe:
     """
-    A team that is to be trained: the options that it has, and the trainer that it makes with them.
+    A team to train: its options, and the trainer that it creates from them.
 
     Args:
-        given: options that it sets itself, as in a YAML file.
-        make: `make(parsed)` makes the trainer of the parsed options.
+        settings: options that the script or the YAML file sets.
+        make: `make(parsed)` creates the trainer from the parsed options.
     """
 
-    def __init__(self, parser: TrlParser, given: Mapping[str, Any], make: Callable[[Sequence[Any]], MARFTTrainer]):
-        self.parser, self.given, self._make = parser, given, make
-        self.others: Sequence[str] = ()  # options that the launcher takes
-        self.where = "`SETTINGS`"  # where `given` stands
-        self.code: str | None = None  # the script, if it has what trained teams need
+    def __init__(self, parser: TrlParser, settings: Mapping[str, Any], make: Callable[[Sequence[Any]], MARFTTrainer]):
+        self.parser, self.settings, self._make = parser, settings, make
+        self.others: Sequence[str] = ()  # options of the launcher
+        self.where = "`SETTINGS`"  # source of the settings, for errors
+        self.code: str | None = None  # the script, if it defines `TEAM`, which loading the trained team needs
 
     def trainer(self, tokens: Sequence[str]) -> MARFTTrainer:
         """
@@ -67,7 +67,7 @@ class Recipe:
         except (ValueError, TypeError, OSError, ImportError) as error:
             if isinstance(error, UsageError) or os.environ.get("MARFT_TRACEBACK") or self._is_theirs(error):
                 raise
-            raise UsageError(f"{error} (`MARFT_TRACEBACK=1` shows where.)") from error
+            raise UsageError(f"{error} (Set `MARFT_TRACEBACK=1` for the traceback.)") from error
 
     def _is_theirs(self, error: BaseException) -> bool:
         """Whether an error was raised in the user's own file."""
@@ -82,8 +82,8 @@ class Recipe:
         )
 
     def parse(self, tokens: Sequence[str]) -> Sequence[Any]:
-        """The options in their dataclasses."""
-        own = as_tokens(self.given, self.parser, tokens, self.others, self.where)
+        """Parse options into their dataclasses."""
+        own = as_tokens(self.settings, self.parser, tokens, self.others, self.where)
         *parsed, unknown = self.parser.parse_args_into_dataclasses([*own, *tokens], return_remaining_strings=True)
         check_unknown(unknown, self.parser, self.others)
         return parsed
@@ -91,16 +91,16 @@ class Recipe:
     @classmethod
     def read(cls, path: str) -> Recipe:
         """
-        The team of a script (`.py`) or a YAML file.
+        Read the team of a script (`.py`) or a YAML file.
 
         Raises:
-            UsageError: there is no such file, or it has no team.
+            UsageError: the file does not exist, or does not define a team.
         """
         if not Path(path).is_file():
-            raise UsageError(f"There is no file {path!r}. `marft init duo` writes a script to begin with.")
+            raise UsageError(f"There is no file {path!r}. `marft init duo` writes a starter script.")
         if Path(path).suffix in (".yaml", ".yml"):
-            return _of_yaml(read_yaml(path))
-        return _of_script(path)
+            return _make_yaml_recipe(read_yaml(path))
+        return _load_script_recipe(path)
 
 
 # ---- Scripts ----
@@ -108,20 +108,20 @@ class Recipe:
 
 def load_module(path: str) -> Any:
     """
-    The module of a file.
+    Import a Python file.
 
     Raises:
-        UsageError: there is no such file.
+        UsageError: the file does not exist, or is not a Python script.
     """
     file = Path(path)
     if not file.is_file():
         raise UsageError(f"There is no file {path!r}.")
     if file.suffix != ".py":
-        raise UsageError(f"{path!r} is no Python script.")
-    return module_of(file)
+        raise UsageError(f"{path!r} is not a Python script.")
+    return import_file(file)
 
 
-def _of_script(path: str) -> Recipe:
+def _load_script_recipe(path: str) -> Recipe:
     module = load_module(path)
     make = getattr(module, "make", None)
     if not callable(make):
@@ -148,41 +148,41 @@ def _of_script(path: str) -> Recipe:
 
 
 def _as_dataclass(parameters: Sequence[inspect.Parameter], path: str) -> type:
-    """The further parameters of `make`, which are options, too."""
+    """Make a dataclass of the further parameters of `make`, which are options as well."""
     fields = []
     for parameter in parameters:
-        # What has no default has a class there, `Parameter.empty`
+        # The default of a parameter without one is a class, `Parameter.empty`
         if not isinstance(parameter.default, (str, int, float, bool, type(None))):
             raise UsageError(
-                f"The parameter `{parameter.name}` of `make` in {path} becomes an option, so it needs a default that "
-                "is a text, a number, true, false or None."
+                f"The parameter `{parameter.name}` of `make` in {path} is a command-line option, so its default must "
+                "be a string, a number, a boolean or `None`."
             )
         kind = str if parameter.default is None else type(parameter.default)
-        help_text = {"help": "Of the script."}
+        help_text = {"help": "Parameter of `make` in the script."}
         fields.append((parameter.name, kind, dataclasses.field(default=parameter.default, metadata=help_text)))
     taken = {field.name for field in dataclasses.fields(MARFTConfig)} & {name for name, *_ in fields}
     if taken:
-        raise UsageError(f"The parameter `{min(taken)}` of `make` in {path} is a setting of `MARFTConfig`; rename it.")
+        raise UsageError(f"The parameter `{min(taken)}` of `make` in {path} is a setting of `MARFTConfig`. Rename it.")
     return dataclasses.make_dataclass("ScriptOptions", fields)
 
 
-def code_of(path: str) -> dict[str, Any]:
+def load_team_arguments(path: str) -> dict[str, Any]:
     """
-    What a script gives to a trained team: its `TEAM`.
+    Load `TEAM` of a script, the arguments for loading a trained team.
 
     Raises:
-        UsageError: it has none.
+        UsageError: the script does not define it.
     """
     found = getattr(load_module(path), "TEAM", None)
     if not isinstance(found, dict):
         raise UsageError(
-            f"{path} needs `TEAM = {{...}}` with arguments of `Team.from_pretrained`, such as `workflow`."
+            f"{path} must define `TEAM = {{...}}` with arguments of `Team.from_pretrained`, such as `workflow`."
         )
     return found
 
 
 def base_named(name: str | None) -> str | None:
-    """A base by its name; `"tiny"` is the embedded one."""
+    """Resolve the name of a base model; `"tiny"` is the embedded model."""
     if name != "tiny":
         return name
     from ...tiny import tiny_team_model
@@ -193,11 +193,13 @@ def base_named(name: str | None) -> str | None:
 # ---- YAML files ----
 
 
-def _of_yaml(given: dict[str, Any]) -> Recipe:
-    more = {name: given.pop(name, None) for name in _NOT_OPTIONS}
+def _make_yaml_recipe(config: dict[str, Any]) -> Recipe:
+    more = {name: config.pop(name, None) for name in _NOT_OPTIONS}
     if not more["agents"] or not more["reward_funcs"]:
         missing = "agents" if not more["agents"] else "reward_funcs"
-        raise UsageError(f"The YAML file of a team needs `{missing}`. `docs/reference/command.md` has an example.")
+        raise UsageError(
+            f"The YAML file of a team must set `{missing}`. See the example in `docs/reference/command.md`."
+        )
     parser = _TrlParser((MARFTConfig, ModelConfig, ScriptArguments), allow_abbrev=False)
     agents = [_agent(agent, number) for number, agent in enumerate(more["agents"])]
     functions = more["reward_funcs"] if isinstance(more["reward_funcs"], list) else [more["reward_funcs"]]
@@ -208,7 +210,7 @@ def _of_yaml(given: dict[str, Any]) -> Recipe:
         args, model, data = parsed
         if model.model_name_or_path is None or data.dataset_name is None:
             missing = "model_name_or_path" if model.model_name_or_path is None else "dataset_name"
-            raise UsageError(f"`{missing}` is missing: set it in the YAML file, or as `--{missing}`.")
+            raise UsageError(f"`{missing}` is not set. Set it in the YAML file, or pass `--{missing}`.")
         model_options = {"revision": model.model_revision, "dtype": model.dtype}
         model_options["attn_implementation"] = model.attn_implementation
         args.model_init_kwargs = {**model_options, **(args.model_init_kwargs or {})}
@@ -225,53 +227,56 @@ def _of_yaml(given: dict[str, Any]) -> Recipe:
             peft_config=get_peft_config(model),
         )
 
-    recipe = Recipe(parser, given, trainer)
-    recipe.where = "The YAML file"
+    recipe = Recipe(parser, config, trainer)
+    recipe.where = "the YAML file"
     return recipe
 
 
-def _agent(given: Any, number: int) -> AgentSpec:
-    if isinstance(given, str):
-        return AgentSpec(given)
-    if not isinstance(given, dict):
-        raise UsageError(f"Agent {number} of the YAML file must be a name, or a mapping of fields of `AgentSpec`.")
+def _agent(value: Any, number: int) -> AgentSpec:
+    if isinstance(value, str):
+        return AgentSpec(value)
+    if not isinstance(value, dict):
+        raise UsageError(
+            f"Agent {number} of the YAML file must be a name or a mapping of `AgentSpec` fields, got {value!r}."
+        )
     try:
-        return AgentSpec(**given)
+        return AgentSpec(**value)
     except (TypeError, ValueError) as error:
         raise UsageError(f"Agent {number} of the YAML file: {error}") from error
 
 
-def _workflow(given: Any) -> Workflow | None:
-    if given is None:
+def _workflow(value: Any) -> Workflow | None:
+    if value is None:
         return None
-    if isinstance(given, dict) and isinstance(given.get("class"), str):
+    if isinstance(value, dict) and isinstance(value.get("class"), str):
         known = [name for name in workflows.__all__ if isinstance(getattr(workflows, name), type)]
         known = [name for name in known if issubclass(getattr(workflows, name), Workflow) and name != "Workflow"]
         known.append("ExternalApp")
-        if given["class"] not in known:
-            hint = did_you_mean(given["class"], known) or f" There are {', '.join(known)}."
-            raise UsageError(f"`workflow` of the YAML file has the class {given['class']!r}, which is none.{hint}")
+        if value["class"] not in known:
+            hint = did_you_mean(value["class"], known) or f" Available classes: {', '.join(known)}."
+            raise UsageError(f"`workflow` of the YAML file has the unknown class {value['class']!r}.{hint}")
         try:
-            return rebuild(given)
+            return rebuild(value)
         except (TypeError, ValueError) as error:
             raise UsageError(f"`workflow` of the YAML file: {error}") from error
-    if isinstance(given, str) and ":" in given:
-        made = _named(given)
+    if isinstance(value, str) and ":" in value:
+        made = _named(value)
         return made() if isinstance(made, type) else made
     raise UsageError(
-        "`workflow` of the YAML file must be a mapping such as `{class: Sequential, rounds: 2}`, or 'file.py:Class'."
+        "`workflow` of the YAML file must be a mapping such as `{class: Sequential, rounds: 2}`, or 'file.py:Class', "
+        f"got {value!r}."
     )
 
 
 def reward_named(name: Any) -> Callable:
     """
-    A reward function: of TRL or of this package by its name, or as 'file.py:function' or 'module:function'.
+    Find a reward function by name: one of TRL or of this package, or 'file.py:function' or 'module:function'.
 
     Raises:
-        UsageError: there is none of this name.
+        UsageError: there is no reward function with this name.
     """
     if not isinstance(name, str):
-        raise UsageError(f"A reward function must be named, got {name!r}.")
+        raise UsageError(f"`reward_funcs` of the YAML file must be names of reward functions, got {name!r}.")
     if ":" in name:
         return _named(name)
     every = {item: getattr(place, item) for place in (trl.rewards, rewards, sandbox) for item in place.__all__}
@@ -279,8 +284,8 @@ def reward_named(name: Any) -> Callable:
         value: entry for value, entry in every.items() if value.endswith("_reward") and not value.startswith("get_")
     }
     if name not in known:
-        hint = did_you_mean(name, known) or f" There are {', '.join(sorted(known))}."
-        raise UsageError(f"There is no reward function {name!r}.{hint} Your own is 'file.py:function'.")
+        hint = did_you_mean(name, known) or f" Available functions: {', '.join(sorted(known))}."
+        raise UsageError(f"Unknown reward function {name!r}.{hint} Pass your own as 'file.py:function'.")
     return known[name]
 
 
@@ -290,17 +295,19 @@ def _named(name: str) -> Any:
         module = load_module(place) if place.endswith(".py") else importlib.import_module(place)
         return getattr(module, what)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"{name!r} cannot be imported: {error}") from error
+        raise UsageError(f"Cannot import {name!r}: {error}") from error
 
 
 def _datasets(data: ScriptArguments, evaluates: bool) -> tuple[Any, Any]:
     name, kind = str(data.dataset_name), _KINDS.get(Path(str(data.dataset_name)).suffix)
     if kind is not None:
         if not Path(name).is_file():
-            raise UsageError(f"There is no file {name!r} (`dataset_name`).")
+            raise UsageError(f"`dataset_name` is {name!r}, but there is no such file.")
         return load_dataset(kind, data_files=name, split="train"), None
     splits = load_dataset(name, name=data.dataset_config, streaming=data.dataset_streaming)
     for split in (data.dataset_train_split, *((data.dataset_test_split,) if evaluates else ())):
         if split not in splits:
-            raise UsageError(f"{name} has no split {split!r}; it has {', '.join(map(repr, splits))}.")
+            raise UsageError(
+                f"The dataset {name} has no split {split!r}. Available splits: {', '.join(map(repr, splits))}."
+            )
     return splits[data.dataset_train_split], splits[data.dataset_test_split] if evaluates else None

@@ -23,58 +23,58 @@ from ...system.redaction import for_log, printable
 from ...team import Answer, Team, TextDelta, TurnEnded, TurnStarted
 from ..engines.own_server import vllm_command
 from .command import OptionsCommand, Parser, UsageError
-from .scripts import base_named, code_of
+from .scripts import base_named, load_team_arguments
 
 
 def add_team_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options by which a trained team is found."""
+    """Add the options that select a trained team."""
     parser.add_argument("team", help="folder of a saved team, or its Hub id")
-    parser.add_argument("--model", help="base model, if the team was trained on a local one: a folder, or 'tiny'")
+    parser.add_argument("--model", help="base model if the team was trained on a local model: a folder, or 'tiny'")
     parser.add_argument("--revision", help="branch, tag or commit of the team on the Hub")
     parser.add_argument("--engine", nargs="+", help="addresses of vLLM servers that sample the turns")
-    parser.add_argument("--code", help="script whose `TEAM` has what is your own code: `workflow`, `tools`, ...")
+    parser.add_argument("--code", help="script with your own code in `TEAM`: `workflow`, `tools`, ...")
 
 
 def load_team(args: argparse.Namespace) -> Team:
     """
-    The team that the options name.
+    Load the team that the options select.
 
     Raises:
-        UsageError: it cannot be loaded; the message says what to pass.
+        UsageError: the team cannot be loaded; the message says what to pass.
     """
     try:
-        more = code_of(args.code) if args.code else {}
+        more = load_team_arguments(args.code) if args.code else {}
         base = base_named(args.model)
         return Team.from_pretrained(args.team, base, revision=args.revision, engine=args.engine, **more)
     except (FileNotFoundError, ValueError, TypeError) as error:
         hint = str(error).replace(
-            "pass it as `model=`, a folder or a loaded model",
-            "pass its folder, or `tiny` for the embedded one, as `--model`",
+            "Pass its folder or the loaded model as `model=`",
+            "Pass its folder, or `tiny` for the embedded model, as `--model`",
         )
         own = ("`workflow=`", "`environment_factory=`", "environment_factory", "`tools=`", "`view=`", "`replies=")
         if args.code is None and any(name in hint for name in own):
-            hint += " Name the script that has it: `--code team.py`, with `TEAM = {...}` in it."
+            hint += " Pass the script that defines it in `TEAM = {...}`: `--code team.py`."
         raise UsageError(hint) from error
 
 
-_HELP = "Write a question. /greedy takes the most likely tokens, /sample samples as in training, /quit ends."
+_HELP = "Type a question. /greedy: greedy decoding, /sample: sampling as in training, /quit: exit."
 
 
 class ChatCommand(OptionsCommand):
-    """Ask a team, turn after turn."""
+    """Ask a team questions in the terminal."""
 
     def add_arguments(self, parser: Parser) -> None:
         add_team_arguments(parser)
-        parser.add_argument("--greedy", action="store_true", help="take the most likely tokens")
-        parser.add_argument("--seed", type=int, help="seed of sampling, of the first question")
-        parser.add_argument("--question", help="ask this one, and end")
+        parser.add_argument("--greedy", action="store_true", help="use greedy decoding")
+        parser.add_argument("--seed", type=int, help="sampling seed of the first question")
+        parser.add_argument("--question", help="ask this question and exit")
 
     def run(self, args: argparse.Namespace) -> int:
         team, greedy, seed = load_team(args), args.greedy, args.seed
         with team:
             if args.question is not None:
                 return _ask(team, args.question, greedy, seed)
-            print(f"{team!r}. Each question stands alone. {_HELP}")
+            print(f"{team!r}. Each question starts a new conversation. {_HELP}")
             while (question := _read()) is not None:
                 if question in ("/quit", "/exit"):
                     break
@@ -97,10 +97,10 @@ def _read() -> str | None:
 
 def _ask(team: Team, question: str, greedy: bool, seed: int | None) -> int:
     """
-    Print turns as they arrive, one at a time, and the answer at the end if it was not the last of them. Turns that
-    grow beside the one that is being printed wait for its end.
+    Print turns as they arrive, one at a time, and at the end the answer if it was not the last turn. Parallel turns
+    wait until the current one is complete.
     """
-    texts: dict[int, str] = {}  # of turns that have not been printed to their ends
+    texts: dict[int, str] = {}  # of turns that are not yet printed completely
     ended: set[int] = set()
     speaks: int | None = None
     try:
@@ -133,18 +133,18 @@ def _ask(team: Team, question: str, greedy: bool, seed: int | None) -> int:
 
 
 class ServeCommand(OptionsCommand):
-    """Serve a team until the process is told to end."""
+    """Serve a team until the process receives SIGINT or SIGTERM."""
 
     def add_arguments(self, parser: Parser) -> None:
         if importlib.util.find_spec("aiohttp") is None:
-            raise UsageError("aiohttp is missing: `pip install 'marft-trl[serve]'`.")
+            raise UsageError("aiohttp is not installed: `pip install 'marft-trl[serve]'`.")
         from ..apps.served_team import GatewaySettings
 
         add_team_arguments(parser)
-        parser.epilog = "An API key is taken from the environment variable MARFT_API_KEY."
+        parser.epilog = "Set the API key in the environment variable MARFT_API_KEY."
         default = GatewaySettings()
-        parser.add_argument("--name", help="name of the team as a model; that of its folder by default")
-        parser.add_argument("--hide_turns", action="store_true", help="answer without the turns of teammates")
+        parser.add_argument("--name", help="model name of the team (default: name of its folder)")
+        parser.add_argument("--hide_turns", action="store_true", help="leave the turns of teammates out of answers")
         for field in dataclasses.fields(default):
             if field.name in ("name", "api_key", "show_turns"):
                 continue
@@ -170,9 +170,7 @@ class ServeCommand(OptionsCommand):
             try:
                 serve(team, settings)
             except OSError as error:  # such as a port that is taken
-                raise UsageError(
-                    f"{settings.host}:{settings.port} cannot be listened at: {error.strerror}."
-                ) from error
+                raise UsageError(f"Cannot listen on {settings.host}:{settings.port}: {error.strerror}.") from error
 
 
 class VllmCommand(OptionsCommand):
@@ -180,11 +178,11 @@ class VllmCommand(OptionsCommand):
 
     def add_arguments(self, parser: Parser) -> None:
         parser.add_argument("team", help="folder of a saved team, or its Hub id")
-        parser.add_argument("--model", help="base model, if the team was trained on a local one")
+        parser.add_argument("--model", help="base model if the team was trained on a local model")
         parser.add_argument("--revision", help="branch, tag or commit of the team on the Hub")
         parser.add_argument("--port", type=int, default=8000, help="default: 8000")
         parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
-        parser.add_argument("--max_model_len", type=int, help="longest prompt and turn together, in tokens")
+        parser.add_argument("--max_model_len", type=int, help="maximum length of prompt and turn together, in tokens")
         parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
 
     def run(self, args: argparse.Namespace) -> None:
@@ -194,8 +192,10 @@ class VllmCommand(OptionsCommand):
         except (FileNotFoundError, ValueError) as error:
             raise UsageError(str(error)) from error
         model = base_named(args.model) or manifest.base_model
-        if model is None or not manifest.adapters:
-            raise UsageError("The team was trained on a local base, or has no adapters: pass the base as `--model`.")
+        if not manifest.adapters:
+            raise UsageError(f"The team in {args.team} has no adapters. Serve its model with `vllm serve`.")
+        if model is None:
+            raise UsageError("The team was trained on a local base model. Pass its folder as `--model`.")
         configs = [PeftConfig.from_pretrained(folder / name) for name in manifest.adapters]
         largest = max(configs, key=lambda config: getattr(config, "r", 0))
         limits = {"port": args.port, "host": args.host, "max_model_len": args.max_model_len, "device": args.device}
@@ -210,25 +210,25 @@ class TranscriptsCommand(OptionsCommand):
 
     def add_arguments(self, parser: Parser) -> None:
         parser.add_argument("folder", help="output folder of a run with `log_completions=True`")
-        parser.add_argument("--step", type=int, help="logging step; the latest by default")
-        parser.add_argument("--open", action="store_true", help="open the page in a browser, with colours")
+        parser.add_argument("--step", type=int, help="logging step (default: the latest)")
+        parser.add_argument("--open", action="store_true", help="open the page in a browser, with colors")
 
     def run(self, args: argparse.Namespace) -> None:
         found = {path: re.fullmatch(r"transcripts_(\d+)", path.stem) for path in Path(args.folder).glob(_PAGES)}
         pages = {int(match[1]): path for path, match in found.items() if match is not None}
         if not pages:
-            raise UsageError(f"There are no transcripts in {args.folder}: train with `log_completions=True`.")
+            raise UsageError(f"There are no transcripts in {args.folder}. Train with `log_completions=True`.")
         step = max(pages) if args.step is None else args.step
         if step not in pages:
             known = ", ".join(map(str, sorted(pages)))
-            raise UsageError(f"There are no transcripts of step {step}; there are those of {known}.")
+            raise UsageError(f"There are no transcripts of step {step}. Available steps: {known}.")
         if args.open:
             webbrowser.open(pages[step].resolve().as_uri())
         print(pages[step] if args.open else _as_text(pages[step].read_text(encoding="utf-8")))
 
 
 def _as_text(page: str) -> str:
-    """The text of a page of transcripts, without what agents were shown, which repeats the turns."""
+    """Return the text of a page of transcripts, without the prompts of agents, which repeat the turns."""
     body = re.sub(r"(?s)<(style|head|details|script|form)\b.*?</\1>|<p class=legend>.*?</p>", "", page)
     body = re.sub(r"<h2[^>]*>", "\n\n== ", re.sub(r"<h3[^>]*>", "\n-- ", body))
     body = re.sub(r"</h[23]>|<p[^>]*>|<pre[^>]*>|</caption>|</tr>", "\n", body)

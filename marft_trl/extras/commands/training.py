@@ -19,22 +19,22 @@ from ...adapters.manifest import MANIFEST_NAME
 from ...episodes.guard import EpisodeError
 from ...reporting.metrics import interval
 from ...reporting.transcripts import format_episode
-from ...seams.libraries import options_of
+from ...seams.libraries import get_options
 from ...trainer import MARFTTrainer
-from .command import BaseCommand, UsageError, as_tokens, config_of
+from .command import BaseCommand, UsageError, as_tokens, read_config
 from .scripts import Recipe
 
 
-# What the launcher is told by its own means
+# Options of the launcher that are not passed through
 _NOT_TAKEN = ("help", "module", "no_python")
 
 
 class Launcher:
-    """The options of `accelerate launch` that are not options of the training arguments, too."""
+    """The options of `accelerate launch` that are not also training arguments."""
 
     def __init__(self, taken: Sequence[str]):
         self._parser = launch_command_parser()
-        known = options_of(self._parser)
+        known = get_options(self._parser)
         self._options = {name: item for name, item in known.items() if name not in taken and name not in _NOT_TAKEN}
 
     @property
@@ -42,16 +42,16 @@ class Launcher:
         """Names of the options."""
         return list(self._options)
 
-    def of_config(self, given: Mapping[str, Any], line: Sequence[str] = ()) -> tuple[list[str], dict[str, Any]]:
+    def split_config(self, config: Mapping[str, Any], line: Sequence[str] = ()) -> tuple[list[str], dict[str, Any]]:
         """
-        The launcher's options in a YAML file that the command line has not, as they would stand there, and the rest of
-        the file.
+        Split the options of a YAML file into command-line arguments of the launcher, without those that the command
+        line has already, and all other options.
         """
-        mine = {key: value for key, value in given.items() if key.replace("-", "_") in self._options}
-        return as_tokens(mine, self._parser, line), {key: value for key, value in given.items() if key not in mine}
+        mine = {key: value for key, value in config.items() if key.replace("-", "_") in self._options}
+        return as_tokens(mine, self._parser, line), {key: value for key, value in config.items() if key not in mine}
 
-    def of_command_line(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-        """The launcher's options on a command line, and the rest of it."""
+    def split_command_line(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Split a command line into options of the launcher and the rest."""
         mine, rest, takes = list[str](), list[str](), 0
         for token in argv:
             name = token.partition("=")[0].removeprefix("--").replace("-", "_")
@@ -71,14 +71,14 @@ class Launcher:
         Run a command in the processes of `accelerate launch`.
 
         Args:
-            options: of the launcher. Of one that is there twice, the last one counts.
+            options: options of the launcher. The last value of an option counts.
             argv: the command with its own arguments.
 
-        Returns: the exit status. What has failed was said by the process that failed.
+        Returns: the exit status. A process that fails has already printed its error.
         """
-        given = self._parser.parse_args([*options, "--module", "marft_trl", *argv])
+        args = self._parser.parse_args([*options, "--module", "marft_trl", *argv])
         try:
-            launch_command(given)
+            launch_command(args)
         except subprocess.CalledProcessError as error:
             return error.returncode
         except ChildFailedError:
@@ -88,12 +88,12 @@ class Launcher:
         return 0
 
 
-# In front of the arguments of a process that the launcher has started
+# Marks the arguments of a process that the launcher has started
 _LAUNCHED = "--launched"
 
 
 class TrainerCommand(BaseCommand):
-    """A command on the trainer of a script or a YAML file, whose options are those of its training arguments."""
+    """A command on the trainer of a script or a YAML file. Its options are the training arguments."""
 
     launches = False
 
@@ -109,31 +109,33 @@ class TrainerCommand(BaseCommand):
             item for before, item in zip(["", *rest], rest, strict=False) if item.endswith(".py") and "-" not in before
         ]
         if late and not is_named:
-            raise UsageError(f"The file comes first: `marft {self.name} {late[0]} ...`.")
+            raise UsageError(f"The file must be the first argument: `marft {self.name} {late[0]} ...`.")
         recipe = Recipe.read(path)
         recipe.parser.prog = f"marft {self.name} {path}"
-        given, rest = config_of(rest)
-        launcher = Launcher(list(options_of(recipe.parser)))
-        in_file, given = launcher.of_config(given, rest)
-        in_script, recipe.given = launcher.of_config(recipe.given, [*in_file, *rest])
-        on_line, rest = launcher.of_command_line(rest)
+        config, rest = read_config(rest)
+        launcher = Launcher(list(get_options(recipe.parser)))
+        in_file, config = launcher.split_config(config, rest)
+        in_script, recipe.settings = launcher.split_config(recipe.settings, [*in_file, *rest])
+        on_line, rest = launcher.split_command_line(rest)
         recipe.others = launcher.names if self.launches else []
-        tokens = [*as_tokens(given, recipe.parser, rest, recipe.others), *rest]
+        tokens = [*as_tokens(config, recipe.parser, rest, recipe.others), *rest]
         options = [*in_script, *in_file, *on_line]
         if options and self.launches and not is_launched:
             return launcher.launch(options, [self.name, path, _LAUNCHED, *tokens])
         if on_line and not is_launched:
-            raise UsageError(f"{on_line[0]!r} is an option of the launcher, and this command starts no processes.")
+            raise UsageError(
+                f"{on_line[0]!r} is an option of `accelerate launch`, which `marft {self.name}` does not use."
+            )
         trainer = recipe.trainer(tokens)
         try:
             return self.on(trainer, path, recipe.code)
-        except EpisodeError as error:  # in training, whoever wrote the workflow needs to know where
+        except EpisodeError as error:  # in training, authors of workflows need the traceback
             if self.launches or os.environ.get("MARFT_TRACEBACK"):
                 raise
-            raise UsageError(f"{error} (`MARFT_TRACEBACK=1` shows where.)") from error
+            raise UsageError(f"{error} (Set `MARFT_TRACEBACK=1` for the traceback.)") from error
 
     def on(self, trainer: MARFTTrainer, path: str, code: str | None) -> int | None:
-        """Do the work with a trainer of a file, which is also `code` if trained teams need it."""
+        """Run the command on the trainer of a file. `code`: the file, if loading the trained team needs it."""
         raise NotImplementedError
 
     def _usage(self) -> str:
@@ -143,16 +145,17 @@ class TrainerCommand(BaseCommand):
                 "",
                 self.sentence,
                 "",
-                "A script has a function `make(args)` that returns a `MARFTTrainer`, and may have `SETTINGS`, the",
-                "defaults of its settings. Options are all settings of `MARFTConfig`, further parameters of `make`,",
-                "and, for `train`, options of `accelerate launch`, such as `--num_processes 2`. Options take",
-                f"precedence over the YAML file, and that over `SETTINGS`. `marft {self.name} FILE --help` has all.",
+                "A script defines a function `make(args)` that returns a `MARFTTrainer`, and may define default",
+                "settings in `SETTINGS`. Options are all settings of `MARFTConfig`, the further parameters of `make`",
+                "and, for `train`, the options of `accelerate launch`, such as `--num_processes 2`. Options take",
+                "precedence over the YAML file, and the YAML file over `SETTINGS`. To list all options, run",
+                f"`marft {self.name} FILE --help`.",
             ]
         )
 
 
 class TrainCommand(TrainerCommand):
-    """Train, save, and push if it is asked for. A run that was interrupted goes on."""
+    """Train, save, and push to the Hub if `push_to_hub` is set. Resumes an interrupted run."""
 
     launches = True
 
@@ -165,7 +168,8 @@ class TrainCommand(TrainerCommand):
             folder, base = trainer.args.output_dir, trainer.manifest()
             local = "" if base.base_model or not base.adapters else f" --model {trainer.model.name_or_path}"
             local += f" --code {code}" if code else ""
-            print(f"\nThe team is in {folder}. Ask it:\n  marft chat {folder}{local}\n  marft serve {folder}{local}")
+            print(f"\nThe team is saved in {folder}. Try it:")
+            print(f"  marft chat {folder}{local}\n  marft serve {folder}{local}")
         trainer.end()
         return 0
 
@@ -178,11 +182,11 @@ class PlanCommand(TrainerCommand):
 
 
 class RehearseCommand(TrainerCommand):
-    """Print an episode on the first row of the dataset, in which every turn is made up."""
+    """Print an episode on the first row of the dataset, with placeholder turns."""
 
     def on(self, trainer: MARFTTrainer, path: str, code: str | None) -> None:
         row = dict(next(iter(trainer.train_dataset)))
-        print(format_episode(trainer.parts.planner.rehearse(row).episode, title="rehearsal, made-up turns"))
+        print(format_episode(trainer.parts.planner.rehearse(row).episode, title="rehearsal, placeholder turns"))
 
 
 # Metrics that are printed after all others, in this order
@@ -200,14 +204,16 @@ class EvalCommand(TrainerCommand):
     def on(self, trainer: MARFTTrainer, path: str, code: str | None) -> None:
         folder = Path(trainer.args.output_dir or ".")
         if not (folder / MANIFEST_NAME).is_file():
-            raise UsageError(f"There is no team in {folder} yet: `marft train {path}` trains it.")
+            raise UsageError(f"There is no trained team in {folder}. Run `marft train {path}` first.")
         if trainer.eval_dataset is None:
-            raise UsageError(f"{path} has no `eval_dataset`. Pass one to the trainer.")
+            raise UsageError(f"The trainer in {path} has no `eval_dataset`. Pass one to `MARFTTrainer`.")
         if not trainer.policies.has_adapters:
-            raise UsageError(f"The agents of {path} share one fully trained policy: pass {folder} as its model.")
+            raise UsageError(
+                f"The agents of {path} share a fully trained policy without adapters. Pass {folder} as the model."
+            )
         missing = [name for name in trainer.policies.names if not (folder / name).is_dir()]
         if missing:
-            raise UsageError(f"The team in {folder} is another one: it has no adapter {missing[0]!r}.")
+            raise UsageError(f"{folder} contains a different team: it has no adapter {missing[0]!r}.")
         for name in trainer.policies.names:
             load_adapter_weights(trainer.model, name, folder / name)
         print(f"Evaluating the team in {folder}", flush=True)
@@ -216,15 +222,15 @@ class EvalCommand(TrainerCommand):
         for name in sorted(metrics, key=_place):  # in the order of `evaluate` otherwise
             value, scores = metrics[name], trainer.parts.reporter.question_means.get(name)
             text = f"{value:.4g}" if isinstance(value, float) else str(value)
-            print(f"{name:{width}}  {text}{_interval_of(scores) if scores else ''}")
+            print(f"{name:{width}}  {text}{_format_interval(scores) if scores else ''}")
 
 
 def _place(metric: str) -> int:
-    """How far down a metric is printed: what the team is worth first, and last what the evaluation took."""
+    """Sort key of a metric: results of the team first, cost of the evaluation last."""
     return next((place for place, pattern in enumerate(_LAST, start=1) if re.search(pattern, metric)), 0)
 
 
-def _interval_of(scores: Sequence[float]) -> str:
+def _format_interval(scores: Sequence[float]) -> str:
     bounds = (0.0, 1.0) if min(scores) >= 0.0 and max(scores) <= 1.0 else None
     found = interval(scores, bounds=bounds)
     return f"  [{found.low:.4g}, {found.high:.4g}]"

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Engines beside the trainer's own: vLLM servers, and a base in shards (FSDP2)."""
+"""Additional engines: vLLM servers, and a sharded base (FSDP2)."""
 
 from .own_server import vllm_command
 from .setup import Servers

@@ -195,8 +195,8 @@ def check_plugin(args: MARFTConfig) -> None:
             raise ValueError(message)
     if args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
         raise ValueError(
-            "FSDP was asked for, but there is no device that accelerate shards a model on: on the CPU it runs plain "
-            "data parallelism. Leave FSDP out, or run on GPUs under `accelerate launch`."
+            "FSDP is enabled, but accelerate has no device to shard a model on: on the CPU, it runs plain data "
+            "parallelism. Turn FSDP off, or run on GPUs with `accelerate launch`."
         )
 
 
@@ -204,8 +204,8 @@ def _refused(plugin: FullyShardedDataParallelPlugin, args: MARFTConfig) -> list[
     return [
         (
             plugin.fsdp_version != 2,
-            f"FSDP{plugin.fsdp_version} is not supported by MARFTTrainer: it joins the parameters of several adapters "
-            "into one. Set `fsdp_version: 2` in the config of accelerate, or pass `--fsdp_version 2`.",
+            f"MARFTTrainer does not support FSDP{plugin.fsdp_version}, which joins the parameters of several adapters "
+            "into one. Set `fsdp_version: 2` in the accelerate config, or pass `--fsdp_version 2`.",
         ),
         (
             plugin.auto_wrap_policy is not transformer_auto_wrap_policy,
@@ -215,30 +215,31 @@ def _refused(plugin: FullyShardedDataParallelPlugin, args: MARFTConfig) -> list[
         (
             plugin.activation_checkpointing,
             "`fsdp_activation_checkpointing` renames the layers that the adapters belong to. Set it to false, and "
-            "`MARFTConfig(gradient_checkpointing=True)` for the same memory.",
+            "set `MARFTConfig(gradient_checkpointing=True)` to save the same memory.",
         ),
         (
             isinstance(plugin.cpu_offload, CPUOffloadPolicy),
             "`fsdp_offload_params` is not supported: adapters stay on the GPU, and passes would mix both devices. Set "
-            "it to false. A base that is stored in 4 bits takes a quarter of the memory.",
+            "it to false. A base in 4 bits takes a quarter of the memory.",
         ),
         (
             bool(plugin.ignored_modules),
-            "`fsdp_ignored_modules` is what MARFTTrainer sets itself, to the adapters. Leave it out.",
+            "MARFTTrainer sets `fsdp_ignored_modules` to the adapters itself. Remove the setting.",
         ),
         (
             bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
-            "Reentrant gradient checkpointing does not go with FSDP2 here: processes lend passes of which only parts "
-            "have gradients. Leave `use_reentrant` out of `gradient_checkpointing_kwargs`.",
+            "MARFTTrainer does not support reentrant gradient checkpointing with FSDP2: only parts of the passes that "
+            "keep processes in step have gradients. Remove `use_reentrant` from `gradient_checkpointing_kwargs`.",
         ),
         (
             any(_is_on_above_one(name) for name in ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", *_OTHER_DIMENSIONS)),
-            "MARFTTrainer shards the base over all processes. Replicas of shards (hybrid sharding), tensor and "
-            "context parallelism are not supported: leave `parallelism_config` out.",
+            "MARFTTrainer shards the base over all processes. Hybrid sharding, tensor parallelism and context "
+            "parallelism are not supported: remove `parallelism_config`.",
         ),
         (
             bool(args.torch_compile),
-            "`torch_compile=True` does not go with FSDP2 here: passes are kept in step by hooks. Leave it out.",
+            "MARFTTrainer does not support `torch_compile=True` with FSDP2, because hooks keep the passes of "
+            "processes in step. Remove the setting.",
         ),
     ]
 
@@ -252,7 +253,7 @@ def check_team(has_adapters: bool) -> None:
     """
     if not has_adapters:
         raise ValueError(
-            "Under FSDP2 the base is sharded and frozen, and adapters are trained. This team has none: pass "
+            "FSDP2 shards and freezes the base, so only adapters are trained, and this team has no adapters. Pass "
             "`peft_config=LoraConfig(...)`, or launch without FSDP."
         )
 
@@ -272,16 +273,16 @@ def keep_adapters_whole(trainer: GRPOTrainer, policies: Policies) -> None:
             in_the_precision_of_the_head(trainer.model)
         # All layers then take part in every backward pass, whichever of them the adapter of an agent has
         trainer.model.enable_input_require_grads()
-        logger.info("The base is sharded over the processes (FSDP2). Adapters and critics are whole on each of them.")
+        logger.info("FSDP2 shards the base over the processes. Each process has whole adapters and critics.")
 
 
 def _check_layers(trainer: GRPOTrainer) -> None:
-    given = trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
+    names = trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
     layers = names_of_layers(trainer.model)
-    if given is not None and sorted(given) != layers:
+    if names is not None and sorted(names) != layers:
         raise ValueError(
-            f"`fsdp_transformer_layer_cls_to_wrap` names {', '.join(given)}, but the layers of this base are "
-            f"{', '.join(layers)}. Leave it out."
+            f"`fsdp_transformer_layer_cls_to_wrap` names {', '.join(names)}, but the layers of this base are "
+            f"{', '.join(layers)}. Remove the setting."
         )
 
 

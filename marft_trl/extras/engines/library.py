@@ -40,7 +40,7 @@ def check_servable(agent: AgentSpec, config: PeftConfig) -> None:
     """
     if not isinstance(config, LoraConfig):
         raise ValueError(
-            f"The adapter of agent {agent.name!r} is a {type(config).__name__}, but vLLM serves LoRAs. Use a "
+            f"The adapter of agent {agent.name!r} is a {type(config).__name__}, but vLLM serves only LoRA. Use a "
             "`LoraConfig`, or set `use_vllm=False`."
         )
     targets = config.target_modules if isinstance(config.target_modules, (list, set, tuple)) else []
@@ -55,13 +55,13 @@ def check_servable(agent: AgentSpec, config: PeftConfig) -> None:
         "target_modules": [name for name in targets if name.rpartition(".")[2] in _HEADS],
     }
     # Of a mixture of experts, PEFT has rewritten `target_modules`
-    experts = "Name layers of the attention alone in `target_modules`, such as ['q_proj', 'v_proj']"
-    cure = experts if config.target_parameters else "Leave it out"
+    experts = "Target only attention layers in `target_modules`, such as ['q_proj', 'v_proj']"
+    cure = experts if config.target_parameters else "Remove it"
     for name, is_set in wrong.items():
         if is_set:
             raise ValueError(
-                f"`{name}` of the adapter of agent {agent.name!r} is {getattr(config, name)!r}, which vLLM does not "
-                f"serve as the trainer computes it. {cure}, or set `use_vllm=False`."
+                f"vLLM does not compute `{name}={getattr(config, name)!r}` (adapter of agent {agent.name!r}) as the "
+                f"trainer does. {cure}, or set `use_vllm=False`."
             )
 
 
@@ -114,7 +114,7 @@ class Probe:
     hot_logps: dict[int, float]
 
     @classmethod
-    def of(cls, ids: Sequence[int], logps: torch.Tensor) -> Probe:
+    def from_log_probs(cls, ids: Sequence[int], logps: torch.Tensor) -> Probe:
         """A probe from the log-probabilities `(V,)` of all tokens."""
         logps = logps.double().cpu()
         best = logps.topk(min(_MOST_LIKELY, len(logps))).indices
@@ -164,8 +164,8 @@ class AdapterLibrary:
     """
     The adapters of a team on its servers.
 
-    A state of an adapter gets a new name and a new folder and never changes; nothing is loaded in place of something
-    else. An adapter whose weights have not changed keeps its name, and with it the server's cache of what it has read.
+    A state of an adapter gets a new name and a new folder and never changes; nothing is overwritten. An adapter
+    whose weights have not changed keeps its name, and with it the server's prefix cache.
 
     Args:
         folder: folder that the servers see under the same path.
@@ -232,9 +232,9 @@ class AdapterLibrary:
         try:
             run_coroutine(self._make_all_ready)
         except MismatchError as error:  # once more under another name, in case a file was read half
-            logger.warning(f"{error} It is loaded again under another name.")
+            logger.warning(f"{error} The adapter is loaded again under another name.")
             tensors = self._tensors(error.entry)
-            self._write(error.entry, tensors, digest_of(tensors), again=True)
+            self._write(error.entry, tensors, hash_tensors(tensors), again=True)
             self.adopt(self._current, keep)
             run_coroutine(self._make_all_ready)
         old = [version for name, version in before.items() if name not in self._live]
@@ -244,7 +244,7 @@ class AdapterLibrary:
 
     def close(self, its_files: bool = True) -> None:
         """
-        Take all adapters from the servers. Later requests publish them anew.
+        Unload all adapters from the servers. Later requests publish them again.
 
         Args:
             its_files: whether the files are deleted, which one process does.
@@ -261,7 +261,7 @@ class AdapterLibrary:
         if known is not None and self._entries[entry].is_fixed:
             return
         tensors = self._tensors(entry)
-        digest = digest_of(tensors)
+        digest = hash_tensors(tensors)
         if known is None or digest != known.digest:
             self._write(entry, tensors, digest)
 
@@ -275,9 +275,9 @@ class AdapterLibrary:
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise FloatingPointError(
-                    f"The adapter {entry!r} has a weight that is not finite ({name}), so no server was given it: the "
-                    "server's other adapters would suffer too. Go on from an earlier checkpoint with a lower learning "
-                    "rate."
+                    f"The adapter {entry!r} has a weight that is not finite ({name}), so it was not sent to any "
+                    "server, where it could affect other adapters. Resume from an earlier checkpoint with a lower "
+                    "learning rate."
                 )
         number = self._numbers[entry] = self._numbers.get(entry, -1) + (not again)
         name = f"{known.name}-again" if known is not None and again else f"{self._run}-{entry}-v{number}"
@@ -290,7 +290,7 @@ class AdapterLibrary:
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
         os.rename(partial, folder)
-        probes = tuple(Probe.of(ids, source.next_token(ids)) for ids in self._probes)
+        probes = tuple(Probe.from_log_probs(ids, source.next_token(ids)) for ids in self._probes)
         self._current[entry] = Version(entry, number, name, str(folder), digest, probes)
 
     def _delete_retired(self) -> None:
@@ -305,7 +305,7 @@ class AdapterLibrary:
             found = await asyncio.gather(*map(self.make_ready, servers), return_exceptions=True)
         for error in found:
             if isinstance(error, ServerDownError):  # it is made ready when it is back
-                logger.warning(f"{error} It gets the adapters when it is back.")
+                logger.warning(f"{error} The server receives the adapters when it is back.")
             elif isinstance(error, BaseException):
                 raise error
 
@@ -337,15 +337,15 @@ class AdapterLibrary:
         hot = await server.next_token(version.name, probe.ids, _HOT, seconds)
         if _difference(hot, probe.logps) < _difference(hot, probe.hot_logps):
             raise RefusedError(
-                f"{server.url} returns log-probabilities of another distribution than the one that it samples from. "
-                "Start it with `--logprobs-mode processed_logprobs`.",
+                f"The log-probabilities of {server.url} are not those of the distribution that it samples from. Start "
+                "the server with `--logprobs-mode processed_logprobs`.",
                 status=400,
             )
         room = await server.max_loras(seconds)
         if room is not None and room < len(self._entries):
             logger.warning(
-                f"{server.url} computes at most {room} adapters at a time, and the team has {len(self._entries)}: "
-                f"turns wait for one another. Start it with `--max-loras {len(self._entries)}` or more."
+                f"{server.url} runs at most {room} adapters at a time, but the team has {len(self._entries)}, so "
+                f"turns wait for each other. Start the server with `--max-loras {len(self._entries)}` or more."
             )
 
     async def _load(self, server: VLLMServer, version: Version) -> None:
@@ -361,17 +361,16 @@ class AdapterLibrary:
             found = [await server.next_token(version.name, probe.ids, 1.0, seconds) for probe in version.probes]
         except (AnswerError, RefusedError) as error:
             await server.unload(version.name, seconds)
-            raise MismatchError(f"The adapter {version.entry!r} cannot be compared: {error}", version.entry) from error
+            raise MismatchError(f"Could not compare the adapter {version.entry!r}: {error}", version.entry) from error
         pairs = zip(found, version.probes, strict=True)
         difference = sum(_difference(served, probe.logps) for served, probe in pairs) / len(found)
         if not difference <= self._tolerance:
             await server.unload(version.name, seconds)
             raise MismatchError(
-                f"{server.url} computes other log-probabilities with the adapter {version.entry!r} (version "
-                f"{version.number}) than the trainer: they differ by {difference:.3g} on average, and at most "
-                f"{self._tolerance:g} is expected. The server has another base, another precision "
-                "(`--dtype`), or read other files. If a difference of this size is known and meant, set "
-                "`fidelity_tolerance`.",
+                f"The log-probabilities of {server.url} and the trainer differ by {difference:.3g} on average for the "
+                f"adapter {version.entry!r} (version {version.number}), and the tolerance is {self._tolerance:g}. The "
+                "server has another base, another precision (`--dtype`), or read other files. If a difference of this "
+                "size is expected, increase `fidelity_tolerance`.",
                 version.entry,
             )
 
@@ -399,7 +398,7 @@ class AdapterLibrary:
             await asyncio.gather(*map(unload, servers))
 
 
-def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     """A digest of tensors on the CPU."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
@@ -408,24 +407,26 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _difference(theirs: Mapping[int, float], ours: Mapping[int, float]) -> float:
+def _difference(server_log_probs: Mapping[int, float], local_log_probs: Mapping[int, float]) -> float:
     """Mean absolute difference of log-probabilities; a token that we do not know counts as our least likely one."""
-    least = min(ours.values())
-    return sum(abs(value - ours.get(token, least)) for token, value in theirs.items()) / max(len(theirs), 1)
+    least = min(local_log_probs.values())
+    return sum(abs(value - local_log_probs.get(token, least)) for token, value in server_log_probs.items()) / max(
+        len(server_log_probs), 1
+    )
 
 
 def _advice(message: str, status: int) -> str:
-    """What to change on a server that cannot load an adapter."""
+    """Return what to change on a server that cannot load an adapter."""
     if "rank" in message.lower():
-        return "Start the server with a larger `--max-lora-rank`; `marft_trl.extras.engines.vllm_command` has it."
+        return "Start the server with a larger `--max-lora-rank`, as `marft_trl.extras.engines.vllm_command` does."
     if "No adapter found" in message:
         return (
-            "The server does not see this folder: set `vllm_adapter_dir` to one that the trainer and all servers see "
-            "under the same path."
+            "The server cannot see this folder: set `vllm_adapter_dir` to a folder that the trainer and all servers "
+            "see under the same path."
         )
     if status in (404, 405):
         return (
-            "The server takes no adapters while it runs: start it with `--enable-lora` and the environment variable "
+            "The server cannot load adapters at run time: start it with `--enable-lora` and the environment variable "
             "`VLLM_ALLOW_RUNTIME_LORA_UPDATING=True`."
         )
     return "Start it with the command that `marft_trl.extras.engines.vllm_command` gives."

@@ -17,7 +17,7 @@ from typing import Any
 from peft import LoraConfig, PeftConfig
 
 from ...adapters.copies import served_entries
-from ...adapters.lora import config_of
+from ...adapters.lora import get_adapter_config
 from ...agents import AgentSpec
 from ...config.marft_config import MARFTConfig
 from ...system.child_processes import keep, kill_group, let_go
@@ -125,13 +125,13 @@ def adapter_ranks(agents: Sequence[AgentSpec], peft_config: PeftConfig | None = 
     """Rank of each adapter that servers have of a team."""
     ranks: dict[str, int] = {}
     for agent in agents:
-        config = config_of(agent, agents, peft_config)
+        config = get_adapter_config(agent, agents, peft_config)
         rank = config.r if isinstance(config, LoraConfig) else LoraConfig().r
         ranks |= {name: max(rank, ranks.get(name, 0)) for name in served_entries(agent)}
     return ranks
 
 
-# Variables by which launchers tell a process its place. The server is no process of the run.
+# Variables by which launchers tell a process its place. The server is not a process of the run.
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _PREFIXES = ("TORCHELASTIC_", "ROLE_", "ACCELERATE_", "FSDP_")
 # Packages of the interpreter that trains are not those of the server's
@@ -153,7 +153,7 @@ class OwnServer:
 
     Attributes:
         url: its address, on this machine only.
-        key: its API key, without which it answers nobody.
+        key: its API key, which every request needs.
     """
 
     def __init__(
@@ -191,11 +191,11 @@ class OwnServer:
             if status is None and time.monotonic() < end:
                 time.sleep(0.5)
                 continue
-            what = f"needed more than {seconds:g} seconds to start" if status is None else f"ended with {status}"
+            what = f"did not start within {seconds:g} seconds" if status is None else f"exited with status {status}"
             self.close()
             raise EngineDownError(
-                f"The vLLM server of this process (`vllm_mode='colocate'`) {what}. Its output is in {self._log} and "
-                f"ends with:\n{self._end_of_log()}"
+                f"The vLLM server of this process (`vllm_mode='colocate'`) {what}. The end of its log, "
+                f"{self._log}:\n{self._end_of_log()}"
             )
 
     async def _is_well(self) -> bool:

@@ -119,7 +119,7 @@ class Prefetcher:
     def __init__(self, run: RunContext, runner: EpisodeRunner, look_ahead: UpcomingRows, failures: Failures):
         self._runner, self._look_ahead, self._staleness = runner, look_ahead, int(run.args.max_staleness)
         self._generator = cast(VLLMGenerator, runner.generator)
-        self._policy, self._failures, self._processes = OnFailure.of(run.args), failures, run.processes
+        self._policy, self._failures, self._processes = OnFailure.from_args(run.args), failures, run.processes
         self._jobs: dict[int, _Job] = {}
         self._worker: _Worker | None = None
 

@@ -17,8 +17,8 @@ from .own_server import OwnServer
 from .server import (
     AnswerError,
     EngineDownError,
-    Generated,
-    Order,
+    GeneratedTurn,
+    GenerateRequest,
     RefusedError,
     ServerDownError,
     UnknownAdapterError,
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Maximum number of failures of a request: an invalid response, or an adapter that the server does not have
 _MAX_FAILURES = 3
 # Seconds between two health checks of a server that is down
-_PAUSE = 0.5
+_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class ServerSettings:
             yield [VLLMServer(url, session, self.request_timeout, key) for url in self.urls]
 
 
-class Replicas:
+class ServerPool:
     """
-    Connections to the servers of a team, for one event loop: `async with Replicas(...) as replicas`.
+    Connections to the servers of a team, for one event loop: `async with ServerPool(...) as pool`.
 
     A request goes to the server with the fewest requests and stays there. If that server goes down, the request is
     sent again with the same seed when the server is back and has all adapters.
@@ -84,7 +84,7 @@ class Replicas:
         self._waits: dict[VLLMServer, asyncio.Task] = {}  # tasks that wait for servers that are down
         self._stack = contextlib.AsyncExitStack()
 
-    async def __aenter__(self) -> Replicas:
+    async def __aenter__(self) -> ServerPool:
         servers = await self._stack.enter_async_context(self._settings.connected())
         self._running = dict.fromkeys(servers, 0)
         try:
@@ -100,7 +100,9 @@ class Replicas:
         await asyncio.gather(*self._waits.values(), return_exceptions=True)
         await self._stack.aclose()
 
-    async def generate(self, order: Order, hear: Callable[[list[int]], None] | None = None) -> tuple[Generated, str]:
+    async def generate(
+        self, request: GenerateRequest, on_tokens: Callable[[list[int]], None] | None = None
+    ) -> tuple[GeneratedTurn, str]:
         """
         Generate a turn.
 
@@ -115,11 +117,13 @@ class Replicas:
             server = min(self._running, key=self._running.__getitem__)
             self._running[server] += 1
             try:
-                return await self._generate(server, order, hear), server.url
+                return await self._generate(server, request, on_tokens), server.url
             finally:
                 self._running[server] -= 1
 
-    async def _generate(self, server: VLLMServer, order: Order, hear: Callable[[list[int]], None] | None) -> Generated:
+    async def _generate(
+        self, server: VLLMServer, request: GenerateRequest, on_tokens: Callable[[list[int]], None] | None
+    ) -> GeneratedTurn:
         num_heard, num_failures = 0, 0
         failed: Exception
 
@@ -127,18 +131,18 @@ class Replicas:
             """Make the listener of an attempt. It skips tokens that earlier attempts have already passed on."""
             repeated = num_heard
 
-            def hear_new(ids: list[int]) -> None:
+            def on_new_tokens(ids: list[int]) -> None:
                 nonlocal num_heard, repeated
                 old, repeated = min(repeated, len(ids)), max(repeated - len(ids), 0)
                 num_heard += len(ids) - old
-                if hear is not None and len(ids) > old:
-                    hear(ids[old:])
+                if on_tokens is not None and len(ids) > old:
+                    on_tokens(ids[old:])
 
-            return None if hear is None else hear_new
+            return None if on_tokens is None else on_new_tokens
 
         while True:
             try:
-                return await server.generate(order, make_listener())
+                return await server.generate(request, make_listener())
             except UnknownAdapterError as error:  # the server was restarted
                 num_failures, failed = num_failures + 1, error
                 await self._wait_until_ready(server)
@@ -198,10 +202,10 @@ class Replicas:
                         f"(`vllm_server_timeout`). {error} Restart it with the same command, and resume the run. The "
                         "missing turns were not used for training."
                     ) from error
-                await asyncio.sleep(_PAUSE)
+                await asyncio.sleep(_POLL_SECONDS)
 
 
-def addresses(
+def parse_addresses(
     urls: str | Sequence[str] | None, host: str, port: int, name: str = "vllm_server_base_url"
 ) -> tuple[str, ...]:
     """
@@ -236,7 +240,7 @@ _START_ADVICE = (
 _WARN_AFTER_SECONDS = 5.0  # seconds without a server before a warning
 
 
-def longest_turn(settings: ServerSettings) -> int | None:
+def find_max_model_len(settings: ServerSettings) -> int | None:
     """
     Wait until all servers run, and return the maximum number of tokens of an observation and its turn.
 
@@ -245,10 +249,10 @@ def longest_turn(settings: ServerSettings) -> int | None:
     Raises:
         EngineDownError: a server has not answered for `server_timeout` seconds.
     """
-    return run_coroutine(_longest_turn, settings)
+    return run_coroutine(_find_max_model_len, settings)
 
 
-async def _longest_turn(settings: ServerSettings) -> int | None:
+async def _find_max_model_len(settings: ServerSettings) -> int | None:
     start = time.monotonic()
     async with settings.connected() as servers:
         found = await asyncio.gather(*[_wait_for_models(server, settings, start) for server in servers])
@@ -274,4 +278,4 @@ async def _wait_for_models(server: VLLMServer, settings: ServerSettings, start: 
                     f"Waiting for a vLLM server at {server.url}, for up to {settings.server_timeout:g} seconds "
                     f"(`vllm_server_timeout`). {_START_ADVICE}"
                 )
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(_POLL_SECONDS)

@@ -32,7 +32,7 @@ class AnswerError(RuntimeError):
 
 
 class UnknownAdapterError(LookupError):
-    """A server does not have an adapter, e.g. since it was started anew."""
+    """A server does not have an adapter, for example because it was restarted."""
 
 
 class RefusedError(ValueError):
@@ -43,7 +43,7 @@ class RefusedError(ValueError):
         self.status = status
 
 
-class Generated(NamedTuple):
+class GeneratedTurn(NamedTuple):
     """
     What a server generated.
 
@@ -57,7 +57,7 @@ class Generated(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Order:
+class GenerateRequest:
     """
     What a server is asked to generate.
 
@@ -102,7 +102,9 @@ class VLLMServer:
         self.url, self._address, self._session, self._timeout = without_secrets(url), url, session, timeout
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
-    async def generate(self, order: Order, hear: Callable[[list[int]], None] | None = None) -> Generated:
+    async def generate(
+        self, request: GenerateRequest, on_tokens: Callable[[list[int]], None] | None = None
+    ) -> GeneratedTurn:
         """
         Generate a turn.
 
@@ -113,15 +115,15 @@ class VLLMServer:
             RefusedError: it refused the request.
         """
         try:
-            if hear is None:
-                answer = await self._post("/v1/completions", order.body(), self._timeout)
+            if on_tokens is None:
+                answer = await self._post("/v1/completions", request.body(), self._timeout)
             else:
-                answer = await self._streamed("/v1/completions", order.body(), hear)
+                answer = await self._streamed("/v1/completions", request.body(), on_tokens)
         except RefusedError as error:
             if error.status == 404:
-                raise UnknownAdapterError(f"{self.url} does not have the adapter {order.adapter!r}.") from error
+                raise UnknownAdapterError(f"{self.url} does not have the adapter {request.adapter!r}.") from error
             raise
-        return whole_turn(answer, order, self.url)
+        return whole_turn(answer, request, self.url)
 
     async def next_token(
         self, adapter: str, prompt_ids: Sequence[int], temperature: float, timeout: float
@@ -139,7 +141,7 @@ class VLLMServer:
             (texts,) = answer["choices"][0]["logprobs"]["top_logprobs"]
             found = {int(token.removeprefix("token_id:")): float(value) for token, value in texts.items()}
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise AnswerError(f"{self.url} did not say how likely tokens are: {_brief(str(answer))}") from error
+            raise AnswerError(f"{self.url} returned no log-probabilities: {_brief(str(answer))}") from error
         likely = sorted(found, key=found.__getitem__, reverse=True)[:_MOST_LIKELY]  # not the sampled one
         return {token: found[token] for token in likely}
 
@@ -184,7 +186,7 @@ class VLLMServer:
     async def check_health(self, timeout: float) -> None:
         """
         Raises:
-            ServerDownError: the server does not say that it is well.
+            ServerDownError: the server does not respond that it is healthy.
         """
         await self._get("/health", timeout)
 
@@ -198,7 +200,9 @@ class VLLMServer:
         except ValueError:
             return {"message": text}
 
-    async def _streamed(self, path: str, body: dict[str, Any], hear: Callable[[list[int]], None]) -> dict[str, Any]:
+    async def _streamed(
+        self, path: str, body: dict[str, Any], on_tokens: Callable[[list[int]], None]
+    ) -> dict[str, Any]:
         """An answer whose tokens arrive one by one, as if it had arrived as a whole."""
         ids: list[int] = []
         logps: list[float] = []
@@ -211,15 +215,15 @@ class VLLMServer:
                 try:
                     part = json.loads(data)
                     if "error" in part:
-                        raise AnswerError(f"{self.url} ended an answer: {_message(data)}")
+                        raise AnswerError(f"{self.url} aborted a streamed turn: {_message(data)}")
                     for choice in part["choices"]:
                         new = choice["token_ids"] or []
                         logps += choice["logprobs"]["token_logprobs"] if new else []
                         ids, reason = ids + new, choice["finish_reason"] or reason
                         if new:
-                            hear(new)
+                            on_tokens(new)
                 except (KeyError, TypeError, ValueError) as error:
-                    raise AnswerError(f"{self.url} streamed something else than a turn: {_brief(data)}") from error
+                    raise AnswerError(f"{self.url} streamed an invalid turn: {_brief(data)}") from error
         return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logps}, "finish_reason": reason}]}
 
     async def _request(
@@ -233,7 +237,7 @@ class VLLMServer:
     async def _answer(
         self, method: str, path: str, body: dict[str, Any] | None, timeout: float, down: int = 500
     ) -> AsyncIterator[Any]:
-        """Asynchronous context manager: an answer with a status that says that all is well."""
+        """Asynchronous context manager: an answer with a status below 400."""
         from aiohttp import ClientError, ClientTimeout
 
         try:
@@ -254,11 +258,11 @@ class VLLMServer:
         if status >= down:
             raise ServerDownError(f"{self.url}{path} answered {status}: {_message(text)}")
         if status == 401:
-            raise RefusedError(f"{self.url} wants an API key. Set the environment variable `VLLM_API_KEY`.", 401)
+            raise RefusedError(f"{self.url} requires an API key. Set the environment variable `VLLM_API_KEY`.", 401)
         raise RefusedError(f"{self.url}{path} answered {status}: {_message(text)}", status)
 
 
-def whole_turn(answer: Mapping[str, Any], order: Order, url: str) -> Generated:
+def whole_turn(answer: Mapping[str, Any], request: GenerateRequest, url: str) -> GeneratedTurn:
     """
     The turn in an answer of `/v1/completions`.
 
@@ -268,25 +272,25 @@ def whole_turn(answer: Mapping[str, Any], order: Order, url: str) -> Generated:
     try:
         (choice,) = answer["choices"]
         ids, logps, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
-        generated = Generated([int(index) for index in ids], [float(value) for value in logps])
+        generated = GeneratedTurn([int(index) for index in ids], [float(value) for value in logps])
     except (KeyError, TypeError, ValueError) as error:
-        raise AnswerError(f"{url} answered without a turn: {_brief(str(answer))}") from error
+        raise AnswerError(f"{url} returned no turn: {_brief(str(answer))}") from error
     wrong = None
     if reason not in ("stop", "length"):
-        wrong = f"it was ended by {reason!r}"
+        wrong = f"it has the finish reason {reason!r}"
     elif len(generated.ids) != len(generated.logps):
         wrong = f"it has {len(generated.ids)} tokens and {len(generated.logps)} log-probabilities"
     elif not all(map(math.isfinite, generated.logps)):
         wrong = "it has a log-probability that is not a number"
-    elif reason == "length" and len(generated.ids) != order.max_tokens:
+    elif reason == "length" and len(generated.ids) != request.max_tokens:
         wrong = (
-            f"it ended after {len(generated.ids)} of {order.max_tokens} tokens for want of room: "
-            f"{len(order.prompt_ids)} tokens of the prompt are too many for the server's `--max-model-len`"
+            f"it ended after {len(generated.ids)} of {request.max_tokens} tokens, because the "
+            f"{len(request.prompt_ids)} tokens of the prompt leave too little room in the server's `--max-model-len`"
         )
     elif not generated.ids:
-        wrong = "it has no token"
+        wrong = "it has no tokens"
     if wrong is not None:
-        raise AnswerError(f"{url} answered for the adapter {order.adapter!r} with an incomplete turn: {wrong}.")
+        raise AnswerError(f"{url} returned an incomplete turn for the adapter {request.adapter!r}: {wrong}.")
     return generated
 
 

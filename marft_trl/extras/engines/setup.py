@@ -29,8 +29,8 @@ from ...seams.libraries import get_logger
 from ...system.event_loop import run_coroutine
 from .library import AdapterLibrary, Entry, adapter_tensors, check_servable, served_config, zero_tensors
 from .own_server import OwnServer, server_arguments
-from .replicas import ServerSettings, addresses, longest_turn
-from .vllm_generator import BASE, SamplingCorrection, VLLMGenerator, reference_of
+from .replicas import ServerSettings, find_max_model_len, parse_addresses
+from .vllm_generator import BASE, SamplingCorrection, VLLMGenerator, make_reference_name
 
 
 logger = get_logger(__name__)
@@ -50,17 +50,17 @@ class Engine:
     The servers that generate for a trainer.
 
     Args:
-        longest_turn: largest number of tokens of an observation and a turn together, if they tell.
+        max_model_len: largest number of tokens of an observation and a turn together, if they tell.
     """
 
     servers: ServerSettings
-    longest_turn: int | None
+    max_model_len: int | None
 
 
-def tolerance_of(given: float | None, is_exact: bool) -> float:
-    """Largest mean difference between log-probabilities of servers and our own. `given`: what the user allows."""
-    if given is not None:
-        return given
+def choose_tolerance(tolerance: float | None, is_exact: bool) -> float:
+    """Largest mean difference between log-probabilities of servers and our own. `tolerance`: what the user allows."""
+    if tolerance is not None:
+        return tolerance
     return _EXACT if is_exact else _ROUGH
 
 
@@ -69,7 +69,7 @@ def sampling_correction(run: RunContext, generator: Any, is_exact: bool) -> Samp
     What compares and weighs the turns that the servers of a generator sampled. A server in float32 (`is_exact`) has to
     agree closely with the trainer; one in bfloat16 cannot.
     """
-    return SamplingCorrection(run, tolerance_of(run.args.fidelity_tolerance, is_exact), generator.staleness)
+    return SamplingCorrection(run, choose_tolerance(run.args.fidelity_tolerance, is_exact), generator.staleness)
 
 
 def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequence[AgentSpec]) -> Engine:
@@ -85,7 +85,7 @@ def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
         raise ImportError("`use_vllm=True` needs aiohttp. Install it with `pip install 'marft-trl[vllm]'`.")
     if not policies.has_adapters:
         raise ValueError(
-            "`use_vllm=True` needs adapters: servers are given the weights of adapters after each update, never those "
+            "`use_vllm=True` needs adapters: servers receive the weights of adapters after each update, never those "
             "of the base. Pass `peft_config=LoraConfig(...)`, or set `use_vllm=False`."
         )
     served = [agent for agent in agents if agent.has_policy]
@@ -93,8 +93,8 @@ def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
         check_servable(agent, model.peft_config[agent.adapter])
         if agent.copy_of is not None and args.max_staleness:
             raise ValueError(
-                f"Agent {agent.name!r} acts with past copies, whose pool changes while episodes run ahead of training "
-                f"(`max_staleness={args.max_staleness}`). Set `max_staleness=0`."
+                f"Agent {agent.name!r} acts with past copies, but the pool of copies would change while episodes run "
+                f"ahead of training (`max_staleness={args.max_staleness}`). Set `max_staleness=0`."
             )
     own = None
     if args.vllm_mode == "colocate":
@@ -102,11 +102,11 @@ def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
         own = start_own_server(args, model, ranks)
     elif is_quantized(model):
         logger.warning(
-            "The base is quantized. If the servers have it in another precision, they sample from another "
-            "distribution than is trained; `sampling/sampling_logp_difference/mean` tells how far it is off."
+            "The base is quantized. Servers that load it in another precision sample from a different distribution "
+            "than the trained one; `sampling/sampling_logp_difference/mean` logs the difference."
         )
     if own is None:
-        urls = addresses(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
+        urls = parse_addresses(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
     else:
         urls = (own.url,)
     servers = ServerSettings(
@@ -117,7 +117,7 @@ def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
         own=own,
         sleep=own is not None and args.vllm_enable_sleep_mode,
     )
-    engine = Engine(servers, longest_turn(servers))
+    engine = Engine(servers, find_max_model_len(servers))
     if servers.sleep:
         run_coroutine(_put_to_sleep, servers)
     return engine
@@ -130,7 +130,7 @@ def make_vllm_generator(
     model: PeftModel,
     settings: Callable[[Sampling], dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
-    ends: Sequence[int],
+    end_token_ids: Sequence[int],
     vocabulary: int,
     is_exact: bool,
     next_token: NextToken,
@@ -154,25 +154,25 @@ def make_vllm_generator(
         entries=entries,
         servers=servers,
         vocabulary=vocabulary,
-        tolerance=tolerance_of(args.fidelity_tolerance, is_exact),
+        tolerance=choose_tolerance(args.fidelity_tolerance, is_exact),
     )
     generator = VLLMGenerator(
-        team.policies, team.samplings, library, servers, settings, tokenizer, ends, run.processes, past
+        team.policies, team.samplings, library, servers, settings, tokenizer, end_token_ids, run.processes, past
     )
     others = [agent.name for agent in served if not generator.samples_scored_distribution(agent.name)]
     trained = [agent.name for agent in team.agents if agent.name in others and agent.trainable]
     if trained and args.max_staleness:
         raise ValueError(
-            f"`max_staleness={args.max_staleness}` weighs turns by the ratio of the present to the earlier weights, "
-            f"which is not known for {', '.join(map(repr, trained))}: `top_p`, `top_k`, `min_p`, `repetition_penalty` "
-            "or `generation_kwargs` change the distribution that is sampled from. Leave them out, or set "
-            "`max_staleness=0`."
+            f"`max_staleness={args.max_staleness}` weights turns by the probability ratio of the current to the "
+            f"earlier adapters, which is unknown for {', '.join(map(repr, trained))}: `top_p`, `top_k`, `min_p`, "
+            "`repetition_penalty` or `generation_kwargs` change the sampling distribution. Remove these settings, or "
+            "set `max_staleness=0`."
         )
     if others:
         logger.warning(
-            f"{', '.join(map(repr, others))} sample from a part of their distribution (`top_p`, `top_k`, `min_p` or "
-            "`repetition_penalty`), so log-probabilities of servers cannot be compared with the trainer's: their "
-            "tokens have the weight 1 in the loss, and only the adapters themselves are checked."
+            f"The sampling settings of {', '.join(map(repr, others))} change the distribution (`top_p`, `top_k`, "
+            "`min_p` or `repetition_penalty`), so log-probabilities of servers cannot be compared with the trainer's: "
+            "the tokens of these agents get the weight 1 in the loss, and only the adapters are checked."
         )
     return generator
 
@@ -192,7 +192,7 @@ def _entries(
             entries[BASE] = Entry(tensors, served_config(model, adapter), reference, is_fixed=True)
         else:
             tensors = functools.partial(_reference_tensors, policies, model, agent)
-            entries[reference_of(adapter)] = Entry(tensors, served_config(model, adapter), reference)
+            entries[make_reference_name(adapter)] = Entry(tensors, served_config(model, adapter), reference)
     return entries
 
 
@@ -282,16 +282,16 @@ def is_quantized(model: Any) -> bool:
 
 
 def _interpreter(args: MARFTConfig) -> str:
-    given = args.vllm_python or os.environ.get("MARFT_VLLM_PYTHON")
-    if given is None and importlib.util.find_spec("vllm") is None:
+    path = args.vllm_python or os.environ.get("MARFT_VLLM_PYTHON")
+    if path is None and importlib.util.find_spec("vllm") is None:
         raise ImportError(
-            "`vllm_mode='colocate'` starts vLLM, which is not installed here and cannot be beside this version of "
-            "transformers. Make an environment with vLLM, and set `vllm_python` to its interpreter, such as "
-            "'/opt/vllm/bin/python'."
+            "`vllm_mode='colocate'` needs vLLM, which is not installed here and is not compatible with this version "
+            "of transformers. Install vLLM in a separate environment, and set `vllm_python` to the interpreter of "
+            "that environment, such as '/opt/vllm/bin/python'."
         )
-    found = shutil.which(given or sys.executable)
+    found = shutil.which(path or sys.executable)
     if found is None:
-        raise ValueError(f"`vllm_python` must be an interpreter, got {given!r}, which is no program.")
+        raise ValueError(f"`vllm_python` must be a Python interpreter, got {path!r}, which is not an executable.")
     return found
 
 
@@ -340,13 +340,13 @@ class Servers:
     def settings(self) -> ServerSettings:
         """The servers as generators have them."""
         return ServerSettings(
-            addresses(self.urls, "", 0, name="engine"),
+            parse_addresses(self.urls, "", 0, name="engine"),
             request_timeout=self.request_timeout,
             server_timeout=self.server_timeout,
             max_inflight=self.max_inflight,
         )
 
-    def longest_turn(self) -> int | None:
+    def find_max_model_len(self) -> int | None:
         """
         Wait until the servers run.
 
@@ -358,7 +358,7 @@ class Servers:
         """
         if importlib.util.find_spec("aiohttp") is None:
             raise ImportError("`engine=` needs aiohttp. Install it with `pip install 'marft-trl[serve]'`.")
-        return longest_turn(self.settings)
+        return find_max_model_len(self.settings)
 
     def generator(
         self, agents: Sequence[AgentSpec], policies: Policies, samplings: Mapping[str, Sampling], engine: ModelEngine
@@ -376,8 +376,8 @@ class Servers:
         model = engine.model
         if not isinstance(model, PeftModel):
             raise ValueError(
-                "`engine=` needs a team with adapters: this one shares one fully trained policy. Leave `engine` out, "
-                "or serve its folder with vLLM itself."
+                "`engine=` needs a team with adapters, but the agents of this team share one fully trained policy. "
+                "Remove `engine`, or serve the folder of the team with vLLM itself."
             )
         served = [agent for agent in agents if agent.has_policy]
         for agent in served:
@@ -393,8 +393,8 @@ class Servers:
             entries=adapter_entries(served, model, next_token),
             servers=self.settings,
             vocabulary=model.get_input_embeddings().weight.size(0),
-            tolerance=tolerance_of(self.fidelity_tolerance, is_exact),
+            tolerance=choose_tolerance(self.fidelity_tolerance, is_exact),
         )
         return VLLMGenerator(
-            policies, samplings, library, self.settings, engine.settings, engine.tokenizer, engine.ends
+            policies, samplings, library, self.settings, engine.settings, engine.tokenizer, engine.end_token_ids
         )

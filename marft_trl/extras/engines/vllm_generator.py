@@ -26,10 +26,10 @@ from ...rollout.turn_reader import StopStrings
 from ...seams.libraries import get_logger
 from ...system.event_loop import run_coroutine
 from ...system.processes import Processes
-from ...system.randomness import seed_of
+from ...system.randomness import make_seed
 from .library import AdapterLibrary, Version
-from .replicas import Replicas, ServerSettings
-from .server import Order
+from .replicas import ServerPool, ServerSettings
+from .server import GenerateRequest
 
 
 logger = get_logger(__name__)
@@ -123,12 +123,12 @@ class SamplingCorrection:
             if not mean <= self._tolerance:
                 raise FidelityError(
                     f"{finding}. The tolerance is {self._tolerance:g}. The server has other weights, or computes in "
-                    "another precision; its turns were not trained on. If the difference is expected, increase "
+                    "another precision; its turns were not used for training. If the difference is expected, increase "
                     "`fidelity_tolerance`."
                 )
             if mean > _WARN_SHARE * self._tolerance and (agent, server) not in self._warned:
                 self._warned.add((agent, server))
-                logger.warning(f"{finding}. An average above `fidelity_tolerance={self._tolerance:g}` ends the run.")
+                logger.warning(f"{finding}. An average above `fidelity_tolerance={self._tolerance:g}` stops the run.")
 
     def _report(self, rows: Sequence[Row], weights: Sequence[torch.Tensor]) -> None:
         """Log differences and weights over all processes."""
@@ -219,17 +219,17 @@ class VLLMGenerator(Generator):
         servers: ServerSettings,
         settings: Callable[[Sampling], dict[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
-        ends: Sequence[int],
+        end_token_ids: Sequence[int],
         processes: Processes | None = None,
         past: PastCopies | None = None,
     ):
         self._past = past
         self.library, self.servers, self._policies = library, servers, policies
-        self._samplings, self._settings, self._ends = samplings, settings, list(ends)
+        self._samplings, self._settings, self._end_token_ids = samplings, settings, list(end_token_ids)
         self._processes = processes
         self._stops = {sampling: StopStrings(tokenizer, sampling.stop) for sampling in samplings.values()}
         self._requests = {agent: self._request_settings(agent) for agent in samplings}
-        self._connections: dict[asyncio.AbstractEventLoop, Replicas] = {}
+        self._connections: dict[asyncio.AbstractEventLoop, ServerPool] = {}
         self._pins: list[dict[str, Version]] = []
         self._recent_pins: deque[dict[str, int]] = deque(maxlen=_MAX_PINS)  # version numbers of the latest pins
         self._asleep = servers.sleep  # in sleep mode, servers start asleep
@@ -313,12 +313,12 @@ class VLLMGenerator(Generator):
         """Asynchronous context manager: connections to the servers, for the present event loop."""
         await self._wake()
         loop = asyncio.get_running_loop()
-        async with Replicas(self.servers, self.library.make_ready) as replicas:
-            self._connections[loop] = replicas
+        async with ServerPool(self.servers, self.library.make_ready) as pool:
+            self._connections[loop] = pool
             try:
                 yield
             finally:
-                if self._connections.get(loop) is replicas:
+                if self._connections.get(loop) is pool:
                     del self._connections[loop]
         await self._sleep()
 
@@ -344,17 +344,17 @@ class VLLMGenerator(Generator):
     ) -> SampledTurn:
         agent, ids, key, by_reference, past_copy, live = observed
         agent_sampling = self._samplings[agent]
-        entry = self.reference_entry(agent) if by_reference else self._policies.adapter_of(agent)
+        entry = self.reference_entry(agent) if by_reference else self._policies.get_adapter(agent)
         if past_copy is not None and self._past is not None:
             entry = self._past.entry(agent, past_copy)
-        version, seed = (_PINNED.get() or self.library.current)[entry], seed_of(key)
+        version, seed = (_PINNED.get() or self.library.current)[entry], make_seed(key)
         overrides = {"temperature": 0.0} if greedy else sampling or {}
         settings = {**self._requests[agent], "seed": seed, **overrides}
         limit = agent_sampling.max_completion_length
         if live is not None and live.limit is not None:
             limit = min(limit, live.limit)
-        request = Order(version.name, ids, limit, settings)
-        on_tokens = None if live is None else live.hear
+        request = GenerateRequest(version.name, ids, limit, settings)
+        on_tokens = None if live is None else live.on_tokens
         generated, server = await self._connections[asyncio.get_running_loop()].generate(request, on_tokens)
         ids = self._stops[agent_sampling].cut(generated.ids)
         is_scored = not (greedy or sampling or by_reference) and self.samples_scored_distribution(agent)
@@ -363,8 +363,8 @@ class VLLMGenerator(Generator):
 
     def reference_entry(self, agent: str) -> str:
         """Return the library entry of the reference of an agent."""
-        adapter = self._policies.adapter_of(agent)
-        return BASE if self._policies.base_is_reference(agent) else reference_of(adapter)
+        adapter = self._policies.get_adapter(agent)
+        return BASE if self._policies.base_is_reference(agent) else make_reference_name(adapter)
 
     def _request_settings(self, agent: str) -> dict[str, Any]:
         """Return the settings that all requests for an agent share, under vLLM's names."""
@@ -381,10 +381,10 @@ class VLLMGenerator(Generator):
             )
         overrides = {name: settings[name] for name in _NEUTRAL_VALUES if settings.get(name) is not None}
         stops = {"stop": list(sampling.stop)} if sampling.stop else {}
-        ends = {"ignore_eos": True, "stop_token_ids": self._ends}
+        ends = {"ignore_eos": True, "stop_token_ids": self._end_token_ids}
         return {"temperature": settings["temperature"], "top_p": 1.0, "top_k": 0, **overrides, **ends, **stops}
 
 
-def reference_of(adapter: str) -> str:
+def make_reference_name(adapter: str) -> str:
     """Return the library entry of the reference of an adapter."""
     return f"={adapter}-reference"

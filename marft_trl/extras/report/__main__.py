@@ -26,25 +26,27 @@ from .runner import report
 class ReportArguments:
     """Arguments of [`report`]."""
 
-    experiment: str = field(metadata={"help": "'file.py:function' or 'module:function' that makes the `Experiment`."})
+    experiment: str = field(
+        metadata={"help": "'file.py:function' or 'module:function' that returns the `Experiment`."}
+    )
     settings: dict | None = field(default=None, metadata={"help": "Arguments of the function, as JSON."})
     output_dir: str = field(default="report", metadata={"help": "Folder of runs, tables and pictures."})
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "Seeds of the runs."})
-    arms: list[str] | None = field(default=None, metadata={"help": "Arms besides the trained team; all by default."})
-    workers: int = field(default=1, metadata={"help": "Number of runs side by side."})
-    margin: float = field(default=0.02, metadata={"help": "Differences below it are too small to matter."})
+    arms: list[str] | None = field(default=None, metadata={"help": "Arms besides the trained team (default: all)."})
+    workers: int = field(default=1, metadata={"help": "Number of runs in parallel."})
+    margin: float = field(default=0.02, metadata={"help": "Smallest difference in accuracy that matters."})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make a report. `argv`: arguments, by default those of the process."""
+    """Make a report. `argv`: arguments, `sys.argv[1:]` by default."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["--cell"]:  # one run, for `workers`
-        given = json.loads(arguments[1])
-        experiment = load_experiment(given["experiment"], given["settings"])
-        run_cell(experiment, Cell(given["arm"], given["seed"], Path(given["folder"])), given["emptied"])
+        values = json.loads(arguments[1])
+        experiment = load_experiment(values["experiment"], values["settings"])
+        run_cell(experiment, Cell(values["arm"], values["seed"], Path(values["folder"])), values["emptied"])
         return
-    (given,) = TrlParser(ReportArguments).parse_args_and_config(arguments)
-    print(as_markdown(report(**vars(given))))
+    (args,) = TrlParser(ReportArguments).parse_args_and_config(arguments)
+    print(as_markdown(report(**vars(args))))
 
 
 if __name__ == "__main__":

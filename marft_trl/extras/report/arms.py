@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Arms of a report: what is changed in an experiment, and what it is compared with."""
+"""Arms of a report: the changes of an experiment that are compared with the team."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from ...workflows import (
 from .experiment import Experiment
 
 
-# Workflows that end with an answer to the prompt, which one agent can give as well
+# Workflows that end with an answer to the prompt, which a single agent can give as well
 _ANSWERING = (Sequential, Graph, Debate, MixtureOfAgents, UntilApproved, Orchestrated)
 
 
 @dataclass(frozen=True)
 class Arm:
     """
-    One thing that is changed.
+    A change of the experiment.
 
     Args:
         name: such as `"solo"` or `"frozen:planner"`.
-        change: the experiment with the change; `None` for an arm that is evaluated with the weights of another one.
+        change: function that changes the experiment; `None` for an arm that is evaluated in the run of another arm.
         evaluation: name of the evaluation that counts: `"end"`, `"start"` or that of an emptied message.
-        of: the arm whose run has this evaluation.
-        is_budgeted: whether training ends with as many generated tokens as the team has had.
-        is_variant: whether the user has made it.
-        why_not: why this arm is left out.
+        of: arm whose run has this evaluation.
+        is_budgeted: whether training ends when the arm has generated as many tokens as the team.
+        is_variant: whether the arm is one of the user's `variants`.
+        skip_reason: why this arm is skipped.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Arm:
     of: str = ""
     is_budgeted: bool = False
     is_variant: bool = False
-    why_not: str | None = None
+    skip_reason: str | None = None
 
     @property
     def run(self) -> str:
@@ -60,32 +60,32 @@ class Arm:
     @property
     def folder(self) -> str:
         """Name of the folder of its run, without the seed."""
-        return folder_of(self.run)
+        return make_folder_name(self.run)
 
     def changed(self, experiment: Experiment) -> Experiment:
-        """The experiment of this arm, which has no variants of its own."""
+        """Return the experiment of this arm, without variants."""
         alone = experiment.changed(variants={})
         return alone if self.change is None else self.change(alone)
 
 
-def folder_of(name: str) -> str:
+def make_folder_name(name: str) -> str:
     """Name of the folder of an arm of this name, without the seed."""
     return name.replace(":", "-")
 
 
-def arms_of(experiment: Experiment, names: Sequence[str] | None = None) -> list[Arm]:
+def make_arms(experiment: Experiment, names: Sequence[str] | None = None) -> list[Arm]:
     """
-    The arms of a report, the trained team first.
+    Make the arms of a report, the trained team first.
 
     Args:
-        experiment: what the report is about.
-        names: those that are wanted; a kind such as `"frozen"` is that of each agent.
+        experiment: experiment of the report.
+        names: names of the requested arms; a kind such as `"frozen"` stands for the arms of all agents.
 
     Raises:
         ValueError: there is no such arm.
     """
-    known = [*_of_team(experiment), *_of_agents(experiment)]
-    known += _of_variants(experiment, {arm.name for arm in known})
+    known = [*_team_arms(experiment), *_agent_arms(experiment)]
+    known += _variant_arms(experiment, {arm.name for arm in known})
     if names is None:
         return known
     names = [names] if isinstance(names, str) else names
@@ -93,14 +93,16 @@ def arms_of(experiment: Experiment, names: Sequence[str] | None = None) -> list[
     for name in names:
         if name not in kinds:
             shown = ", ".join(sorted(kinds))
-            raise ValueError(f"There is no arm {name!r}; there are {shown}.{did_you_mean(name, kinds)}")
+            raise ValueError(f"Unknown arm {name!r}.{did_you_mean(name, kinds)} Available arms: {shown}.")
     wanted = {"team", *names}
     return [arm for arm in known if arm.name in wanted or arm.name.partition(":")[0] in wanted]
 
 
-def _of_team(experiment: Experiment) -> list[Arm]:
-    def solo(one: Experiment) -> Experiment:
-        return one.changed(agents=[one.solo_agent()], workflow=_solo_workflow(one)[0], solo=None, solo_workflow=None)
+def _team_arms(experiment: Experiment) -> list[Arm]:
+    def solo(experiment: Experiment) -> Experiment:
+        return experiment.changed(
+            agents=[experiment.solo_agent()], workflow=_solo_workflow(experiment)[0], solo=None, solo_workflow=None
+        )
 
     is_alone = len(experiment.agents) == 1
     alone = "the team is one agent" if is_alone else _solo_workflow(experiment)[1]
@@ -108,18 +110,18 @@ def _of_team(experiment: Experiment) -> list[Arm]:
     return [
         Arm("team", "the team, trained"),
         Arm("untrained", "the team, untrained", evaluation="start", of="team"),
-        Arm("solo", "one agent, trained with as many generated tokens", solo, is_budgeted=True, why_not=alone),
-        Arm("solo_untrained", "one agent, untrained", evaluation="start", of="solo", why_not=alone),
-        Arm("anonymous", "no names and no roles", _anonymous, why_not=anonymous),
-        *_of_adapters(experiment),
+        Arm("solo", "one agent, trained with as many generated tokens", solo, is_budgeted=True, skip_reason=alone),
+        Arm("solo_untrained", "one agent, untrained", evaluation="start", of="solo", skip_reason=alone),
+        Arm("anonymous", "no names and no roles", _anonymous, skip_reason=anonymous),
+        *_adapter_arms(experiment),
     ]
 
 
-def _of_variants(experiment: Experiment, taken: Collection[str]) -> list[Arm]:
-    """Arms of the user, which may not have the names of others."""
+def _variant_arms(experiment: Experiment, taken: Collection[str]) -> list[Arm]:
+    """Make the arms of the user's `variants`, whose names must be new."""
     variants = dict(experiment.variants)
-    if twice := sorted({*variants} & {*taken, *map(folder_of, taken)}):
-        raise ValueError(f"`variants` of the experiment has {', '.join(twice)}, which is the name of another arm.")
+    if twice := sorted({*variants} & {*taken, *map(make_folder_name, taken)}):
+        raise ValueError(f"`variants` of the `Experiment` must not have names of other arms, got {', '.join(twice)}.")
     alone = experiment.changed(variants={})
     return [
         Arm(name, name, change, is_budgeted=_checked(name, change(alone)).args.max_steps == alone.args.max_steps,
@@ -131,30 +133,30 @@ def _of_variants(experiment: Experiment, taken: Collection[str]) -> list[Arm]:
 def _checked(name: str, made: object) -> Experiment:
     if not isinstance(made, Experiment):
         raise TypeError(
-            f"The variant {name!r} must return an `Experiment`, such as `one.with_args(...)`, got "
+            f"The variant {name!r} must return an `Experiment`, such as `experiment.with_args(...)`, got "
             f"{type(made).__name__}."
         )
     return made
 
 
 def _solo_workflow(experiment: Experiment) -> tuple[Workflow | None, str | None]:
-    """The workflow of the agent that works alone, and why there is none."""
+    """Return the workflow of the agent that works alone, or why there is none."""
     workflow = experiment.workflow
     if experiment.solo_workflow is not None or workflow is None or type(workflow) in _ANSWERING:
         return experiment.solo_workflow, None
     if type(workflow) is EnvironmentLoop and workflow.turns == "all":
         alone = copy.copy(workflow)
-        alone.agents = None  # whoever is in the team
+        alone.agents = None  # all agents of the team
         return alone, None
-    return None, f"`solo_workflow` of the experiment does not say how one agent works in `{type(workflow).__name__}`"
+    return None, f"`{type(workflow).__name__}` needs a `solo_workflow` in the `Experiment`"
 
 
 def _anonymous(experiment: Experiment) -> Experiment:
     return experiment.changed(options={**experiment.options, "anonymous": True})
 
 
-def _of_adapters(experiment: Experiment) -> list[Arm]:
-    """One adapter for all that are trained, and one for each, where that is a change."""
+def _adapter_arms(experiment: Experiment) -> list[Arm]:
+    """Make the arms with a shared adapter and with separate adapters, where that is a change."""
     adapters = [agent.adapter for agent in _trained(experiment)]
     if not _has_adapters(experiment):
         alone: str | None = "there are no adapters"
@@ -162,16 +164,16 @@ def _of_adapters(experiment: Experiment) -> list[Arm]:
         alone = "only one agent is trained" if len(adapters) < 2 else None
     arms = []
     if len({*adapters}) > 1 or alone:
-        arms.append(Arm("shared", "one adapter for all agents", _shared, why_not=alone))
+        arms.append(Arm("shared", "one adapter for all agents", _shared, skip_reason=alone))
     if len({*adapters}) < len(adapters):
-        arms.append(Arm("own", "own adapters", _own, why_not=alone))
+        arms.append(Arm("own", "own adapters", _own, skip_reason=alone))
     return arms
 
 
-def _of_agents(experiment: Experiment) -> list[Arm]:
+def _agent_arms(experiment: Experiment) -> list[Arm]:
     agents = list(experiment.agents)
     trained = [agent.name for agent in _trained(experiment)]
-    last = "it is the last agent, which nobody waits for"
+    last = "it is the last agent, whose turns no teammate reads"
     is_chain = experiment.workflow is None or type(experiment.workflow) is Sequential
     adapters = None if _has_adapters(experiment) else "there are no adapters"
     arms: list[Arm] = []
@@ -180,12 +182,12 @@ def _of_agents(experiment: Experiment) -> list[Arm]:
         only = "the team is one agent" if len(agents) == 1 else None
         others = None if set(trained) - {name} else "no other agent is trained"
         frozen = adapters or others if name in trained else "it is not trained"
-        without = only or others or (None if is_chain else "the workflow is no chain")
+        without = only or others or (None if is_chain else "the workflow is not a chain")
         arms += [
-            Arm(f"frozen:{name}", f"{name} is not trained", _frozen(name), why_not=frozen),
-            Arm(f"without:{name}", f"a team without {name}", _without(name), why_not=without),
+            Arm(f"frozen:{name}", f"{name} is not trained", _frozen(name), skip_reason=frozen),
+            Arm(f"without:{name}", f"a team without {name}", _without(name), skip_reason=without),
             Arm(f"emptied:{name}", f"what {name} says is emptied", evaluation=f"emptied:{name}", of="team",
-                why_not=only or (last if is_last else None)),
+                skip_reason=only or (last if is_last else None)),
         ]  # fmt: skip
     return arms
 
@@ -203,30 +205,32 @@ def _replaced(experiment: Experiment, change: Callable[[AgentSpec], AgentSpec]) 
 
 
 def _shared(experiment: Experiment) -> Experiment:
-    return _with_adapters(experiment, lambda one: "team")
+    return _with_adapters(experiment, lambda agent: "team")
 
 
 def _own(experiment: Experiment) -> Experiment:
-    return _with_adapters(experiment, lambda one: one.name)
+    return _with_adapters(experiment, lambda agent: agent.name)
 
 
 def _with_adapters(experiment: Experiment, name: Callable[[AgentSpec], str]) -> Experiment:
     trained = {agent.name for agent in _trained(experiment)}
     return _replaced(
-        experiment, lambda one: dataclasses.replace(one, adapter=name(one)) if one.name in trained else one
+        experiment, lambda agent: dataclasses.replace(agent, adapter=name(agent)) if agent.name in trained else agent
     )
 
 
 def _frozen(name: str) -> Callable[[Experiment], Experiment]:
     def frozen(experiment: Experiment) -> Experiment:
-        # Of agents that share an adapter, this one stays as the base is
+        # If agents share an adapter, the frozen agent gets its own, which stays untrained
         others = {agent.adapter for agent in experiment.agents if agent.name != name}
         adapter = next(
             free for free in (name + "-frozen" * count for count in itertools.count()) if free not in others
         )
         return _replaced(
             experiment,
-            lambda one: dataclasses.replace(one, trainable=False, adapter=adapter) if one.name == name else one,
+            lambda agent: (
+                dataclasses.replace(agent, trainable=False, adapter=adapter) if agent.name == name else agent
+            ),
         )
 
     return frozen
@@ -245,13 +249,13 @@ def _without(name: str) -> Callable[[Experiment], Experiment]:
 
 def check_arms(experiment: Experiment, arms: Sequence[Arm]) -> None:
     """
-    Raise before the first run if an arm cannot run.
+    Check before the first run that all arms can run.
 
     Raises:
-        ValueError: the team or the workflow of an arm is not possible.
+        ValueError: the team or the workflow of an arm is invalid.
     """
     for arm in arms:
-        if arm.why_not is not None:
+        if arm.skip_reason is not None:
             continue
         try:
             changed = arm.changed(experiment)
@@ -259,4 +263,4 @@ def check_arms(experiment: Experiment, arms: Sequence[Arm]) -> None:
             if changed.workflow is not None:
                 changed.workflow.check([agent.name for agent in agents])
         except (TypeError, ValueError) as error:
-            raise ValueError(f"The arm {arm.name!r} cannot run: {error} Leave it out (`arms`).") from error
+            raise ValueError(f"The arm {arm.name!r} cannot run: {error} Leave it out of `arms`.") from error

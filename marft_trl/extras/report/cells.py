@@ -18,20 +18,20 @@ from ...reporting.evaluation import FILE
 from ...runs.run_folder import RunFolder
 from ...system.files import write_atomically
 from ...trainer import MARFTTrainer
-from .arms import Arm, arms_of
-from .experiment import Experiment, differences, settings_of
+from .arms import Arm, make_arms
+from .experiment import Experiment, collect_settings, differences
 
 
-# Files of a run: its result, the settings of its experiment, the step at which its budget was used up, its time, and
-# all metrics of its logged steps
+# Files of a run: result, settings of the experiment, step at which the token budget ran out, training time, and
+# metrics of all logged steps
 RESULT, SETTINGS, BUDGET, CLOCK = "result.json", "settings.json", "budget.json", "seconds.json"
 LOG = "log_history.json"
-# Arms whose untrained state is an arm of its own
+# Arms whose untrained state is a separate arm
 EVALUATED_BEFORE = ("team", "solo")
 
 
 class OtherExperimentError(ValueError):
-    """A folder has runs of another experiment, which cannot be compared with those of this one."""
+    """Raised when a folder contains runs of a different experiment, which cannot be compared with this one."""
 
 
 @dataclass(frozen=True)
@@ -52,28 +52,28 @@ class Cell:
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         """
-        Raise if the folder has a run, or a checkpoint of one, with other settings of the experiment.
+        Raise an error if the folder has a run or a checkpoint with different settings of the experiment.
 
         Raises:
-            OtherExperimentError: the settings are not the same, or are not known.
+            OtherExperimentError: the settings differ or are unknown.
         """
         file = self.folder / SETTINGS
         if not self.is_done and RunFolder(self.folder).newest() is None:
             return
         if not file.exists():
             raise OtherExperimentError(
-                f"{self.folder} has no {SETTINGS}: delete the folder, or set another `output_dir`."
+                f"{self.folder} contains a run without {SETTINGS}. Delete the folder, or set another `output_dir`."
             )
         changes = differences(json.loads(file.read_text(encoding="utf-8")), settings)
         if changes:
             shown = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
             raise OtherExperimentError(
-                f"The run in {self.folder} is one of another experiment: {shown}. Runs of two experiments cannot be "
-                "compared: set another `output_dir`, or delete that folder."
+                f"The run in {self.folder} belongs to a different experiment: {shown}. Set another `output_dir`, or "
+                "delete that folder."
             )
 
     def begin(self, settings: Mapping[str, Any]) -> bool:
-        """Record the settings of a run. Returns `True` if it goes on from a checkpoint."""
+        """Record the settings of a run. Returns `True` if the run resumes from a checkpoint."""
         self.check_settings(settings)
         goes_on = RunFolder(self.folder).newest() is not None
         if not goes_on:
@@ -89,12 +89,12 @@ class Cell:
 
 class TokenBudget(TrainerCallback):
     """
-    Ends training when so many tokens were generated and the last batch was used up, and notes the step: a resumed run
-    ends there too.
+    Ends training after a number of generated tokens, once the last batch is used up. It records the step, so that a
+    resumed run ends there as well.
 
     Args:
-        generated: `generated()` gives the tokens so far.
-        updates: updates for which a generation batch is used.
+        generated: function that returns the number of tokens so far.
+        updates: number of updates per generation batch.
     """
 
     def __init__(self, tokens: int, generated: Callable[[], int], updates: int, folder: Path):
@@ -103,7 +103,7 @@ class TokenBudget(TrainerCallback):
 
     @property
     def last_step(self) -> int | None:
-        """The step that the budget ended with, if it has."""
+        """The step at which the budget ran out, if it has."""
         return json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else None
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -113,7 +113,7 @@ class TokenBudget(TrainerCallback):
 
 
 class Clock(TrainerCallback):
-    """Seconds of training, those before the checkpoint of a resumed run included."""
+    """Seconds of training, including those before the checkpoint of a resumed run."""
 
     def __init__(self, folder: Path):
         self._file, self._before, self._start = folder / CLOCK, 0.0, 0.0
@@ -140,7 +140,7 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
         cell: arm, seed and folder.
         emptied: agents whose messages are emptied in further evaluations of the trained team.
     """
-    (arm,) = (item for item in arms_of(experiment) if item.name == cell.arm)
+    (arm,) = (item for item in make_arms(experiment) if item.name == cell.arm)
     settings = {"seed": cell.seed, "output_dir": str(cell.folder), "eval_k": experiment.args.eval_k or [1]}
     settings |= {"report_to": [], "push_to_hub": False, "load_best_model_at_end": False, "eval_strategy": "no"}
     changed = arm.changed(experiment).with_args(**settings)
@@ -159,7 +159,7 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
         trainer.add_callback(callback)
     if not goes_on and cell.arm in EVALUATED_BEFORE:
         _evaluate(trainer, "start")
-    set_seed(cell.seed)  # the same training with and without an evaluation before
+    set_seed(cell.seed)  # so that a previous evaluation does not change training
     trainer.train(resume_from_checkpoint=goes_on or None)
     seconds = clock.seconds
     _evaluate(trainer, "end")
@@ -184,12 +184,12 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
 
 
 def recorded(experiment: Experiment, arm: Arm) -> dict[str, Any]:
-    """What is recorded with a run. Arms follow from the experiment, but for a user's function, which may change."""
-    return settings_of(arm.changed(experiment) if arm.is_variant else experiment)
+    """Return the settings to record with a run: the experiment's, or those of a variant, whose function may change."""
+    return collect_settings(arm.changed(experiment) if arm.is_variant else experiment)
 
 
 def _eval_batch(args: MARFTConfig) -> int:
-    """Episodes of an evaluation at once: as many as training generates at once, which is known to fit."""
+    """Return the evaluation batch size: as many episodes as training generates at once, which fit in memory."""
     several = args.num_generations_eval or args.num_generations
     most = max(args.per_device_eval_batch_size, args.per_device_train_batch_size * args.steps_per_generation)
     return max(most // several * several, args.per_device_eval_batch_size)
@@ -197,8 +197,8 @@ def _eval_batch(args: MARFTConfig) -> int:
 
 def _without_end(experiment: Experiment, steps: int, last: int | None = None) -> Experiment:
     """
-    Training until the budget is used up, with the warm-up that a team of so many steps has; `last` is the step at
-    which it was.
+    Return an experiment that trains until the budget is used up, with the warm-up of a team that trains for `steps`;
+    `last`: the step at which the budget ran out in an earlier run.
     """
     warmup = experiment.args.get_warmup_steps(steps)
     schedule = "constant_with_warmup" if warmup else "constant"
@@ -206,13 +206,13 @@ def _without_end(experiment: Experiment, steps: int, last: int | None = None) ->
 
 
 def _evaluate(trainer: MARFTTrainer, name: str) -> None:
-    """Evaluate with the same random numbers each time: where nothing changes, nothing differs."""
+    """Evaluate with the same random numbers each time, so that equal policies get equal results."""
     set_seed(trainer.args.seed)
-    with trainer.parts.evaluations.without_losses():  # a report has none
+    with trainer.parts.evaluations.without_losses():  # a report does not use them
         trainer.evaluate(metric_key_prefix=name)
 
 
 def _evaluate_emptied(trainer: MARFTTrainer, name: str) -> None:
-    """Evaluate the team while an agent says nothing: teammates, environments and answers get an empty text."""
-    with trainer.parts.evaluations.silencing(name):
+    """Evaluate the team with an agent's messages empty: teammates, environments and answers get an empty string."""
+    with trainer.parts.evaluations.silence_agents(name):
         _evaluate(trainer, f"emptied:{name}")

@@ -23,12 +23,12 @@ from .experiment import Experiment
 @dataclass(frozen=True)
 class ArmResult:
     """
-    What came of an arm.
+    Results of an arm.
 
     Args:
-        accuracy: accuracy over seeds and questions; `None` for an arm that was left out.
+        accuracy: accuracy over seeds and questions; `None` for a skipped arm.
         difference: accuracy of the trained team minus that of this arm, by question.
-        tokens, seconds: generated tokens and seconds of training, means over seeds; `None` where nothing was trained.
+        tokens, seconds: generated tokens and seconds of training, means over seeds; `None` for arms without training.
         curves: for each seed, the mean reward of each logged step.
         rewards_differ: whether episodes of a logged batch earned different rewards, in any seed.
     """
@@ -49,7 +49,7 @@ class Comparison:
 
     Args:
         results: the arms, the trained team first.
-        verdicts: what they say, in plain sentences.
+        verdicts: conclusions, in plain sentences.
         questions_in_both: evaluation questions that are also training questions.
     """
 
@@ -68,10 +68,10 @@ def compare(
 ) -> Comparison:
     """Compare the runs of a report."""
     team = _scores(arms[0], runs, seeds)
-    results = [ArmResult(arm) if arm.why_not else _result(arm, team, runs, seeds) for arm in arms]
+    results = [ArmResult(arm) if arm.skip_reason else _result(arm, team, runs, seeds) for arm in arms]
     found = {result.arm.name: result for result in results}
-    said = verdicts(found, [agent.name for agent in experiment.agents], margin)
-    return Comparison(experiment.name, results, said, margin, experiment.questions_in_both())
+    sentences = verdicts(found, [agent.name for agent in experiment.agents], margin)
+    return Comparison(experiment.name, results, sentences, margin, experiment.questions_in_both())
 
 
 def _folders(arm: Arm, runs: Path, seeds: Sequence[int]) -> list[Path]:
@@ -83,23 +83,23 @@ def _scores(arm: Arm, runs: Path, seeds: Sequence[int]):
 
 
 def _result(arm: Arm, team, runs: Path, seeds: Sequence[int]) -> ArmResult:
-    its = _scores(arm, runs, seeds)
+    scores = _scores(arm, runs, seeds)
     places = zip(seeds, _folders(arm, runs, seeds), strict=True)
     done = [Cell(arm.run, seed, folder).result() for seed, folder in places]
     trains = not arm.of
     return ArmResult(
         arm,
-        _within(interval(its)),
-        None if arm.name == "team" else paired_difference(team, its),
+        _within(interval(scores)),
+        None if arm.name == "team" else paired_difference(team, scores),
         statistics.mean(entry["tokens"] for entry in done) if trains else None,
-        statistics.mean(one["seconds"] for one in done) if trains else None,
+        statistics.mean(entry["seconds"] for entry in done) if trains else None,
         [item["curve"] for item in done] if trains else (),
         any(value.get("rewards_differ", True) for value in done),
     )
 
 
 def _within(accuracy: Interval) -> Interval:
-    """An interval of shares: with few seeds, Student's distribution goes beyond 0 and 1."""
+    """Clip an interval of accuracies: with few seeds, Student's t-distribution extends beyond 0 and 1."""
     return accuracy._replace(low=max(accuracy.low, 0.0), high=min(accuracy.high, 1.0))
 
 
@@ -107,10 +107,10 @@ def _compared(other: str) -> tuple[str, str, str]:
     return f"is better than {other}", f"is worse than {other}", f"is as good as {other}"
 
 
-_TRAINED = "is better if it is trained", "is worse if it is trained", "is the same whether it is trained or not"
+_TRAINED = "helps the team", "harms the team", "makes no difference that matters"
 _ALONE = "one agent with as many generated tokens"
 _SHARED, _OWN = "one with a shared adapter", "one with own adapters"
-# Arm, whom the sentence is about, and what it says of a team that is better, worse, or the same
+# Arm, subject of the sentence, and its predicates if the team is better, worse or equal
 _QUESTIONS = (
     ("untrained", "Training", ("helps", "harms", "changes nothing that matters")),
     ("solo", "The team", _compared(_ALONE)),
@@ -122,8 +122,8 @@ _QUESTIONS = (
 
 def judged(difference: Interval, margin: float) -> str:
     """
-    What a difference says: `"same"` if its interval is within the margin, else `"better"` or `"worse"` if it does not
-    contain 0, else `"open"`.
+    Classify a difference: `"same"` if its interval is within the margin, else `"better"` or `"worse"` if the interval
+    does not contain 0, else `"open"`.
     """
     if -margin <= difference.low and difference.high <= margin:
         return "same"
@@ -133,32 +133,34 @@ def judged(difference: Interval, margin: float) -> str:
 
 
 def verdicts(found: dict[str, ArmResult], agents: Sequence[str], margin: float) -> list[str]:
-    """What the differences say, in plain sentences."""
-    said = [_sentence(found, arm, margin, subject, words) for arm, subject, words in _QUESTIONS]
-    said += [
+    """Put the differences into plain sentences."""
+    sentences = [_sentence(found, arm, margin, subject, words) for arm, subject, words in _QUESTIONS]
+    sentences += [
         _sentence(found, item.arm.name, margin, "The team", _compared(item.arm.name))
         for item in found.values()
         if item.arm.is_variant
     ]
-    said.append(_too_few_tokens(found))
+    sentences.append(_too_few_tokens(found))
     for agent in agents:
         questions = (
             ("emptied", f"What {agent} says", ("is useful", "is harmful", "is useless")),
             ("without", f"A team with {agent}", _compared("one without")),
-            ("frozen", f"With {agent}, the team", _TRAINED),
+            ("frozen", f"Training {agent}", _TRAINED),
         )
-        said += [_sentence(found, f"{kind}:{agent}", margin, subject, words) for kind, subject, words in questions]
-    return [value for value in said if value is not None]
+        sentences += [
+            _sentence(found, f"{kind}:{agent}", margin, subject, words) for kind, subject, words in questions
+        ]
+    return [value for value in sentences if value is not None]
 
 
 def _too_few_tokens(found: dict[str, ArmResult]) -> str | None:
-    """One agent that stopped before its budget, at its last step or by a callback, had less than the team."""
+    """Describe a single agent that stopped before its budget, at its last step or because of a callback."""
     team, alone = found.get("team"), found.get("solo")
     if team is None or alone is None or not alone.tokens or not team.tokens or alone.tokens >= team.tokens:
         return None
     return (
-        f"One agent has generated {alone.tokens:,.0f} tokens in training and the team {team.tokens:,.0f}, so the two "
-        "were not compared with the same budget."
+        f"The single agent generated {alone.tokens:,.0f} tokens in training and the team {team.tokens:,.0f}, so they "
+        "did not have the same budget."
     )
 
 
@@ -171,27 +173,27 @@ def _sentence(
     assert difference is not None  # noqa: S101 - checked above
     kind = judged(difference, margin)
     figures = f"{shown(difference, signed=True)} points"
-    seeds = "" if difference.seeds > 1 else ", one seed, so this is about this run alone"
+    seeds = "" if difference.seeds > 1 else ", one seed, so this only applies to this run"
     if kind == "open":
-        return f"{subject}: the evidence is not enough to say whether it {words[0]} ({figures}{seeds})."
+        return f"{subject}: there is not enough evidence to say whether it {words[0]} ({figures}{seeds})."
     idle = _learned_nothing(found[arm])
     return f"{subject} {words[('better', 'worse', 'same').index(kind)]} ({figures}{seeds}).{idle}"
 
 
 def _learned_nothing(result: ArmResult) -> str:
-    """What is said of an arm that had nothing to learn: its rewards were the same in every episode."""
+    """Describe an arm that could not learn, because its reward was the same in every episode."""
     rewards = {reward for curve in result.curves for _, reward in curve}
     if len(rewards) != 1 or result.rewards_differ:
         return ""
     return (
-        f" But {result.arm.what.partition(',')[0]} got a reward of {rewards.pop():g} in every episode, so it had "
-        "nothing to learn from: this compares with an agent that could not begin. Give it a task that it solves now "
-        "and then (easier questions, a longer turn, another `solo` of the `Experiment`) to find out more."
+        f" But {result.arm.what.partition(',')[0]} got a reward of {rewards.pop():g} in every episode, so training "
+        "could not change it. For a fair comparison, choose a task that it sometimes solves (easier questions, a "
+        "longer turn, another `solo` of the `Experiment`)."
     )
 
 
 def shown(value: Interval, signed: bool = False) -> str:
-    """An interval in percent."""
+    """Format an interval in percent."""
     form = "{:+.1f}" if signed else "{:.1f}"
     mean, low, high = (form.format(100 * item) for item in (value.mean, value.low, value.high))
     return f"{mean} [{low}, {high}]"
@@ -216,21 +218,21 @@ def write_pages(comparison: Comparison, folder: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        print('No picture: it needs matplotlib (`pip install "marft-trl[plots]"`).')
+        print('Skipped report.png, which needs matplotlib (`pip install "marft-trl[plots]"`).')
     else:
         save_picture([comparison], folder / "report.png")
 
 
 def as_markdown(comparison: Comparison) -> str:
-    """Verdicts and the table of arms."""
+    """Return the verdicts and the table of arms as Markdown."""
     accuracy = next(value.accuracy for value in comparison.results if value.accuracy is not None)
     lines = [f"# {comparison.name}", "", *(f"- {verdict}" for verdict in comparison.verdicts), ""]
     lines += [
         f"Accuracy in percent on {accuracy.questions} questions, mean of {accuracy.seeds} "
         f"seed{'s' * (accuracy.seeds > 1)} with its 95 % interval over questions"
-        f"{' and seeds' * (accuracy.seeds > 1)}. Differences are those of the trained team to an arm on the same "
-        f"questions; below {100 * comparison.margin:g} points they are too small to matter. Of twenty such "
-        "sentences, one is wrong by chance.",
+        f"{' and seeds' * (accuracy.seeds > 1)}. Differences are the trained team minus the arm on the same "
+        f"questions; below {100 * comparison.margin:g} points they are too small to matter. One in twenty such "
+        "sentences is wrong by chance.",
         "",
         "| arm | accuracy | team minus arm | generated tokens | seconds |",
         "|---|---|---|---|---|",
@@ -239,26 +241,27 @@ def as_markdown(comparison: Comparison) -> str:
     if comparison.questions_in_both:
         count = comparison.questions_in_both
         lines += ["", f"{count} of the {accuracy.questions} questions are also training questions."]
-    left_out = [item for item in comparison.results if item.arm.why_not]
+    left_out = [item for item in comparison.results if item.arm.skip_reason]
     if left_out:
-        lines += ["", "Left out: " + "; ".join(f"{entry.arm.what} ({entry.arm.why_not})" for entry in left_out) + "."]
+        arms = "; ".join(f"{entry.arm.what} ({entry.arm.skip_reason})" for entry in left_out)
+        lines += ["", f"Left out: {arms}."]
     return "\n".join(lines) + "\n"
 
 
-def _line(one: ArmResult) -> str:
-    assert one.accuracy is not None  # noqa: S101 - lines are of arms that have run
+def _line(result: ArmResult) -> str:
+    assert result.accuracy is not None  # noqa: S101 - only arms that ran have lines
     cells = [
-        one.arm.what,
-        shown(one.accuracy),
-        shown(one.difference, signed=True) if one.difference is not None else "",
-        f"{one.tokens:,.0f}" if one.tokens is not None else "",
-        f"{one.seconds:,.0f}" if one.seconds is not None else "",
+        result.arm.what,
+        shown(result.accuracy),
+        shown(result.difference, signed=True) if result.difference is not None else "",
+        f"{result.tokens:,.0f}" if result.tokens is not None else "",
+        f"{result.seconds:,.0f}" if result.seconds is not None else "",
     ]
     return f"| {' | '.join(cells)} |"
 
 
 def as_csv(comparison: Comparison) -> str:
-    """One row for each arm, accuracies and differences in percent, as on the page."""
+    """Return a CSV table with a row for each arm, with accuracies and differences in percent."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(_COLUMNS)
@@ -271,7 +274,7 @@ def as_csv(comparison: Comparison) -> str:
                 *counts,
                 *_percent(accuracy),
                 *_percent(difference),
-                *("" if value is None else value for value in (result.tokens, result.seconds, result.arm.why_not)),
+                *("" if value is None else value for value in (result.tokens, result.seconds, result.arm.skip_reason)),
             ]
         )
     return text.getvalue()
@@ -282,7 +285,7 @@ def _percent(interval: Interval | None) -> list[float | str]:
 
 
 def save_picture(comparisons: Sequence[Comparison], file: Path) -> None:
-    """Accuracies with their intervals, and the rewards of training; a row for each comparison. Needs matplotlib."""
+    """Plot accuracies with intervals, and training rewards, in a row for each comparison. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     longest = max(len(comparison.results) for comparison in comparisons)
@@ -309,9 +312,11 @@ def _draw_accuracies(axes: Any, results: Sequence[ArmResult], colors: Mapping[st
 
 
 def _draw_curves(axes: Any, results: Sequence[ArmResult], colors: Mapping[str, str]) -> None:
-    for one in results:
-        for curve in one.curves:
+    for result in results:
+        for curve in result.curves:
             steps, rewards = zip(*curve, strict=True) if curve else ((), ())
-            # A run with one logged step has a point and no line
-            axes.plot(steps, rewards, color=colors[one.arm.name], alpha=0.7, marker="o" if len(steps) < 10 else None)
+            # Markers, because a run with a single logged step has no line
+            axes.plot(
+                steps, rewards, color=colors[result.arm.name], alpha=0.7, marker="o" if len(steps) < 10 else None
+            )
     axes.set(xlabel="step", ylabel="reward of a training batch")

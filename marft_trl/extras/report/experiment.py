@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The experiment of a report: a task, a model, a team and a budget, and the settings that decide the results."""
+"""The experiment of a report: a task, a model, a team, a budget, and the settings that affect the results."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from peft import PeftConfig
 from ...agents import AgentSpec, check_team
 from ...config.checks import check_names
 from ...config.marft_config import MARFTConfig
-from ...runs.resume import code_of, dataset_hash, fields_about, plain
-from ...system.files import module_of, source_of
+from ...runs.resume import compute_fingerprint, dataset_hash, fields_about, plain
+from ...system.files import import_file, read_source
 from ...system.hints import checked_names, did_you_mean
 from ...system.redaction import without_secrets
 from ...trainer import MARFTTrainer
 from ...workflows import Workflow
 
 
-# The seed is that of the cell
+# The cell sets the seed
 _NOT_RECORDED = fields_about("files", "machines") | {"seed"}
 
 
-def settings_of(experiment: Experiment) -> dict[str, Any]:
-    """Settings of an experiment by name, without secrets, JSON-serializable and the same in every process."""
+def collect_settings(experiment: Experiment) -> dict[str, Any]:
+    """Collect the settings of an experiment by name, JSON-serializable, without secrets, equal in every process."""
     args = experiment.args
     found: dict[str, Any] = {
         f"args.{item.name}": plain(getattr(args, item.name))
@@ -62,26 +62,34 @@ def settings_of(experiment: Experiment) -> dict[str, Any]:
     return json.loads(json.dumps(without_secrets(found), default=str))
 
 
-# What decides which questions are asked in an evaluation, how they are answered and what is right
+# Settings that affect the questions, the answers or the scores of an evaluation
 EVALUATION = (
     *("eval_dataset", "args.num_generations_eval", "args.eval_sampling", "args.eval_right_at", "args.eval_right_by"),
 )
 
 
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Settings that are not the same, as text."""
-    # Another version has other fields of the configuration
-    both = {name for name in {*theirs, *ours} if not name.startswith("args.") or (name in theirs and name in ours)}
-    names = sorted(name for name in both if theirs.get(name) != ours.get(name))
-    return [f"{name} was {theirs.get(name)!r}, is {ours.get(name)!r}" for name in names]
+def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Describe the settings that differ."""
+    # Another version may have other fields of the configuration
+    compared = {
+        name
+        for name in {*recorded, *current}
+        if not name.startswith("args.") or (name in recorded and name in current)
+    }
+    names = sorted(name for name in compared if recorded.get(name) != current.get(name))
+    return [f"{name} was {recorded.get(name)!r}, is {current.get(name)!r}" for name in names]
 
 
 def _workflow(workflow: Workflow | None) -> Any:
-    """Its description, code and plain attributes: a workflow of one's own need not describe its settings."""
+    """Description, code and plain attributes of a workflow: custom workflows need not describe their settings."""
     if workflow is None:
         return None
     attributes = {name: _value(value) for name, value in vars(workflow).items() if not name.startswith("_")}
-    return {"describes": _value(dict(workflow.describe())), "code": code_of(workflow), "attributes": attributes}
+    return {
+        "describes": _value(dict(workflow.describe())),
+        "code": compute_fingerprint(workflow),
+        "attributes": attributes,
+    }
 
 
 def _value(value: Any) -> Any:
@@ -97,9 +105,9 @@ def _value(value: Any) -> Any:
 def _code(function: Any) -> str:
     """Name and hash of the source of a function, a class or an object."""
     if not isinstance(function, type):
-        return code_of(function)
+        return compute_fingerprint(function)
     try:
-        return f"{function.__qualname__} ({hashlib.sha256(source_of(function).encode()).hexdigest()[:12]})"
+        return f"{function.__qualname__} ({hashlib.sha256(read_source(function).encode()).hexdigest()[:12]})"
     except (OSError, TypeError, SyntaxError):
         return function.__qualname__
 
@@ -108,14 +116,14 @@ def _codes(functions: Any) -> list[str]:
     if functions is None:
         return []
     several = isinstance(functions, Sequence) and not isinstance(functions, str)
-    return [code_of(item) for item in (functions if several else [functions])]
+    return [compute_fingerprint(item) for item in (functions if several else [functions])]
 
 
 def _peft(config: Any) -> Any:
     return None if config is None else plain(config.to_dict())
 
 
-# Settings that others follow from when a config is made
+# Settings from which `MARFTConfig` derives others
 _FOLLOWED = {
     *("preset", "bf16", "fp16", "use_cpu", "num_generations", "per_device_train_batch_size", "steps_per_generation"),
     *("gradient_accumulation_steps", "generation_batch_size", "loss_type"),
@@ -129,7 +137,7 @@ class Experiment:
 
     Args:
         model (`str`):
-            Base model: a Hub id or a folder. Each run loads it anew.
+            Base model: a Hub id or a folder. Each run loads it again.
         agents (`Sequence[AgentSpec]`):
             The team.
         reward_funcs:
@@ -181,38 +189,38 @@ class Experiment:
             raise TypeError(f"`args` of an `Experiment` must be a `MARFTConfig`, got {type(self.args).__name__}.")
         if not isinstance(self.model, (str, os.PathLike)):
             raise TypeError(
-                "`model` of an `Experiment` must be a name or a folder, which each run loads anew, got "
+                "`model` of an `Experiment` must be a Hub id or a folder, which each run loads, got "
                 f"{type(self.model).__name__}."
             )
         if not isinstance(self.eval_dataset, Dataset) or not len(self.eval_dataset):
-            raise ValueError("`eval_dataset` of an `Experiment` must be a `Dataset` with rows to compare arms on.")
+            raise ValueError("`eval_dataset` of an `Experiment` must be a `Dataset` with at least one row.")
         if not isinstance(self.variants, Mapping):
             raise TypeError(f"`variants` of an `Experiment` must be a dict of functions, got {self.variants!r}.")
         for name, change in self.variants.items():
             if not name or {*name} & {*":/\\"} or not callable(change):
                 raise ValueError(
-                    f"`variants` of an `Experiment` must be functions of an experiment, by names without : and /; got "
-                    f"{name!r}: {change!r}."
+                    "`variants` of an `Experiment` must map names without ':', '/' and '\\' to functions of an "
+                    f"experiment, got {name!r}: {change!r}."
                 )
 
     def changed(self, **fields: Any) -> Experiment:
-        """The experiment with other fields."""
+        """Return the experiment with other fields."""
         return dataclasses.replace(self, **fields)
 
     def with_args(self, **settings: Any) -> Experiment:
         """
-        The experiment with other training arguments.
+        Return the experiment with other training arguments.
 
         Raises:
             TypeError: there is no such argument.
-            ValueError: others follow from it when a config is made.
+            ValueError: `MARFTConfig` derives other settings from the argument.
         """
         check_names(settings, [item.name for item in dataclasses.fields(MARFTConfig)])
         if followed := sorted(_FOLLOWED.intersection(settings)):
             names = ", ".join(f"`{name}`" for name in followed)
             raise ValueError(
-                f"Other settings follow from {names} when a `MARFTConfig` is made. Make a new one: "
-                "`one.changed(args=MARFTConfig(...))`."
+                f"`with_args` cannot set {names}, because `MARFTConfig` derives other settings from that. Use "
+                "`experiment.changed(args=MARFTConfig(...))`."
             )
         args = copy.copy(self.args)
         for name, value in settings.items():
@@ -220,27 +228,29 @@ class Experiment:
         return self.changed(args=args)
 
     def solo_agent(self) -> AgentSpec:
-        """The agent that works alone."""
+        """Return the agent that works alone."""
         if self.solo is not None:
             return self.solo
         last = next((agent for agent in reversed(self.agents) if agent.has_policy and agent.copy_of is None), None)
         if last is None:
-            raise ValueError("No agent of the team has a policy of its own, so none can work alone: set `solo`.")
+            raise ValueError(
+                "No agent of the team has its own policy, so none can work alone. Set `solo` of the `Experiment`."
+            )
         lengths = [agent.max_completion_length or self.args.max_completion_length or 256 for agent in self.agents]
         return dataclasses.replace(last, trainable=True, adapter=last.name, max_completion_length=sum(lengths))
 
     def questions_in_both(self) -> int:
-        """Number of evaluation questions that are also training questions; 0 where all have the same prompt."""
+        """Count evaluation questions that are also training questions; 0 if all questions have the same prompt."""
         if not isinstance(self.train_dataset, Dataset) or "prompt" not in self.train_dataset.column_names:
             return 0
         sets = (self.eval_dataset, self.train_dataset)
-        are_games = all("seed" in value.column_names for value in sets) and len({*_asked(sets[0], ["prompt"])}) == 1
-        evaluated, trained = (_asked(item, ["prompt", "seed"] if are_games else ["prompt"]) for item in sets)
+        are_games = all("seed" in value.column_names for value in sets) and len({*_row_keys(sets[0], ["prompt"])}) == 1
+        evaluated, trained = (_row_keys(item, ["prompt", "seed"] if are_games else ["prompt"]) for item in sets)
         known = {*trained}
         return sum(question in known for question in evaluated) if len({*evaluated}) > 1 else 0
 
     def trainer(self, callbacks: Sequence[Any] = ()) -> MARFTTrainer:
-        """The trainer of a run."""
+        """Create the trainer of a run."""
         return MARFTTrainer(
             model=self.model,
             reward_funcs=self.reward_funcs,
@@ -258,14 +268,14 @@ class Experiment:
 Experiment.__init__ = checked_names("Experiment")(Experiment.__init__)  # type: ignore[method-assign]
 
 
-def _asked(dataset: Dataset, names: Sequence[str]) -> list[str]:
-    """What each row asks, from some columns."""
+def _row_keys(dataset: Dataset, names: Sequence[str]) -> list[str]:
+    """Return a key for the question of each row, from the given columns."""
     return [json.dumps(row, default=str) for row in zip(*(dataset[name] for name in names), strict=True)]
 
 
 def load_experiment(place: str, settings: Mapping[str, Any] | None = None) -> Experiment:
     """
-    The experiment that a function makes.
+    Call the function that creates an experiment.
 
     Args:
         place (`str`): `"file.py:function"` or `"module:function"`.
@@ -286,12 +296,12 @@ def load_experiment(place: str, settings: Mapping[str, Any] | None = None) -> Ex
         inspect.signature(make).bind(**(settings or {}))
     except TypeError as error:
         raise ValueError(
-            f"`{name}` of {source} must be a function that returns an `Experiment`, and is called with "
+            f"`{name}` in {source}, the function that returns the `Experiment`, cannot be called with "
             f"`settings={dict(settings or {})}`: {error}."
         ) from None
     made = make(**(settings or {}))
     if not isinstance(made, Experiment):
-        raise ValueError(f"`{name}` of {source} must return an `Experiment`, got {type(made).__name__}.")
+        raise ValueError(f"`{name}` in {source} must return an `Experiment`, got {type(made).__name__}.")
     return made
 
 
@@ -300,5 +310,5 @@ def _module(source: str) -> Any:
         return importlib.import_module(source)
     path = Path(source)
     if not path.exists():
-        raise ValueError(f"There is no file {os.fspath(path.absolute())} with an experiment.")
-    return module_of(path)
+        raise ValueError(f"There is no file {os.fspath(path.absolute())!r}.")
+    return import_file(path)

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Runs the cells of a report, one for each arm and seed, and writes what came of them."""
+"""Run the cells of a report, one for each arm and seed, and write the results."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 
 from ...seams.libraries import get_logger
 from ...system.child_processes import ChildProcesses
-from .arms import Arm, arms_of, check_arms
+from .arms import Arm, check_arms, make_arms
 from .cells import EVALUATED_BEFORE, Cell, recorded, run_cell
 from .comparison import Comparison, compare, write_pages
-from .experiment import EVALUATION, Experiment, load_experiment, settings_of
+from .experiment import EVALUATION, Experiment, collect_settings, load_experiment
 
 
 logger = get_logger(__name__)
@@ -38,8 +38,8 @@ def report(
     Find out whether a team is worth it: train it, one agent with as many generated tokens, and teams with one thing
     changed, over seeds, and compare them on the same questions.
 
-    A run that is done is not repeated, and one that was killed goes on from its last checkpoint (`save_strategy`), so
-    the same call continues a report.
+    Finished runs are not repeated, and an interrupted run resumes from its last checkpoint (`save_strategy`), so the
+    same call resumes a report.
 
     Args:
         experiment ([`Experiment`] or `str`):
@@ -49,27 +49,29 @@ def report(
         seeds (`Sequence[int]`, *optional*, defaults to `(0, 1, 2)`):
             Seeds of the runs. With one seed, intervals do not contain the spread of training.
         arms (`Sequence[str]`, *optional*):
-            Those that are wanted, besides the trained team: `"untrained"`, `"solo"`, `"solo_untrained"`,
+            Arms in addition to the trained team: `"untrained"`, `"solo"`, `"solo_untrained"`,
             `"anonymous"`, `"shared"` or `"own"`, `"frozen"`, `"without"` and `"emptied"`, each of all agents or,
             with a colon and a name, of one, and the names of the `variants` of the experiment. Defaults to all.
         workers (`int`, *optional*, defaults to `1`):
-            Number of runs side by side, as processes of their own. More than one needs a named `experiment`.
+            Number of runs in parallel, each in its own process. More than one needs a named `experiment`.
         margin (`float`, *optional*, defaults to `0.02`):
-            Differences of accuracy below it are too small to matter.
+            Smallest difference in accuracy that matters.
         settings (`dict`, *optional*):
             Arguments of the function that a named `experiment` is.
 
     Returns: the [`Comparison`]. `report.md`, `report.csv` and pictures are in `output_dir`.
 
     Raises:
-        ValueError: there is no such arm, an arm cannot run, or several workers have no named experiment.
-        RuntimeError: a run has failed; the message has its error. Other runs are finished and written first.
+        ValueError: an arm is unknown or cannot run, or `workers` is above 1 without a named experiment.
+        RuntimeError: a run failed; the message contains its error. Other runs are finished and written first.
     """
     place = experiment if isinstance(experiment, str) else None
     made = load_experiment(experiment, settings) if isinstance(experiment, str) else experiment
     if workers > 1 and place is None:
-        raise ValueError("`workers` above 1 starts processes, which need `experiment='file.py:function'`.")
-    folder, chosen = Path(output_dir), arms_of(made, arms)
+        raise ValueError(
+            f"`workers={workers}` needs an experiment that other processes can load: `experiment='file.py:function'`."
+        )
+    folder, chosen = Path(output_dir), make_arms(made, arms)
     _check_arguments(seeds, margin, workers)
     _check_runs(chosen)
     check_arms(made, chosen)
@@ -85,28 +87,28 @@ def report(
         failed = _side_by_side(place, settings, waiting, _emptied(chosen), workers)
     if "team" in failed:
         raise RuntimeError(failed["team"])
-    kept = [replace(arm, why_not="its run has failed") if arm.run in failed else arm for arm in chosen]
+    kept = [replace(arm, skip_reason="its run failed") if arm.run in failed else arm for arm in chosen]
     comparison = compare(made, kept, folder / "runs", seeds, margin)
     write_pages(comparison, folder)
     if failed:
         raise RuntimeError(
-            f"{folder}/report.md was written without {', '.join(failed)}, whose runs have failed. The same call "
-            "repeats them.\n" + "\n".join(failed.values())
+            f"{folder}/report.md was written without {', '.join(failed)}, whose runs failed. Repeat the call to run "
+            "them again.\n" + "\n".join(failed.values())
         )
     return comparison
 
 
 def _cells(arms: Sequence[Arm], seeds: Sequence[int], folder: Path) -> list[Cell]:
-    """The runs. Those with a budget come last: it is known when the team has run with the same seed."""
-    ran = sorted((arm for arm in arms if not arm.of and arm.why_not is None), key=lambda arm: arm.is_budgeted)
+    """List the runs. Those with a budget come last, because the team's run with the same seed sets it."""
+    ran = sorted((arm for arm in arms if not arm.of and arm.skip_reason is None), key=lambda arm: arm.is_budgeted)
     return [Cell(arm.name, seed, folder / "runs" / f"{arm.folder}-{seed}") for arm in ran for seed in seeds]
 
 
 def _check_arguments(seeds: Sequence[int], margin: float, workers: int) -> None:
     if isinstance(seeds, int) or not seeds or len({*seeds}) < len(seeds):
-        raise ValueError(f"`seeds` must be different integers, such as (0, 1, 2), got {seeds!r}.")
+        raise ValueError(f"`seeds` must be distinct integers, such as (0, 1, 2), got {seeds!r}.")
     if not 0 <= margin < 1:
-        raise ValueError(f"`margin` is a difference of two shares, at least 0 and below 1, got {margin!r}.")
+        raise ValueError(f"`margin` must be at least 0 and below 1, got {margin!r}.")
     if workers < 1:
         raise ValueError(f"`workers` must be at least 1, got {workers!r}.")
 
@@ -116,12 +118,12 @@ def _tell_of_overlap(experiment: Experiment) -> None:
     if count:
         logger.warning(
             f"{count} of the {len(experiment.eval_dataset)} evaluation questions are also training questions, so the "
-            "report measures in part what was learned by heart. Leave them out of `train_dataset`."
+            "report partly measures memorization. Remove them from `train_dataset`."
         )
 
 
 def _tell_of_work(experiment: Experiment, arms: Sequence[Arm], cells: Sequence[Cell], waiting: Sequence[Cell]) -> None:
-    """Say how much there is to do, and how long it takes where runs that are done tell."""
+    """Print the number of runs, and an estimate of their time if some are finished."""
     evaluations = sum(1 + (cell.arm in EVALUATED_BEFORE) for cell in waiting)
     evaluations += len(_emptied(arms)) * sum(cell.arm == "team" for cell in waiting)
     args = experiment.args
@@ -129,8 +131,8 @@ def _tell_of_work(experiment: Experiment, arms: Sequence[Arm], cells: Sequence[C
     done = [cell.result()["seconds"] for cell in cells if cell.is_done]
     minutes = f", about {len(waiting) * sum(done) / len(done) / 60:.0f} minutes of training" if done else ""
     print(
-        f"Report: {len(waiting)} of {len(cells)} trainings to do and {evaluations} evaluations of {questions} episodes"
-        f"{minutes}. A report that is interrupted goes on with the same call.",
+        f"Report: {len(waiting)} of {len(cells)} training runs to do and {evaluations} evaluations of {questions} "
+        f"episodes{minutes}. Repeat the call to resume an interrupted report.",
         flush=True,
     )
 
@@ -139,26 +141,26 @@ def _check_runs(arms: Sequence[Arm]) -> None:
     names = {arm.name for arm in arms}
     for arm in arms:
         if arm.of and arm.of not in names:
-            raise ValueError(f"The arm {arm.name!r} is evaluated in the run of {arm.of!r}: name it too.")
+            raise ValueError(f"The arm {arm.name!r} is evaluated in the run of {arm.of!r}. Add {arm.of!r} to `arms`.")
 
 
 def _check_schedule(experiment: Experiment, arms: Sequence[Arm]) -> None:
-    """How long one agent trains is not known before, so no schedule can end with it."""
-    budgeted = [arm for arm in arms if arm.is_budgeted and arm.why_not is None]
+    """Check for a constant learning rate: the number of steps of a single agent is not known in advance."""
+    budgeted = [arm for arm in arms if arm.is_budgeted and arm.skip_reason is None]
     kind = _schedule(experiment)
     for arm in budgeted:
-        its = _schedule(arm.changed(experiment)) if arm.is_variant else kind
-        if kind.startswith("constant") and not its.startswith("constant"):
+        variant_kind = _schedule(arm.changed(experiment)) if arm.is_variant else kind
+        if kind.startswith("constant") and not variant_kind.startswith("constant"):
             raise ValueError(
-                f"`lr_scheduler_type` of the variant {arm.name!r} is {its!r}. It trains until it has generated as "
-                "many tokens as the team, which is not known before: set `lr_scheduler_type="
-                "'constant_with_warmup'`, or another `max_steps` than the team's, for which it is then trained."
+                f"`lr_scheduler_type` of the variant {arm.name!r} must not decay, got {variant_kind!r}: the variant "
+                "trains until it has generated as many tokens as the team, in an unknown number of steps. Set "
+                "`lr_scheduler_type='constant_with_warmup'`, or a `max_steps` that differs from the team's."
             )
     if budgeted and not kind.startswith("constant"):
         raise ValueError(
-            f"`lr_scheduler_type` of the experiment is {kind!r}. One agent trains until it has generated as many "
-            "tokens as the team, which is not known before, so both need a rate that does not decay: set "
-            "`lr_scheduler_type='constant_with_warmup'`, or leave out the arm `solo` (`arms`)."
+            f"`lr_scheduler_type` of the experiment must not decay, got {kind!r}: the single agent trains until it "
+            "has generated as many tokens as the team, in an unknown number of steps. Set "
+            "`lr_scheduler_type='constant_with_warmup'`, or leave the arm `solo` out of `arms`."
         )
 
 
@@ -167,11 +169,11 @@ def _schedule(experiment: Experiment) -> str:
 
 
 def _check_runs_before(experiment: Experiment, arms: Sequence[Arm], cells: Sequence[Cell]) -> None:
-    """Runs that are there, whole or in part, are of the same experiment, and have all evaluations that are wanted."""
-    settings = {arm.name: recorded(experiment, arm) for arm in arms if not arm.of and arm.why_not is None}
+    """Check that existing runs belong to the same experiment, and have all requested evaluations."""
+    settings = {arm.name: recorded(experiment, arm) for arm in arms if not arm.of and arm.skip_reason is None}
     for arm in arms:
         if arm.is_variant:
-            _check_variant(arm.name, settings_of(experiment), settings[arm.name])
+            _check_variant(arm.name, collect_settings(experiment), settings[arm.name])
     for cell in cells:
         cell.check_settings(settings[cell.arm])
         _check_budget(cell)
@@ -181,35 +183,35 @@ def _check_runs_before(experiment: Experiment, arms: Sequence[Arm], cells: Seque
         if missing:
             raise ValueError(
                 f"The run in {cell.folder} was not evaluated with empty messages of {', '.join(missing)}. Set another "
-                "`output_dir`, leave out `emptied`, or delete that folder."
+                "`output_dir`, leave the arm `emptied` out of `arms`, or delete that folder."
             )
 
 
-def _check_variant(name: str, team: Mapping[str, Any], its: Mapping[str, Any]) -> None:
-    """A variant changes something, and is evaluated as the team is."""
-    if team == its:
-        raise ValueError(f"The variant {name!r} changes nothing that the runs record: it would be the team again.")
-    if other := [key for key in EVALUATION if team.get(key) != its.get(key)]:
+def _check_variant(name: str, team: Mapping[str, Any], variant: Mapping[str, Any]) -> None:
+    """Check that a variant changes a setting, and has the evaluation settings of the team."""
+    if team == variant:
+        raise ValueError(f"The variant {name!r} changes no recorded setting, so it would only repeat the team's run.")
+    if other := [key for key in EVALUATION if team.get(key) != variant.get(key)]:
         raise ValueError(
-            f"The variant {name!r} is evaluated otherwise than the team ({', '.join(other)}), so the two cannot be "
-            "compared. Set the same in both."
+            f"The variant {name!r} and the team have different evaluation settings ({', '.join(other)}), so they "
+            "cannot be compared. Use the same settings for both."
         )
 
 
 def _check_budget(cell: Cell) -> None:
-    """A run whose budget was that of a team which is no longer there is not compared with another one."""
+    """Check that the budget of a run is that of the current team run, which may have been repeated."""
     team = Cell("team", cell.seed, cell.folder.parent / f"team-{cell.seed}")
     if not cell.is_done or not team.is_done or (budget := cell.result().get("budget")) is None:
         return
     if budget != team.result()["tokens"]:
         raise ValueError(
-            f"The run in {cell.folder} had a budget of {budget:,} tokens, and the team with its seed has generated "
-            f"{team.result()['tokens']:,}. Delete that folder, and the run is repeated."
+            f"The run in {cell.folder} had a budget of {budget:,} tokens, but the team with the same seed generated "
+            f"{team.result()['tokens']:,}. Delete that folder to repeat the run."
         )
 
 
 def _emptied(arms: Sequence[Arm]) -> list[str]:
-    return [arm.name.partition(":")[2] for arm in arms if arm.name.startswith("emptied:") and arm.why_not is None]
+    return [arm.name.partition(":")[2] for arm in arms if arm.name.startswith("emptied:") and arm.skip_reason is None]
 
 
 def _run_all(run: Callable[[Cell], None], cells: Sequence[Cell]) -> dict[str, str]:
@@ -224,8 +226,8 @@ def _run_all(run: Callable[[Cell], None], cells: Sequence[Cell]) -> dict[str, st
         try:
             run(cell)
         except Exception as error:
-            logger.warning(f"The run of {cell.arm!r} with seed {cell.seed} has failed.", exc_info=True)
-            message = f"The run of {cell.arm!r} with seed {cell.seed} has failed: {type(error).__name__}: {error}"
+            logger.warning(f"The run of {cell.arm!r} with seed {cell.seed} failed.", exc_info=True)
+            message = f"The run of {cell.arm!r} with seed {cell.seed} failed: {type(error).__name__}: {error}"
             failed.setdefault(cell.arm, message)
             if cell.arm == "team":  # all others are compared with it
                 break
@@ -235,23 +237,36 @@ def _run_all(run: Callable[[Cell], None], cells: Sequence[Cell]) -> dict[str, st
 def _side_by_side(
     place: str, settings: Mapping[str, Any] | None, cells: Sequence[Cell], emptied: Sequence[str], workers: int
 ) -> dict[str, str]:
-    """Run cells in processes of their own. Returns the errors of those that failed, by arm."""
+    """Run cells in separate processes. Returns the errors of those that failed, by arm."""
     threads = str(max((os.cpu_count() or 1) // workers, 1))
     environment = {"OMP_NUM_THREADS": threads, **os.environ}
     teams: dict[int, Future] = {}
     children = ChildProcesses()
 
     def run(cell: Cell) -> None:
-        given = {"experiment": place, "settings": dict(settings or {}), "emptied": list(emptied), **cell.as_dict()}
+        cell_arguments = {
+            "experiment": place,
+            "settings": dict(settings or {}),
+            "emptied": list(emptied),
+            **cell.as_dict(),
+        }
         cell.folder.mkdir(parents=True, exist_ok=True)
         with open(cell.folder / "log.txt", "a", encoding="utf-8") as log:
-            command = [sys.executable, "-W", "ignore", "-m", "marft_trl.extras.report", "--cell", json.dumps(given)]
+            command = [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "marft_trl.extras.report",
+                "--cell",
+                json.dumps(cell_arguments),
+            ]
             code = children.run(command, environment, log)
         if code:
             raise RuntimeError((cell.folder / "log.txt").read_text(encoding="utf-8")[-2000:])
 
     def wait_and_run(cell: Cell) -> dict[str, str]:
-        # Teams are the first in the pool, so what waits for one never keeps it from running
+        # Teams come first in the pool, so runs that wait for a team never block it
         if cell.arm != "team" and cell.seed in teams and teams[cell.seed].result():
             return {}
         return _run_all(run, [cell])

@@ -115,8 +115,8 @@ def pass_rate(
             left = end - time.monotonic()
             if hung >= _MOST_TIMEOUTS or left <= 0:
                 break
-            its = replace(_with_room(limits, output), seconds=min(limits.seconds, left))
-            outcome = run_python(program, stdin=text, limits=its)
+            test_limits = replace(_with_room(limits, output), seconds=min(limits.seconds, left))
+            outcome = run_python(program, stdin=text, limits=test_limits)
             right.append(outcome.status == "ok" and same_output(outcome.stdout, output))
             hung += outcome.status == "timeout"
     return sum(right) / len(inputs)
@@ -126,34 +126,36 @@ def _tests(tests: Any) -> tuple[Sequence[Any], Sequence[Any], str | None, bool]:
     try:
         data = json.loads(tests) if isinstance(tests, str) else tests
     except (RecursionError, ValueError) as error:
-        raise ValueError(f"`tests` of a row cannot be read as JSON: {error}: {tests[:200]!r}.") from error
+        raise ValueError(f"`tests` of a row must be valid JSON ({error}), got {tests[:200]!r}.") from error
     if not isinstance(data, Mapping) or not {"inputs", "outputs"} <= set(data):
-        raise ValueError(f"`tests` of a row needs `inputs` and `outputs`, got {str(data)[:200]!r}.")
+        raise ValueError(f"`tests` of a row must have `inputs` and `outputs`, got {str(data)[:200]!r}.")
     inputs, outputs, function = data["inputs"], data["outputs"], data.get("function")
     if not isinstance(function, str | None):
-        raise ValueError(f"`function` in `tests` of a row has to be a name, got {str(function)[:200]!r}.")
-    kinds, what = ((str,), "texts") if function is None else ((list, tuple), "lists of arguments")
+        raise ValueError(f"`function` in `tests` of a row must be a string, got {str(function)[:200]!r}.")
+    kinds, what = ((str,), "strings") if function is None else ((list, tuple), "lists of arguments")
     _check_items("inputs", inputs, kinds, what)
-    _check_items("outputs", outputs, (str,) if function is None else (object,), "texts")
+    _check_items("outputs", outputs, (str,) if function is None else (object,), "strings")
     if len(inputs) != len(outputs):
-        raise ValueError(f"`tests` of a row has {len(inputs)} inputs and {len(outputs)} outputs; they have to match.")
+        raise ValueError(
+            f"`tests` of a row must have as many inputs as outputs, got {len(inputs)} and {len(outputs)}."
+        )
     return inputs, outputs, function, bool(data.get("wrapped"))
 
 
 def _check_items(name: str, items: Any, kinds: tuple[type, ...], what: str) -> None:
     if not isinstance(items, (list, tuple)) or not all(isinstance(item, kinds) for item in items):
-        raise ValueError(f"`{name}` in `tests` of a row has to be a list of {what}, got {str(items)[:200]!r}.")
+        raise ValueError(f"`{name}` in `tests` of a row must be a list of {what}, got {str(items)[:200]!r}.")
 
 
 def _with_room(limits: Limits, expected: Any) -> Limits:
-    """Limits under which a program can write the expected output."""
+    """Raise the output limit so that a program can write the expected output."""
     return replace(limits, output=max(limits.output, 2 * len(json.dumps(expected, default=str)) + (1 << 16)))
 
 
 def same_output(printed: str, expected: str) -> bool:
     """
     `True` if the output is as expected. White space between words does not matter, nor does the format of a number:
-    "2", "2.0" and "2e0" are equal. "007" is no number, and equal to itself only.
+    "2", "2.0" and "2e0" are equal. "007" is not a number, and only equal to itself.
     """
     got, wanted = ([line.split() for line in text.strip().splitlines()] for text in (printed, expected))
     return len(got) == len(wanted) and all(

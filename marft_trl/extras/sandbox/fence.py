@@ -1,7 +1,7 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
 Script that restricts its own process, then runs an untrusted program in it. It uses the standard library only, and
-little of it, because it starts anew for every program.
+little of it, because it starts again for every program.
 
     python -s -S -B fence.py 5     # reads its settings from the file descriptor 5
 
@@ -100,7 +100,7 @@ def limit(memory: int, cpu_seconds: int, file_size: int, files: int) -> None:
 
 
 def drop_capabilities(libc) -> bool:
-    """Give up what the superuser may do beyond others."""
+    """Drop all capabilities of the superuser."""
     header = _CapabilityHeader(0x20080522, 0)  # version 3: two words of each of the three sets
     return libc.capset(ctypes.byref(header), (ctypes.c_uint32 * 6)()) == 0
 
@@ -130,12 +130,12 @@ def fence_files(libc, folder: str, readable: list) -> bool:
 
 
 def _allowed_with() -> list:
-    """System calls that are allowed with some arguments: names, and comparisons `(argument, operator, a, b)`."""
+    """Return system calls that are allowed with some arguments: name, and comparisons `(argument, operator, a, b)`."""
     own = os.getpid()
     truncates, how = os.O_TRUNC, os.O_ACCMODE
     rules = [
         ("clone", (0, _MASKED, _CLONE_THREAD, _CLONE_THREAD)),  # threads, no processes
-        # What is written into a shared mapping of a file takes space that nobody counts
+        # Writes to a shared mapping of a file are not counted
         ("mmap", (3, _MASKED, _MAP_TYPE, _MAP_PRIVATE)),
         ("mmap", (3, _MASKED, _MAP_ANONYMOUS, _MAP_ANONYMOUS)),
         ("socketpair", (0, _EQUAL, _AF_UNIX, 0), (1, _MASKED, _SOCK_KIND, _SOCK_STREAM)),  # reaches itself alone
@@ -145,7 +145,7 @@ def _allowed_with() -> list:
         *(("ioctl", (1, _EQUAL, command, 0)) for command in _IOCTL),
         *(("prctl", (0, _EQUAL, option, 0)) for option in _PRCTL),
     ]
-    # Before version 3, Landlock lets a file that may only be read be emptied while it is opened
+    # Before version 3, Landlock does not stop a program from truncating a read-only file when it opens the file
     for name, flags in (("open", 1), ("openat", 2)):
         rules.append((name, (flags, _MASKED, truncates, 0)))
         rules += [(name, (flags, _MASKED, how, mode)) for mode in (os.O_WRONLY, os.O_RDWR)]
@@ -153,7 +153,7 @@ def _allowed_with() -> list:
 
 
 def _seccomp():
-    """libseccomp with the types of its functions."""
+    """Load libseccomp and declare the types of its functions."""
     library = ctypes.CDLL("libseccomp.so.2")
     library.seccomp_init.restype = ctypes.c_void_p
     library.seccomp_init.argtypes = [ctypes.c_uint32]
@@ -179,7 +179,7 @@ def fence_calls() -> bool:
         number = library.seccomp_syscall_resolve_name(name.encode())
         if number < 0:  # this architecture, or this version of libseccomp, does not know it
             return 0
-        array = (_Comparison * max(1, len(comparisons)))(*(_Comparison(*one) for one in comparisons))
+        array = (_Comparison * max(1, len(comparisons)))(*(_Comparison(*comparison) for comparison in comparisons))
         return library.seccomp_rule_add_array(filter_, action, number, len(comparisons), array)
 
     refused = [rule(_ALLOW, name) for name in _ALLOWED]
@@ -207,7 +207,7 @@ def fence(settings: dict) -> list:
         if not fence_calls():
             missing.append("seccomp (libseccomp.so.2, in the package libseccomp2 of Debian)")
     else:
-        missing.append("a kernel that fences files and calls (Linux)")
+        missing.append("a Linux kernel that restricts file access and system calls")
         limit(settings["memory"], int(settings["seconds"]) + 2, settings["file_size"], settings["files"])
     return missing
 
@@ -230,16 +230,16 @@ def call(name: str, arguments: list, results: int) -> None:
     scope = load("solution")
     owner = scope["Solution"]() if name not in scope and "Solution" in scope else None
     function = getattr(owner, name) if owner is not None else scope[name]
-    for one in arguments:
+    for args in arguments:
         try:
-            line = json.dumps({"value": function(*one)}, default=_plain)
+            line = json.dumps({"value": function(*args)}, default=_plain)
         except (Exception, SystemExit) as error:
             line = json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
         os.write(results, line.encode() + b"\n")
 
 
 def _plain(value):
-    """A value of NumPy, or an iterable, as JSON has it."""
+    """Convert a NumPy value or an iterable to JSON data."""
     return value.tolist() if hasattr(value, "tolist") else list(value)
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 
 _FENCE = Path(__file__).with_name("fence.py")
-# One thread for NumPy: with one for each core of a large machine, their buffers alone exceed the limit of memory.
+# One thread for NumPy: on a machine with many cores, the buffers of a thread per core exceed the memory limit.
 _ENVIRONMENT = {
     **{"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8:replace", "LC_ALL": "C.UTF-8"},
     **{f"{library}_NUM_THREADS": "1" for library in ("OPENBLAS", "OMP", "MKL")},
@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 _REMOVAL_SECONDS = 60
 _STARTUP_SECONDS = 30  # start-up time of the interpreter on a busy machine, before the program's time limit
-_BEYOND_SECONDS = 0.2  # after which a program that has disabled its own alarm is killed
-_WATCH_SECONDS = 0.05  # between two looks at a running program
-# What programs may read beside the interpreter's own folders, where it exists
+_BEYOND_SECONDS = 0.2  # after the time limit, before a program that has disabled its own alarm is killed
+_WATCH_SECONDS = 0.05  # between two checks of a running program
+# Existing paths among these may be read by programs, in addition to the folders of the interpreter
 _SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/usr/share/zoneinfo")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom")
 
@@ -136,8 +136,8 @@ def run_python(
     missing = _missing() if limits.strict else ()
     if missing:
         raise JailError(
-            f"Programs cannot be fenced in on this machine: it lacks {', '.join(missing)}. Run in a container of your "
-            "own and set `strict=False`, which keeps the limits on time and memory only."
+            f"This machine cannot sandbox programs: it lacks {', '.join(missing)}. Run in a container and set "
+            "`strict=False`, which only keeps the time and memory limits."
         )
     return _in_folder(code, stdin, function, arguments, limits)
 
@@ -152,7 +152,7 @@ def _missing() -> tuple[str, ...]:
     except JailError as error:
         return (f"a Python that runs an empty program ({error})",)
     if not _working_bubblewrap():
-        logger.info("Programs run in the kernel's fence alone: bubblewrap is not installed, or not allowed here.")
+        logger.info("The sandbox uses kernel restrictions only: bubblewrap is not installed, or not allowed here.")
     return ()
 
 
@@ -168,17 +168,17 @@ def _in_folder(
     try:
         folder = tempfile.mkdtemp(prefix="marft-jail-")
     except OSError as error:
-        raise JailError(f"There is no folder for a program: {error}") from error
+        raise JailError(f"Cannot create a folder for a program: {error}") from error
     try:
         return _run(Path(folder).resolve(), code, stdin, function, arguments, limits)
     except OSError as error:  # a full disk, or too many open files
-        raise JailError(f"A program cannot be run: {error}") from error
+        raise JailError(f"Cannot run a program: {error}") from error
     finally:
         _remove(folder)
 
 
 class _Files(NamedTuple):
-    """Files through which a process is told what to do, and tells what came of it."""
+    """Files that pass settings to a process, and results back."""
 
     source: Any
     wishes: Any
@@ -202,7 +202,7 @@ def _run(
             **{"seconds": limits.seconds, "strict": limits.strict, "readable": readable, "packages": packages},
             **{"function": function, "arguments": json.loads(json.dumps([list(argument) for argument in arguments]))},
             **{"results": files.results.fileno(), "report": files.report.fileno()},
-            "parent": 0 if command else os.getpid(),  # bubblewrap, which then is the parent, sees to the end of this
+            "parent": 0 if command else os.getpid(),  # bubblewrap, which then is the parent, kills the process
         }
         _fill(files.wishes, marshal.dumps(settings))
         start = time.monotonic()
@@ -237,7 +237,7 @@ def _start(command: Sequence[str], files: _Files, folder: Path) -> subprocess.Po
 
 
 def _watch(process: subprocess.Popen, folder: Path, limits: Limits, report: Any) -> str:
-    """Wait for the end of a program, or until it exceeds a limit. Returns what is said of the excess, or `""`."""
+    """Wait until a program ends or exceeds a limit. Returns a message about the exceeded limit, or `""`."""
     deadline, runs = time.monotonic() + _STARTUP_SECONDS, False
     with _ending(process) as ended:
         while not ended(min(_WATCH_SECONDS, max(0.0, deadline - time.monotonic()))):
@@ -246,15 +246,15 @@ def _watch(process: subprocess.Popen, folder: Path, limits: Limits, report: Any)
             if not runs and os.fstat(report.fileno()).st_size:
                 deadline, runs = time.monotonic() + limits.seconds + _BEYOND_SECONDS, True
             if _threads(process.pid) > limits.threads:
-                return f"\nStopped: the program has more than {limits.threads} threads."
+                return f"\nKilled: the program has more than {limits.threads} threads."
             if _written(process.pid) > limits.disk or not _is_within(folder, limits):
-                return f"\nStopped: the program has written over {limits.entries} files or {limits.disk} bytes."
+                return f"\nKilled: the program wrote more than {limits.entries} files or {limits.disk} bytes."
     return ""
 
 
 @contextlib.contextmanager
 def _ending(process: subprocess.Popen):
-    """A function that waits some seconds for the end of a process, and returns `True` as soon as it has ended."""
+    """Yield a function that waits some seconds for a process, and returns `True` as soon as it has exited."""
     if not hasattr(os, "pidfd_open"):
 
         def ended(seconds: float) -> bool:
@@ -274,7 +274,7 @@ def _ending(process: subprocess.Popen):
 
 
 def _threads(pid: int) -> int:
-    """Number of threads of a process and its descendants, as far as the system tells."""
+    """Count the threads of a process and its descendants; 0 if the system does not show them."""
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
         children = [child for task in tasks for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
@@ -284,7 +284,7 @@ def _threads(pid: int) -> int:
 
 
 def _written(pid: int) -> int:
-    """Bytes that a process has written, also to files that are deleted or where no other process can look."""
+    """Return the number of bytes that a process has written, including deleted and inaccessible files."""
     try:
         return int(Path(f"/proc/{pid}/io").read_text().partition("wchar:")[2].split()[0])
     except (OSError, IndexError):
@@ -292,7 +292,7 @@ def _written(pid: int) -> int:
 
 
 def _is_within(folder: Path, limits: Limits) -> bool:
-    """`False` if a folder holds more than its limits, or something that cannot be looked at."""
+    """Return `False` if a folder exceeds the limits, or contains a path that cannot be read."""
     entries, size, folders = 0, 0, [str(folder)]
     while folders:
         try:
@@ -306,30 +306,30 @@ def _is_within(folder: Path, limits: Limits) -> bool:
                         folders.append(entry.path)
         except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
             continue
-        except OSError:  # a path that is too long, or that nobody may list
+        except OSError:  # a path that is too long, or not readable
             return False
     return True
 
 
 def _check_report(report: Any, limits: Limits, errors: str) -> None:
     """
-    Check that the program was started, and in a fence. The program cannot write this report.
+    Check that the program was started in the sandbox. The program cannot write this report.
 
     Raises:
-        JailError: it was not.
+        JailError: the program was not started, or not in the sandbox.
     """
     report.seek(0)
     try:
         missing = marshal.load(report)  # noqa: S302  # written by the fence
     except (EOFError, ValueError, TypeError):
-        raise JailError(f"A program could not be started: {errors.strip()[-300:]}") from None
+        raise JailError(f"Cannot start a program: {errors.strip()[-300:]}") from None
     if missing and limits.strict:
         raise _Lacking(missing)
 
 
 @functools.cache
 def _readable() -> tuple[list[str], list[str]]:
-    """What programs may read, and of it the folders of packages."""
+    """Return the paths that programs may read, and the package folders among them."""
     paths = sysconfig.get_paths()
     packages = list(dict.fromkeys([paths["purelib"], paths["platlib"]]))
     own = [paths["stdlib"], paths["platstdlib"], os.path.join(sys.base_prefix, "lib"), *packages]
@@ -431,4 +431,4 @@ def _remove(folder: str) -> None:
     except (OSError, subprocess.SubprocessError) as error:
         problem = error
     if os.path.lexists(folder):
-        logger.warning("The folder %s of a program that was run could not be removed: %s", folder, problem)
+        logger.warning("Cannot remove the folder %s of a program: %s", folder, problem)

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Tasks of other packages as they are: datasets with their rewards, games and environments as workflows."""
+"""Tasks of other packages: datasets with their rewards, and games and environments as workflows."""
 
 from .environments import game_seeds, gymnasium_text, open_env
 from .human_eval import get_human_eval_reward, human_eval, human_eval_reward

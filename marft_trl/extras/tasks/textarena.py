@@ -63,7 +63,7 @@ class TextArena(Workflow):
         return [value for value in mine if isinstance(value, Feedback) or value.agent in seat]
 
     def _rewards(self, rewards: Mapping[int, float]) -> dict[str, float]:
-        """Mean reward of the seats of each agent; of one name only where the team has them."""
+        """Return the mean reward of the seats of each agent; with a single player, of the last agent for the team."""
         names = [self.seats[0][-1]] if len(self.seats) == 1 else dict.fromkeys(n for seat in self.seats for n in seat)
         places = {name: [player for player, seat in enumerate(self.seats) if name in seat] for name in names}
         return {name: sum(rewards[player] for player in place) / len(place) for name, place in places.items()}
@@ -80,7 +80,7 @@ class TextArena(Workflow):
 
 
 class _Game:
-    """One game. TextArena draws from Python's global generator, so each game has a state of it of its own."""
+    """One game. TextArena draws from Python's global generator, so each game restores its own state."""
 
     def __init__(self, game: str, players: int, settings: Mapping[str, Any], seed: int):
         arena = load("textarena", "textarena", f"The game {game!r}")
@@ -90,7 +90,7 @@ class _Game:
             self._env = self._drawing(arena.make, game, **settings)
             self._drawing(self._env.reset, num_players=players, seed=seed)
         except Exception as error:
-            raise ValueError(f"The game {game!r} of TextArena cannot begin with {players} players: {error}") from error
+            raise ValueError(f"The game {game!r} of TextArena cannot start with {players} players: {error}") from error
         self._inner = self._env
         while hasattr(self._inner, "env"):
             self._inner = self._inner.env
@@ -105,7 +105,7 @@ class _Game:
             random.setstate(kept)
 
     def observe(self) -> tuple[int, str]:
-        """The player who moves, and what it was told since its last move; its own moves it knows."""
+        """Return the player to move, and all messages to it since its last move, except its own."""
         player, messages = self._drawing(self._inner.get_observation)
         names = self._inner.state.role_mapping
         told = [(names.get(sender, f"Player {sender}"), text) for sender, text, *_ in messages if sender != player]
@@ -118,5 +118,7 @@ class _Game:
     def rewards(self) -> Mapping[int, float]:
         rewards = self._drawing(self._env.close)[0]
         if not rewards or not all(isinstance(reward, (int, float)) for reward in rewards.values()):
-            raise ValueError(f"The game {self._name!r} of TextArena ended with the rewards {rewards!r}, not numbers.")
+            raise ValueError(
+                f"The game {self._name!r} of TextArena must end with rewards that are numbers, got {rewards!r}."
+            )
         return rewards

@@ -1,7 +1,7 @@
 """
-An application that talks to models by OpenAI's client, trained as it is: each request is a turn of an agent.
+An application that uses OpenAI's client, trained without changes: each request is a turn of an agent.
 
-    marft rehearse team.py                    # the application once, with made-up answers (`pip install openai`)
+    marft rehearse team.py                    # the application once, with placeholder answers (`pip install openai`)
     marft train team.py                       # on a CPU, offline, in minutes
     marft serve app --model tiny              # then: OPENAI_BASE_URL=http://127.0.0.1:8080/v1
 """
@@ -22,12 +22,12 @@ SETTINGS = {
     "per_device_train_batch_size": 64,  # episodes: 8 questions, each 8 times
     "logging_steps": 5,
 }
-# The model names that the application asks for
+# The model names that the application requests
 AGENTS = [AgentSpec("reasoner", max_completion_length=24), AgentSpec("actor", max_completion_length=6)]
 
 
 async def answer(question, client):
-    """Your application. It asks models by name, and needs no change to be trained."""
+    """Your application. It requests models by name, and needs no change for training."""
 
     async def ask(model, task, text):
         messages = [{"role": "system", "content": task}, {"role": "user", "content": text}]
@@ -49,7 +49,7 @@ TEAM = {"workflow": ExternalApp(app)}  # or a program: ExternalApp("python my_ap
 
 
 def make(args, model="tiny"):
-    """The trainer. Further parameters, such as `model`, are options of the command line, too."""
+    """Create the trainer. Further parameters, such as `model`, are command-line options as well."""
     data, lora = tiny_dataset(4000, seed=0), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
     base, team = tiny_team_model() if model == "tiny" else model, {"agents": AGENTS, **TEAM}
     return MARFTTrainer(base, reward_funcs=exact_answer, args=args, train_dataset=data, peft_config=lora, **team)

@@ -29,12 +29,15 @@ AGENTS = [AgentSpec(name, adapter="debater", system_prompt="Answer with a number
 
 
 def right(completions, answer, **kwargs):
-    """1 if the answer that the team agrees on is the right one."""
-    return [float(one[-1]["content"].strip() == target) for one, target in zip(completions, answer, strict=True)]
+    """1 if the answer of the majority is right."""
+    return [
+        float(completion[-1]["content"].strip() == target)
+        for completion, target in zip(completions, answer, strict=True)
+    ]
 
 
 def make(args, model="Qwen/Qwen2.5-0.5B-Instruct"):
-    """The trainer. Further parameters, such as `model`, are options of the command line, too."""
+    """Create the trainer. Further parameters, such as `model`, are command-line options as well."""
     pairs = [(a, b) for a in range(12, 60) for b in range(12, 60)]
     rows = [{"prompt": [{"role": "user", "content": f"{a} + {b} = ?"}], "answer": str(a + b)} for a, b in pairs]
     parts = Dataset.from_list(rows).train_test_split(test_size=100, seed=0)

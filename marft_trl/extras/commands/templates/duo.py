@@ -31,13 +31,13 @@ AGENTS = [
 
 
 def right(completions, solution, **kwargs):
-    """1 for the right answer of the team, which is that of its last agent."""
-    texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+    """1 if the answer of the team, which is the turn of the last agent, is right."""
+    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     return [float(text.strip() == target) for text, target in zip(texts, solution, strict=True)]
 
 
 def make(args, model="tiny"):
-    """The trainer. Further parameters, such as `model`, are options of the command line, too."""
+    """Create the trainer. Further parameters, such as `model`, are command-line options as well."""
     return MARFTTrainer(
         model=tiny_team_model() if model == "tiny" else model,
         agents=AGENTS,

@@ -19,7 +19,7 @@ OTHER = {"player": "rival", "rival": "player"}
 
 
 class Nim:
-    """A game. Its columns are `stones` and `first`, the name of the agent that begins."""
+    """A game. The dataset has the columns `stones` and `first`, the name of the agent that begins."""
 
     def reset(self, stones, first, **row):
         self.stones, self.next = stones, first
@@ -29,11 +29,11 @@ class Nim:
         return self.next
 
     def step(self, turns):
-        said, me = turns[-1].text.strip(), turns[-1].agent
+        move, me = turns[-1].text.strip(), turns[-1].agent
         self.next = OTHER[me]
-        if said not in ("1", "2", "3") or int(said) > self.stones:
+        if move not in ("1", "2", "3") or int(move) > self.stones:
             return "That is no move.", {me: -1.0, self.next: 0.0}, True
-        self.stones -= int(said)
+        self.stones -= int(move)
         result = {me: 1.0, self.next: -1.0} if self.stones == 0 else 0.0
         return f"There are {self.stones} stones.", result, self.stones == 0
 
@@ -41,7 +41,7 @@ class Nim:
 TEAM = {"environment_factory": Nim}  # what `marft serve nim --code team.py` needs
 
 
-def make(args, model="Qwen/Qwen2.5-0.5B-Instruct"):  # further parameters are options, too: --model
+def make(args, model="Qwen/Qwen2.5-0.5B-Instruct"):  # further parameters are options as well: --model
     play = [{"role": "user", "content": "Play."}]
     rows = [{"prompt": play, "stones": count, "first": name} for count in range(4, 13) for name in OTHER]
     agents = [AgentSpec(name, adapter="player", system_prompt=RULES) for name in OTHER]  # self-play: one adapter

@@ -1,5 +1,5 @@
 """
-A planner, and a solver that may call a function; the planner sees no calls, only what the solver says at the end.
+A planner, and a solver that may call a function; the planner does not see the calls, only the final text.
 
     marft plan team.py
     marft train team.py --model path/to/a/model
@@ -34,7 +34,7 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-TEAM = {"tools": [multiply]}  # what a trained team is loaded with: `marft chat calculator --code team.py`
+TEAM = {"tools": [multiply]}  # for loading the trained team: `marft chat calculator --code team.py`
 AGENTS = [
     AgentSpec("planner", system_prompt="Say in a sentence what has to be computed."),
     AgentSpec("solver", system_prompt="Compute it with your function, and answer with the number.", tools=[multiply]),
@@ -42,13 +42,13 @@ AGENTS = [
 
 
 def right(completions, answer, **kwargs):
-    """1 if the last number of the answer is the right one: a list of guesses earns nothing."""
-    numbers = [re.findall(r"\d+", one[-1]["content"].replace(",", "")) for one in completions]
+    """1 if the last number of the answer is right, so that a list of guesses earns nothing."""
+    numbers = [re.findall(r"\d+", completion[-1]["content"].replace(",", "")) for completion in completions]
     return [float(found[-1:] == [target]) for found, target in zip(numbers, answer, strict=True)]
 
 
 def make(args, model="Qwen/Qwen2.5-0.5B-Instruct"):
-    """The trainer. Further parameters, such as `model`, are options of the command line, too."""
+    """Create the trainer. Further parameters, such as `model`, are command-line options as well."""
     pairs = [(a, b) for a in range(13, 99, 4) for b in range(13, 99, 4)]
     rows = [{"prompt": [{"role": "user", "content": f"{a} * {b} = ?"}], "answer": str(a * b)} for a, b in pairs]
     data, lora = Dataset.from_list(rows), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
