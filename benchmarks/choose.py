@@ -240,7 +240,12 @@ def main():
 
 
 def check(grid, setting, arm, seed, folder):
-    """Repeat a run, as far as its arm is not trained with the budget of another, and compare its answers."""
+    """
+    Repeat a run, as far as its arm is not trained with the budget of another, and compare its answers.
+
+    Raises:
+        SystemExit: a figure differs. Other processors round differently.
+    """
     make, given, _ = GRIDS[grid]
     (one,) = (one for one in given if label(one) == setting)
     recorded = kept(grid)[setting]
@@ -253,8 +258,11 @@ def check(grid, setting, arm, seed, folder):
         (budget / "result.json").write_text(json.dumps({key: team[key] for key in ("tokens", "steps")}))
     run_cell(make(**one), place)
     after = outcome(place)
+    different = [key for key in ("right", "tokens", "steps", "rewards") if before[key] != after[key]]
     for key in ("right", "tokens", "steps", "rewards"):
-        print(f"{key}: {'the same' if before[key] == after[key] else f'{before[key]} before, {after[key]} now'}")
+        print(f"{key}: {f'{before[key]} before, {after[key]} now' if key in different else 'the same'}")
+    if different:
+        raise SystemExit(f"{setting}/{arm}/{seed} differs in {', '.join(different)}.")
 
 
 if __name__ == "__main__":

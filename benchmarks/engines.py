@@ -303,7 +303,7 @@ class Timed:
 
         def answer(requests):
             wait(compute(engine, requests))
-            return [one.completed("x") for one in requests]
+            return [one.make_completion("x") for one in requests]
 
         start = time.monotonic()
         collect(Turns(self._count), self._rows, self._setting, answer)
@@ -322,7 +322,7 @@ class Timed:
 
                 async def answer(requests):
                     await asyncio.gather(*[engine.generate(self._length(one)) for one in requests])
-                    return [one.completed("x") for one in requests]
+                    return [one.make_completion("x") for one in requests]
 
                 start = time.monotonic()
                 await collect_async(Turns(self._count), self._rows, self._setting, answer)

@@ -193,7 +193,7 @@ def scripted_turns(
             texts = [reply(item.episode, item.agent, item.seen, draw) for item in requests]
             for observation, text in zip(builder.build(queries), texts, strict=True):
                 demonstrations.append((observation.ids, [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]))
-            return [value.completed(text) for value, text in zip(requests, texts, strict=True)]
+            return [value.make_completion(text) for value, text in zip(requests, texts, strict=True)]
 
         collect(workflow, [rows(draw) for _ in range(64)], TeamContext(tuple(specs)), answer)
         draw.shuffle(demonstrations)

@@ -38,7 +38,7 @@ with atheris.instrument_imports(include=["marft_trl", *LIBRARIES]):
     from marft_trl.adapters.manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
     from marft_trl.prompts.chat_template import PlainEncoder
     from marft_trl.prompts.tool_calls import call_pattern, parse_calls
-    from marft_trl.prompts.views import quoted
+    from marft_trl.prompts.views import quote_speaker_lines
     from marft_trl.runs.run_folder import COMMIT_NAME, DamagedCheckpoint, begin, commit, verify
     from marft_trl.workflows import Orchestrated, Sequential, rebuild
     from marft_trl.workflows.orchestrated import parse_route
@@ -126,7 +126,7 @@ class Speakers:
         self.encoders = [PlainEncoder(tokenizer) for tokenizer in self.tokenizers]
 
     def __call__(self, data):
-        text = quoted(data.decode("utf-8", "surrogateescape"))
+        text = quote_speaker_lines(data.decode("utf-8", "surrogateescape"))
         for tokenizer, encode in zip(self.tokenizers, self.encoders, strict=True):
             ids = encode(text)
             assert tokenizer.added_tokens_decoder.keys().isdisjoint(ids)

@@ -214,6 +214,6 @@ def echo(waves=None):
     def answer(requests):
         if waves is not None:
             waves.append([request.agent for request in requests])
-        return [one.completed(f"{one.agent}({','.join(item.text for item in one.seen)})") for one in requests]
+        return [one.make_completion(f"{one.agent}({','.join(item.text for item in one.seen)})") for one in requests]
 
     return answer

@@ -247,7 +247,7 @@ def test_an_application_that_calls_its_tools_trains_as_an_agent_that_has_them(ap
 
 def said_to(requests):
     """Each agent says its name and the last message that it was shown."""
-    return [one.completed(f"{one.agent}: {one.requested_turn.messages[-1]['content']}") for one in requests]
+    return [one.make_completion(f"{one.agent}: {one.requested_turn.messages[-1]['content']}") for one in requests]
 
 
 def played(app, answer=said_to, rows=1, **settings):
@@ -352,7 +352,7 @@ def test_a_field_of_a_request_has_the_same_answer_on_every_route(namesakes):  # 
         note("training", endpoint.base_url, Authorization=f"Bearer {endpoint.api_key}")
 
     def answer(requests):
-        return [one.completed("x") for one in requests]
+        return [one.make_completion("x") for one in requests]
 
     collect(ExternalApp(app, together=0), [{"prompt": "x"}], NAMES, answer, workflow_timeout=60)
     for where, workflow in {"alone": None, "messages": ExternalApp(None)}.items():
@@ -980,7 +980,7 @@ def test_of_the_same_answers_each_is_the_turn_of_its_place():
 
     def answer(requests):
         turns.extend(requests)
-        return [one.completed("ok") for one in requests]
+        return [one.make_completion("ok") for one in requests]
 
     async def app(row, endpoint):
         async with raw(endpoint) as send:
@@ -1008,7 +1008,7 @@ def test_a_rerun_knows_requests_of_an_application_by_their_messages(about, order
     def said(requests):
         texts = [one.requested_turn.messages[-1]["content"] for one in requests]
         asked.extend(zip(requests, texts, [one.by_reference for one in requests], strict=True))
-        return [one.completed(f"{text} {len(asked)}") for one, text in zip(requests, texts, strict=True)]
+        return [one.make_completion(f"{text} {len(asked)}") for one, text in zip(requests, texts, strict=True)]
 
     orders, asked = [["one", "two"], order], []
     (record,) = played(app, said)
@@ -1016,7 +1016,7 @@ def test_a_rerun_knows_requests_of_an_application_by_their_messages(about, order
     if is_candidate:  # for the second turn, when the first one has been taken
         request = asked[1][0]
         record = dataclasses.replace(record, turns=record.turns[:1], asked=record.asked[:1], given=record.given[:1])
-        rerun = Rerun(record, candidate=(request.turn_request, request.completed("better")))
+        rerun = Rerun(record, candidate=(request.turn_request, request.make_completion("better")))
     else:
         rerun = Rerun(record, **{about: 1})
     (again,) = collect(ExternalApp(app), [record.row], ["ann"], said, [rerun])
@@ -1042,7 +1042,7 @@ def test_an_application_gets_calls_with_an_object_and_others_as_a_text(arguments
     def answer(requests):
         asked.extend(requests)
         call = ToolCall("add", arguments)
-        return [one.completed("<call>", tool_calls=(call,), without_calls="So:") for one in requests]
+        return [one.make_completion("<call>", tool_calls=(call,), without_calls="So:") for one in requests]
 
     async def app(row, endpoint):
         ask = Client(endpoint)
@@ -1153,7 +1153,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 print(Endpoint.get_or_start().base_url, flush=True)
 for line in sys.stdin:
     rows = [{"prompt": "x"}] * int(line)
-    answer = lambda requests: [one.completed("y") for one in requests]
+    answer = lambda requests: [one.make_completion("y") for one in requests]
     episodes = collect(ExternalApp(app, together=0), rows, TeamContext(("ann",)), answer, workflow_timeout=30)
     print(sum(len(one.turns) for one in episodes), flush=True)
 """
@@ -1209,7 +1209,7 @@ def test_an_application_that_asks_again_after_each_refusal_is_ended(why, rows):
     def answer(requests):
         if why == "by what samples":
             too_long = EndOfEpisode("It is too long.")
-            return [too_long if one.episode.turns else one.completed("z") for one in requests]
+            return [too_long if one.episode.turns else one.make_completion("z") for one in requests]
         return said_to(requests)
 
     most, together = 1 if why == "by the episode" else None, 0.5 if why == "given up" else 0.0

@@ -9,8 +9,8 @@ from marft_trl.learning.batching import (
     count_rows,
     cut_slices,
     loss_weights,
+    make_slices,
     micro_batches,
-    weigh,
 )
 
 import pytest
@@ -74,7 +74,7 @@ def test_weights_add_up_over_micro_batches_and_processes(loss_type, first, secon
     counts = count_rows([first], pools) + count_rows([second], pools)
     rows_total, tokens_total = torch.zeros(2), torch.zeros(2)
     for rows in (first, second):
-        (slice_,) = weigh([rows], pools, counts)
+        (slice_,) = make_slices([rows], pools, counts)
         assert slice_.adapters == {a for i, a in enumerate(adapters) if counts[0, i, 2]}
         for batch in micro_batches(rows, 3, 60):
             w = loss_weights(batch, slice_, loss_type, num_processes=2, steps_per_generation=1, level=TokenLevel())
@@ -100,7 +100,7 @@ def test_agents_of_an_adapter_have_equal_weight(loss_type):
     lengths = {"talker": (1, 2, 3), "quiet": (4,)}
     rows = [Row(agent, "team", torch.arange(1), torch.arange(n)) for agent, its in lengths.items() for n in its]
     pools = Pools(["team"], agents={"talker": "team", "quiet": "team", "silent": "team"})
-    (slice_,) = weigh([rows], pools, count_rows([rows], pools))
+    (slice_,) = make_slices([rows], pools, count_rows([rows], pools))
     assert slice_.weights == {"talker": 0.5, "quiet": 0.5} and slice_.adapters == {"team"}
     for batch in micro_batches(rows, 8, None):
         w = loss_weights(batch, slice_, loss_type, num_processes=1, steps_per_generation=1, level=TokenLevel())

@@ -428,7 +428,9 @@ def test_tools_run_side_by_side_where_they_are_asynchronous(parallel):
     def answer(requests):
         call = {one.episode.index: (ToolCall(tool.__name__, {"number": one.episode.index}),) for one in requests}
         return [
-            one.completed("done") if one.after is not None else one.completed("?", tool_calls=call[one.episode.index])
+            one.make_completion("done")
+            if one.after is not None
+            else one.make_completion("?", tool_calls=call[one.episode.index])
             for one in requests
         ]
 
@@ -451,9 +453,9 @@ def test_a_tool_that_hangs_beside_others_is_given_up():
 
     def answer(requests):
         return [
-            one.completed("done")
+            one.make_completion("done")
             if one.after is not None
-            else one.completed("?", tool_calls=(ToolCall("tool", {"number": one.episode.index}),))
+            else one.make_completion("?", tool_calls=(ToolCall("tool", {"number": one.episode.index}),))
             for one in requests
         ]
 

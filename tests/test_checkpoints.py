@@ -285,7 +285,7 @@ class ForkingCallback(TrainerCallback):
 def test_a_forked_child_that_comes_back_ends(small_model, tmp_path, capfd, monkeypatch, where):
     """Before it takes a step, and before it takes the place of its parent among the processes."""
     parent, children = os.getpid(), []
-    together = Processes.together
+    together = Processes.failing_together
 
     @contextlib.contextmanager
     def noted(processes):
@@ -295,7 +295,7 @@ def test_a_forked_child_that_comes_back_ends(small_model, tmp_path, capfd, monke
             finally:
                 assert where == "callback" or os.getpid() == parent or os._exit(71)
 
-    monkeypatch.setattr(Processes, "together", noted)
+    monkeypatch.setattr(Processes, "failing_together", noted)
 
     def reward(completions, **kwargs):
         if where == "reward" and not children:

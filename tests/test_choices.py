@@ -80,6 +80,16 @@ def test_tables_go_between_their_comments():
     assert choose.pasted(empty, "rates", "new") == "<!-- rates -->\nnew\n<!-- end of rates -->\nb\n"
 
 
+def test_a_repeated_run_that_differs_is_an_error(tmp_path, monkeypatch, capsys):
+    (setting, *_) = choose.kept("worth")
+    recorded = choose.kept("worth")[setting]["team"][0]
+    monkeypatch.setattr(choose, "run_cell", lambda experiment, place: None)
+    monkeypatch.setattr(choose, "outcome", lambda place: {**recorded, "tokens": recorded["tokens"] + 1})
+    with pytest.raises(SystemExit, match="differs in tokens"):
+        choose.check("worth", setting, "team", recorded["seed"], tmp_path)
+    assert capsys.readouterr().out.count("the same") == 3
+
+
 @pytest.mark.slow
 def test_a_run_that_is_repeated_is_the_same(tmp_path, monkeypatch, capsys):
     """A grid of one setting and one seed, from its runs to its table; one of its runs once more."""
@@ -109,7 +119,7 @@ def test_every_line_of_choose_says_what_it_rests_on():
     """A measured line links to its section and has only figures of its tables; others' lines link to their source."""
     text, page = CHOOSE.read_text(encoding="utf-8"), choose.PAGE.read_text(encoding="utf-8")
     sections = dict(section_of(part) for part in page.split("\n## ")[1:])
-    lines = text.partition("| if | then | what it rests on |\n|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    lines = text.partition("| if | then | evidence |\n|---|---|---|\n")[2].partition("\n\n")[0].splitlines()
     assert len(lines) > 10
     for line in lines:
         for kind, support in re.findall(r"\*\*(Measured|By rule|Others')\*\*: (.*?)(?=\*\*|\|$)", line):

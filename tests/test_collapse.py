@@ -180,9 +180,9 @@ def test_a_step_from_before_adapters_went_back_is_not_saved(model_folder, tmp_pa
     """What was remembered of the step belongs to other weights."""
     trainer, _ = make(model_folder, tmp_path, max_steps=2, save_strategy="steps", save_steps=100)
     checkpoints, saved = trainer.parts.checkpoints, []
-    monkeypatch.setattr(TrlState, "window", lambda self: None)  # there is one while training runs
+    monkeypatch.setattr(TrlState, "capture_log_window", lambda self: None)  # there is one while training runs
     checkpoints.folder.start()
-    checkpoints.best.take()
+    checkpoints.best.capture()
     checkpoints.record_step()
     checkpoints.best.restore(trainer.policies.trained[0])
     assert not checkpoints.save_recorded_step(lambda: saved.append(True)) and not saved
@@ -207,16 +207,16 @@ def test_gradients_of_collapsed_policies_are_not_applied_to_restored_ones(model_
     """Where a generation batch begins within an optimizer step, the adapters go back after it."""
     trainer, _ = make(model_folder, tmp_path)
     watch, best = trainer.parts.collapse, trainer.parts.checkpoints.best
-    best.take()
+    best.capture()
     watch.load_state_dict(watch.state_dict() | {"found": "it fell"})
     for parameter in trainer.policies.all_parameters():
         parameter.grad = parameter.detach().clone()
     watch.undo()
-    assert not best.restored
+    assert not best.num_restored
     trainer.model.zero_grad()
     watch.undo()
     watch.undo()
-    assert best.restored == len(trainer.policies.trained)
+    assert best.num_restored == len(trainer.policies.trained)
 
 
 def test_what_is_due_is_restored_where_a_callback_ends_the_run(model_folder, tmp_path):

@@ -291,6 +291,8 @@ def test_a_team_is_trained_evaluated_rehearsed_and_asked(script, model_folder, c
     assert main(["transcripts", "out", "--step", "1", "--open"]) == 0 and opened[0].endswith("transcripts_00001.html")
     assert main(["transcripts", "out", "--step", "7"]) == 2 and "Available steps: 0, 1" in capsys.readouterr().err
     question = "Ann has 7 apples, finds 7 and loses 1. How many are left?"
+    assert main(["chat", "out", "--question", question]) == 2  # whose base is a folder
+    assert "Pass its folder, or `tiny` for the embedded model, as `--model`" in capsys.readouterr().err
     Path("chat.yaml").write_text(yaml.safe_dump({"question": "another one", "greedy": True, "model": model_folder}))
     assert main(["chat", "out", "--config", "chat.yaml", "--question", question]) == 0
     (episode,) = Team.from_pretrained("out", model=model_folder).run([question], greedy=True)

@@ -15,11 +15,11 @@ from marft_trl.learning.memory import measure_activations, memory_of_server
 from marft_trl.seams import runs
 from marft_trl.seams.generation import generating_in_precision
 from marft_trl.seams.runs import step_without_gradients, use_one_device
-from marft_trl.seams.trl import constructing_parent
+from marft_trl.seams.trl import constructing_grpo_trainer
 from marft_trl.shared_prefix import forward
 from marft_trl.shared_prefix.forward import find_obstacle
 from marft_trl.system.event_loop import run_coroutine
-from marft_trl.system.processes import is_spread, other_devices, placement
+from marft_trl.system.processes import device_map_kwargs, is_model_parallel, other_devices
 from marft_trl.system.randomness import RandomStates, UserRandomness
 from marft_trl.trainer import base_model
 from marft_trl.trainer.base_model import choose_dtype, computing_in, stays_frozen
@@ -87,8 +87,8 @@ def test_by_default_a_frozen_base_is_in_half_precision_on_one_device_and_samples
 
 
 def test_a_model_goes_to_the_device_of_its_process():
-    assert placement(torch.device("cuda", 1)) == {"device_map": {"": torch.device("cuda", 1)}}
-    assert placement(torch.device("cpu")) == placement(torch.device("mps")) == {}
+    assert device_map_kwargs(torch.device("cuda", 1)) == {"device_map": {"": torch.device("cuda", 1)}}
+    assert device_map_kwargs(torch.device("cpu")) == device_map_kwargs(torch.device("mps")) == {}
 
 
 def test_a_user_s_device_map_is_kept(model_folder, tmp_path, monkeypatch):
@@ -99,7 +99,7 @@ def test_a_user_s_device_map_is_kept(model_folder, tmp_path, monkeypatch):
         return create_model_from_path(name, **{**options, "device_map": None})
 
     monkeypatch.setattr(base_model, "create_model_from_path", load)
-    monkeypatch.setattr(base_model, "placement", lambda device: {"device_map": {"": "the device"}})
+    monkeypatch.setattr(base_model, "device_map_kwargs", lambda device: {"device_map": {"": "the device"}})
     for kwargs in (None, {"device_map": "auto"}):
         team_trainer(model_folder, tmp_path, settings={"model_init_kwargs": kwargs})
     assert [one["device_map"] for one in given] == [{"": "the device"}, "auto"]
@@ -107,7 +107,7 @@ def test_a_user_s_device_map_is_kept(model_folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("peft_config", [None, lora()], ids=["trained", "frozen"])
 def test_a_reference_goes_to_the_device_of_its_process(tmp_path, peft_config):
-    """`constructing_parent`: TRL loads the reference of a fully trained policy itself."""
+    """`constructing_grpo_trainer`: TRL loads the reference of a fully trained policy itself."""
     args = SimpleNamespace(
         **{"beta": 0.1, "world_size": 1, "device": torch.device("cuda", 0), "model_init_kwargs": {"dtype": "float32"}},
         **{
@@ -117,7 +117,7 @@ def test_a_reference_goes_to_the_device_of_its_process(tmp_path, peft_config):
         },
     )
     has_adapters = peft_config is not None
-    with constructing_parent(args, has_adapters, True):
+    with constructing_grpo_trainer(args, has_adapters, True):
         placed = {} if has_adapters else {"device_map": {"": torch.device("cuda", 0)}}
         assert args.model_init_kwargs == {"dtype": "float32", **placed}
     assert args.model_init_kwargs == {"dtype": "float32"}
@@ -138,7 +138,7 @@ def test_random_states_of_all_devices_of_a_spread_base_are_kept(monkeypatch):
     monkeypatch.setattr(torch.xpu, "get_rng_state", lambda device: states[device.index].clone())
     monkeypatch.setattr(torch.xpu, "set_rng_state", lambda state, device: states.update({device.index: state}))
     model = SimpleNamespace(hf_device_map={"a": 0, "b": "xpu:1", "c": "cpu", "d": "disk", "e": "xpu"})
-    assert is_spread(model) and not is_spread(torch.nn.Linear(1, 1))
+    assert is_model_parallel(model) and not is_model_parallel(torch.nn.Linear(1, 1))
     first = torch.device("xpu", 0)
     others = other_devices(model, first)
     assert others == [torch.device("xpu", 1)]

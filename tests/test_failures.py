@@ -17,12 +17,12 @@ from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.records import EndOfEpisode, TeamContext
 from marft_trl.rollout import reward_scorer
 from marft_trl.rollout.failures import Failures, OnFailure
-from marft_trl.rollout.reward_scorer import check_scores, checked_reward
+from marft_trl.rollout.reward_scorer import check_scores, wrap_reward_function
 from marft_trl.runs.run import RunInterrupted, Signals
 from marft_trl.runs.run_folder import RunFolder
 from marft_trl.seams.runs import timeout_also_on_cpu
 from marft_trl.system.event_loop import run_coroutine
-from marft_trl.system.processes import _described
+from marft_trl.system.processes import describe_error
 from marft_trl.system.randomness import UserState
 from marft_trl.system.watchdog import TookTooLong, time_limit
 from marft_trl.workflows import EnvironmentLoop, Workflow
@@ -156,7 +156,7 @@ def by_completion(call):
 
 def scored(function, count=4, **policy):
     failures = Failures()
-    wrapped = checked_reward(function, OnFailure(**policy), failures)
+    wrapped = wrap_reward_function(function, OnFailure(**policy), failures)
     arguments = {"prompts": ["q"] * count, "completions": list("abcdefgh")[:count]}
     if asyncio.iscoroutinefunction(wrapped):
         return asyncio.run(wrapped(**arguments)), failures.take()[0]
@@ -221,7 +221,7 @@ def test_a_timeout_of_the_functions_own_is_its_own():
 
 def test_an_asynchronous_reward_that_hangs_ends_the_run(small_model, tmp_path, monkeypatch):
     """One that blocks the event loop, which no timeout of asyncio can see."""
-    monkeypatch.setattr(reward_scorer, "_LATER", 0.5)
+    monkeypatch.setattr(reward_scorer, "_BLOCKED_EXTRA_SECONDS", 0.5)
     calls = []
 
     async def judge(completions, **kwargs):
@@ -314,10 +314,10 @@ def test_a_pattern_in_a_reward_is_interrupted_after_its_own_limit():
     """Within the limits of a trainer, in a process without another timer."""
     code = (
         "import re, time\nfrom marft_trl.rollout.failures import OnFailure\n"
-        "from marft_trl.rollout.reward_scorer import checked_reward\n"
+        "from marft_trl.rollout.reward_scorer import wrap_reward_function\n"
         "from marft_trl.system.watchdog import time_limit\n"
         "def match(completions, **_):\n    re.match('(a|aa)+$', 'a' * 60 + 'b')\n"
-        "judge = checked_reward(match, OnFailure(timeout=0.5))\n"
+        "judge = wrap_reward_function(match, OnFailure(timeout=0.5))\n"
         "start = time.monotonic()\n"
         "try:\n    with time_limit(30, lambda where: 'outer'):\n        judge(prompts=['q'], completions=['a'])\n"
         "except TimeoutError as error:\n"
@@ -627,7 +627,7 @@ def _later(error):
 def test_whatever_a_reward_raises_has_its_name(make, kind):
     if make is _later and kind is GeneratorExit:
         pytest.skip("ends a coroutine that is closed")
-    reward = checked_reward(make(kind()))
+    reward = wrap_reward_function(make(kind()))
     with pytest.raises(Exception) as caught:
         outcome = reward(prompts=["q"], completions=["a"])
         asyncio.run(outcome)
@@ -643,7 +643,7 @@ def test_a_reward_whose_own_pool_has_cancelled_its_work_is_named(small_model, tm
     with pytest.raises(concurrent.futures.CancelledError) as caught:
         trainer.train()
     assert caught.value.__notes__[0] == "Raised by the reward function `fails`."
-    assert str(_described(caught.value)) == "CancelledError: . Raised by the reward function `fails`."
+    assert str(describe_error(caught.value)) == "CancelledError: . Raised by the reward function `fails`."
 
 
 def test_a_reward_that_cancels_the_trainers_tasks_is_told_so(small_model, tmp_path):

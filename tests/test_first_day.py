@@ -8,11 +8,11 @@ from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team, Workflow, load
 from marft_trl.extras.engines import replicas
 from marft_trl.extras.engines.replicas import parse_addresses
 from marft_trl.extras.report import Experiment
-from marft_trl.extras.report.comparison import ArmResult, verdicts
+from marft_trl.extras.report.comparison import ArmResult, make_verdicts
 from marft_trl.extras.report.runner import Arm
 from marft_trl.reporting import Interval
 from marft_trl.reporting.evaluation import scores
-from marft_trl.rollout.reward_scorer import numbered
+from marft_trl.rollout.reward_scorer import unique_names
 from marft_trl.runs.run_folder import DamagedCheckpoint
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset
 from marft_trl.workflows import EnvironmentLoop, rehearse, together
@@ -255,7 +255,7 @@ def test_a_folder_of_a_model_with_a_near_name_is_proposed(tmp_path):
 def test_reward_functions_of_one_name_are_told_apart(small_model, tmp_path, caplog):
     functions = [lambda completions, value=value, **kwargs: [value] * len(completions) for value in (1.0, 2.0)]
     trainer = team_trainer(small_model, tmp_path, reward_funcs=functions, settings={"max_steps": 1})
-    assert numbered(["r", "r", "r_2"]) == ["r", "r_3", "r_2"]
+    assert unique_names(["r", "r", "r_2"]) == ["r", "r_3", "r_2"]
     assert "Their metrics are `rewards/<lambda>`, `rewards/<lambda>_2`, in the order of `reward_funcs`" in caplog.text
     trainer.train()
     log = trainer.state.log_history[0]
@@ -520,10 +520,10 @@ def test_an_arm_that_could_not_begin_is_no_proof():
         arm = Arm("solo", "one agent, trained")
         return {"solo": ArmResult(arm, difference, difference, 1.0, 1.0, curves, rewards_differ=differ)}
 
-    (said,) = verdicts(found([0.0, 0.0]), [], 0.02)
+    (said,) = make_verdicts(found([0.0, 0.0]), [], 0.02)
     assert "is better than one agent" in said and "one agent got a reward of 0 in every episode" in said
     for rewards, differ in (([0.0, 0.5], False), ([0.125], True)):
-        (said,) = verdicts(found(rewards, differ), [], 0.02)
+        (said,) = make_verdicts(found(rewards, differ), [], 0.02)
         assert "in every episode" not in said
 
 

@@ -105,7 +105,7 @@ def test_gradients_are_checkpointed_where_a_row_does_not_fit_and_training_is_the
     room_for(monkeypatch, 1000)
     with caplog.at_level("WARNING"):
         trainer, checkpointed = run()
-    assert trainer.parts.batcher.is_checkpointing and "checkpointed from now on" in caplog.text
+    assert trainer.parts.batcher.is_checkpointing and "Gradient checkpointing is now on" in caplog.text
     for name, weight in plain.items():
         torch.testing.assert_close(checkpointed[name], weight, rtol=0, atol=1e-6, msg=name)
 

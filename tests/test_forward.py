@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 
 from marft_trl import AgentSpec
-from marft_trl.learning.batching import together
+from marft_trl.learning.batching import make_groups_adjacent
 from marft_trl.seams.models import keep_4bit_weights
 from marft_trl.shared_prefix import decoding, forward
 from marft_trl.shared_prefix.forward import Cluster, clusters, plan_passes
@@ -259,7 +259,7 @@ def test_the_episodes_of_a_group_stay_together(model_folder, tmp_path):
     for _ in range(3):
         for slice_ in trainer.parts.experience.for_training(rows):
             assert sorted(Counter(row.episode // 4 for row in slice_.rows).values()) == [8, 8]  # of two agents
-    assert together(torch.tensor([3, 0, 2, 1]), [0, 0, 1, 1]).tolist() == [3, 2, 0, 1]
+    assert make_groups_adjacent(torch.tensor([3, 0, 2, 1]), [0, 0, 1, 1]).tolist() == [3, 2, 0, 1]
 
 
 def test_agents_of_one_adapter_share_too(model_folder, tmp_path):

@@ -14,12 +14,14 @@ from aiohttp import ClientSession, web
 BODIES = {
     "/v1/chat/completions": {"model": "a", "messages": [{"role": "user", "content": "x"}]},
     "/v1/responses": {"model": "a", "input": "x"},
+    "/v1/messages": {"model": "a", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9},
 }
 both = pytest.mark.parametrize("path", BODIES)
 
 
 class Backend:
     timeout, max_body, closes_connections, json_only, models = 20.0, 1 << 20, False, True, ["a"]
+    agent_of = None
 
     def __init__(self, ask):
         self._ask, self.outcomes, self.num_lost = ask, [], 0
@@ -70,10 +72,11 @@ def streamed(backend, path):
 
 
 def texts_of(stream):
-    """Texts of the answer, in both forms."""
+    """Texts of the answer, in all forms."""
     events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
     chat = [part["choices"][0]["delta"].get("content") for part in events if part.get("choices")]
-    return [text for text in chat if text] + [
+    blocks = [event["delta"].get("text") for event in events if event.get("type") == "content_block_delta"]
+    return [text for text in chat + blocks if text] + [
         event["delta"] for event in events if event.get("type") == "response.output_text.delta"
     ]
 
@@ -106,7 +109,7 @@ def test_a_stream_says_that_it_is_alive_also_while_teammates_speak(path, monkeyp
         return ChatReply("done")
 
     stream = streamed(Backend(long), path)[1]
-    assert texts_of(stream) == ["done"] and stream.count(": still at it") >= (path == "/v1/responses")
+    assert texts_of(stream) == ["done"] and stream.count(": still at it") >= (path != "/v1/chat/completions")
 
 
 @both
@@ -194,6 +197,8 @@ def test_what_a_backend_refuses_has_its_status(path):
 
     async def talk(session, url):
         async with session.post(url + path, json=BODIES[path]) as response:
-            return response.status, response.headers["Retry-After"], (await response.json())["error"]["code"]
+            error = (await response.json())["error"]
+            return response.status, response.headers["Retry-After"], error.get("code") or error["type"]
 
-    assert served(backend, talk) == (503, "1", "overloaded") and backend.outcomes[0].error.status == 503
+    kind = "overloaded_error" if path == "/v1/messages" else "overloaded"
+    assert served(backend, talk) == (503, "1", kind) and backend.outcomes[0].error.status == 503

@@ -260,8 +260,8 @@ def test_what_runs_at_once_fits_into_memory(team, monkeypatch):
     expected = texts(team.run(QUESTIONS, greedy=True, batch_size=len(QUESTIONS)))
     sizes, decoded = [], decode
     monkeypatch.setattr(room, "free_memory", lambda device: 500_000)
-    fits = room.turns_that_fit(team.model, 60)
-    assert 1 < fits < 12 and room.turns_that_fit(team.model, 10**9) >= 1
+    fits = room.max_concurrent_turns(team.model, 60)
+    assert 1 < fits < 12 and room.max_concurrent_turns(team.model, 10**9) >= 1
 
     def noted(model, input_ids, **kwargs):
         sizes.append(len(input_ids))

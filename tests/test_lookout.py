@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from marft_trl.system import processes as lookout
-from marft_trl.system.processes import PeerMonitor, Place
+from marft_trl.system.processes import PeerMonitor, ProcessInfo
 
 import pytest
 from torch.distributed import HashStore
@@ -35,39 +35,43 @@ class Silent:
 
 
 def test_nobody_waits_for_a_store_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr(lookout, "_NEWS", 0.3)
-    monkeypatch.setattr(lookout, "_EVERY", 0.1)
-    watch = PeerMonitor(Silent(), 1, [Place("node0", 7), Place.here()])
+    monkeypatch.setattr(lookout, "_DIAGNOSIS_SECONDS", 0.3)
+    monkeypatch.setattr(lookout, "_POLL_SECONDS", 0.1)
+    watch = PeerMonitor(Silent(), 1, [ProcessInfo("node0", 7), ProcessInfo.current()])
     start = time.monotonic()
-    watch.say("a failure")
-    assert "the machine of process 0 (node0), which keeps the list of processes, does not respond" in watch.news()
+    watch.report_failure("a failure")
+    assert "the machine of process 0 (node0), which keeps the list of processes, does not respond" in watch.diagnose()
     assert watch._store.asked.is_set() and time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize("speaks", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_process_that_is_silent_is_named_with_its_machine(monkeypatch, speaks):
-    monkeypatch.setattr(lookout, "_NEWS", 4.0)
-    monkeypatch.setattr(lookout, "_EVERY", 0.1)
-    store, places = HashStore(), [Place.here(), Place("node1", 11), Place("node2", 12)]
-    PeerMonitor(store, 1, [Place.here(), *places[1:]]).say("what an earlier run has left in the store")
+    monkeypatch.setattr(lookout, "_DIAGNOSIS_SECONDS", 4.0)
+    monkeypatch.setattr(lookout, "_POLL_SECONDS", 0.1)
+    store, places = HashStore(), [ProcessInfo.current(), ProcessInfo("node1", 11), ProcessInfo("node2", 12)]
+    PeerMonitor(store, 1, [ProcessInfo.current(), *places[1:]]).report_failure(
+        "what an earlier run has left in the store"
+    )
     living, dead = PeerMonitor(store, 1, places), PeerMonitor(store, 2, places)
     with living:
         with dead:
             time.sleep(0.05)  # it is killed before it has said more than once that it is there
         if speaks:
-            dead.say("KeyError: 'the judge is gone'")
-        found = PeerMonitor(store, 0, places).news()
-    expected = "Process 2 of the run on node2 failed: KeyError" if speaks else "Process 2 (pid 12 on node2) is silent"
+            dead.report_failure("KeyError: 'the judge is gone'")
+        found = PeerMonitor(store, 0, places).diagnose()
+    expected = (
+        "Process 2 of the run on node2 failed: KeyError" if speaks else "Process 2 (pid 12 on node2) does not respond"
+    )
     assert expected in found and "node1" not in found
 
 
 def test_a_process_of_this_machine_that_was_killed_is_named(monkeypatch):
-    monkeypatch.setattr(lookout, "_NEWS", 5.0)
+    monkeypatch.setattr(lookout, "_DIAGNOSIS_SECONDS", 5.0)
     child = subprocess.Popen(["sleep", "60"])
-    watch = PeerMonitor(HashStore(), 0, [Place.here(), Place(socket.gethostname(), child.pid)])
+    watch = PeerMonitor(HashStore(), 0, [ProcessInfo.current(), ProcessInfo(socket.gethostname(), child.pid)])
     child.kill()
     child.wait()
-    assert f"Process 1 of the run (pid {child.pid}) exited without an error of its own" in watch.news()
+    assert f"Process 1 of the run (pid {child.pid}) exited without an error of its own" in watch.diagnose()
 
 
 @pytest.mark.slow
@@ -102,7 +106,7 @@ def test_a_process_that_stands_still_after_another_has_failed_is_ended():
 
 def test_what_an_earlier_run_has_said_ends_no_later_one(monkeypatch):
     """torchrun keeps the store over restarts, and `train()` may be called again after a failure."""
-    for name, seconds in (("_EVERY", 0.05), ("_PATIENCE", 0.3), ("_NEWS", 0.3)):
+    for name, seconds in (("_POLL_SECONDS", 0.05), ("_STUCK_SECONDS", 0.3), ("_DIAGNOSIS_SECONDS", 0.3)):
         monkeypatch.setattr(lookout, name, seconds)
     ended = []
 
@@ -113,11 +117,13 @@ def test_what_an_earlier_run_has_said_ends_no_later_one(monkeypatch):
 
     monkeypatch.setattr(lookout.os, "_exit", leave)
     store = HashStore()
-    PeerMonitor(store, 1, [Place.here(), Place("node1", 11)]).say("ValueError: in the first attempt")
-    with PeerMonitor(store, 0, places := [Place.here(), Place("node1", 12)]):
+    PeerMonitor(store, 1, [ProcessInfo.current(), ProcessInfo("node1", 11)]).report_failure(
+        "ValueError: in the first attempt"
+    )
+    with PeerMonitor(store, 0, places := [ProcessInfo.current(), ProcessInfo("node1", 12)]):
         time.sleep(1.0)
     assert not ended
-    PeerMonitor(store, 1, places).say("ValueError: in the second")
+    PeerMonitor(store, 1, places).report_failure("ValueError: in the second")
     with PeerMonitor(store, 0, places):
         end = time.monotonic() + 60
         while not ended and time.monotonic() < end:
@@ -126,7 +132,7 @@ def test_what_an_earlier_run_has_said_ends_no_later_one(monkeypatch):
 
 
 def test_a_killed_process_is_named_where_the_store_went_with_it(monkeypatch):
-    monkeypatch.setattr(lookout, "_NEWS", 2.0)
+    monkeypatch.setattr(lookout, "_DIAGNOSIS_SECONDS", 2.0)
     child = subprocess.Popen(["sleep", "60"])
     child.kill()
     child.wait()
@@ -135,5 +141,5 @@ def test_a_killed_process_is_named_where_the_store_went_with_it(monkeypatch):
         def check(self, keys):
             raise RuntimeError("Connection reset by peer")
 
-    watch = PeerMonitor(Gone(), 1, [Place(socket.gethostname(), child.pid), Place.here()])
-    assert f"Process 0 of the run (pid {child.pid}) exited without an error of its own" in watch.news()
+    watch = PeerMonitor(Gone(), 1, [ProcessInfo(socket.gethostname(), child.pid), ProcessInfo.current()])
+    assert f"Process 0 of the run (pid {child.pid}) exited without an error of its own" in watch.diagnose()

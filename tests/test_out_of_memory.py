@@ -124,7 +124,7 @@ def test_a_second_failure_ends_the_run_with_the_plan(model_folder, tmp_path, mon
         trainer.train()
     trainer = team_trainer(model_folder, tmp_path, settings=SETTINGS)
     Full(trainer, 2, 1)
-    monkeypatch.setattr(type(trainer.parts.processes), "have_shards", True)
+    monkeypatch.setattr(type(trainer.parts.processes), "is_base_sharded", True)
     with pytest.raises(RuntimeError, match="cannot be retried: other processes take part"):
         trainer.train()
 

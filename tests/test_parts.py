@@ -13,7 +13,7 @@ from marft_trl.learning.adapter_updates import SequentialFactors
 from marft_trl.learning.advantages import BaselineEstimator
 from marft_trl.learning.credit import CreditAssigner, OwnReward, own_reward_metrics
 from marft_trl.reporting.reporter import Reporter
-from marft_trl.rollout.reward_scorer import OwnReturns
+from marft_trl.rollout.reward_scorer import AgentReturns
 from marft_trl.rollout.rollouts import Rollout
 from marft_trl.system.processes import Processes
 from marft_trl.system.randomness import UserRandomness
@@ -109,7 +109,7 @@ def test_own_rewards_are_reported_by_agent_and_function():
 
 
 def estimator(args, processes, board):
-    own = OwnReturns(args.returns, REWARDS, processes)
+    own = AgentReturns(args.returns, REWARDS, processes)
     credit = CreditAssigner(run_of(args, processes, board), None, REWARDS, own, False)
     settings = SimpleNamespace(
         scale_rewards=args.scale_rewards,

@@ -5,7 +5,7 @@ from marft_trl.config.dataset_checks import check_prompts
 from marft_trl.learning.batching import collate
 from marft_trl.prompts.builder import PromptBuilder, Query, Window
 from marft_trl.prompts.chat_template import PlainEncoder, naming_templates
-from marft_trl.prompts.views import merge_neighbours, team_view
+from marft_trl.prompts.views import merge_consecutive, team_view
 from marft_trl.tiny import tiny_tokenizer
 
 import pytest
@@ -99,7 +99,7 @@ def test_own_turns_are_assistant_and_others_are_users_who_are_named():
     ]
     with_system = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q"}]
     assert team_view(agent, with_system, [])[0] == {"role": "system", "content": "Write.\n\nBe brief."}
-    assert merge_neighbours([]) == []
+    assert merge_consecutive([]) == []
 
 
 def test_templates_that_demand_alternating_roles_and_know_no_system():

@@ -1,7 +1,7 @@
 """Rewards that cancel, and agents that no reward reaches, are never silent."""
 
 from marft_trl import AgentSpec
-from marft_trl.rollout.reward_scorer import PATIENCE, RewardReach
+from marft_trl.rollout.reward_scorer import PATIENCE, RewardReachChecker
 from marft_trl.workflows import EnvironmentLoop
 
 import pytest
@@ -77,16 +77,16 @@ def test_an_agent_that_is_never_rewarded_by_name_is_named_at_the_first_batch(mod
 
 
 def test_what_is_told_by_hand(caplog):
-    reach = RewardReach(["a", "b"])
-    reach.check_earned([{}, {"a": 1.0}, {"a": 1.0, "b": 0.0}])  # one agent alone
-    reach.check_earned([{"a": 1.0, "b": 1.0}] * 20)
-    reach.check_earned([{"a": 1.0, "b": -1.0}, {"a": 1.0, "b": 0.0}])  # not in every episode
+    reach = RewardReachChecker(["a", "b"])
+    reach.check_opposed([{}, {"a": 1.0}, {"a": 1.0, "b": 0.0}])  # one agent alone
+    reach.check_opposed([{"a": 1.0, "b": 1.0}] * 20)
+    reach.check_opposed([{"a": 1.0, "b": -1.0}, {"a": 1.0, "b": 0.0}])  # not in every episode
     opposed = [{"a": 1.0, "b": -1.0}, {"a": -2.0, "b": 2.0}, {}]
     for _ in range(3):
-        reach.check_earned(opposed)
+        reach.check_opposed(opposed)
     with pytest.raises(ValueError, match="sum to zero in all of the last 8 episodes"):
-        reach.check_earned(opposed)
-    reach.check_earned(opposed, is_all=False)
+        reach.check_opposed(opposed)
+    reach.check_opposed(opposed, no_other_rewards=False)
     for _ in range(PATIENCE - 1):
         reach.note_advantages({"a": True, "b": False})
     reach.note_advantages({"a": True, "b": True})  # begins to count anew

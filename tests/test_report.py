@@ -11,7 +11,7 @@ from marft_trl import AgentSpec, MARFTTrainer, Sequential, Workflow
 from marft_trl.episodes.records import Turn
 from marft_trl.extras.report import Experiment, cells, load_experiment, report
 from marft_trl.extras.report.arms import check_arms, make_arms
-from marft_trl.extras.report.comparison import ArmResult, compare, judged, verdicts, write_pages
+from marft_trl.extras.report.comparison import ArmResult, classify, compare, make_verdicts, write_report
 from marft_trl.extras.report.experiment import collect_settings, differences
 from marft_trl.extras.tasks import game_seeds
 from marft_trl.prompts import team_view
@@ -591,15 +591,37 @@ def test_an_agent_that_is_silent_is_so_for_all(model_folder, tmp_path):
     ],
 )
 def test_what_a_difference_says(low, high, kind):
-    assert judged(Interval((low + high) / 2, low, high, 3, 100), margin=0.02) == kind
+    assert classify(Interval((low + high) / 2, low, high, 3, 100), margin=0.02) == kind
 
 
 def test_one_agent_with_fewer_tokens_is_said_to_have_them(model_folder, tmp_path):
     (arm, *_) = make_arms(experiment(model_folder, tmp_path))
     for tokens, count in ((100, 0), (120, 0), (99, 1)):
         found = {"team": ArmResult(arm, tokens=100), "solo": ArmResult(arm, tokens=tokens)}
-        said = verdicts(found, ["reasoner", "actor"], 0.02)
+        said = make_verdicts(found, ["reasoner", "actor"], 0.02)
         assert len(said) == count and all("The single agent generated 99 tokens" in one for one in said)
+
+
+def result(arm, mean, rewards, differences=(0.3, 0.4)):
+    accuracy = Interval(mean, mean, mean, 3, 100)
+    difference = Interval(sum(differences) / 2, *differences, 3, 100)
+    return ArmResult(arm, accuracy, difference, curves=[list(enumerate(rewards))])
+
+
+def test_a_verdict_about_an_agent_that_is_almost_never_right_says_so(model_folder, tmp_path):
+    arms = {arm.name: arm for arm in make_arms(experiment(model_folder, tmp_path))}
+    for mean, words in ((0.002, "was right in only 0.2 % of the episodes"), (0.2, None)):
+        found = {"team": result(arms["team"], 0.5, [0.1, 0.5]), "solo": result(arms["solo"], mean, [0.0, 0.001])}
+        (verdict,) = make_verdicts(found, [], 0.02)
+        assert (words in verdict) if words else ("But" not in verdict)
+
+
+def test_a_reward_that_no_episode_is_right_by_is_named(model_folder, tmp_path):
+    """Bonuses and penalties keep every reward below the threshold of a right answer."""
+    arms = {arm.name: arm for arm in make_arms(experiment(model_folder, tmp_path))}
+    for mean, rewards, count in ((0.0, [0.4, 0.8], 1), (0.0, [0.0, 0.0], 0), (0.1, [0.4, 0.8], 0)):
+        verdicts = make_verdicts({"team": result(arms["team"], mean, rewards)}, [], 0.02)
+        assert sum("NO EPISODE COUNTS AS RIGHT" in verdict for verdict in verdicts) == count
 
 
 def test_the_card_of_a_team_has_the_report_once(reported):
@@ -608,7 +630,7 @@ def test_the_card_of_a_team_has_the_report_once(reported):
     for _ in range(2):
         text = card.read_text()
         assert text.count("## Is the team worth it?") == 1 and "| the team, untrained |" in text
-        write_pages(report(made, str(folder), seeds=[0], arms=["untrained"]), folder)
+        write_report(report(made, str(folder), seeds=[0], arms=["untrained"]), folder)
     assert result_of(folder, "team-0")["rewards_differ"] is True
 
 

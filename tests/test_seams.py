@@ -64,10 +64,10 @@ from marft_trl.seams.trl import (
     TrlRewards,
     TrlSettings,
     TrlState,
-    configure_parent,
-    constructing_parent,
+    configure_grpo_trainer,
+    constructing_grpo_trainer,
     trl_log_probs,
-    without_false_warning,
+    without_init_kwargs_warning,
     without_printed_table,
     without_reference,
     without_vllm,
@@ -214,7 +214,7 @@ def test_LossType_table_has_the_names_and_metrics_of_the_parent():
     assert logged == {name: list(loss.metrics) for name, loss in LOSSES.items()}
     divided = {name: branch for names, branch in named for name in names if "policy_loss = loss" in branch}
     by_tokens = {name for name, its in divided.items() if "num_items_in_batch" in its or "/ mask.sum()" in its}
-    assert {name for name, loss in LOSSES.items() if not loss.by_rows} == by_tokens < set(divided)
+    assert {name for name, loss in LOSSES.items() if not loss.is_row_mean} == by_tokens < set(divided)
 
 
 def test_every_entry_has_a_test_that_names_it():
@@ -296,12 +296,12 @@ def test_TrlSettings_are_read_when_they_are_used(model_folder, tmp_path):
     assert (settings.group_size(True), settings.group_size(False)) == (8, 3)
 
 
-def test_configure_parent_sets_what_the_constructor_derives_otherwise(model_folder, tmp_path):
+def test_configure_grpo_trainer_sets_what_the_constructor_derives_otherwise(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, settings={"beta": 0.1, "level": "action"})
     assert trainer.beta == trainer.args.beta == 0.1
     assert trainer.accelerator.ddp_handler.broadcast_buffers is False  # not only in `args`, which are read before
     assert trainer.importance_sampling_level == "sequence"
-    configure_parent(trainer, 0.2, None)
+    configure_grpo_trainer(trainer, 0.2, None)
     assert trainer.beta == 0.2 and trainer.importance_sampling_level == "sequence"
 
 
@@ -378,11 +378,11 @@ def test_accepting_one_generation_lets_no_other_error_pass(tmp_path):
 
 def test_without_reference_and_without_false_warning_put_everything_back(tmp_path, caplog):
     args = MARFTConfig(str(tmp_path), beta=0.1, sync_ref_model=True)
-    with without_reference(args, if_=True):
+    with without_reference(args, enabled=True):
         assert args.beta == 0.0 and not args.sync_ref_model
     assert args.beta == 0.1 and args.sync_ref_model
     parents = logging.getLogger("trl.trainer.grpo_trainer")
-    with without_false_warning(True):
+    with without_init_kwargs_warning(True):
         parents.warning("You passed `model_init_kwargs` to the `GRPOConfig`, ...")
         parents.warning("something else")
     assert not parents.filters and "something else" in caplog.text and "model_init_kwargs" not in caplog.text
@@ -394,7 +394,7 @@ def test_without_vllm_hides_it_from_the_constructor_alone(tmp_path):
         assert not args.use_vllm
     assert args.use_vllm
     args.beta = 0.1
-    with constructing_parent(args, has_adapters=True, model_was_named=True):
+    with constructing_grpo_trainer(args, has_adapters=True, is_model_name=True):
         assert not args.use_vllm and args.beta == 0.0
     assert args.use_vllm and args.beta == 0.1
 
@@ -754,14 +754,14 @@ def test_TrlState_window_is_what_a_log_would_use_up(model_folder, tmp_path):
 
     class Look(TrainerCallback):
         def on_step_end(self, args, state_, control, **kwargs):
-            seen.append(json.loads(json.dumps(state.window())))
+            seen.append(json.loads(json.dumps(state.capture_log_window())))
 
     trainer.add_callback(Look())
     trainer.train()
     first, second = seen
     assert first["loss"] != 0 and len(second["metrics"]["train"]["reward"]) == 2
-    state.open_window(first)
-    assert json.loads(json.dumps(state.window())) == first
+    state.restore_log_window(first)
+    assert json.loads(json.dumps(state.capture_log_window())) == first
     assert len(state.metrics["train"]["reward"]) == 1 and state.metrics["train"]["not yet"] == []
 
 

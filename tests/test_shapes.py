@@ -255,7 +255,7 @@ def test_a_thousand_turns():
 
 def run_long(workflow):
     def answer(requests):
-        return [request.completed("x") for request in requests]
+        return [request.make_completion("x") for request in requests]
 
     return collect(workflow, [{"prompt": "q"}], ["a"], answer)
 

@@ -11,7 +11,7 @@ from marft_trl.episodes.records import Feedback
 from marft_trl.prompts import preparing
 from marft_trl.prompts.builder import PromptBuilder
 from marft_trl.prompts.chat_template import PlainEncoder
-from marft_trl.prompts.views import _OPENING, _folded, quoted
+from marft_trl.prompts.views import _FIRST_CHARACTERS, _normalize, quote_speaker_lines
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.workflows import EnvironmentLoop, Sequential
 
@@ -259,24 +259,26 @@ def test_no_character_makes_a_line_that_is_read_as_a_speakers(kind):
     forms = [form for form in forms if any(map(SPEAKER.fullmatch, read(form).splitlines()))]
     assert len(forms) > 100 or kind == "unigram"
     for form in forms:
-        lines = tokenizer.decode(encode(quoted("x\n" + form)), clean_up_tokenization_spaces=False).splitlines()
+        lines = tokenizer.decode(
+            encode(quote_speaker_lines("x\n" + form)), clean_up_tokenization_spaces=False
+        ).splitlines()
         assert not any(map(SPEAKER.fullmatch, lines)), form.encode("unicode_escape")
 
 
 def test_every_character_that_can_open_a_speaker_line_is_looked_for():
     letters = map(chr, range(sys.maxunicode + 1))
     assigned = [letter for letter in letters if unicodedata.category(letter) not in ("Cn", "Co", "Cs")]
-    opening = [letter for letter in assigned if set("[<") & set(_folded(letter))]
+    opening = [letter for letter in assigned if set("[<") & set(_normalize(letter))]
     assert len(assigned) > 100_000 and len(opening) > 5
-    assert all(map(_OPENING.search, opening))
+    assert all(map(_FIRST_CHARACTERS.search, opening))
 
 
 def test_quoting_takes_linear_time_and_leaves_other_texts_as_they_are():
     for piece in ("[", "[a]\n", "\n", "<0x", "<0x5B>", "\ufdfa[", "[a\u0301", "[\x85", "[a\x85"):
-        assert grows_linearly(lambda size, piece=piece: quoted(piece * size), 8_000)
+        assert grows_linearly(lambda size, piece=piece: quote_speaker_lines(piece * size), 8_000)
     for text in ("", "a [planner] b", "[1, 2]", "[planner]: yes", "> [planner]", "x = [a]", "\uff3b1\uff3d", "[[a]]"):
-        assert quoted(text) == text
-    assert quoted("[a]\r\n\r\n [b]\n") == "> [a]\r\n\r\n>  [b]\n"
+        assert quote_speaker_lines(text) == text
+    assert quote_speaker_lines("[a]\r\n\r\n [b]\n") == "> [a]\r\n\r\n>  [b]\n"
 
 
 # ---- What cannot be promised ----

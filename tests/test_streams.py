@@ -105,7 +105,7 @@ def calling(requests):
     for place, request in enumerate(requests):
         if request.functions and not request.turn_request.is_final and len(request.seen) % 2 == 0:
             call = ToolCall("add", {"a": request.episode.index, "b": len(request.seen)})
-            completions[place] = request.completed(completions[place].text, tool_calls=(call,))
+            completions[place] = request.make_completion(completions[place].text, tool_calls=(call,))
     return completions
 
 
@@ -245,7 +245,7 @@ def test_an_error_of_a_server_ends_all():
 
 def test_an_episode_ends_where_the_window_is_full():
     def full(requests):
-        return [EndOfEpisode("full") if one.agent == "c" else one.completed("x") for one in requests]
+        return [EndOfEpisode("full") if one.agent == "c" else one.make_completion("x") for one in requests]
 
     episodes = streamed(Sequential(), answer=full)
     assert all(len(one.turns) == 2 and one.overflowed for one in episodes)
@@ -257,7 +257,7 @@ def test_generation_that_blocks_the_loop_is_not_a_workflow_that_blocks(monkeypat
 
     def answer(requests):
         time.sleep(0.5)
-        return [request.completed("x") for request in requests]
+        return [request.make_completion("x") for request in requests]
 
     assert len(collector.collect(Sequential(), ROWS[:2], CONTEXT, answer, workflow_timeout=0.05)) == 2
 
@@ -282,7 +282,7 @@ def test_recorded_episodes_are_run_again_in_streams():
     recorded = streamed(Branches())
 
     def again(requests):
-        return [one.completed(f"new {one.agent}") for one in requests]
+        return [one.make_completion(f"new {one.agent}") for one in requests]
 
     rows = [episode.row for episode in recorded]
     waves = collector.collect(Branches(), rows, CONTEXT, again, [Rerun(one, changed=1) for one in recorded])

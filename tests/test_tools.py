@@ -267,7 +267,7 @@ def test_nothing_depends_on_how_long_tools_take(slow):
 
     def answer(requests):
         return [
-            one.completed("word" if one.after else "call", tool_calls=() if one.after else (look(one.agent),))
+            one.make_completion("word" if one.after else "call", tool_calls=() if one.after else (look(one.agent),))
             for one in requests
         ]
 

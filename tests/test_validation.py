@@ -363,7 +363,7 @@ def test_beams_are_warned_of_once(model_folder, tmp_path, caplog):
     trainer = team_trainer(model_folder, tmp_path, settings=settings)
     assert trainer.parts.runner.generator.settings("actor")["num_beams"] == 2
     warnings = [r.message for r in caplog.records if "num_beams" in r.message]
-    assert [text.count("beam search returns the likeliest turn") for text in warnings] == [1]
+    assert [text.count("beam search returns the most likely turn") for text in warnings] == [1]
     config(tmp_path, generation_kwargs={"num_beams": 1})
     assert caplog.text.count("beam search returns") == 1
 
@@ -485,7 +485,7 @@ def test_none_throughout_is_an_error_where_wanted_and_none_for_some_is_counted(m
     with pytest.raises(ValueError, match="returned None for all 8 episodes of 3 generation batches in a row"):
         throughout.train()  # evaluations in between do not begin to count anew
     assert not moved(before, weights(throughout)) and throughout.state.global_step == 2
-    # `without_unscored_rows_in_the_log`
+    # `without_unscored_row_warnings`
     assert "following kwargs:\n" not in caplog.text  # TRL's words go on with the row
     assert "returned None for the following kwargs: those of 8 of 8 episodes" in caplog.text
 

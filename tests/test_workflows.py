@@ -77,7 +77,7 @@ def test_names_computed_at_run_time_are_checked_when_asked_for():
 def answer_all(batches, reply=lambda request: "x"):
     def answer(requests):
         batches.append([(request.episode.index, request.agent) for request in requests])
-        return [request.completed(reply(request)) for request in requests]
+        return [request.make_completion(reply(request)) for request in requests]
 
     return answer
 

@@ -162,7 +162,7 @@ class PastCopies:
         }
         save_file(tensors, Path(folder) / COPIES_NAME, metadata=self._sources)
 
-    def load(self, folder: str | Path, find_source: Callable[[str], str | None] | None = None) -> None:
+    def load(self, folder: str | Path, find_saved_name: Callable[[str], str | None] | None = None) -> None:
         """
         Load the copies that [`~PastCopies.save`] wrote. A pool that is not in the checkpoint starts with the current
         adapter.
@@ -170,7 +170,7 @@ class PastCopies:
         Args:
             folder: the checkpoint. Its adapters must have been loaded.
         """
-        path, checkpoint_name = Path(folder) / COPIES_NAME, find_source or (lambda name: name)
+        path, checkpoint_name = Path(folder) / COPIES_NAME, find_saved_name or (lambda name: name)
         saved: dict[str, torch.Tensor] = {}
         sources: dict[str, str] = {}
         if path.is_file():

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Switch, train and freeze the adapters of a team, and keep reference policies that can follow them."""
+"""Switch, train and freeze the adapters of a team, and keep and update their reference policies."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..seams.models import AdapterLayers
 from .lora import adapter_parameters
 
 
-# Name of the only policy of a team without adapters.
+# Name of the only policy of a team without adapters
 SHARED_POLICY = "policy"
-# Adapter name of agents whose turns a function writes. No adapter can have this name.
+# Adapter name of agents whose turns a function writes. No adapter can have this name
 NO_POLICY = "=none"
 
 
@@ -47,22 +47,22 @@ class Policies:
     ):
         self._model, self._origins = model, dict(origins or {})
         self.has_adapters = isinstance(model, PeftModel)
-        policy_of = {
-            item.name: item.adapter if self.has_adapters else SHARED_POLICY for item in agents if item.has_policy
+        adapter_of = {
+            agent.name: agent.adapter if self.has_adapters else SHARED_POLICY for agent in agents if agent.has_policy
         }
-        self._adapter_of = {value.name: policy_of.get(value.name, NO_POLICY) for value in agents}
+        self._adapter_of = {agent.name: adapter_of.get(agent.name, NO_POLICY) for agent in agents}
         if self.has_adapters:
             self.trained = sorted({agent.adapter for agent in agents if agent.trainable})
         else:
             self.trained = [SHARED_POLICY]
-        self.names = sorted(set(policy_of.values()))
+        self.names = sorted(set(adapter_of.values()))
         self._layers = AdapterLayers(model) if isinstance(model, PeftModel) else None
-        # Names of the parameters of each adapter, with the module and attribute that holds them
-        self._places_of: dict[str, list[tuple[str, torch.nn.Module, str]]] = {}
-        self._starts: dict[str, list[torch.Tensor]] = {}
+        # For each adapter the names of its parameters, with the module and attribute that hold them
+        self._parameter_locations: dict[str, list[tuple[str, torch.nn.Module, str]]] = {}
+        self._reference_weights: dict[str, list[torch.Tensor]] = {}
         self._critics: list[str] = []
         self.has_pending_rows = False  # set by the loss, which may train on all slices of an optimizer step at once
-        self.release()
+        self.restore_requires_grad()
 
     def get_adapter(self, agent: str) -> str:
         """
@@ -82,7 +82,7 @@ class Policies:
 
     def get_agents(self, adapter: str) -> list[str]:
         """Return the names of the agents that use an adapter, in team order."""
-        return [agent for agent, value in self._adapter_of.items() if value == adapter]
+        return [agent for agent, name in self._adapter_of.items() if name == adapter]
 
     @property
     def trained_in_order(self) -> list[str]:
@@ -96,13 +96,13 @@ class Policies:
     def parameters(self, adapter: str) -> dict[str, torch.nn.Parameter]:
         """Parameters of an adapter by name, in the order of the model."""
         if self.has_adapters:
-            if adapter not in self._places_of:
+            if adapter not in self._parameter_locations:
                 parts = [(name, *name.rpartition(".")[::2]) for name in adapter_parameters(self._model, adapter)]
-                self._places_of[adapter] = [
-                    (name, self._model.get_submodule(module), last) for name, module, last in parts
+                self._parameter_locations[adapter] = [
+                    (name, self._model.get_submodule(module), attribute) for name, module, attribute in parts
                 ]
             # Looked up each time, because parameters may be replaced, for example on a move to another device
-            return {name: getattr(module, last) for name, module, last in self._places_of[adapter]}
+            return {name: getattr(module, attribute) for name, module, attribute in self._parameter_locations[adapter]}
         return {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
 
     def all_parameters(self) -> list[torch.nn.Parameter]:
@@ -110,7 +110,7 @@ class Policies:
         return [parameter for name in [*self.names, *self._critics] for parameter in self.parameters(name).values()]
 
     def add_critic(self, name: str, config: PeftConfig) -> None:
-        """Add an adapter for the critic to the base. It is trained like the other adapters, but no agent uses it."""
+        """Add an adapter for the critic. It is trained like the other adapters, but no agent uses it."""
         with without_bitsandbytes(self._model):
             self._model.add_adapter(name, copy.deepcopy(config))
         self._critics.append(name)
@@ -127,45 +127,51 @@ class Policies:
     def activate_adapter(self, name: str) -> None:
         """Activate an adapter by name, for example an adapter of the critic. See [`~Policies.activate`]."""
         if self._layers:
-            # `release` sets `requires_grad` of all adapters, so PEFT must not change it
             self._layers.activate(name)
-            self.release()
+            self.restore_requires_grad()  # `activate` may change it
 
-    def release(self) -> None:
+    def restore_requires_grad(self) -> None:
         """Set `requires_grad=True` on all trained adapters and the critic's adapters, and `False` on all others."""
         if self._layers:
-            learning = [*self.trained, *self._critics]
-            frozen = [name for name in self._model.peft_config if name not in learning]  # also without an agent
-            self._layers.set_requires_grad(learning, True)
+            trained = [*self.trained, *self._critics]
+            frozen = [name for name in self._model.peft_config if name not in trained]  # also adapters of no agent
+            self._layers.set_requires_grad(trained, True)
             self._layers.set_requires_grad(frozen, False)
 
-    def copy_references(self, all_of_them: bool = False) -> None:
+    def copy_references(self, copy_all: bool = False) -> None:
         """
-        Copy the current weights as references, except of adapters that do not change the base yet (`lora_B` is 0).
+        Copy the current weights as references. Adapters that do not change the base yet (`lora_B` is 0) need no copy:
+        their reference is the base.
 
         Args:
-            all_of_them: copy the weights of all adapters. Needed if references will be moved, see
+            copy_all: copy the weights of all adapters, for references that are updated by
                 [`~Policies.mix_references`].
         """
         for name in self.names if self.has_adapters else []:
-            if all_of_them or not self._is_identity(name):
-                self._starts[name] = [p.detach().clone() for p in self.parameters(name).values()]
+            if copy_all or not self._is_identity(name):
+                self._reference_weights[name] = [
+                    parameter.detach().clone() for parameter in self.parameters(name).values()
+                ]
 
     @torch.no_grad()
     def mix_references(self, alpha: float) -> None:
-        """Move the reference of each trained adapter to `alpha * policy + (1 - alpha) * reference`."""
+        """Set the reference of each trained adapter to `alpha * policy + (1 - alpha) * reference`."""
         for name in self.trained:
-            pairs = zip(self._starts[name], self.parameters(name).values(), strict=True)
+            pairs = zip(self._reference_weights[name], self.parameters(name).values(), strict=True)
             for reference, parameter in pairs:
                 reference.mul_(1.0 - alpha).add_(parameter, alpha=alpha)
 
     def references(self) -> dict[str, torch.Tensor]:
         """Return the copied references, keyed by adapter name and position of the tensor."""
-        return {f"{name}.{i}": tensor for name, start in self._starts.items() for i, tensor in enumerate(start)}
+        return {
+            f"{name}.{index}": tensor
+            for name, tensors in self._reference_weights.items()
+            for index, tensor in enumerate(tensors)
+        }
 
     def base_is_reference(self, agent: str) -> bool:
         """Return `True` if the reference of an agent is the base without any adapter."""
-        return self._adapter_of[agent] not in self._starts
+        return self._adapter_of[agent] not in self._reference_weights
 
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
@@ -174,30 +180,30 @@ class Policies:
             raise TypeError("The base policy is not available: the team has no adapters and trains the base itself.")
         with self._layers.disabled():
             yield
-        self.release()  # PEFT may have set `requires_grad=False` on all but the active adapter
+        self.restore_requires_grad()  # PEFT may have set `requires_grad=False` on all but the active adapter
 
     @contextlib.contextmanager
     def reference(self, agent: str) -> Iterator[None]:
-        """Context manager that switches an agent to its reference: the base, or its adapter's initial weights."""
+        """Context manager that switches an agent to its reference: the base, or the copied weights of its adapter."""
         adapter = self._adapter_of[agent]
         if self.base_is_reference(agent):
             with self.base():
                 yield
             return
         self.activate(agent)
-        with self.with_weights(adapter, self._starts[adapter]):
+        with self.with_weights(adapter, self._reference_weights[adapter]):
             yield
 
     @property
-    def have_gradients(self) -> bool:
+    def has_pending_gradients(self) -> bool:
         """`True` between the micro-steps of an optimizer step, while gradients accumulate or rows are pending."""
         return self.has_pending_rows or any(
-            p.grad is not None for name in self.trained for p in self.parameters(name).values()
+            parameter.grad is not None for name in self.trained for parameter in self.parameters(name).values()
         )
 
     @contextlib.contextmanager
     def with_weights(self, adapter: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Context manager that gives an adapter other weights, in the order of [`~Policies.parameters`]."""
+        """Context manager that replaces the weights of an adapter, in the order of [`~Policies.parameters`]."""
         parameters = list(self.parameters(adapter).values())
         current = [parameter.data for parameter in parameters]
         try:
@@ -209,10 +215,15 @@ class Policies:
                 parameter.data = data
 
     def _is_identity(self, adapter: str) -> bool:
+        """Return `True` if an adapter does not change the base."""
         config = self._model.peft_config[adapter]
-        ends = [p for name, p in self.parameters(adapter).items() if "lora_B" in name or "lora_embedding_B" in name]
+        output_weights = [
+            parameter
+            for name, parameter in self.parameters(adapter).items()
+            if "lora_B" in name or "lora_embedding_B" in name
+        ]
         is_plain_lora = isinstance(config, LoraConfig) and not config.use_dora
-        return is_plain_lora and bool(ends) and all(not parameter.any() for parameter in ends)
+        return is_plain_lora and bool(output_weights) and all(not weight.any() for weight in output_weights)
 
 
 REFERENCES_NAME = "marft_references.safetensors"
@@ -223,9 +234,6 @@ class SyncReferences(TrainerCallback):
     Callback that implements `sync_ref_model` for agents with adapters. Every `ref_model_sync_steps` steps, it moves
     the reference of each trained adapter towards the policy by `ref_model_mixup_alpha`. TRL's `SyncRefModelCallback`
     does the same with whole models. The base does not change.
-
-    Args:
-        policies: the policies. They hold the references of all adapters.
 
     Source: TR-DPO (2404.09656), soft update.
     """
@@ -239,14 +247,14 @@ class SyncReferences(TrainerCallback):
 
 
 def _references(policies: Policies, ref_model: nn.Module | None) -> dict[str, torch.Tensor]:
-    """Return the references by name: those of the adapters, or the weights of TRL's reference model."""
+    """Return the reference weights by name: copies of the adapters, or the weights of TRL's reference model."""
     if ref_model is None:
         return policies.references()
     return {name: parameter.detach() for name, parameter in ref_model.named_parameters()}
 
 
 def save_references(policies: Policies, ref_model: nn.Module | None, folder: str | Path) -> None:
-    """Write the references into a checkpoint. Otherwise, a resumed run would take the loaded weights as references."""
+    """Save the references in a checkpoint. Without them, a resumed run would use the loaded weights as references."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in _references(policies, ref_model).items()}
     save_file(tensors, Path(folder) / REFERENCES_NAME)
 
@@ -254,18 +262,20 @@ def save_references(policies: Policies, ref_model: nn.Module | None, folder: str
 @torch.no_grad()
 def load_references(policies: Policies, ref_model: nn.Module | None, folder: str | Path) -> None:
     """
-    Load what [`save_references`] wrote, in place.
+    Load the references that [`save_references`] saved, in place.
 
     Raises:
         ValueError: the checkpoint has no references, or references of other adapters.
     """
     path = Path(folder) / REFERENCES_NAME
     saved = load_file(path) if path.is_file() else {}
-    present = _references(policies, ref_model)
-    if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in present.items()}:
+    current = _references(policies, ref_model)
+    if {name: tensor.shape for name, tensor in saved.items()} != {
+        name: tensor.shape for name, tensor in current.items()
+    }:
         raise ValueError(
             f"The checkpoint {folder} has no references ({REFERENCES_NAME}) for these policies, but "
             "`sync_ref_model=True` needs them. Resume with the settings of the run that wrote the checkpoint."
         )
-    for name, tensor in present.items():
+    for name, tensor in current.items():
         tensor.copy_(saved[name])

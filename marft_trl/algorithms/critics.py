@@ -168,7 +168,7 @@ class Critic:
         if self.has_adapters:
             for part in self.parts:
                 load_adapter_weights(self._model, part, Path(folder) / part)
-        self._policies.release()
+        self._policies.restore_requires_grad()
 
     def _read(self, completions: Sequence[list[int]]) -> Sequence[list[int]]:
         return completions if self._level.reads_completions else [[] for _ in completions]

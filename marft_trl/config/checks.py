@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Checks of training arguments, alone and in combination, when a config is created; defaults that depend on others."""
+"""Check training arguments, alone and in combination, and set defaults that depend on other arguments."""
 
 from __future__ import annotations
 
@@ -21,50 +21,50 @@ from .inherited import INHERITED
 from .options import Option, check_choice, check_flag, check_number, collect_rules, has_effect
 
 
-logger = logging.getLogger(__name__)  # that of accelerate needs a state, which comes with the arguments
+logger = logging.getLogger(__name__)  # accelerate's logger needs a state that the arguments create
 
 CISPO_EPSILON_HIGH = 5.0  # as TRL recommends after ScaleRL (2510.13786)
 
 
-def resolve(config: Any) -> None:
-    """Set what is `None` and depends on other settings of a [`MARFTConfig`], in place."""
-    if config.ddp_backend is not None and not _is_launched(config.use_cpu):
-        # accelerate would look for a process group that nobody has made
+def set_dependent_defaults(config: Any) -> None:
+    """Set the defaults of a [`MARFTConfig`] that depend on other settings, in place."""
+    if config.ddp_backend is not None and not _is_distributed(config.use_cpu):
+        # accelerate would look for a process group that does not exist
         logger.warning(f"`ddp_backend={config.ddp_backend!r}` has no effect with a single process.")
         config.ddp_backend = None
     if config.ddp_broadcast_buffers is None:
-        config.ddp_broadcast_buffers = False  # a collective in forward, which processes run unequally often
+        config.ddp_broadcast_buffers = False  # a collective in `forward`, which processes do not call equally often
     if config.loss_type is None:
         config.loss_type = LEVELS[config.level].loss_type if config.level in LEVELS else "dapo"
     if config.loss_type == "cispo" and config.epsilon_high is None:
-        # A bound of `epsilon` = 0.2, as `GRPOTrainer` takes it, would be below every ratio
+        # `GRPOTrainer` would use `epsilon` = 0.2 as the maximum ratio, which is below almost every ratio
         config.epsilon_high = CISPO_EPSILON_HIGH
         logger.warning(f"`loss_type='cispo'` sets `epsilon_high`, the maximum ratio, to {CISPO_EPSILON_HIGH}.")
     if has_turn_ratio(config) and "use_bias_correction_kl" not in config.given:
-        config.use_bias_correction_kl = False  # would weight the KL of every token by the ratio of the turn
+        config.use_bias_correction_kl = False  # it would weight the KL of every token by the ratio of the turn
     if config.credit_kind is None:
-        is_stream = config.advantage == "gae" and not (config.credit in CREDITS and CREDITS[config.credit].reruns)
-        config.credit_kind = "rewards" if is_stream else "returns"
+        uses_reruns = config.credit in CREDITS and CREDITS[config.credit].reruns
+        config.credit_kind = "rewards" if config.advantage == "gae" and not uses_reruns else "returns"
     if config.skip_rows_without_signal is None:
         config.skip_rows_without_signal = config.share_prefixes
     if config.continue_from is None and uses_candidates(config):
         config.continue_from = BASELINES[config.advantage].default_continue_from
 
 
-def _is_launched(on_cpu: bool) -> bool:
-    """Whether a launcher has started this process, by the variables that accelerate reads."""
+def _is_distributed(use_cpu: bool) -> bool:
+    """Return `True` if a launcher started this process, according to the variables that accelerate reads."""
     if torch.distributed.is_initialized():
         return True
-    sizes = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-    several = any(int(os.environ.get(name, 1)) > 1 for name in sizes)
-    return several or (not on_cpu and "LOCAL_RANK" in os.environ)
+    variables = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+    has_several_processes = any(int(os.environ.get(name, 1)) > 1 for name in variables)
+    return has_several_processes or (not use_cpu and "LOCAL_RANK" in os.environ)
 
 
-# Further tries of what has failed, with `on_episode_error="retry"`
+# Maximum number of retries of a failed call, with `on_episode_error="retry"`
 EPISODE_RETRIES = 2
 
-# Loss types that do not weigh a turn by its tokens, or do so on purpose
-_LOSSES_OF_ACTIONS = tuple(name for name, loss in LOSSES.items() if loss.fits_actions)
+# Loss types that do not weight a turn by its number of tokens, or do so by design
+_ACTION_LEVEL_LOSSES = tuple(name for name, loss in LOSSES.items() if loss.supports_actions)
 
 
 def has_turn_ratio(args: Any) -> bool:
@@ -73,7 +73,7 @@ def has_turn_ratio(args: Any) -> bool:
 
 
 def completes_candidates(args: Any) -> bool:
-    """`True` if candidates for a turn are compared by the episodes that are completed from them."""
+    """`True` if candidates for a turn are compared by completing the episode from each of them."""
     return uses_candidates(args) and BASELINES[args.advantage].completes_episodes
 
 
@@ -82,8 +82,8 @@ def uses_candidates(args: Any) -> bool:
     return args.advantage in BASELINES and BASELINES[args.advantage].uses_candidates
 
 
-# Settings that earlier versions or TRL have, and what replaces them
-_GONE = {
+# Settings of earlier versions or of TRL that `MARFTConfig` does not have, and what replaces them
+_REMOVED_SETTINGS = {
     "max_prompt_length": "prompts are not truncated; `context_overflow` covers prompts that are too long",
     "critic_max_grad_norm": "`max_grad_norm` also applies to the critic",
     "dynamic_sampling_limit": "at most three times the prompts of a batch are drawn",
@@ -98,37 +98,41 @@ _GONE = {
 
 def check_names(names: Iterable[str], known: Sequence[str]) -> None:
     """
+    Check that names are settings.
+
     Raises:
-        TypeError: a name is not a setting. The message suggests the nearest setting, or names the replacement.
+        TypeError: A name is not a setting. The message contains the nearest setting or the replacement.
     """
     for name in names:
-        if name in _GONE:
-            raise TypeError(f"`MARFTConfig` no longer has the setting `{name}`: {_GONE[name]}. Leave it out.")
+        if name in _REMOVED_SETTINGS:
+            raise TypeError(
+                f"`MARFTConfig` no longer has the setting `{name}`: {_REMOVED_SETTINGS[name]}. Leave it out."
+            )
         if name not in known:
             raise TypeError(f"`MARFTConfig` has no setting `{name}`.{did_you_mean(name, known)}")
 
 
 def check_numbers(args: Any) -> None:
     """
-    Check that numbers are in range, e.g. that coefficients are not negative or NaN and that discounts are at most 1.
+    Check that numbers are in range, that flags are booleans, and that `reward_weights` are finite numbers.
 
     Raises:
-        ValueError: A number is out of range. The message contains the field, the value and the range.
+        ValueError: A value is not valid. The message contains the field, the value and the accepted values.
     """
     for name, rule in collect_rules(type(args), INHERITED).items():
         if rule.bounds or rule.integer:
             check_number(name, getattr(args, name), rule)
-    # Parsers of transformers replace the types of fields, but not the annotations
+    # The argument parser of transformers replaces the types of fields, but not the annotations
     classes = reversed(type(args).__mro__)
-    kinds = {name: kind for cls in classes for name, kind in vars(cls).get("__annotations__", {}).items()}
-    for item in fields(args):
-        value = getattr(args, item.name)
-        is_flag = isinstance(item, Option) and kinds.get(item.name) in ("bool", "bool | None", bool)
-        if is_flag and not (value is None and item.default is None):
-            check_flag(item.name, value, may_be_none=item.default is None)
+    annotations = {name: value for cls in classes for name, value in vars(cls).get("__annotations__", {}).items()}
+    for field in fields(args):
+        value = getattr(args, field.name)
+        is_flag = isinstance(field, Option) and annotations.get(field.name) in ("bool", "bool | None", bool)
+        if is_flag and not (value is None and field.default is None):
+            check_flag(field.name, value, may_be_none=field.default is None)
     weights = args.reward_weights
     if weights is not None and not (
-        isinstance(weights, Sequence) and all(isinstance(w, (int, float)) for w in weights)
+        isinstance(weights, Sequence) and all(isinstance(weight, (int, float)) for weight in weights)
     ):
         raise ValueError(f"`reward_weights` must be a list of numbers, one for each reward function; got {weights!r}.")
     for weight in args.reward_weights or []:
@@ -140,7 +144,7 @@ def check_numbers(args: Any) -> None:
 
 def check_values(args: Any) -> None:
     """
-    Check that fields with a fixed set of values have one of these values.
+    Check settings that accept only a fixed set of values.
 
     Raises:
         ValueError: A value is unknown. The message contains the field, the known values and the nearest one.
@@ -150,12 +154,15 @@ def check_values(args: Any) -> None:
             check_choice(name, getattr(args, name), rule.known)
 
 
-def _by_preset(args: Any, message: str) -> str:
-    """Name the settings in a message that come from the preset, since the user did not set them."""
-    named, settings = re.findall(r"`(\w+)[`=]", message), args.preset_settings
-    names = [name for name in dict.fromkeys(named) if name in settings]
-    shown = ", ".join(f"`{name}={settings[name]!r}`" for name in names)
-    return f" `preset={args.preset!r}` sets {shown}." if names else ""
+def _explain_preset(args: Any, message: str) -> str:
+    """
+    Return a sentence that lists the settings in a message that come from the preset and not from the user, or an empty
+    string.
+    """
+    settings = args.preset_settings
+    names = [name for name in dict.fromkeys(re.findall(r"`(\w+)[`=]", message)) if name in settings]
+    assignments = ", ".join(f"`{name}={settings[name]!r}`" for name in names)
+    return f" `preset={args.preset!r}` sets {assignments}." if names else ""
 
 
 def check_combinations(args: Any) -> None:
@@ -165,31 +172,30 @@ def check_combinations(args: Any) -> None:
     Raises:
         ValueError: Two settings contradict each other. The message contains both fields and a fix.
     """
-    refused = [*_critic_conflicts(args), *_level_conflicts(args), *_credit_conflicts(args), *_order_conflicts(args)]
-    for holds, message in [*refused, *_sampling_conflicts(args), *_failure_conflicts(args)]:
-        if holds:
-            raise ValueError(message + _by_preset(args, message))
+    conflicts = [*_critic_conflicts(args), *_level_conflicts(args), *_credit_conflicts(args), *_order_conflicts(args)]
+    for applies, message in [*conflicts, *_sampling_conflicts(args), *_failure_conflicts(args)]:
+        if applies:
+            raise ValueError(message + _explain_preset(args, message))
     rules, defaults = collect_rules(type(args), INHERITED), type(args).__dataclass_fields__
     for name in sorted(args.given & rules.keys(), key=list(defaults).index):
         if getattr(args, name) == defaults[name].default:
             continue
-        for other, needed in rules[name].only_if:
-            if has_effect(args, name, other, needed, rules):
+        for other, required in rules[name].only_if:
+            if has_effect(args, name, other, required, rules):
                 continue
-            # Credit by re-runs is always returns, so setting `credit_kind` is no fix
-            is_open = not (other == "credit_kind" and CREDITS[args.credit].reruns)
-            fix = f"Set `{other}={needed!r}`, or leave `{name}` out." if is_open else f"Leave `{name}` out."
+            # Credit rules that re-run episodes always compute returns, so setting `credit_kind` would not help
+            can_set = not (other == "credit_kind" and CREDITS[args.credit].reruns)
+            fix = f"Set `{other}={required!r}`, or leave `{name}` out." if can_set else f"Leave `{name}` out."
             raise ValueError(
                 f"`{name}={getattr(args, name)!r}` has no effect with `{other}={getattr(args, other)!r}`. {fix}"
             )
 
 
 def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
-    generations = args.num_generations
-    is_lone = args.generation_batch_size == 1
+    has_one_episode = args.generation_batch_size == 1
     normalizes = args.advantage == "gae" and has_turn_ratio(args) and args.normalize_advantages != "none"
     baseline = BASELINES.get(args.advantage)
-    compares = baseline is not None and baseline.needs_group
+    needs_group = baseline is not None and baseline.needs_group
     return [
         (
             args.advantage == "gae" and args.critic is None,
@@ -206,7 +212,7 @@ def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
             "`advantage='gae', critic='shared'`, or leave `critic_warmup_steps` out.",
         ),
         (
-            compares and generations == 1,
+            needs_group and args.num_generations == 1,
             f"`num_generations=1` needs a critic: `advantage={args.advantage!r}` compares at least 2 episodes of a "
             "prompt. Set `advantage='gae', critic='shared'`, or `num_generations` to 2 or more.",
         ),
@@ -231,7 +237,7 @@ def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
             "`rae_decay=1.0` keeps the baseline of `advantage='rae'` at 0 forever. Set it to a number below 1.",
         ),
         (
-            is_lone and (args.advantage == "batch" or normalizes),
+            has_one_episode and (args.advantage == "batch" or normalizes),
             "A generation batch of one episode (`per_device_train_batch_size=1`) has no other episode to compare "
             f"with, so training with `advantage={args.advantage!r}` would learn nothing. Raise "
             "`per_device_train_batch_size`"
@@ -246,13 +252,13 @@ def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
 
 
 def _level_conflicts(args: Any) -> list[tuple[bool, str]]:
-    per_turn = has_turn_ratio(args)
-    by_token = args.advantage == "gae" and not per_turn
+    is_per_turn = has_turn_ratio(args)
+    is_per_token = args.advantage == "gae" and not is_per_turn
     return [
         (
-            per_turn and args.loss_type not in _LOSSES_OF_ACTIONS,
+            is_per_turn and args.loss_type not in _ACTION_LEVEL_LOSSES,
             f"`loss_type={args.loss_type!r}` weights a turn by its number of tokens, but at `level='action'` a turn "
-            f"is one action. Use one of {', '.join(map(repr, _LOSSES_OF_ACTIONS))}.",
+            f"is one action. Use one of {', '.join(map(repr, _ACTION_LEVEL_LOSSES))}.",
         ),
         (
             args.loss_type == "cispo" and args.epsilon_high < 1,
@@ -260,28 +266,29 @@ def _level_conflicts(args: Any) -> list[tuple[bool, str]]:
             "scales every gradient down. Set it to 5.0, or leave it out.",
         ),
         (
-            per_turn and args.importance_sampling_level == "sequence",
+            is_per_turn and args.importance_sampling_level == "sequence",
             "`importance_sampling_level='sequence'` means `level='action'` with `action_logprob='token'`. Set these, "
             "and leave `importance_sampling_level` out.",
         ),
         (
-            by_token and args.importance_sampling_level == "sequence",
+            is_per_token and args.importance_sampling_level == "sequence",
             "`advantage='gae'` at `level='token'` computes an advantage per token, but "
             "`importance_sampling_level='sequence'` uses one ratio per turn. Set `level='action'`.",
         ),
         (
-            by_token and (LOSSES[args.loss_type].one_advantage or args.off_policy_mask_threshold is not None),
+            is_per_token
+            and (LOSSES[args.loss_type].needs_same_advantage or args.off_policy_mask_threshold is not None),
             f"`loss_type={args.loss_type!r}` with `off_policy_mask_threshold={args.off_policy_mask_threshold}` needs "
             "one advantage per turn, but `advantage='gae'` at `level='token'` computes one per token. Set "
             "`level='action'`, or use another `loss_type` without `off_policy_mask_threshold`.",
         ),
         (
-            per_turn and args.beta > 0 and args.use_bias_correction_kl,
+            is_per_turn and args.beta > 0 and args.use_bias_correction_kl,
             "`use_bias_correction_kl` at `level='action'` would weight the KL of every token by the ratio of the "
             "whole turn, which is unbounded. Leave it out.",
         ),
         (
-            per_turn and args.top_entropy_quantile < 1.0,
+            is_per_turn and args.top_entropy_quantile < 1.0,
             f"`top_entropy_quantile={args.top_entropy_quantile}` trains only some tokens of a turn, but at "
             "`level='action'` a turn is one action. Set `level='token'`, or leave `top_entropy_quantile` out.",
         ),
@@ -290,7 +297,7 @@ def _level_conflicts(args: Any) -> list[tuple[bool, str]]:
             "`target_kl` needs the policy ratio, which `use_policy_ratio=False` disables. Leave one of them out.",
         ),
         (
-            per_turn and args.off_policy_mask_threshold is not None,
+            is_per_turn and args.off_policy_mask_threshold is not None,
             "`off_policy_mask_threshold` is not supported with `level='action'`. Set `target_kl` instead.",
         ),
     ]
@@ -298,10 +305,10 @@ def _level_conflicts(args: Any) -> list[tuple[bool, str]]:
 
 def _credit_conflicts(args: Any) -> list[tuple[bool, str]]:
     baseline, rule = BASELINES.get(args.advantage), CREDITS[args.credit]
-    normalizes = baseline is not None and baseline.takes_normalized_objectives
+    per_objective = baseline is not None and baseline.takes_normalized_objectives
     return [
         (
-            args.scale_rewards == "batch" and not (args.advantage in BASELINES and BASELINES[args.advantage].scales),
+            args.scale_rewards == "batch" and not (baseline is not None and baseline.scales),
             f"`scale_rewards='batch'` has no effect with `advantage={args.advantage!r}`: it applies only to "
             f"{', '.join(repr(name) for name, entry in BASELINES.items() if entry.scales)}. Leave it out.",
         ),
@@ -327,7 +334,8 @@ def _credit_conflicts(args: Any) -> list[tuple[bool, str]]:
             "not apply. Leave `credit_kind` out.",
         ),
         (
-            args.multi_objective_aggregation == "normalize_then_sum" and not (normalizes and args.credit == "equal"),
+            args.multi_objective_aggregation == "normalize_then_sum"
+            and not (per_objective and args.credit == "equal"),
             "`multi_objective_aggregation='normalize_then_sum'` normalizes rewards over a group of episodes, which "
             f"needs `advantage='group'` or `'agent'` and `credit='equal'`; got `advantage={args.advantage!r}`, "
             f"`credit={args.credit!r}`.",
@@ -338,7 +346,7 @@ def _credit_conflicts(args: Any) -> list[tuple[bool, str]]:
 def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
     micro_steps = args.steps_per_generation * args.num_iterations
     is_on_policy = args.gradient_accumulation_steps % micro_steps == 0
-    one_by_one = args.update_order != "joint"
+    updates_in_turn = args.update_order != "joint"
     return [
         (
             args.target_kl is not None and is_on_policy,
@@ -347,7 +355,7 @@ def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
             "policy has not moved. Raise one of them, or leave `target_kl` out.",
         ),
         (
-            one_by_one and args.agent_iteration_interval > 0,
+            updates_in_turn and args.agent_iteration_interval > 0,
             f"`update_order={args.update_order!r}` and `agent_iteration_interval={args.agent_iteration_interval}` "
             "both set which agent is trained in a step. Leave one of them out.",
         ),
@@ -357,7 +365,7 @@ def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
             f"({args.max_steps}) for the second agent. Lower it, or raise `max_steps`.",
         ),
         (
-            one_by_one and micro_steps % args.gradient_accumulation_steps != 0,
+            updates_in_turn and micro_steps % args.gradient_accumulation_steps != 0,
             f"`update_order={args.update_order!r}` trains every agent for whole optimizer steps on a generation "
             f"batch, so `steps_per_generation * num_iterations` ({micro_steps}) must be a multiple of "
             f"`gradient_accumulation_steps` ({args.gradient_accumulation_steps}).",
@@ -381,14 +389,14 @@ def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
 
 
 def _sampling_conflicts(args: Any) -> list[tuple[bool, str]]:
-    """What does not go with groups that are chosen by whether their rewards differ."""
+    """Conflicts of `dynamic_sampling`, which keeps the groups whose rewards differ."""
     if not args.dynamic_sampling:
         return []
     baseline = BASELINES.get(args.advantage)
-    compares = baseline is not None and (baseline.needs_group or baseline.uses_candidates)
+    is_relative = baseline is not None and (baseline.needs_group or baseline.uses_candidates)
     return [
         (
-            not compares,
+            not is_relative,
             "`dynamic_sampling=True` skips prompts whose episodes all have the same reward, but with "
             f"`advantage={args.advantage!r}` such episodes still give a gradient. Set `advantage='group'`, 'agent', "
             "'leave_one_out', 'turn' or 'c3', or leave `dynamic_sampling` out.",
@@ -432,15 +440,15 @@ def _failure_conflicts(args: Any) -> list[tuple[bool, str]]:
 
 def check_timeouts(args: Any, num_processes: int, process_timeout: float | None) -> None:
     """
-    Check that a function that hangs is noticed on its own process before the others give up waiting.
+    Check that a hanging function times out before the other processes stop waiting for its process.
 
     Args:
         args: the configuration.
         num_processes: number of processes of the run.
-        process_timeout: seconds that a process waits for another, if known.
+        process_timeout: seconds that a process waits for another process, if known.
 
     Raises:
-        ValueError: a time limit is not below that of the processes. The message has both.
+        ValueError: A time limit is not below `process_timeout`. The message contains both.
     """
     if num_processes == 1 or process_timeout is None:
         return
@@ -451,42 +459,42 @@ def check_timeouts(args: Any, num_processes: int, process_timeout: float | None)
             times = f" times {tries} tries" if tries > 1 else ""
             raise ValueError(
                 f"`{name}` ({limit:g} s{times}) must be below the {process_timeout:g} s that the other processes wait "
-                f"(`ddp_timeout`), or they fail without naming the function that hangs. Lower `{name}`, or raise "
-                "`ddp_timeout`."
+                f"(`ddp_timeout`). Otherwise they fail without naming the function that hangs. Lower `{name}`, or "
+                "raise `ddp_timeout`."
             )
 
 
-# Settings of `generate` that a team cannot be trained with
-_NOT_IN_GENERATION = {
+# Arguments of `generate` that MARFTTrainer does not support: the reason and a fix
+_UNSUPPORTED_GENERATION_KWARGS = {
     "num_return_sequences": "every turn is one completion. Set `num_generations`, or leave it out.",
     "stop_strings": "pass `AgentSpec(stop=...)`, which also ends the turn there.",
     "return_dict_in_generate": "a turn is a list of token ids. Leave it out.",
 }
 
 
-def _accumulation_of_accelerate(args: Any) -> int | None:
+def _accelerate_accumulation_steps(args: Any) -> int | None:
     settings = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
     return settings.get("num_steps")
 
 
-def is_on(variable: str) -> bool:
-    """`True` if an environment variable of a launcher is set."""
+def environment_flag_is_set(variable: str) -> bool:
+    """`True` if an environment variable of a launcher is `true` or `1`."""
     return os.environ.get(variable, "").lower() in ("true", "1")
 
 
 def check_engine(args: Any) -> None:
     """
-    Check that neither DeepSpeed nor Megatron runs, which reduce gradients themselves, by position
+    Check that the run does not use DeepSpeed or Megatron, which match the gradients of processes by position
     (`benchmarks/zero.py`).
 
     Raises:
-        ValueError: the launcher or the training arguments request an engine. The message has the supported one.
+        ValueError: The launcher or the training arguments request one of them. The message contains an alternative.
     """
     stage = None
-    if args.deepspeed or is_on("ACCELERATE_USE_DEEPSPEED"):
+    if args.deepspeed or environment_flag_is_set("ACCELERATE_USE_DEEPSPEED"):
         stage = getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", None)
         name = "DeepSpeed" if stage is None else f"DeepSpeed ZeRO {stage}"
-    elif is_on("ACCELERATE_USE_MEGATRON_LM"):
+    elif environment_flag_is_set("ACCELERATE_USE_MEGATRON_LM"):
         name = "Megatron"
     else:
         return
@@ -514,7 +522,7 @@ def check_supported(args: Any) -> None:
     Raises:
         ValueError: A setting is not supported. The message contains the setting, the reason and a fix.
     """
-    refused = {
+    unsupported = {
         "save_only_model": (args.save_only_model, "a run could not resume from such checkpoints. Set it to False."),
         "ignore_data_skip": (args.ignore_data_skip, "a resumed run would train on different rows. Set it to False."),
         "use_transformers_continuous_batching": (
@@ -527,10 +535,10 @@ def check_supported(args: Any) -> None:
             "turns would be sampled with one noise and scored with another. Leave it out.",
         ),
     }
-    for name, (is_set, why) in refused.items():
+    for name, (is_set, reason) in unsupported.items():
         if is_set:
-            raise ValueError(f"`{name}={getattr(args, name)!r}` is not supported by MARFTTrainer: {why}")
-    num_steps = _accumulation_of_accelerate(args)
+            raise ValueError(f"`{name}={getattr(args, name)!r}` is not supported by MARFTTrainer: {reason}")
+    num_steps = _accelerate_accumulation_steps(args)
     if num_steps not in (None, args.gradient_accumulation_steps):
         raise ValueError(
             f"`gradient_accumulation_kwargs` of `accelerator_config` has `num_steps={num_steps!r}`, but generation "
@@ -538,13 +546,13 @@ def check_supported(args: Any) -> None:
             "`gradient_accumulation_steps`."
         )
     generation = args.generation_kwargs if isinstance(args.generation_kwargs, dict) else {}
-    for name, why in _NOT_IN_GENERATION.items():
+    for name, reason in _UNSUPPORTED_GENERATION_KWARGS.items():
         value = generation.get(name)
         if value not in (None, 1, False):
-            raise ValueError(f"`generation_kwargs` has `{name}={value!r}`, which MARFTTrainer does not support: {why}")
+            raise ValueError(f"`generation_kwargs` has `{name}={value!r}`, not supported by MARFTTrainer: {reason}")
     if generation.get("num_beams") not in (None, 1):
         logger.warning(
-            f"`generation_kwargs` has `num_beams={generation['num_beams']!r}`: beam search returns the likeliest "
-            "turn, not a sample of the policy, so the policy gradient is biased, completions of a prompt differ less, "
-            "and a saved team, which samples, answers differently. Leave `num_beams` out to sample."
+            f"`generation_kwargs` has `num_beams={generation['num_beams']!r}`: beam search returns the most "
+            "likely turn, not a sample of the policy, so the policy gradient is biased, completions of a prompt "
+            "differ less, and a saved team, which samples, answers differently. Leave `num_beams` out to sample."
         )

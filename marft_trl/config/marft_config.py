@@ -27,7 +27,7 @@ from .checks import (
     check_supported,
     check_values,
     has_turn_ratio,
-    resolve,
+    set_dependent_defaults,
     uses_candidates,
 )
 from .inherited import say_unused
@@ -597,7 +597,7 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         self._apply_preset()
         if self.deepspeed:
             check_engine(self)  # transformers would import DeepSpeed, which is rarely installed
-        resolve(self)
+        set_dependent_defaults(self)
         if self.bf16 is None:
             # GRPOConfig turns bfloat16 on everywhere, and TrainingArguments then refuses to start without a GPU.
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
@@ -636,7 +636,7 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         # `__post_init__` has already run on these values; running it again would change the batch sizes
         config.__dict__.update(args.__dict__)
         config.given, config.preset_settings = frozenset(), {}
-        resolve(config)
+        set_dependent_defaults(config)
         check_numbers(config)
         config.check()
         return config

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import logging
 import math
@@ -47,7 +48,7 @@ class Request:
     A turn that an episode is waiting for.
 
     Args:
-        fed: number of turns that the environment had received when the turn was requested.
+        fed: number of turns that had gone into the environment when this turn was requested, see [`Turn`].
         by_reference: whether the agent's reference policy samples the turn.
         number: index that the turn will have in its episode if all earlier requests are answered.
     """
@@ -79,9 +80,9 @@ class Request:
     def requested_turn(self) -> RequestedTurn | None:
         return self.turn_request.requested_turn
 
-    def completed(self, text: str, seen: Sequence[Seen] | None = None, **fields: Any) -> Completion:
+    def make_completion(self, text: str, seen: Sequence[Seen] | None = None, **fields: Any) -> Completion:
         """
-        Make a completion with this text.
+        Make the completion of this request.
 
         Args:
             seen: items that were shown to the agent. Defaults to the requested items.
@@ -89,9 +90,12 @@ class Request:
         """
         return Completion(text, seen=self.seen if seen is None else tuple(seen), **fields)
 
-    def turn(self, completion: Completion) -> Turn:
+    def make_turn(self, completion: Completion) -> Turn:
         """Make the next turn of the episode from a completion."""
-        return Turn.of(completion, self.agent, len(self.episode.turns), self.fed, self.turn_request.is_final)
+        turn = Turn.of(completion, self.agent, len(self.episode.turns), self.fed, self.turn_request.is_final)
+        if self.requested_turn is None or self.requested_turn.lineage is None:
+            return turn
+        return dataclasses.replace(turn, lineage=self.requested_turn.lineage)
 
 
 # Returns one completion per request, in order. An `EndOfEpisode` instead of a completion ends that episode.
@@ -116,12 +120,12 @@ def collect(
 
     Args:
         workflow: Decides which agent acts next and what it sees.
-        rows: Dataset rows with a `prompt`. Each row gives one episode.
+        rows: Dataset rows with a `prompt`, one per episode.
         context: Names of the agents, the functions that they may call, and the limits of these calls.
         answer: Returns a completion for each request, in order.
         reruns: For each row, a recorded episode. Requests that match a recorded turn reuse it instead of generating.
-        workflow_timeout: Maximum seconds that an episode may wait for a function that it called or for anything else
-            that is neither a turn nor a tool, or may block the other episodes. Defaults to no limit.
+        workflow_timeout: Maximum seconds for which an episode may wait for anything other than a turn or a tool, or
+            block the other episodes. Defaults to no limit.
         failures: Collects the errors of failed episodes, by row index, while the other episodes continue. If omitted,
             the first error stops all episodes.
 
@@ -158,8 +162,8 @@ async def collect_async(
 
     Args:
         workflow, rows, context, reruns, workflow_timeout, failures: see [`collect`].
-        make_step_context: `make_step_context(index)` returns a function that makes context managers. Each step of the
-            user code of episode `index` runs inside such a context manager.
+        make_step_context: `make_step_context(index)` returns a function that makes context managers. Each step of
+            episode `index` in user code runs inside a new context manager.
         together: whether to answer the requests of all episodes in one batch. If `False`, episodes do not wait for
             each other. The requests of parallel branches of one episode are batched in both cases, so that turn
             indices and observations do not depend on generation time.
@@ -171,15 +175,15 @@ async def collect_async(
     """
     limit = _BLOCKING_LIMIT.get()
 
-    async def answered(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
+    async def answer_unlimited(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
         # A function that answers for all episodes may block the event loop, for example while a local model generates
         with limit.paused() if limit is not None and together else contextlib.nullcontext():
             return await answer(requests)
 
     guard = EpisodeGuard(workflow, workflow_timeout, limit, failures, make_step_context)
-    collection = _EpisodeBatch(rows, context, answered, reruns, guard)
-    positions = range(len(rows))
-    return await collection.run([positions] if together else [[index] for index in positions])
+    batch = _EpisodeBatch(rows, context, answer_unlimited, reruns, guard)
+    indices = range(len(rows))
+    return await batch.run([indices] if together else [[index] for index in indices])
 
 
 def run_to_completion(
@@ -236,12 +240,12 @@ def _time_limit(
 
 @contextlib.asynccontextmanager
 async def _run_heartbeat(limit: TimeLimit | None) -> AsyncIterator[None]:
-    beats = asyncio.ensure_future(_heartbeat(limit)) if limit is not None else None
+    task = asyncio.ensure_future(_heartbeat(limit)) if limit is not None else None
     try:
         yield
     finally:
-        if beats is not None:
-            beats.cancel()
+        if task is not None:
+            task.cancel()
 
 
 async def _heartbeat(limit: TimeLimit) -> None:
@@ -272,12 +276,12 @@ class _EpisodeBatch:
         guard: EpisodeGuard,
     ):
         self._answer, self._reruns, self._guard = answer, reruns, guard
-        self._waiting: list[list[Request]] = [[] for _ in rows]  # by episode
+        self._pending: list[list[Request]] = [[] for _ in rows]  # by episode
         self._reply_functions = context.scripts
-        copies = [item.copies for item in reruns] if reruns is not None else [None] * len(rows)
+        copies = [rerun.copies for rerun in reruns] if reruns is not None else [None] * len(rows)
         self._episodes = [
-            EpisodeState(row, index, self._request_turn, context, value)
-            for index, (row, value) in enumerate(zip(rows, copies, strict=True))
+            EpisodeState(row, index, self._request_turn, context, episode_copies)
+            for index, (row, episode_copies) in enumerate(zip(rows, copies, strict=True))
         ]
         self._tasks: list[asyncio.Task] = []
         self._not_awaited: set[int] = set()  # indices of episodes that the other episodes do not wait for
@@ -287,33 +291,33 @@ class _EpisodeBatch:
         request = Request(episode, turn_request, waiter, fed=len(episode.fed))
         if turn_request.agent in self._reply_functions:
             return await self._run_reply(request)
-        self._waiting[episode.index].append(request)
+        self._pending[episode.index].append(request)
         return await waiter
 
     async def _run_reply(self, request: Request) -> Turn:
         """Get a turn from the `reply` function of an agent, without waiting for a batch."""
-        found = self._find_recorded(request)
-        completion = self._recorded_completion(request, found) or await self._reply_functions[request.agent](request)
+        recorded = self._find_recorded_turn(request)
+        completion = self._get_completion(request, recorded) or await self._reply_functions[request.agent](request)
         if isinstance(completion, EndOfEpisode):
             raise completion
-        return self._add_turn(request, completion, found)
+        return self._add_turn(request, completion, recorded)
 
-    def _find_recorded(self, request: Request) -> RecordedTurn | None:
+    def _find_recorded_turn(self, request: Request) -> RecordedTurn | None:
         """Find the recorded turn for a request of a re-run."""
         return self._reruns[request.episode.index].find(request.turn_request) if self._reruns is not None else None
 
-    def _recorded_completion(self, request: Request, found: RecordedTurn | None) -> Completion | None:
-        """Return the recorded completion of a request, or `None`."""
-        if self._reruns is None or found is None:
+    def _get_completion(self, request: Request, recorded: RecordedTurn | None) -> Completion | None:
+        """Return the completion of a recorded turn, or `None` if it has to be generated."""
+        if self._reruns is None or recorded is None:
             return None
-        return self._reruns[request.episode.index].completion(found, request.turn_request)
+        return self._reruns[request.episode.index].completion(recorded, request.turn_request)
 
-    def _add_turn(self, request: Request, completion: Completion, found: RecordedTurn | None) -> Turn:
+    def _add_turn(self, request: Request, completion: Completion, recorded: RecordedTurn | None) -> Turn:
         """Make the turn of a request and add it to the episode."""
-        turn = request.turn(completion)
+        turn = request.make_turn(completion)
         request.episode.add(turn, request.turn_request)
-        if self._reruns is not None and found is not None:
-            self._reruns[request.episode.index].add(turn, found)
+        if self._reruns is not None and recorded is not None:
+            self._reruns[request.episode.index].add(turn, recorded)
         return turn
 
     async def run(self, groups: Sequence[Sequence[int]]) -> list[Episode]:
@@ -321,8 +325,8 @@ class _EpisodeBatch:
         Run all episodes.
 
         Args:
-            groups: indices of episodes. The episodes of a group wait for each other, and their requests are answered
-                in one batch.
+            groups: indices of episodes. The episodes of a group wait for each other, so that their requests are
+                answered in one batch.
         """
         is_over = asyncio.Event()
         # The task factory stays set: other batches of this loop may continue after this batch has ended
@@ -346,31 +350,33 @@ class _EpisodeBatch:
         self._check_tasks()
         failed = self._guard.failed
         return [
-            Episode(item.prompt, item.row, index, failure=str(failed[index])) if index in failed else item.record()
-            for index, item in enumerate(self._episodes)
+            Episode(state.prompt, state.row, index, failure=str(failed[index])) if index in failed else state.record()
+            for index, state in enumerate(self._episodes)
         ]
 
     def _check_tasks(self) -> None:
-        """Report tasks that user code started and did not await."""
-        name = self._guard.name
+        """Report tasks that user code started and did not await: late turns as errors, running tasks as warnings."""
+        workflow_name = self._guard.name
         for episode in self._episodes:
             if episode.num_late:
                 error = EpisodeError(
-                    f"A task that the workflow `{name}` started requested {episode.num_late} turns after the end of "
-                    f"episode {episode.index}, on the prompt {shorten(episode.prompt)}. Await the task in `run`.",
+                    f"A task that the workflow `{workflow_name}` started requested {episode.num_late} turns after the "
+                    f"end of episode {episode.index}, on the prompt {shorten(episode.prompt)}. Await the task in "
+                    "`run`.",
                     episode.index,
                 )
                 self._guard.note(error)
-        ended = [episode for episode in self._episodes if not episode.overflowed]
-        for task_name in sorted(
-            {task_name for episode in ended for task, task_name in episode.started if not task.done()}
-        ):
+        # If the context window was full, branches may still be running
+        complete = [episode for episode in self._episodes if not episode.overflowed]
+        running = {task_name for episode in complete for task, task_name in episode.started if not task.done()}
+        for task_name in sorted(running):
             _warn_once(
-                f"The task `{task_name}` that the workflow `{name}` started is still running after the end of its "
-                "episode. Await it in `run`. Its later results are ignored."
+                f"The task `{task_name}` that the workflow `{workflow_name}` started is still running after the end "
+                "of its episode. Await it in `run`. Its later results are ignored."
             )
 
     async def _drive(self, group: Sequence[int]) -> None:
+        """Run the episodes of a group and answer their requests until all of them have ended."""
         hang_detector = self._guard.watch()
         while not all(self._tasks[index].done() for index in group):
             try:
@@ -380,10 +386,10 @@ class _EpisodeBatch:
                 self._tasks[cast(int, error.episode)].cancel()
             for index in group:
                 if _has_failed(task := self._tasks[index]):
-                    if not isinstance(failed := task.exception(), EpisodeError):
+                    if not isinstance(failure := task.exception(), EpisodeError):
                         task.result()  # raises
                     else:
-                        self._guard.note(failed)
+                        self._guard.note(failure)
             await self._answer_all(self._take_requests(group))
 
     def _take_requests(self, group: Sequence[int]) -> list[Request]:
@@ -391,9 +397,10 @@ class _EpisodeBatch:
         batch = []
         for index in group:
             # If a branch ended the episode, the requests of the other branches are cancelled or obsolete
-            live = [item for item in self._waiting[index] if not item.waiter.done() and not self._tasks[index].done()]
-            batch += sorted(live, key=lambda request: request.turn_request.order)
-            self._waiting[index].clear()
+            has_ended = self._tasks[index].done()
+            valid = [request for request in self._pending[index] if not request.waiter.done() and not has_ended]
+            batch += sorted(valid, key=lambda request: request.turn_request.order)
+            self._pending[index].clear()
         return batch
 
     async def _run_until_waiting(self, group: Sequence[int], hang_detector: HangDetector) -> None:
@@ -401,40 +408,40 @@ class _EpisodeBatch:
         idle_iterations, poll_seconds, pending_since = 0, _MIN_POLL_SECONDS, math.inf
         hang_detector.begin()
         while True:
-            known = self._progress(group)
+            progress = self._get_progress(group)
             await asyncio.sleep(0)
             # After a function returns, its branch needs a few iterations to request a turn
-            idle_iterations = idle_iterations + 1 if self._progress(group) == known else 0
+            idle_iterations = idle_iterations + 1 if self._get_progress(group) == progress else 0
             if idle_iterations < _IDLE_ITERATIONS:
                 continue
             # Wait for the tools of all episodes in the group, so that batches do not depend on how long tools take
             requesting = [index for index in group if self._has_pending_request(index)]
             self._not_awaited.difference_update(requesting)
             unfinished = [index for index in group if not self._tasks[index].done()]
-            admitted = [index for index in unfinished if not self._episodes[index].is_queued]
-            blocked = [index for index in admitted if self._episodes[index].busy or index not in requesting]
+            started = [index for index in unfinished if not self._episodes[index].is_queued]
+            blocked = [index for index in started if self._episodes[index].busy or index not in requesting]
             pending_since = min(pending_since, time.monotonic()) if requesting else math.inf
-            fails = not self._guard.tolerates and any(_has_failed(self._tasks[index]) for index in group)
-            if fails or (not blocked and (requesting or not unfinished)):
+            must_stop = not self._guard.tolerates and any(_has_failed(self._tasks[index]) for index in group)
+            if must_stop or (not blocked and (requesting or not unfinished)):
                 return
-            hang_detector.look(self._episodes, blocked)
+            hang_detector.check(self._episodes, blocked)
             if requesting and self._not_awaited.issuperset(blocked):
                 return
             max_wait = self._guard.max_wait_for_episodes
             if max_wait is not None and time.monotonic() - pending_since > max_wait:
                 self._stop_waiting_for(blocked, max_wait)
                 return
-            # A workflow awaits something else, such as a web service: check again after a short pause.
-            running = [self._tasks[index] for index in blocked or unfinished]
-            await asyncio.wait(running, timeout=poll_seconds, return_when=asyncio.FIRST_COMPLETED)
+            # A workflow awaits something else, such as a web service: check again after a short pause
+            tasks = [self._tasks[index] for index in blocked or unfinished]
+            await asyncio.wait(tasks, timeout=poll_seconds, return_when=asyncio.FIRST_COMPLETED)
             idle_iterations, poll_seconds = 0, min(2 * poll_seconds, _MAX_POLL_SECONDS)
 
     def _has_pending_request(self, index: int) -> bool:
         """Return `True` if an episode waits for a turn."""
-        return any(not request.waiter.done() for request in self._waiting[index])
+        return any(not request.waiter.done() for request in self._pending[index])
 
     def _stop_waiting_for(self, blocked: Sequence[int], seconds: float) -> None:
-        """Let the other episodes continue without these episodes until these request a turn again."""
+        """Stop waiting for the blocked episodes until they request a turn again."""
         self._not_awaited.update(blocked)
         for index in blocked:
             self._episodes[index].count("held_up")
@@ -444,29 +451,29 @@ class _EpisodeBatch:
             "for a thread pool or for a shared limit. Otherwise, increase `max_wait_for_episodes`."
         )
 
-    def _progress(self, group: Sequence[int]) -> tuple[int, int, int]:
-        """Return the numbers of pending requests, of running functions, and of episodes that have not started."""
+    def _get_progress(self, group: Sequence[int]) -> tuple[int, int, int]:
+        """Return the numbers of pending requests, of branches that run functions, and of queued episodes."""
         episodes = [self._episodes[index] for index in group]
-        waiting = sum(len(self._waiting[index]) for index in group)
-        return waiting, sum(episode.busy for episode in episodes), sum(item.is_queued for item in episodes)
+        num_pending = sum(len(self._pending[index]) for index in group)
+        return num_pending, sum(episode.busy for episode in episodes), sum(episode.is_queued for episode in episodes)
 
     async def _answer_all(self, batch: list[Request]) -> None:
         """
         Answer requests in order, with recorded completions where available, and generated completions otherwise.
         """
-        found = [self._find_recorded(request) for request in batch]
-        earlier: Counter[int] = Counter()  # number of earlier requests in the batch, by episode
-        for position, (request, recorded) in enumerate(zip(batch, found, strict=True)):
+        recorded_turns = [self._find_recorded_turn(request) for request in batch]
+        num_earlier: Counter[int] = Counter()  # number of earlier requests in the batch, by episode
+        for position, (request, recorded) in enumerate(zip(batch, recorded_turns, strict=True)):
             index, by_reference = request.episode.index, recorded is not None and recorded.completion is None
-            number = len(request.episode.turns) + earlier[index]
+            number = len(request.episode.turns) + num_earlier[index]
             batch[position] = replace(request, by_reference=by_reference, number=number)
-            earlier[index] += 1
-        pairs = list(zip(batch, found, strict=True))
+            num_earlier[index] += 1
+        pairs = list(zip(batch, recorded_turns, strict=True))
         to_generate = [request for request, recorded in pairs if recorded is None or recorded.completion is None]
-        answers = iter(await self._answer(to_generate)) if to_generate else iter(())
+        generated = iter(await self._answer(to_generate)) if to_generate else iter(())
         await asyncio.sleep(0)  # let pending cancellations take effect first
         for request, recorded in pairs:
-            completion = self._recorded_completion(request, recorded) or next(answers)
+            completion = self._get_completion(request, recorded) or next(generated)
             if request.waiter.done():  # the episode was cancelled during generation
                 continue
             if isinstance(completion, EndOfEpisode):
@@ -476,7 +483,7 @@ class _EpisodeBatch:
 
 
 async def _all_or_first_error(tasks: Sequence[asyncio.Task]) -> None:
-    """Wait for all tasks or until one fails, and raise the error of the first failed task, in order."""
+    """Wait until all tasks are done or one fails, and raise the error of the first failed task in the sequence."""
     if tasks:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in tasks:

@@ -174,7 +174,7 @@ class HangDetector:
         if self._limit is not None:
             self._limit.restart()
 
-    def look(self, episodes: Sequence[EpisodeState], elsewhere: Sequence[int]) -> None:
+    def check(self, episodes: Sequence[EpisodeState], elsewhere: Sequence[int]) -> None:
         """
         Check the episodes that wait for something other than a turn. Time in which they wait for a turn neither counts
         nor restarts a limit, since the turn may be refused.

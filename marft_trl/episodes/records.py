@@ -29,6 +29,7 @@ class RequestedTurn:
         stop (`Sequence[str]`): texts at which the turn is cut, after the text.
         sampling (`Mapping[str, float]`): sampling settings that replace the agent's. Not used in training.
         max_tokens (`int`, *optional*): number of tokens after which the turn is cut. Not used in training.
+        lineage (`int`, *optional*): number of the conversation that the messages continue.
     """
 
     messages: Messages
@@ -36,6 +37,7 @@ class RequestedTurn:
     stop: Sequence[str] = ()
     sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
     max_tokens: int | None = None
+    lineage: int | None = None
 
 
 class TurnRequest(NamedTuple):
@@ -76,6 +78,7 @@ class TeamContext:
         scripts: for agents whose turns a function writes, what completes their requests.
         draw: `draw(index)` returns the past copies that agents act with in an episode.
         trains: whether the turns are to be trained on, so that the agents' own sampling settings hold.
+        count_tokens: `count_tokens(agent, messages, tools)` counts the tokens that the agent would be shown.
     """
 
     agents: tuple[str, ...]
@@ -86,6 +89,7 @@ class TeamContext:
     scripts: Mapping[str, Callable[..., Awaitable[Any]]] = dataclasses.field(default_factory=dict)
     draw: Callable[[int], Mapping[str, int]] = lambda index: {}
     trains: bool = False
+    count_tokens: Callable[..., int] | None = None
 
 
 Messages = list[dict[str, Any]]
@@ -149,6 +153,9 @@ class Turn(NearNames):
             Log-probabilities of the sampled tokens, if they were recorded during generation.
         sampled_by ([`SampledBy`], *optional*):
             The server that sampled the turn. `None` if the trainer's own model did.
+        lineage (`int`, *optional*):
+            Number of the conversation of an application that the turn belongs to, counted by episode. A sub-agent and
+            a history that was shortened begin a new one. `None` if the workflow writes the messages.
     """
 
     also_called = {"content": "text", "message": "text", "output": "text", "response": "text", "role": "agent"}
@@ -170,6 +177,7 @@ class Turn(NearNames):
     audience: str | None = None
     logps: Sequence[float] | None = field(default=None, repr=False)
     sampled_by: SampledBy | None = field(default=None, repr=False)
+    lineage: int | None = None
 
     def __post_init__(self):
         if self.raw_text is None:

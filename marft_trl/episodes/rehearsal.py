@@ -56,17 +56,17 @@ def rehearse(
     ```
     """
 
-    def completed(request: Request) -> Completion | EndOfEpisode:
+    def complete_request(request: Request) -> Completion | EndOfEpisode:
         try:
             answer = reply(request.agent, request.seen)
         except EndOfEpisode as end:  # as in training, an episode may be ended with the turns it has
             return end
         if isinstance(answer, str):
-            return request.completed(answer)
+            return request.make_completion(answer)
         if not isinstance(answer, (ToolCall, Sequence)):
             raise TypeError(f"`reply(agent, seen)` must return the text of a turn, got {answer!r}.")
         calls = (answer,) if isinstance(answer, ToolCall) else tuple(answer)
-        return request.completed(str(answer), tool_calls=calls if request.functions else ())
+        return request.make_completion(str(answer), tool_calls=calls if request.functions else ())
 
     if isinstance(workflow, type):
         raise TypeError(f"`rehearse` takes a workflow object. Write `{workflow.__name__}()`.")
@@ -81,7 +81,7 @@ def rehearse(
             workflow,
             [{"prompt": prompt, **row}],
             context,
-            lambda requests: [completed(request) for request in requests],
+            lambda requests: [complete_request(request) for request in requests],
         )
     except EpisodeError as error:
         if isinstance(error.__cause__, Exception):

@@ -95,6 +95,7 @@ class EpisodeState:
         self.is_queued = False
         self.step_context: StepContext = contextlib.nullcontext
         self.limits, self._max_turns, self.trains = context.limits, context.max_turns, context.trains
+        self.count_tokens = context.count_tokens
         self._turn_coroutines: list[Coroutine[Any, Any, Turn]] = []
         self.has_ended, self.num_late = False, 0  # turns that were requested after the end
         self.started: list[tuple[asyncio.Task, str]] = []  # tasks and the names of their coroutines

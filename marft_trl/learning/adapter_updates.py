@@ -363,7 +363,7 @@ class AdapterUpdates:
 
     @contextlib.contextmanager
     def loading(
-        self, optimizer: Any, scheduler: Any, find_source: Callable[[str], str | None] | None = None
+        self, optimizer: Any, scheduler: Any, find_saved_name: Callable[[str], str | None] | None = None
     ) -> Iterator[None]:
         """
         Context manager for loading the states of the optimizer and the scheduler. Learning rates, weight decay and the
@@ -371,11 +371,11 @@ class AdapterUpdates:
 
         Args:
             optimizer, scheduler: the optimizer and the scheduler of the trainer.
-            find_source: returns the name of an adapter in the checkpoint, or `None` for a new adapter.
+            find_saved_name: returns the name of an adapter in the checkpoint, or `None` for a new adapter.
         """
         inner = getattr(optimizer, "optimizer", optimizer)
         rates = [group.get("initial_lr", group["lr"]) for group in inner.param_groups]
-        with gradients.checked_groups(inner, find_source), schedule_of_any_length(scheduler):
+        with gradients.checked_groups(inner, find_saved_name), schedule_of_any_length(scheduler):
             yield
         if not restart_schedule(scheduler, rates):
             logger.warning(
@@ -451,7 +451,7 @@ class AdapterUpdates:
         if self._args.use_adaptive_entropy:  # means over the team, under the names of TRL
             coefficients, entropies = zip(*self._entropy_control.values(), strict=True)
             coefficient = sum(coefficients) / len(coefficients)
-            self._state.note_entropy(coefficient, sum(entropies) / len(entropies))
+            self._state.set_entropy(coefficient, sum(entropies) / len(entropies))
             self._metrics.add("entropy_coef", coefficient)
 
     def _adapt_entropy(self, adapter: str, entropy: float) -> None:

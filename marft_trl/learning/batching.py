@@ -34,24 +34,27 @@ from .passes import ModelPass
 
 logger = get_logger(__name__)
 
-# TRL's metrics of a row whose advantage is 0 that are known without a pass
-_KNOWN = ("low_mean", "high_mean", "region_mean", "low_min", "high_max")
-KNOWN_METRICS: dict[str, list[float]] = {f"clip_ratio/{name}": [0.0] for name in _KNOWN} | {"cispo_clip_ratio": [0.0]}
-# Share of the rows of an agent that took no pass
-WITHOUT_SIGNAL = "frac_rows_without_signal"
+# Values of TRL's metrics for a row whose advantage is 0, which are known without a forward pass
+_CLIP_RATIOS = ("low_mean", "high_mean", "region_mean", "low_min", "high_max")
+ZERO_ADVANTAGE_METRICS: dict[str, list[float]] = {
+    **{f"clip_ratio/{name}": [0.0] for name in _CLIP_RATIOS},
+    "cispo_clip_ratio": [0.0],
+}
+# Metric: fraction of an agent's rows that were skipped because they have no gradient
+FRACTION_WITHOUT_SIGNAL = "frac_rows_without_signal"
 
 
 class ZeroGradientFilter:
     """
-    Tells rows that have a gradient from those that have none.
+    Separates rows with a gradient from rows without a gradient.
 
     TRL's losses (TRL 1.16) multiply each token's term by its advantage and by its mask. If all advantages of a row are
-    0, only the KL to the reference, an entropy bonus and the loss of a mixture's routers are left. If none of them is
-    on, the gradient of the row is exactly 0. The same holds for a row whose tokens do not count.
+    0, only the KL to the reference, an entropy bonus and the router loss of a mixture of experts remain. If none of
+    them is used, the gradient of the row is exactly 0. The same applies to a row whose tokens are masked.
 
     Args:
-        args: `skip_rows_without_signal`, `target_kl`.
-        settings: what else is in the loss.
+        args: `skip_rows_without_signal` and `target_kl` are read.
+        settings: TRL's settings, for the other terms of the loss.
         state: whether training runs, and whether there is an entropy bonus.
     """
 
@@ -60,22 +63,22 @@ class ZeroGradientFilter:
 
     @property
     def needs_divergence(self) -> bool:
-        """`True` if rows without a gradient take a forward pass, because the divergence of all rows is watched."""
+        """`True` if rows without a gradient need a forward pass, because `target_kl` applies to all rows."""
         return self._args.target_kl is not None
 
     def split(self, rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-        """The rows that have a gradient, and those that have none, in their order."""
+        """Return the rows with a gradient and the rows without, each in order."""
         with_gradient: list[Row] = []
-        without: list[Row] = []
+        without_gradient: list[Row] = []
         for row in rows:
-            (with_gradient if self._has_gradient(row) else without).append(row)
-        return with_gradient, without
+            (with_gradient if self._has_gradient(row) else without_gradient).append(row)
+        return with_gradient, without_gradient
 
     def _has_gradient(self, row: Row) -> bool:
         settings, state = self._settings, self._state
         if not self._args.skip_rows_without_signal or not state.is_training or not len(row.completion_ids):
             return True
-        # The routers' loss is over all tokens, and the highest entropies are found among those of all rows
+        # The router loss and the entropy quantile are computed over the tokens of all rows
         if settings.aux_loss_enabled or settings.top_entropy_quantile < 1.0:
             return True
         if not row.counts:
@@ -86,8 +89,8 @@ class ZeroGradientFilter:
         return row.factor != 0.0 and bool(advantage.any() if isinstance(advantage, torch.Tensor) else advantage)
 
 
-# Share of the free memory that micro-batches may use. The rest is for short-lived tensors and fragmentation.
-_FILLED = 0.7
+# Fraction of the free memory that micro-batches may use. The rest is for short-lived tensors and fragmentation
+_MEMORY_FRACTION = 0.7
 
 
 class MicroBatcher:
@@ -96,7 +99,8 @@ class MicroBatcher:
 
     Args:
         args: limits of micro-batches, gradient checkpointing, the optimizer.
-        has_optimizer_state: `has_optimizer_state()` tells whether the optimizer has its memory already.
+        trained: `trained()` returns the trained parameters.
+        has_optimizer_state: `has_optimizer_state()` returns whether the optimizer has already allocated its state.
     """
 
     def __init__(
@@ -109,71 +113,74 @@ class MicroBatcher:
     ):
         self._passes, self._policies, self._args, self.share = passes, policies, args, passes.share
         self._trained, self._has_optimizer_state = trained, has_optimizer_state
-        self.cost: ActivationCost | None = None  # of the first rows
+        self.cost: ActivationCost | None = None  # measured for the first rows
         self.max_tokens = args.max_tokens_per_micro_batch
-        self._room, self._proven = math.inf, math.inf  # tokens that have fitted, where more have not
+        self._free_bytes = math.inf
+        self._reduced_max_tokens = math.inf  # limit after running out of memory
 
     def cut(self, rows: Sequence[Row], **options: Any) -> Iterator[MicroBatch]:
-        """Micro-batches of one agent each; `options` are those of [`micro_batches`]."""
+        """Cut rows into micro-batches of one agent each. `options` are arguments of [`micro_batches`]."""
         repeat = None
         if self.share:
             repeat = (
                 0.0 if self.cost is None else self.cost.per_repeat / self.cost.bytes_per_token(self.is_checkpointing)
             )
-        # Once memory has been measured, it decides alone: each pass costs a GPU much the same, whatever it holds
-        is_free = self.joins_slices and self.max_tokens is not None
-        most = None if is_free else self._args.per_device_train_batch_size
-        return micro_batches(rows, most, self.max_tokens, repeat=repeat, **options)
+        # The time of a pass on a GPU hardly depends on the number of rows, so a token limit alone is enough
+        limits_rows = not self.joins_slices or self.max_tokens is None
+        max_rows = self._args.per_device_train_batch_size if limits_rows else None
+        return micro_batches(rows, max_rows, self.max_tokens, repeat=repeat, **options)
 
     @property
     def joins_slices(self) -> bool:
         """
-        `True` if rows of several slices go through the model together. In TRL's own passes each slice stays apart, so
-        that sums have TRL's order. So does each if only tokens of high entropy are trained, which TRL finds by slice,
-        and if the scale of values moves from one slice to the next.
+        `True` if a micro-batch may contain rows of several slices. Slices stay separate with TRL's own forward passes,
+        so that sums have TRL's order; with `top_entropy_quantile`, since TRL computes the quantile per slice; and if
+        the value scale changes between the slices of an optimizer step.
         """
         args = self._args
-        several = args.steps_per_generation * args.num_iterations < args.gradient_accumulation_steps
-        is_apart = args.top_entropy_quantile < 1.0 or (args.normalize_values and several)
-        return self._passes.give_positions and not is_apart
+        several_batches = args.steps_per_generation * args.num_iterations < args.gradient_accumulation_steps
+        keeps_slices = args.top_entropy_quantile < 1.0 or (args.normalize_values and several_batches)
+        return self._passes.give_positions and not keeps_slices
 
     @property
     def is_checkpointing(self) -> bool:
-        """`True` if gradients are checkpointed."""
+        """`True` if gradient checkpointing is on."""
         return self._passes.is_checkpointing
 
     def fit(self, rows: Sequence[Row]) -> None:
         """
-        Bound micro-batches by the memory that is free, before rows are trained on for the first time, and checkpoint
-        gradients if not even the longest row fits without. Settings of the training arguments stay as they are.
+        Set the token limit of micro-batches from the free memory, before rows are trained on for the first time. Turn
+        on gradient checkpointing if the longest row does not fit without it. Limits and checkpointing that the user
+        set in the training arguments are kept.
         """
         longest = max((row.length for row in rows), default=0)
         if not longest:
             return
         if self.cost is None:
             self.cost = self.measure(longest)
-            self._room = self.free_for_activations(sum(len(row.completion_ids) for row in rows), self.cost.fixed)
-        limit, checkpointing = self.limits(longest, self.cost, self._room)
+            num_scored = sum(len(row.completion_ids) for row in rows)
+            self._free_bytes = self.free_for_activations(num_scored, self.cost.fixed)
+        limit, checkpointing = self.compute_limits(longest, self.cost, self._free_bytes)
         if checkpointing and not self.is_checkpointing:
             logger.warning(
-                f"Rows of {longest:,} tokens do not fit into the {self._room / 1e9:.1f} GB that are free for "
-                "activations, so gradients are checkpointed from now on."
+                f"Rows of {longest:,} tokens do not fit into the {self._free_bytes / 1e9:.1f} GB that are free for "
+                "activations. Gradient checkpointing is now on."
             )
             self._passes.checkpoint_gradients()
         if self.max_tokens is None or checkpointing:
-            self.max_tokens = int(min(limit, self._proven))
+            self.max_tokens = int(min(limit, self._reduced_max_tokens))
 
     def shrink(self, rows: Sequence[Row]) -> str | None:
         """
-        Halve the micro-batches of these rows, and of all later ones, or checkpoint gradients where the longest row is
-        too long alone.
+        Reduce the memory of these and all later rows after running out of memory: halve the micro-batches, or turn on
+        gradient checkpointing if the longest row does not fit alone.
 
-        Returns: what was changed, in words; `None` if nothing is left to change.
+        Returns: a description of the change for messages, or `None` if nothing is left to change.
         """
         longest = max((row.length for row in rows), default=0)
         largest = max((batch.num_tokens for batch in self.cut(rows)), default=0)
         if largest > longest:
-            self.max_tokens = self._proven = max(int(largest / 2), longest)
+            self.max_tokens = self._reduced_max_tokens = max(int(largest / 2), longest)
             return f"micro-batches have at most {self.max_tokens:,} tokens"
         if self.is_checkpointing or self._args.gradient_checkpointing is not None:
             return None
@@ -181,13 +188,13 @@ class MicroBatcher:
         return "gradients are checkpointed"
 
     def measure(self, length: int) -> ActivationCost:
-        """Cost of the tokens of rows of this length, measured on short rows, on all processes with a sharded base."""
+        """Cost per token for rows of this length, measured on short rows. Collective if the base is sharded."""
         model, base, device = self._passes.model, self._passes.base, self._passes.device
         was_training = model.training
-        self._policies.activate_adapter(self._policies.trained[0])  # a frozen one keeps nothing for a backward pass
+        self._policies.activate_adapter(self._policies.trained[0])  # a frozen adapter saves no activations
         base.train()
         try:
-            # Dropout must not change the random numbers of training
+            # Dropout must not advance the random state of training
             with (
                 self._passes.without_checkpointing(),
                 self._passes.autocast(),
@@ -197,37 +204,39 @@ class MicroBatcher:
         finally:
             base.train(was_training)
 
-    def limits(self, longest: int, cost: ActivationCost, room: float) -> tuple[int, bool]:
+    def compute_limits(self, longest: int, cost: ActivationCost, free_bytes: float) -> tuple[int, bool]:
         """
-        Tokens of a micro-batch, and whether gradients have to be checkpointed.
+        Return the maximum number of tokens of a micro-batch, and whether gradient checkpointing is needed.
 
         Args:
-            cost: bytes of a token.
-            room: bytes that are free for activations.
+            longest: number of tokens of the longest row.
+            cost: bytes per token.
+            free_bytes: bytes that are free for activations.
         """
         limit = self._args.max_tokens_per_micro_batch
         checkpointing = self.is_checkpointing
         if self._args.gradient_checkpointing is None and not checkpointing:
-            checkpointing = max(longest, limit or 0) * cost.per_token > room
+            checkpointing = max(longest, limit or 0) * cost.per_token > free_bytes
         if limit is None:
-            fitting = max(room / cost.bytes_per_token(checkpointing), 1)
-            # A power of 2, so that other tenants of the device rarely change how rows are cut
-            limit = max(2 ** int(math.log2(fitting)), longest)
+            num_fitting = max(free_bytes / cost.bytes_per_token(checkpointing), 1)
+            # A power of 2, so that other programs on the device rarely change how rows are cut
+            limit = max(2 ** int(math.log2(num_fitting)), longest)
         return limit, checkpointing
 
-    def free_for_activations(self, scored: int, fixed: float = 0.0) -> float:
+    def free_for_activations(self, num_scored: int, fixed: float = 0.0) -> float:
         """
-        Bytes that are free for what grows with the tokens of a pass.
+        Return the bytes that are free for tensors whose size grows with the number of tokens of a pass.
 
         Args:
-            scored: tokens that are scored at once.
-            fixed: bytes of a pass, whatever its size.
+            num_scored: number of tokens that are scored at once.
+            fixed: bytes of a pass that do not depend on its number of tokens.
         """
         device, vocabulary = self._passes.device, self._passes.base.config.get_text_config().vocab_size
         trained, optim = self._trained(), str(getattr(self._args.optim, "value", self._args.optim))
-        awaited = 0 if self._has_optimizer_state() else count_bytes(trained) + optimizer_size(trained, optim)
+        # Gradients and optimizer state that are not allocated yet
+        reserved = 0 if self._has_optimizer_state() else count_bytes(trained) + optimizer_size(trained, optim)
         free = free_memory(device) - memory_of_server(self._args, device)
-        return max(_FILLED * (free - awaited) - head_size(vocabulary, scored, device) - fixed, 1.0)
+        return max(_MEMORY_FRACTION * (free - reserved) - head_size(vocabulary, num_scored, device) - fixed, 1.0)
 
 
 def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) -> list[list[Row]]:
@@ -247,10 +256,12 @@ def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) ->
 @dataclass(frozen=True)
 class Pools:
     """
-    Sets of rows over which losses are means: those of each adapter, or of each agent.
+    The sets of rows that losses are averaged over: one pool per adapter, or per agent if agents have equal weight.
 
     Args:
-        agents: adapter of each agent, if agents of an adapter have equal weight.
+        adapters: names of the adapters of the agents.
+        critics: names of the parts of the critic.
+        agents: adapter of each agent, if agents have equal weight (`agent_weight="equal"`).
     """
 
     adapters: Sequence[str]
@@ -259,73 +270,79 @@ class Pools:
 
     @property
     def names(self) -> list[str]:
-        """Names of the pools, those of the critic last."""
+        """Names of the pools. The pools of the critic come last."""
         return [*(self.agents or self.adapters), *self.critics]
 
     def get_pool(self, row: Row) -> str:
-        """The pool of a row."""
+        """Return the name of a row's pool."""
         return row.agent if self.agents else row.adapter
 
-    def adapter(self, pool: str) -> str:
-        """The adapter of a pool."""
+    def get_adapter(self, pool: str) -> str:
+        """Return the name of a pool's adapter."""
         return self.agents.get(pool, pool)
 
-    def weights(self, rows: Mapping[str, int]) -> dict[str, float]:
-        """Weight of each agent in the loss of its adapter, by its number of rows in the generation batch."""
-        speakers = Counter(self.agents[agent] for agent in self.agents if rows[agent])
-        return {agent: 1 / speakers[value] for agent, value in self.agents.items() if rows[agent]}
+    def get_weights(self, num_rows: Mapping[str, int]) -> dict[str, float]:
+        """
+        Return the weight of each agent in the loss of its adapter: 1 / number of the adapter's agents with rows.
+
+        Args:
+            num_rows: number of rows of each agent in the generation batch.
+        """
+        num_agents = Counter(adapter for agent, adapter in self.agents.items() if num_rows[agent])
+        return {agent: 1 / num_agents[adapter] for agent, adapter in self.agents.items() if num_rows[agent]}
 
 
 def count_rows(slices: Sequence[list[Row]], pools: Pools) -> torch.Tensor:
     """
-    Counts `(S, A, 4)` per slice and pool: rows, loss tokens, rows with at least one token, and value targets. The
-    parts of the critic come last and only have value targets. [`weigh`] takes the counts summed over processes.
+    Return counts `(S, A, 4)` per slice and pool: rows, loss tokens, rows with at least one token, and value targets.
+    The pools of the critic come last and only have value targets. [`make_slices`] takes the counts summed over
+    processes.
     """
     counts = torch.zeros(len(slices), len(pools.names), 4, dtype=torch.long)
     position = {name: index for index, name in enumerate(pools.names)}
     for index, rows in enumerate(slices):
         for row in rows:
             if row.is_trained:
-                is_spoken = len(row.completion_ids) > 0
-                counts[index, position[pools.get_pool(row)], :3] += torch.tensor([1, row.num_loss_tokens, is_spoken])
+                has_tokens = len(row.completion_ids) > 0
+                counts[index, position[pools.get_pool(row)], :3] += torch.tensor([1, row.num_loss_tokens, has_tokens])
             if row.critic is not None:
                 counts[index, position[row.critic], 3] += row.num_value_targets
     return counts
 
 
-def weigh(slices: Sequence[list[Row]], pools: Pools, counts: torch.Tensor) -> list[Slice]:
+def make_slices(slices: Sequence[list[Row]], pools: Pools, counts: torch.Tensor) -> list[Slice]:
     """
     Make slices with the counts that their loss weights are computed from.
 
     Args:
-        pools: what the counts are of, in their order.
+        pools: pools of the counts, in the same order.
         counts (`torch.Tensor` of shape `(S, A, 4)`): [`count_rows`], summed over all processes.
     """
     average = counts.double().mean(dim=0).tolist()  # (A, 4)
-    first = len(pools.names) - len(pools.critics)
-    names, critics = pools.names[:first], pools.critics
-    weights = pools.weights(dict(zip(names, counts[:, :, 0].sum(dim=0).tolist(), strict=False)))
-    weighed = []
+    num_policy_pools = len(pools.names) - len(pools.critics)
+    names, critics = pools.names[:num_policy_pools], pools.critics
+    weights = pools.get_weights(dict(zip(names, counts[:, :, 0].sum(dim=0).tolist(), strict=False)))
+    weighted = []
     for s, rows in enumerate(slices):
-        targets = {critic: int(counts[s, first + c, 3]) for c, critic in enumerate(critics)}
-        spoken = [pools.adapter(name) for a, name in enumerate(names) if counts[s, a, 2] > 0]
-        weighed.append(
+        num_targets = {critic: int(counts[s, num_policy_pools + c, 3]) for c, critic in enumerate(critics)}
+        with_tokens = [pools.get_adapter(name) for a, name in enumerate(names) if counts[s, a, 2] > 0]
+        weighted.append(
             Slice(
                 rows=rows,
                 rows_per_slice={name: average[a][0] for a, name in enumerate(names)},
                 tokens_per_slice={name: average[a][1] for a, name in enumerate(names)},
                 tokens={name: int(counts[s, a, 1]) for a, name in enumerate(names)},
-                adapters=frozenset([*spoken, *(critic for critic, count in targets.items() if count)]),
-                value_targets={critic: average[first + c][3] for c, critic in enumerate(critics)},
+                adapters=frozenset([*with_tokens, *(critic for critic, count in num_targets.items() if count)]),
+                value_targets={critic: average[num_policy_pools + c][3] for c, critic in enumerate(critics)},
                 weights=weights,
             )
         )
-    return weighed
+    return weighted
 
 
-def together(order: torch.Tensor, groups: Sequence[int]) -> torch.Tensor:
+def make_groups_adjacent(order: torch.Tensor, groups: Sequence[int]) -> torch.Tensor:
     """
-    Reorder a permutation so that the members of a group are adjacent, at the place of the group's first member.
+    Reorder a permutation so that the members of each group are adjacent, at the position of their first member.
 
     Args:
         order (`torch.Tensor` of shape `(E,)`): a permutation.
@@ -336,14 +353,14 @@ def together(order: torch.Tensor, groups: Sequence[int]) -> torch.Tensor:
     members: dict[int, list[int]] = {}
     for index in order.tolist():
         members.setdefault(groups[index], []).append(index)
-    return torch.tensor([index for member in members.values() for index in member], dtype=torch.long)
+    return torch.tensor([index for indices in members.values() for index in indices], dtype=torch.long)
 
 
 def micro_batches(
     rows: Sequence[Row],
     max_rows: int | None,
     max_tokens: int | None,
-    by: Callable[[Row], Any] = lambda row: row.agent,
+    key: Callable[[Row], Any] = lambda row: row.agent,
     keep_empty: bool = False,
     repeat: float | None = None,
 ) -> Iterator[MicroBatch]:
@@ -357,54 +374,60 @@ def micro_batches(
     Args:
         max_rows: largest number of rows in a micro-batch.
         max_tokens: largest number of tokens to compute, padding included. A longer row gets a micro-batch of its own.
-        by: function of a row. All rows of a micro-batch have the same value. Defaults to the row's agent.
+        key: `key(row)` is the same for all rows of a micro-batch. Defaults to the row's agent.
         keep_empty: keep rows without completion tokens.
         repeat: memory of a repeated token of a shared prefix, relative to that of a computed token. If `None`, no
             prefixes are shared.
     """
-    by_agent: dict[str, list[Row]] = {}
+    rows_by_key: dict[str, list[Row]] = {}
     for row in rows:
         if len(row.completion_ids) or keep_empty:
-            by_agent.setdefault(by(row), []).append(row)
-    for agent, its_rows in by_agent.items():
+            rows_by_key.setdefault(key(row), []).append(row)
+    for agent, agent_rows in rows_by_key.items():
         if repeat is not None:
-            groups = clusters([row.prompt_ids.tolist() for row in its_rows])
+            groups = clusters([row.prompt_ids.tolist() for row in agent_rows])
         else:
-            groups = [Cluster(0, (index,)) for index in range(len(its_rows))]
-        groups.sort(key=lambda group: max(its_rows[index].length for index in group.rows))
-        batches = list(_cut(groups, its_rows, max_rows or len(its_rows), max_tokens, repeat or 0.0))
+            groups = [Cluster(0, (index,)) for index in range(len(agent_rows))]
+        groups.sort(key=lambda group: max(agent_rows[index].length for index in group.rows))
+        batches = list(_cut(groups, agent_rows, max_rows or len(agent_rows), max_tokens, repeat or 0.0))
         if len(batches) == 1:
-            batches = [(its_rows, batches[0][1])]
-        yield from (MicroBatch(agent, batch, tokens) for batch, tokens in batches)
+            batches = [(agent_rows, batches[0][1])]
+        yield from (MicroBatch(agent, batch, num_tokens) for batch, num_tokens in batches)
 
 
 @dataclass(frozen=True)
 class _Size:
-    """Size of a micro-batch. The lengths are those of its longest prompt, completion, shared prefix and rest."""
+    """
+    Size of a micro-batch.
 
-    rows: int = 0
+    Args:
+        groups: indices of the groups of rows with a shared prefix.
+        prompt, completion, prefix, suffix: maximum length over the rows, in tokens. The suffix follows the prefix.
+    """
+
+    num_rows: int = 0
     prompt: int = 0
     completion: int = 0
     groups: frozenset[int] = frozenset()
     prefix: int = 0
-    rest: int = 0
+    suffix: int = 0
 
-    def with_row(self, row: Row, number: int, prefix: int) -> _Size:
-        """The size with one more row, which belongs to the group `number`."""
+    def with_row(self, row: Row, group: int, prefix: int) -> _Size:
+        """Return the size with one more row."""
         return _Size(
-            self.rows + 1,
+            self.num_rows + 1,
             max(self.prompt, len(row.prompt_ids)),
             max(self.completion, len(row.completion_ids)),
-            self.groups | {number},
+            self.groups | {group},
             max(self.prefix, prefix),
-            max(self.rest, row.length - prefix),
+            max(self.suffix, row.length - prefix),
         )
 
-    def tokens(self, repeat: float) -> float:
-        """Number of tokens to compute, plus `repeat` for each repeated token."""
-        plain = self.rows * (self.prompt + self.completion)
-        shared = len(self.groups) * self.prefix + self.rows * (self.rest + repeat * self.prefix)
-        return min(plain, shared) if self.prefix else plain
+    def count_tokens(self, repeat: float) -> float:
+        """Return the number of tokens to compute, plus `repeat` for each repeated token."""
+        unshared = self.num_rows * (self.prompt + self.completion)
+        shared = len(self.groups) * self.prefix + self.num_rows * (self.suffix + repeat * self.prefix)
+        return min(unshared, shared) if self.prefix else unshared
 
 
 def _cut(
@@ -412,15 +435,16 @@ def _cut(
 ) -> Iterator[tuple[list[Row], float]]:
     batch: list[Row] = []
     size = _Size()
-    for number, group in enumerate(groups):
+    for group_index, group in enumerate(groups):
         for index in group.rows:
-            larger = size.with_row(rows[index], number, group.length)
-            if batch and (larger.rows > max_rows or (max_tokens is not None and larger.tokens(repeat) > max_tokens)):
-                yield batch, size.tokens(repeat)
-                batch, larger = [], _Size().with_row(rows[index], number, group.length)
+            larger = size.with_row(rows[index], group_index, group.length)
+            is_too_long = max_tokens is not None and larger.count_tokens(repeat) > max_tokens
+            if batch and (larger.num_rows > max_rows or is_too_long):
+                yield batch, size.count_tokens(repeat)
+                batch, larger = [], _Size().with_row(rows[index], group_index, group.length)
             batch.append(rows[index])
             size = larger
-    yield batch, size.tokens(repeat)
+    yield batch, size.count_tokens(repeat)
 
 
 def collate(
@@ -450,14 +474,16 @@ def collate(
         "completion_attention": padded([torch.ones_like(ids) for ids in completions], 0, "right"),
         "advantages": _advantages(rows, padded, device),
     }
-    fields = {
-        **{OLD_LOGPS: "old_per_token_logps", "ref_per_token_logps": "ref_per_token_logps"},
-        **{"sampling_per_token_logps": "sampling_logps", SAMPLING_WEIGHTS: "sampling_weights"},
+    optional_fields = {
+        OLD_LOGPS: "old_per_token_logps",
+        "ref_per_token_logps": "ref_per_token_logps",
+        "sampling_per_token_logps": "sampling_logps",
+        SAMPLING_WEIGHTS: "sampling_weights",
     }
-    for name, row_field in fields.items():
-        logps = [getattr(row, row_field) for row in rows]
-        if all(row_logps is not None for row_logps in logps):
-            batch[name] = padded(logps, 0.0, "right")
+    for name, row_field in optional_fields.items():
+        values = [getattr(row, row_field) for row in rows]
+        if all(value is not None for value in values):
+            batch[name] = padded(values, 0.0, "right")
     return batch
 
 
@@ -473,7 +499,7 @@ class Collator:
     [`collate`] with the settings of a run.
 
     Args:
-        pad_token_id: token that fills rows up.
+        pad_token_id: id of the padding token.
     """
 
     pad_token_id: int
@@ -492,7 +518,7 @@ class LossWeights:
     Args:
         loss: factor that TRL's loss of the micro-batch is multiplied by.
         num_items_in_batch: TRL's normalizer for the loss types that divide by a token count.
-        entropy: factor of `entropy_coef` that makes the bonus a mean over the adapter's tokens.
+        entropy: factor that `entropy_coef` is multiplied by, so that the bonus is a mean over the adapter's tokens.
     """
 
     loss: float
@@ -510,7 +536,7 @@ def loss_weights(
 ) -> LossWeights:
     """
     Compute the weights of a micro-batch in the loss. With these weights, the losses of an adapter's micro-batches,
-    added over micro-batches and averaged over processes, equal the loss that TRL would compute on all rows of the
+    summed over micro-batches and averaged over processes, equal the loss that TRL would compute on all rows of the
     adapter at once.
 
     - `grpo`, `sapo`, `luspo` and `dr_grpo` average over rows. Every row of the generation batch has the same weight.
@@ -519,14 +545,14 @@ def loss_weights(
 
     For every loss type, the entropy bonus is a mean over the tokens of a slice; at action level, over its turns.
 
-    If agents have equal weight, all of this holds for the rows of each agent, and the loss of an adapter is the mean
-    over its agents.
+    If agents have equal weight, this applies to the rows of each agent, and the loss of an adapter is the mean over
+    its agents.
     """
     pool = batch.agent if slice_.weights else batch.adapter
     weight = slice_.weights.get(pool, 1.0)
     token_share = num_processes * batch.num_loss_tokens / max(slice_.tokens[pool], 1)
     num_items = slice_.tokens_per_slice[pool] * steps_per_generation
-    if LOSSES[loss_type].by_rows:
+    if LOSSES[loss_type].is_row_mean:
         row_share = num_processes * len(batch.rows) / slice_.rows_per_slice[pool]
         bonus = level.entropy_weight(token_share, row_share)
         return LossWeights(loss=weight * row_share, num_items_in_batch=num_items, entropy=bonus)

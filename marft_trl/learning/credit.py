@@ -14,7 +14,7 @@ from ..config.team_setup import RunContext
 from ..episodes.records import Episode
 from ..rewards import environment_reward
 from ..rollout.alternatives import Alternatives
-from ..rollout.reward_scorer import OwnReturns, RewardScorer
+from ..rollout.reward_scorer import AgentReturns, RewardScorer
 from ..rollout.rollouts import Rollout
 from ..seams.trl import TrlRewards
 
@@ -33,7 +33,7 @@ class CreditAssigner:
         run: RunContext,
         scorer: RewardScorer,
         rewards: TrlRewards,
-        own: OwnReturns,
+        own: AgentReturns,
         earns: bool,
         alternatives: Alternatives | None = None,
     ):
@@ -96,10 +96,10 @@ class CreditAssigner:
             team_rewards = rule.share(reward - earned, episode.turns, steps, args.credit_discount, True)
             if scores is not None:
                 team_rewards = team_rewards * (1 - args.own_reward_weight)
-            team_rewards = team_rewards + self._own.shared(episode)
+            team_rewards = team_rewards + self._own.shared_rewards(episode)
             agent_rewards = {}
             for agent in dict.fromkeys(turn.agent for turn in episode.turns):
-                agent_rewards[agent] = team_rewards + self._own.received(episode, agent)
+                agent_rewards[agent] = team_rewards + self._own.named_rewards(episode, agent)
                 if scores is not None:
                     is_own_turn = torch.tensor([float(turn.agent == agent) for turn in episode.turns])
                     agent_rewards[agent] = agent_rewards[agent] + args.own_reward_weight * scores[index] * is_own_turn

@@ -172,7 +172,7 @@ class CriticLearner:
         processes only.
         """
         rule = CREDITS[self._args.credit]
-        if self._critic.num_kept_features(1) or self._batcher.is_checkpointing or self._processes.have_shards:
+        if self._critic.num_kept_features(1) or self._batcher.is_checkpointing or self._processes.is_base_sharded:
             return False
         is_alone = self._schedule.generate_every == self._args.gradient_accumulation_steps == 1
         return is_alone and not (rule.reruns or rule.scores_turns)
@@ -304,7 +304,7 @@ class CriticLearner:
         return limit is not None and sum(batch.num_tokens for batch in batches) <= limit
 
     def _by_part(self, rows: Sequence[Row], keep_empty: bool = False) -> Iterator[MicroBatch]:
-        return self._batcher.cut(rows, by=lambda row: row.critic, keep_empty=keep_empty)
+        return self._batcher.cut(rows, key=lambda row: row.critic, keep_empty=keep_empty)
 
     def _features(self, batch: MicroBatch) -> torch.Tensor:
         """Hidden states `(B, V, H)` of the rows of a micro-batch for the head; kept ones are computed once."""

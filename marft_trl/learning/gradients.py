@@ -125,21 +125,21 @@ _SETTINGS = ("weight_decay", "betas", "eps", "momentum", "initial_lr")
 
 @contextlib.contextmanager
 def checked_groups(
-    optimizer: torch.optim.Optimizer, find_source: Callable[[str], str | None] | None = None
+    optimizer: torch.optim.Optimizer, find_saved_name: Callable[[str], str | None] | None = None
 ) -> Iterator[None]:
     """
     Context manager: a state that is loaded into an optimizer must belong to its parameter groups. Settings of the
     groups stay those of the optimizer.
 
     Args:
-        find_source: name that an adapter has in the state, or `None` if it starts fresh. If left out, the groups must
-            be the same.
+        find_saved_name: returns the name of an adapter in the state, or `None` if it starts fresh. Without it, the
+            groups must be the same.
     """
     settings = [{key: group[key] for key in _SETTINGS if key in group} for group in optimizer.param_groups]
 
     def prepare(mine: torch.optim.Optimizer, saved: dict) -> dict | None:
-        if find_source is not None:
-            return matched_state(saved, mine.param_groups, find_source)
+        if find_saved_name is not None:
+            return matched_state(saved, mine.param_groups, find_saved_name)
         check_groups(saved["param_groups"], mine.param_groups)
         return None
 
@@ -152,13 +152,13 @@ def checked_groups(
         group.update(own)
 
 
-def matched_state(saved: dict, current: Sequence[dict], find_source: Callable[[str], str | None]) -> dict:
+def matched_state(saved: dict, current: Sequence[dict], find_saved_name: Callable[[str], str | None]) -> dict:
     """
     The saved optimizer state in the order of the current parameter groups. Groups without saved state start fresh.
 
     Args:
         saved: state of an optimizer with one group per adapter.
-        find_source: name that an adapter has in the saved state; `None` if it starts fresh.
+        find_saved_name: name that an adapter has in the saved state; `None` if it starts fresh.
 
     Raises:
         ValueError: an adapter has another number of tensors.
@@ -168,7 +168,7 @@ def matched_state(saved: dict, current: Sequence[dict], find_source: Callable[[s
     state: dict[int, Any] = {}
     position = 0
     for group in current:
-        source = find_source(str(group.get("adapter")))
+        source = find_saved_name(str(group.get("adapter")))
         kept = saved_groups.get(source) if source is not None else None
         indices = list(range(position, position + len(group["params"])))
         position += len(indices)

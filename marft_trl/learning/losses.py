@@ -26,7 +26,14 @@ from ..shared_prefix.forward import plan_passes
 from ..system.randomness import RandomStates
 from ..system.run_metrics import StepMetrics
 from .adapter_updates import AdapterUpdates, DivergenceSums
-from .batching import KNOWN_METRICS, WITHOUT_SIGNAL, Collator, MicroBatcher, ZeroGradientFilter, loss_weights
+from .batching import (
+    FRACTION_WITHOUT_SIGNAL,
+    ZERO_ADVANTAGE_METRICS,
+    Collator,
+    MicroBatcher,
+    ZeroGradientFilter,
+    loss_weights,
+)
 from .critic_learner import CriticLearner, ValueSums
 from .log_probs import LogProbs
 from .memory import MemoryPlan, count_bytes, readable
@@ -372,7 +379,7 @@ class TeamLoss(TrainerCallback):
         self._waiting: list[_PendingSlice] = []  # slices of the current optimizer step whose passes are pending
         self._unlogged: list[LossRecord] = []
         has_sequence_ratio = (team.level.ratio or run.args.importance_sampling_level) == "sequence"
-        self._row_metrics = {"vespo/phi_seq_mean", *(KNOWN_METRICS if has_sequence_ratio else ())}
+        self._row_metrics = {"vespo/phi_seq_mean", *(ZERO_ADVANTAGE_METRICS if has_sequence_ratio else ())}
 
     def slice_loss(
         self,
@@ -411,7 +418,7 @@ class TeamLoss(TrainerCallback):
         recorders = [part for record in records for part in (record.metrics, record.values) if part is not None]
         snapshots = [recorder.snapshot for recorder in (*recorders, self._updates.divergence, self._updates.shares)]
         # Losses gather thresholds from all processes, and every pass through a sharded model needs all processes
-        is_local = not self._processes.have_shards
+        is_local = not self._processes.is_base_sharded
         is_local &= self._processes.count == 1 or self._settings.top_entropy_quantile >= 1.0
         rows = dict.fromkeys(row for value in waiting for row in value.slice.rows)
         if self._critic is None:  # a critic runs passes over all rows
@@ -523,7 +530,7 @@ class TeamLoss(TrainerCallback):
         """
         for rows, value in ((trained, 0.0), (others, 1.0)):
             for agent, count in Counter(row.agent for row in rows if len(row.completion_ids)).items():
-                record.metrics.add(agent, {WITHOUT_SIGNAL: [value]}, count)
+                record.metrics.add(agent, {FRACTION_WITHOUT_SIGNAL: [value]}, count)
         if others and self._signal.needs_divergence:
             with self._log_probs.scoring():
                 for batch in self._batcher.cut(others):
@@ -531,7 +538,7 @@ class TeamLoss(TrainerCallback):
             return
         for agent in dict.fromkeys(row.agent for row in others):
             skipped = MicroBatch(agent, [row for row in others if row.agent == agent])
-            self._add_metrics(record, skipped, KNOWN_METRICS)
+            self._add_metrics(record, skipped, ZERO_ADVANTAGE_METRICS)
 
     def _batch_loss(
         self,
@@ -621,7 +628,7 @@ def _mask_above(known: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor
 
 def loss_metrics(settings: TrlSettings, has_entropy_bonus: bool) -> list[str]:
     """Return the names of the metrics that TRL's loss adds with these settings, the same on every process."""
-    names = ["entropy", WITHOUT_SIGNAL]
+    names = ["entropy", FRACTION_WITHOUT_SIGNAL]
     names += ["kl"] if settings.beta != 0.0 else []
     names += ["policy_loss"] if has_entropy_bonus else []
     names += ["aux_loss"] if settings.aux_loss_enabled else []

@@ -54,10 +54,12 @@ class ModelPass:
             needs_positions = not self.share and forward.needs_positions(base)
         self.give_positions = self.share or (needs_positions and not has_aux_loss)
         if self.give_positions and args.torch_compile:
+            why = "passes with shared prefixes call the layers of the base directly"
+            why = why if self.share else f"{type(base).__name__} needs position ids, which that pass does not get"
+            cure = ", or set `share_prefixes=False` to compute every row in full with compiled passes"
             raise ValueError(
-                "`torch_compile=True` compiles the forward pass of GRPOTrainer, but passes with shared prefixes call "
-                "the layers of the base directly. Set `torch_compile=False`, or set `share_prefixes=False` to compute "
-                "every row in full with compiled passes."
+                f"`torch_compile=True` compiles the forward pass of GRPOTrainer, but {why}. Set `torch_compile=False`"
+                f"{cure if self.share else ''}."
             )
 
     def unwrap_base(self, model: nn.Module) -> PreTrainedModel:

@@ -31,14 +31,14 @@ from .chat_template import (
 from .views import (
     SEPARATOR,
     View,
-    calls_in,
-    fold_system,
-    merge_neighbours,
-    quoted,
-    shown_by,
+    call_view,
+    convert_tool_messages,
+    fold_system_message,
+    make_message_calls,
+    merge_consecutive,
+    quote_speaker_lines,
     speaker_line,
     team_view,
-    without_roles,
 )
 
 
@@ -235,9 +235,9 @@ class PromptBuilder:
                 if self._encode.contains_control_token(_strings(schema)):
                     raise PromptError(f"The schema of the tool {tool_name(schema)!r} contains a control token.")
             if not self.template.renders_results:
-                shown = without_roles(shown, self.template.renders_called_results())
+                shown = convert_tool_messages(shown, self.template.renders_called_results())
             if self._folds_system:
-                shown, turns = fold_system(shown), turns[len(shown) - len(fold_system(shown)) :]
+                shown, turns = fold_system_message(shown), turns[len(shown) - len(fold_system_message(shown)) :]
             observation.content, observation.ids = shown, self._encode_messages(shown, turns, query.functions)
             self._shown = {} if len(self._shown) >= _MAX_CACHED_PROMPTS else self._shown
             self._shown[hash(tuple(observation.ids))] = repr(list(query.functions))
@@ -344,7 +344,7 @@ class PromptBuilder:
 
     def _as_turn(self, message: dict[str, Any], turn: Turn) -> dict[str, Any]:
         """Return the message of a turn with its text, and with its tool calls if the template renders them."""
-        calls = message.get("tool_calls") or calls_in(turn)
+        calls = message.get("tool_calls") or make_message_calls(turn)
         rest = {name: value for name, value in message.items() if name != "tool_calls"}
         if not self._shows(calls):
             return rest | {"content": turn.raw_text}
@@ -470,23 +470,23 @@ class PromptBuilder:
             shown = self._reasoning.shown(query.seen, query.after)
         if self._get_view(query.agent) is team_view:
             shown = [
-                item if isinstance(item, Feedback) or self._shows(calls_in(item)) else _without_calls(item)
+                item if isinstance(item, Feedback) or self._shows(make_message_calls(item)) else _without_calls(item)
                 for item in shown
             ]
         agent, seen = renamed(query.agent, shown, self.aliases) if self.aliases else (query.agent, shown)
-        messages = shown_by(self._get_view(query.agent), agent, self._quoted(prompt_messages), seen)
+        messages = call_view(self._get_view(query.agent), agent, self._quoted(prompt_messages), seen)
         if not self.template.renders_results:
-            messages = merge_neighbours(without_roles(messages, self.template.renders_called_results()))
+            messages = merge_consecutive(convert_tool_messages(messages, self.template.renders_called_results()))
         if self._keeps_text_prompts and isinstance(prompt, str) and not query.functions:
             return SEPARATOR.join(_as_text(message, agent.name) for message in messages)
-        return fold_system(messages) if self._folds_system else messages
+        return fold_system_message(messages) if self._folds_system else messages
 
     def _quoted(self, messages: Messages) -> Messages:
         """Quote lines that look like the name of a speaker, unless there are no speakers."""
         return (
             messages
             if self._is_single_agent
-            else [message | {"content": quoted(message.get("content") or "")} for message in messages]
+            else [message | {"content": quote_speaker_lines(message.get("content") or "")} for message in messages]
         )
 
     def _check(self, prompt: Messages) -> None:
@@ -610,4 +610,4 @@ def _strings(value: Any) -> str:
 def _as_text(message: dict[str, Any], name: str) -> str:
     """Format a message without a chat template. A speaker line marks the agent's own turns."""
     content = message["content"]
-    return f"{speaker_line(name)}\n{quoted(content)}" if message["role"] == "assistant" else content
+    return f"{speaker_line(name)}\n{quote_speaker_lines(content)}" if message["role"] == "assistant" else content

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Views: the messages that an agent is shown, with quoted speaker lines."""
+"""Views: functions that make the messages an agent sees. Lines of a text that look like a speaker line are quoted."""
 
 from __future__ import annotations
 
@@ -16,121 +16,128 @@ from ..episodes.tools import as_plain
 from .chat_template import make_call
 
 
-# A name in brackets between line breaks. Characters that only some tokenizers read as line breaks, and that others
-# remove, are U+0085 here. No part can match the beginning of the next one, so matching takes linear time.
-_NAME = re.compile(r"(?:\A|(?<=[\n\x85]))\[\x85?[A-Za-z](?:\x85?[A-Za-z0-9_-]){0,47}\x85?\](?=[\n\x85]|\Z)")
-_SOFT_BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-# Characters that are read as the first one of a speaker line, or of a word for its bytes.
-_OPENING = re.compile("[\\[<\u226e\ufe47\ufe64\uff1c\uff3b]")
-# Some tokenizers read these words as bytes.
-_BYTE = re.compile("<0x([0-9a-f]{2})>")
-# Control characters, invisible and unassigned ones, accents, other marks and spaces
-_REMOVED = {"Cc", "Cf", "Cn", "Co", "Mc", "Me", "Mn", "Zs"}
+# A name in brackets between line breaks. U+0085 stands for the characters that some tokenizers read as a line break
+# and others remove. No part can match the beginning of the next part, so matching takes linear time.
+_SPEAKER_LINE = re.compile(r"(?:\A|(?<=[\n\x85]))\[\x85?[A-Za-z](?:\x85?[A-Za-z0-9_-]){0,47}\x85?\](?=[\n\x85]|\Z)")
+_OTHER_LINE_BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+# Characters that a model could read as `[`, the first character of a speaker line, or as `<`, that of a byte token
+_FIRST_CHARACTERS = re.compile("[\\[<\u226e\ufe47\ufe64\uff1c\uff3b]")
+# Some tokenizers decode these words to bytes
+_BYTE_TOKEN = re.compile("<0x([0-9a-f]{2})>")
+# Unicode categories of characters that tokenizers may remove: control, format, unassigned, private use, marks, spaces
+_REMOVED_CATEGORIES = {"Cc", "Cf", "Cn", "Co", "Mc", "Me", "Mn", "Zs"}
 
 
 def speaker_line(name: str) -> str:
-    """The line before a speaker's text."""
+    """Return the line that names the speaker of a text."""
     return f"[{name}]"
 
 
 @functools.lru_cache(maxsize=1024)  # a turn is shown to many agents
-def quoted(text: str) -> str:
-    """Return a text with `> ` before each line that a model could read as a speaker line."""
+def quote_speaker_lines(text: str) -> str:
+    """Insert `> ` before each line of a text that a model could read as a speaker line."""
     text = as_plain(text)
     starts = []
-    begin = 0
+    line_start = 0
     for line in text.split("\n"):
-        starts += [begin + start for start in _names_in(line)]
-        begin += len(line) + 1
-    return "> ".join(text[begin:end] for begin, end in zip([0, *starts], [*starts, len(text)], strict=True))
+        starts += [line_start + position for position in _find_speaker_lines(line)]
+        line_start += len(line) + 1
+    return "> ".join(text[start:end] for start, end in zip([0, *starts], [*starts, len(text)], strict=True))
 
 
-def _names_in(line: str) -> list[int]:
-    """Positions in a line at which a model could read a speaker line."""
-    if _OPENING.search(line) is None:
+def _find_speaker_lines(line: str) -> list[int]:
+    """Return the positions in a line at which a model could read a speaker line."""
+    if _FIRST_CHARACTERS.search(line) is None:
         return []
     if line.isascii() and line.rstrip("\r").isprintable() and "<0x" not in line.lower():  # most lines
-        return [0] if _NAME.fullmatch("".join(line.split())) else []
-    read, positions = _with_bytes(*_read(line))
-    return [positions[match.start()] for match in _NAME.finditer(read)]
+        return [0] if _SPEAKER_LINE.fullmatch("".join(line.split())) else []
+    normalized, positions = _decode_byte_tokens(*_normalize_line(line))
+    return [positions[match.start()] for match in _SPEAKER_LINE.finditer(normalized)]
 
 
-def _read(line: str) -> tuple[str, list[int]]:
+def _normalize_line(line: str) -> tuple[str, list[int]]:
     """
-    Return what tokenizers can read a line as: without what tells compatibility characters and cases apart, and without
-    characters that are removed. Also for each of its characters the position in the line; what is removed before a
-    character belongs to it.
+    Normalize a line in all ways in which tokenizers may: fold case and compatibility characters, drop characters that
+    may be removed, and replace a sequence of other line breaks by U+0085. Also return, for each character of the
+    result, its position in the line, or that of the characters that were dropped directly before it.
     """
-    read: list[str] = []
+    normalized: list[str] = []
     positions: list[int] = []
-    begin = 0
+    start = 0
     for position, character in enumerate(line):
-        for item in _folded(character):
-            if item in _SOFT_BREAKS:
-                if read[-1:] != ["\x85"]:
-                    read.append("\x85")
-                    positions.append(begin)
-                begin = position + 1
+        for item in _normalize(character):
+            if item in _OTHER_LINE_BREAKS:
+                if normalized[-1:] != ["\x85"]:
+                    normalized.append("\x85")
+                    positions.append(start)
+                start = position + 1
             else:
-                read.append(item)
-                positions.append(begin)
-                begin = position + 1
-    return "".join(read), positions
+                normalized.append(item)
+                positions.append(start)
+                start = position + 1
+    return "".join(normalized), positions
 
 
-def _folded(character: str) -> str:
-    for change in (str, str.casefold):
-        kept = (item for item in unicodedata.normalize("NFKD", change(character)) if not _is_removed(item))
+def _normalize(character: str) -> str:
+    for convert in (str, str.casefold):
+        kept = (item for item in unicodedata.normalize("NFKD", convert(character)) if not _is_removed(item))
         character = "".join(kept)
     return character
 
 
 def _is_removed(character: str) -> bool:
-    # U+2581 is a space of SentencePiece, and what the last two are depends on the version of Unicode
-    if character in _SOFT_BREAKS:
+    # U+2581 is the space of SentencePiece. The category of the last two depends on the version of Unicode
+    if character in _OTHER_LINE_BREAKS:
         return False
-    return character in "\u2581\ufffd\u1cf2\u1cf3" or unicodedata.category(character) in _REMOVED
+    return character in "\u2581\ufffd\u1cf2\u1cf3" or unicodedata.category(character) in _REMOVED_CATEGORIES
 
 
-def _with_bytes(read: str, positions: list[int]) -> tuple[str, list[int]]:
-    """Replace words for bytes by the characters that the bytes encode."""
-    texts: list[str] = []
-    places: list[int] = []
-    last, begin = 0, None
+def _decode_byte_tokens(text: str, positions: list[int]) -> tuple[str, list[int]]:
+    """
+    Replace byte tokens, such as `<0x5b>`, by the characters that they encode.
+
+    Args:
+        text, positions: what [`_normalize_line`] returned.
+
+    Returns: the same for the decoded text.
+    """
+    parts: list[str] = []
+    decoded_positions: list[int] = []
+    end, start = 0, None  # end of the last byte token; position of the first byte of an incomplete character
     decoder = codecs.getincrementaldecoder("utf-8")("ignore")
-    for match in _BYTE.finditer(read):
-        if match.start() != last:
+    for match in _BYTE_TOKEN.finditer(text):
+        if match.start() != end:
             decoder.reset()
-            begin = None
-        begin = positions[match.start()] if begin is None else begin
+            start = None
+        start = positions[match.start()] if start is None else start
         character = decoder.decode(bytes.fromhex(match[1]))
-        folded = character if character == "\n" else _read(character)[0]
-        texts += [read[last : match.start()], folded]
-        places += [*positions[last : match.start()], *[begin] * len(folded)]
-        last, begin = match.end(), None if character else begin
-    return "".join([*texts, read[last:]]), [*places, *positions[last:]]
+        normalized = character if character == "\n" else _normalize_line(character)[0]
+        parts += [text[end : match.start()], normalized]
+        decoded_positions += [*positions[end : match.start()], *[start] * len(normalized)]
+        end, start = match.end(), None if character else start
+    return "".join([*parts, text[end:]]), [*decoded_positions, *positions[end:]]
 
 
-# `view(agent, prompt, seen)` -> messages. `prompt` is always a list of messages here.
+# `view(agent, prompt, seen)` -> messages. `prompt` is always a list of messages, even if the dataset has strings
 View = Callable[[AgentSpec, Messages, Sequence[Seen]], Messages]
 
 SEPARATOR = "\n\n"
 
 
 def said_by(turn: Seen) -> str:
-    """Return the text that teammates are shown of a turn or of feedback: a line with the speaker, then the text."""
+    """Return a turn or feedback as teammates see it: a line with the speaker's name, then the text, quoted."""
     text = turn.raw_text
     if isinstance(turn, Turn) and turn.without_calls is not None:
         text = turn.without_calls
-    return f"{speaker_line(turn.agent)}\n{quoted(text)}"
+    return f"{speaker_line(turn.agent)}\n{quote_speaker_lines(text)}"
 
 
 def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messages:
     """
     Default view of an agent: its system prompt, the prompt of the dataset row, and the turns and feedback it sees. The
     agent's own turns are `assistant` messages, the results of its own tool calls are `tool` messages, and all other
-    turns and feedback are `user` messages that name the speaker. Lines of a text that look like the name of a speaker
-    are quoted. Consecutive messages of the same role are merged, for templates that require alternating roles.
+    turns and feedback are `user` messages that name the speaker. Lines of a text that look like a speaker line are
+    quoted. Consecutive messages of the same role are merged, for templates that require alternating roles.
 
     Args:
         prompt (`list[dict]`):
@@ -144,32 +151,35 @@ def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messa
     if agent.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": agent.system_prompt})
     messages += [_as_message(agent, item) for item in seen]
-    return merge_neighbours(messages)
+    return merge_consecutive(messages)
 
 
 def _as_message(agent: AgentSpec, item: Seen) -> dict[str, Any]:
     if isinstance(item, Turn):
         if item.agent != agent.name:
             return {"role": "user", "content": said_by(item)}
-        calls = calls_in(item)
+        calls = make_message_calls(item)
         fields = {"content": item.without_calls or "", "tool_calls": calls} if calls else {"content": item.raw_text}
         return {"role": "assistant", **fields}
     if item.tool is not None and item.audience == agent.name:  # result of the agent's own call
-        return {"role": "tool", "name": item.tool, "content": quoted(item.text)}
+        return {"role": "tool", "name": item.tool, "content": quote_speaker_lines(item.text)}
     return {"role": "user", "content": said_by(item)}
 
 
-def calls_in(turn: Turn) -> list[dict[str, Any]]:
-    """The calls of a turn as a message has them; none if one of them cannot be made, so that they are a text."""
-    readable = all(call.problem is None and isinstance(call.arguments, Mapping) for call in turn.tool_calls)
-    return [make_call(call.name, call.arguments) for call in turn.tool_calls] if readable else []
+def make_message_calls(turn: Turn) -> list[dict[str, Any]]:
+    """
+    Return the `tool_calls` of a turn's message. Empty if a call could not be parsed; the calls are then part of the
+    text.
+    """
+    are_parsed = all(call.problem is None and isinstance(call.arguments, Mapping) for call in turn.tool_calls)
+    return [make_call(call.name, call.arguments) for call in turn.tool_calls] if are_parsed else []
 
 
-def merge_neighbours(messages: Messages) -> Messages:
-    """Join the contents of consecutive messages of one role."""
+def merge_consecutive(messages: Messages) -> Messages:
+    """Merge consecutive messages of the same role that have only a role and a text."""
     merged: Messages = []
     for message in messages:
-        if merged and merged[-1]["role"] == message["role"] and _is_plain(merged[-1]) and _is_plain(message):
+        if merged and merged[-1]["role"] == message["role"] and _has_only_text(merged[-1]) and _has_only_text(message):
             contents = filter(None, (merged[-1]["content"], message["content"]))
             merged[-1] = {**merged[-1], "content": SEPARATOR.join(contents)}
         else:
@@ -177,7 +187,7 @@ def merge_neighbours(messages: Messages) -> Messages:
     return merged
 
 
-def fold_system(messages: Messages) -> Messages:
+def fold_system_message(messages: Messages) -> Messages:
     """Move the system message into the first user message, for templates that do not support the system role."""
     if not messages or messages[0]["role"] != "system":
         return messages
@@ -187,62 +197,67 @@ def fold_system(messages: Messages) -> Messages:
     return [{"role": "user", "content": system["content"]}, *rest]
 
 
-def _is_plain(message: dict[str, Any]) -> bool:
+def _has_only_text(message: dict[str, Any]) -> bool:
     return set(message) == {"role", "content"} and isinstance(message["content"], str)
 
 
-def check_view(view: Any, whose: str) -> None:
-    """Raise unless a view is a function."""
+def check_view(view: Any, owner: str) -> None:
+    """Raise a `TypeError` if a view is not a function."""
     if not callable(view):
         hint = " To set the view of a single agent, use `AgentSpec(view=...)`." if isinstance(view, Mapping) else ""
-        raise TypeError(f"`view` of {whose} must be a function `view(agent, prompt, seen)`, got {view!r}.{hint}")
+        raise TypeError(f"`view` of {owner} must be a function `view(agent, prompt, seen)`, got {view!r}.{hint}")
 
 
-def shown_by(view: View, agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messages:
+def call_view(view: View, agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messages:
     """
-    Return the messages that a user's view makes.
+    Call a view and check the messages that it returns.
 
     Raises:
-        TypeError: the view returned something other than messages with a role and a text. The error names the view and
-            the agent.
+        TypeError: the view returned something other than messages with a role and a text. The message contains the
+            view and the agent.
     """
     if view is team_view:
         return team_view(agent, prompt, seen)
-    what = f"The view `{getattr(view, '__name__', view)}` of agent {agent.name!r}"
+    subject = f"The view `{getattr(view, '__name__', view)}` of agent {agent.name!r}"
     try:
         messages = view(agent, prompt, seen)
     except Exception as error:
-        nobody = " `seen` is empty before the first turn." if isinstance(error, IndexError) else ""
-        error.add_note(f"Raised by the view of agent {agent.name!r}, called as `view(agent, prompt, seen)`.{nobody}")
+        hint = " `seen` is empty before the first turn." if isinstance(error, IndexError) else ""
+        error.add_note(f"Raised by the view of agent {agent.name!r}, called as `view(agent, prompt, seen)`.{hint}")
         raise
-    form = '`[{"role": "user", "content": "..."}, ...]`'
+    example = '`[{"role": "user", "content": "..."}, ...]`'
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise TypeError(f"{what} must return a list of messages {form}, got {str(messages)[:80]!r}.")
+        raise TypeError(f"{subject} must return a list of messages {example}, got {str(messages)[:80]!r}.")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            cure = '`{"role": "user", "content": turn.text}`'
-            hint = f" Write {cure} for a turn." if isinstance(message, (Turn, Feedback)) else ""
+            fix = '`{"role": "user", "content": turn.text}`'
+            hint = f" Write {fix} for a turn." if isinstance(message, (Turn, Feedback)) else ""
             raise TypeError(
-                f"{what} must return messages {form}, but message {number} is a {type(message).__name__}.{hint}"
+                f"{subject} must return messages {example}, but message {number} is a {type(message).__name__}.{hint}"
             )
         if "role" not in message:
-            raise TypeError(f"{what} returned message {number} without a `role`; it has {sorted(message)}.")
+            raise TypeError(f"{subject} returned message {number} without a `role`; it has {sorted(message)}.")
         if not isinstance(message.get("content"), str | None):
             raise TypeError(
-                f"{what} returned message {number} with a {type(message['content']).__name__} as `content`, which "
+                f"{subject} returned message {number} with a {type(message['content']).__name__} as `content`, which "
                 "must be a string. `prompt` is a list of messages: unpack it with `*prompt`."
             )
     return list(messages)
 
 
-def without_roles(messages: Messages, after_calls: bool) -> Messages:
-    """Convert results of tools to user messages; not those after a message with calls, where these are rendered."""
-    shown: Messages = []
+def convert_tool_messages(messages: Messages, keep_called: bool) -> Messages:
+    """
+    Convert `tool` messages to `user` messages, for templates that do not support them.
+
+    Args:
+        keep_called: keep `tool` messages that follow a message with tool calls.
+    """
+    converted: Messages = []
     follows_calls = False
     for message in messages:
         is_result = message["role"] == "tool"
         follows_calls = bool(message.get("tool_calls")) or (is_result and follows_calls)
-        if is_result and not (follows_calls and after_calls):
+        if is_result and not (follows_calls and keep_called):
             message = {"role": "user", "content": f"{speaker_line(TOOL)}\n{message['content']}"}
-        shown.append(message)
-    return shown
+        converted.append(message)
+    return converted

@@ -126,7 +126,7 @@ class Planner:
 
     def _describe_memory(self) -> list[str]:
         lines = str(self.memory_plan()).splitlines()
-        if self._processes.have_shards:
+        if self._processes.is_base_sharded:
             sizes = self._shards()
             held, gathered, count = readable(sizes.held), readable(sizes.gathered), self._processes.count
             lines.append(f"The base is sharded over {count} processes (FSDP2): {held} on each, and up to {gathered}")
@@ -163,12 +163,12 @@ class Planner:
         keeps = self._runner.generator.keeps_cache
         cache = cache_size(config, at_once, turn + keeps * (-turn % ROOM), width)
         return MemoryPlan(
-            base=sum(self._shards()) if self._processes.have_shards else count_bytes(base),
+            base=sum(self._shards()) if self._processes.is_base_sharded else count_bytes(base),
             adapters=count_bytes(adapters) + (self._past_copies.size() if self._past_copies is not None else 0),
             critic=count_bytes(critic_parameters),
             # DDP keeps a second copy of all gradients, in its buckets
             gradients=count_bytes(trained)
-            * (2 if self._processes.count > 1 and not self._processes.have_shards else 1),
+            * (2 if self._processes.count > 1 and not self._processes.is_base_sharded else 1),
             optimizer=optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),
             activations=self._activations(prompts, turn, cost),
             cache=0 if keeps else cache,
@@ -200,7 +200,7 @@ class Planner:
                 for turn in turns.values()
             ]
         for tokens, repeated, scored in work:
-            limit, checkpointing = self._batcher.limits(
+            limit, checkpointing = self._batcher.compute_limits(
                 longest, cost, self._batcher.free_for_activations(scored, cost.fixed)
             )
             share = min(limit / tokens, 1.0)
@@ -279,7 +279,7 @@ class Planner:
                 prompts.append((request.agent, self._max_length(observation), shared))
             if len(requests[0].episode.turns) >= _MAX_REHEARSAL_TURNS:
                 return [EndOfEpisode("the rehearsal has the maximum number of turns")] * len(requests)
-            return [item.completed(self._placeholder(item.agent)) for item in requests]
+            return [item.make_completion(self._placeholder(item.agent)) for item in requests]
 
         with self._runner.rehearsal_runner() as runner:
             (episode,) = runner.run([row], answer)

@@ -19,7 +19,7 @@ from ..adapters.copies import PastCopies
 from ..algorithms.baselines import CREDITS
 from ..algorithms.functional import nan_std
 from ..config.team_setup import RunContext, TeamSetup
-from ..rollout.reward_scorer import OwnReturns
+from ..rollout.reward_scorer import AgentReturns
 from ..rollout.rollouts import Rollout
 from ..seams.libraries import get_logger
 from ..seams.trl import TrlRewards
@@ -92,7 +92,7 @@ class EpisodeOutcome(NamedTuple):
 class GameMetrics:
     """Computes returns and win rates of agents."""
 
-    def __init__(self, team: TeamSetup, own: OwnReturns, past_copies: PastCopies | None = None):
+    def __init__(self, team: TeamSetup, own: AgentReturns, past_copies: PastCopies | None = None):
         self._agents, self._trained, self._own, self._past_copies = team.names, team.trained, own, past_copies
 
     def played(self, rollout: Rollout) -> list[EpisodeOutcome | None]:

@@ -94,10 +94,18 @@ class Transcript:
             reward: what the episode earned in all.
             reference: the right answer of the dataset row.
         """
-        names = _numbered(episode.turns)
+        names, branching = _numbered(episode.turns), _with_several_lineages(episode.turns)
         entries = [
             _turn_entry(
-                item, names, item is episode.answer, _reward_notes(item, episode, own_rewards), advantages, tokens
+                item,
+                names,
+                item is episode.answer,
+                [
+                    *([f"lineage {item.lineage}"] if item.agent in branching else []),
+                    *_reward_notes(item, episode, own_rewards),
+                ],
+                advantages,
+                tokens,
             )
             if isinstance(item, Turn)
             else _feedback_entry(item)
@@ -184,6 +192,14 @@ def _reward_notes(turn: Turn, episode: Episode, own_rewards: Sequence[Mapping[st
 def _feedback_entry(item: Feedback) -> Entry:
     note = "feedback" if item.tool is None else f"result of {item.tool}, for {item.audience}"
     return Entry(item.agent, item.raw_text, (note,), is_feedback=True)
+
+
+def _with_several_lineages(turns: Sequence[Turn]) -> set[str]:
+    """Agents that act in several conversations of an application."""
+    lineages: dict[str, set[int | None]] = {}
+    for turn in turns:
+        lineages.setdefault(turn.agent, set()).add(turn.lineage)
+    return {agent for agent, numbers in lineages.items() if len(numbers) > 1}
 
 
 def _numbered(turns: Sequence[Turn]) -> list[str]:

@@ -15,7 +15,7 @@ from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
 from ..episodes.rerun import Rerun, make_keys, observation_key
-from .reward_scorer import OwnReturns, RewardScorer
+from .reward_scorer import AgentReturns, RewardScorer
 from .runner import EpisodeRunner, turn_key
 
 
@@ -43,7 +43,9 @@ class Alternatives:
         scorer: scores re-runs and candidates.
     """
 
-    def __init__(self, team: TeamSetup, run: RunContext, runner: EpisodeRunner, scorer: RewardScorer, own: OwnReturns):
+    def __init__(
+        self, team: TeamSetup, run: RunContext, runner: EpisodeRunner, scorer: RewardScorer, own: AgentReturns
+    ):
         self._runner, self._scorer, self._own, self._policies = runner, scorer, own, team.policies
         self._args, self._processes = run.args, run.processes
         self._nodes: list[Node] = []
@@ -76,7 +78,7 @@ class Alternatives:
         candidates = [[completion for completion in item if isinstance(completion, Completion)] for item in drawn]
         branching = [index for index, entry in enumerate(learns) if entry and candidates[index]]
         turns = {  # scored as if their agents went no further
-            index: [replace(requests[index].turn(candidate), audience=None) for candidate in candidates[index]]
+            index: [replace(requests[index].make_turn(candidate), audience=None) for candidate in candidates[index]]
             for index in branching
         }
         returns = await self._returns(requests, candidates, turns, key)
@@ -107,7 +109,7 @@ class Alternatives:
         keys = {index: make_keys(record) for index, record in records.items()}
         episodes, flat = [records[index] for index, _ in jobs], [turns[index][place] for index, place in jobs]
         if own_weight < 1 and not completes_candidates(self._args):
-            worth = (1 - own_weight) * self._scorer.as_answers(episodes, flat)
+            worth = (1 - own_weight) * self._scorer.score_as_answers(episodes, flat)
         elif own_weight < 1:
             skips, samples = _pending_before(requests), self._args.candidate_samples
             reruns = [

@@ -16,7 +16,7 @@ from ..config.checks import uses_candidates
 from ..config.team_setup import RunContext
 from ..episodes.records import Episode
 from .alternatives import Node
-from .reward_scorer import OwnReturns
+from .reward_scorer import AgentReturns
 from .rollouts import Drawn, Rollout, Rollouts
 from .runner import RunMode
 
@@ -41,7 +41,7 @@ class DynamicSampling:
     Source: DAPO (2503.14476), which draws whole batches until one is full.
     """
 
-    def __init__(self, run: RunContext, rollouts: Rollouts, dataset: Callable[[], Dataset], own: OwnReturns):
+    def __init__(self, run: RunContext, rollouts: Rollouts, dataset: Callable[[], Dataset], own: AgentReturns):
         self._rollouts, self._dataset, self._own, self._args = rollouts, dataset, own, run.args
         self._uses_candidates, self._settings, self._state = uses_candidates(run.args), run.settings, run.state
         self._metrics, self._processes = run.metrics, run.processes

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Rewards of episodes, re-runs and turns by TRL's reward code, with checks of functions, scores and their reach."""
+"""Score episodes, re-runs and turns with TRL's reward code, and check reward functions and what they return."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..rewards import environment_reward
 from ..seams.libraries import get_logger
 from ..seams.trl import TrlRewards
 from ..system.event_loop import finished
-from ..system.processes import Processes, ending_forks
+from ..system.processes import Processes, exiting_forked_children
 from ..system.randomness import UserRandomness
 from ..system.watchdog import TookTooLong, progress, time_limit
 from .failures import Failures, OnFailure, call_reward, wait_here
@@ -40,110 +40,121 @@ from .failures import Failures, OnFailure, call_reward, wait_here
 logger = get_logger(__name__)
 
 
-class OwnReturns:
+class AgentReturns:
     """
-    Rewards that agents receive by name, and whether they stay apart or are added up (`MARFTConfig.returns`).
+    Rewards given to single agents by name, and whether each agent learns from its own return or all agents learn from
+    the sum (`MARFTConfig.returns`).
 
     Args:
-        setting: `"team"`, `"agent"`, or `None`: `"agent"` from the first batch on in which an agent is rewarded by
-            name.
+        setting: `"team"`, `"agent"`, or `None`, which becomes `"agent"` with the first batch in which an agent is
+            rewarded by name.
     """
 
     def __init__(self, setting: str | None, rewards: TrlRewards, processes: Processes):
         self._setting, self._rewards, self._processes = setting, rewards, processes
-        self._were_named = False
+        self._found_named_rewards = False
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run goes on with; JSON-serializable."""
-        return {"were_named": self._were_named}
+        """State for resuming, JSON-serializable."""
+        return {"were_named": self._found_named_rewards}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a [`state_dict`]."""
-        self._were_named = state["were_named"]
+        """Load a [`state_dict`]."""
+        self._found_named_rewards = state["were_named"]
 
     @property
-    def are_on(self) -> bool:
-        """`True` if every agent learns from its own return, as far as is known."""
-        return self._setting == "agent" or (self._setting is None and self._were_named)
+    def are_per_agent(self) -> bool:
+        """`True` if every agent learns from its own return, judging by the batches so far."""
+        return self._setting == "agent" or (self._setting is None and self._found_named_rewards)
 
     def note(self, episodes: Sequence[Episode]) -> bool:
-        """Check the episodes of this process in a batch. Return whether every agent learns from its own return."""
-        if self._setting is None and not self._were_named:
-            named = torch.tensor([float(any(episode.own for episode in episodes))], dtype=torch.float64)
-            self._were_named = bool(self._processes.max(named).item())
-            if self._were_named:
+        """
+        Look for rewards by name in a batch, and return whether every agent learns from its own return. Collective.
+
+        Args:
+            episodes: the episodes of this process.
+        """
+        if self._setting is None and not self._found_named_rewards:
+            has_named = torch.tensor([float(any(episode.own for episode in episodes))], dtype=torch.float64)
+            self._found_named_rewards = bool(self._processes.max(has_named).item())
+            if self._found_named_rewards:
                 logger.info(
                     "Agents are rewarded by name, so every agent learns from its own return. To train all of them on "
                     "the sum, set `returns='team'`."
                 )
-        return self.are_on
+        return self.are_per_agent
 
     @property
     def weight(self) -> float:
-        """Weight of rewards that are earned in the workflow; 0 if nothing counts them."""
+        """Weight of the rewards earned in the workflow; 0 if `reward_funcs` does not include them."""
         if environment_reward.__name__ not in self._rewards.names:
             return 0.0
         return self._rewards.weights[self._rewards.names.index(environment_reward.__name__)].item()
 
-    def received(self, episode: Episode, agent: str) -> torch.Tensor:
-        """What an agent received by name after each turn of an episode `(K,)`, weighted."""
+    def named_rewards(self, episode: Episode, agent: str) -> torch.Tensor:
+        """Weighted rewards `(K,)` that an agent received by name after each turn of an episode."""
         rewards = episode.own.get(agent, (0.0,) * len(episode.turns))
         return self.weight * torch.tensor(rewards, dtype=torch.float32)
 
-    def shared(self, episode: Episode) -> torch.Tensor:
-        """What the turns of an episode earned for all agents `(K,)`, weighted."""
+    def shared_rewards(self, episode: Episode) -> torch.Tensor:
+        """Weighted rewards `(K,)` that all agents received after each turn of an episode."""
         earned = self.weight * torch.tensor(episode.earned, dtype=torch.float32)
-        return earned - sum((self.received(episode, agent) for agent in episode.own), torch.zeros(len(earned)))
+        return earned - sum((self.named_rewards(episode, agent) for agent in episode.own), torch.zeros(len(earned)))
 
     def get_agent_reward(self, reward: float, episode: Episode, agent: str) -> float:
         """
-        An agent's part of the reward of an episode: what all receive, and what it received by name. The reward itself
-        with `returns="team"`.
+        Return an agent's reward for an episode: the rewards of all agents plus its own rewards by name. With
+        `returns="team"`, this is the reward of the episode.
 
         Args:
-            reward: the sum of all that was received in the episode.
+            reward: reward of the episode, the sum over all agents.
         """
         if self._setting == "team" or not episode.own:
             return reward
-        others = sum(sum(value) for name, value in episode.own.items() if name != agent)
-        return reward - self.weight * others
+        reward_of_others = sum(sum(rewards) for name, rewards in episode.own.items() if name != agent)
+        return reward - self.weight * reward_of_others
 
 
-# Warn if the correlation of two agents' rewards is below the first number, over at least this number of episodes
-_OPPOSED, _ENOUGH_EPISODES = -0.5, 8
-# Number of generation batches in a row without an advantage after which there is a warning about an agent
+# Warn if the correlation of two agents' rewards is below this number, over at least this number of episodes
+_MIN_CORRELATION, _MIN_EPISODES = -0.5, 8
+# Warn about an agent after this number of generation batches in a row without an advantage
 PATIENCE = 5
 
 
-class RewardReach:
+class RewardReachChecker:
     """
     Warns or raises if rewards do not reach the agents. With `returns="team"`, the team's reward is the sum of the
     rewards of its agents, so agents with opposed rewards learn little or nothing from it. With `returns="agent"`, an
-    agent that is never rewarded by name learns nothing where the team has no other rewards.
+    agent that is never rewarded by name learns nothing if the team has no other rewards.
+
+    Args:
+        agents: names of the trained agents.
     """
 
     def __init__(self, agents: Sequence[str]):
-        self._in_a_row = dict.fromkeys(agents, 0)
+        # By agent: generation batches in a row without an advantage
+        self._batches_without_advantage = dict.fromkeys(agents, 0)
         self._warned: set[tuple[str, ...]] = set()
-        self._cancelled = 0  # episodes in a row whose rewards cancel
+        self._num_cancelled = 0  # episodes in a row in which the rewards of the agents cancel
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run goes on with; JSON-serializable."""
-        return {"in_a_row": self._in_a_row, "warned": sorted(map(list, self._warned)), "cancelled": self._cancelled}
+        """State for resuming, JSON-serializable."""
+        warned = sorted(map(list, self._warned))
+        return {"in_a_row": self._batches_without_advantage, "warned": warned, "cancelled": self._num_cancelled}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a [`state_dict`]."""
-        self._in_a_row |= state["in_a_row"]
-        self._warned, self._cancelled = {tuple(names) for names in state["warned"]}, state["cancelled"]
+        """Load a [`state_dict`]."""
+        self._batches_without_advantage |= state["in_a_row"]
+        self._warned, self._num_cancelled = {tuple(names) for names in state["warned"]}, state["cancelled"]
 
     def check_acted(self, acted: Collection[str]) -> None:
         """
         Warn once if no trained agent acted in a batch.
 
         Args:
-            acted: names of the agents that took a turn, of all processes.
+            acted: names of the agents that took a turn on any process.
         """
-        trained = list(self._in_a_row)
+        trained = list(self._batches_without_advantage)
         if acted and not set(acted) & set(trained) and ("", *sorted(acted)) not in self._warned:
             self._warned.add(("", *sorted(acted)))
             logger.warning(
@@ -152,76 +163,80 @@ class RewardReach:
                 "that the workflow or the application requests turns from the trained agents."
             )
 
-    def check_earned(self, earned: Sequence[Mapping[str, float]], is_all: bool = True) -> None:
+    def check_opposed(self, earned: Sequence[Mapping[str, float]], no_other_rewards: bool = True) -> None:
         """
-        Check the rewards that agents earned in the episodes of a batch.
+        Check whether the rewards that agents earned in the episodes of a batch are opposed.
 
         Args:
             earned: reward of each agent, for every episode of all processes.
-            is_all: `True` if the team gets no other rewards.
+            no_other_rewards: `True` if the team gets no other rewards.
 
         Raises:
             ValueError: the team gets no other rewards, and the rewards of its agents have cancelled in all of the last
-                eight or more episodes in which any were earned.
+                eight or more episodes with rewards.
         """
-        some = [item for item in earned if any(item.values())]
-        names = sorted({name for entry in some for name, value in entry.items() if value})
+        rewarded = [rewards for rewards in earned if any(rewards.values())]
+        names = sorted({name for rewards in rewarded for name, reward in rewards.items() if reward})
         if len(names) < 2:
             return
-        cancel = all(abs(sum(entry.values())) <= 1e-6 * sum(map(abs, entry.values())) for entry in some)
-        self._cancelled = self._cancelled + len(some) if cancel else 0
-        if is_all and self._cancelled >= _ENOUGH_EPISODES:
+        cancel = all(abs(sum(rewards.values())) <= 1e-6 * sum(map(abs, rewards.values())) for rewards in rewarded)
+        self._num_cancelled = self._num_cancelled + len(rewarded) if cancel else 0
+        if no_other_rewards and self._num_cancelled >= _MIN_EPISODES:
             raise ValueError(
                 f"The rewards of the agents {', '.join(map(repr, names))} sum to zero in all of the last "
-                f"{self._cancelled} episodes with rewards. With `returns='team'`, all agents learn from the sum, so "
-                "no agent would learn anything. Set `returns='agent'`, so that each agent learns from its own "
+                f"{self._num_cancelled} episodes with rewards. With `returns='team'`, all agents learn from the sum, "
+                "so no agent would learn anything. Set `returns='agent'`, so that each agent learns from its own "
                 "rewards, or add a team reward that does not cancel."
             )
-        if len(some) < _ENOUGH_EPISODES:
+        if len(rewarded) < _MIN_EPISODES:
             return
-        values = torch.tensor([[entry.get(name, 0.0) for entry in some] for name in names], dtype=torch.float64)
-        for (i, first), (j, other) in itertools.combinations(enumerate(names), 2):
-            if (first, other) in self._warned or not (values[i].std() > 0 and values[j].std() > 0):
+        values = torch.tensor(
+            [[rewards.get(name, 0.0) for rewards in rewarded] for name in names], dtype=torch.float64
+        )
+        for (i, first), (j, second) in itertools.combinations(enumerate(names), 2):
+            if (first, second) in self._warned or not (values[i].std() > 0 and values[j].std() > 0):
                 continue
             correlation = torch.corrcoef(values[[i, j]])[0, 1].item()
-            if correlation < _OPPOSED:
-                self._warned.add((first, other))
+            if correlation < _MIN_CORRELATION:
+                self._warned.add((first, second))
                 logger.warning(
-                    f"THE REWARDS OF THE AGENTS {first!r} AND {other!r} ARE OPPOSED (correlation {correlation:.2f} "
-                    f"over {len(some)} episodes), but both agents learn from the team's sum, in which the rewards "
+                    f"THE REWARDS OF THE AGENTS {first!r} AND {second!r} ARE OPPOSED (correlation {correlation:.2f} "
+                    f"over {len(rewarded)} episodes), but both agents learn from the team's sum, in which the rewards "
                     "cancel. Set `returns='agent'`, so that each agent learns from its own rewards."
                 )
 
-    def check_named(self, named: Sequence[Mapping[str, float]], acted: Sequence[str]) -> None:
+    def check_rewarded_by_name(self, named_rewards: Sequence[Mapping[str, float]], acted: Sequence[str]) -> None:
         """
-        Warn about agents that are never rewarded, if all rewards are given to agents by name.
+        Warn about trained agents that acted and were not rewarded, if all rewards are given to agents by name.
 
         Args:
-            named: what agents received, for every episode of all processes.
-            acted: names of the agents that acted in them.
+            named_rewards: reward of each agent that was rewarded by name, for every episode of all processes.
+            acted: names of the agents that acted in these episodes.
         """
-        known = {name for value in named for name in value}
+        rewarded = {name for rewards in named_rewards for name in rewards}
         for name in acted:
-            if known and name in self._in_a_row and name not in known and (name, "") not in self._warned:
+            is_trained = name in self._batches_without_advantage
+            if rewarded and is_trained and name not in rewarded and (name, "") not in self._warned:
                 self._warned.add((name, ""))
                 logger.warning(
                     f"NO REWARD CAN REACH THE AGENT {name!r}: every agent learns from its own rewards, but "
-                    f"{len(named)} episodes rewarded only {', '.join(map(repr, sorted(known)))} by name. Add the "
-                    "agent to the reward mapping, add a team reward function, or set `returns='team'`."
+                    f"{len(named_rewards)} episodes rewarded only {', '.join(map(repr, sorted(rewarded)))} by name. "
+                    "Add the agent to the reward mapping, add a team reward function, or set `returns='team'`."
                 )
 
-    def note_advantages(self, have_some: Mapping[str, bool]) -> None:
+    def note_advantages(self, has_advantage: Mapping[str, bool]) -> None:
         """
-        Check the advantages of a generation batch.
+        Warn about agents without a nonzero advantage in several generation batches in a row.
 
         Args:
-            have_some: `True` for each trained agent that has a turn with a non-zero advantage on any process.
+            has_advantage: for each trained agent, whether a turn on any process has a nonzero advantage.
         """
-        if not any(have_some.values()):  # no agent has an advantage; other metrics show this
+        if not any(has_advantage.values()):  # no agent learns; other metrics show this
             return
-        for name, has_some in have_some.items():
-            self._in_a_row[name] = 0 if has_some else self._in_a_row[name] + 1
-            if self._in_a_row[name] == PATIENCE and (name,) not in self._warned:
+        counts = self._batches_without_advantage
+        for name, learns in has_advantage.items():
+            counts[name] = 0 if learns else counts[name] + 1
+            if counts[name] == PATIENCE and (name,) not in self._warned:
                 self._warned.add((name,))
                 logger.warning(
                     f"NO REWARD REACHES THE AGENT {name!r}: in {PATIENCE} generation batches in a row it had no turn "
@@ -231,13 +246,13 @@ class RewardReach:
                 )
 
 
-# Squares of larger rewards have no place in single precision, so the deviation of a group would be infinite
+# Squares of larger rewards overflow in float32, so the standard deviation of a group would be infinite
 MAX_REWARD = 1e15
 
 
-def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> None:
+def check_reward_functions(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> None:
     """
-    Raise if a reward function has an argument that neither the datasets nor the trainer provide.
+    Check that the datasets and the trainer provide the arguments of all reward functions.
 
     Args:
         reward_funcs: Functions, models, or names of models.
@@ -255,7 +270,7 @@ def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> N
             "method."
         )
     datasets = {"train_dataset": train_dataset, **named_sets(eval_dataset)}
-    columns = {name: column_names(dataset) or [] for name, dataset in datasets.items()}
+    columns_of = {name: column_names(dataset) or [] for name, dataset in datasets.items()}
     for func in reward_funcs:
         if not isinstance(func, (str, nn.Module)) and not callable(func):
             raise TypeError(
@@ -264,32 +279,34 @@ def check_rewards(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> N
             )
         if isinstance(func, str):
             check_model_name(func, "reward_funcs")
-        for name, its_columns in columns.items():
-            _check_arguments(func, name, its_columns)
+        for name, columns in columns_of.items():
+            _check_arguments(func, name, columns)
 
 
-def numbered(names: Sequence[str]) -> list[str]:
-    """Names of functions, those that occur again with a number that makes them new ones."""
-    found: list[str] = []
-    for at, name in enumerate(names):
-        numbers = (f"{name}_{number}" for number in itertools.count(2))
-        free = (new for new in numbers if new not in found and new not in names)
-        found.append(name if names.index(name) == at else next(free))
-    return found
+def unique_names(names: Sequence[str]) -> list[str]:
+    """Return the names with a number appended to repeated names, e.g. `["a", "a_2"]` for `["a", "a"]`."""
+    unique: list[str] = []
+    for index, name in enumerate(names):
+        candidates = (f"{name}_{number}" for number in itertools.count(2))
+        unused = (candidate for candidate in candidates if candidate not in unique and candidate not in names)
+        unique.append(name if names.index(name) == index else next(unused))
+    return unique
 
 
-def check_turn_rewards(functions: Mapping[str, Sequence[Callable]], train_dataset) -> None:
+def check_turn_reward_functions(functions: Mapping[str, Sequence[Callable]], train_dataset) -> None:
     """
-    Raise if a reward function of single turns has an argument that neither the dataset nor the trainer provides.
+    Check that the dataset and the trainer provide the arguments of all reward functions of single turns.
 
     Args:
         functions: reward functions of each agent's turns.
         train_dataset: as passed to the trainer, after [`check_datasets`].
+
+    Raises:
+        ValueError: a function needs a column that the dataset does not have.
     """
     columns = column_names(train_dataset) or []
-    for its_functions in functions.values():
-        for func in its_functions:
-            _check_arguments(func, "train_dataset", columns, TURN_ARGUMENTS)
+    for func in itertools.chain.from_iterable(functions.values()):
+        _check_arguments(func, "train_dataset", columns, TURN_ARGUMENTS)
 
 
 def _check_arguments(
@@ -305,10 +322,10 @@ def _check_arguments(
             f"{sorted(columns)} and the trainer passes {list(passed)}. Add the column to the dataset, or "
             "give the argument a default value."
         )
-    refused = [name for name in _ALWAYS_PASSED if not _takes(func, name)]
-    if refused:
+    rejected = [name for name in _ALWAYS_PASSED if not _accepts(func, name)]
+    if rejected:
         raise ValueError(
-            f"The reward function `{get_callable_name(func)}` does not accept `{refused[0]}`, but the trainer passes "
+            f"The reward function `{get_callable_name(func)}` does not accept `{rejected[0]}`, but the trainer passes "
             f"{', '.join(_ALWAYS_PASSED)} and all columns of the dataset, as TRL does. Add `**kwargs` to its "
             "arguments."
         )
@@ -318,7 +335,7 @@ def _check_arguments(
 _ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state")
 
 
-def _takes(func: Callable, name: str) -> bool:
+def _accepts(func: Callable, name: str) -> bool:
     try:
         parameters = inspect.signature(func).parameters
     except (TypeError, ValueError):  # a builtin without a signature
@@ -329,79 +346,79 @@ def _takes(func: Callable, name: str) -> bool:
 
 
 def _required_arguments(func: Callable) -> list[str]:
-    """Return the required arguments of a function, and of the function that it calls for the episode's outcome."""
+    """Return the required arguments of a function, and of its outcome function, see [`get_solver_reward`]."""
     try:
         parameters = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature
         return []
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    own = [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
-    made, outcome = getattr(func, "_marft_outcome", (None, func))
-    return own + (_required_arguments(outcome) if made is func else [])
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    required = [p.name for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
+    wrapper, outcome = getattr(func, "_marft_outcome", (None, func))
+    return required + (_required_arguments(outcome) if wrapper is func else [])
 
 
-def checked_reward(func, policy: OnFailure | None = None, failures: Failures | None = None):
+def wrap_reward_function(func, policy: OnFailure | None = None, failures: Failures | None = None):
     """
-    Wrap a reward function so that its time is limited and its results are checked: one finite number or `None` per
-    completion.
+    Wrap a reward function with a time limit and a check of its scores: one finite number or `None` per completion.
 
     Models and names of models are returned unchanged. The wrapper keeps the name of the function, passes copies of the
     lists and of the trainer's state to it, and is asynchronous if the function is.
 
     Args:
-        policy: what happens if it fails; by default its error ends the run.
-        failures: gets what was skipped.
+        policy: what to do if the function fails. By default, its error ends the run.
+        failures: counts skipped and retried calls.
     """
     if isinstance(func, (str, nn.Module)):
         return func
     name, policy, failures = get_callable_name(func), policy or OnFailure(), failures or Failures()
 
-    async def later(**kwargs):
+    async def call_async(**kwargs):
         async def call(positions):
             start = time.monotonic()
             progress()
             try:
-                with named(name, is_async=True):
-                    scores = await asyncio.wait_for(func(**_arguments(kwargs, positions)), policy.timeout)
+                with naming_function(name, is_async=True):
+                    scores = await asyncio.wait_for(func(**_select_arguments(kwargs, positions)), policy.timeout)
             except TimeoutError as error:
                 if policy.timeout is None or time.monotonic() - start < policy.timeout:  # raised by the function
                     raise
-                raise TookTooLong(_too_long(name, policy.timeout, "it")) from error
+                raise TookTooLong(_timeout_message(name, policy.timeout, "it")) from error
             finally:
                 progress()
             return check_scores(scores, name, len(positions))
 
         return await call_reward(call, len(kwargs["prompts"]), name, policy, failures, asyncio.sleep)
 
-    def now(**kwargs):
+    def call_sync(**kwargs):
         async def call(positions):
-            with time_limit(policy.timeout, functools.partial(_too_long, name, policy.timeout)), named(name):
-                scores = func(**_arguments(kwargs, positions))
+            message = functools.partial(_timeout_message, name, policy.timeout)
+            with time_limit(policy.timeout, message), naming_function(name):
+                scores = func(**_select_arguments(kwargs, positions))
             return check_scores(scores, name, len(positions))
 
         return finished(call_reward(call, len(kwargs["prompts"]), name, policy, failures, wait_here))
 
-    wrapper: Callable = later if is_async_callable(func) else now
+    wrapper: Callable = call_async if is_async_callable(func) else call_sync
     functools.update_wrapper(wrapper, func, assigned=("__doc__", "__module__"), updated=())
     wrapper.__name__ = wrapper.__qualname__ = name
     return wrapper
 
 
 @contextlib.contextmanager
-def named(name: str, is_async: bool = False) -> Iterator[None]:
+def naming_function(name: str, is_async: bool = False) -> Iterator[None]:
     """
-    Context manager: errors of a reward function name the function. `sys.exit`, and exceptions that end an iterator or
-    a task, become a `RuntimeError`. A forked child process that returns from the function ends here.
+    Context manager that adds the name of a reward function to its errors. `SystemExit` and exceptions that end an
+    iterator or a task become a `RuntimeError`. A forked child process that returns from the function exits here.
     """
     try:
-        with ending_forks():
+        with exiting_forked_children():
             yield
     except SystemExit as error:
         raise RuntimeError(f"The reward function `{name}` called `sys.exit({error.code!r})`.") from error
     except (StopIteration, StopAsyncIteration, GeneratorExit) as error:
-        if is_async and isinstance(error, GeneratorExit):  # it is closed before its end
+        if is_async and isinstance(error, GeneratorExit):  # the coroutine was closed early
             raise
-        # `from None`, since a `StopIteration` as the cause is what `contextlib` lets through
+        # `from None`, since `contextlib` re-raises a `StopIteration` that is the cause of another error
         raise RuntimeError(f"The reward function `{name}` raised {type(error).__name__}.") from None
     except asyncio.CancelledError as error:
         if _is_being_cancelled():
@@ -429,17 +446,17 @@ def _is_being_cancelled() -> bool:
     return False
 
 
-def _too_long(name: str, seconds: float | None, where: str) -> str:
+def _timeout_message(name: str, seconds: float | None, where: str) -> str:
     return (
         f"The reward function `{name}` has not returned for {seconds:g} seconds ({where} is running). Add a time "
         "limit to slow calls, or increase `reward_timeout`."
     )
 
 
-def _arguments(kwargs: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]:
+def _select_arguments(kwargs: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]:
     """
-    Arguments for some of the completions. Lists and the state of the trainer are copies, so that a function that sorts
-    or sets them does not affect the trainer.
+    Return the arguments of a reward function for the completions at these positions. Lists and the trainer's state are
+    copied, so that a function that changes them does not affect the trainer.
     """
     count = len(kwargs["prompts"])
     arguments = {key: list(value) if isinstance(value, list) else value for key, value in kwargs.items()}
@@ -447,7 +464,7 @@ def _arguments(kwargs: dict[str, Any], positions: Sequence[int]) -> dict[str, An
         for key, value in arguments.items():
             if isinstance(value, list) and len(value) == count:
                 arguments[key] = [value[index] for index in positions]
-            elif key in ("log_extra", "log_metric"):  # take one value per completion and call
+            elif key in ("log_extra", "log_metric"):  # a call must log one value per completion
                 arguments[key] = _log_nothing
     for key in ("prompts", "completions", "completion_ids", "turns"):
         if key in arguments:
@@ -468,8 +485,8 @@ class ReadOnlyState(TrainerState):
     def from_state(cls, state: TrainerState) -> ReadOnlyState:
         """Copy a state."""
         copy = cls.__new__(cls)
-        copies = {key: list(value) if isinstance(value, list) else value for key, value in vars(state).items()}
-        copy.__dict__.update(copies)
+        values = {key: list(value) if isinstance(value, list) else value for key, value in vars(state).items()}
+        copy.__dict__.update(values)
         return copy
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -545,20 +562,20 @@ def _check_score(score: Any, name: str, index: int) -> float | None:
 
 
 class RewardFunctions(Protocol):
-    """The reward functions of a trainer, see [`TrlRewards`]. `F` functions."""
+    """Interface of the `F` reward functions of a trainer, see [`TrlRewards`]."""
 
     @property
     def weights(self) -> torch.Tensor:
-        """Their weights, `(F,)`."""
+        """Weights of the functions, `(F,)`."""
 
     def __call__(self, rows, prompts, completions, completion_ids) -> torch.Tensor:
         """Rewards `(E, F)` of the completions of all processes."""
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Context manager: rewards are those of this process."""
+    def without_gathering(self) -> AbstractContextManager[None]:
+        """Context manager in which rewards are not gathered."""
 
     def locally(self, functions: Sequence[Callable] | None = None) -> AbstractContextManager[None]:
-        """Context manager: rewards are those of this process, by other functions if some are given."""
+        """Context manager in which rewards are not gathered, and optionally computed by other functions."""
 
 
 class TurnRewards(NamedTuple):
@@ -566,22 +583,22 @@ class TurnRewards(NamedTuple):
     Rewards of `N` turns by the functions of their agents.
 
     Args:
-        sums (`torch.Tensor` of shape `(N,)`): NaN where none applied.
-        by_function: for each turn the reward of each function by its name, NaN where it did not apply; empty for
-            agents without functions, and for turns that another one stands for.
+        sums (`torch.Tensor` of shape `(N,)`): sum over the functions, NaN if none of them applied.
+        by_function: for each turn the reward by name of the function, NaN if it did not apply. Empty if the agent has
+            no functions, or has not ended after a tool call.
     """
 
     sums: torch.Tensor
     by_function: list[dict[str, float]]
 
 
-# Seconds after which a blocked event loop is noticed, beyond the time limit of a call
-_LATER = 5.0
+# Seconds on top of the time limit of a call after which functions that block the event loop are interrupted
+_BLOCKED_EXTRA_SECONDS = 5.0
 
 
 class RewardScorer:
     """
-    Scores episodes, and single turns outside of the one call per generation batch.
+    Scores episodes, and single turns with the reward functions of their agents.
 
     Args:
         turn_functions: for each agent, the functions that score its own turns.
@@ -598,74 +615,75 @@ class RewardScorer:
         self._rewards, self._randomness, self._processes = rewards, randomness, run.processes
         self._policy = policy = OnFailure.from_args(run.args)
         self._turn_functions = {
-            name: [checked_reward(func, policy, failures) for func in functions]
+            name: [wrap_reward_function(func, policy, failures) for func in functions]
             for name, functions in turn_functions.items()
         }
         self._names = {
-            agent: numbered([get_callable_name(item) for item in value]) for agent, value in turn_functions.items()
+            agent: unique_names([get_callable_name(func) for func in functions])
+            for agent, functions in turn_functions.items()
         }
 
     def score_batch(self, episodes: Sequence[Episode]) -> torch.Tensor:
-        """Rewards `(E, F)` of a generation batch, of all processes; NaN where a function does not apply."""
+        """Rewards `(E, F)` of a generation batch over all processes; NaN if a function does not apply. Collective."""
         if self._processes is None:
-            return self._score_scorable(episodes)
-        with self._processes.together(), self._rewards.alone():
-            own = self._score_scorable(episodes)
-        return self._processes.join(own)
+            return self._score_completed(episodes)
+        with self._processes.failing_together(), self._rewards.without_gathering():
+            local_rewards = self._score_completed(episodes)
+        return self._processes.gather_rows(local_rewards)
 
-    def _score_scorable(self, episodes: Sequence[Episode]) -> torch.Tensor:
-        """Rewards of the episodes; NaN for those that were skipped."""
-        kept = [index for index, episode in enumerate(episodes) if episode.failure is None]
-        if not kept:
+    def _score_completed(self, episodes: Sequence[Episode]) -> torch.Tensor:
+        """Rewards `(E, F)` of episodes; NaN for skipped episodes."""
+        indices = [index for index, episode in enumerate(episodes) if episode.failure is None]
+        if not indices:
             return torch.full((len(episodes), len(self._rewards.weights)), torch.nan)
-        some = [episodes[index] for index in kept]
-        scores = self._score([as_row(episode) for episode in some], [_get_answer(episode) for episode in some])
-        if len(kept) == len(episodes):
+        completed = [episodes[index] for index in indices]
+        scores = self._score([as_row(episode) for episode in completed], [_get_answer(item) for item in completed])
+        if len(indices) == len(episodes):
             return scores
         rewards = scores.new_full((len(episodes), scores.size(1)), torch.nan)
-        rewards[kept] = scores
+        rewards[indices] = scores
         return rewards
 
     def combine_rewards(self, per_func: torch.Tensor) -> torch.Tensor:
-        """Weighted sum `(E,)` of rewards `(E, F)`, NaN where nothing scored an episode."""
+        """Weighted sum `(E,)` of rewards `(E, F)`; NaN if no function scored an episode."""
         return team_rewards(per_func, self._rewards.weights.to(per_func.device))
 
     def score_episodes(self, episodes: Sequence[Episode]) -> torch.Tensor:
-        """The team's reward `(E,)` for episodes of this process, NaN where nothing scored one."""
+        """The team's reward `(E,)` for episodes of this process; NaN if no function scored an episode."""
         if not episodes:
             return torch.zeros(0)
         with self._rewards.locally():
-            return self.combine_rewards(self._score_scorable(episodes)).cpu()
+            return self.combine_rewards(self._score_completed(episodes)).cpu()
 
     def score_turns(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> TurnRewards:
         """
-        Reward of each turn: the sum of its agent's functions. A turn that called tools is scored by the final turn
-        that came of it, not by its call.
+        Reward of each turn: the sum over its agent's functions. A turn that called tools gets the reward of the final
+        turn, with which the agent ended after the calls.
 
         Args:
-            turns: turns of these episodes, or candidates for one.
+            turns: for each episode a turn, or a candidate for its next turn.
         """
         rewards = TurnRewards(torch.full((len(turns),), torch.nan), [{} for _ in turns])
         finals = [episode.final_turn_of(turn) for episode, turn in zip(episodes, turns, strict=True)]
         for agent, functions in self._turn_functions.items():
-            mine = {i: turn for i, turn in enumerate(finals) if turn is not None and turn.agent == agent}
-            if not mine or not functions:
+            own_turns = {i: turn for i, turn in enumerate(finals) if turn is not None and turn.agent == agent}
+            if not own_turns or not functions:
                 continue
-            rows = [_turn_row(episodes[index], turn) for index, turn in mine.items()]
+            rows = [_turn_row(episodes[index], turn) for index, turn in own_turns.items()]
             with self._rewards.locally(functions):
-                per_func = self._score(rows, list(mine.values()))
+                per_func = self._score(rows, list(own_turns.values()))
             ones = torch.ones(len(functions), device=per_func.device)
-            rewards.sums[list(mine)] = team_rewards(per_func, ones).cpu()
-            for index, values in zip(mine, per_func.tolist(), strict=True):
+            rewards.sums[list(own_turns)] = team_rewards(per_func, ones).cpu()
+            for index, values in zip(own_turns, per_func.tolist(), strict=True):
                 rewards.by_function[index] = dict(zip(self._names[agent], values, strict=True))
         return rewards
 
-    def as_answers(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> torch.Tensor:
+    def score_as_answers(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> torch.Tensor:
         """
-        The team's reward `(N,)` for each turn as if it were the answer of its episode, which is not completed.
+        The team's reward `(N,)` for each candidate as if it were the answer of its episode, without completing it.
 
         Args:
-            turns: candidates for a turn of these episodes.
+            turns: for each episode a candidate for its next turn.
         """
         pairs = zip(episodes, turns, strict=True)
         rows = [{**as_row(episode), "turns": [*episode.turns, turn]} for episode, turn in pairs]
@@ -673,17 +691,17 @@ class RewardScorer:
             return self.combine_rewards(self._score(rows, turns)).cpu()
 
     def _score(self, rows: Sequence[dict[str, Any]], answers: Sequence[Turn]) -> torch.Tensor:
-        """Rewards `(N, F)` of turns as answers to the prompts of dataset rows."""
+        """Rewards `(N, F)` of answers to the prompts of dataset rows."""
         prompts = [row["prompt"] for row in rows]
         completions: list[Any] = [turn.text for turn in answers]
         if is_conversational({"prompt": prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-        total = None if self._policy.timeout is None else self._policy.timeout + _LATER
-        with self._randomness.user_states(), time_limit(total, functools.partial(_blocked, total)):
+        limit = None if self._policy.timeout is None else self._policy.timeout + _BLOCKED_EXTRA_SECONDS
+        with self._randomness.user_states(), time_limit(limit, functools.partial(_blocked_message, limit)):
             try:
                 return self._rewards(rows, prompts, completions, [list(turn.completion_ids) for turn in answers])
             except concurrent.futures.CancelledError as error:
-                if getattr(error, "__notes__", None):  # of the function that it names
+                if getattr(error, "__notes__", None):  # raised by the function that the note names
                     raise
                 raise RuntimeError(
                     "An asynchronous reward function canceled tasks that it did not start. Cancel only its own tasks: "
@@ -692,15 +710,15 @@ class RewardScorer:
 
 
 def as_row(episode: Episode) -> dict[str, Any]:
-    """The dataset row of an episode, and the columns `turns`, `earned` and `environments` for reward functions."""
-    own = {"turns": list(episode.turns), "earned": sum(episode.earned, 0.0), "environments": episode.environment}
-    return {**episode.row, **own}
+    """Return the dataset row of an episode with `turns`, `earned` and `environments` for reward functions."""
+    columns = {"turns": list(episode.turns), "earned": sum(episode.earned, 0.0), "environments": episode.environment}
+    return {**episode.row, **columns}
 
 
 def _turn_row(episode: Episode, turn: Turn) -> dict[str, Any]:
-    has_ended = turn in episode.turns  # else a candidate
-    turns = list(episode.turns) if has_ended else [*episode.turns, turn]
-    return {**as_row(episode), "turns": turns, "turn": turn, "answer_turn": episode.answer if has_ended else None}
+    is_candidate = turn not in episode.turns
+    turns = [*episode.turns, turn] if is_candidate else list(episode.turns)
+    return {**as_row(episode), "turns": turns, "turn": turn, "answer_turn": None if is_candidate else episode.answer}
 
 
 def _get_answer(episode: Episode) -> Turn:
@@ -709,7 +727,7 @@ def _get_answer(episode: Episode) -> Turn:
     return episode.answer
 
 
-def _blocked(seconds: float | None, where: str) -> str:
+def _blocked_message(seconds: float | None, where: str) -> str:
     return (
         f"The reward functions have not returned for {seconds:g} seconds ({where} is running). An asynchronous "
         "reward function may block the event loop. Await slow calls, or increase `reward_timeout`."

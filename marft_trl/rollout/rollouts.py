@@ -21,11 +21,11 @@ from ..rewards import environment_reward
 from ..seams.libraries import get_logger
 from ..seams.trl import TrlRewards
 from ..system.event_loop import finished
-from ..system.processes import ending_forks
+from ..system.processes import exiting_forked_children
 from ..workflows import Workflow
 from .alternatives import Alternatives, Node
 from .failures import Failures, OnFailure, run_episodes
-from .reward_scorer import OwnReturns, RewardReach, RewardScorer
+from .reward_scorer import AgentReturns, RewardReachChecker, RewardScorer
 from .runner import EpisodeRunner, RunMode
 
 
@@ -108,8 +108,8 @@ class Rollouts:
         workflow: Workflow,
         scorer: RewardScorer,
         rewards: TrlRewards,
-        own: OwnReturns,
-        reach: RewardReach,
+        own: AgentReturns,
+        reach: RewardReachChecker,
         failures: Failures,
         alternatives: Alternatives | None = None,
         ahead: Prefetching | None = None,
@@ -167,7 +167,7 @@ class Rollouts:
             episodes = self._ahead.episodes(rows)
         else:
             self._runner.generator.publish()
-            with self._processes.together(), ending_forks():
+            with self._processes.failing_together(), exiting_forked_children():
                 episodes = finished(run_episodes(run, rows, self._policy, self._failures))
         self._log(episodes, runner.dropped_turns, training)
         has_own_returns = self._own.note(episodes)
@@ -208,7 +208,7 @@ class Rollouts:
         for name, number in total.items():
             if name.endswith("/skipped") and number > most * count:
                 last = next(error for _, error in everywhere if error)
-                raise self._processes.agreed(
+                raise self._processes.mark_shared(
                     RuntimeError(
                         f"`{name}`: {number} of {count} episodes of a generation batch were skipped, more than "
                         f"`max_skipped_share={self._args.max_skipped_share:g}` allows. The latest error: {last}"
@@ -225,18 +225,18 @@ class Rollouts:
             return
         weights = zip(self._rewards.names, self._rewards.weights.tolist(), strict=True)
         others = [name for name, weight in weights if weight and name != environment_reward.__name__]
-        if self._own.are_on:
+        if self._own.are_per_agent:
             own = [{name: sum(value) for name, value in episode.own.items()} for episode in episodes]
-            has_more = bool(others) or any(self._own.shared(item).any() for item in episodes)
+            has_more = bool(others) or any(self._own.shared_rewards(item).any() for item in episodes)
             everywhere = self._processes.gather(
                 [(own, has_more, {turn.agent for item in episodes for turn in item.turns})]
             )
             if not any(has_more for _, has_more, _ in everywhere):
                 acted = sorted({name for *_, names in everywhere for name in names})
-                self._reach.check_named([entry for own, *_ in everywhere for entry in own], acted)
+                self._reach.check_rewarded_by_name([entry for own, *_ in everywhere for entry in own], acted)
             return
         earned = self._processes.gather([_earned_by_agent(episode) for episode in episodes])
-        self._reach.check_earned(earned, is_all=not others)
+        self._reach.check_opposed(earned, no_other_rewards=not others)
 
     def _log(self, episodes: Sequence[Episode], dropped_turns: int, training: bool) -> None:
         """Numbers that workflows counted, turns that did not fit the window, and who acted."""
@@ -288,7 +288,7 @@ class Rollouts:
         self._unscored_in_a_row = self._unscored_in_a_row + 1 if torch.isnan(per_func).all() else 0
         most = self._args.max_unscored_batches
         if most is not None and self._unscored_in_a_row >= most:
-            raise self._processes.agreed(
+            raise self._processes.mark_shared(
                 ValueError(
                     f"Every reward function ({', '.join(self._rewards.names)}) returned None for all {len(per_func)} "
                     f"episodes of {most} generation batches in a row (`max_unscored_batches`), so there is nothing to "

@@ -17,7 +17,7 @@ from ..agents import AgentSpec
 from ..config.team_setup import decoding
 from ..episodes.collector import Request, apply_time_limit, collect_async, limit_blocking_code, run_to_completion
 from ..episodes.guard import EpisodeError
-from ..episodes.records import Completion, EndOfEpisode, Episode, PromptError, TeamContext
+from ..episodes.records import Completion, EndOfEpisode, Episode, Function, Messages, PromptError, TeamContext
 from ..episodes.rerun import Rerun
 from ..episodes.tools import ToolLimits, tool_name
 from ..prompts.builder import Observation, PromptBuilder, Query
@@ -315,7 +315,29 @@ class EpisodeRunner:
         limits, aliases = self._limits, self.prompts.aliases
         draw = functools.partial(self._draw_copies, key)
         trains = self.mode.trains and not is_rehearsal
-        return TeamContext(tuple(self._specs), tools, limits.tools, aliases, limits.max_turns, scripts, draw, trains)
+        return TeamContext(
+            tuple(self._specs),
+            tools,
+            limits.tools,
+            aliases,
+            limits.max_turns,
+            scripts,
+            draw,
+            trains,
+            self.count_tokens,
+        )
+
+    def count_tokens(self, agent: str, messages: Messages, tools: Sequence[Function] = ()) -> int:
+        """
+        Count the tokens that an agent would be shown of the messages of another program.
+
+        Raises:
+            PromptError: they do not fit into the context window, or the chat template cannot render them.
+        """
+        query = Query(self._specs[agent], messages, (), tuple(tools), None, messages)
+        with self._tokenizer_lock:
+            (observation,) = self.prompts.build([query])
+        return len(observation.ids)
 
     def _draw_copies(self, key: tuple, index: int) -> Mapping[str, int]:
         """Draw the past copies that agents act with in one episode."""

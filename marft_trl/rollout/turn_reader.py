@@ -145,7 +145,7 @@ class TurnReader:
         has_end = has_end or any(stop in text for stop in own_stops)
         is_truncated = bool(ids) and not has_end and not generator.holds_stop(request.agent, ids)
         raw_text = self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._end_token_ids else ids)
-        return request.completed(
+        return request.make_completion(
             text,
             observation.seen,
             observation=observation.content,
@@ -182,7 +182,7 @@ class TurnReader:
         Make the completion of a request from a text and its tokens. `is_truncated`: whether `ids` lack the end of the
         text.
         """
-        return request.completed(
+        return request.make_completion(
             self._tokenizer.decode(ids) if is_truncated else as_plain(text),
             observation.seen,
             observation=observation.content,

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Checkpoints: files next to those of the `Trainer`, training rows, the best adapters, and resuming."""
+"""Save and load what the `Trainer` does not save: training rows, the best adapters, and other state of a run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def save_rollouts(
     extra: dict[str, Any] | None = None,
 ) -> None:
     """
-    Write the training rows in use and the current position in them. A resumed run continues with the same rows.
+    Save the current training rows and the position in them, so that a resumed run continues with the same rows.
 
     Args:
         step: number of forward and backward passes so far.
@@ -75,27 +75,27 @@ def save_rollouts(
 
 
 def load_rollouts(
-    folder: str | Path, rank: int, world_size: int, is_changed: bool = False
+    folder: str | Path, rank: int, world_size: int, has_changes: bool = False
 ) -> tuple[int, list[Slice] | None, dict[str, Any]] | None:
     """
-    Load what [`save_rollouts`] wrote.
+    Load the rows that [`save_rollouts`] saved.
 
     Args:
-        is_changed: whether `resume_changes` changes the run. Then the number of processes may differ; an additional
-            process loads the state of the first process.
+        has_changes: whether the run sets `resume_changes`. If so, the number of processes may differ, and additional
+            processes load the state of the first process.
 
     Returns: the step, the slices and the additional state, or `None` if the checkpoint has no rollouts.
 
     Raises:
         ValueError: the checkpoint was written by a different number of processes.
     """
-    first = Path(folder) / (ROLLOUTS_NAME.format(rank=0) + ".json")
-    if not first.is_file():
+    first_path = Path(folder) / (ROLLOUTS_NAME.format(rank=0) + ".json")
+    if not first_path.is_file():
         return None
-    saved_world_size = json.loads(first.read_text(encoding="utf-8"))["world_size"]
-    if is_changed and rank >= saved_world_size:
+    saved_world_size = json.loads(first_path.read_text(encoding="utf-8"))["world_size"]
+    if has_changes and rank >= saved_world_size:
         rank = 0
-    if saved_world_size != world_size and not is_changed:
+    if saved_world_size != world_size and not has_changes:
         raise ValueError(
             f"The checkpoint {folder} was written by {saved_world_size} processes, but there are {world_size}: rows "
             f"and random states cannot be redistributed. Resume with {saved_world_size} processes, or start a new run "
@@ -109,11 +109,11 @@ def load_rollouts(
     slices = []
     for s, slice_state in enumerate(state["slices"]):
         rows = []
-        for r, plain in enumerate(slice_state.pop("rows")):
+        for r, row_state in enumerate(slice_state.pop("rows")):
             names = [field.name for field in fields(Row) if f"{s}.{r}.{field.name}" in tensors]
-            if plain.get("sampled_by") is not None:
-                plain["sampled_by"] = SampledBy(*plain["sampled_by"])
-            rows.append(Row(**plain, **{name: tensors[f"{s}.{r}.{name}"] for name in names}))
+            if row_state.get("sampled_by") is not None:
+                row_state["sampled_by"] = SampledBy(*row_state["sampled_by"])
+            rows.append(Row(**row_state, **{name: tensors[f"{s}.{r}.{name}"] for name in names}))
         slices.append(Slice(**{**slice_state, "rows": rows, "adapters": frozenset(slice_state["adapters"])}))
     return state["step"], slices, state.get("extra", {})
 
@@ -123,17 +123,17 @@ BEST_NAME = "marft_best.safetensors"
 
 class BestAdapters:
     """
-    Copies of all trained adapters on the CPU.
+    CPU copies of the weights and optimizer states of all trained adapters.
 
     Args:
-        optimizer: `optimizer()` returns the optimizer; `None` before there is one.
+        get_optimizer: returns the optimizer, or `None` if it does not exist yet.
     """
 
-    def __init__(self, policies: Policies, optimizer: Callable[[], Any]):
-        self._policies, self._optimizer = policies, optimizer
+    def __init__(self, policies: Policies, get_optimizer: Callable[[], Any]):
+        self._policies, self._get_optimizer = policies, get_optimizer
         self._weights: dict[str, list[torch.Tensor]] = {}
-        self._moments: dict[str, list[dict[str, Any]]] = {}
-        self.restored = 0  # number of times that an adapter was restored
+        self._state_copies: dict[str, list[dict[str, Any]]] = {}
+        self.num_restored = 0  # counts each restored adapter
 
     @property
     def adapters(self) -> list[str]:
@@ -143,21 +143,21 @@ class BestAdapters:
     @property
     def _optimizer_states(self) -> Any:
         """State of the optimizer by parameter."""
-        optimizer = self._optimizer()
+        optimizer = self._get_optimizer()
         return getattr(optimizer, "optimizer", optimizer).state if optimizer is not None else {}
 
-    def take(self) -> None:
+    def capture(self) -> None:
         """Copy the weights and optimizer states of all trained adapters."""
         for name in self._policies.trained:
             parameters = list(self._policies.parameters(name).values())
             self._weights[name] = [_copy_to_cpu(parameter.detach()) for parameter in parameters]
-            self._moments[name] = [
+            self._state_copies[name] = [
                 {key: _copy_to_cpu(value) for key, value in self._optimizer_states.get(parameter, {}).items()}
                 for parameter in parameters
             ]
 
     def weights(self, adapter: str) -> list[torch.Tensor]:
-        """Weights of a copy, in the order and on the devices of the adapter's parameters."""
+        """Copied weights of an adapter, in the order, data type and device of its parameters."""
         parameters = self._policies.parameters(adapter).values()
         pairs = zip(self._weights[adapter], parameters, strict=True)
         return [tensor.to(parameter.device, parameter.dtype) for tensor, parameter in pairs]
@@ -165,16 +165,17 @@ class BestAdapters:
     @torch.no_grad()
     def restore(self, adapter: str) -> None:
         """Restore the weights and the optimizer state of an adapter from its copy, in place."""
-        self.restored += 1
-        own = list(self._policies.parameters(adapter).values())
-        for parameter, tensor, moments in zip(own, self.weights(adapter), self._moments[adapter], strict=True):
-            parameter.data.copy_(tensor)
+        self.num_restored += 1
+        parameters = list(self._policies.parameters(adapter).values())
+        copies = zip(parameters, self.weights(adapter), self._state_copies[adapter], strict=True)
+        for parameter, weight, state_copy in copies:
+            parameter.data.copy_(weight)
             current = self._optimizer_states.get(parameter)
             if current is None:
                 continue
-            for key in [key for key in current if key not in moments]:
+            for key in [key for key in current if key not in state_copy]:
                 del current[key]
-            for key, value in moments.items():
+            for key, value in state_copy.items():
                 is_tensor = isinstance(value, torch.Tensor)
                 # The optimizer may keep its step count on the CPU
                 device = current[key].device if isinstance(current.get(key), torch.Tensor) else parameter.device
@@ -184,32 +185,33 @@ class BestAdapters:
 
     def save(self, folder: str | Path) -> None:
         """Write the copies to a checkpoint."""
-        tensors, plain = {}, {}
-        for name, item in self._weights.items():
-            for position, (weight, moments) in enumerate(zip(item, self._moments[name], strict=True)):
+        tensors, scalars = {}, {}
+        for name, weights in self._weights.items():
+            for position, (weight, state_copy) in enumerate(zip(weights, self._state_copies[name], strict=True)):
                 tensors[f"{name}.{position}"] = weight.contiguous()
-                for key, value in moments.items():
+                for key, value in state_copy.items():
                     if isinstance(value, torch.Tensor):
                         tensors[f"{name}.{position}.{key}"] = value.contiguous()
                     else:
-                        plain[f"{name}.{position}.{key}"] = value
-        save_file(tensors, Path(folder) / BEST_NAME, metadata={"plain": json.dumps(plain)})
+                        scalars[f"{name}.{position}.{key}"] = value
+        save_file(tensors, Path(folder) / BEST_NAME, metadata={"plain": json.dumps(scalars)})
 
-    def load(self, folder: str | Path, find_source: Callable[[str], str | None] | None = None) -> None:
-        """Load the copies that [`~BestAdapters.save`] wrote. Adapters that are not in the checkpoint are skipped."""
-        path, checkpoint_name = Path(folder) / BEST_NAME, find_source or (lambda name: name)
-        self._weights, self._moments = {}, {}
+    def load(self, folder: str | Path, find_saved_name: Callable[[str], str | None] | None = None) -> None:
+        """Load the copies from a checkpoint. Adapters that are not in the checkpoint are skipped."""
+        path = Path(folder) / BEST_NAME
+        self._weights, self._state_copies = {}, {}
         if not path.is_file():
             return
-        with safe_open(path, "pt") as opened:
-            saved: dict[str, Any] = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-            saved |= json.loads((opened.metadata() or {}).get("plain", "{}"))
+        with safe_open(path, "pt") as file:
+            saved: dict[str, Any] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            saved |= json.loads((file.metadata() or {}).get("plain", "{}"))
         for name in self._policies.trained:
-            saved_name, count = checkpoint_name(name), len(self._policies.parameters(name))
+            saved_name = find_saved_name(name) if find_saved_name is not None else name
+            count = len(self._policies.parameters(name))
             if saved_name is None or f"{saved_name}.0" not in saved:
                 continue
             self._weights[name] = [saved[f"{saved_name}.{position}"] for position in range(count)]
-            self._moments[name] = [
+            self._state_copies[name] = [
                 {
                     key.split(".", 2)[2]: value
                     for key, value in saved.items()
@@ -224,7 +226,7 @@ def _copy_to_cpu(value: Any) -> Any:
 
 
 class Stateful(Protocol):
-    """An object whose state is saved and resumed."""
+    """An object whose state is saved in checkpoints and loaded when a run resumes."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-serializable."""
@@ -235,13 +237,14 @@ class Stateful(Protocol):
 
 class Checkpoints:
     """
-    Writes checkpoints that are valid only when they are complete, and loads the state that the Trainer does not save:
-    the training rows in use, the position in them, the references, and the state of every stateful object.
+    Writes checkpoints that are valid only if they are complete, and loads the state that the `Trainer` does not save:
+    the current training rows, the position in them, the reference weights, and the state of every object in
+    `stateful`.
 
     Args:
-        stateful: objects with a state, by their name in checkpoints.
+        stateful: objects with a state, by name in the checkpoint.
         ref_model: TRL's reference model.
-        settings: settings that determine the results of the run.
+        settings: collects the settings that determine the results of the run.
         best: copies of the best adapters.
     """
 
@@ -266,7 +269,7 @@ class Checkpoints:
         self._agents, self._anonymous, self._settings = team.agents, team.anonymous, settings
         device = run.processes.device
         self._random = RandomStates(device, others=other_devices(model, device))
-        self._last_step: dict[str, Any] | None = None
+        self._recorded_step: dict[str, Any] | None = None
         self._log_window: dict[str, Any] | None = None
 
     # ---- Writing ----
@@ -274,8 +277,8 @@ class Checkpoints:
     @contextlib.contextmanager
     def saving(self, folder: Path) -> Iterator[None]:
         """
-        Context manager around the `Trainer`'s own saving. The checkpoint becomes valid when all processes have written
-        their files.
+        Context manager around the saving code of the `Trainer`. The checkpoint becomes valid once all processes have
+        written their files.
 
         Raises:
             CheckpointError: the checkpoint cannot be written, or weights are not finite.
@@ -284,14 +287,14 @@ class Checkpoints:
         run_folder.run = self.folder.run or "unnamed"
         is_open = False
         try:
-            with self._processes.together():
+            with self._processes.failing_together():
                 self._check_weights()
                 if self._args.should_save:
                     run_folder.open(int(folder.name.rpartition("-")[2]))
                     is_open = True
-            with self._processes.together(), undisturbed():
+            with self._processes.failing_together(), undisturbed():
                 yield
-            with self._processes.together():
+            with self._processes.failing_together():
                 if self._args.should_save:
                     run_folder.close(folder, self._settings.collect())
         except Exception as error:
@@ -309,31 +312,31 @@ class Checkpoints:
 
     def _save_error(self, folder: Path, run_folder: RunFolder, error: Exception) -> CheckpointError:
         newest_complete = run_folder.newest_complete()
-        left = (
+        next_start = (
             f"The run resumes from {newest_complete}"
             if newest_complete is not None
             else "No checkpoint of this run is complete, so the run starts from the beginning"
         )
         return CheckpointError(
-            f"Could not write {folder}: {type(error).__name__}: {error}. {left} if you start the same command again "
-            "with `resume_from_checkpoint=True`. The incomplete checkpoint was removed."
+            f"Could not write {folder}: {type(error).__name__}: {error}. {next_start} if you start the same command "
+            "again with `resume_from_checkpoint=True`. The incomplete checkpoint was removed."
         )
 
     def _check_weights(self) -> None:
         for name in self._policies.trained:
             parameters = self._policies.parameters(name).items()
-            broken = next((key for key, value in parameters if not value.detach().isfinite().all()), None)
-            if broken is not None:
+            not_finite = next((key for key, value in parameters if not value.detach().isfinite().all()), None)
+            if not_finite is not None:
                 raise FloatingPointError(
-                    f"The weights of {name!r} are not finite ({broken}), so no checkpoint is saved. Lower the "
+                    f"The weights of {name!r} are not finite ({not_finite}), so no checkpoint is saved. Lower the "
                     "learning rate and resume from an earlier checkpoint."
                 )
 
     def save(self, folder: str | Path) -> None:
-        """Write the state of this process to a checkpoint. Every process calls it."""
+        """Save the state of this process to a checkpoint. All processes must call this method."""
         rank, world_size = self._args.process_index, self._args.world_size
-        own = self._own_state()
-        save_rollouts(folder, rank, world_size, own["micro_step"], own["slices"], own["extra"])
+        state = self._collect_state()
+        save_rollouts(folder, rank, world_size, state["micro_step"], state["slices"], state["extra"])
         if self._args.sync_ref_model and self._args.should_save:
             save_references(self._policies, self._ref_model, folder)
         if self.past_copies is not None and self._args.should_save:
@@ -341,43 +344,43 @@ class Checkpoints:
         if self.best is not None and self.best.adapters and self._args.should_save:
             self.best.save(folder)
 
-    def _own_state(self) -> dict[str, Any]:
-        is_spent = self._state.micro_step % self._schedule.generate_every == 0  # the next step samples new episodes
-        extra = {name: owner.state_dict() for name, owner in self.stateful.items()}
+    def _collect_state(self) -> dict[str, Any]:
+        is_used_up = self._state.micro_step % self._schedule.generate_every == 0  # the next step samples new rows
+        extra = {name: item.state_dict() for name, item in self.stateful.items()}
         return {
             "micro_step": self._state.micro_step,
-            "slices": None if is_spent else self._state.slices,
-            "extra": {**extra, "window": self._state.window()},
+            "slices": None if is_used_up else self._state.slices,
+            "extra": {**extra, "window": self._state.capture_log_window()},
         }
 
-    # ---- A checkpoint of the last complete step, after a failure in the next step ----
+    # ---- Saving the last complete step after a failure ----
 
     def record_step(self) -> None:
         """
-        Keep the state that a checkpoint of this step needs, except weights and optimizer, which only the next update
-        changes.
+        Record the state for a checkpoint of this step, except the weights and the optimizer state, which do not change
+        before the next update.
         """
         with undisturbed():
-            own = self._own_state()
+            state = self._collect_state()
             # Not copied, because they are large and never modified
-            kept = (self._state.slices, own["extra"].get("user_randomness"))
-            self._last_step = {
+            shared = (self._state.slices, state["extra"].get("user_randomness"))
+            self._recorded_step = {
                 "step": self._state.optimizer_step,
                 "random": self._random.capture(),
                 "tokens": self._state.num_tokens_seen,
                 "entropy": self._state.entropy,
-                "restored": self._restored,
-                **copy.deepcopy(own, {id(value): value for value in kept}),
+                "num_restored": self._num_restored,
+                **copy.deepcopy(state, {id(value): value for value in shared}),
             }
 
     @property
-    def _restored(self) -> int:
-        """Number of times that adapters were restored to their best weights."""
-        return self.best.restored if self.best is not None else 0
+    def _num_restored(self) -> int:
+        """Number of adapters restored to their best weights so far."""
+        return self.best.num_restored if self.best is not None else 0
 
     def record_after_log(self) -> None:
-        """Record the step again, after a log has changed its state."""
-        if self._last_step is not None and self._last_step["step"] == self._state.optimizer_step:
+        """Record the step again after logging, which changes the state."""
+        if self._recorded_step is not None and self._recorded_step["step"] == self._state.optimizer_step:
             self.record_step()
 
     @property
@@ -390,9 +393,9 @@ class Checkpoints:
         newest_complete = self._processes.broadcast(self.folder.newest_complete() if self._args.should_save else None)
         return newest_complete is not None and newest_complete.name == f"checkpoint-{self._state.optimizer_step}"
 
-    def discard_step(self) -> None:
+    def discard_recorded_step(self) -> None:
         """Discard the recorded step, because the weights are about to change."""
-        self._last_step = None
+        self._recorded_step = None
 
     def save_recorded_step(self, save: Callable[[], None]) -> bool:
         """
@@ -400,17 +403,19 @@ class Checkpoints:
 
         Returns: whether there is a complete checkpoint of that step.
         """
-        kept = self._last_step
-        if kept is None or (kept["step"], kept["restored"]) != (self._state.optimizer_step, self._restored):
-            return False  # no complete step, or the weights have changed since
+        recorded = self._recorded_step
+        if recorded is None:
+            return False
+        if (recorded["step"], recorded["num_restored"]) != (self._state.optimizer_step, self._num_restored):
+            return False  # the weights have changed since
         if self.has_current_checkpoint():
             return True
-        self._random.restore(kept["random"])
-        self._state.micro_step, self._state.slices = kept["micro_step"], kept["slices"]
-        self._state.count_tokens(kept["tokens"] - self._state.num_tokens_seen)
-        self._state.note_entropy(*kept["entropy"])
-        self._load_owners(kept["extra"])
-        self.open_window()
+        self._random.restore(recorded["random"])
+        self._state.micro_step, self._state.slices = recorded["micro_step"], recorded["slices"]
+        self._state.count_tokens(recorded["tokens"] - self._state.num_tokens_seen)
+        self._state.set_entropy(*recorded["entropy"])
+        self._load_stateful(recorded["extra"])
+        self.restore_log_window()
         save()
         return True
 
@@ -425,11 +430,11 @@ class Checkpoints:
 
         Raises:
             DamagedCheckpoint: the given checkpoint is damaged.
-            ValueError: the run differs from that of the checkpoint in a way that `resume_changes` does not declare.
+            ValueError: the run differs from the run of the checkpoint in a way that `resume_changes` does not declare.
         """
-        with self._processes.together():
-            for owner in self.stateful.values():
-                owner.state_dict()  # fail before the first generation if a state cannot be saved
+        with self._processes.failing_together():
+            for item in self.stateful.values():
+                item.state_dict()  # fail before the first generation if a state cannot be saved
             chosen = self._choose(resume_from_checkpoint) if self._args.should_save else None
         chosen, self.changes = self._processes.broadcast((chosen, self.changes))
         return chosen
@@ -481,7 +486,7 @@ class Checkpoints:
         return commits.verify(folder)
 
     def check_settings(self, commit: Commit, folder: Path) -> None:
-        """Raise if the structure has changed since a checkpoint, and warn about all other changes."""
+        """Raise if the structure of the run has changed since a checkpoint, and warn about all other changes."""
         saved, current = commit.settings, self._settings.collect()
         if not saved:
             return
@@ -500,36 +505,36 @@ class Checkpoints:
         if self._args.sync_ref_model:
             load_references(self._policies, self._ref_model, folder)
         if self.past_copies is not None:
-            self.past_copies.load(folder, self.find_source)
+            self.past_copies.load(folder, self.find_saved_name)
         if self.best is not None:
-            self.best.load(folder, self.find_source)
-        is_changed = not self.changes.is_empty
-        restored = load_rollouts(folder, self._args.process_index, self._args.world_size, is_changed)
+            self.best.load(folder, self.find_saved_name)
+        has_changes = not self.changes.is_empty
+        restored = load_rollouts(folder, self._args.process_index, self._args.world_size, has_changes)
         if restored is None:
             return
         self._state.micro_step, slices, extra = restored
-        self._state.slices = None if is_changed else slices  # a changed run samples new rows
-        self._load_owners(extra)
+        self._state.slices = None if has_changes else slices  # a changed run samples new rows
+        self._load_stateful(extra)
 
-    def _load_owners(self, extra: dict[str, Any]) -> None:
-        for name, owner in self.stateful.items():
+    def _load_stateful(self, extra: dict[str, Any]) -> None:
+        for name, item in self.stateful.items():
             if name in extra:
-                owner.load_state_dict(extra[name])
+                item.load_state_dict(extra[name])
         self._log_window = extra.get("window")
 
-    def open_window(self) -> None:
-        """Restore the metrics since the last log. The Trainer clears them after [`load`]."""
+    def restore_log_window(self) -> None:
+        """Restore the metrics since the last log, which the `Trainer` clears after [`load`]."""
         if self._log_window is not None:
-            self._state.open_window(self._log_window)
+            self._state.restore_log_window(self._log_window)
             self._log_window = None
 
     @property
-    def find_source(self) -> Callable[[str], str | None] | None:
-        """Function from an adapter to its name in the checkpoint, or `None` without `resume_changes`."""
-        return None if self.changes.is_empty else self.changes.find_source
+    def find_saved_name(self) -> Callable[[str], str | None] | None:
+        """Function that maps an adapter to its name in the checkpoint, or `None` without `resume_changes`."""
+        return None if self.changes.is_empty else self.changes.find_saved_name
 
     def load_best(self, folder: str | Path) -> None:
-        """Load the weights of an earlier checkpoint of this run."""
+        """Load the weights of the best checkpoint of this run, and drop past copies that are newer."""
         self.load_weights(folder)
         if self.past_copies is not None:
             self.past_copies.drop_after_checkpoint(folder)
@@ -541,12 +546,12 @@ class Checkpoints:
             self._critic.load(folder)
 
 
-def _same_structure(saved: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
-    """Return `True` if a checkpoint has the structure of the run."""
-    if _collect_names(saved) != _collect_names(present):
+def _same_structure(saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    """Return `True` if the saved and the current settings have the same structure."""
+    if _collect_names(saved) != _collect_names(current):
         return False
     try:
-        check_structure(saved, present, ResumeChanges(), "")
+        check_structure(saved, current, ResumeChanges(), "")
     except ValueError:
         return False
     return True
@@ -562,7 +567,7 @@ def raise_failed_push(jobs: Sequence[Any], repo: str | None, folder: str | None)
     Raise if the upload of a checkpoint failed in the background.
 
     Raises:
-        RuntimeError: names the repository and the folder with the files.
+        RuntimeError: an upload failed. The message names the repository and the folder with the files.
     """
     for job in jobs:
         if job.done() and job.exception() is not None:
@@ -597,11 +602,11 @@ def load_team_adapters(
     saved = {agent.name for agent in manifest.agents} | set(manifest.adapters)
     changes.check_names(saved, {agent.name for agent in agents} | set(policies.names))
     for name in policies.names:
-        source = changes.find_source(name)
-        if source is not None:
-            load_adapter_weights(model, name, Path(folder) / source)
+        saved_name = changes.find_saved_name(name)
+        if saved_name is not None:
+            load_adapter_weights(model, name, Path(folder) / saved_name)
             _check_finite(policies, name, folder)
-    policies.release()
+    policies.restore_requires_grad()
 
 
 def _check_finite(policies: Policies, name: str, folder: str | Path) -> None:
@@ -615,11 +620,11 @@ def _check_is_checkpoint(folder: Path) -> None:
     """Raise if a folder is a run folder or a saved team, neither of which has a state to resume from."""
     if not folder.is_dir() or (folder / TRAINER_STATE_NAME).exists():
         return
-    inside = sorted(folder.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
-    if inside:
+    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
+    if checkpoints:
         raise ValueError(
             f"{folder} is the output folder of a run, not a checkpoint. Pass `True` for the newest checkpoint, or the "
-            f"path of a checkpoint, such as {inside[-1]}."
+            f"path of a checkpoint, such as {checkpoints[-1]}."
         )
     is_checkpoint = any((folder / name).exists() for name in (commits.COMMIT_NAME, commits.OPEN_NAME))
     if (folder / MANIFEST_NAME).exists() and not is_checkpoint:

@@ -119,7 +119,7 @@ class RestoringCollapse(Collapse):
     def undo(self) -> None:
         # Gradients of the present weights are not applied to others: wait for the next optimizer step. A process whose
         # rows had no signal has none
-        if self._found and not any(self._processes.gather([self._policies.have_gradients])):
+        if self._found and not any(self._processes.gather([self._policies.has_pending_gradients])):
             self._restore()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -128,7 +128,7 @@ class RestoringCollapse(Collapse):
             self._restore()
 
     def _take_best(self) -> None:
-        self._adapters.take()
+        self._adapters.capture()
         self._best_step, self._found = self._state.optimizer_step, ""
 
     def _handle_collapse(self, found: str, is_last: bool) -> None:

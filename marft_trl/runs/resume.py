@@ -314,7 +314,7 @@ class ResumeChanges:
         """`True` if nothing is to change."""
         return not (self.add or self.remove or self.rename or self.accept)
 
-    def find_source(self, adapter: str) -> str | None:
+    def find_saved_name(self, adapter: str) -> str | None:
         """Name that an adapter of the team has in the checkpoint; `None` if it starts fresh."""
         if adapter in self.add:
             return None

@@ -19,7 +19,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from ..config.marft_config import MARFTConfig
 from ..seams.libraries import get_logger
-from ..system.processes import Processes, ending_forks
+from ..system.processes import Processes, exiting_forked_children
 from .checkpoints import Checkpoints
 from .run_folder import CheckpointError
 
@@ -140,8 +140,8 @@ class Run(TrainerCallback):
         folder = self._checkpoints.folder
         with contextlib.ExitStack() as stack:
             stack.callback(self._clean_up)
-            stack.enter_context(self._processes.telling())
-            with self._processes.together():
+            stack.enter_context(self._processes.reporting_failures())
+            with self._processes.failing_together():
                 if self._args.should_save:
                     stack.enter_context(folder.held())
                     folder.check_space(self._checkpoint_size())
@@ -150,11 +150,11 @@ class Run(TrainerCallback):
             checkpoint = self._checkpoints.choose(resume_from_checkpoint)
             stack.enter_context(self._signals.watched())
             try:
-                with ending_forks():
+                with exiting_forked_children():
                     yield checkpoint
                 self._end_after_all()
             except Exception as error:
-                if self._processes.have_agreed(error):
+                if self._processes.is_shared(error):
                     self._save_after(error)
                 raise
 
@@ -178,7 +178,7 @@ class Run(TrainerCallback):
             return
         with folder.marked() if processes.is_main else contextlib.nullcontext() as mark:
             name = processes.broadcast(mark)
-            with processes.together():
+            with processes.failing_together():
                 folder.check_mark(name)
 
     def _end_after_all(self) -> None:
@@ -226,10 +226,10 @@ class Run(TrainerCallback):
         return state.global_step >= state.max_steps
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._checkpoints.open_window()
+        self._checkpoints.restore_log_window()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self._checkpoints.discard_step()
+        self._checkpoints.discard_recorded_step()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._began = time.monotonic()

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Seams of `GRPOTrainer`: its constructor, state, settings, prompts, engine, rewards, loss and loss types."""
+"""Access to internals of `GRPOTrainer`: constructor, state, settings, prompts, rewards, loss and loss types."""
 
 from __future__ import annotations
 
@@ -24,36 +24,38 @@ from .swapping import swapped
 
 logger = get_logger(__name__)
 
-_OF_CLIPPING = tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"))
+_CLIP_METRICS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"))
 
 
 @dataclass(frozen=True)
 class LossType:
     """
-    A loss type.
+    Properties of a loss type of TRL.
 
     Args:
-        by_rows: whether the loss of a micro-batch is a mean over rows; else it is divided by a number of tokens.
-        fits_actions: whether a turn may be a single action, which does not weigh more with more tokens. `luspo` weighs
-            by length on purpose.
-        one_advantage: whether all tokens of a turn need the same advantage.
+        is_row_mean: whether the loss of a micro-batch is a mean over rows. Otherwise, it is divided by a number of
+            tokens.
+        supports_actions: whether a turn can be a single action, whose weight in the loss does not depend on its number
+            of tokens (for `luspo` it does, by design).
+        needs_same_advantage: whether all tokens of a turn need the same advantage.
+        metrics: names of the metrics that the loss logs.
     """
 
-    by_rows: bool = False
-    fits_actions: bool = False
-    one_advantage: bool = False
+    is_row_mean: bool = False
+    supports_actions: bool = False
+    needs_same_advantage: bool = False
     metrics: tuple[str, ...] = ()
 
 
 LOSSES = {
-    "grpo": LossType(by_rows=True, fits_actions=True, metrics=_OF_CLIPPING),
-    "dr_grpo": LossType(by_rows=True, metrics=_OF_CLIPPING),
-    "dapo": LossType(metrics=_OF_CLIPPING),
-    "bnpo": LossType(metrics=_OF_CLIPPING),
+    "grpo": LossType(is_row_mean=True, supports_actions=True, metrics=_CLIP_METRICS),
+    "dr_grpo": LossType(is_row_mean=True, metrics=_CLIP_METRICS),
+    "dapo": LossType(metrics=_CLIP_METRICS),
+    "bnpo": LossType(metrics=_CLIP_METRICS),
     "cispo": LossType(metrics=("cispo_clip_ratio",)),
-    "sapo": LossType(by_rows=True, fits_actions=True),
-    "luspo": LossType(by_rows=True, fits_actions=True, metrics=_OF_CLIPPING),
-    "vespo": LossType(one_advantage=True, metrics=("vespo/phi_seq_mean",)),
+    "sapo": LossType(is_row_mean=True, supports_actions=True),
+    "luspo": LossType(is_row_mean=True, supports_actions=True, metrics=_CLIP_METRICS),
+    "vespo": LossType(needs_same_advantage=True, metrics=("vespo/phi_seq_mean",)),
 }
 
 
@@ -63,23 +65,23 @@ LOSSES = {
 @contextlib.contextmanager
 def without_vllm(args: Any) -> Iterator[None]:
     """
-    Context manager: `args.use_vllm` is off. `GRPOTrainer.__init__` (TRL 1.16) would import vLLM, and connect it to a
-    generator that serves one policy, merged into the base.
+    Context manager that sets `args.use_vllm` to `False`. `GRPOTrainer.__init__` (TRL 1.16) would import vLLM and
+    create a generator for a single policy, merged into the base.
     """
     with swapped(args, {"use_vllm": False}):
         yield
 
 
 @contextlib.contextmanager
-def without_reference(args: Any, if_: bool) -> Iterator[None]:
+def without_reference(args: Any, enabled: bool) -> Iterator[None]:
     """
-    Context manager: `args.beta` is 0 and `args.sync_ref_model` is off if the condition holds.
+    Context manager that sets `args.beta` to 0 and `args.sync_ref_model` to `False` if enabled.
 
-    `GRPOTrainer.__init__` (TRL 1.16) keeps a reference of an adapter named `default`, fails without one, and refuses
-    to move it (trl#4723). The references of agents are the starts of their own adapters.
+    `GRPOTrainer.__init__` (TRL 1.16) keeps a reference copy of the adapter named `default`, fails without this
+    adapter, and cannot sync the reference (trl#4723). References of agents are the initial weights of their adapters.
     """
     beta, sync = args.beta, args.sync_ref_model
-    if if_:
+    if enabled:
         args.beta, args.sync_ref_model = 0.0, False
     try:
         yield
@@ -88,41 +90,41 @@ def without_reference(args: Any, if_: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_records(text: str | None) -> Iterator[None]:
-    """Context manager: `GRPOTrainer` logs nothing that has this text."""
-    parents = logging.getLogger("trl.trainer.grpo_trainer")
+def _without_messages(text: str | None) -> Iterator[None]:
+    """Context manager that drops log messages of `GRPOTrainer` that contain a text; none if `text` is `None`."""
+    trl_logger = logging.getLogger("trl.trainer.grpo_trainer")
 
     def keep(record: logging.LogRecord) -> bool:
         return text is None or text not in record.getMessage()
 
-    parents.addFilter(keep)
+    trl_logger.addFilter(keep)
     try:
         yield
     finally:
-        parents.removeFilter(keep)
+        trl_logger.removeFilter(keep)
 
 
-def without_false_warning(model_was_named: bool) -> contextlib.AbstractContextManager[None]:
+def without_init_kwargs_warning(enabled: bool) -> contextlib.AbstractContextManager[None]:
     """
-    Context manager: `GRPOTrainer.__init__` (TRL 1.16) does not warn that `model_init_kwargs` are ignored. It is given
-    a loaded model, but the arguments were used for loading it.
+    Context manager that drops the warning of `GRPOTrainer.__init__` (TRL 1.16) that `model_init_kwargs` are ignored.
+    It receives a loaded model, but this model was loaded with these arguments.
     """
-    return _without_records("`model_init_kwargs` to the `GRPOConfig`" if model_was_named else None)
+    return _without_messages("`model_init_kwargs` to the `GRPOConfig`" if enabled else None)
 
 
-def without_unscored_rows_in_the_log() -> contextlib.AbstractContextManager[None]:
+def without_unscored_row_warnings() -> contextlib.AbstractContextManager[None]:
     """
-    Context manager: `GRPOTrainer._calculate_rewards` (TRL 1.16) does not write a whole row into the log whenever no
-    function has scored it: logs are read by others than datasets. `frac_unscored` has their share.
+    Context manager that drops the warnings of `GRPOTrainer._calculate_rewards` (TRL 1.16) about rows without a reward.
+    They contain the whole row, which may be confidential. The metric `frac_unscored` has the fraction of such rows.
     """
-    return _without_records("All reward functions returned None")
+    return _without_messages("All reward functions returned None")
 
 
 @contextlib.contextmanager
 def accepting_one_generation(config: Any) -> Iterator[None]:
     """
-    Context manager: `GRPOConfig.__post_init__` (TRL 1.16) accepts `num_generations=1`, which is enough with a critic.
-    The checks that it would make after this one concern vLLM alone.
+    Context manager in which `GRPOConfig.__post_init__` (TRL 1.16) accepts `num_generations=1`, which is enough with a
+    critic. The checks that this skips are only about vLLM.
     """
     try:
         yield
@@ -132,52 +134,54 @@ def accepting_one_generation(config: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def constructing_parent(
+def constructing_grpo_trainer(
     args: Any,
     has_adapters: bool,
-    model_was_named: bool,
+    is_model_name: bool,
     ratio: str | None = None,
     reward_weights: list[float] | None = None,
 ) -> Iterator[None]:
     """
     Context manager around `GRPOTrainer.__init__` (TRL 1.16): [`without_reference`], [`without_vllm`] and
-    [`without_false_warning`]. A reference that TRL loads goes to the device of the process. What the constructor says
-    of `importance_sampling_level` is about the ratio that will be used. The arguments are the user's, who may make a
-    second trainer from them, so they are unchanged afterwards.
+    [`without_init_kwargs_warning`]. A reference model that TRL loads goes to the device of the process. The training
+    arguments are restored afterwards, because the user may create another trainer from them.
 
     Args:
-        reward_weights: of all reward functions; `None` for that of the training arguments.
+        is_model_name: whether the user passed the name of a model.
+        ratio: value of `importance_sampling_level`, which the constructor checks; `None` for that of the arguments.
+        reward_weights: weights of all reward functions; `None` for those of the arguments.
     """
-    kwargs, is_placed = copy.copy(args.model_init_kwargs), False  # a copy, since TRL completes it for reward models
+    kwargs, is_placed = copy.copy(args.model_init_kwargs), False  # a copy, because TRL changes it for reward models
     if args.beta != 0.0 and not has_adapters and args.world_size == 1 and args.device.type not in ("cpu", "mps"):
-        # Of the reference, which TRL would spread over all devices
+        # TRL would distribute the reference model over all devices
         kwargs, is_placed = {"device_map": {"": args.device}, **(kwargs or {})}, True
-    bent = {
+    overrides = {
         "importance_sampling_level": ratio or args.importance_sampling_level,
         "model_init_kwargs": kwargs,
     }
     if reward_weights is not None:
-        bent["reward_weights"] = reward_weights
-    quiet = without_false_warning(model_was_named or is_placed)
-    with without_reference(args, if_=has_adapters), without_vllm(args), swapped(args, bent), quiet:
+        overrides["reward_weights"] = reward_weights
+    without_warning = without_init_kwargs_warning(is_model_name or is_placed)
+    with without_reference(args, has_adapters), without_vllm(args), swapped(args, overrides), without_warning:
         yield
 
 
-def configure_parent(trainer: GRPOTrainer, beta: float, ratio: str | None) -> None:
+def configure_grpo_trainer(trainer: GRPOTrainer, beta: float, ratio: str | None) -> None:
     """
-    Settings that `GRPOTrainer.__init__` (TRL 1.16) derives otherwise from the training arguments.
+    Correct settings that `GRPOTrainer.__init__` (TRL 1.16) derives differently from the training arguments.
 
     Args:
-        trainer: its constructor has run, in [`without_reference`].
+        trainer: a trainer whose constructor ran in [`constructing_grpo_trainer`].
         beta: coefficient of the KL to the references.
+        ratio: value of `importance_sampling_level`; `None` for that of the arguments.
     """
     trainer.beta = beta
     if ratio is not None:
         trainer.importance_sampling_level = ratio
-    # Upstream generates until one of these tokens, but does not take them for the end when it cuts padding off
+    # TRL stops generation at these tokens, but does not recognize them as the end when it removes padding
     end_ids = (trainer.args.generation_kwargs or {}).get("eos_token_id")
-    ends = [*trainer.eos_token_ids, *([end_ids] if isinstance(end_ids, int) else end_ids or [])]
-    trainer.eos_token_ids = list(dict.fromkeys(ends))
+    end_ids = [end_ids] if isinstance(end_ids, int) else end_ids or []
+    trainer.eos_token_ids = list(dict.fromkeys([*trainer.eos_token_ids, *end_ids]))
     if not trainer.use_vllm:
         trainer.generation_kwargs["eos_token_id"] = trainer.eos_token_ids
 
@@ -187,8 +191,8 @@ def configure_parent(trainer: GRPOTrainer, beta: float, ratio: str | None) -> No
 
 class TrlState:
     """
-    The state that `GRPOTrainer` (TRL 1.16) keeps in private attributes, under public names. It stays the trainer's,
-    because methods of TRL read and write it.
+    Public access to the state that `GRPOTrainer` (TRL 1.16) keeps in private attributes. The state stays in the
+    trainer, because methods of TRL read and write it.
     """
 
     def __init__(self, trainer: GRPOTrainer):
@@ -196,12 +200,12 @@ class TrlState:
 
     @property
     def is_training(self) -> bool:
-        """`True` if the model is in training mode, by which TRL tells training from evaluation."""
+        """`True` if the model is in training mode, which is how TRL distinguishes training from evaluation."""
         return self._trainer.model.training
 
     @property
     def micro_step(self) -> int:
-        """Number of calls of `training_step` so far."""
+        """Number of calls to `training_step` so far."""
         return self._trainer._step
 
     @micro_step.setter
@@ -215,12 +219,12 @@ class TrlState:
 
     @property
     def best_checkpoint(self) -> str | None:
-        """The checkpoint with the best metric."""
+        """Path of the checkpoint with the best metric; `None` if there is none."""
         return self._trainer.state.best_model_checkpoint
 
     @property
     def accumulation_steps(self) -> int:
-        """Number of micro-steps of the present optimizer step; 1 in evaluation."""
+        """Number of micro-steps in the current optimizer step; 1 in evaluation."""
         return self._trainer.current_gradient_accumulation_steps if self.is_training else 1
 
     @property
@@ -230,7 +234,7 @@ class TrlState:
 
     @property
     def slices(self) -> list | None:
-        """Training data of the present generation batch; `None` before the first one."""
+        """Slices of the current generation batch; `None` before the first one."""
         return self._trainer._buffered_inputs
 
     @slices.setter
@@ -239,7 +243,7 @@ class TrlState:
 
     @property
     def num_tokens_seen(self) -> int:
-        """Number of tokens that were generated and read so far, over all processes."""
+        """Number of prompt and generated tokens so far, over all processes."""
         return self._trainer.state.num_input_tokens_seen
 
     def count_tokens(self, count: int) -> None:
@@ -263,17 +267,17 @@ class TrlState:
 
     @property
     def entropy(self) -> tuple[float, float]:
-        """What [`note_entropy`] sets."""
+        """Coefficient and entropy, as set by [`set_entropy`]."""
         return self._trainer.entropy_coef, self._trainer._last_world_entropy
 
-    def note_entropy(self, coefficient: float, entropy: float) -> None:
-        """Set the coefficient and the entropy that TRL writes into its checkpoints and logs."""
+    def set_entropy(self, coefficient: float, entropy: float) -> None:
+        """Set the coefficient and the entropy that TRL saves in its checkpoints and logs."""
         self._trainer.entropy_coef, self._trainer._last_world_entropy = coefficient, entropy
 
-    def window(self) -> dict[str, Any]:
+    def capture_log_window(self) -> dict[str, Any]:
         """
-        What was measured since the last log; JSON-serializable. transformers (5.23) and TRL start with an empty window
-        after a resume, so the first log of a resumed run would lack the steps before it.
+        Return the metrics and losses since the last log, JSON-serializable. transformers (5.23) and TRL do not save
+        them, so the first log of a resumed run would not include the steps before the checkpoint.
         """
         trainer = self._trainer
         return {
@@ -285,8 +289,11 @@ class TrlState:
             "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
         }
 
-    def open_window(self, window: Mapping[str, Any]) -> None:
-        """Go on from a [`window`]. `Trainer` resets its part before `on_train_begin`, so call it then or later."""
+    def restore_log_window(self, window: Mapping[str, Any]) -> None:
+        """
+        Restore the values of [`capture_log_window`]. Call this in `on_train_begin` or later, because the `Trainer`
+        resets the losses before.
+        """
         trainer = self._trainer
         for mode, names in window["metrics"].items():
             self.metrics[mode].clear()
@@ -295,30 +302,30 @@ class TrlState:
         trainer._total_loss_scalar, trainer._globalstep_last_logged = window["total_loss"], window["last_logged"]
 
     def take_user_metrics(self) -> dict[str, list[float]]:
-        """Take the values that reward functions passed to `log_metric`."""
-        taken = {name: list(values) for name, values in self._trainer._pending_metrics.items()}
+        """Return the values that reward functions passed to `log_metric`, and clear them."""
+        values_by_name = {name: list(values) for name, values in self._trainer._pending_metrics.items()}
         self._trainer._pending_metrics.clear()
-        return taken
+        return values_by_name
 
     def take_user_columns(self) -> dict[str, list]:
-        """Take the values that reward functions passed to `log_extra`."""
-        taken = {name: list(values) for name, values in self._trainer._pending_extra_logs.items()}
+        """Return the values that reward functions passed to `log_extra`, and clear them."""
+        columns = {name: list(values) for name, values in self._trainer._pending_extra_logs.items()}
         self._trainer._pending_extra_logs.clear()
-        return taken
+        return columns
 
     def set_user_columns(self, columns: Mapping[str, list]) -> None:
-        """Set the values that [`~TrlState.take_user_columns`] takes next."""
+        """Set the values that the next call of [`take_user_columns`] returns."""
         self._trainer._pending_extra_logs.clear()
         self._trainer._pending_extra_logs.update(columns)
 
     def fill_table(self, prompts, completions, advantages, rewards: Mapping, extra: Mapping) -> None:
         """
-        Set the rows of the completions table that `GRPOTrainer.log` writes. TRL's own deques hold a fixed number of
-        completions; a team has as many turns as its workflow asks for.
+        Set the rows of the completions table that `GRPOTrainer.log` writes. TRL's own deques have a fixed length, but
+        the number of turns depends on the workflow.
 
         Args:
             prompts, completions, advantages: one value per turn.
-            rewards, extra: columns, one value per turn.
+            rewards, extra: columns by name, with one value per turn.
         """
         self._trainer._logs = {
             "images": deque(),
@@ -332,19 +339,19 @@ class TrlState:
 
 class TrlSettings:
     """
-    Settings that `GRPOTrainer` (TRL 1.16) copies from the training arguments in its constructor and reads from itself
-    afterwards, so that a callback may change them.
+    Settings that the constructor of `GRPOTrainer` (TRL 1.16) copies from the training arguments to the trainer, where
+    callbacks may change them.
 
     Attributes:
         beta: coefficient of the KL to the references.
         loss_type: loss type.
-        aux_loss_enabled: whether the routers of a mixture of experts have a loss of their own.
-        top_entropy_quantile: share of the tokens that is trained, those of the highest entropy.
-        scale_rewards: deviation that advantages are divided by: `"group"`, `"batch"` or `"none"`.
-        multi_objective_aggregation: order of summing and normalizing reward functions.
-        mask_truncated_completions: whether truncated turns are left out of the loss.
+        aux_loss_enabled: whether a mixture-of-experts model adds its router loss.
+        top_entropy_quantile: fraction of tokens to train on, those with the highest entropy.
+        scale_rewards: standard deviation that divides advantages: `"group"`, `"batch"` or `"none"`.
+        multi_objective_aggregation: whether rewards are summed before or after normalization.
+        mask_truncated_completions: whether truncated turns are excluded from the loss.
         log_completions: whether completions are logged.
-        num_completions_to_print: number of transcripts at a log; `None` for the default.
+        num_completions_to_print: number of transcripts to print per log; `None` for the default.
     """
 
     beta: float
@@ -366,20 +373,20 @@ class TrlSettings:
         return getattr(self._trainer, name)
 
     def group_size(self, training: bool) -> int:
-        """Episodes of a prompt, in training or in evaluation."""
+        """Number of episodes per prompt, in training or in evaluation."""
         return self._trainer.num_generations if training else self._trainer.num_generations_eval
 
-    def override_evaluation(self, num_samples: int | None) -> contextlib.AbstractContextManager[None]:
-        """Context manager: evaluations have so many episodes of a prompt; as many as before if `None`."""
-        number = num_samples or self._trainer.num_generations_eval
-        return swapped(self._trainer, {"num_generations_eval": number})
+    def override_eval_group_size(self, num_samples: int | None) -> contextlib.AbstractContextManager[None]:
+        """Context manager that sets the number of episodes per prompt in evaluations, unless it is `None`."""
+        group_size = num_samples or self._trainer.num_generations_eval
+        return swapped(self._trainer, {"num_generations_eval": group_size})
 
 
 @contextlib.contextmanager
 def without_printed_table(trainer: GRPOTrainer) -> Iterator[None]:
     """
-    Context manager: `GRPOTrainer.log` (TRL 1.16) prints no sample of completions. Its table of columns is not readable
-    with several agents; transcripts are printed in its place.
+    Context manager in which `GRPOTrainer.log` (TRL 1.16) does not print its table of completions, which is hard to
+    read with several agents. Transcripts are printed instead.
     """
     with swapped(trainer, {"num_completions_to_print": 0}):
         yield
@@ -390,11 +397,8 @@ def without_printed_table(trainer: GRPOTrainer) -> Iterator[None]:
 
 class TrlPrompts:
     """
-    Tokenization of prompts by `GRPOTrainer._tokenize_prompts` (TRL 1.16), which renders the functions in
-    `trainer.tools`. Each agent has its own functions, so they are set for the time of a call.
-
-    Args:
-        trainer: does the tokenization.
+    Tokenizes prompts with `GRPOTrainer._tokenize_prompts` (TRL 1.16), which renders the tools in `trainer.tools`. They
+    are set for each call, because agents have different tools.
     """
 
     def __init__(self, trainer: GRPOTrainer):
@@ -402,7 +406,7 @@ class TrlPrompts:
         self.tokenizer = trainer._tokenizer
 
     def tokenize(self, prompts: list, functions: Sequence[Callable] = ()) -> list[list[int]]:
-        """Token ids of prompts for an agent that may call these functions."""
+        """Return the token ids of prompts for an agent whose tools are `functions`."""
         with swapped(self._trainer, {"tools": list(functions)}):
             return self._trainer._tokenize_prompts(prompts)[0]
 
@@ -412,8 +416,8 @@ class TrlPrompts:
 
 class TrlRewards:
     """
-    Reward functions, run by `GRPOTrainer._calculate_rewards` (TRL 1.16), which scores one generation batch with the
-    functions of the trainer and gathers the result over processes.
+    Computes rewards with `GRPOTrainer._calculate_rewards` (TRL 1.16), which scores a generation batch with the reward
+    functions of the trainer and gathers the rewards over processes.
     """
 
     def __init__(self, trainer: GRPOTrainer):
@@ -426,24 +430,24 @@ class TrlRewards:
 
     @property
     def names(self) -> list[str]:
-        """Their names."""
+        """Names of the reward functions."""
         return self._trainer.reward_func_names
 
     @property
     def weights(self) -> torch.Tensor:
-        """Their weights, `(F,)`."""
+        """Weights of the reward functions, `(F,)`."""
         return self._trainer.reward_weights
 
     def __call__(self, rows, prompts, completions, completion_ids) -> torch.Tensor:
-        """Rewards `(E, F)` of the completions of all processes; NaN where a function does not apply."""
-        with without_unscored_rows_in_the_log():
+        """Return the rewards `(E, F)` of the completions of all processes, NaN where a function returned `None`."""
+        with without_unscored_row_warnings():
             return self._trainer._calculate_rewards(rows, prompts, completions, completion_ids)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def without_gathering(self) -> Iterator[None]:
         """
-        Context manager: rewards are those of this process. TRL gathers them as soon as it has them, so a function that
-        fails on one process would leave the others waiting.
+        Context manager in which rewards are not gathered. TRL gathers them right after computing them, so if a
+        function failed on one process, the others would hang.
         """
         with swapped(grpo_trainer, {"gather": lambda tensor: tensor}):
             yield
@@ -451,21 +455,24 @@ class TrlRewards:
     @contextlib.contextmanager
     def locally(self, functions: Sequence[Callable] | None = None) -> Iterator[None]:
         """
-        Context manager: rewards are those of this process `(N, F)`, by other functions if some are given. Processes
-        score different numbers of turns and re-runs, so a collective would wait forever. What functions log is left
-        out, because it does not belong to an episode of the batch.
+        Context manager in which rewards `(N, F)` are not gathered, because processes score different numbers of turns
+        and re-runs, so a collective would hang. Values that functions log are dropped, because they do not belong to
+        an episode of the batch.
+
+        Args:
+            functions: reward functions to use instead of the trainer's.
         """
         trainer = self._trainer
         metrics, extra = trainer._pending_metrics, trainer._pending_extra_logs
-        inner: dict[str, Any] = {
+        overrides: dict[str, Any] = {
             "_pending_metrics": type(metrics)(list),
             "_pending_extra_logs": type(extra)(list),
         }
         if functions is not None:
-            inner["reward_funcs"] = list(functions)
-            inner["reward_func_names"] = [get_callable_name(function) for function in functions]
-            inner["reward_processing_classes"] = [None] * len(functions)
-        with swapped(grpo_trainer, {"gather": lambda tensor: tensor}), swapped(trainer, inner):
+            overrides["reward_funcs"] = list(functions)
+            overrides["reward_func_names"] = [get_callable_name(function) for function in functions]
+            overrides["reward_processing_classes"] = [None] * len(functions)
+        with swapped(grpo_trainer, {"gather": lambda tensor: tensor}), swapped(trainer, overrides):
             yield
 
 
@@ -474,10 +481,10 @@ class TrlRewards:
 
 class LocalAccelerator:
     """
-    The accelerator as one process alone sees it: what TRL gathers inside the loss stays local.
+    Accelerator whose collectives return the tensors of this process.
 
-    Processes run different numbers of micro-batches, so a collective inside one would wait forever or mix rows of
-    different agents. [`StepMetrics`] joins the metrics afterwards.
+    TRL gathers metrics inside the loss, but processes run different numbers of micro-batches, so a collective would
+    hang or mix rows of different agents. [`StepMetrics`] combines the metrics afterwards.
     """
 
     def __init__(self, accelerator):
@@ -499,21 +506,20 @@ class LocalAccelerator:
         return tensor
 
 
-# The key under which TRL's loss reads the log-probabilities of the policy that sampled; without it, the ratio is 1
+# Key of the sampling policy's log-probabilities in the inputs of TRL's loss. Without it, the ratio is 1
 OLD_LOGPS = "old_per_token_logps"
-# The key under which it reads the weights that tokens have in the loss, where another policy has sampled them
+# Key of the importance weights of tokens that another policy has sampled
 SAMPLING_WEIGHTS = "importance_sampling_ratio"
 
 
 class TrlLoss:
     """
-    The loss of a micro-batch by `GRPOTrainer._compute_loss` (TRL 1.16), as if its rows were all there is: the rows of
-    one agent on one process. TRL reads the agent's settings from attributes of the trainer, gathers metrics over
-    processes inside the loss and adds them to those of the trainer; for the time of a call these attributes are the
-    micro-batch's own.
+    Computes the loss of a micro-batch, which has rows of one agent on one process, with `GRPOTrainer._compute_loss`
+    (TRL 1.16). This method reads the agent's settings from attributes of the trainer, gathers metrics over processes
+    and adds them to the trainer's metrics, so these attributes are replaced for each call.
 
-    The loss asks `_get_per_token_logps_and_entropies` for log-probabilities first and reads
-    `inputs["old_per_token_logps"]` after that, so the answer may still change them: action level relies on it.
+    `_compute_loss` calls `_get_per_token_logps_and_entropies` before it reads `inputs["old_per_token_logps"]`, so this
+    function may still change the inputs. The action level relies on it.
     """
 
     def __init__(self, trainer: GRPOTrainer):
@@ -529,33 +535,33 @@ class TrlLoss:
     ) -> tuple[torch.Tensor, dict[str, list[float]]]:
         """
         Args:
-            model: whose active adapter is the agent's.
+            model: model whose active adapter is that of the agent.
             inputs: tensors of the rows, see [`collate`].
-            max_completion_length: of the agent, in tokens.
-            entropy_mask: instead of TRL's choice of the tokens of high entropy.
+            max_completion_length: maximum number of tokens in a turn of the agent.
+            entropy_mask: replaces TRL's `get_high_entropy_mask`.
 
         Returns: the loss, and the metrics of the micro-batch.
         """
         trainer = self._trainer
         metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
-        inner: dict[str, Any] = {
+        overrides: dict[str, Any] = {
             "accelerator": LocalAccelerator(trainer.accelerator),
             "_metrics": metrics,
             "entropy_coef": entropy_coef,
-            "use_adaptive_entropy": False,  # each adapter has a controller of its own
+            "use_adaptive_entropy": False,  # each adapter has its own controller
             "max_completion_length": max_completion_length,
             "get_high_entropy_mask": entropy_mask or trainer.get_high_entropy_mask,
-            "use_vllm": SAMPLING_WEIGHTS in inputs,  # whether the loss is to be multiplied by these weights
+            "use_vllm": SAMPLING_WEIGHTS in inputs,  # multiplies the loss by these weights
             "vllm_importance_sampling_correction": True,
         }
-        with swapped(trainer, inner):
+        with swapped(trainer, overrides):
             loss = trainer._compute_loss(model, inputs)
         return loss, metrics["train" if trainer.model.training else "eval"]
 
 
 def trl_log_probs(trainer: GRPOTrainer) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None, Any]]:
     """
-    `GRPOTrainer._get_per_token_logps_and_entropies` (TRL 1.16) of a trainer that overrides it: log-probabilities and
-    entropies `(B, T)`, and the auxiliary loss.
+    Return TRL's own `GRPOTrainer._get_per_token_logps_and_entropies` (TRL 1.16), which the trainer overrides. It
+    returns log-probabilities and entropies `(B, T)`, and the auxiliary loss.
     """
     return functools.partial(GRPOTrainer._get_per_token_logps_and_entropies, trainer)

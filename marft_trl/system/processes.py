@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The processes of a run: devices, collectives, and which one has failed or is silent."""
+"""The processes of a run: their devices, collectives, and detection of processes that failed or do not respond."""
 
 from __future__ import annotations
 
@@ -28,34 +28,33 @@ from .watchdog import ON_EXIT
 logger = get_logger(__name__)
 
 
-def placement(device: torch.device) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that put a whole model on the device of a process, and none for the CPU."""
+def device_map_kwargs(device: torch.device) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that load a whole model onto a device (none for CPU and MPS)."""
     return {} if device.type in ("cpu", "mps") else {"device_map": {"": device}}
 
 
-def is_spread(model: nn.Module) -> bool:
-    """`True` if a model was loaded onto several devices, such as by `device_map="auto"`."""
+def is_model_parallel(model: nn.Module) -> bool:
+    """Return `True` if a model was loaded onto several devices, for example with `device_map="auto"`."""
     return len(set(getattr(model, "hf_device_map", {}).values())) > 1
 
 
 def other_devices(model: nn.Module, device: torch.device) -> list[torch.device]:
-    """The devices that a spread model has layers on, besides that of the process."""
-    if not is_spread(model):
+    """Return the devices of the model's layers, except the device of this process."""
+    if not is_model_parallel(model):
         return []
-    places = {item for item in model.hf_device_map.values() if item != "disk"}  # type: ignore[union-attr]
-    found = {torch.device(device.type, place) if isinstance(place, int) else torch.device(place) for place in places}
-    whole = {torch.device(value.type, value.index or 0) for value in found if value.type == device.type}
-    return sorted(whole - {torch.device(device.type, device.index or 0)}, key=lambda entry: entry.index)
+    names = {name for name in model.hf_device_map.values() if name != "disk"}  # type: ignore[union-attr]
+    devices = {torch.device(device.type, name) if isinstance(name, int) else torch.device(name) for name in names}
+    same_type = {torch.device(item.type, item.index or 0) for item in devices if item.type == device.type}
+    return sorted(same_type - {torch.device(device.type, device.index or 0)}, key=lambda item: item.index)
 
 
-def take_one_device(args: TrainingArguments, model: nn.Module) -> None:
+def restrict_to_one_device(args: TrainingArguments, model: nn.Module) -> None:
     """
-    Let a process that was started alone on a machine with several GPUs use its own and no others. The Trainer would
-    copy the model to all of them (`nn.DataParallel`), which `GRPOTrainer` (1.16) refuses. A model that the user has
-    spread over several stays there.
+    Let a single process on a machine with several GPUs use only its own. The `Trainer` would copy the model to all
+    GPUs (`nn.DataParallel`), which `GRPOTrainer` (TRL 1.16) rejects. A model-parallel model stays on its devices.
     """
     device = args.device
-    if args.n_gpu > 1 and not is_spread(model):
+    if args.n_gpu > 1 and not is_model_parallel(model):
         logger.warning(
             f"This machine has {args.n_gpu} devices, but the run has one process, which uses only {device}. To use "
             "all devices, start the run with `accelerate launch`; to choose one, set CUDA_VISIBLE_DEVICES."
@@ -63,18 +62,21 @@ def take_one_device(args: TrainingArguments, model: nn.Module) -> None:
         use_one_device(args)
 
 
-# Seconds from one look at the store to the next
-_EVERY = 1.0
-# Seconds that a process waits for news of the one that has left it
-_NEWS = 5.0
-# Seconds that a process may stand still after another has failed, before it is ended
-_PATIENCE = 20.0
+# Seconds between two reads of the store
+_POLL_SECONDS = 1.0
+# Seconds to find out what happened to a process after its connection was lost
+_DIAGNOSIS_SECONDS = 5.0
+# Seconds after which a process exits if it is stuck since another process failed
+_STUCK_SECONDS = 20.0
 
 
-class Place(NamedTuple):
+class ProcessInfo(NamedTuple):
     """
-    Where a process runs: the name of its machine, its process id there, and a random name of its present run. Stores
-    outlive runs: torchrun (PyTorch 2.13) keeps one over restarts, and `train()` may be called again after a failure.
+    Host name and process id of a process.
+
+    Args:
+        run: random id of the current run, because stores outlive runs: torchrun (PyTorch 2.13) keeps its store over
+            restarts, and `train()` may be called again after a failure.
     """
 
     host: str
@@ -82,153 +84,162 @@ class Place(NamedTuple):
     run: str = ""
 
     @classmethod
-    def here(cls) -> Place:
+    def current(cls) -> ProcessInfo:
+        """Return the information about this process, with a new run id."""
         return cls(socket.gethostname(), os.getpid(), secrets.token_hex(8))
 
 
 class PeerMonitor:
     """
-    Looks at the key-value store of the processes in a thread of its own, and lets it know that this one is alive.
+    Exchanges heartbeats and error messages with the other processes, in a thread, over the store of the process group.
 
-    Not every failure reaches the others: over NCCL, a collective whose peer is gone waits on the device for
-    `ddp_timeout`, half an hour by default, without a Python error. So a process that is stuck for some time after
-    another one has reported a failure exits with the error message of the other: whatever it waits for, its next
-    collective would fail, and so would a checkpoint, which needs all processes. The store itself may be on a machine
-    that no longer responds, so every wait for it has a limit.
+    Not every failure reaches the other processes: over NCCL, a collective with a dead peer waits on the device for
+    `ddp_timeout`, half an hour by default, without a Python error. Therefore, a process that is stuck for some time
+    after another one has reported a failure exits with the other's error message: its next collective would fail, and
+    so would a checkpoint, which needs all processes. The store itself may be on a machine that does not respond, so
+    requests to it have time limits.
 
     Args:
-        store: by which the processes found one another.
+        store: key-value store of the process group.
+        index: index of this process.
+        processes: information about all processes, by index.
     """
 
-    def __init__(self, store: Any, index: int, places: Sequence[Place]):
-        self._store, self._index, self._places = store, index, list(places)
-        self._others = [other for other in range(len(places)) if other != index]
-        self._prefix = f"marft/{places[0].run}"
-        self._ended = threading.Event()
-        self._watched = threading.get_ident()
+    def __init__(self, store: Any, index: int, processes: Sequence[ProcessInfo]):
+        self._store, self._index, self._processes = store, index, list(processes)
+        self._others = [other for other in range(len(processes)) if other != index]
+        self._prefix = f"marft/{processes[0].run}"
+        self._is_stopped = threading.Event()
+        self._monitored_thread = threading.get_ident()
 
     def __enter__(self) -> PeerMonitor:
-        threading.Thread(target=self._look_out, name="marft-lookout", daemon=True).start()
+        threading.Thread(target=self._monitor, name="marft-peer-monitor", daemon=True).start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._ended.set()
+        self._is_stopped.set()
 
-    def say(self, text: str) -> None:
-        """Report to the other processes why this process fails."""
-        _within(_NEWS, lambda: self._store.set(self._failure(self._index), text))
+    def report_failure(self, message: str) -> None:
+        """Tell the other processes why this process fails."""
+        _call_with_timeout(_DIAGNOSIS_SECONDS, lambda: self._store.set(self._failure_key(self._index), message))
 
-    def news(self) -> str:
-        """What became of the process whose connection is lost, after [`_NEWS`] seconds at most."""
-        found = _within(_NEWS + 2 * _EVERY, self._find_out)
-        if found is not None:
-            return found
-        keeper = self._places[0]
+    def diagnose(self) -> str:
+        """Return a message about why the connection was lost, after a few seconds at most."""
+        message = _call_with_timeout(_DIAGNOSIS_SECONDS + 2 * _POLL_SECONDS, self._find_cause)
+        if message is not None:
+            return message
         return (
-            f"Lost the connection to the other processes of the run, and the machine of process 0 ({keeper.host}), "
-            "which keeps the list of processes, does not respond: the machine or the network is down."
+            "Lost the connection to the other processes of the run, and the machine of process 0 "
+            f"({self._processes[0].host}), which keeps the list of processes, does not respond: the machine or the "
+            "network is down."
         )
 
-    def _find_out(self) -> str | None:
-        end, before = time.monotonic() + _NEWS, None
+    def _find_cause(self) -> str | None:
+        deadline, first_heartbeats = time.monotonic() + _DIAGNOSIS_SECONDS, None
         while True:
             for other in self._others:
-                place = self._places[other]
-                if place.host == socket.gethostname() and not _is_alive(place.pid):
-                    failure = _within(_EVERY, functools.partial(self._read_failure, self._store, other))
-                    return failure or (
-                        f"Process {other} of the run (pid {place.pid}) exited without an error of its own: it was "
+                process = self._processes[other]
+                if process.host == socket.gethostname() and not _is_alive(process.pid):
+                    read_failure = functools.partial(self._read_failure, self._store, other)
+                    return _call_with_timeout(_POLL_SECONDS, read_failure) or (
+                        f"Process {other} of the run (pid {process.pid}) exited without an error of its own: it was "
                         "killed, for example because memory ran out."
                     )
-            with contextlib.suppress(Exception):  # the process that keeps the store may be gone
-                store = _own(self._store)
-                found = [text for other in self._others if (text := self._read_failure(store, other))]
-                if found:
-                    return found[0]
-                beats = self._beats(store)
-                before = beats if before is None else before
-                if time.monotonic() >= end:
-                    return self._silent([item for item in self._others if beats.get(item) == before.get(item)])
-            if time.monotonic() >= end:
+            with contextlib.suppress(Exception):  # the process that hosts the store may be gone
+                store = _clone(self._store)
+                failure = self._read_first_failure(store)
+                if failure is not None:
+                    return failure
+                heartbeats = self._read_heartbeats(store)
+                first_heartbeats = heartbeats if first_heartbeats is None else first_heartbeats
+                if time.monotonic() >= deadline:
+                    same = [item for item in self._others if heartbeats.get(item) == first_heartbeats.get(item)]
+                    return self._describe_unresponsive(same)
+            if time.monotonic() >= deadline:
                 return None
             time.sleep(0.2)
 
-    def _silent(self, others: Sequence[int]) -> str:
-        named = ", ".join(f"{other} (pid {self._places[other].pid} on {self._places[other].host})" for other in others)
-        which = f"Process {named} does not respond" if named else "No process has reported an error"
+    def _describe_unresponsive(self, indices: Sequence[int]) -> str:
+        names = ", ".join(f"{i} (pid {self._processes[i].pid} on {self._processes[i].host})" for i in indices)
+        finding = f"Process {names} does not respond" if names else "No process has reported an error"
         return (
-            f"Lost the connection to the other processes of the run. {which}: a process was killed or hangs, or its "
+            f"Lost the connection to the other processes of the run. {finding}: a process was killed or hangs, or its "
             "machine is down."
         )
 
     def _read_failure(self, store: Any, other: int) -> str | None:
-        if not store.check([self._failure(other)]):
+        if not store.check([self._failure_key(other)]):
             return None
-        where = self._places[other].host
-        on = "" if where == socket.gethostname() else f" on {where}"
-        return f"Process {other} of the run{on} failed: {store.get(self._failure(other)).decode()}"
+        host = self._processes[other].host
+        on_host = "" if host == socket.gethostname() else f" on {host}"
+        return f"Process {other} of the run{on_host} failed: {store.get(self._failure_key(other)).decode()}"
 
-    def _beats(self, store: Any) -> dict[int, bytes]:
-        return {other: store.get(self._beat(other)) for other in self._others if store.check([self._beat(other)])}
+    def _read_first_failure(self, store: Any) -> str | None:
+        return next((text for other in self._others if (text := self._read_failure(store, other))), None)
 
-    def _failure(self, index: int) -> str:
+    def _read_heartbeats(self, store: Any) -> dict[int, bytes]:
+        keys = {other: self._heartbeat_key(other) for other in self._others}
+        return {other: store.get(key) for other, key in keys.items() if store.check([key])}
+
+    def _failure_key(self, index: int) -> str:
         return f"{self._prefix}/failure/{index}"
 
-    def _beat(self, index: int) -> str:
+    def _heartbeat_key(self, index: int) -> str:
         return f"{self._prefix}/alive/{index}"
 
     # ---- In the thread ----
 
-    def _look_out(self) -> None:
-        with contextlib.suppress(Exception):  # the store is gone: then the connections are, too
-            store, count = _own(self._store), 0
-            while not self._ended.wait(_EVERY if count else 0.0):
-                store.set(self._beat(self._index), str(count := count + 1))
-                failure = next((text for other in self._others if (text := self._read_failure(store, other))), None)
+    def _monitor(self) -> None:
+        with contextlib.suppress(Exception):  # without the store, the processes have no connections, either
+            store, count = _clone(self._store), 0
+            while not self._is_stopped.wait(_POLL_SECONDS if count else 0.0):
+                store.set(self._heartbeat_key(self._index), str(count := count + 1))
+                failure = self._read_first_failure(store)
                 if failure is not None:
-                    self._end_if_still(failure)
+                    self._exit_if_stuck(failure)
                     return
 
-    def _end_if_still(self, failure: str) -> None:
-        """End the process if its thread stays in one place, such as a collective that never ends."""
-        place, since = self._place(), time.monotonic()
-        while not self._ended.wait(_PATIENCE / 20):
-            if (now := self._place()) != place:
-                place, since = now, time.monotonic()
-            if time.monotonic() - since >= _PATIENCE:
-                mine = self._places[self._index]
+    def _exit_if_stuck(self, failure: str) -> None:
+        """Exit the process if the monitored thread stays at the same instruction, such as a collective that hangs."""
+        position, since = self._position(), time.monotonic()
+        while not self._is_stopped.wait(_STUCK_SECONDS / 20):
+            if (current := self._position()) != position:
+                position, since = current, time.monotonic()
+            if time.monotonic() - since >= _STUCK_SECONDS:
+                process = self._processes[self._index]
                 message = (
-                    f"\n{failure}\nProcess {self._index} (pid {mine.pid} on {mine.host}) has been stuck for "
-                    f"{_PATIENCE:g} s since then, and exits.\n"
+                    f"\n{failure}\nProcess {self._index} (pid {process.pid} on {process.host}) has been stuck for "
+                    f"{_STUCK_SECONDS:g} s since then, and exits.\n"
                 )
                 os.write(2, message.encode())
                 os._exit(1)
 
-    def _place(self) -> tuple[int, int] | None:
-        frame = sys._current_frames().get(self._watched)
+    def _position(self) -> tuple[int, int] | None:
+        """Frame and instruction that the monitored thread is at."""
+        frame = sys._current_frames().get(self._monitored_thread)
         return None if frame is None else (id(frame), frame.f_lasti)
 
 
-def _own(store: Any) -> Any:
-    """Return a separate connection to a store: a request that waits blocks all other users of the same connection."""
+def _clone(store: Any) -> Any:
+    """Return a new connection to a store: a request that waits blocks all other users of the same connection."""
     try:
         return store.clone()
     except (NotImplementedError, RuntimeError):
         return store
 
 
-def _within(seconds: float, ask: Callable[[], Any]) -> Any:
-    """The result of a function, or `None` if it fails or needs longer than so many seconds."""
-    found: list[Any] = []
+def _call_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
+    """Return the result of a function, or `None` if it fails or takes longer than `seconds`."""
+    results: list[Any] = []
 
     def run() -> None:
-        with contextlib.suppress(Exception):  # the process that keeps the store may be gone
-            found.append(ask())
+        with contextlib.suppress(Exception):  # the process that hosts the store may be gone
+            results.append(function())
 
-    thread = threading.Thread(target=run, name="marft-news", daemon=True)
+    thread = threading.Thread(target=run, name="marft-store-request", daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else None
+    return results[0] if results else None
 
 
 def _is_alive(pid: int) -> bool:
@@ -238,27 +249,28 @@ def _is_alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    try:  # a zombie has ended, too
+    try:  # zombies still have a pid
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
         return True
 
 
-Result = TypeVar("Result", bound=BaseException)
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 
-_CONNECTION = ("connection", "peer", "socket", "broken pipe", "timed out", "nccl", "gloo", "remote process")
+# Words in the messages of connection errors
+_CONNECTION_WORDS = ("connection", "peer", "socket", "broken pipe", "timed out", "nccl", "gloo", "remote process")
 
 
 class OtherProcessError(RuntimeError):
-    """Raised when another process of the run has failed. The message has its index and its error."""
+    """Raised when another process of the run has failed. The message has the index and the error of that process."""
 
 
 @contextlib.contextmanager
-def ending_forks() -> Iterator[None]:
+def exiting_forked_children() -> Iterator[None]:
     """
-    Context manager around users' code: a child that it has forked, and that comes back from it, ends at once. It would
-    train and write next to its parent, under the same lock.
+    Context manager around user code. If the code forks and the child process returns from it, the child exits.
+    Otherwise, it would train and write files alongside its parent, under the same lock.
     """
     pid = os.getpid()
     try:
@@ -274,13 +286,13 @@ def ending_forks() -> Iterator[None]:
 
 
 class Processes:
-    """The processes of a run. Every method but the properties is a collective: all processes call it."""
+    """The processes of a run. Methods that communicate are collectives, which all processes must call."""
 
     def __init__(self, accelerator: Accelerator):
         self._accelerator = accelerator
-        self._agreed: BaseException | None = None
+        self._shared_error: BaseException | None = None
         self._wait: Callable[[], None] = lambda: None
-        self._are_stuck: Callable[[], bool] = lambda: False
+        self._are_others_blocked: Callable[[], bool] = lambda: False
 
     @property
     def count(self) -> int:
@@ -294,7 +306,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """`True` on the process that writes files and logs."""
+        """`True` on the main process, which writes files and logs."""
         return self._accelerator.is_main_process
 
     @property
@@ -303,63 +315,64 @@ class Processes:
         return self._accelerator.device
 
     @property
-    def have_shards(self) -> bool:
-        """`True` if the base is, or will be, in shards over the processes."""
+    def is_base_sharded(self) -> bool:
+        """`True` if the base is, or will be, sharded over the processes."""
         return self._accelerator.is_fsdp2
 
-    def before_collectives(self, wait: Callable[[], None], are_stuck: Callable[[], bool]) -> None:
+    def set_hooks(self, wait: Callable[[], None], are_others_blocked: Callable[[], bool]) -> None:
         """
-        What processes do between two collectives may need the others.
+        Set functions for a sharded base, whose passes between two collectives need all processes.
 
         Args:
             wait: called before every collective.
-            are_stuck: whether the others could not reach the next one if this process failed.
+            are_others_blocked: returns `True` if a failure of this process would block the others before the next
+                collective.
         """
-        self._wait, self._are_stuck = wait, are_stuck
+        self._wait, self._are_others_blocked = wait, are_others_blocked
 
     def wait(self) -> None:
-        """Barrier. With a sharded base, a waiting process also takes part in the other processes' passes."""
+        """With a sharded base, wait for the other processes and take part in their passes. Otherwise, do nothing."""
         self._wait()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum of a tensor over processes, in double precision on the CPU."""
-        return tensor if self.count == 1 else self._everywhere(tensor).sum(dim=0)
+        """Sum a tensor over processes, in double precision on the CPU."""
+        return tensor if self.count == 1 else self._gather_stacked(tensor).sum(dim=0)
 
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Maximum of a tensor over processes, in double precision on the CPU."""
-        return tensor if self.count == 1 else self._everywhere(tensor).max(dim=0).values
+        """Return the maximum of a tensor over processes, in double precision on the CPU."""
+        return tensor if self.count == 1 else self._gather_stacked(tensor).max(dim=0).values
 
     def gather(self, items: list[Any]) -> list[Any]:
-        """The lists of all processes, joined in the order of the processes. Items are pickled."""
+        """Concatenate the lists of all processes, in the order of the processes. Items are pickled."""
         self._wait()
         return gather_object(items)
 
-    def join(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The rows of all processes, in their order. All processes have equally many."""
+    def gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenate the rows of all processes, in the order of the processes. All must have the same number."""
         if self.count == 1:
             return tensor
         self._wait()
         return self._accelerator.gather(tensor.to(self.device))
 
     def broadcast(self, item: Any) -> Any:
-        """An item of the main process, on all processes. It is pickled."""
+        """Return the item of the main process on all processes. It is pickled."""
         return item if self.count == 1 else self.gather([item])[0]
 
     # ---- Failures ----
 
-    def agreed(self, error: Result) -> Result:
-        """Mark an error as raised on all processes, so that it is not announced again."""
-        self._agreed = error
+    def mark_shared(self, error: ErrorT) -> ErrorT:
+        """Mark an error as raised on all processes, so that it is not reported again. Return the error."""
+        self._shared_error = error
         return error
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def failing_together(self) -> Iterator[None]:
         """
-        Context manager for code without collectives that may fail on some of the processes: at its end, all of them
-        fail if one has.
+        Context manager for code without collectives that may fail on some processes. If one process fails, all raise
+        an error at the end of the context.
 
         Raises:
-            OtherProcessError: on the processes that have not failed themselves.
+            OtherProcessError: on the processes that have not failed.
         """
         error: Exception | None = None
         try:
@@ -367,31 +380,31 @@ class Processes:
         except Exception as caught:
             error = caught
             if self.count == 1:
-                self._agreed = error
+                self._shared_error = error
                 raise
         if self.count == 1:
             return
-        if error is not None and self._are_stuck():
-            raise error  # the others learn of it when this process has ended
-        errors = self.gather([None if error is None else _described(error)])
-        failures = {index: text for index, text in enumerate(errors) if text is not None}
+        if error is not None and self._are_others_blocked():
+            raise error  # the others detect it when this process exits
+        messages = self.gather([None if error is None else describe_error(error)])
+        failures = {index: message for index, message in enumerate(messages) if message is not None}
         if not failures:
             return
         if error is None:
-            index, text = next(iter(failures.items()))
-            error = OtherProcessError(f"Process {index} of the run failed: {text}")
-        self._agreed = error
+            index, message = next(iter(failures.items()))
+            error = OtherProcessError(f"Process {index} of the run failed: {message}")
+        self._shared_error = error
         raise error
 
-    def have_agreed(self, error: BaseException) -> bool:
-        """`True` if all processes have left [`~Processes.together`] with this error or that of another process."""
-        return self.count == 1 or error is self._agreed
+    def is_shared(self, error: BaseException) -> bool:
+        """`True` if all processes have raised this error, or an [`OtherProcessError`] about it."""
+        return self.count == 1 or error is self._shared_error
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting_failures(self) -> Iterator[None]:
         """
-        Context manager: a process that fails reports the reason to the others, and a process that loses its connection
-        reports what happened to the other process.
+        Context manager that reports an error of this process to the others, and replaces connection errors by errors
+        that say what happened to the other process.
 
         Raises:
             OtherProcessError: instead of a connection error.
@@ -400,38 +413,39 @@ class Processes:
         if store is None:
             yield
             return
-        lookout = PeerMonitor(store, self.index, self.gather([Place.here()]))
-        ON_EXIT.append(lookout.say)
+        monitor = PeerMonitor(store, self.index, self.gather([ProcessInfo.current()]))
+        ON_EXIT.append(monitor.report_failure)
         try:
-            with lookout:
+            with monitor:
                 yield
         except Exception as error:
-            if self._agreed is error:
+            if self._shared_error is error:
                 raise
-            if not _is_of_connection(error):
-                lookout.say(_described(error))
+            if not _is_connection_error(error):
+                monitor.report_failure(describe_error(error))
                 raise
-            raise OtherProcessError(lookout.news()) from error
+            raise OtherProcessError(monitor.diagnose()) from error
         finally:
-            ON_EXIT.remove(lookout.say)
+            ON_EXIT.remove(monitor.report_failure)
 
     def _store(self) -> Any:
         if self.count == 1 or not torch.distributed.is_initialized():
             return None
         return store_of_processes()
 
-    def _everywhere(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _gather_stacked(self, tensor: torch.Tensor) -> torch.Tensor:
         self._wait()
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64  # sums of squares need the digits
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64  # sums of squares need double precision
         return self._accelerator.gather(tensor.to(self.device, dtype).unsqueeze(0)).cpu()
 
 
-def _described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
+    """Return the type, the message and the notes of an error."""
     return ". ".join([f"{type(error).__name__}: {error}".rstrip("."), *getattr(error, "__notes__", [])])
 
 
-def _is_of_connection(error: BaseException) -> bool:
+def _is_connection_error(error: BaseException) -> bool:
     if isinstance(error, torch.distributed.DistError):
         return True
     text = str(error).lower()
-    return type(error) is RuntimeError and any(word in text for word in _CONNECTION)
+    return type(error) is RuntimeError and any(word in text for word in _CONNECTION_WORDS)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..episodes.records import Episode
+from ..episodes.records import Episode, Messages
 from ..rollout.generator import Generator, SampledTurn, SampleRequest
 from ..rollout.runner import EpisodeRunner, RunMode, SeedKeys
 from ..system.event_loop import finished
@@ -236,6 +236,10 @@ class LiveTeam:
             if not connection.users:
                 self._connections.pop(loop, None)
                 await connection.stack.aclose()
+
+    async def count_tokens(self, agent: str, messages: Messages, tools: Sequence[Any] = ()) -> int:
+        """Count the tokens that an agent would be shown of messages, in a thread."""
+        return await asyncio.to_thread(self._runner.count_tokens, agent, messages, tools)
 
     async def run(self, question: Question, on_event: Callable[[Event], None] | None = None) -> list[Episode]:
         """

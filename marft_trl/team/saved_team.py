@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The parts of a saved team: its base, its tokenizer, its agents with their functions, and what runs episodes."""
+"""Load a saved team (base model, tokenizer, agents and their functions), run its episodes, and save it again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ..seams.generation import HALF
 from ..seams.lora_layers import MixedLora
 from ..seams.models import keep_4bit_weights
 from ..shared_prefix.forward import find_obstacle
-from ..system.processes import placement
+from ..system.processes import device_map_kwargs
 from ..system.randomness import UserRandomness
 from ..workflows import Workflow
 from ..workflows.base import alias_names, callable_name
@@ -49,58 +49,60 @@ if TYPE_CHECKING:
     from ..extras.engines.setup import Servers
 
 
-logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
+logger = logging.getLogger(__name__)  # accelerate's logger needs the state of a trainer
 
-# Part of the free memory that turns may take
-_PART = 0.5
-# Bytes of a logit on its way to a token: in float32, its probability, and sums in double precision
-_OF_LOGIT = 24
+# Fraction of the free memory that turns may use
+_MEMORY_FRACTION = 0.5
+# Bytes per logit during sampling: the logit and its probability in float32, and sums in double precision
+_BYTES_PER_LOGIT = 24
 
 
-def turns_that_fit(model: PreTrainedModel, tokens: int) -> int:
+def max_concurrent_turns(model: PreTrainedModel, tokens: int) -> int:
     """
-    How many turns may be sampled together, with their keys and values in memory.
+    Return the number of turns that can be sampled at the same time with their KV caches in memory, at least 1.
 
     Args:
-        tokens: tokens of an observation and a turn together.
-
-    Returns: at least 1.
+        tokens: number of tokens of an observation plus its turn.
     """
     config = model.config.get_text_config()
     window = getattr(config, "max_position_embeddings", None) or tokens
-    of_cache = cache_size(config, 1, min(tokens, window), model.dtype.itemsize)
-    return max(int(_PART * free_memory(model.device) / (of_cache + _OF_LOGIT * config.vocab_size)), 1)
+    bytes_per_turn = cache_size(config, 1, min(tokens, window), model.dtype.itemsize)
+    bytes_per_turn += _BYTES_PER_LOGIT * config.vocab_size
+    return max(int(_MEMORY_FRACTION * free_memory(model.device) / bytes_per_turn), 1)
 
 
-# TRL's, for sampling settings that neither an agent nor its manifest has
-_DEFAULTS = SimpleNamespace(max_completion_length=512, temperature=1.0, top_p=1.0, top_k=0, min_p=None)
+# Sampling settings that neither the agent nor the manifest sets
+_DEFAULT_SAMPLING = SimpleNamespace(max_completion_length=512, temperature=1.0, top_p=1.0, top_k=0, min_p=None)
 
 
-def check_views(inference: Inference, view: View | Mapping[str, View] | None) -> dict[str | None, View]:
-    """Return the views by agent name. The key `None` holds the view of all agents without their own."""
+def resolve_views(inference: Inference, view: View | Mapping[str, View] | None) -> dict[str | None, View]:
+    """
+    Check that the views match those of training, and return them by agent name. The key `None` has the view of all
+    agents without their own.
+    """
     views: dict[str | None, View] = {None: view} if callable(view) else dict((view or {}).items())
     needed: dict[str | None, str] = dict(inference.agent_views.items())
     if inference.view is not None:
         needed[None] = inference.view
     unknown = [agent for agent in views if agent not in needed]
     if unknown:
-        whose = "the team" if unknown[0] is None else f"agent {unknown[0]!r}"
+        owner = "the team" if unknown[0] is None else f"agent {unknown[0]!r}"
         raise ValueError(
-            f"`view=` has a function for {whose}, which had no view in training (views in training: "
+            f"`view=` has a function for {owner}, which had no view in training (views in training: "
             f"{needed or 'none'})."
         )
     missing = [agent for agent in needed if agent not in views]
     if missing:
-        whose = f"Agent {missing[0]!r}" if missing[0] is not None else "The team"
-        form = "`view={'" + missing[0] + "': ...}`" if missing[0] is not None else "`view=`"
-        raise ValueError(f"{whose} was trained with the view `{needed[missing[0]]}`. Pass it as {form}.")
+        owner = f"Agent {missing[0]!r}" if missing[0] is not None else "The team"
+        argument = "`view={'" + missing[0] + "': ...}`" if missing[0] is not None else "`view=`"
+        raise ValueError(f"{owner} was trained with the view `{needed[missing[0]]}`. Pass it as {argument}.")
     return views
 
 
-def with_functions(
+def attach_functions(
     agents: Sequence[AgentSpec], inference: Inference, tools: Sequence[Callable], views: Mapping[str | None, View]
 ) -> list[AgentSpec]:
-    """Return the agents with the tools and the views that they had in training."""
+    """Return the agents with the tools and views of training."""
     by_name = {tool_name(tool): tool for tool in as_tools(tools, "the team")}
     unused = sorted(set(by_name) - {tool for needed in inference.tools.values() for tool in needed})
     if unused:
@@ -122,10 +124,10 @@ def with_functions(
     ]
 
 
-def with_replies(
+def attach_replies(
     agents: Sequence[AgentSpec], inference: Inference, replies: Mapping[str, Callable]
 ) -> list[AgentSpec]:
-    """Return the agents, with `replies` as the functions that write their turns."""
+    """Return the agents, with turns written by the functions in `replies` instead of the model."""
     if not isinstance(replies, Mapping):
         raise TypeError(f"`replies` must map agent names to functions, got {type(replies).__name__}.")
     unknown = sorted(set(replies) - {agent.name for agent in agents})
@@ -137,23 +139,26 @@ def with_replies(
             f"The function `{inference.replies[missing[0]]}` wrote the turns of agent {missing[0]!r} in training. "
             f"Pass it, or another function, as `replies={{{missing[0]!r}: ...}}`."
         )
-    names = ("adapter", "tools", "stop", "copy_of", "copy_every", "copies", "learning_rate")
-    none: dict[str, Any] = dict.fromkeys(names)
+    # Settings that only agents with a policy may have
+    unset: dict[str, Any] = dict.fromkeys(
+        ("adapter", "tools", "stop", "copy_of", "copy_every", "copies", "learning_rate")
+    )
     return [
-        dataclasses.replace(agent, reply=replies[agent.name], **none) if agent.name in replies else agent
+        dataclasses.replace(agent, reply=replies[agent.name], **unset) if agent.name in replies else agent
         for agent in agents
     ]
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a saved team, and check that it works."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, padding_side="left", truncation_side="left", trust_remote_code=False
         )
         tokenizer("x")
-        str(tokenizer.chat_template).encode()  # no text may have halves of characters
+        str(tokenizer.chat_template).encode()  # fails for unpaired surrogates
         return tokenizer
-    except Exception as error:  # a broken file can raise any
+    except Exception as error:  # a damaged file can raise any exception
         raise ValueError(
             f"The tokenizer of the team in {folder} cannot be loaded: {type(error).__name__}: {error}. Its files are "
             "`tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`. Pass `processing_class=` to use "
@@ -164,7 +169,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def load_base(
     manifest: TeamManifest, folder: Path, model: Any, quantization_config: Any, device: torch.device
 ) -> PreTrainedModel:
-    """Load the base onto a device, in the precision and with the quantization of training."""
+    """Load the base model onto a device, with the data type and the quantization of training."""
     base = manifest.base
     if model is not None and not manifest.adapters:
         raise ValueError(
@@ -181,8 +186,8 @@ def load_base(
             f"`model` must be the name or folder of a base model, or a `PreTrainedModel` without adapters, got "
             f"{type(model).__name__}."
         )
-    # Without `trust_remote_code`, transformers would ask the user to agree
-    options: dict[str, Any] = {"trust_remote_code": False, **placement(device)}
+    # If `trust_remote_code` were not set, transformers would ask the user
+    options: dict[str, Any] = {"trust_remote_code": False, **device_map_kwargs(device)}
     if model is None and not manifest.adapters:
         model = folder  # the folder of the manifest contains the full weights
         options["use_safetensors"] = True  # no pickles
@@ -196,7 +201,7 @@ def load_base(
     if base.dtype is not None:
         options["dtype"] = base.dtype
     if quantization_config is None and base.quantization is not None:
-        quantization_config = _as_trained(base.quantization)
+        quantization_config = _load_quantization_config(base.quantization)
     if quantization_config:
         options["quantization_config"] = quantization_config
     with loading_model(str(model)):
@@ -208,11 +213,12 @@ def load_base(
 @dataclasses.dataclass(frozen=True)
 class SavedTeam:
     """
-    What a saved team consists of besides its weights, its agents and its workflow.
+    The parts of a saved team other than its weights, agents and workflow.
 
     Args:
-        manifest: with the settings that episodes are run with.
-        view: of agents without their own.
+        manifest: manifest of the team, with the settings for running episodes.
+        view: view of agents without their own.
+        servers: vLLM servers that sample the turns; `None` to sample in this process.
     """
 
     manifest: TeamManifest
@@ -222,38 +228,38 @@ class SavedTeam:
 
     @property
     def inference(self) -> Inference:
-        """Settings that episodes are run with."""
+        """Settings for running episodes."""
         return self.manifest.inference
 
-    def runner(self, agents: Sequence[AgentSpec], workflow: Workflow, model: PreTrainedModel) -> EpisodeRunner:
-        """What runs episodes of these agents, who act with the adapters of a model."""
+    def make_runner(self, agents: Sequence[AgentSpec], workflow: Workflow, model: PreTrainedModel) -> EpisodeRunner:
+        """Return a runner for episodes of the agents, whose adapters are in `model`."""
         inference, tokenizer = self.inference, self.tokenizer
         uses_tools = workflow.uses_tools or any(agent.tools for agent in agents)
         chat_template = preparing.prepare_tools(tokenizer, agents, workflow) if uses_tools else None
         autocast = HALF.get(inference.mixed_precision)
-        engine = ModelEngine(model, tokenizer, known_settings(inference, model, tokenizer), autocast)
-        samplings = {agent.name: _sampling(agent, inference) for agent in agents}
+        engine = ModelEngine(model, tokenizer, make_generate_settings(inference, model, tokenizer), autocast)
+        samplings = {agent.name: _get_sampling(agent, inference) for agent in agents}
         without_model = [agent.name for agent in agents if not agent.has_policy]
-        longest = None if self.servers is None else self.servers.find_max_model_len()
+        max_model_len = None if self.servers is None else self.servers.find_max_model_len()
         prompts = PromptBuilder(
             tokenizer,
-            tokenize=_tokenization(tokenizer, inference, chat_template),
+            tokenize=_make_tokenize(tokenizer, inference, chat_template),
             view=self.view,
             chat_template=ChatTemplate(tokenizer, chat_template, inference.chat_template_kwargs),
             keeps_text_prompts=is_plain(agents, uses_tools),
-            window=preparing.make_window(model, samplings, inference.context_overflow, without_model, longest),
+            window=preparing.make_window(model, samplings, inference.context_overflow, without_model, max_model_len),
             end_token_ids=engine.end_token_ids,
             aliases=alias_names(agents) if self.manifest.anonymous else {},
             is_single_agent=preparing.is_single_agent(agents, workflow),
             show_reasoning=inference.show_reasoning,
         )
         preparing.warn_of_unprotected(prompts, uses_tools)
-        generator = self._generator(agents, Policies(model, agents), samplings, engine)
+        generator = self._make_generator(agents, Policies(model, agents), samplings, engine)
         reader = TurnReader(tokenizer, engine.end_token_ids, prompts.template, uses_tools, is_lone=len(agents) == 1)
         limits = Limits(ToolLimits(**inference.tool_limits), inference.workflow_timeout)
         return EpisodeRunner(agents, workflow, prompts, generator, reader, UserRandomness(0, model.device), limits)
 
-    def _generator(
+    def _make_generator(
         self, agents: Sequence[AgentSpec], policies: Policies, samplings: Mapping[str, Sampling], engine: ModelEngine
     ) -> Generator:
         if self.servers is not None:
@@ -264,25 +270,29 @@ class SavedTeam:
         mixed = MixedLora(model) if share and MixedLora.find_obstacle(model, policies.names) is None else None
         return TransformersGenerator(engine, policies, samplings, Decoding(share, mixed=mixed))
 
-    def with_agents(self, agents: Sequence[AgentSpec], workflow: Workflow, names: Mapping[str, str]) -> SavedTeam:
+    def with_agents(self, agents: Sequence[AgentSpec], workflow: Workflow, old_names: Mapping[str, str]) -> SavedTeam:
         """
-        The same with other agents.
+        Return the saved team with other agents.
 
         Args:
-            names: names that agents had before, by their present ones.
+            old_names: old names of renamed agents, by new name.
         """
-        before, specs = self.inference, {item.name: item for item in self.manifest.agents}
-        general = SimpleNamespace(**vars(_DEFAULTS))
-        for name in vars(_DEFAULTS):  # what agents have that set nothing themselves
-            values = [value[name] for agent, value in before.sampling.items() if getattr(specs[agent], name) is None]
-            setattr(general, name, values[0] if values else getattr(_DEFAULTS, name))
+        specs = {agent.name: agent for agent in self.manifest.agents}
+        defaults = SimpleNamespace(**vars(_DEFAULT_SAMPLING))
+        for name in vars(_DEFAULT_SAMPLING):  # agents that do not set it have the trainer's value
+            values = [
+                settings[name]
+                for agent, settings in self.inference.sampling.items()
+                if getattr(specs[agent], name) is None
+            ]
+            setattr(defaults, name, values[0] if values else getattr(_DEFAULT_SAMPLING, name))
         sampling: dict[str, dict[str, Any]] = {}
         for agent in agents:
-            known = before.sampling.get(names.get(agent.name, agent.name))
-            own = own_settings(Sampling.from_agent(agent, general).as_generation_kwargs())
-            sampling[agent.name] = known if known is not None else own
+            saved = self.inference.sampling.get(old_names.get(agent.name, agent.name))
+            new = own_settings(Sampling.from_agent(agent, defaults).as_generation_kwargs())
+            sampling[agent.name] = saved if saved is not None else new
         inference = dataclasses.replace(
-            before,
+            self.inference,
             sampling=sampling,
             tools={agent.name: list(map(tool_name, agent.functions)) for agent in agents if agent.functions},
             agent_views={agent.name: callable_name(agent.view) for agent in agents if agent.view is not None},
@@ -301,7 +311,7 @@ class SavedTeam:
         return dataclasses.replace(self, manifest=manifest)
 
     def save(self, folder: Path, model: PreTrainedModel) -> None:
-        """Write the team with its weights into a folder, in the form in which [`MARFTTrainer`] saves it."""
+        """Save the team with its weights to a folder, in the same format as [`MARFTTrainer`]."""
         manifest, base = self.manifest, model
         folder.mkdir(parents=True, exist_ok=True)
         max_rank = 0
@@ -313,10 +323,10 @@ class SavedTeam:
         else:
             model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-        present = describe_base(base, self.tokenizer, self.tokenizer.chat_template)
-        if manifest.base.config_hash != present.config_hash:
-            manifest = dataclasses.replace(manifest, base=present)
-        if manifest.base_model is None:  # a folder of this machine says nothing to others
+        current = describe_base(base, self.tokenizer, self.tokenizer.chat_template)
+        if manifest.base.config_hash != current.config_hash:
+            manifest = dataclasses.replace(manifest, base=current)
+        if manifest.base_model is None:  # the base is a local folder, which other machines do not have
             for name in manifest.adapters:
                 forget_local_base(folder / name)
         manifest.save(folder)
@@ -333,21 +343,21 @@ class SavedTeam:
         revision: str | None,
         commit_message: str,
     ) -> CommitInfo:
-        """Push the team to the Hub, see [`Team.push_to_hub`]."""
+        """Push the team to the Hub. See [`Team.push_to_hub`]."""
         name = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
         with tempfile.TemporaryDirectory() as parent:
-            folder = Path(parent) / name.rpartition("/")[2]  # the card bears its name
+            folder = Path(parent) / name.rpartition("/")[2]  # the model card has the name of the folder
             self.save(folder, model)
             return hub.upload_folder(
                 repo_id=name,
                 folder_path=folder,
                 revision=revision,
                 commit_message=commit_message,
-                delete_patterns=["*/adapter_*"],  # of agents that the team there had
+                delete_patterns=["*/adapter_*"],  # of agents that are no longer in the team
             )
 
 
-def _as_trained(quantization: Mapping[str, Any]) -> BitsAndBytesConfig | None:
+def _load_quantization_config(quantization: Mapping[str, Any]) -> BitsAndBytesConfig | None:
     if str(quantization.get("quant_method", "")).endswith("bitsandbytes"):
         try:
             return BitsAndBytesConfig.from_dict({k: v for k, v in quantization.items() if not k.startswith("_")})
@@ -359,57 +369,65 @@ def _as_trained(quantization: Mapping[str, Any]) -> BitsAndBytesConfig | None:
     return None  # checkpoints quantized with other methods contain their quantization config
 
 
-def warn_of_another_base(manifest: TeamManifest, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Warn if base, tokenizer or chat template differ from training. Shapes are checked when adapters are loaded."""
-    present = describe_base(base, tokenizer, tokenizer.chat_template)
+def check_base_matches(manifest: TeamManifest, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """
+    Warn if the base, the tokenizer or the chat template differs from training. Shapes are checked when the adapters
+    are loaded.
+
+    Raises:
+        ValueError: the base is different and its vocabulary is smaller than that of the tokenizer.
+    """
+    current = describe_base(base, tokenizer, tokenizer.chat_template)
     kinds = {"config_hash": "base", "tokenizer_hash": "tokenizer", "chat_template_hash": "chat template"}
-    other = [kind for name, kind in kinds.items() if getattr(present, name) != getattr(manifest.base, name)]
-    size = base.get_input_embeddings().weight.size(0)
-    if "base" in other and len(tokenizer) > size:  # with the base of training, it is as it was in training
+    different = [kind for name, kind in kinds.items() if getattr(current, name) != getattr(manifest.base, name)]
+    vocab_size = base.get_input_embeddings().weight.size(0)
+    if "base" in different and len(tokenizer) > vocab_size:  # the base of training may lack tokens, too
         raise ValueError(
-            f"The tokenizer of the team has {len(tokenizer):,} tokens, but the base has only {size:,}, so the team "
-            f"was trained on another base. Pass that base ({manifest.base.name!r}) as `model=`."
+            f"The tokenizer of the team has {len(tokenizer):,} tokens, but the base has only {vocab_size:,}, so the "
+            f"team was trained on another base. Pass that base ({manifest.base.name!r}) as `model=`."
         )
-    if manifest.inference.tools and "chat template" in other:
-        other.remove("chat template")  # teams with tools may use a template other than the tokenizer's
-    if other:
+    if manifest.inference.tools and "chat template" in different:
+        different.remove("chat template")  # teams with tools may use a template other than the tokenizer's
+    if different:
         logger.warning(
-            f"The {' and the '.join(other)} differ{'s' if len(other) == 1 else ''} from what the team was trained "
-            f"with ({manifest.base.name!r}), so its answers may be worse. Pass the `model=` and the "
+            f"The {' and the '.join(different)} differ{'s' if len(different) == 1 else ''} from what the team was "
+            f"trained with ({manifest.base.name!r}), so its answers may be worse. Pass the `model=` and the "
             "`processing_class=` of training."
         )
 
 
-def _sampling(agent: AgentSpec, inference: Inference) -> Sampling:
-    own = inference.sampling.get(agent.name)
-    if own is None:
-        return Sampling.from_agent(agent, _DEFAULTS)
+def _get_sampling(agent: AgentSpec, inference: Inference) -> Sampling:
+    saved = inference.sampling.get(agent.name)
+    if saved is None:
+        return Sampling.from_agent(agent, _DEFAULT_SAMPLING)
     settings: dict[str, Any] = {
-        name: own.get(name) for name in ("max_completion_length", "temperature", "top_p", "top_k", "min_p")
+        name: saved.get(name) for name in ("max_completion_length", "temperature", "top_p", "top_k", "min_p")
     }
     return Sampling(**settings, stop=tuple(agent.stop or ()))
 
 
 # Settings of `generate` that would change the format of its output or override the length limits of agents
-_NOT_OF_A_TEAM = frozenset(
+_EXCLUDED_SETTINGS = frozenset(
     {"num_return_sequences", "num_beams", "return_dict_in_generate", "max_length", "max_new_tokens"}
 )
 
 
-def known_settings(inference: Inference, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the known settings of `generate`. Unknown ones are removed, since the manifest may come from anybody."""
-    known = (model.generation_config.to_dict().keys() | {"do_sample"}) - _NOT_OF_A_TEAM
+def make_generate_settings(
+    inference: Inference, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Return the settings of `generate`. Unknown settings are dropped, because the manifest is not trusted."""
+    known = (model.generation_config.to_dict().keys() | {"do_sample"}) - _EXCLUDED_SETTINGS
     settings = {name: value for name, value in inference.generation.items() if name in known}
-    ends = model.generation_config.eos_token_id
-    ends = [ends] if isinstance(ends, int) else list(ends or [])
-    own = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": [*dict.fromkeys([tokenizer.eos_token_id, *ends])]}
-    return {"do_sample": True, **own, **settings}
+    end_ids = model.generation_config.eos_token_id
+    end_ids = [end_ids] if isinstance(end_ids, int) else list(end_ids or [])
+    end_ids = [*dict.fromkeys([tokenizer.eos_token_id, *end_ids])]
+    return {"do_sample": True, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": end_ids, **settings}
 
 
-def _tokenization(
+def _make_tokenize(
     tokenizer: PreTrainedTokenizerBase, inference: Inference, chat_template: str | None
 ) -> Callable[..., list[list[int]]]:
-    """Return a tokenization of dataset prompts that equals `GRPOTrainer._tokenize_prompts` of TRL 1.16."""
+    """Return a function that tokenizes dataset prompts like `GRPOTrainer._tokenize_prompts` (TRL 1.16)."""
 
     def tokenize(prompts: list, functions: Sequence[Callable] = ()) -> list[list[int]]:
         if not is_conversational({"prompt": prompts[0]}):

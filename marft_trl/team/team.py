@@ -47,13 +47,13 @@ from .events import SET_ELSEWHERE, Event, check_count, check_single_question, qu
 from .live import DeviceThread, LiveTeam, Question, from_thread
 from .saved_team import (
     SavedTeam,
-    check_views,
+    attach_functions,
+    attach_replies,
+    check_base_matches,
     load_base,
     load_tokenizer,
-    turns_that_fit,
-    warn_of_another_base,
-    with_functions,
-    with_replies,
+    max_concurrent_turns,
+    resolve_views,
 )
 
 
@@ -173,8 +173,8 @@ class Team:
             workflow = rebuild(manifest.workflow, environment_factory)
         elif environment_factory is not None:
             raise ValueError("`workflow` and `environment_factory` were both passed. Pass only `workflow`.")
-        views = check_views(inference, view)
-        agents = with_replies(with_functions(manifest.agents, inference, tools, views), inference, replies or {})
+        views = resolve_views(inference, view)
+        agents = attach_replies(attach_functions(manifest.agents, inference, tools, views), inference, replies or {})
         workflow.check([agent.name for agent in agents])
         tokenizer = processing_class or load_tokenizer(folder)
         if tokenizer.pad_token is None:  # as in training
@@ -182,11 +182,11 @@ class Team:
         servers = _connect_servers(engine)
         device = torch.device("cpu") if servers is not None else PartialState().device
         base = load_base(manifest, folder, model, quantization_config, device)
-        warn_of_another_base(manifest, base, tokenizer)
+        check_base_matches(manifest, base, tokenizer)
         loaded = load_onto_base(base, folder) if manifest.adapters else base
         loaded.requires_grad_(False)
         saved = SavedTeam(manifest, tokenizer, views.get(None, team_view), servers)
-        runner = saved.runner(agents, workflow, loaded)
+        runner = saved.make_runner(agents, workflow, loaded)
         made = cls(agents, workflow, runner, loaded, saved=saved)
         if servers is not None:
             weakref.finalize(made, _close, runner)
@@ -353,7 +353,7 @@ class Team:
     def live(self) -> LiveTeam:
         """The [`LiveTeam`] that runs episodes in event loops."""
         if self._live is None:
-            generator, most = self._runner.generator, functools.partial(turns_that_fit, self.model)
+            generator, most = self._runner.generator, functools.partial(max_concurrent_turns, self.model)
             generator = DeviceThread(generator, self._reserve_model, most) if generator.batches else generator
             self._live = LiveTeam(self._runner, generator)
         return self._live
@@ -369,7 +369,7 @@ class Team:
             return len(rows)
         lengths = [self._runner.generator.settings(agent.name)["max_new_tokens"] for agent in self.agents]
         longest = max(len(str(row.get("prompt", ""))) for row in rows)  # a token has at least one character
-        return turns_that_fit(self.model, longest + sum(lengths))
+        return max_concurrent_turns(self.model, longest + sum(lengths))
 
     def to_dataset(
         self,
@@ -566,7 +566,7 @@ class Team:
         return self._saved
 
     def _replace_agents(self, agents: list[AgentSpec], workflow: Workflow, saved: SavedTeam) -> None:
-        before, self._runner = self._runner, saved.runner(agents, workflow, self.model)
+        before, self._runner = self._runner, saved.make_runner(agents, workflow, self.model)
         before.generator.close()
         self._runner.device_lock = before.device_lock  # this thread has acquired it
         self.agents, self.workflow, self._saved, self._live = agents, workflow, saved, None

@@ -19,7 +19,7 @@ from ..agents import AgentSpec
 from ..config.marft_config import MARFTConfig
 from ..seams.libraries import get_logger
 from ..seams.models import keep_4bit_weights
-from ..system.processes import placement, take_one_device
+from ..system.processes import device_map_kwargs, restrict_to_one_device
 
 
 logger = get_logger(__name__)
@@ -59,7 +59,7 @@ def load_base(
             )
         keep_4bit_weights(model)
         _warn_of_generation_config(model, args)
-        take_one_device(args, model)
+        restrict_to_one_device(args, model)
         return model
     if (Path(model) / MANIFEST_NAME).is_file():
         raise ValueError(
@@ -81,7 +81,7 @@ def load_base(
     if args.world_size > 1:
         model_init_kwargs["device_map"] = None  # "auto" fails in distributed training
     elif "device_map" not in model_init_kwargs:
-        model_init_kwargs |= placement(args.device)
+        model_init_kwargs |= device_map_kwargs(args.device)
     dtype = choose_dtype(args, is_frozen)
     if dtype is not None:
         model_init_kwargs["dtype"] = dtype
@@ -93,7 +93,7 @@ def load_base(
         base = create_model_from_path(model, **model_init_kwargs)
     keep_4bit_weights(base)
     _warn_of_generation_config(base, args)
-    take_one_device(args, base)
+    restrict_to_one_device(args, base)
     return base
 
 

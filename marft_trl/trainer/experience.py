@@ -15,14 +15,14 @@ from ..config.team_setup import RunContext, TeamSetup, decoding
 from ..episodes.records import Turn, unknown_agent
 from ..learning.adapter_updates import Schedule
 from ..learning.advantages import Estimated, Estimator
-from ..learning.batching import MicroBatcher, Pools, count_rows, cut_slices, together, weigh
+from ..learning.batching import MicroBatcher, Pools, count_rows, cut_slices, make_groups_adjacent, make_slices
 from ..learning.critic_learner import CriticLearner
 from ..learning.log_probs import LogProbs
 from ..learning.losses import TeamLoss
 from ..reporting.reporter import Reporter
 from ..reporting.transcripts import Advantage
 from ..rollout.dynamic_sampling import DynamicSampling
-from ..rollout.reward_scorer import RewardReach
+from ..rollout.reward_scorer import RewardReachChecker
 from ..rollout.rollouts import Rollout, Rollouts
 from ..rollout.runner import RunMode
 from ..runs.collapse import Collapse
@@ -82,7 +82,7 @@ class EvaluationOptions:
         )
         self._sampling, self._k = self._sampling if sampling is None else sampling, values
         try:
-            with watch, self._settings.override_evaluation(num_samples), self._reporter.report_k(values):
+            with watch, self._settings.override_eval_group_size(num_samples), self._reporter.report_k(values):
                 yield
         finally:
             self._sampling, self._k = outer
@@ -252,7 +252,7 @@ class BatchMaker:
         estimator: Estimator,
         batcher: MicroBatcher,
         reporter: Reporter,
-        reach: RewardReach,
+        reach: RewardReachChecker,
         collapse: Collapse | None = None,
     ):
         self._policies, self._critic, self._schedule = team.policies, team.critic, schedule
@@ -273,14 +273,14 @@ class BatchMaker:
         if self._batcher.share:  # groups that stay together share prefixes
             # Groups may span processes, so the group index counts the rows of all processes
             first, size = self._processes.index * len(rows), self._settings.group_size(training=True)
-            order = together(order, [(first + index) // size for index in range(len(rows))])
-        return self._weigh(cut_slices(rows, order, self._args.per_device_train_batch_size))
+            order = make_groups_adjacent(order, [(first + index) // size for index in range(len(rows))])
+        return self._make_slices(cut_slices(rows, order, self._args.per_device_train_batch_size))
 
     def for_evaluation(self, inputs: Sequence[dict[str, Any]], mode: RunMode) -> EvaluationBatch:
         """Sample episodes for the dataset rows of an evaluation batch, with one slice of rows, as in training."""
         rollout = self._rollouts.run(inputs, training=False, mode=mode)
         rows, std, *_ = self._estimate_rows(rollout, training=False)
-        (slice_,) = self._weigh([[row for episode_rows in rows for row in episode_rows]])
+        (slice_,) = self._make_slices([[row for episode_rows in rows for row in episode_rows]])
         return EvaluationBatch(rollout, slice_, std if self._settings.group_size(training=False) > 1 else None)
 
     def _estimate_rows(self, rollout: Rollout, training: bool) -> Estimated:
@@ -299,10 +299,10 @@ class BatchMaker:
         if not training:
             return self._estimator.estimate(rollout, by_episode, training)
         # Checked in two steps, so that the error names the first value that is wrong
-        with self._processes.together():
+        with self._processes.failing_together():
             check_finite(rows, _MODEL_OUTPUT_ADVICE)
         estimated = self._estimator.estimate(rollout, by_episode, training)
-        with self._processes.together():
+        with self._processes.failing_together():
             check_finite([row for value in estimated.rows for row in value], {"advantage": _ADVANTAGES_ADVICE})
         return estimated
 
@@ -340,7 +340,7 @@ class BatchMaker:
         flags = self._processes.max(torch.tensor([name in credited for name in names], dtype=torch.float64))
         return dict(zip(names, (flags > 0).tolist(), strict=True))
 
-    def _weigh(self, slices: list[list[Row]]) -> list[Slice]:
+    def _make_slices(self, slices: list[list[Row]]) -> list[Slice]:
         # Counts are summed over processes, so that the weight of a row does not depend on its process
         names, parts = self._policies.names, self._critic.parts if self._critic is not None else []
         by_agent = self._args.agent_weight == "equal"
@@ -348,7 +348,7 @@ class BatchMaker:
         pools = Pools(names, parts, agents)
         # One collective for all slices. Processes without rows take part in it too
         counts = self._processes.sum(count_rows(slices, pools))
-        return weigh(slices, pools, counts)
+        return make_slices(slices, pools, counts)
 
 
 def _recorded_logps(turn: Turn, training: bool) -> dict[str, torch.Tensor]:

@@ -31,7 +31,7 @@ from ..reporting.evaluation import EvalMetric, Vote, check_eval_metrics, check_r
 from ..reporting.model_card import PAPER, TAGS
 from ..reporting.progress import announce, team_callbacks
 from ..rollout.failures import Failures, OnFailure
-from ..rollout.reward_scorer import checked_reward
+from ..rollout.reward_scorer import wrap_reward_function
 from ..runs.checkpoints import raise_failed_push
 from ..seams.libraries import get_logger, hush, warn_of_newer_versions
 from ..seams.runs import (
@@ -44,7 +44,7 @@ from ..seams.runs import (
     saving_only,
 )
 from ..seams.sharding import as_if_not_sharded
-from ..seams.trl import configure_parent, constructing_parent, without_printed_table
+from ..seams.trl import configure_grpo_trainer, constructing_grpo_trainer, without_printed_table
 from ..system.hints import checked_names
 from ..system.redaction import published
 from ..team import Team
@@ -182,10 +182,10 @@ class MARFTTrainer(GRPOTrainer):
         policy, failures = OnFailure.from_args(args), Failures()
         # A server needs the names and ranks of all adapters, and TRL's constructor needs none
         engine = setup.make_engine(args, self.policies, base, self.agents)
-        with constructing_parent(args, self.policies.has_adapters, isinstance(model, str), level.ratio, weights):
+        with constructing_grpo_trainer(args, self.policies.has_adapters, isinstance(model, str), level.ratio, weights):
             super().__init__(
                 model=base,
-                reward_funcs=[checked_reward(func, policy, failures) for func in reward_funcs],
+                reward_funcs=[wrap_reward_function(func, policy, failures) for func in reward_funcs],
                 args=args,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
@@ -197,11 +197,11 @@ class MARFTTrainer(GRPOTrainer):
         self.args: MARFTConfig = args  # TRL has typed it as its own
         self.reward_func_names: list[str] = setup.named_apart(self.reward_func_names)  # type: ignore[has-type]
         setup.check_votes(args, eval_vote, self.reward_func_names)
-        configure_parent(self, args.beta, level.ratio)
+        configure_grpo_trainer(self, args.beta, level.ratio)
         if sharding is not None:
             sharding.keep_adapters_whole(self, self.policies)
         # What adapters are now is what the KL is measured from
-        self.policies.copy_references(all_of_them=args.sync_ref_model)
+        self.policies.copy_references(copy_all=args.sync_ref_model)
         if args.sync_ref_model and self.policies.has_adapters:
             self.add_callback(SyncReferences(self.policies))
         team_callbacks(self, [agent.name for agent in self.agents])
@@ -304,7 +304,8 @@ class MARFTTrainer(GRPOTrainer):
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         is_ours = self.optimizer is None
-        self.policies.release()  # the optimizer takes what learns: after `model.set_adapter`, one adapter alone
+        # The optimizer takes the trainable parameters: after the user's `model.set_adapter`, only those of one adapter
+        self.policies.restore_requires_grad()
         optimizer = super().create_optimizer(model)
         self.parts.updates.split_groups(optimizer, is_ours)
         return optimizer
@@ -427,7 +428,9 @@ class MARFTTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            loading = self.parts.updates.loading(self.optimizer, self.lr_scheduler, self.parts.checkpoints.find_source)
+            loading = self.parts.updates.loading(
+                self.optimizer, self.lr_scheduler, self.parts.checkpoints.find_saved_name
+            )
             with loading, as_if_not_sharded(self):
                 super()._load_optimizer_and_scheduler(checkpoint)
             self.parts.checkpoints.load(checkpoint)

@@ -40,7 +40,7 @@ from ..rollout.alternatives import Alternatives
 from ..rollout.dynamic_sampling import DynamicSampling
 from ..rollout.failures import Failures
 from ..rollout.generator import Generator
-from ..rollout.reward_scorer import OwnReturns, RewardReach, RewardScorer
+from ..rollout.reward_scorer import AgentReturns, RewardReachChecker, RewardScorer
 from ..rollout.rollouts import Rollouts
 from ..rollout.runner import EpisodeRunner, Limits, RunMode
 from ..rollout.transformers_generator import Decoding, TransformersGenerator
@@ -348,10 +348,10 @@ def _generator(
     calls = TrlEngine(trainer, Sampling.from_agent(AgentSpec("solo"), args).as_generation_kwargs())
     is_exact = passes.sample_what_they_score()
     if engine is None:
-        may_mix = args.mixed_passes is not False and not run.processes.have_shards and passes.share
+        may_mix = args.mixed_passes is not False and not run.processes.is_base_sharded and passes.share
         mixed = MixedLora(model) if may_mix and MixedLora.find_obstacle(model, team.policies.names) is None else None
         records = scoring.needs_old and is_exact
-        decoding = Decoding(passes.share, records, mixed, captures=not run.processes.have_shards)
+        decoding = Decoding(passes.share, records, mixed, captures=not run.processes.is_base_sharded)
         return TransformersGenerator(calls, team.policies, team.samplings, decoding, past_copies)
     from ..extras.engines.setup import make_vllm_generator
 
@@ -376,8 +376,8 @@ class _Rolling(NamedTuple):
     rollouts: Rollouts
     rewards: TrlRewards
     scorer: RewardScorer
-    own: OwnReturns
-    reach: RewardReach
+    own: AgentReturns
+    reach: RewardReachChecker
     alternatives: Alternatives | None
     look_ahead: UpcomingRows | None
 
@@ -387,7 +387,7 @@ def _rollout_parts(
 ) -> _Rolling:
     args, rewards = run.args, TrlRewards(trainer)
     # Whether agents learn from their own returns may be known with the first batch only
-    own, reach = OwnReturns(args.returns, rewards, run.processes), RewardReach(team.trained)
+    own, reach = AgentReturns(args.returns, rewards, run.processes), RewardReachChecker(team.trained)
     scorer = RewardScorer(run, rewards, code.turn_rewards, acting.randomness, code.failures)
     branches = uses_candidates(args) or CREDITS[args.credit].reruns
     alternatives = Alternatives(team, run, acting.runner, scorer, own) if branches else None
@@ -449,7 +449,7 @@ def _learning_parts(
         running = make_state(args) if make_state is not None else None
         estimator = BaselineEstimator(team, run, credit, rolling.rewards, running)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    places, shards = scoring.passes.give_positions, processes.have_shards
+    places, shards = scoring.passes.give_positions, processes.is_base_sharded
     mixing = MixedPass.create(model, team.policies, args, scoring.batcher, places, shards)
     scores, batcher, collate, updates = scoring.log_probs, scoring.batcher, scoring.collate, scoring.updates
     randomness = RandomStates(processes.device, others=other_devices(model, processes.device))

@@ -25,13 +25,19 @@ from ..agents import AgentSpec, as_reward_funcs, as_tools
 from ..algorithms.baselines import CREDITS
 from ..algorithms.critics import CRITICS, Critic
 from ..algorithms.levels import Level
-from ..config.checks import check_engine, check_timeouts, completes_candidates, is_on, uses_candidates
+from ..config.checks import (
+    check_engine,
+    check_timeouts,
+    completes_candidates,
+    environment_flag_is_set,
+    uses_candidates,
+)
 from ..config.dataset_checks import check_datasets, column_names, named_sets
 from ..config.marft_config import MARFTConfig
 from ..episodes.tools import ToolLimits
 from ..rewards import environment_reward
 from ..rewards.judge import check_judges
-from ..rollout.reward_scorer import check_rewards, check_turn_rewards, numbered
+from ..rollout.reward_scorer import check_reward_functions, check_turn_reward_functions, unique_names
 from ..seams.libraries import get_logger
 from ..seams.runs import timeout_of_processes
 from ..system.hints import did_you_mean
@@ -130,7 +136,7 @@ def check_launcher(args: MARFTConfig) -> ModuleType | None:
     check_engine(args)
     _warn_of_lone_process(args.world_size)
     check_timeouts(args, args.world_size, timeout_of_processes())
-    if not args.fsdp and not is_on("ACCELERATE_USE_FSDP"):
+    if not args.fsdp and not environment_flag_is_set("ACCELERATE_USE_FSDP"):
         return None
     from ..extras.engines import fsdp2
 
@@ -153,10 +159,10 @@ def named_apart(names: Sequence[str]) -> list[str]:
     if repeated:
         logger.warning(
             f"Several reward functions have the name {', '.join(map(repr, repeated))}. Their metrics are "
-            f"{', '.join(f'`rewards/{name}`' for name in numbered(names))}, in the order of `reward_funcs`. Give each "
-            "function a unique name (`def`, or `function.__name__ = ...`) to tell them apart."
+            f"{', '.join(f'`rewards/{name}`' for name in unique_names(names))}, in the order of `reward_funcs`. Give "
+            "each function a unique name (`def`, or `function.__name__ = ...`) to tell them apart."
         )
-    return numbered(names)
+    return unique_names(names)
 
 
 def user_objects(
@@ -290,15 +296,15 @@ def prepare_rewards(
         ValueError, TypeError: a function cannot be used, or nothing scores the team or an agent.
     """
     functions, weights = team_reward_funcs(reward_funcs, args, workflow)
-    check_rewards(functions, train_dataset, eval_dataset)
+    check_reward_functions(functions, train_dataset, eval_dataset)
     of_turns = turn_reward_funcs(args, agents, workflow)
     check_judges(agents, functions, of_turns)
-    check_turn_rewards(of_turns, train_dataset)
+    check_turn_reward_functions(of_turns, train_dataset)
     if args.remove_unused_columns and "prompt" in (column_names(train_dataset) or ()):
         prompts = train_dataset.select_columns(["prompt"])
         try:
-            check_rewards(functions, prompts)
-            check_turn_rewards(of_turns, prompts)
+            check_reward_functions(functions, prompts)
+            check_turn_reward_functions(of_turns, prompts)
         except ValueError as error:
             raise ValueError(
                 f"`remove_unused_columns=True` keeps only the column `prompt`. Set it to False. {error}"

@@ -11,10 +11,10 @@ from marft_trl.system.processes import Processes
 from accelerate import Accelerator
 
 
-lookout._PATIENCE = float(sys.argv[1])
+lookout._STUCK_SECONDS = float(sys.argv[1])
 processes = Processes(Accelerator(cpu=True))
 try:
-    with processes.telling():
+    with processes.reporting_failures():
         if processes.index == 1:
             raise KeyError("the judge is gone")
         print("waiting", flush=True)

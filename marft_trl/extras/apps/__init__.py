@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""OpenAI's API over HTTP: train applications that call the agents of a team, and serve teams."""
+"""Chat APIs over HTTP: train applications that call the agents of a team, and serve teams."""
 
 from __future__ import annotations
 
@@ -10,18 +10,32 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .external_app import ExternalApp
     from .program import AppResult
+    from .routing import AppRequest, BySystemPrompt, ByTools
     from .served_team import GatewaySettings, application, serve
     from .session import AppEndpoint
 
 _MODULES = {
     "AppEndpoint": "session",
+    "AppRequest": "routing",
     "AppResult": "program",
+    "BySystemPrompt": "routing",
+    "ByTools": "routing",
     "ExternalApp": "external_app",
     "GatewaySettings": "served_team",
     "application": "served_team",
     "serve": "served_team",
 }
-__all__ = ["AppEndpoint", "AppResult", "ExternalApp", "GatewaySettings", "application", "serve"]
+__all__ = [
+    "AppEndpoint",
+    "AppRequest",
+    "AppResult",
+    "BySystemPrompt",
+    "ByTools",
+    "ExternalApp",
+    "GatewaySettings",
+    "application",
+    "serve",
+]
 
 
 def __getattr__(name: str) -> Any:

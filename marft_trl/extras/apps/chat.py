@@ -144,9 +144,14 @@ def encoded(part: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(part, default=str).encode() + b"\n\n"
 
 
-def failed(error: RequestError) -> dict[str, Any]:
-    """The part of a stream that failed."""
-    return error.body()
+def error_body(error: RequestError) -> dict[str, Any]:
+    """The body of a failed request."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": error.code}}
+
+
+# The part of a stream that failed
+failed = error_body
 
 
 def _head(identity: str, chat_request: ChatRequest, kind: str) -> dict[str, Any]:

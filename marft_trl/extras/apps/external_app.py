@@ -21,6 +21,7 @@ from ...system.watchdog import raise_in
 from ...workflows.base import Workflow, callable_name
 from .program import AppResult, make_arguments, run_program, split_command
 from .requests import ChatReply, ChatRequest, RequestError, to_request_error
+from .routing import AgentRule, describe_rule, make_rule, named_agents
 from .session import AppEndpoint, Session, Waiting, shared_keys
 
 
@@ -34,9 +35,10 @@ OUTPUT = "application"
 
 class ExternalApp(Workflow):
     """
-    Runs an application that talks to models through an OpenAI client. Each request for the model name of an agent is a
-    turn of that agent; the application decides who is asked, with which messages, and when the episode ends. It needs
-    no change but the base URL and the key, which it finds in `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
+    Runs an application that talks to models through a client of OpenAI or Anthropic. Each request for the model name
+    of an agent is a turn of that agent; the application decides who is asked, with which messages, and when the
+    episode ends. It needs no change but the base URL and the key, which it finds in `OPENAI_BASE_URL` and
+    `OPENAI_API_KEY`, or in `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`.
 
     ```python
     trainer = MARFTTrainer(
@@ -73,6 +75,9 @@ class ExternalApp(Workflow):
             takes.
         cwd (`str`, *optional*):
             Folder in which a program runs. Defaults to the present one.
+        agent_of (`Callable[[AppRequest], str]`, *optional*):
+            Chooses the agent that answers a request, such as [`BySystemPrompt`] or [`ByTools`]. By default, the name
+            of the model is the name of the agent.
     """
 
     acts_outside = True
@@ -86,6 +91,7 @@ class ExternalApp(Workflow):
         together: float = 0.02,
         max_wait_for_episodes: float | None = 60.0,
         cwd: str | os.PathLike | None = None,
+        agent_of: AgentRule | Mapping[str, Any] | None = None,
     ):
         is_command = isinstance(app, str) or (isinstance(app, Sequence) and all(isinstance(item, str) for item in app))
         if app is not None and not callable(app) and not (is_command and app):
@@ -100,6 +106,9 @@ class ExternalApp(Workflow):
         if not together >= 0:
             raise ValueError(f"`together` must be at least 0 seconds, got {together!r}.")
         self.app, self.answer, self.takes_tools, self.earns = app, answer, bool(tools), bool(earns)
+        self.agent_of = make_rule(agent_of)
+        if self.agent_of is not None and not callable(self.agent_of):
+            raise TypeError(f"`agent_of` must be a function of an `AppRequest`, got {agent_of!r}.")
         self._told: set[str] = set()
         self.max_wait_for_episodes = max_wait_for_episodes
         self.together, self.cwd = together, os.fspath(cwd) if cwd is not None else None
@@ -117,16 +126,23 @@ class ExternalApp(Workflow):
         if self.answer is not None and self.answer not in agents:
             known = ", ".join(map(repr, agents))
             raise ValueError(f"`answer` of `ExternalApp` must be an agent of the team ({known}), got {self.answer!r}.")
+        if unknown := [name for name in named_agents(self.agent_of) if name not in agents]:
+            known = ", ".join(map(repr, agents))
+            raise ValueError(
+                f"`agent_of` of `ExternalApp` must choose agents of the team ({known}), got {unknown[0]!r}."
+            )
 
     def named_agents(self) -> list[str]:
-        return [] if self.answer is None else [self.answer]
+        return list(dict.fromkeys([*([self.answer] if self.answer is not None else []), *named_agents(self.agent_of)]))
 
     def links(self, agents: Sequence[str]) -> list[tuple[str, str]]:
         return []  # the application is not started for a picture
 
     def describe(self) -> dict:
         """Leave out the application: otherwise, loading a team from elsewhere would run its code."""
-        return {"class": self.class_name, "answer": self.answer, "tools": self.takes_tools}
+        rule = describe_rule(self.agent_of)
+        kept = {"class": self.class_name, "answer": self.answer, "tools": self.takes_tools}
+        return kept if rule is None else {**kept, "agent_of": rule}
 
     @classmethod
     def from_description(cls, arguments: Mapping[str, Any], environment_factory: Any = None) -> Workflow:
@@ -159,7 +175,8 @@ class ExternalApp(Workflow):
             yield
 
     async def _run(self, episode: LiveEpisode, server: Any) -> None:
-        session = Session(episode.agents, self.takes_tools, self.earns)
+        count = episode.state.count_tokens
+        session = Session(episode.agents, self.takes_tools, self.earns, self.agent_of, count)
         with server.open(session) as endpoint:
             running = asyncio.ensure_future(self._result(episode, endpoint, server))
             conversation = _Conversation(self, episode, session)
@@ -190,6 +207,7 @@ class ExternalApp(Workflow):
             raise RuntimeError(f"the application called `sys.exit({end.code!r})`") from end
 
     def _finish(self, episode: LiveEpisode, session: Session, result: AppResult) -> None:
+        session.counts["lineages"] = len({turn.lineage for turn in episode.turns})
         for name, number in list(session.counts.items()):
             episode.count(f"app/{name}", number)
         refused = f" Its last request was refused: {session.refused}" if session.refused else ""
@@ -272,6 +290,7 @@ class _Conversation:
     def __init__(self, app: ExternalApp, episode: LiveEpisode, session: Session):
         self._app, self._episode, self._session = app, episode, session
         self._replies: list[tuple[Turn, ChatReply, ChatRequest]] = []
+        self._num_lineages = 0
         self._open: list[Waiting] = []
         self._refused = 0  # requests since the latest turn
         self._tasks: set[asyncio.Task] = set()
@@ -351,8 +370,26 @@ class _Conversation:
             chat_request.stop,
             chat_request.sampling,
             chat_request.max_tokens,
+            self._find_lineage(chat_request),
         )
         return await episode.turn_on(chat_request.model, requested_turn, sees=seen)
+
+    def _find_lineage(self, chat_request: ChatRequest) -> int:
+        """
+        The conversation that a request continues: the one whose latest turn of the agent is in the messages, behind
+        what the agent was shown for it. Other requests begin a conversation.
+        """
+        longest, lineage = 0, None
+        for turn, reply, earlier in self._replies:
+            count = len(earlier.messages)
+            begins = earlier.model == chat_request.model and chat_request.messages[:count] == earlier.messages
+            answer = chat_request.messages[count] if begins and len(chat_request.messages) > count else {}
+            if count >= longest and answer.get("role") == "assistant" and _says(answer, reply):
+                longest, lineage = count, turn.lineage
+        if lineage is not None:
+            return lineage
+        self._num_lineages += 1
+        return self._num_lineages - 1
 
     def _with_turns(self, agent: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages, with those that are unchanged earlier turns of the agent replaced by these turns."""
@@ -369,20 +406,24 @@ class _Conversation:
     ) -> Turn | None:
         """Return the turn of a message: of several with the same text, the one after the same messages."""
         message, before = messages[number], list(messages[:number])
-        functions = [call["function"] for call in message.get("tool_calls") or ()]
-        calls = [(function["name"], json.dumps(function["arguments"], sort_keys=True)) for function in functions]
         same = [
             (turn, chat_request)
             for turn, reply, chat_request in self._replies
             if turn.agent == agent
-            and reply.text == message["content"]
+            and _says(message, reply)
             and reply.text == ChatReply.from_turn(turn).text  # not one that is shown without its stop string
-            and [(call.name, _sorted(call.arguments)) for call in reply.calls] == calls
             and turn not in used
         ]
         return next(
             (turn for turn, chat_request in same if chat_request.messages == before), same[-1][0] if same else None
         )
+
+
+def _says(message: Mapping[str, Any], reply: ChatReply) -> bool:
+    """Whether a message of a conversation is a reply: its text and its calls."""
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [(function["name"], json.dumps(function["arguments"], sort_keys=True)) for function in functions]
+    return reply.text == message["content"] and [(call.name, _sorted(call.arguments)) for call in reply.calls] == calls
 
 
 def _sorted(arguments: str) -> str:

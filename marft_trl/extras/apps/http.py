@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""OpenAI-compatible HTTP API: an aiohttp application that parses requests and writes responses of any backend."""
+"""Chat APIs over HTTP: an aiohttp application that parses requests and writes responses of any backend."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any, NamedTuple, Protocol
 
 from aiohttp import web
 
-from . import chat, responses
+from . import chat, messages, responses
 from .requests import ChatReply, ChatRequest, RequestError, to_request_error
+from .routing import AgentRule, choose_agent
 
 
-# To add an endpoint, write a module with `read`, `answer`, `Stream`, `encoded`, `failed` and `END`, and list it here
-DIALECTS: dict[str, Any] = {"/v1/chat/completions": chat, "/v1/responses": responses}
+# To add an API, write a module with `read`, `answer`, `Stream`, `encoded`, `failed`, `error_body` and `END`
+DIALECTS: dict[str, Any] = {"/v1/chat/completions": chat, "/v1/responses": responses, "/v1/messages": messages}
+_COUNT_TOKENS = "/v1/messages/count_tokens"
 # Maximum seconds for reading a request body, and seconds between keep-alive comments in an idle stream, for proxies
 _BODY_SECONDS, _KEEP_ALIVE_SECONDS = 60.0, 15.0
 # Maximum number of stream chunks per write
@@ -63,6 +65,18 @@ class Client(Protocol):
     @property
     def models(self) -> Sequence[str]:
         """Names of the models that the client may request."""
+
+    @property
+    def agent_of(self) -> AgentRule | None:
+        """Chooses the agent of a request. If `None`, the name of the model is the name of the agent."""
+
+    async def count_tokens(self, chat_request: ChatRequest) -> int:
+        """
+        Count the tokens of the messages and tools of a request.
+
+        Raises:
+            RequestError: they cannot be shown to the agent.
+        """
 
     async def answer(
         self, chat_request: ChatRequest, body: bytes, is_retry: bool, on_text: TextListener | None
@@ -126,6 +140,7 @@ class HTTPApplication:
         app.router.add_get("/v1/models/{name}", self._model)
         for path, dialect in DIALECTS.items():
             app.router.add_post(path, self._handler(dialect))
+        app.router.add_post(_COUNT_TOKENS, self._count_tokens)
         return app
 
     @web.middleware
@@ -150,7 +165,9 @@ class HTTPApplication:
                 request_error = _to_client_error(error)
                 headers = {"Retry-After": "1"} if request_error.status == 503 else {}
             if request_error is not None:
-                response = web.json_response(request_error.body(), status=request_error.status, headers=headers)
+                dialect = messages if "/v1/messages" in request.path else chat
+                body = dialect.error_body(request_error)
+                response = web.json_response(body, status=request_error.status, headers=headers)
             if self._backend.closes_connections and not response.prepared:
                 response.force_close()
             status = response.status
@@ -169,20 +186,34 @@ class HTTPApplication:
             raise RequestError(f"Unknown model {name[:80]!r}. Models: {there}.", 404, "model", "model_not_found")
         return web.json_response(chat.model(name))
 
+    async def _read(self, request: web.Request, dialect: Any) -> tuple[ChatRequest, ChatRequest, bytes]:
+        """Read a request. Returns it as the client wrote it, the same for the agent that answers, and the body."""
+        if self._backend.json_only and request.content_type != "application/json":
+            raise RequestError("`Content-Type` must be `application/json`.", 415)
+        client, body = get_client(request), await read_body(request)
+        if client.agent_of is None:
+            chat_request = routed = dialect.read(body, client.models)
+        else:
+            chat_request = dialect.read(body, None)
+            routed = choose_agent(client.agent_of, chat_request, request.headers, client.models)
+        request[_MODEL] = routed.model
+        return chat_request, routed, body
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        _, routed, _ = await self._read(request, messages)
+        async with asyncio.timeout(self._backend.timeout):
+            return web.json_response({"input_tokens": await get_client(request).count_tokens(routed)})
+
     def _handler(self, dialect: Any) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(request: web.Request) -> web.StreamResponse:
-            if self._backend.json_only and request.content_type != "application/json":
-                raise RequestError("`Content-Type` must be `application/json`.", 415)
-            client, body = get_client(request), await read_body(request)
-            chat_request = dialect.read(body, client.models)
-            request[_MODEL] = chat_request.model
+            chat_request, routed, body = await self._read(request, dialect)
             is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
             reply_id = secrets.token_hex(12)
             if chat_request.stream:
                 stream = dialect.Stream(reply_id, chat_request)
-                return await self._streamed(request, dialect, stream, chat_request, body, is_retry)
+                return await self._streamed(request, dialect, stream, routed, body, is_retry)
             async with asyncio.timeout(self._backend.timeout):
-                found = await client.answer(chat_request, body, is_retry, None)
+                found = await get_client(request).answer(routed, body, is_retry, None)
             response = web.json_response(dialect.answer(reply_id, chat_request, found.messages))
             if self._backend.closes_connections:
                 response.force_close()
@@ -295,7 +326,9 @@ def get_client(request: web.Request) -> Any:
 
 
 def get_api_key(request: web.Request) -> str:
-    """Return the API key of a request, or an empty string."""
+    """Return the API key of a request, as OpenAI's or Anthropic's clients send it, or an empty string."""
+    if key := request.headers.get("x-api-key"):
+        return key.strip()
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 

@@ -31,6 +31,8 @@ _OF_SHELLS = ("|", ">", ">>", "<", "&&", "||", ";", "&")
 _GRACE, _LATE = 2.0, 0.2
 # Variables of processes that a launcher started, which an application is not
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+# Other credentials that a client would send instead of the key
+_CREDENTIALS = ("ANTHROPIC_AUTH_TOKEN",)
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint
     Args:
         endpoint: where the program sends its requests.
     """
-    variables = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
+    variables = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS + _CREDENTIALS}
     transport, heard = await asyncio.get_running_loop().subprocess_exec(
         _Listener, *arguments, env={**variables, **endpoint.variables}, cwd=cwd, start_new_session=True
     )

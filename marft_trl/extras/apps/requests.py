@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Requests and replies of OpenAI's API, in a form that all endpoints share."""
+"""Requests and replies of chat APIs, in a form that all endpoints share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DEEPEST = 64
 _COLDEST = 1e-4
 # Largest number of answers to a request, and of stop strings, as OpenAI has it
 _MOST_ANSWERS, _MOST_STOPS = 16, 4
-# Fields that are read in both forms of the API
+# Fields that are read in both forms of OpenAI's API
 _READ = {
     *("model", "tools", "tool_choice", "stop", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p"),
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "seed", "row", "show_turns"),
@@ -82,11 +82,6 @@ class RequestError(ValueError):
         super().__init__(printable(message))
         self.status, self.field, self.code = status, field, code
 
-    def body(self) -> dict[str, Any]:
-        """The error in OpenAI's form."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.code}}
-
 
 def to_request_error(error: BaseException) -> RequestError:
     """
@@ -114,18 +109,27 @@ def to_request_error(error: BaseException) -> RequestError:
     )
 
 
-def check_known(body: Mapping[str, Any], own: Collection[str]) -> None:
+def check_fields(
+    body: Mapping[str, Any],
+    read: Collection[str],
+    ignored: Collection[str],
+    refused: Mapping[str, tuple[tuple[Any, ...], str]],
+) -> None:
     """
+    Args:
+        read, ignored: names of fields that are read, and of those without an effect.
+        refused: fields that cannot be obeyed, with the values that ask for nothing, and why.
+
     Raises:
-        RequestError: a field is unsupported or unknown. `own`: fields that only this form of the API has.
+        RequestError: a field is unsupported or unknown.
     """
     for name, value in body.items():
-        if value is None or name in _READ or name in _ASIDE or name in own:
+        if value is None or name in read or name in ignored:
             continue
-        if name not in _REFUSED:
-            hint = did_you_mean(name, [*_READ, *own])
+        if name not in refused:
+            hint = did_you_mean(name, read)
             raise RequestError(f"Unknown field `{name[:80]}`.{hint}", field=name[:80])
-        nothing, why = _REFUSED[name]
+        nothing, why = refused[name]
         if not any(value == item and type(value) is type(item) for item in nothing):
             raise RequestError(f"`{name}` is not supported. {why}", field=name, code="unsupported_parameter")
 
@@ -157,9 +161,11 @@ def check_depth(value: Any) -> None:
         raise ValueError(f"values are nested more than {_DEEPEST} levels deep")
 
 
-def read_model(body: Mapping[str, Any], models: Sequence[str]) -> str:
-    """Read the requested model."""
+def read_model(body: Mapping[str, Any], models: Sequence[str] | None) -> str:
+    """Read the requested model. `models`: known names; `None` accepts any name."""
     model = body.get("model")
+    if models is None:
+        return read_name(model, "model")
     if not isinstance(model, str) or model not in models:
         known = ", ".join(map(repr, models))
         hint = did_you_mean(model, models) if isinstance(model, str) else ""
@@ -226,13 +232,13 @@ def read_row(body: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def read_stops(body: Mapping[str, Any]) -> tuple[str, ...]:
+def read_stops(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
     """Read the stop strings of a turn."""
-    value = body.get("stop")
+    value = body.get(name)
     texts = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(texts, list) or len(texts) > _MOST_STOPS or not all(isinstance(t, str) and t for t in texts):
         raise RequestError(
-            f"`stop` must be a string, or a list of up to {_MOST_STOPS} strings, none of them empty.", field="stop"
+            f"`{name}` must be a string, or a list of up to {_MOST_STOPS} strings, none of them empty.", field=name
         )
     return tuple(texts)
 
@@ -327,20 +333,20 @@ class ChatRequest:
     def from_body(
         cls,
         body: Mapping[str, Any],
-        models: Sequence[str],
+        models: Sequence[str] | None,
         own: Collection[str],
         messages: Callable[[Mapping[str, Any]], list[dict[str, Any]]],
         tool: Callable[[dict[str, Any], str], tuple[Any, str]],
     ) -> ChatRequest:
         """
-        Read a request. The forms of the API differ in how messages and tools are written, and in nothing else.
+        Read a request of OpenAI's API, whose forms differ in how messages and tools are written.
 
         Args:
             own: names of fields that this form alone has.
             tool: finds the function of a tool, and the name of its field.
         """
         model = read_model(body, models)
-        check_known(body, own)
+        check_fields(body, {*_READ, *own}, _ASIDE, _REFUSED)
         _check_format(body.get("response_format"), "response_format")
         _check_format(check_object(body.get("text") or {}, "text").get("format"), "text.format")
         is_stream = read_flag(body, "stream", False)
@@ -383,6 +389,7 @@ class ChatReply:
 
     Args:
         is_truncated: whether it ended at its largest length.
+        stopped_by: the stop string that has ended it.
         read: number of tokens of the conversation.
         written: number of tokens of the message.
         thoughts: what teammates have said before it.
@@ -397,6 +404,7 @@ class ChatReply:
     thoughts: str = ""
     turns: dict[str, Any] | None = None
     agents: dict[str, dict[str, int]] = field(default_factory=dict)
+    stopped_by: str | None = None
 
     @classmethod
     def from_turn(cls, turn: Turn, stop: Sequence[str] = (), mark: str = "") -> ChatReply:
@@ -409,10 +417,12 @@ class ChatReply:
         """
         calls = _read_calls(turn)
         text = (turn.without_calls or "") if calls else turn.text if turn.tagged is None else turn.tagged
-        for item in stop:
-            text = text.partition(item)[0]
+        ended_by = min((item for item in stop if item in text), key=text.index, default=None)
+        if ended_by is not None:
+            text = text.partition(ended_by)[0]
         ids = [ReplyCall(f"call_{mark}{turn.index}_{i}", *call) for i, call in enumerate(calls)]
-        return cls(text, tuple(ids), turn.truncated, len(turn.prompt_ids), len(turn.completion_ids))
+        counts = len(turn.prompt_ids), len(turn.completion_ids)
+        return cls(text, tuple(ids), turn.truncated, *counts, stopped_by=ended_by)
 
 
 def _read_calls(turn: Turn) -> list[tuple[str, str]]:
@@ -442,16 +452,31 @@ def _check_format(value: Any, where: str) -> None:
 def _tools(
     body: Mapping[str, Any], read_function: Callable[[dict[str, Any], str], tuple[Any, str]]
 ) -> tuple[dict[str, Any], ...]:
-    """The functions that a model may call."""
-    tools, choice = body.get("tools") or [], body.get("tool_choice")
+    """The functions that a model may call, of OpenAI's API."""
+    tools = body.get("tools") or []
     if not isinstance(tools, list):
         raise RequestError("`tools` must be a list.", field="tools")
-    schemas = []
+    functions = []
     for number, tool in enumerate(tools):
         where = f"tools[{number}]"
         if check_object(tool, where).get("type") != "function":
             raise RequestError(f"`{where}.type` must be 'function'.", field=where)
-        schemas.append(_schema(*read_function(tool, where)))
+        functions.append(read_function(tool, where))
+    return make_schemas(functions, body.get("tool_choice"))
+
+
+def make_schemas(functions: Sequence[tuple[Any, str]], choice: Any) -> tuple[dict[str, Any], ...]:
+    """
+    Schemas of functions as chat templates take them.
+
+    Args:
+        functions: name, description and parameters of each, and the name of its field.
+        choice: which of them the model may call.
+
+    Raises:
+        RequestError: a function is malformed, or a call is forced.
+    """
+    schemas = tuple(_schema(*function) for function in functions)
     if choice not in (None, "auto", "none"):
         raise RequestError(
             f"`tool_choice` must be 'auto' or 'none', got {json.dumps(choice)[:80]}. A forced call would not be "
@@ -459,10 +484,10 @@ def _tools(
             field="tool_choice",
             code="unsupported_parameter",
         )
-    names = [tool["function"]["name"] for tool in schemas]
+    names = [schema["function"]["name"] for schema in schemas]
     if len(set(names)) < len(names):
         raise RequestError("`tools` must have different names.", field="tools")
-    return () if choice == "none" else tuple(schemas)
+    return () if choice == "none" else schemas
 
 
 def _schema(tool: Any, where: str) -> dict[str, Any]:

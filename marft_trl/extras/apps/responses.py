@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from . import chat
 from .requests import (
     ChatReply,
     ChatRequest,
@@ -142,6 +143,7 @@ class Stream:
 
 
 END = b""
+error_body = chat.error_body
 
 
 def encoded(event: Mapping[str, Any]) -> bytes:

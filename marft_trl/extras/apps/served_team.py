@@ -30,6 +30,7 @@ from ..engines.server import EngineDownError
 from .external_app import OUTPUT, ExternalApp
 from .http import ChatReplies, HTTPApplication, Outcome, TextListener, get_api_key
 from .requests import ChatReply, ChatRequest, RequestError, to_request_error
+from .routing import AgentRule
 
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class GatewaySettings:
         timeout (`float`, *optional*, defaults to `600.0`): seconds after which a question is cancelled.
         max_body (`int`, *optional*, defaults to `1048576`): maximum size of a request in bytes.
         grace (`float`, *optional*, defaults to `10.0`): seconds that running questions get to finish on shutdown.
+        agent_of (`Callable[[AppRequest], str]`, *optional*): chooses the agent of a request, as for [`ExternalApp`].
+            Defaults to the rule of the team's workflow, if it is a ready-made one.
 
     Raises:
         ValueError: other machines can reach the address and there is no key, or a limit is out of range.
@@ -72,6 +75,7 @@ class GatewaySettings:
     timeout: float = 600.0
     max_body: int = 1 << 20
     grace: float = 10.0
+    agent_of: AgentRule | None = None
 
     def __post_init__(self) -> None:
         if not self.is_loopback and not self.api_key:
@@ -381,7 +385,9 @@ class _TeamBackend:
             request_key = get_api_key(request).encode("utf-8", "surrogateescape")
             if not hmac.compare_digest(request_key, key.encode()):
                 raise RequestError(
-                    "Missing or invalid API key: use `Authorization: Bearer ...`.", 401, code="invalid_api_key"
+                    "Missing or invalid API key: use `Authorization: Bearer ...` or `x-api-key`.",
+                    401,
+                    code="invalid_api_key",
                 )
         return self
 
@@ -398,6 +404,20 @@ class _TeamBackend:
     def models(self) -> Sequence[str]:
         """The team, and its agents."""
         return list(self._workflows)
+
+    @property
+    def agent_of(self) -> AgentRule | None:
+        """The rule of the settings, or of the workflow."""
+        return self._settings.agent_of or getattr(self._team.workflow, "agent_of", None)
+
+    async def count_tokens(self, chat_request: ChatRequest) -> int:
+        """The number of tokens that an agent is shown; of the team, the first one."""
+        known = [agent.name for agent in self._team.agents]
+        agent = chat_request.model if chat_request.model in known else known[0]
+        try:
+            return await self._team.live.count_tokens(agent, chat_request.messages, chat_request.tools)
+        except PromptError as error:
+            raise to_request_error(error) from error
 
     async def answer(
         self, chat_request: ChatRequest, body: bytes, is_retry: bool, on_text: TextListener | None

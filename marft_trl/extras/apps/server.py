@@ -172,8 +172,8 @@ class Endpoint:
         session = self._sessions.get(get_api_key(request))
         if session is None:
             raise RequestError(
-                "The API key does not belong to a running episode. Use the key in the environment variable "
-                "OPENAI_API_KEY of the application, which is valid until the episode ends.",
+                "The API key does not belong to a running episode. Use the key in the environment variables "
+                "OPENAI_API_KEY or ANTHROPIC_API_KEY of the application, which is valid until the episode ends.",
                 401,
                 code="invalid_api_key",
             )

@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...episodes.records import Turn
@@ -22,6 +22,7 @@ from .requests import ChatReply, ChatRequest, RequestError
 
 if TYPE_CHECKING:
     from .http import ChatReplies, TextListener
+    from .routing import AgentRule
 
 
 # Maximum number of unanswered requests of an episode
@@ -38,7 +39,7 @@ class AppEndpoint(NamedTuple):
     Where an application sends its requests in one episode.
 
     Args:
-        base_url (`str`): base URL of the API, ending in `/v1`.
+        base_url (`str`): base URL of the API for OpenAI's clients, ending in `/v1`.
         api_key (`str`): key of the episode.
     """
 
@@ -46,9 +47,17 @@ class AppEndpoint(NamedTuple):
     api_key: str
 
     @property
+    def root_url(self) -> str:
+        """Base URL for Anthropic's clients, which add `/v1`."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
     def variables(self) -> dict[str, str]:
-        """Environment variables that OpenAI's clients read."""
-        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+        """Environment variables that the clients of OpenAI and Anthropic read."""
+        return {
+            **{"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key},
+            **{"ANTHROPIC_BASE_URL": self.root_url, "ANTHROPIC_API_KEY": self.api_key},
+        }
 
 
 def mark_of_process() -> str:
@@ -146,6 +155,8 @@ class Session:
         agents: names of the agents that requests may name as their model.
         takes_tools: whether requests may have tools.
         earns: whether rewards may be posted.
+        agent_of: chooses the agent of a request.
+        count: counts the tokens of messages for an agent.
 
     Attributes:
         inbox: requests, in the event loop of the episode.
@@ -154,7 +165,15 @@ class Session:
         rewards: posted rewards, each with the last turn that was answered before.
     """
 
-    def __init__(self, agents: Sequence[str], takes_tools: bool, earns: bool):
+    def __init__(
+        self,
+        agents: Sequence[str],
+        takes_tools: bool,
+        earns: bool,
+        agent_of: AgentRule | None = None,
+        count: Callable[..., int] | None = None,
+    ):
+        self.agent_of, self._count = agent_of, count
         self.models, self.takes_tools, self.earns = tuple(agents), takes_tools, earns
         self.secret = mark_of_process() + secrets.token_urlsafe(32)
         self.loop = asyncio.get_running_loop()
@@ -212,6 +231,14 @@ class Session:
         if turn not in self._answered:
             self._answered.append(turn)
         return ChatReplies([reply], functools.partial(self.on_send_failed, waiting))
+
+    async def count_tokens(self, chat_request: ChatRequest) -> int:
+        """The number of tokens of a request, as its agent is shown it."""
+        self._check(chat_request)
+        if self._count is None:
+            raise RequestError("Tokens cannot be counted here.", 404)
+        count = functools.partial(self._count, chat_request.model, chat_request.messages, chat_request.tools)
+        return await asyncio.to_thread(count)
 
     def on_send_failed(self, waiting: Waiting) -> None:
         """Handle a client that disconnected before or while its answer was sent. It may retry."""

@@ -308,5 +308,5 @@ def keep_in_step(trainer: GRPOTrainer, processes: Processes) -> None:
     if trainer.accelerator.is_fsdp2 and processes.count > 1:
         backbone = trainer.model.get_base_model().base_model
         steps = LockStep(trainer.model, backbone, timeout_of_processes())
-        processes.before_collectives(steps.wait, lambda: steps.is_in_pass)
+        processes.set_hooks(steps.wait, lambda: steps.is_in_pass)
         trainer.accelerator.backward = steps.backward(trainer.accelerator.backward)

@@ -132,7 +132,7 @@ class Prefetcher:
         """
         now = self._look_ahead.number()
         self._generator.publish()
-        with self._processes.together():
+        with self._processes.failing_together():
             self._begin(now, rows)
             for number, its_rows in sorted(self._look_ahead.upcoming().items()):
                 if now < number <= now + self._staleness:

@@ -71,7 +71,7 @@ class SamplingCorrection:
             FidelityError: the log-probabilities of a server differ from the trainer's.
         """
         compared = [row for row in rows if row.sampling_logps is not None and row.old_per_token_logps is not None]
-        with self._processes.together():
+        with self._processes.failing_together():
             stale = self._check_staleness(rows)
             self._check([row for row in compared if not stale[row.number]])
         total, count = self._processes.sum(
@@ -257,7 +257,7 @@ class VLLMGenerator(Generator):
                 unchanged since the last call.
         """
         processes = self._processes
-        with contextlib.nullcontext() if alone or processes is None else processes.together():
+        with contextlib.nullcontext() if alone or processes is None else processes.failing_together():
             run_coroutine(self._wake)
             current = self.library.publish(self._pinned_versions()) if self._is_main else None
         if alone or processes is None:
@@ -266,7 +266,7 @@ class VLLMGenerator(Generator):
         if self.servers.own is None:
             self.library.adopt(current, self._pinned_versions())
             return
-        with processes.together():
+        with processes.failing_together():
             if not processes.is_main:
                 self.library.follow(current, self._pinned_versions())
 

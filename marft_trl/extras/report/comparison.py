@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Compare the arms of a report: accuracies and differences, as Markdown, CSV, a picture and a model card."""
+"""Compare the arms of a report, and write the comparison as Markdown, CSV, a plot and a section of the model cards."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ from .cells import Cell
 from .experiment import Experiment
 
 
+# Accuracy below which training has nothing to reinforce
+_ALMOST_NEVER = 0.02
+
+
 @dataclass(frozen=True)
 class ArmResult:
     """
-    Results of an arm.
+    Results of an arm over all seeds.
 
     Args:
-        accuracy: accuracy over seeds and questions; `None` for a skipped arm.
-        difference: accuracy of the trained team minus that of this arm, by question.
-        tokens, seconds: generated tokens and seconds of training, means over seeds; `None` for arms without training.
-        curves: for each seed, the mean reward of each logged step.
-        rewards_differ: whether episodes of a logged batch earned different rewards, in any seed.
+        accuracy: mean accuracy and its interval; `None` for a skipped arm.
+        difference: accuracy of the trained team minus accuracy of this arm, paired by question.
+        tokens, seconds: generated tokens and duration of training, means over seeds; `None` for arms without training.
+        curves: for each seed, pairs of a step and the mean reward of its batch.
+        rewards_differ: whether any logged batch had episodes with different rewards.
     """
 
     arm: Arm
@@ -45,12 +49,13 @@ class ArmResult:
 @dataclass(frozen=True)
 class Comparison:
     """
-    A report.
+    Results and conclusions of a report.
 
     Args:
-        results: the arms, the trained team first.
-        verdicts: conclusions, in plain sentences.
-        questions_in_both: evaluation questions that are also training questions.
+        results: results of the arms, the trained team first.
+        verdicts: conclusions as sentences.
+        margin: smallest difference in accuracy that matters.
+        questions_in_both: number of evaluation questions that are also training questions.
     """
 
     name: str
@@ -66,11 +71,11 @@ class Comparison:
 def compare(
     experiment: Experiment, arms: Sequence[Arm], runs: Path, seeds: Sequence[int], margin: float
 ) -> Comparison:
-    """Compare the runs of a report."""
-    team = _scores(arms[0], runs, seeds)
-    results = [ArmResult(arm) if arm.skip_reason else _result(arm, team, runs, seeds) for arm in arms]
-    found = {result.arm.name: result for result in results}
-    sentences = verdicts(found, [agent.name for agent in experiment.agents], margin)
+    """Compare the finished runs of a report."""
+    team_scores = _load_scores(arms[0], runs, seeds)
+    results = [ArmResult(arm) if arm.skip_reason else _compare_arm(arm, team_scores, runs, seeds) for arm in arms]
+    by_name = {result.arm.name: result for result in results}
+    sentences = make_verdicts(by_name, [agent.name for agent in experiment.agents], margin)
     return Comparison(experiment.name, results, sentences, margin, experiment.questions_in_both())
 
 
@@ -78,49 +83,46 @@ def _folders(arm: Arm, runs: Path, seeds: Sequence[int]) -> list[Path]:
     return [runs / f"{arm.folder}-{seed}" for seed in seeds]
 
 
-def _scores(arm: Arm, runs: Path, seeds: Sequence[int]):
+def _load_scores(arm: Arm, runs: Path, seeds: Sequence[int]):
     return scores(_folders(arm, runs, seeds), "avg", name=arm.evaluation)
 
 
-def _result(arm: Arm, team, runs: Path, seeds: Sequence[int]) -> ArmResult:
-    scores = _scores(arm, runs, seeds)
-    places = zip(seeds, _folders(arm, runs, seeds), strict=True)
-    done = [Cell(arm.run, seed, folder).result() for seed, folder in places]
-    trains = not arm.of
+def _compare_arm(arm: Arm, team_scores, runs: Path, seeds: Sequence[int]) -> ArmResult:
+    arm_scores = _load_scores(arm, runs, seeds)
+    folders = _folders(arm, runs, seeds)
+    cells = [Cell(arm.run, seed, folder).result() for seed, folder in zip(seeds, folders, strict=True)]
+    is_trained = not arm.of
     return ArmResult(
         arm,
-        _within(interval(scores)),
-        None if arm.name == "team" else paired_difference(team, scores),
-        statistics.mean(entry["tokens"] for entry in done) if trains else None,
-        statistics.mean(entry["seconds"] for entry in done) if trains else None,
-        [item["curve"] for item in done] if trains else (),
-        any(value.get("rewards_differ", True) for value in done),
+        _clip_interval(interval(arm_scores)),
+        None if arm.name == "team" else paired_difference(team_scores, arm_scores),
+        statistics.mean(cell["tokens"] for cell in cells) if is_trained else None,
+        statistics.mean(cell["seconds"] for cell in cells) if is_trained else None,
+        [cell["curve"] for cell in cells] if is_trained else (),
+        any(cell.get("rewards_differ", True) for cell in cells),
     )
 
 
-def _within(accuracy: Interval) -> Interval:
-    """Clip an interval of accuracies: with few seeds, Student's t-distribution extends beyond 0 and 1."""
+def _clip_interval(accuracy: Interval) -> Interval:
+    """Clip an interval of accuracies to [0, 1], which a t-interval of few seeds may exceed."""
     return accuracy._replace(low=max(accuracy.low, 0.0), high=min(accuracy.high, 1.0))
 
 
-def _compared(other: str) -> tuple[str, str, str]:
+def _predicates(other: str) -> tuple[str, str, str]:
     return f"is better than {other}", f"is worse than {other}", f"is as good as {other}"
 
 
-_TRAINED = "helps the team", "harms the team", "makes no difference that matters"
-_ALONE = "one agent with as many generated tokens"
-_SHARED, _OWN = "one with a shared adapter", "one with own adapters"
-# Arm, subject of the sentence, and its predicates if the team is better, worse or equal
-_QUESTIONS = (
-    ("untrained", "Training", ("helps", "harms", "changes nothing that matters")),
-    ("solo", "The team", _compared(_ALONE)),
-    ("anonymous", "A team with names and roles", _compared("an anonymous one")),
-    ("shared", "A team with own adapters", _compared(_SHARED)),
-    ("own", "A team with a shared adapter", _compared(_OWN)),
+# Arm, subject of the sentence, and its predicates if the team is better than, worse than or as good as the arm
+_SENTENCES = (
+    ("untrained", "Training", ("helps", "harms", "has no relevant effect")),
+    ("solo", "The team", _predicates("one agent with as many generated tokens")),
+    ("anonymous", "A team with names and roles", _predicates("an anonymous team")),
+    ("shared", "A team with separate adapters", _predicates("a team with a shared adapter")),
+    ("own", "A team with a shared adapter", _predicates("a team with separate adapters")),
 )
 
 
-def judged(difference: Interval, margin: float) -> str:
+def classify(difference: Interval, margin: float) -> str:
     """
     Classify a difference: `"same"` if its interval is within the margin, else `"better"` or `"worse"` if the interval
     does not contain 0, else `"open"`.
@@ -132,70 +134,88 @@ def judged(difference: Interval, margin: float) -> str:
     return "open"
 
 
-def verdicts(found: dict[str, ArmResult], agents: Sequence[str], margin: float) -> list[str]:
-    """Put the differences into plain sentences."""
-    sentences = [_sentence(found, arm, margin, subject, words) for arm, subject, words in _QUESTIONS]
+def make_verdicts(results: dict[str, ArmResult], agents: Sequence[str], margin: float) -> list[str]:
+    """Describe the differences between the team and the arms as sentences."""
+    sentences = [_describe_unreached_threshold(results)]
+    sentences += [_make_sentence(results, arm, margin, subject, predicates) for arm, subject, predicates in _SENTENCES]
     sentences += [
-        _sentence(found, item.arm.name, margin, "The team", _compared(item.arm.name))
-        for item in found.values()
-        if item.arm.is_variant
+        _make_sentence(results, name, margin, "The team", _predicates(name))
+        for name, result in results.items()
+        if result.arm.is_variant
     ]
-    sentences.append(_too_few_tokens(found))
+    sentences.append(_describe_smaller_budget(results))
     for agent in agents:
-        questions = (
+        of_agent = (
             ("emptied", f"What {agent} says", ("is useful", "is harmful", "is useless")),
-            ("without", f"A team with {agent}", _compared("one without")),
-            ("frozen", f"Training {agent}", _TRAINED),
+            ("without", f"A team with {agent}", _predicates("a team without this agent")),
+            ("frozen", f"Training {agent}", ("helps the team", "harms the team", "has no relevant effect")),
         )
         sentences += [
-            _sentence(found, f"{kind}:{agent}", margin, subject, words) for kind, subject, words in questions
+            _make_sentence(results, f"{kind}:{agent}", margin, subject, predicates)
+            for kind, subject, predicates in of_agent
         ]
-    return [value for value in sentences if value is not None]
+    return [sentence for sentence in sentences if sentence is not None]
 
 
-def _too_few_tokens(found: dict[str, ArmResult]) -> str | None:
-    """Describe a single agent that stopped before its budget, at its last step or because of a callback."""
-    team, alone = found.get("team"), found.get("solo")
-    if team is None or alone is None or not alone.tokens or not team.tokens or alone.tokens >= team.tokens:
+def _describe_unreached_threshold(results: dict[str, ArmResult]) -> str | None:
+    """Warn if rewards are above 0, but no evaluation episode counts as right."""
+    accuracies = [result.accuracy.mean for result in results.values() if result.accuracy is not None]
+    rewards = [reward for result in results.values() for curve in result.curves for _, reward in curve]
+    if not accuracies or max(accuracies) > 0 or max(rewards, default=0.0) <= 0:
         return None
     return (
-        f"The single agent generated {alone.tokens:,.0f} tokens in training and the team {team.tokens:,.0f}, so they "
+        "NO EPISODE COUNTS AS RIGHT, although rewards are above 0: no evaluation reward reaches `eval_right_at`. "
+        "If the reward has bonuses or penalties, add the plain score as a reward function with weight 0, and select "
+        "it with `eval_right_by` and `eval_k=[1]`."
+    )
+
+
+def _describe_smaller_budget(results: dict[str, ArmResult]) -> str | None:
+    """Describe a single agent that generated fewer tokens than the team, because its training ended early."""
+    team, solo = results.get("team"), results.get("solo")
+    if team is None or solo is None or not solo.tokens or not team.tokens or solo.tokens >= team.tokens:
+        return None
+    return (
+        f"The single agent generated {solo.tokens:,.0f} tokens in training and the team {team.tokens:,.0f}, so they "
         "did not have the same budget."
     )
 
 
-def _sentence(
-    found: dict[str, ArmResult], arm: str, margin: float, subject: str, words: tuple[str, str, str]
+def _make_sentence(
+    results: dict[str, ArmResult], arm: str, margin: float, subject: str, predicates: tuple[str, str, str]
 ) -> str | None:
-    if arm not in found or found[arm].difference is None:
+    difference = results[arm].difference if arm in results else None
+    if difference is None:
         return None
-    difference = found[arm].difference
-    assert difference is not None  # noqa: S101 - checked above
-    kind = judged(difference, margin)
-    figures = f"{shown(difference, signed=True)} points"
-    seeds = "" if difference.seeds > 1 else ", one seed, so this only applies to this run"
+    kind = classify(difference, margin)
+    numbers = f"{shown(difference, signed=True)} points"
+    if difference.seeds <= 1:
+        numbers += ", one seed, so this only applies to this run"
     if kind == "open":
-        return f"{subject}: there is not enough evidence to say whether it {words[0]} ({figures}{seeds})."
-    idle = _learned_nothing(found[arm])
-    return f"{subject} {words[('better', 'worse', 'same').index(kind)]} ({figures}{seeds}).{idle}"
+        return f"{subject}: there is not enough evidence to say whether it {predicates[0]} ({numbers})."
+    predicate = predicates[("better", "worse", "same").index(kind)]
+    return f"{subject} {predicate} ({numbers}).{_describe_constant_reward(results[arm])}"
 
 
-def _learned_nothing(result: ArmResult) -> str:
-    """Describe an arm that could not learn, because its reward was the same in every episode."""
+def _describe_constant_reward(result: ArmResult) -> str:
+    """Describe an arm that learned nothing: its reward was the same in every episode, or it was almost never right."""
     rewards = {reward for curve in result.curves for _, reward in curve}
-    if len(rewards) != 1 or result.rewards_differ:
+    if len(rewards) == 1 and not result.rewards_differ:
+        why = f"got a reward of {rewards.pop():g} in every episode, so training could not change it"
+    elif rewards and result.accuracy is not None and result.accuracy.mean < _ALMOST_NEVER:
+        why = f"was right in only {100 * result.accuracy.mean:.1f} % of the episodes, so training hardly changed it"
+    else:
         return ""
     return (
-        f" But {result.arm.what.partition(',')[0]} got a reward of {rewards.pop():g} in every episode, so training "
-        "could not change it. For a fair comparison, choose a task that it sometimes solves (easier questions, a "
-        "longer turn, another `solo` of the `Experiment`)."
+        f" But {result.arm.what.partition(',')[0]} {why}. For a fair comparison, choose a task that it sometimes "
+        "solves (easier questions, a longer turn, another `solo` of the `Experiment`)."
     )
 
 
 def shown(value: Interval, signed: bool = False) -> str:
     """Format an interval in percent."""
-    form = "{:+.1f}" if signed else "{:.1f}"
-    mean, low, high = (form.format(100 * item) for item in (value.mean, value.low, value.high))
+    template = "{:+.1f}" if signed else "{:.1f}"
+    mean, low, high = (template.format(100 * number) for number in (value.mean, value.low, value.high))
     return f"{mean} [{low}, {high}]"
 
 
@@ -206,8 +226,8 @@ _COLUMNS = (
 )
 
 
-def write_pages(comparison: Comparison, folder: Path) -> None:
-    """Write `report.md`, `report.csv` and, where matplotlib is installed, `report.png`; and the cards of the teams."""
+def write_report(comparison: Comparison, folder: Path) -> None:
+    """Write `report.md`, `report.csv`, `report.png` (if matplotlib is installed), and sections of the model cards."""
     folder.mkdir(parents=True, exist_ok=True)
     page = as_markdown(comparison)
     write_atomically(folder / "report.md", page)
@@ -225,31 +245,31 @@ def write_pages(comparison: Comparison, folder: Path) -> None:
 
 def as_markdown(comparison: Comparison) -> str:
     """Return the verdicts and the table of arms as Markdown."""
-    accuracy = next(value.accuracy for value in comparison.results if value.accuracy is not None)
+    accuracy = next(result.accuracy for result in comparison.results if result.accuracy is not None)
     lines = [f"# {comparison.name}", "", *(f"- {verdict}" for verdict in comparison.verdicts), ""]
     lines += [
         f"Accuracy in percent on {accuracy.questions} questions, mean of {accuracy.seeds} "
         f"seed{'s' * (accuracy.seeds > 1)} with its 95 % interval over questions"
         f"{' and seeds' * (accuracy.seeds > 1)}. Differences are the trained team minus the arm on the same "
-        f"questions; below {100 * comparison.margin:g} points they are too small to matter. One in twenty such "
-        "sentences is wrong by chance.",
+        f"questions; below {100 * comparison.margin:g} points they are too small to matter. About one in "
+        "twenty of these conclusions is wrong by chance.",
         "",
         "| arm | accuracy | team minus arm | generated tokens | seconds |",
         "|---|---|---|---|---|",
     ]
-    lines += [_line(result) for result in comparison.results if result.accuracy is not None]
+    lines += [_table_row(result) for result in comparison.results if result.accuracy is not None]
     if comparison.questions_in_both:
         count = comparison.questions_in_both
         lines += ["", f"{count} of the {accuracy.questions} questions are also training questions."]
-    left_out = [item for item in comparison.results if item.arm.skip_reason]
-    if left_out:
-        arms = "; ".join(f"{entry.arm.what} ({entry.arm.skip_reason})" for entry in left_out)
-        lines += ["", f"Left out: {arms}."]
+    skipped = [result.arm for result in comparison.results if result.arm.skip_reason]
+    if skipped:
+        arms = "; ".join(f"{arm.what} ({arm.skip_reason})" for arm in skipped)
+        lines += ["", f"Skipped: {arms}."]
     return "\n".join(lines) + "\n"
 
 
-def _line(result: ArmResult) -> str:
-    assert result.accuracy is not None  # noqa: S101 - only arms that ran have lines
+def _table_row(result: ArmResult) -> str:
+    assert result.accuracy is not None  # noqa: S101 - only arms that ran have rows
     cells = [
         result.arm.what,
         shown(result.accuracy),
@@ -261,7 +281,7 @@ def _line(result: ArmResult) -> str:
 
 
 def as_csv(comparison: Comparison) -> str:
-    """Return a CSV table with a row for each arm, with accuracies and differences in percent."""
+    """Return a CSV table with one row per arm, and accuracies and differences in percent."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(_COLUMNS)
@@ -272,40 +292,41 @@ def as_csv(comparison: Comparison) -> str:
             [
                 result.arm.name,
                 *counts,
-                *_percent(accuracy),
-                *_percent(difference),
+                *_as_percent(accuracy),
+                *_as_percent(difference),
                 *("" if value is None else value for value in (result.tokens, result.seconds, result.arm.skip_reason)),
             ]
         )
     return text.getvalue()
 
 
-def _percent(interval: Interval | None) -> list[float | str]:
+def _as_percent(interval: Interval | None) -> list[float | str]:
     return [100 * value for value in interval[:3]] if interval else [""] * 3
 
 
 def save_picture(comparisons: Sequence[Comparison], file: Path) -> None:
-    """Plot accuracies with intervals, and training rewards, in a row for each comparison. Needs matplotlib."""
+    """Plot accuracies with intervals and training rewards, one row per comparison. Requires matplotlib."""
     from matplotlib.figure import Figure
 
-    longest = max(len(comparison.results) for comparison in comparisons)
-    figure = Figure(figsize=(11, (1.5 + 0.4 * longest) * len(comparisons)), layout="constrained")
+    max_arms = max(len(comparison.results) for comparison in comparisons)
+    figure = Figure(figsize=(11, (1.5 + 0.4 * max_arms) * len(comparisons)), layout="constrained")
     rows = figure.subplots(len(comparisons), 2, squeeze=False, width_ratios=(2, 3))
-    for comparison, (bars, curves) in zip(comparisons, rows, strict=True):
+    for comparison, (accuracy_axes, curve_axes) in zip(comparisons, rows, strict=True):
         results = [result for result in comparison.results if result.accuracy is not None]
-        colors = {value.arm.name: f"C{number}" for number, value in enumerate(item for item in results if item.curves)}
-        _draw_accuracies(bars, results, colors)
-        _draw_curves(curves, results, colors)
+        names = [result.arm.name for result in results if result.curves]
+        colors = {name: f"C{number}" for number, name in enumerate(names)}
+        _draw_accuracies(accuracy_axes, results, colors)
+        _draw_curves(curve_axes, results, colors)
         if len(comparisons) > 1:
-            bars.set_title(comparison.name, fontsize="medium")
+            accuracy_axes.set_title(comparison.name, fontsize="medium")
     figure.savefig(file, dpi=120)
 
 
 def _draw_accuracies(axes: Any, results: Sequence[ArmResult], colors: Mapping[str, str]) -> None:
-    for place, item in enumerate(reversed(results)):
-        mean, low, high = (100 * value for value in (item.accuracy or (0.0, 0.0, 0.0))[:3])
-        error, color = [[max(mean - low, 0)], [max(high - mean, 0)]], colors.get(item.arm.name, "0.4")
-        axes.errorbar(mean, place, xerr=error, fmt="o", color=color, capsize=3)
+    for y, result in enumerate(reversed(results)):
+        mean, low, high = (100 * value for value in (result.accuracy or (0.0, 0.0, 0.0))[:3])
+        error, color = [[max(mean - low, 0)], [max(high - mean, 0)]], colors.get(result.arm.name, "0.4")
+        axes.errorbar(mean, y, xerr=error, fmt="o", color=color, capsize=3)
     axes.set_yticks(range(len(results)), [textwrap.fill(result.arm.what, 32) for result in reversed(results)])
     axes.set(xlabel="accuracy in percent, 95 % interval", xlim=(-2, 102), ylim=(-0.5, len(results) - 0.5))
     axes.grid(axis="x", alpha=0.3)
@@ -315,8 +336,6 @@ def _draw_curves(axes: Any, results: Sequence[ArmResult], colors: Mapping[str, s
     for result in results:
         for curve in result.curves:
             steps, rewards = zip(*curve, strict=True) if curve else ((), ())
-            # Markers, because a run with a single logged step has no line
-            axes.plot(
-                steps, rewards, color=colors[result.arm.name], alpha=0.7, marker="o" if len(steps) < 10 else None
-            )
+            marker = "o" if len(steps) < 10 else None  # a curve of a single step has no line
+            axes.plot(steps, rewards, color=colors[result.arm.name], alpha=0.7, marker=marker)
     axes.set(xlabel="step", ylabel="reward of a training batch")

@@ -18,7 +18,7 @@ from ...seams.libraries import get_logger
 from ...system.child_processes import ChildProcesses
 from .arms import Arm, check_arms, make_arms
 from .cells import EVALUATED_BEFORE, Cell, recorded, run_cell
-from .comparison import Comparison, compare, write_pages
+from .comparison import Comparison, compare, write_report
 from .experiment import EVALUATION, Experiment, collect_settings, load_experiment
 
 
@@ -89,7 +89,7 @@ def report(
         raise RuntimeError(failed["team"])
     kept = [replace(arm, skip_reason="its run failed") if arm.run in failed else arm for arm in chosen]
     comparison = compare(made, kept, folder / "runs", seeds, margin)
-    write_pages(comparison, folder)
+    write_report(comparison, folder)
     if failed:
         raise RuntimeError(
             f"{folder}/report.md was written without {', '.join(failed)}, whose runs failed. Repeat the call to run "

@@ -1,0 +1,299 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Messages, Anthropic's API."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .requests import (
+    ChatReply,
+    ChatRequest,
+    RequestError,
+    check_fields,
+    check_object,
+    make_schemas,
+    read_call,
+    read_flag,
+    read_max_tokens,
+    read_model,
+    read_object,
+    read_row,
+    read_sampling,
+    read_stops,
+)
+
+
+logger = logging.getLogger(__name__)
+
+_READ = {
+    *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k"),
+    *("tools", "tool_choice", "row"),
+}
+# Fields that do not change what a model writes here
+_IGNORED = {"metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "betas"}
+_POLICY = "Agents sample from their policies. Leave it out."
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "thinking": (({"type": "disabled"},), "Agents have no thinking budget. Leave it out."),
+    "output_config": (({},), _POLICY),
+    "output_format": ((), _POLICY),
+    "mcp_servers": (([],), "Only the client's own tools can be called."),
+    "container": ((), "Only the client's own tools can be called."),
+    "context_management": ((), "Send the messages that the agent should see."),
+}
+# Blocks of other models that a conversation may hold
+_SKIPPED = ("thinking", "redacted_thinking")
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def read(body: bytes, models: Sequence[str] | None) -> ChatRequest:
+    """
+    Read the body of a request.
+
+    Raises:
+        RequestError: the message names the field, what it got and what it needs.
+    """
+    fields = read_object(body)
+    check_fields(fields, _READ, _IGNORED, _REFUSED)
+    if b'"cache_control"' in body:
+        warn_of_cache_hints()
+    return ChatRequest(
+        model=read_model(fields, models),
+        messages=_messages(fields),
+        tools=_tools(fields),
+        stop=read_stops(fields, "stop_sequences"),
+        stream=read_flag(fields, "stream", False),
+        sampling=read_sampling(fields),
+        max_tokens=read_max_tokens(fields),
+        row=read_row(fields),
+    )
+
+
+@functools.cache
+def warn_of_cache_hints() -> None:
+    """Log once in a process that cache hints have no effect."""
+    logger.warning("A client sends `cache_control`, which has no effect: no prompts are kept between requests.")
+
+
+def _messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    items = fields.get("messages")
+    if not isinstance(items, list) or not items:
+        form = '[{"role": "user", "content": "..."}]'
+        raise RequestError(f"`messages` must be a list of messages such as `{form}`.", field="messages")
+    found: list[dict[str, Any]] = []
+    if fields.get("system"):
+        found.append({"role": "system", "content": _read_texts(fields["system"], "system")})
+    functions: dict[str, str] = {}  # names by the ids of calls
+    for number, item in enumerate(items):
+        where = f"messages[{number}]"
+        role = check_object(item, where).get("role")
+        blocks = _read_blocks(item.get("content"), f"{where}.content")
+        if role == "assistant":
+            found.append(_assistant_message(blocks, f"{where}.content", functions))
+        elif role in ("user", "system"):
+            found += _other_messages(role, blocks, f"{where}.content", functions)
+        else:
+            raise RequestError(
+                f"`{where}.role` must be 'user' or 'assistant', got {str(role)[:80]!r}.", field=f"{where}.role"
+            )
+    return _merge_users(found)
+
+
+def _read_blocks(content: Any, where: str) -> list[dict[str, Any]]:
+    """The blocks of a content. A text is one block."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise RequestError(f"`{where}` must be a text or a list of blocks.", field=where)
+    return [check_object(block, f"{where}[{number}]") for number, block in enumerate(content)]
+
+
+def _read_texts(content: Any, where: str) -> str:
+    """The text of a content that may have text blocks alone."""
+    texts = [
+        _read_text(block, f"{where}[{number}]")
+        for number, block in enumerate(_read_blocks("" if content is None else content, where))
+    ]
+    return "\n\n".join(texts)
+
+
+def _read_text(block: Mapping[str, Any], where: str) -> str:
+    kind, text = block.get("type"), block.get("text")
+    if kind != "text":
+        raise RequestError(
+            f"`{where}` is a block of type {str(kind)[:80]!r}, which is not supported here: agents read texts.",
+            field=where,
+            code="unsupported_parameter",
+        )
+    if not isinstance(text, str):
+        raise RequestError(f"`{where}.text` must be a text.", field=f"{where}.text")
+    return text
+
+
+def _assistant_message(blocks: Sequence[Mapping[str, Any]], where: str, functions: dict[str, str]) -> dict[str, Any]:
+    texts, calls = [], []
+    for number, block in enumerate(blocks):
+        place = f"{where}[{number}]"
+        if block.get("type") == "tool_use":
+            call = read_call(block.get("id"), block.get("name"), check_object(block.get("input"), place), place)
+            functions[call["id"]] = call["function"]["name"]
+            calls.append(call)
+        elif block.get("type") not in _SKIPPED:
+            texts.append(_read_text(block, place))
+    message: dict[str, Any] = {"role": "assistant", "content": "\n\n".join(texts)}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _other_messages(
+    role: str, blocks: Sequence[Mapping[str, Any]], where: str, functions: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Texts, and results of calls as messages of their own."""
+    found: list[dict[str, Any]] = []
+    for number, block in enumerate(blocks):
+        place = f"{where}[{number}]"
+        if block.get("type") != "tool_result":
+            found.append({"role": role, "content": _read_text(block, place)})
+            continue
+        call = block.get("tool_use_id")
+        if not isinstance(call, str) or call not in functions:
+            raise RequestError(
+                f"`{place}` is the result of the call {json.dumps(call)[:80]}, which no earlier message makes.",
+                field=f"{place}.tool_use_id",
+            )
+        result = _read_texts(block.get("content"), f"{place}.content")
+        found.append({"role": "tool", "content": result, "tool_call_id": call, "name": functions[call]})
+    return found
+
+
+def _merge_users(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Consecutive texts of the user are one message, as in Anthropic's API."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        if found and message["role"] == found[-1]["role"] == "user":
+            message = {"role": "user", "content": f"{found.pop()['content']}\n\n{message['content']}"}
+        found.append(message)
+    return found
+
+
+def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    tools = fields.get("tools") or []
+    if not isinstance(tools, list):
+        raise RequestError("`tools` must be a list.", field="tools")
+    functions = []
+    for number, tool in enumerate(tools):
+        where = f"tools[{number}]"
+        kind = check_object(tool, where).get("type") or "custom"
+        if kind != "custom":
+            raise RequestError(
+                f"`{where}.type` is {str(kind)[:80]!r}. Only tools that the client runs are supported.",
+                field=f"{where}.type",
+                code="unsupported_parameter",
+            )
+        schema = check_object(tool.get("input_schema") or {}, f"{where}.input_schema")
+        described = {name: tool[name] for name in ("name", "description") if name in tool}
+        functions.append(({**described, "parameters": schema}, where))
+    choice = check_object(fields.get("tool_choice") or {"type": "auto"}, "tool_choice").get("type")
+    return make_schemas(functions, choice)
+
+
+# ---- Answers ----
+
+
+def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:
+    """The answer to a request as a whole."""
+    (reply,) = messages
+    content: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
+    content += [_tool_use(reply, number, json.loads(call.arguments)) for number, call in enumerate(reply.calls)]
+    return {**_message(identity, chat_request), "content": content, **_ending(reply), "usage": _usage(reply)}
+
+
+class Stream:
+    """The events of an answer that grows."""
+
+    def __init__(self, identity: str, chat_request: ChatRequest):
+        self._identity, self._chat_request, self._has_text = identity, chat_request, False
+
+    def begin(self) -> list[dict[str, Any]]:
+        """The first event."""
+        return [{"type": "message_start", "message": _message(self._identity, self._chat_request)}]
+
+    def delta(self, text: str, is_answer: bool = True, agent: str = "", turn: int = 0) -> list[dict[str, Any]]:
+        """Events of a further text. What teammates say before the answer has no events."""
+        if not is_answer:
+            return []
+        block = {"type": "text", "text": ""}
+        begun = [] if self._has_text else [{"type": "content_block_start", "index": 0, "content_block": block}]
+        self._has_text = True
+        return [*begun, {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}]
+
+    def end(self, reply: ChatReply) -> list[dict[str, Any]]:
+        """The last events, with the text if none of it was sent."""
+        found = self.delta(reply.text) if not self._has_text and (reply.text or not reply.calls) else []
+        found += [{"type": "content_block_stop", "index": 0}] if self._has_text else []
+        for number, call in enumerate(reply.calls):
+            index, delta = number + self._has_text, {"type": "input_json_delta", "partial_json": call.arguments}
+            found += [
+                {"type": "content_block_start", "index": index, "content_block": _tool_use(reply, number, {})},
+                {"type": "content_block_delta", "index": index, "delta": delta},
+                {"type": "content_block_stop", "index": index},
+            ]
+        return [
+            *found,
+            {"type": "message_delta", "delta": _ending(reply), "usage": _usage(reply)},
+            {"type": "message_stop"},
+        ]
+
+
+END = b""
+
+
+def encoded(event: Mapping[str, Any]) -> bytes:
+    """An event of a stream as a server-sent event."""
+    return f"event: {event['type']}\ndata: {json.dumps(event, default=str)}\n\n".encode()
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """The body of a failed request."""
+    kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+# The event of a stream that failed
+failed = error_body
+
+
+def _message(identity: str, chat_request: ChatRequest) -> dict[str, Any]:
+    head = {"id": f"msg_{identity}", "type": "message", "role": "assistant", "model": chat_request.model}
+    usage = {"input_tokens": 0, "output_tokens": 0}
+    return {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+
+
+def _tool_use(reply: ChatReply, number: int, arguments: Any) -> dict[str, Any]:
+    call = reply.calls[number]
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+
+
+def _ending(reply: ChatReply) -> dict[str, Any]:
+    """Why the message has ended."""
+    if reply.calls:
+        reason = "tool_use"
+    elif reply.is_truncated:
+        reason = "max_tokens"
+    else:
+        reason = "end_turn" if reply.stopped_by is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": reply.stopped_by if reason == "stop_sequence" else None}
+
+
+def _usage(reply: ChatReply) -> dict[str, int]:
+    return {"input_tokens": reply.read, "output_tokens": reply.written}

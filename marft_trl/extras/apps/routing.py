@@ -1,0 +1,139 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""Which agent answers a request of an application."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .requests import ChatRequest, RequestError
+
+
+class AppRequest(NamedTuple):
+    """
+    What a rule chooses an agent by.
+
+    Args:
+        model (`str`): name of the model that the application asks for.
+        system (`str`): text of the first system messages.
+        tools (`frozenset[str]`): names of the tools of the request.
+        headers (`Mapping[str, str]`): HTTP headers, without keys.
+    """
+
+    model: str
+    system: str
+    tools: frozenset[str]
+    headers: Mapping[str, str]
+
+
+# Chooses the name of the agent that answers
+AgentRule = Callable[[AppRequest], str]
+_SECRET_HEADERS = {"authorization", "x-api-key", "cookie", "proxy-authorization"}
+
+
+@dataclass(frozen=True)
+class BySystemPrompt:
+    """
+    Choose the agent by the beginning of the system prompt, for harnesses whose sub-agents use one model name.
+
+    ```python
+    ExternalApp("my-harness", agent_of=BySystemPrompt({"You are a search agent": "searcher"}, default="coder"))
+    ```
+
+    Args:
+        agents (`Mapping[str, str]`):
+            Names of agents by beginnings of system prompts. The longest one that matches counts.
+        default (`str`, *optional*):
+            Agent of other requests, unless they name one of these agents as their model. If omitted, they are refused.
+    """
+
+    agents: Mapping[str, str]
+    default: str | None = None
+
+    def __call__(self, request: AppRequest) -> str:
+        system = request.system.lstrip()
+        matching = [beginning for beginning in self.agents if system.startswith(beginning)]
+        if matching:
+            return self.agents[max(matching, key=len)]
+        return _without_match(self, request, f"the system prompt {system[:80]!r}")
+
+
+@dataclass(frozen=True)
+class ByTools:
+    """
+    Choose the agent by the tools of the request, for harnesses that give each sub-agent tools of its own.
+
+    ```python
+    ExternalApp("my-harness", tools=True, agent_of=ByTools({"edit_file": "coder", "grep": "searcher"}))
+    ```
+
+    Args:
+        agents (`Mapping[str, str]`):
+            Names of agents by names of tools. The first tool that the request has counts.
+        default (`str`, *optional*):
+            Agent of other requests, unless they name one of these agents as their model. If omitted, they are refused.
+    """
+
+    agents: Mapping[str, str]
+    default: str | None = None
+
+    def __call__(self, request: AppRequest) -> str:
+        found = next((agent for tool, agent in self.agents.items() if tool in request.tools), None)
+        return found if found is not None else _without_match(self, request, f"the tools {sorted(request.tools)}")
+
+
+_RULES = {rule.__name__: rule for rule in (BySystemPrompt, ByTools)}
+
+
+def named_agents(rule: AgentRule | None) -> list[str]:
+    """The agents that a ready-made rule names."""
+    if not isinstance(rule, (BySystemPrompt, ByTools)):
+        return []
+    return [*dict.fromkeys(rule.agents.values()), *([rule.default] if rule.default is not None else [])]
+
+
+def describe_rule(rule: AgentRule | None) -> dict[str, Any] | None:
+    """A ready-made rule as JSON data; `None` for functions, which are not stored."""
+    if not isinstance(rule, (BySystemPrompt, ByTools)):
+        return None
+    return {"rule": type(rule).__name__, "agents": dict(rule.agents), "default": rule.default}
+
+
+def make_rule(description: Any) -> AgentRule | None:
+    """The rule of a description, or a rule as it is given."""
+    if not isinstance(description, Mapping):
+        return description
+    return _RULES[description["rule"]](dict(description["agents"]), description["default"])
+
+
+def choose_agent(
+    rule: AgentRule, chat_request: ChatRequest, headers: Mapping[str, str], agents: Sequence[str]
+) -> ChatRequest:
+    """
+    The request, for the agent that a rule chooses.
+
+    Raises:
+        RequestError: the rule chooses no agent of the team.
+    """
+    system = []
+    for message in chat_request.messages:
+        if message["role"] != "system":
+            break
+        system.append(message["content"])
+    tools = frozenset(tool["function"]["name"] for tool in chat_request.tools)
+    public = {name: value for name, value in headers.items() if name.lower() not in _SECRET_HEADERS}
+    agent = rule(AppRequest(chat_request.model, "\n\n".join(system), tools, public))
+    if agent not in agents:
+        known = ", ".join(map(repr, agents))
+        raise RequestError(f"`agent_of` chose {agent!r} for a request. The agents are {known}.", 404, "model")
+    return dataclasses.replace(chat_request, model=agent)
+
+
+def _without_match(rule: BySystemPrompt | ByTools, request: AppRequest, what: str) -> str:
+    if request.model in named_agents(rule):
+        return request.model
+    if rule.default is None:
+        raise RequestError(f"No entry of `agent_of` matches {what}. Add one, or set `default`.", 404, "model")
+    return rule.default

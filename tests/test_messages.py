@@ -1,0 +1,446 @@
+"""Anthropic's API, rules that choose the agent of a request, and lineages of conversations."""
+
+import asyncio
+import itertools
+import json
+import logging
+
+from marft_trl import AgentSpec, Team
+from marft_trl.extras.apps import AppEndpoint, AppRequest, BySystemPrompt, ByTools, ExternalApp
+from marft_trl.extras.apps import messages as dialect
+from marft_trl.extras.apps.requests import ChatReply, ChatRequest, ReplyCall, RequestError
+from marft_trl.reporting.transcripts import format_episode
+from marft_trl.tiny import tiny_dataset, tiny_tokenizer
+
+import openai
+import pytest
+import torch
+
+from .helpers import add, team_trainer
+from .test_applications import SCHEMA, played, question_of, raw, said_to, user
+from .test_gateway import serving
+from .test_live import namesakes  # noqa: F401
+from .test_tools import ROWS, canned, tool_tokenizer
+
+
+anthropic = pytest.importorskip("anthropic")
+httpx = pytest.importorskip("httpx2")  # of the client
+TOOL = {"name": "add", "description": "Add.", "input_schema": SCHEMA["function"]["parameters"]}
+
+
+def read(**fields):
+    body = {"model": "ann", "max_tokens": 9, "messages": [user("Hi.")], **fields}
+    return dialect.read(json.dumps(body).encode(), ["ann"])
+
+
+# ---- Requests and answers, without a model ----
+
+
+def test_a_conversation_becomes_that_of_a_chat_template():
+    """System as blocks, calls, results with texts around them, blocks of other models, and cache hints."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    request = read(
+        system=[{"type": "text", "text": "Be brief.", **cached}, {"type": "text", "text": "Add."}],
+        messages=[
+            user("Look."),
+            user([{"type": "text", "text": "What is 3+4?", **cached}]),
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "x"},
+                    {"type": "text", "text": "Let me see."},
+                    {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 3, "b": 4}},
+                ],
+            },
+            user(
+                [
+                    {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "7"}]},
+                    {"type": "text", "text": "And now?"},
+                ]
+            ),
+        ],
+        tools=[TOOL],
+        stop_sequences=["\n"],
+        top_k=5,
+        temperature=0.5,
+    )
+    call = {"id": "toolu_1", "type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
+    assert request.messages == [
+        {"role": "system", "content": "Be brief.\n\nAdd."},
+        user("Look.\n\nWhat is 3+4?"),
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [call]},
+        {"role": "tool", "content": "7", "tool_call_id": "toolu_1", "name": "add"},
+        user("And now?"),
+    ]
+    assert request.tools[0]["function"] == {"name": "add", "description": "Add.", "parameters": TOOL["input_schema"]}
+    assert (request.stop, request.max_tokens, request.sampling) == (("\n",), 9, {"temperature": 0.5, "top_k": 5})
+    assert read(tools=[TOOL], tool_choice={"type": "none"}).tools == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": [user([{"type": "image", "source": {}}])]}, r"`messages\[0\].content\[0\]`.*'image'"),
+        ({"messages": [user([{"type": "document", "source": {}}])]}, "'document'"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "`thinking` is not supported"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"`tools\[0\].type` is 'web_search"),
+        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "`tool_choice` must be 'auto' or 'none', got \"any\""),
+        ({"mcp_servers": [{"name": "x"}]}, "`mcp_servers` is not supported"),
+        ({"stop": ["x"]}, "Unknown field `stop`.* Did you mean 'stop_sequences'"),
+        ({"stop_sequences": [""]}, "`stop_sequences` must be"),
+        ({"model": "bob"}, "`model` must be one of 'ann'"),
+        ({"system": 3}, "`system` must be a text or a list of blocks"),
+        ({"messages": []}, "`messages` must be a list of messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "`messages\\[0\\].role` must be 'user' or 'assistant'"),
+        ({"messages": [user([{"type": "tool_result", "tool_use_id": "t"}])]}, 'the call "t", which no earlier'),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "t"}]}]}, "must be an object"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_its_field(fields, words):
+    with pytest.raises(RequestError, match=words):
+        read(**fields)
+
+
+REPLIES = [
+    (ChatReply("7"), "end_turn", None),
+    (ChatReply("7", is_truncated=True), "max_tokens", None),
+    (ChatReply("7", stopped_by="\n"), "stop_sequence", "\n"),
+    (ChatReply("", (ReplyCall("call_1", "add", '{"a": 3, "b": 4}'),)), "tool_use", None),
+    (ChatReply("Wait.", (ReplyCall("c1", "add", '{"a": 1, "b": 2}'), ReplyCall("c2", "add", "{}"))), "tool_use", None),
+]
+
+
+@pytest.mark.parametrize("parts", [[], ["Wa", "it."]], ids=["at once", "in parts"])
+@pytest.mark.parametrize(("reply", "reason", "stop"), REPLIES)
+def test_a_stream_adds_up_to_the_whole_answer(reply, reason, stop, parts):
+    """As the official client adds up the events."""
+    request = ChatRequest("ann", [user("Hi.")])
+    whole = dialect.answer("1", request, [reply])
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, stop)
+    stream = dialect.Stream("1", request)
+    texts = parts if reply.text == "Wait." else []
+    events = [*stream.begin(), *(event for text in texts for event in stream.delta(text)), *stream.end(reply)]
+    body = b"".join(map(dialect.encoded, events))
+    response = httpx.Response(200, headers={"Content-Type": "text/event-stream"}, content=body)
+    transport = httpx.Client(transport=httpx.MockTransport(lambda request: response))
+    client = anthropic.Anthropic(base_url="http://x", api_key="x", http_client=transport)
+    with client.messages.stream(model="ann", max_tokens=9, messages=[user("Hi.")]) as parts_of_answer:
+        message = json.loads(parts_of_answer.get_final_message().model_dump_json(exclude_none=True))
+    assert {name: message.get(name) for name in whole} == whole
+
+
+def test_errors_have_the_form_of_the_api_and_keys_come_by_either_header():
+    found = []
+
+    async def app(row, endpoint):
+        client = anthropic.AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key, max_retries=0)
+        wrong = client.with_options(api_key="wrong")
+        for each, model in ((wrong, "ann"), (client, "bob")):
+            with pytest.raises(anthropic.APIStatusError) as caught:
+                await each.messages.create(model=model, max_tokens=9, messages=[user("Hi.")])
+            found.append((type(caught.value).__name__, caught.value.body["error"]["type"]))
+        answer = await client.messages.create(model="ann", max_tokens=9, messages=[user("Hi.")])
+        found.append(answer.content[0].text)
+        async with raw(endpoint) as send:  # with `Authorization`, as Anthropic's other clients do
+            found.append((await send("messages", {"model": "ann", "messages": [user("Ho.")]}))[0])
+
+    (episode,) = played(app)
+    assert found == [
+        ("AuthenticationError", "authentication_error"),
+        ("NotFoundError", "not_found_error"),
+        "ann: Hi.",
+        200,
+    ]
+    assert [turn.text for turn in episode.turns] == ["ann: Hi.", "ann: Ho."]
+
+
+def test_cache_hints_are_mentioned_once(caplog):
+    dialect.warn_of_cache_hints.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            read(system=[{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}])
+    assert sum("cache_control" in record.message for record in caplog.records) == 1
+
+
+# ---- Which agent ----
+
+
+@pytest.mark.parametrize(
+    ("rule", "request_", "agent"),
+    [
+        (BySystemPrompt({"You search": "ben"}, "ann"), AppRequest("m", "You search files.", frozenset(), {}), "ben"),
+        (BySystemPrompt({"You": "ann", "You search": "ben"}), AppRequest("m", " You search", frozenset(), {}), "ben"),
+        (BySystemPrompt({"You search": "ben"}, "ann"), AppRequest("m", "You code.", frozenset(), {}), "ann"),
+        (BySystemPrompt({"You search": "ben"}, "ann"), AppRequest("ben", "", frozenset(), {}), "ben"),
+        (ByTools({"edit": "ann", "grep": "ben"}), AppRequest("m", "", frozenset({"grep"}), {}), "ben"),
+        (ByTools({"edit": "ann", "grep": "ben"}), AppRequest("m", "", frozenset({"grep", "edit"}), {}), "ann"),
+    ],
+)
+def test_rules_choose_by_system_prompt_and_tools(rule, request_, agent):
+    assert rule(request_) == agent
+
+
+def test_a_harness_with_one_model_name_asks_several_agents():
+    """By a function of system prompt and headers, which sees no key; a choice that is no agent is refused."""
+    requests, refused = [], []
+
+    def agent_of(request):
+        requests.append(request)
+        return "ben" if request.system == "Search." else request.headers.get("x-agent", "nobody")
+
+    async def app(row, endpoint):
+        client = anthropic.AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key, max_retries=0)
+        same = {"model": "claude", "max_tokens": 9}
+        await client.messages.create(**same, messages=[user("one")], extra_headers={"x-agent": "ann"})
+        answer = await client.messages.create(**same, system="Search.", messages=[user("two")])
+        assert answer.model == "claude"  # as the client asked for
+        try:
+            await client.messages.create(**same, messages=[user("three")])
+        except anthropic.NotFoundError as error:
+            refused.append(str(error))
+
+    (episode,) = played(app, agent_of=agent_of)
+    assert [turn.agent for turn in episode.turns] == ["ann", "ben"]
+    assert "`agent_of` chose 'nobody'" in refused[0] and "'ann', 'ben'" in refused[0]
+    assert not {"x-api-key", "authorization"} & {name.lower() for name in requests[0].headers}
+
+
+def test_a_rule_is_checked_before_training_and_stored_with_the_team():
+    rule = BySystemPrompt({"You search": "ben"}, default="ann")
+    app = ExternalApp(said_to, agent_of=rule)
+    with pytest.raises(
+        ValueError, match="`agent_of` of `ExternalApp` must choose agents of the team \\('ann'\\), got 'ben'"
+    ):
+        app.check(["ann"])
+    assert app.named_agents() == ["ben", "ann"]
+    description = json.loads(json.dumps(app.describe()))
+    description.pop("class")
+    assert ExternalApp.from_description(description).agent_of == rule
+    assert "agent_of" not in ExternalApp(said_to, agent_of=lambda request: "ann").describe()
+    with pytest.raises(TypeError, match="`agent_of` must be a function"):
+        ExternalApp(said_to, agent_of="ann")
+
+
+# ---- Lineages ----
+
+
+async def one_turn(endpoint):
+    client = anthropic.AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key)
+    await client.messages.create(model="ann", max_tokens=9, messages=[user("Hi.")])
+
+
+def test_sub_agents_and_shortened_histories_begin_lineages():
+    """Two sub-agents of one agent that speak at the same time, and a main agent that compacts its history."""
+
+    async def app(row, endpoint):
+        client = anthropic.AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key)
+
+        async def ask(model, history, text):
+            history.append(user(text))
+            reply = await client.messages.create(model=model, max_tokens=9, messages=history)
+            history.append({"role": "assistant", "content": reply.content[0].text})
+
+        main, first, second = [], [], []
+        await ask("ann", main, "task")
+        await asyncio.gather(ask("ben", first, "left"), ask("ben", second, "right"))
+        await asyncio.gather(ask("ben", second, "more"), ask("ben", first, "more"))
+        await ask("ann", main, "found")
+        await ask("ann", [user("summary")], "go on")
+
+    (episode,) = played(app, together=0.1)
+    found = [(turn.text, turn.lineage) for turn in episode.turns]
+    assert [lineage for _, lineage in found] == [0, 1, 2, 1, 2, 0, 3]
+    assert found[1:3] == [("ben: left", 1), ("ben: right", 2)]
+    assert episode.counts["app/lineages"] == 4
+    assert all(f"lineage {number}" in format_episode(episode) for number in range(4))
+    (plain,) = played(lambda row, endpoint: asyncio.run(one_turn(endpoint)))
+    assert plain.turns[0].lineage == 0 and "lineage" not in format_episode(plain)
+
+
+# ---- Training and serving ----
+
+
+async def talk(endpoint, form, stream, tools):
+    """A first turn, the answers to its calls, and turns that follow, in one of the three forms of the API."""
+    history, texts = [user("What is 3+4?")], []
+    sdk = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    if form == "messages":
+        sdk = anthropic.AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key)
+    while len(history) < 6:
+        text, calls, said = await FORMS[form](sdk, history, stream, tools)
+        texts.append(text)
+        history += said
+        results = [(identity, str(add(**json.loads(arguments)))) for identity, arguments in calls]
+        if form == "messages" and results:
+            blocks = [{"type": "tool_result", "tool_use_id": each, "content": value} for each, value in results]
+            history.append(user(blocks))
+        elif form == "responses":
+            kind = "function_call_output"
+            history += [{"type": kind, "call_id": each, "output": value} for each, value in results]
+        else:
+            history += [{"role": "tool", "tool_call_id": each, "content": value} for each, value in results]
+        if not results:
+            history.append(user("Again."))
+    return texts
+
+
+async def by_chat(sdk, history, stream, tools):
+    given = {"model": "solver", "messages": history, **({"tools": [SCHEMA]} if tools else {})}
+    if stream:
+        async with sdk.chat.completions.stream(**given) as parts:
+            message = (await parts.get_final_completion()).choices[0].message
+    else:
+        message = (await sdk.chat.completions.create(**given)).choices[0].message
+    calls = [(call.id, call.function.arguments) for call in message.tool_calls or ()]
+    kept = {"role": "assistant", "content": message.content}
+    if calls:
+        kept["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": "add", "arguments": call.function.arguments}}
+            for call in message.tool_calls
+        ]
+    return message.content, calls, [kept]
+
+
+async def by_responses(sdk, history, stream, tools):
+    schema = {"type": "function", "strict": False, **SCHEMA["function"]}
+    given = {"model": "solver", "input": history, **({"tools": [schema]} if tools else {})}
+    if stream:
+        async with sdk.responses.stream(**given) as parts:
+            response = await parts.get_final_response()
+    else:
+        response = await sdk.responses.create(**given)
+    calls = [(item.call_id, item.arguments) for item in response.output if item.type == "function_call"]
+    kept = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
+    return response.output_text, calls, kept
+
+
+async def by_messages(sdk, history, stream, tools):
+    given = {"model": "solver", "max_tokens": 64, "messages": history, **({"tools": [TOOL]} if tools else {})}
+    if stream:
+        async with sdk.messages.stream(**given) as parts:
+            message = await parts.get_final_message()
+    else:
+        message = await sdk.messages.create(**given)
+    calls = [(block.id, json.dumps(block.input)) for block in message.content if block.type == "tool_use"]
+    text = "".join(block.text for block in message.content if block.type == "text")
+    kept = [block.model_dump(exclude_none=True) for block in message.content]
+    return text, calls, [{"role": "assistant", "content": kept}]
+
+
+FORMS = {"chat": by_chat, "responses": by_responses, "messages": by_messages}
+
+
+@pytest.mark.parametrize("tools", [False, True], ids=["texts", "tools"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_are_the_sampled_tokens_with_their_gradients(form, stream, tools, model_folder, tmp_path):
+    """
+    Each turn is a row: the tokens that the agent was shown, those that it sampled, and no others, whatever the client
+    made of them; later prompts hold the sampled tokens of earlier turns. The gradient is that of a computation by
+    hand: of advantages times log-probabilities, over all tokens.
+    """
+    texts = []
+
+    async def app(row, endpoint):
+        texts.append(await talk(endpoint, form, stream, tools))
+
+    episodes = []
+
+    def noting(completions, turns, **kwargs):
+        episodes.extend(turns)
+        return [float(len(texts) % 3 + index % 4) for index in range(len(completions))]
+
+    torch.manual_seed(0)
+    trainer = team_trainer(
+        model_folder,
+        tmp_path,
+        workflow=ExternalApp(app, tools=tools),
+        agents=[AgentSpec("solver"), AgentSpec("judge", trainable=False)],
+        reward_funcs=noting,
+        train_dataset=ROWS,
+        processing_class=tool_tokenizer(),
+        settings={"max_completion_length": 64, "loss_type": "bnpo"},
+    )
+    if tools:
+        canned(trainer, [])
+    trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = 1
+    batch = [trainer.train_dataset[index // 4] for index in range(8)]
+    (slice_,) = trainer.parts.experience.for_training(batch)
+    trainer.accelerator.backward(trainer.compute_loss(trainer.model, slice_))
+    turns = [turn for episode in episodes for turn in episode]
+    assert len(turns) == len(slice_.rows) and all(len(episode) >= 2 for episode in episodes)
+    assert {turn.text for turn in turns} >= {text for answers in texts for text in answers if text}
+    made = sorted((row.prompt_ids.tolist(), row.completion_ids.tolist()) for row in slice_.rows)
+    assert made == sorted((list(turn.prompt_ids), list(turn.completion_ids)) for turn in turns)
+    for episode in episodes:
+        for earlier, later in itertools.pairwise(episode):  # as they were sampled
+            assert str(list(earlier.completion_ids))[1:-1] in str(list(later.prompt_ids))
+    trained = trainer.policies.parameters("solver")
+    gradients = {name: parameter.grad.clone() for name, parameter in trained.items()}
+    trainer.model.zero_grad()
+    trainer.policies.activate("solver")
+    for row in slice_.rows:
+        ids, length = torch.cat([row.prompt_ids, row.completion_ids])[None], len(row.completion_ids)
+        log_probs = trainer.model(input_ids=ids).logits.log_softmax(-1)[0, -length - 1 : -1]
+        chosen = log_probs.gather(-1, row.completion_ids[:, None]).sum()
+        (-row.advantage * chosen / sum(len(row.completion_ids) for row in slice_.rows)).backward()
+    assert any(gradient.abs().max() > 1e-4 for gradient in gradients.values())
+    for name, parameter in trained.items():
+        assert (gradients[name] - parameter.grad).abs().max() <= 2e-6, name
+
+
+def test_an_unchanged_harness_runs_on_the_served_team(model_folder, tmp_path):
+    """Agents are chosen as in training, greedy answers are the same, and tokens are counted as they are shown."""
+    said = []
+
+    async def harness(row, endpoint):
+        client = anthropic.AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key)
+        same = {"model": "claude", "max_tokens": 9, "extra_body": {"temperature": 0}}
+        plan = await client.messages.create(**same, system="You plan.", messages=[user(question_of(row))])
+        text = plan.content[0].text
+        conversation = {"system": "You answer.", "messages": [user(text or "-")]}
+        async with client.messages.stream(**same, **conversation, stop_sequences=["9"]) as parts:
+            answer = await parts.get_final_message()
+        count = await client.messages.count_tokens(model="claude", **conversation)
+        assert count.input_tokens == answer.usage.input_tokens > 0 < answer.usage.output_tokens
+        assert answer.stop_reason in ("end_turn", "stop_sequence", "max_tokens")
+        said.append((text, answer.content[0].text))
+
+    rule = BySystemPrompt({"You plan": "reasoner", "You answer": "actor"})
+    trainer = team_trainer(model_folder, tmp_path, workflow=ExternalApp(harness, agent_of=rule))
+    for parameter in trainer.policies.all_parameters():
+        torch.nn.init.normal_(parameter.data, std=0.1)
+    rows = [{"prompt": row["prompt"]} for row in tiny_dataset(2, seed=3)]
+    episodes = trainer.team.run(rows)
+    assert [[turn.agent for turn in episode.turns] for episode in episodes] == [["reasoner", "actor"]] * 2
+    expected = sorted(said)
+    trainer.save_model()
+    said.clear()
+    team = Team.from_pretrained(tmp_path, model_folder, processing_class=tiny_tokenizer())
+    for key in (None, "secret"):
+        with serving(team, api_key=key) as url:
+            for row in rows:
+                asyncio.run(harness(row, AppEndpoint(f"{url}/v1", key or "none")))
+            client = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
+            if key:
+                with pytest.raises(anthropic.AuthenticationError):
+                    client.messages.create(model="claude", max_tokens=9, messages=[user("Hi.")])
+            else:
+                with pytest.raises(anthropic.NotFoundError, match="No entry of `agent_of` matches"):
+                    client.messages.create(model="claude", max_tokens=9, messages=[user("Hi.")])
+    assert sorted(said) == sorted(2 * expected) and len(set(said[0])) > 1
+
+
+def test_a_team_answers_anthropic_clients(namesakes):  # noqa: F811
+    """The whole team, as one model."""
+    team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
+    asked = {"model": "team", "max_tokens": 9, "messages": [user("1 + 1 = ?")], "extra_body": {"temperature": 0}}
+    with serving(team) as url:
+        client = anthropic.Anthropic(base_url=url, api_key="none")
+        answer = client.messages.create(**asked)
+        with client.messages.stream(**asked) as parts:
+            assert "".join(parts.text_stream) == answer.content[0].text
+        assert answer.role == "assistant" and answer.usage.output_tokens > 0
+        with pytest.raises(anthropic.BadRequestError, match="not supported"):
+            client.messages.create(**asked, tools=[TOOL])
