@@ -141,17 +141,22 @@ def test_errors_have_the_form_of_the_api_and_keys_come_by_either_header():
             found.append((type(caught.value).__name__, caught.value.body["error"]["type"]))
         answer = await client.messages.create(model="ann", max_tokens=9, messages=[user("Hi.")])
         found.append(answer.content[0].text)
-        async with raw(endpoint) as send:  # with `Authorization`, as Anthropic's other clients do
-            found.append((await send("messages", {"model": "ann", "messages": [user("Ho.")]}))[0])
+        body = {"model": "ann", "messages": [user("Ho.")], "stop_sequences": ["o."]}
+        for key, headers in ((None, {}), ("wrong", {"x-api-key": endpoint.api_key}), ("wrong", {})):
+            async with raw(endpoint, key) as send:  # with `Authorization` alone, or with the other header, too
+                status, text = await send("messages", body, **headers)
+                found.append((status, json.loads(text).get("stop_sequence")))
 
     (episode,) = played(app)
     assert found == [
         ("AuthenticationError", "authentication_error"),
         ("NotFoundError", "not_found_error"),
         "ann: Hi.",
-        200,
+        (200, "o."),
+        (200, "o."),
+        (401, None),
     ]
-    assert [turn.text for turn in episode.turns] == ["ann: Hi.", "ann: Ho."]
+    assert [turn.text for turn in episode.turns] == ["ann: Hi.", "ann: Ho.", "ann: Ho."]
 
 
 def test_cache_hints_are_mentioned_once(caplog):
