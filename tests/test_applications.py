@@ -1237,6 +1237,28 @@ def test_a_function_whose_episode_has_ended_does_not_go_on_in_its_thread():
     assert time.monotonic() < end
 
 
+def test_a_function_that_catches_its_end_is_ended_again():
+    """As does Python itself, where the end reaches a callback of a weak reference."""
+    caught = []
+
+    def app(row, endpoint):
+        while len(caught) < 1:
+            try:
+                while True:
+                    time.sleep(0.001)
+            except SystemExit as error:
+                caught.append(error)
+        while True:
+            time.sleep(0.001)
+
+    with pytest.raises(EpisodeError, match="has waited 0.2 seconds for"):
+        collect(ExternalApp(app, together=0), [{"prompt": "x"}], ["ann"], said_to, workflow_timeout=0.2)
+    end = time.monotonic() + 20
+    while any(one.name == "marft-app" for one in threading.enumerate()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert time.monotonic() < end and len(caught) == 1
+
+
 def in_variables(endpoint):
     os.environ.update(endpoint.variables)
     return openai.AsyncOpenAI

@@ -13,12 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import cast
 
 
 # Seconds that interrupted code has to come to an end, before the process is ended
 GRACE = 20.0
 # Interruptions of code that goes on after each, before the process is ended
 _PATIENCE = 3
+# Seconds between two attempts to end a thread: the first, and at most
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 # Exit code of a process that was ended because code could not be interrupted
 EXIT_CODE = 124
 # Called with the message before the process is ended
@@ -222,6 +225,22 @@ def raise_in(thread: int, error: type[BaseException] | None) -> None:
     """Raise an exception in a thread at its next bytecode; `None` takes back one that has not been raised yet."""
     what = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
+
+
+def end_thread(thread: threading.Thread) -> None:
+    """
+    Raise `SystemExit` in a thread until it ends, at growing intervals. Python drops an exception that reaches a
+    finalizer or a weak reference's callback, and the code may catch it.
+    """
+
+    def insist() -> None:
+        seconds = _FIRST_PAUSE
+        while thread.is_alive():
+            raise_in(cast(int, thread.ident), SystemExit)  # not an `Exception`, which functions catch
+            thread.join(seconds)
+            seconds = min(2 * seconds, _LONGEST_PAUSE)
+
+    threading.Thread(target=insist, name="marft-end", daemon=True).start()
 
 
 def _where(thread: int) -> str:

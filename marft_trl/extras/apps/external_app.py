@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from ...episodes.live import LiveEpisode
 from ...episodes.records import EndOfEpisode, RequestedTurn, Turn
-from ...system.watchdog import raise_in
+from ...system.watchdog import end_thread
 from ...workflows.base import Workflow, callable_name
 from .program import AppResult, make_arguments, run_program, split_command
 from .requests import ChatReply, ChatRequest, RequestError, to_request_error
@@ -451,8 +451,7 @@ async def _in_own_thread(function: Callable[[], Any]) -> Any:
     try:
         return await outcome
     except asyncio.CancelledError:
-        if thread.is_alive() and thread.ident is not None:
-            raise_in(thread.ident, SystemExit)  # not an `Exception`, which functions catch
+        end_thread(thread)
         raise
 
 
