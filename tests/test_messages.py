@@ -435,6 +435,10 @@ def test_an_unchanged_harness_runs_on_the_served_team(model_folder, tmp_path):
                 with pytest.raises(anthropic.NotFoundError, match="No entry of `agent_of` matches"):
                     client.messages.create(model="claude", max_tokens=9, messages=[user("Hi.")])
     assert sorted(said) == sorted(2 * expected) and len(set(said[0])) > 1
+    with serving(team, agent_of=lambda request: "nobody") as url:  # overrides the rule of the team
+        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+        with pytest.raises(anthropic.NotFoundError, match="`agent_of` chose 'nobody'"):
+            client.messages.create(model="claude", max_tokens=9, system="You plan.", messages=[user("Hi.")])
 
 
 def test_a_team_answers_anthropic_clients(namesakes):  # noqa: F811

@@ -165,7 +165,7 @@ class HTTPApplication:
                 request_error = _to_client_error(error)
                 headers = {"Retry-After": "1"} if request_error.status == 503 else {}
             if request_error is not None:
-                dialect = messages if "/v1/messages" in request.path else chat
+                dialect = next((found for path, found in DIALECTS.items() if path in request.path), chat)
                 body = dialect.error_body(request_error)
                 response = web.json_response(body, status=request_error.status, headers=headers)
             if self._backend.closes_connections and not response.prepared:

@@ -15,7 +15,6 @@ from .requests import (
     RequestError,
     check_fields,
     check_object,
-    make_schemas,
     read_call,
     read_flag,
     read_max_tokens,
@@ -24,6 +23,7 @@ from .requests import (
     read_row,
     read_sampling,
     read_stops,
+    read_tools,
 )
 
 
@@ -187,13 +187,8 @@ def _merge_users(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    tools = fields.get("tools") or []
-    if not isinstance(tools, list):
-        raise RequestError("`tools` must be a list.", field="tools")
-    functions = []
-    for number, tool in enumerate(tools):
-        where = f"tools[{number}]"
-        kind = check_object(tool, where).get("type") or "custom"
+    def read_function(tool: dict[str, Any], where: str) -> tuple[Any, str]:
+        kind = tool.get("type") or "custom"
         if kind != "custom":
             raise RequestError(
                 f"`{where}.type` is {str(kind)[:80]!r}. Only tools that the client runs are supported.",
@@ -201,10 +196,10 @@ def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
                 code="unsupported_parameter",
             )
         schema = check_object(tool.get("input_schema") or {}, f"{where}.input_schema")
-        described = {name: tool[name] for name in ("name", "description") if name in tool}
-        functions.append(({**described, "parameters": schema}, where))
+        return {**{name: tool[name] for name in ("name", "description") if name in tool}, "parameters": schema}, where
+
     choice = check_object(fields.get("tool_choice") or {"type": "auto"}, "tool_choice").get("type")
-    return make_schemas(functions, choice)
+    return read_tools(fields, read_function, choice)
 
 
 # ---- Answers ----

@@ -345,6 +345,12 @@ class ChatRequest:
             own: names of fields that this form alone has.
             tool: finds the function of a tool, and the name of its field.
         """
+
+        def read_function(item: dict[str, Any], where: str) -> tuple[Any, str]:
+            if item.get("type") != "function":
+                raise RequestError(f"`{where}.type` must be 'function'.", field=where)
+            return tool(item, where)
+
         model = read_model(body, models)
         check_fields(body, {*_READ, *own}, _ASIDE, _REFUSED)
         _check_format(body.get("response_format"), "response_format")
@@ -353,7 +359,7 @@ class ChatRequest:
         return cls(
             model=model,
             messages=messages(body),
-            tools=_tools(body, tool),
+            tools=read_tools(body, read_function, body.get("tool_choice")),
             stop=read_stops(body),
             stream=is_stream,
             with_usage=read_flag(
@@ -449,33 +455,24 @@ def _check_format(value: Any, where: str) -> None:
         raise RequestError(f"`{where}` is not supported. {_REFUSED_FORMAT}", field=where, code="unsupported_parameter")
 
 
-def _tools(
-    body: Mapping[str, Any], read_function: Callable[[dict[str, Any], str], tuple[Any, str]]
+def read_tools(
+    body: Mapping[str, Any], read_function: Callable[[dict[str, Any], str], tuple[Any, str]], choice: Any
 ) -> tuple[dict[str, Any], ...]:
-    """The functions that a model may call, of OpenAI's API."""
+    """
+    Read the functions that a model may call.
+
+    Args:
+        read_function: reads the function of a tool, with the name of its field.
+        choice: whether the model may call them.
+
+    Raises:
+        RequestError: a tool is malformed, or a call is forced.
+    """
     tools = body.get("tools") or []
     if not isinstance(tools, list):
         raise RequestError("`tools` must be a list.", field="tools")
-    functions = []
-    for number, tool in enumerate(tools):
-        where = f"tools[{number}]"
-        if check_object(tool, where).get("type") != "function":
-            raise RequestError(f"`{where}.type` must be 'function'.", field=where)
-        functions.append(read_function(tool, where))
-    return make_schemas(functions, body.get("tool_choice"))
-
-
-def make_schemas(functions: Sequence[tuple[Any, str]], choice: Any) -> tuple[dict[str, Any], ...]:
-    """
-    Schemas of functions as chat templates take them.
-
-    Args:
-        functions: name, description and parameters of each, and the name of its field.
-        choice: which of them the model may call.
-
-    Raises:
-        RequestError: a function is malformed, or a call is forced.
-    """
+    places = [f"tools[{number}]" for number in range(len(tools))]
+    functions = [read_function(check_object(tool, where), where) for tool, where in zip(tools, places, strict=True)]
     schemas = tuple(_schema(*function) for function in functions)
     if choice not in (None, "auto", "none"):
         raise RequestError(

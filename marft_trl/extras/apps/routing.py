@@ -102,7 +102,7 @@ def describe_rule(rule: AgentRule | None) -> dict[str, Any] | None:
 
 
 def make_rule(description: Any) -> AgentRule | None:
-    """The rule of a description, or a rule as it is given."""
+    """Make the rule of a description. Return other rules unchanged."""
     if not isinstance(description, Mapping):
         return description
     return _RULES[description["rule"]](dict(description["agents"]), description["default"])
