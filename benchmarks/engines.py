@@ -37,8 +37,7 @@ from pathlib import Path
 from marft_trl import MARFTConfig, MARFTTrainer, Workflow
 from marft_trl.episodes.collector import collect, collect_async
 from marft_trl.episodes.records import TeamContext
-from marft_trl.extras.engines.replicas import ServerPool
-from marft_trl.extras.engines.server import GenerateRequest, VLLMServer
+from marft_trl.extras.engines.server import GenerateRequest, ServerPool, VLLMServer
 from marft_trl.system.event_loop import run_coroutine
 from marft_trl.tiny import tiny_agents, tiny_dataset
 

@@ -21,7 +21,7 @@ from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team, load_adapters
 from marft_trl.episodes.records import Turn
 from marft_trl.prompts.builder import PromptBuilder
 from marft_trl.prompts.chat_template import ChatTemplate, EarlierReasoning
-from marft_trl.prompts.preparing import prepare_tools
+from marft_trl.prompts.tool_calls import prepare_tools
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import Sequential
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from marft_trl.config.checks import uses_candidates
 from marft_trl.extras.tasks import smollm2
-from marft_trl.learning.memory import ActivationCost, head_size, readable
+from marft_trl.learning.batching import ActivationCost, head_size, readable
 from marft_trl.reporting import plan
 
 import torch

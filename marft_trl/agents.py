@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from .episodes.tools import tool_name
-from .system.hints import checked_names, did_you_mean
+from .system.hints import brief, checked_names, did_you_mean
 
 
 if TYPE_CHECKING:
@@ -41,42 +41,29 @@ def check_name(name: object, what: str) -> None:
         )
 
 
-def as_reward_funcs(reward_funcs: object, whose: str) -> tuple[Callable, ...]:
-    """
-    Return the reward functions for single turns as a tuple.
-
-    Raises:
-        TypeError: `reward_funcs` is neither a function nor a list of functions.
-    """
-    if reward_funcs is None:
+def _as_functions(value: object, what: str, fix: str = "") -> tuple[Callable, ...]:
+    if value is None:
         return ()
-    functions = (reward_funcs,) if callable(reward_funcs) else reward_funcs
+    functions = (value,) if callable(value) else value
     if isinstance(functions, str) or not isinstance(functions, Sequence) or not all(map(callable, functions)):
-        raise TypeError(
-            f"`reward_funcs` of {whose} must be a function or a list of functions, got {reward_funcs!r}. Wrap a "
-            "reward model in a function that returns one score per completion."
-        )
+        raise TypeError(f"{what} must be a function or a list of functions, got {value!r}.{fix}")
     return tuple(functions)
 
 
-def as_tools(tools: object, whose: str) -> tuple[Callable, ...]:
-    """
-    Return the functions that an agent may call as a tuple.
+def as_reward_funcs(reward_funcs: object, whose: str) -> tuple[Callable, ...]:
+    """Return the reward functions for single turns as a tuple, or raise a `TypeError` for anything else."""
+    fix = " Wrap a reward model in a function that returns one score per completion."
+    return _as_functions(reward_funcs, f"`reward_funcs` of {whose}", fix)
 
-    Raises:
-        TypeError: `tools` is neither a function nor a list of functions.
-        ValueError: Two functions have the same name.
-    """
-    if tools is None:
-        return ()
-    functions = (tools,) if callable(tools) else tools
-    if isinstance(functions, str) or not isinstance(functions, Sequence) or not all(map(callable, functions)):
-        raise TypeError(f"`tools` of {whose} must be a function or a list of functions, got {tools!r}.")
+
+def as_tools(tools: object, whose: str) -> tuple[Callable, ...]:
+    """Return functions as a tuple. Raise a `TypeError` for anything else, and a `ValueError` for equal names."""
+    functions = _as_functions(tools, f"`tools` of {whose}")
     names = [tool_name(function) for function in functions]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"`tools` of {whose} has several functions named {twice[0]!r}; names must be unique.")
-    return tuple(functions)
+    return functions
 
 
 @dataclass(frozen=True)
@@ -267,12 +254,8 @@ AgentSpec.__init__ = checked_names("AgentSpec")(AgentSpec.__init__)  # type: ign
 
 def check_team(agents: object) -> list[AgentSpec]:
     """
-    Return the agents as a list, after checking that they can form a team.
-
-    Raises:
-        TypeError: `agents` is not a sequence of [`AgentSpec`].
-        ValueError: The list is empty, two agents have the same name, or two agents share an adapter but have different
-            training settings for it.
+    Return the agents as a list. Raise a `TypeError` unless they are specs, and a `ValueError` for an empty list, equal
+    names, or agents that share an adapter but not the settings of its training.
     """
     if isinstance(agents, AgentSpec) or not isinstance(agents, Sequence) or isinstance(agents, str):
         raise TypeError(
@@ -335,11 +318,6 @@ def _check_shared_adapters(agents: list[AgentSpec]) -> None:
             if value != owner_value:
                 raise ValueError(
                     f"Agents {owner.name!r} and {agent.name!r} share the adapter {agent.adapter!r} but differ in "
-                    f"`{field_name}` ({_brief(owner_value)} and {_brief(value)}). Set the same value on both, or give "
-                    "them different adapters."
+                    f"`{field_name}` ({brief(repr(owner_value), 60)} and {brief(repr(value), 60)}). Set the same "
+                    "value on both, or give them different adapters."
                 )
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

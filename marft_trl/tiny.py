@@ -49,12 +49,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """
-    Make a BPE tokenizer over characters in which each word of the task is one token, with the ChatML template.
-
-    Args:
-        words: words of another task that become tokens, too.
-    """
+    """Make a BPE tokenizer over characters with ChatML. Each word of the task, and each of `words`, is one token."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *letters])}
     merges: list[tuple[str, str]] = []
@@ -177,11 +172,7 @@ def scripted_turns(
 ) -> Iterator[tuple[list[int], list[int]]]:
     """
     Endless turns of scripted agents in a workflow, as demonstrations `(prompt_ids, completion_ids)` for [`warm_up`].
-
-    Args:
-        rows: `rows(draw)` returns a dataset row.
-        reply: `reply(episode, agent, seen, draw)` returns the text of the agent's turn.
-        seed: seed of `draw`, a `random.Random`.
+    `rows(draw)` returns a dataset row, and `reply(episode, agent, seen, draw)` the text of the agent's turn.
     """
     builder = _prompt_builder(tokenizer)
     specs, draw = {agent.name: agent for agent in agents}, random.Random(seed)
@@ -217,14 +208,8 @@ def warm_up(
     rows: Iterator[tuple[list[int], list[int]]] | None = None,
 ) -> None:
     """
-    Train a model on demonstrations, in place. Only completion tokens count in the loss.
-
-    Args:
-        model, tokenizer: model to train, and its tokenizer.
-        steps: number of optimizer steps.
-        batch_size: number of demonstrations per step.
-        rows: demonstrations as `(prompt_ids, completion_ids)`, e.g. [`scripted_turns`]. Defaults to demonstrations of
-            the reasoner and the actor, half of each.
+    Train a model in place on demonstrations `(prompt_ids, completion_ids)`, `batch_size` per optimizer step. Only
+    completion tokens count in the loss. By default, half of the demonstrations are the reasoner's, half the actor's.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=learning_rate, total_steps=steps, pct_start=0.1)
@@ -253,11 +238,8 @@ WARM_UP_STEPS = 800
 
 def tiny_team_model(folder: str | os.PathLike | None = None, steps: int = WARM_UP_STEPS) -> str:
     """
-    Build the warmed-up tiny model once and return its folder.
-
-    Args:
-        folder: Folder of the model. Defaults to a folder under `$XDG_CACHE_HOME/marft_trl` (`~/.cache/marft_trl`).
-        steps: Number of steps of the supervised warm-up.
+    Build the model once, with `steps` of supervised warm-up, and return its folder, which is by default under
+    `$XDG_CACHE_HOME/marft_trl` (`~/.cache/marft_trl`).
     """
     recipe = hashlib.sha256(Path(__file__).read_bytes() + str(steps).encode()).hexdigest()[:12]
     if folder is None:

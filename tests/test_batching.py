@@ -1,6 +1,6 @@
 """No row is lost, none is mixed with another agent's, and the weights add up."""
 
-from marft_trl.algorithms.levels import TokenLevel
+from marft_trl.algorithms.rows import TokenLevel
 from marft_trl.learning.batching import (
     MicroBatch,
     Pools,

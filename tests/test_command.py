@@ -14,11 +14,9 @@ import urllib.request
 from pathlib import Path
 
 from marft_trl import MARFTConfig, Team, TeamManifest
-from marft_trl.extras.commands import COMMANDS, main
-from marft_trl.extras.commands.command import as_tokens, read_config
-from marft_trl.extras.commands.others import KINDS
-from marft_trl.extras.commands.scripts import Recipe, reward_named
-from marft_trl.extras.commands.training import Launcher
+from marft_trl.extras.commands import COMMANDS, as_tokens, main, read_config
+from marft_trl.extras.commands.scripts import Launcher, Recipe, reward_named
+from marft_trl.extras.commands.teams import KINDS
 from marft_trl.extras.sandbox import code_reward
 from marft_trl.rewards import math_reward
 from marft_trl.seams.libraries import get_options

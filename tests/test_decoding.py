@@ -8,9 +8,7 @@ from types import SimpleNamespace
 from marft_trl.seams.generation import GraphMemory, captured, find_capture_obstacle, masks_what_comes_later
 from marft_trl.shared_prefix import decoding, forward
 from marft_trl.shared_prefix import decoding as steps
-from marft_trl.shared_prefix import kv_cache as room
-from marft_trl.shared_prefix.decoding import Recorder, can_decode, decode
-from marft_trl.shared_prefix.kv_cache import PreallocatedLayer
+from marft_trl.shared_prefix.decoding import PreallocatedLayer, Recorder, can_decode, decode
 
 import pytest
 import torch
@@ -265,10 +263,10 @@ def test_prompts_that_are_filled_in_parts_give_the_same_tokens(family, others_wo
     prompts, _ = ragged_rows(int(others_words), others_words)
     prompts = [*prompts, *prompts[::-1], [5], [5, 6, 7]]
     theirs = generate(model, prompts, own=False, do_sample=False)
-    shared = room.shared_pass
-    monkeypatch.setattr(room, "shared_pass", lambda *args: (widths.append(len(args[1])), shared(*args))[1])
+    shared = decoding.shared_pass
+    monkeypatch.setattr(decoding, "shared_pass", lambda *args: (widths.append(len(args[1])), shared(*args))[1])
     for tokens in (1, 40):
-        monkeypatch.setattr(room, "PREFILL_TOKENS", tokens)
+        monkeypatch.setattr(decoding, "PREFILL_TOKENS", tokens)
         widths.clear()
         assert generate(model, prompts, do_sample=False).tolist() == theirs.tolist()
         assert max(widths, default=0) < len(prompts)
@@ -277,7 +275,7 @@ def test_prompts_that_are_filled_in_parts_give_the_same_tokens(family, others_wo
 def test_no_layer_keeps_more_than_its_room(monkeypatch):
     """While a cache is filled, the keys and values of no other layer are in memory a second time."""
     model, kept = family_model("llama"), []
-    update = room._Joining.update
+    update = decoding._Joining.update
 
     def noting(self, *args, **kwargs):
         joined = update(self, *args, **kwargs)
@@ -285,7 +283,7 @@ def test_no_layer_keeps_more_than_its_room(monkeypatch):
         assert sum(one() is not None for one in kept) <= 2  # of this layer and of the one before it
         return joined
 
-    monkeypatch.setattr(room._Joining, "update", noting)
+    monkeypatch.setattr(decoding._Joining, "update", noting)
     generate(model, [[*range(20, 50), 5, 6 + index, 7] for index in range(8)], do_sample=False, max_new_tokens=1)
     assert len(kept) == 3
 

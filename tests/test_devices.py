@@ -10,8 +10,7 @@ from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.extras.engines import vllm_generator
 from marft_trl.extras.engines.vllm_generator import VLLMGenerator
 from marft_trl.learning import batching as micro_batcher
-from marft_trl.learning import memory
-from marft_trl.learning.memory import measure_activations, memory_of_server
+from marft_trl.learning.batching import ActivationCost, measure_activations, memory_of_server
 from marft_trl.seams import runs
 from marft_trl.seams.generation import generating_in_precision
 from marft_trl.seams.runs import step_without_gradients, use_one_device
@@ -21,9 +20,8 @@ from marft_trl.shared_prefix.forward import find_obstacle
 from marft_trl.system.event_loop import run_coroutine
 from marft_trl.system.processes import device_map_kwargs, is_model_parallel, other_devices
 from marft_trl.system.randomness import RandomStates, UserRandomness
-from marft_trl.trainer import base_model
-from marft_trl.trainer.base_model import choose_dtype, computing_in, stays_frozen
-from marft_trl.trainer.setup import check_launcher
+from marft_trl.trainer import setup
+from marft_trl.trainer.setup import check_launcher, choose_dtype, computing_in, stays_frozen
 
 import pytest
 import torch
@@ -98,8 +96,8 @@ def test_a_user_s_device_map_is_kept(model_folder, tmp_path, monkeypatch):
         given.append(options)
         return create_model_from_path(name, **{**options, "device_map": None})
 
-    monkeypatch.setattr(base_model, "create_model_from_path", load)
-    monkeypatch.setattr(base_model, "device_map_kwargs", lambda device: {"device_map": {"": "the device"}})
+    monkeypatch.setattr(setup, "create_model_from_path", load)
+    monkeypatch.setattr(setup, "device_map_kwargs", lambda device: {"device_map": {"": "the device"}})
     for kwargs in (None, {"device_map": "auto"}):
         team_trainer(model_folder, tmp_path, settings={"model_init_kwargs": kwargs})
     assert [one["device_map"] for one in given] == [{"": "the device"}, "auto"]
@@ -200,7 +198,7 @@ def test_copies_that_mixed_precision_makes_of_weights_are_counted(model_folder, 
     assert once == pytest.approx(2 * linear, rel=0.2) and twice == pytest.approx(4 * linear, rel=0.2)
     assert measure_activations(base, True).fixed < 0.2 * linear
     cost = measure_activations(base)
-    assert memory.ActivationCost(1.0, 0.0, 1.0, fixed=5.0).size(3, 0, False) == 8
+    assert ActivationCost(1.0, 0.0, 1.0, fixed=5.0).size(3, 0, False) == 8
     trainer = team_trainer(model_folder, tmp_path)
     monkeypatch.setattr(micro_batcher, "free_memory", lambda device: 10**9)
     free = trainer.parts.batcher.free_for_activations

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.algorithms.baselines import BASELINES, CREDITS, Baseline, CreditRule
 from marft_trl.algorithms.critics import CRITICS, Critic
-from marft_trl.algorithms.levels import LEVELS, ActionLevel
+from marft_trl.algorithms.rows import LEVELS, ActionLevel
 from marft_trl.rollout.generator import Generator, SampledTurn
 
 import pytest

@@ -5,8 +5,8 @@ import re
 from types import SimpleNamespace
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team, Workflow, load_adapters
-from marft_trl.extras.engines import replicas
-from marft_trl.extras.engines.replicas import parse_addresses
+from marft_trl.extras.engines import server
+from marft_trl.extras.engines.server import parse_addresses
 from marft_trl.extras.report import Experiment
 from marft_trl.extras.report.comparison import ArmResult, make_verdicts
 from marft_trl.extras.report.runner import Arm
@@ -500,8 +500,8 @@ def test_a_base_model_is_told_before_anything_else(model_folder, tmp_path, token
 def test_a_server_that_is_not_there_is_told_after_seconds(model_folder, tmp_path, caplog, monkeypatch):
     assert parse_addresses(None, "0.0.0.0", 8000) == ("http://127.0.0.1:8000",)  # noqa: S104
     ticks = itertools.count()  # a second at each look at the clock, however busy the machine is
-    monkeypatch.setattr(replicas, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
-    monkeypatch.setattr(replicas, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr(server, "_POLL_SECONDS", 0.0)
     settings = {"use_vllm": True, "vllm_server_timeout": 9.0, "vllm_server_port": 9}
     with pytest.raises(RuntimeError, match="127.0.0.1:9 within 9 seconds .*vllm_mode='colocate'"):
         team_trainer(model_folder, tmp_path, settings=settings)

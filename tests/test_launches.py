@@ -10,7 +10,7 @@ from marft_trl.learning.batching import MicroBatcher
 from marft_trl.seams.generation import TrlEngine
 from marft_trl.seams.lora_layers import DecodingLayers
 from marft_trl.shared_prefix import decoding as steps
-from marft_trl.shared_prefix.kv_cache import FixedLayer
+from marft_trl.shared_prefix.decoding import FixedLayer
 
 import pytest
 import torch

@@ -17,8 +17,7 @@ from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.records import SampledBy
 from marft_trl.extras.engines.library import AdapterLibrary, Entry, MismatchError, Probe
 from marft_trl.extras.engines.prefetch import Prefetcher, UpcomingRows
-from marft_trl.extras.engines.replicas import ServerSettings
-from marft_trl.extras.engines.server import RefusedError
+from marft_trl.extras.engines.server import RefusedError, ServerSettings
 from marft_trl.extras.engines.vllm_generator import FidelityError, SamplingCorrection
 from marft_trl.learning.adapter_updates import Schedule
 from marft_trl.rollout.failures import Failures

@@ -6,12 +6,10 @@ from types import SimpleNamespace
 
 from marft_trl import AgentSpec, Episode, MARFTConfig, Turn
 from marft_trl.algorithms.baselines import RunningBaselines
-from marft_trl.algorithms.levels import ActionLevel, TokenLevel
-from marft_trl.algorithms.rows import Row, Slice
+from marft_trl.algorithms.rows import ActionLevel, Row, Slice, TokenLevel
 from marft_trl.config.team_setup import RunContext, TeamSetup
 from marft_trl.learning.adapter_updates import SequentialFactors
-from marft_trl.learning.advantages import BaselineEstimator
-from marft_trl.learning.credit import CreditAssigner, OwnReward, own_reward_metrics
+from marft_trl.learning.advantages import BaselineEstimator, CreditAssigner, OwnReward, own_reward_metrics
 from marft_trl.reporting.reporter import Reporter
 from marft_trl.rollout.reward_scorer import AgentReturns
 from marft_trl.rollout.rollouts import Rollout

@@ -3,14 +3,16 @@
 import asyncio
 import time
 
-from marft_trl.extras.engines.replicas import (
+from marft_trl.extras.engines.server import (
+    AnswerError,
     EngineDownError,
+    GenerateRequest,
+    RefusedError,
     ServerPool,
     ServerSettings,
     find_max_model_len,
     parse_addresses,
 )
-from marft_trl.extras.engines.server import AnswerError, GenerateRequest, RefusedError
 from marft_trl.system.event_loop import run_coroutine
 
 import pytest

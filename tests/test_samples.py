@@ -6,7 +6,7 @@ import statistics
 
 from marft_trl import AgentSpec
 from marft_trl.reporting import Interval, avg_at_k, interval, maj_at_k, paired_difference, pass_at_k
-from marft_trl.reporting.evaluation import by_question, compute_interval, sample_rows, scores, write_samples
+from marft_trl.reporting.evaluation import by_question, sample_rows, scores, write_samples
 from marft_trl.rollout.generator import Generator, SampledTurn
 from marft_trl.tiny import exact_answer, tiny_dataset
 
@@ -325,7 +325,7 @@ def test_scores_of_several_runs(tmp_path):
     folders = [tmp_path / "0", tmp_path / "1"]
     assert scores(folders).tolist() == [[0.5, 0.5], [0.5, 1.0]]
     assert scores(folders, "pass@2").tolist() == [[1.0, 1.0], [1.0, 1.0]]
-    assert compute_interval(folders).seeds == 2
+    assert interval(scores(folders)).seeds == 2
     write_samples(tmp_path / "1", rows[:2], "eval", 8, 1)
     with pytest.raises(ValueError, match="were evaluated on different questions"):
         scores(folders)

@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 
 from marft_trl import AgentSpec, Workflow
-from marft_trl.extras.engines.replicas import EngineDownError
+from marft_trl.extras.engines.server import EngineDownError
 from marft_trl.rollout.runner import SeedKeys
 from marft_trl.tiny import tiny_dataset
 

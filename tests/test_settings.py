@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig
-from marft_trl.config.inherited import UNUSED
+from marft_trl.config.options import UNUSED
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
 import pytest

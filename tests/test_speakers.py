@@ -8,8 +8,7 @@ import unicodedata
 
 from marft_trl import AgentSpec, Turn
 from marft_trl.episodes.records import Feedback
-from marft_trl.prompts import preparing
-from marft_trl.prompts.builder import PromptBuilder
+from marft_trl.prompts.builder import PromptBuilder, is_single_agent
 from marft_trl.prompts.chat_template import PlainEncoder
 from marft_trl.prompts.views import _FIRST_CHARACTERS, _normalize, quote_speaker_lines
 from marft_trl.tiny import tiny_tokenizer
@@ -217,8 +216,8 @@ def test_a_lone_agent_is_asked_as_in_trl():
 
 def test_who_is_alone():
     one, two = [AgentSpec("a")], [AgentSpec("a"), AgentSpec("b")]
-    assert preparing.is_single_agent(one, Sequential(rounds=2)) and not preparing.is_single_agent(two, Sequential())
-    assert not preparing.is_single_agent(one, EnvironmentLoop(Countdown))  # the environment speaks too
+    assert is_single_agent(one, Sequential(rounds=2)) and not is_single_agent(two, Sequential())
+    assert not is_single_agent(one, EnvironmentLoop(Countdown))  # the environment speaks too
 
 
 @pytest.mark.parametrize(

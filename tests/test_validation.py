@@ -9,8 +9,8 @@ from pathlib import Path
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential
 from marft_trl.agents import check_team
 from marft_trl.config.dataset_checks import check_prompts
-from marft_trl.config.inherited import UNUSED, table
 from marft_trl.config.marft_config import EngineSettings, EvaluationSettings, LimitSettings
+from marft_trl.config.options import UNUSED, table
 from marft_trl.rewards import (
     get_coder_reward,
     get_outcome_reward,
@@ -648,7 +648,7 @@ def test_code_of_strangers_is_never_trusted(tmp_path, monkeypatch):
         seen.append(kwargs)
         raise KeyError
 
-    monkeypatch.setattr("marft_trl.trainer.base_model.create_model_from_path", load)
+    monkeypatch.setattr("marft_trl.trainer.setup.create_model_from_path", load)
     with pytest.raises(KeyError):
         team_trainer("somebody/some-model", tmp_path)
     assert config(tmp_path).trust_remote_code is False and not seen[0].get("trust_remote_code")

@@ -22,8 +22,7 @@ from marft_trl import AgentSpec, MARFTConfig, Sequential, Team
 from marft_trl.extras.apps import ExternalApp
 from marft_trl.extras.engines import vllm_command
 from marft_trl.extras.engines.library import MismatchError
-from marft_trl.extras.engines.replicas import EngineDownError, ServerPool
-from marft_trl.extras.engines.server import AnswerError, GenerateRequest, RefusedError
+from marft_trl.extras.engines.server import AnswerError, EngineDownError, GenerateRequest, RefusedError, ServerPool
 from marft_trl.extras.engines.vllm_generator import FidelityError
 from marft_trl.system.event_loop import run_coroutine
 from marft_trl.team import TextDelta

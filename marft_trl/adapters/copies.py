@@ -44,7 +44,6 @@ class PastCopies:
 
     @property
     def agents(self) -> list[str]:
-        """Names of the agents that act with past copies."""
         return list(self._adapters)
 
     def steps(self, agent: str) -> list[int]:
@@ -52,7 +51,6 @@ class PastCopies:
         return sorted(self._pools[self._adapters[agent]])
 
     def begin(self) -> None:
-        """Reset every pool to a single first copy."""
         self._pools = {name: {} for name in self._specs}
         self.take(0)
 
@@ -61,12 +59,7 @@ class PastCopies:
         self.drop_after(_parse_step(folder))
 
     def drop_after(self, step: int, adapters: Sequence[str] | None = None) -> None:
-        """
-        Drop the copies that were made after a step whose adapters have been restored.
-
-        Args:
-            adapters: the adapters that have been restored. Defaults to all.
-        """
+        """Drop the copies that were made after a step whose adapters (by default, all) have been restored."""
         for name, pool in self._pools.items():
             if adapters is not None and self._sources[name] not in adapters:
                 continue
@@ -77,12 +70,7 @@ class PastCopies:
 
     @torch.no_grad()
     def take(self, step: int) -> None:
-        """
-        Add a copy to every pool for which one is due.
-
-        Args:
-            step: number of optimizer steps so far; 0 fills all pools with a first copy.
-        """
+        """Add a copy to every pool for which one is due after `step` optimizer steps. Step 0 fills all pools."""
         for name, spec in self._specs.items():
             if step % spec.copy_every == 0 and step not in self._pools[name]:
                 self._add(name, step)
@@ -106,12 +94,7 @@ class PastCopies:
             parameter.data.copy_(tensor)
 
     def draw(self, place: tuple) -> dict[str, int]:
-        """
-        Draw the copy that each agent acts with in an episode.
-
-        Args:
-            place: key of the episode, from which the random choice is seeded.
-        """
+        """Draw the copy that each agent acts with in an episode, whose key `place` seeds the draw."""
         return {
             agent: random.Random(make_seed(("copies", agent, *place))).choice(self.steps(agent))  # noqa: S311
             for agent in self._adapters
@@ -153,7 +136,6 @@ class PastCopies:
             self._assign_slots(name)
 
     def save(self, folder: str | Path) -> None:
-        """Write the copies to a checkpoint."""
         tensors = {
             f"{adapter}.{step}.{position}": tensor.cpu().contiguous()
             for adapter, pool in self._pools.items()
@@ -164,11 +146,8 @@ class PastCopies:
 
     def load(self, folder: str | Path, find_saved_name: Callable[[str], str | None] | None = None) -> None:
         """
-        Load the copies that [`~PastCopies.save`] wrote. A pool that is not in the checkpoint starts with the current
-        adapter.
-
-        Args:
-            folder: the checkpoint. Its adapters must have been loaded.
+        Load the copies that [`~PastCopies.save`] wrote, after the adapters of the checkpoint have been loaded. A pool
+        that is not in the checkpoint starts with the current adapter.
         """
         path, checkpoint_name = Path(folder) / COPIES_NAME, find_saved_name or (lambda name: name)
         saved: dict[str, torch.Tensor] = {}

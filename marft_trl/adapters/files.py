@@ -56,15 +56,8 @@ _LARGEST_WEIGHT = 1e6  # of an adapter; beyond it, turns are noise or overflow
 
 def team_folder(team: str | os.PathLike, revision: str | None = None, token: str | bool | None = None) -> Path:
     """
-    Return the local folder of a saved team. A team on the Hub is downloaded, without its checkpoints and its critic.
-
-    Args:
-        team: a folder, or the Hub id of a team.
-        revision: branch, tag or commit on the Hub.
-        token: token of the Hub.
-
-    Raises:
-        FileNotFoundError: `team` is neither the folder of a saved team nor a Hub id.
+    Return the local folder of a saved team, or download it from the Hub without its checkpoints and its critic. Raises
+    `FileNotFoundError` if `team` is neither the folder of a saved team nor a Hub id.
     """
     path = Path(team)
     if path.is_dir():
@@ -154,10 +147,8 @@ def load_onto_base(model: PreTrainedModel, folder: Path) -> PeftModel:
 
 def adapter_folder(adapter: str | os.PathLike) -> Path:
     """
-    Return the local folder of an adapter that PEFT has saved. An adapter on the Hub is downloaded.
-
-    Raises:
-        FileNotFoundError: `adapter` is neither the folder of an adapter nor a Hub id.
+    Return the local folder of an adapter that PEFT saved, or download it from the Hub. Raises `FileNotFoundError` if
+    `adapter` is neither the folder of an adapter nor a Hub id.
     """
     path = Path(adapter)
     if not path.is_dir() and is_hub_id(str(adapter)):
@@ -175,12 +166,7 @@ def adapter_folder(adapter: str | os.PathLike) -> Path:
 
 
 def add_from(model: PeftModel, agent: AgentSpec, folder: Path) -> None:
-    """
-    Put the adapter of an agent on a base that has others. Weights keep the precision that they were saved in.
-
-    Raises:
-        ValueError: the adapter does not fit the base.
-    """
+    """Add an agent's adapter to a base that has others, in the precision of its file, or raise `ValueError`."""
     check_adapter(folder, agent, cast(PreTrainedModel, model.get_base_model()), None)
     with without_bitsandbytes(model):
         model.load_adapter(str(folder), agent.adapter)
@@ -198,10 +184,7 @@ def warn_of_leftovers(folder: Path, adapters: Sequence[str]) -> None:
 
 
 def check_no_adapter(folder: Path) -> None:
-    """
-    Raises:
-        ValueError: a folder with full weights also has an adapter, which transformers would load unchecked.
-    """
+    """Raise if a folder with full weights also has an adapter, which transformers would load unchecked."""
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if (folder / name).exists():
             raise ValueError(f"{folder} has the full weights of a policy and also {name}. Remove {name}.")
@@ -209,12 +192,9 @@ def check_no_adapter(folder: Path) -> None:
 
 def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained_on: str | None) -> None:
     """
-    Check the files of an adapter before they are loaded: the config, then the name and shape of every tensor.
-
-    Raises:
-        FileNotFoundError: the folder has no weights.
-        ValueError: the config would change the base, the tensors are not those of a LoRA, or the adapter was trained
-            on another base. The message names the agent.
+    Check the config of an adapter and the name and shape of every tensor before the adapter is loaded. Raises
+    `ValueError` if the config would change the base, the tensors are not those of a LoRA, or the adapter was trained
+    on another base, and `FileNotFoundError` if there are no weights.
     """
     for name in (CONFIG_NAME, WEIGHTS_NAME):  # PEFT would look for a missing one on the Hub
         if not (folder / name).is_file():
@@ -242,11 +222,8 @@ def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained
 
 def check_loadable(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]) -> PreTrainedModel | PeftModel:
     """
-    Check the adapters of a team as they will be saved, and return the model. PEFT rewrites a config while it puts an
-    adapter on a base, and what becomes of it has to pass [`check_adapter`].
-
-    Raises:
-        ValueError: the saved team could not be loaded.
+    Return the model, or raise `ValueError` if the saved team could not be loaded. PEFT rewrites a config while it adds
+    an adapter to a base, and the result has to pass [`check_adapter`].
     """
     if isinstance(model, PeftModel):
         base = cast(PreTrainedModel, model.get_base_model())
@@ -364,14 +341,7 @@ def _as_saved(model: PeftModel, adapter: str, folder: Path) -> None:
 
 
 def alone(model: PeftModel, adapter: str) -> PeftModel:
-    """
-    A model that has one of the adapters. It has layers of its own and the same weights of the base, which take no
-    further memory.
-
-    Args:
-        model: the base with the adapters of the team.
-        adapter: the adapter that stays. Its weights are copied.
-    """
+    """Copy a model with one of its adapters. Layers and adapter weights are separate; base weights are shared."""
     own = {
         id(adapter_parameter)
         for name in model.peft_config
@@ -407,13 +377,8 @@ def add_adapter(
     model: PeftModel, agent: AgentSpec, weights: str | os.PathLike | None, peft_config: PeftConfig | None
 ) -> None:
     """
-    Give the base the adapter of a new agent.
-
-    Args:
-        weights: folder or Hub id of an adapter.
-
-    Raises:
-        ValueError: the adapter does not fit, or its source is missing or ambiguous.
+    Add the adapter of a new agent, from a folder or Hub id (`weights`) or fresh from a config. Raises `ValueError` if
+    the adapter does not fit, or its source is missing or ambiguous.
     """
     config = agent.peft_config or peft_config
     if agent.adapter in model.peft_config:
@@ -441,7 +406,6 @@ def add_adapter(
 
 @torch.no_grad()
 def rename_adapter(model: PeftModel, old: str, new: str) -> None:
-    """Rename an adapter. It keeps its weights."""
     with without_bitsandbytes(model):
         model.add_adapter(new, copy.deepcopy(model.peft_config[old]))
     pairs = zip(adapter_parameters(model, old).values(), adapter_parameters(model, new).values(), strict=True)
@@ -465,7 +429,6 @@ def renaming(model: PeftModel, old: str, new: str) -> Iterator[None]:
 
 
 def drop_adapters(model: PeftModel, agents: Sequence[AgentSpec]) -> None:
-    """Delete the adapters that none of these agents acts with."""
     used = {agent.adapter for agent in agents if agent.has_policy}
     model.set_adapter(next(name for name in model.peft_config if name in used))
     for name in [name for name in model.peft_config if name not in used]:

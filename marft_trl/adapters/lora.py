@@ -43,16 +43,11 @@ def add_adapters(
     autocast_adapter_dtype: bool = True,
 ) -> PreTrainedModel | PeftModel:
     """
-    Add one adapter to the base model for every adapter name of the team.
+    Add one adapter to the base model for every adapter name of the team. In a `PeftModel`, adapters with the name of
+    an agent's adapter are trained further, and missing adapters start as copies of its adapter `default`.
 
-    Args:
-        model: The base model. If it is a `PeftModel`, adapters that have the name of an agent's adapter are trained
-            further, and missing adapters start as copies of its adapter `default`.
-        peft_config: Config of the adapters of agents without a `peft_config`. If no agent has a config either, there
-            are no adapters, and all agents share one policy.
-
-    Raises:
-        ValueError: an adapter cannot share the base with others. The message names the agent.
+    `peft_config` is for agents without one. If no agent has a config either, there are no adapters, and all agents
+    share one policy. Raises `ValueError`, with the agent's name, if an adapter cannot share the base with others.
     """
     agents = [agent for agent in agents if agent.has_policy]
     if isinstance(model, PeftModel):
@@ -85,12 +80,7 @@ def add_adapters(
 
 
 def find_origins(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]) -> dict[str, str]:
-    """
-    Describe where the weights of each adapter come from.
-
-    Args:
-        model: the model before [`add_adapters`].
-    """
+    """Describe where the weights of each adapter come from, given the model before [`add_adapters`]."""
     known = model.peft_config if isinstance(model, PeftModel) else {}
     made = "copied from the adapter 'default'" if "default" in known else "fresh"
 
@@ -204,8 +194,7 @@ def _check_shared_policy(agents: Sequence[AgentSpec]) -> None:
 
 def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, base: PreTrainedModel) -> None:
     """
-    Raise if an adapter with this config cannot share the base with other adapters, as PEFT takes it or as PEFT has
-    rewritten it for the base.
+    Raise if an adapter with this config (also as PEFT rewrote it for the base) cannot share the base with others.
     """
     if config is None:
         raise ValueError(
@@ -282,12 +271,7 @@ def _check_name_is_free(agent: AgentSpec, model: PreTrainedModel) -> None:
 
 
 def load_adapter_weights(model: PeftModel, adapter: str, folder: str | Path) -> None:
-    """
-    Load the weights of an adapter from its PEFT folder, in place.
-
-    Raises:
-        ValueError: the tensors in the file do not fit the adapter.
-    """
+    """Load the weights of an adapter from its PEFT folder, in place. Raises `ValueError` if the tensors do not fit."""
     weights = load_peft_weights(str(folder), device="cpu")
     _check_shapes(model, adapter, weights, folder)
     result = set_peft_model_state_dict(model, weights, adapter_name=adapter)

@@ -18,7 +18,7 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import get_config_model_id
 
 from ..agents import AgentSpec, check_name, check_team
@@ -42,14 +42,7 @@ _NOT_HASHED = frozenset(
 def describe_base(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, revision: str | None = None
 ) -> BaseModel:
-    """
-    Describe the base model for the manifest.
-
-    Args:
-        tokenizer: its tokenizer.
-        chat_template: chat template that prompts were rendered with.
-        revision: revision that was requested. The commit that was found, if known, replaces it.
-    """
+    """Describe the base for the manifest. The commit that was loaded, if known, replaces the requested revision."""
     config = model.config
     name = get_config_model_id(config) or type(model).__name__
     is_local = os.path.isdir(name) or not is_hub_id(name) or not get_config_model_id(config)
@@ -62,15 +55,11 @@ def describe_base(
         revision=None if is_local else get_commit(config) or revision,
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=json.loads(json.dumps(quantization, default=str)) if quantization else None,
-        config_hash=hash_of_config(config),
+        # Fields that describe the architecture and differ from the defaults of their class
+        config_hash=_sha256(_plain(config.to_diff_dict())),
         tokenizer_hash=hash_of_tokenizer(tokenizer),
         chat_template_hash=None if chat_template is None else _sha256(chat_template),
     )
-
-
-def hash_of_config(config: PreTrainedConfig) -> str:
-    """SHA-256 of the config fields that describe the architecture and differ from the defaults of their class."""
-    return _sha256(_plain(config.to_diff_dict()))
 
 
 def _plain(value: Any) -> Any:
@@ -80,7 +69,6 @@ def _plain(value: Any) -> Any:
 
 
 def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of a tokenizer's vocabulary and of its special tokens."""
     special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
     return _sha256([sorted(tokenizer.get_vocab().items()), sorted(special.items())])
 
@@ -88,8 +76,8 @@ def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 @torch.no_grad()
 def hash_of_weights(model: nn.Module) -> str:
     """
-    SHA-256 of evenly spaced elements of every weight of the base, adapters left out. It tells bases of the same
-    architecture apart, and costs far less than reading all weights.
+    SHA-256 of evenly spaced elements of every weight of the base, without adapters. It distinguishes bases of the same
+    architecture, and costs far less than reading all weights.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
@@ -115,61 +103,35 @@ _PACKAGES = ("marft-trl", "trl", "transformers", "peft", "torch")
 
 @dataclass(frozen=True)
 class BaseModel:
-    """
-    The base model of a team's adapters, and its tokenizer.
+    """The base model of a team's adapters, and its tokenizer."""
 
-    Args:
-        name: Hub id, or the last part of the path of a local model.
-        is_local: `True` if the model was loaded from a local folder or created in code.
-        revision: commit, branch or tag on the Hub.
-        dtype: precision of the weights, e.g. `"bfloat16"`.
-        config_hash: SHA-256 of the model config, without paths, versions and precision.
-        tokenizer_hash: SHA-256 of the tokenizer's vocabulary and special tokens.
-    """
-
-    name: str
-    is_local: bool
-    revision: str | None = None
-    dtype: str | None = None
+    name: str  # Hub id, or the last part of a local path
+    is_local: bool  # loaded from a local folder or created in code
+    revision: str | None = None  # commit, branch or tag on the Hub
+    dtype: str | None = None  # precision of the weights, e.g. "bfloat16"
     quantization: dict[str, Any] | None = None
-    config_hash: str = ""
-    tokenizer_hash: str = ""
+    config_hash: str = ""  # SHA-256 of the model config, without paths, versions and precision
+    tokenizer_hash: str = ""  # SHA-256 of the vocabulary and special tokens
     chat_template_hash: str | None = None
 
 
 @dataclass(frozen=True)
 class Inference:
-    """
-    Settings that the team's episodes are run with, in addition to the agents and the workflow.
+    """Settings that the team's episodes are run with, in addition to the agents and the workflow."""
 
-    Args:
-        sampling: sampling settings of each agent, with the trainer's values filled in.
-        generation: settings of `generate` that are the same for all agents.
-        share_prefixes: `True` if the common prefix of several prompts is computed only once.
-        mixed_precision: precision that the model computes in: `"no"`, `"bf16"` or `"fp16"`.
-        context_overflow: behaviour if an observation does not fit the model's window.
-        tools: names of the tools of each agent that has tools.
-        tool_limits: limits of tool calls, see [`~marft_trl.episodes.tools.ToolLimits`].
-        view: name of the view function of the team; `None` for the default view.
-        agent_views: names of the view functions of agents that have their own.
-        workflow_timeout: maximum time in seconds that a workflow may wait.
-        replies: names of the functions of agents whose turns a function writes.
-        show_reasoning: whether earlier turns are shown with reasoning that the chat template cuts, as in teams of
-            earlier versions.
-    """
-
-    sampling: dict[str, dict[str, Any]] = field(default_factory=dict)
-    generation: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, dict[str, Any]] = field(default_factory=dict)  # by agent, with the trainer's values filled in
+    generation: dict[str, Any] = field(default_factory=dict)  # settings of `generate` that are the same for all agents
     share_prefixes: bool = True
-    mixed_precision: str = "no"
+    mixed_precision: str = "no"  # "no", "bf16" or "fp16"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    context_overflow: str = "raise"
-    tools: dict[str, list[str]] = field(default_factory=dict)
-    tool_limits: dict[str, Any] = field(default_factory=dict)
-    view: str | None = None
-    agent_views: dict[str, str] = field(default_factory=dict)
-    workflow_timeout: float | None = None
-    replies: dict[str, str] = field(default_factory=dict)
+    context_overflow: str = "raise"  # if an observation does not fit the model's window
+    tools: dict[str, list[str]] = field(default_factory=dict)  # names of the tools, by agent
+    tool_limits: dict[str, Any] = field(default_factory=dict)  # see [`~marft_trl.episodes.tools.ToolLimits`]
+    view: str | None = None  # name of the team's view function; `None` for the default
+    agent_views: dict[str, str] = field(default_factory=dict)  # names of the view functions of agents
+    workflow_timeout: float | None = None  # maximum seconds that a workflow may wait
+    replies: dict[str, str] = field(default_factory=dict)  # names of the functions that write agents' turns
+    # Earlier turns keep reasoning that the chat template cuts, as in teams of earlier versions
     show_reasoning: bool = True
 
 
@@ -299,10 +261,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def check_model_name(name: str, argument: str = "model") -> None:
-    """
-    Raises:
-        FileNotFoundError: `name` is neither a folder nor a valid Hub id.
-    """
+    """Raise `FileNotFoundError` if `name` is neither a folder nor a valid Hub id."""
     if not os.path.exists(name) and not is_hub_id(name):
         raise FileNotFoundError(
             f"`{argument}={name!r}` is neither a folder (searched in {Path.cwd()}) nor a valid Hub id. Pass a folder "
@@ -312,12 +271,7 @@ def check_model_name(name: str, argument: str = "model") -> None:
 
 @contextlib.contextmanager
 def loading_model(name: str) -> Iterator[None]:
-    """
-    Context manager that adds the searched places to the error of a model that is not found.
-
-    Raises:
-        OSError: the model is neither a folder nor on the Hub.
-    """
+    """Context manager that adds the searched places to the `OSError` for a model that is not found."""
     check_model_name(name)
     try:
         yield
@@ -337,12 +291,7 @@ def _near_path(name: str) -> str:
 
 
 def _read(kind: type, data: Any) -> Any:
-    """
-    Read one part of the manifest. Unknown fields, e.g. of a later version, are ignored.
-
-    Raises:
-        TypeError: A field has the wrong type.
-    """
+    """Read a part of the manifest and ignore unknown fields, e.g. of a later version. `TypeError` for a wrong type."""
     if data is None:
         return None
     part = kind(**{item.name: data[item.name] for item in fields(kind) if item.name in data})
@@ -359,13 +308,7 @@ def _read(kind: type, data: Any) -> Any:
 
 
 def _check_values(inference: Inference) -> None:
-    """
-    Check values that would fail, or be ignored, only when the team answers.
-
-    Raises:
-        TypeError: A value has the wrong type, or a name is unknown.
-        ValueError: A value is out of its range.
-    """
+    """Raise `TypeError` or `ValueError` for values that would fail, or be ignored, only when the team answers."""
     for name, limit in asdict(ToolLimits(**inference.tool_limits)).items():
         rounds = name == "rounds" and limit is None
         if not rounds and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not 0 <= limit < 1e9):

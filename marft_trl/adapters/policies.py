@@ -28,15 +28,12 @@ NO_POLICY = "=none"
 
 class Policies:
     """
-    The policies of a team: the parameters of each adapter, and the adapter that is active.
+    The policies of a team: the parameters of each adapter, and the adapter that is active. `origins` is the result of
+    [`find_origins`].
 
     Adapters are switched only through this class, for two reasons. PEFT's `set_adapter` sets `requires_grad=False` on
     all other adapters. And an adapter that is switched off between forward and backward loses its gradient without an
     error.
-
-    Args:
-        model: Model returned by [`add_adapters`].
-        origins: Where the weights of each adapter come from, see [`find_origins`].
     """
 
     def __init__(
@@ -65,14 +62,10 @@ class Policies:
         self.restore_requires_grad()
 
     def get_adapter(self, agent: str) -> str:
-        """
-        Return the name of an agent's adapter: `"policy"` if there are no adapters, and [`NO_POLICY`] for an agent
-        whose turns a function writes.
-        """
+        """Name of an agent's adapter: `"policy"` without adapters, [`NO_POLICY`] if a function writes its turns."""
         return self._adapter_of[agent]
 
     def get_origin(self, adapter: str) -> str:
-        """Return the origin of the weights of an adapter: `"fresh"`, `"loaded"`, or the source of a copy."""
         return self._origins.get(adapter, "weights of the model")
 
     @property
@@ -90,7 +83,6 @@ class Policies:
         return [name for name in dict.fromkeys(self._adapter_of.values()) if name in self.trained]
 
     def is_trained(self, agent: str) -> bool:
-        """`True` if the adapter of an agent is trained."""
         return self.get_adapter(agent) in self.trained
 
     def parameters(self, adapter: str) -> dict[str, torch.nn.Parameter]:
@@ -140,12 +132,8 @@ class Policies:
 
     def copy_references(self, copy_all: bool = False) -> None:
         """
-        Copy the current weights as references. Adapters that do not change the base yet (`lora_B` is 0) need no copy:
-        their reference is the base.
-
-        Args:
-            copy_all: copy the weights of all adapters, for references that are updated by
-                [`~Policies.mix_references`].
+        Copy the current weights as references. Adapters that do not change the base yet (`lora_B` is 0) need no copy,
+        because their reference is the base, unless [`~Policies.mix_references`] will update it (`copy_all`).
         """
         for name in self.names if self.has_adapters else []:
             if copy_all or not self._is_identity(name):
@@ -215,7 +203,6 @@ class Policies:
                 parameter.data = data
 
     def _is_identity(self, adapter: str) -> bool:
-        """Return `True` if an adapter does not change the base."""
         config = self._model.peft_config[adapter]
         output_weights = [
             parameter
@@ -231,9 +218,8 @@ REFERENCES_NAME = "marft_references.safetensors"
 
 class SyncReferences(TrainerCallback):
     """
-    Callback that implements `sync_ref_model` for agents with adapters. Every `ref_model_sync_steps` steps, it moves
-    the reference of each trained adapter towards the policy by `ref_model_mixup_alpha`. TRL's `SyncRefModelCallback`
-    does the same with whole models. The base does not change.
+    Callback for `sync_ref_model` with adapters: moves references towards the policies. TRL's callback moves whole
+    models.
 
     Source: TR-DPO (2404.09656), soft update.
     """
@@ -261,12 +247,7 @@ def save_references(policies: Policies, ref_model: nn.Module | None, folder: str
 
 @torch.no_grad()
 def load_references(policies: Policies, ref_model: nn.Module | None, folder: str | Path) -> None:
-    """
-    Load the references that [`save_references`] saved, in place.
-
-    Raises:
-        ValueError: the checkpoint has no references, or references of other adapters.
-    """
+    """Load what [`save_references`] saved, in place. Raises `ValueError` if references are missing or do not fit."""
     path = Path(folder) / REFERENCES_NAME
     saved = load_file(path) if path.is_file() else {}
     current = _references(policies, ref_model)

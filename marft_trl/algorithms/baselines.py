@@ -15,15 +15,11 @@ from . import functional
 
 class RunningBaselines:
     """
-    Exponential moving averages of returns, separate for each kind of task, and for each agent if agents have different
-    returns.
+    Exponential moving averages of returns, separate for each kind of task (`column`), and for each agent if agents
+    have different returns.
 
     The baseline of a generation batch is the average over earlier batches, so that it does not depend on the batch. As
     in Adam, the average is divided by `1 - decay^n` after `n` batches. After the first batch, it is the batch mean.
-
-    Args:
-        decay: weight of the average so far, in `[0, 1)`.
-        column: dataset column. Each of its values has a separate average.
 
     Source: role-conditioned advantage estimation of SPIRAL (2506.24119), which updates after each episode.
     """
@@ -34,16 +30,10 @@ class RunningBaselines:
 
     @classmethod
     def from_args(cls, args: Any) -> RunningBaselines:
-        """Make the averages that `rae_decay` and `rae_column` describe."""
         return cls(args.rae_decay, args.rae_column)
 
     def key(self, agent: str, row: Mapping[str, Any], is_own: bool) -> str:
-        """
-        Return the key of the average that is the baseline of a turn.
-
-        Args:
-            is_own: whether every agent has an individual return.
-        """
+        """Key of the average that is the baseline of a turn. `is_own`: every agent has an individual return."""
         kind = "" if self._column is None else str(row[self._column])
         return f"{agent}/{kind}" if is_own else kind
 
@@ -52,7 +42,6 @@ class RunningBaselines:
         return {key: list(value) for key, value in self._averages.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state from [`state_dict`]."""
         self._averages = {key: (average, count) for key, (average, count) in state.items()}
 
     def lookup(self, keys: Sequence[str]) -> torch.Tensor:
@@ -64,13 +53,7 @@ class RunningBaselines:
         return average / (1 - self._decay**count) if count else average
 
     def update(self, keys: Sequence[str], returns: torch.Tensor, weights: torch.Tensor) -> None:
-        """
-        Update the averages with the returns of a batch.
-
-        Args:
-            returns (`torch.Tensor` of shape `(N,)`): returns of the turns; NaN where nothing scored the turn.
-            weights (`torch.Tensor` of shape `(N,)`): weights of the turns in the mean of the batch.
-        """
+        """Update the averages with the returns `(N,)` of a batch, NaN where unscored, weighted by `weights` `(N,)`."""
         for key in sorted(set(keys)):
             selected = torch.tensor([item == key for item in keys]) & ~returns.isnan()
             if not selected.any():
@@ -83,28 +66,16 @@ class RunningBaselines:
 
 @dataclass(frozen=True, eq=False)
 class TurnReturns:
-    """
-    The `N` turns of all processes, with their returns.
+    """The `N` turns of all processes, with their returns."""
 
-    Args:
-        episodes (`torch.Tensor` of shape `(N,)`): index of the episode of each turn.
-        agents (`torch.Tensor` of shape `(N,)`): index of the agent of each turn.
-        nodes (`torch.Tensor` of shape `(N,)`): index, inside the episode, of the turn or of the set of candidates.
-        returns (`torch.Tensor` of shape `(N,)`): return of each turn; NaN where nothing scored it.
-        group_size: number of episodes per prompt, `G`. The episodes of a group are consecutive.
-        num_agents: number of agents of the team.
-        by_agent: whether every agent has an individual return, so that turns of different agents are not compared.
-        running (`torch.Tensor` of shape `(N,)`, *optional*): running baseline of each turn.
-    """
-
-    episodes: torch.Tensor
-    agents: torch.Tensor
-    nodes: torch.Tensor
-    returns: torch.Tensor
-    group_size: int
+    episodes: torch.Tensor  # (N,), index of the episode
+    agents: torch.Tensor  # (N,), index of the agent
+    nodes: torch.Tensor  # (N,), index of the turn, or of the set of candidates, in the episode
+    returns: torch.Tensor  # (N,), NaN where nothing scored the turn
+    group_size: int  # consecutive episodes per prompt
     num_agents: int
-    by_agent: bool = False
-    running: torch.Tensor | None = None
+    by_agent: bool = False  # agents have individual returns, so turns of different agents are not compared
+    running: torch.Tensor | None = None  # (N,), running baseline
 
     def _by_agent(self, index: torch.Tensor) -> torch.Tensor:
         return index * self.num_agents + self.agents if self.by_agent else index
@@ -139,41 +110,26 @@ class TurnReturns:
 
 @dataclass(frozen=True)
 class Baseline:
-    """
-    A baseline.
+    """How advantages are computed from returns, for one value of `advantage`."""
 
-    Args:
-        name: The value of `MARFTConfig.advantage` that chooses it.
-        function: `function(samples, scale)` returns advantages `(N,)`, 0 where nothing scored a turn. `scale` is
-            `scale_rewards`: `"group"`, `"batch"` or `"none"`.
-        needs_group: Whether the baseline compares episodes of a prompt, which needs `num_generations` of at least 2.
-        scales: Whether advantages are divided by the standard deviation that `scale_rewards` selects.
-        uses_candidates: Whether the baseline compares several candidates for a turn, which the trainer samples.
-        completes_episodes: Whether the return of a candidate comes from episodes that are completed from it. If
-            `False`, the candidate itself is scored as an answer.
-        default_continue_from: Default of `continue_from`.
-        takes_normalized_objectives: Whether it supports `multi_objective_aggregation="normalize_then_sum"`.
-        state: `state(args)` makes the state of a baseline that depends on earlier batches: [`RunningBaselines`], or an
-            object with the same methods.
-        own_settings: Fields of the training arguments that only this baseline reads.
-        by_episode: `by_episode(rewards, group_size, scale)` returns advantages and standard deviations `(E,)` of whole
-            episodes, for turns that all have the return of their episode. If omitted, `function` computes advantages
-            of single turns.
-        in_evaluation: Name of the baseline to use in evaluation. Defaults to the baseline itself.
-    """
-
-    name: str
+    name: str  # value of `MARFTConfig.advantage`
+    # `function(samples, scale)` returns advantages `(N,)`, 0 where nothing scored a turn. `scale` is `scale_rewards`:
+    # "group", "batch" or "none"
     function: Callable[[TurnReturns, str], torch.Tensor]
-    needs_group: bool = False
-    scales: bool = False
-    uses_candidates: bool = False
+    needs_group: bool = False  # it compares episodes of a prompt, so `num_generations` is at least 2
+    scales: bool = False  # `scale_rewards` selects the standard deviation that divides advantages
+    uses_candidates: bool = False  # it compares several sampled candidates for a turn
+    # The return of a candidate comes from completed episodes, else from the candidate itself
     completes_episodes: bool = True
     default_continue_from: str = "best"
-    takes_normalized_objectives: bool = False
+    takes_normalized_objectives: bool = False  # supports `multi_objective_aggregation="normalize_then_sum"`
+    # `state(args)` makes the state of a baseline that depends on earlier batches
     state: Callable[[Any], RunningBaselines] | None = None
-    own_settings: tuple[str, ...] = ()
+    own_settings: tuple[str, ...] = ()  # training arguments that only this baseline reads
+    # `by_episode(rewards, group_size, scale)` returns advantages and standard deviations `(E,)` of whole episodes, for
+    # turns that all have the return of their episode. Without it, `function` computes advantages of single turns
     by_episode: Callable[[torch.Tensor, int, str], tuple[torch.Tensor, torch.Tensor]] | None = None
-    in_evaluation: str | None = None
+    in_evaluation: str | None = None  # name of the baseline in evaluation; by default the baseline itself
 
     @property
     def settings(self) -> frozenset[str]:
@@ -259,30 +215,17 @@ BASELINES: dict[str, Baseline] = {
 
 @dataclass(frozen=True)
 class CreditRule:
-    """
-    A credit rule.
+    """How turns share the reward of an episode, for one value of `credit`."""
 
-    Args:
-        name: The value of `MARFTConfig.credit` that chooses it.
-        share: `share(reward, turns, steps, discount, as_rewards)` returns the credit `(K,)` of the turns of an
-            episode. `steps` `(K,)` are the joint steps of the turns, `discount` is `credit_discount`, and `as_rewards`
-            selects rewards per turn, which are summed later, instead of the return of each turn.
-        reruns: Whether the rule subtracts the mean reward of re-runs in which the turn is replaced. `share` is not
-            called then.
-        removes: Whether re-runs replace the turn by an empty turn. Otherwise, the reference policy of its agent
-            samples a new turn.
-        scores_turns: Whether the rule adds rewards of single turns, from the reward functions of agents.
-        discounts: Whether the rule uses `credit_discount`.
-        in_evaluation: Name of the rule to use in evaluation. Defaults to the rule itself.
-    """
-
-    name: str
+    name: str  # value of `MARFTConfig.credit`
+    # `share(reward, turns, steps, discount, as_rewards)` returns the credit `(K,)` of the turns of an episode at joint
+    # steps `(K,)`: rewards, which are summed later, or returns
     share: Callable[[float, Sequence[Turn], torch.Tensor, float, bool], torch.Tensor]
-    reruns: bool = False
-    removes: bool = False
-    scores_turns: bool = False
+    reruns: bool = False  # subtracts the mean reward of re-runs without the turn; `share` is not called
+    removes: bool = False  # re-runs have an empty turn, else one that the reference policy samples
+    scores_turns: bool = False  # adds rewards of single turns from the reward functions of agents
     discounts: bool = False
-    in_evaluation: str | None = None
+    in_evaluation: str | None = None  # name of the rule in evaluation; by default the rule itself
 
     @property
     def settings(self) -> frozenset[str]:
@@ -296,7 +239,6 @@ class CreditRule:
 
     @property
     def uses_references(self) -> bool:
-        """`True` if reference policies sample turns of re-runs."""
         return self.reruns and not self.removes
 
 

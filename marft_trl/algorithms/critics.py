@@ -17,7 +17,7 @@ from ..adapters.lora import load_adapter_weights
 from ..adapters.policies import Policies
 from ..agents import AgentSpec
 from ..shared_prefix.forward import hidden_states
-from .levels import Level
+from .rows import Level
 
 
 # No agent can have this name: it does not begin with a letter.
@@ -33,23 +33,9 @@ class Critic:
     Predicts the return that is still to come, before a turn (action level) or before each of its tokens (token level).
 
     This class is the critic `"shared"`: one LoRA, one value head. Subclasses change the parts, the heads or the
-    features. To add a critic, write a subclass and give it a name in `CRITICS`.
-
-    Args:
-        policies: The team's policies; they switch the adapters of the critic too.
-        model: The base with its adapters.
-        level: Unit of the values.
-        agents: The team.
-        peft_config: Config of the critic's LoRAs.
-        autocast: `autocast()` is the context of mixed precision.
-
-    Attributes:
-        name: its name in `CRITICS`.
-        has_adapters: whether its parts have LoRAs.
-        reads_reference_pass: whether the last hidden states of a pass of the bare base, such as that of a reference,
-            are its features.
-        parts: names of its parts, and of their adapters.
-        heads: value head of each part.
+    features. To add a critic, write a subclass and give it a name in `CRITICS`. `parts` are the names of the parts and
+    of their adapters, `heads` the value head of each part. `reads_reference_pass` means that the features are the last
+    hidden states of the bare base, which a reference's pass also computes.
     """
 
     name = "shared"
@@ -90,7 +76,6 @@ class Critic:
         return {**self._policies.parameters(part), **heads} if self.has_adapters else heads
 
     def zero_grad(self) -> None:
-        """Clear the gradients of the value heads, which are not part of the model."""
         self.heads.zero_grad(set_to_none=True)
 
     def num_values(self, num_tokens: int) -> int:
@@ -105,34 +90,20 @@ class Critic:
         self, part: str, prompts: Sequence[list[int]], completions: Sequence[list[int]], share: bool = True
     ) -> torch.Tensor:
         """
-        Hidden states that the head of a part reads.
-
-        Args:
-            part: whose adapter acts. With gradient checkpointing it has to stay active until backward has run.
-            prompts, completions: token ids of `B` rows.
-            share: compute what prompts have in common once.
-
-        Returns: hidden states `(B, V, H)`, `V` being 1 at action level; at token level that of the longest completion
-        and at least 1.
+        Compute the hidden states `(B, V, H)` that the head of a part reads. `V` is 1 at action level; at token level,
+        it is the length of the longest completion and at least 1. With gradient checkpointing, the adapter of the part
+        has to stay active until backward has run.
         """
         self._policies.activate_adapter(part)
         with self._autocast():
             return hidden_states(self._backbone, prompts, self._read(completions), share)
 
     def values(self, part: str, features: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
-        """
-        Args:
-            part: which head.
-            features (`torch.Tensor` of shape `(B, V, H)`): from [`~Critic.features`].
-            agents: whose turns the `B` rows are.
-
-        Returns: values `(B, V)`.
-        """
+        """Compute values `(B, V)` from [`~Critic.features`] `(B, V, H)`, for the agents of the `B` rows."""
         with torch.autocast(features.device.type, enabled=False):
             head = self.heads[part]
-            device = next(
-                head.parameters()
-            ).device  # of a base that is spread over devices, the last layer has another
+            # If the base is spread over devices, its last layer has another one
+            device = next(head.parameters()).device
             return self.select_values(head(features.to(device).float()), agents)
 
     def select_values(self, outputs: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
@@ -147,10 +118,7 @@ class Critic:
 
     def load(self, folder: str | Path) -> None:
         """
-        Load the adapters and the value heads of the critic, in place.
-
-        Raises:
-            ValueError: the folder has no value heads, or those of another critic.
+        Load adapters and value heads, in place. Raises `ValueError` for missing heads or those of another critic.
         """
         path = Path(folder) / CRITIC_NAME / HEADS_NAME
         if not path.is_file():

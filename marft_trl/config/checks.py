@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from ..algorithms.baselines import BASELINES, CREDITS
-from ..algorithms.levels import LEVELS
+from ..algorithms.rows import LEVELS
 from ..seams.trl import LOSSES
 from ..system.hints import did_you_mean
-from .inherited import INHERITED
-from .options import Option, check_choice, check_flag, check_number, collect_rules, has_effect
+from .options import INHERITED, Option, check_choice, check_flag, check_number, collect_rules, has_effect
 
 
 logger = logging.getLogger(__name__)  # accelerate's logger needs a state that the arguments create
@@ -78,7 +77,6 @@ def completes_candidates(args: Any) -> bool:
 
 
 def uses_candidates(args: Any) -> bool:
-    """`True` if candidates for a turn are compared."""
     return args.advantage in BASELINES and BASELINES[args.advantage].uses_candidates
 
 
@@ -97,12 +95,7 @@ _REMOVED_SETTINGS = {
 
 
 def check_names(names: Iterable[str], known: Sequence[str]) -> None:
-    """
-    Check that names are settings.
-
-    Raises:
-        TypeError: A name is not a setting. The message contains the nearest setting or the replacement.
-    """
+    """Raise a `TypeError` with the nearest setting, or the replacement, if a name is not a setting."""
     for name in names:
         if name in _REMOVED_SETTINGS:
             raise TypeError(
@@ -113,12 +106,7 @@ def check_names(names: Iterable[str], known: Sequence[str]) -> None:
 
 
 def check_numbers(args: Any) -> None:
-    """
-    Check that numbers are in range, that flags are booleans, and that `reward_weights` are finite numbers.
-
-    Raises:
-        ValueError: A value is not valid. The message contains the field, the value and the accepted values.
-    """
+    """Raise a `ValueError` unless numbers are in range, flags are booleans, and `reward_weights` are finite."""
     for name, rule in collect_rules(type(args), INHERITED).items():
         if rule.bounds or rule.integer:
             check_number(name, getattr(args, name), rule)
@@ -135,30 +123,19 @@ def check_numbers(args: Any) -> None:
         isinstance(weights, Sequence) and all(isinstance(weight, (int, float)) for weight in weights)
     ):
         raise ValueError(f"`reward_weights` must be a list of numbers, one for each reward function; got {weights!r}.")
-    for weight in args.reward_weights or []:
-        if not math.isfinite(weight):
-            raise ValueError(
-                f"`reward_weights` must be finite numbers, one for each reward function; got {args.reward_weights!r}."
-            )
+    if not all(map(math.isfinite, weights or ())):
+        raise ValueError(f"`reward_weights` must be finite numbers, one for each reward function; got {weights!r}.")
 
 
 def check_values(args: Any) -> None:
-    """
-    Check settings that accept only a fixed set of values.
-
-    Raises:
-        ValueError: A value is unknown. The message contains the field, the known values and the nearest one.
-    """
+    """Raise a `ValueError` with the nearest value if a setting has none of its known values."""
     for name, rule in collect_rules(type(args), INHERITED).items():
         if rule.choices is not None:
             check_choice(name, getattr(args, name), rule.known)
 
 
 def _explain_preset(args: Any, message: str) -> str:
-    """
-    Return a sentence that lists the settings in a message that come from the preset and not from the user, or an empty
-    string.
-    """
+    """Return a sentence that lists the settings in a message that the preset has set, or an empty string."""
     settings = args.preset_settings
     names = [name for name in dict.fromkeys(re.findall(r"`(\w+)[`=]", message)) if name in settings]
     assignments = ", ".join(f"`{name}={settings[name]!r}`" for name in names)
@@ -166,12 +143,7 @@ def _explain_preset(args: Any, message: str) -> str:
 
 
 def check_combinations(args: Any) -> None:
-    """
-    Check that settings are compatible with one another.
-
-    Raises:
-        ValueError: Two settings contradict each other. The message contains both fields and a fix.
-    """
+    """Raise a `ValueError` with a fix if settings contradict each other, or one disables another."""
     conflicts = [*_critic_conflicts(args), *_level_conflicts(args), *_credit_conflicts(args), *_order_conflicts(args)]
     for applies, message in [*conflicts, *_sampling_conflicts(args), *_failure_conflicts(args)]:
         if applies:
@@ -439,17 +411,7 @@ def _failure_conflicts(args: Any) -> list[tuple[bool, str]]:
 
 
 def check_timeouts(args: Any, num_processes: int, process_timeout: float | None) -> None:
-    """
-    Check that a hanging function times out before the other processes stop waiting for its process.
-
-    Args:
-        args: the configuration.
-        num_processes: number of processes of the run.
-        process_timeout: seconds that a process waits for another process, if known.
-
-    Raises:
-        ValueError: A time limit is not below `process_timeout`. The message contains both.
-    """
+    """Raise a `ValueError` if a function may hang for longer than other processes wait, `process_timeout` seconds."""
     if num_processes == 1 or process_timeout is None:
         return
     tries = EPISODE_RETRIES + 1 if args.on_episode_error == "retry" else 1
@@ -472,24 +434,13 @@ _UNSUPPORTED_GENERATION_KWARGS = {
 }
 
 
-def _accelerate_accumulation_steps(args: Any) -> int | None:
-    settings = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
-    return settings.get("num_steps")
-
-
 def environment_flag_is_set(variable: str) -> bool:
     """`True` if an environment variable of a launcher is `true` or `1`."""
     return os.environ.get(variable, "").lower() in ("true", "1")
 
 
 def check_engine(args: Any) -> None:
-    """
-    Check that the run does not use DeepSpeed or Megatron, which match the gradients of processes by position
-    (`benchmarks/zero.py`).
-
-    Raises:
-        ValueError: The launcher or the training arguments request one of them. The message contains an alternative.
-    """
+    """Raise a `ValueError` for engines that match gradients of processes by position (`benchmarks/zero.py`)."""
     stage = None
     if args.deepspeed or environment_flag_is_set("ACCELERATE_USE_DEEPSPEED"):
         stage = getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", None)
@@ -516,12 +467,7 @@ def check_engine(args: Any) -> None:
 
 
 def check_supported(args: Any) -> None:
-    """
-    Check for settings of [`~trl.GRPOConfig`] that are not supported for a team.
-
-    Raises:
-        ValueError: A setting is not supported. The message contains the setting, the reason and a fix.
-    """
+    """Raise a `ValueError` with a fix for settings of [`~trl.GRPOConfig`] that a team does not support."""
     unsupported = {
         "save_only_model": (args.save_only_model, "a run could not resume from such checkpoints. Set it to False."),
         "ignore_data_skip": (args.ignore_data_skip, "a resumed run would train on different rows. Set it to False."),
@@ -538,7 +484,8 @@ def check_supported(args: Any) -> None:
     for name, (is_set, reason) in unsupported.items():
         if is_set:
             raise ValueError(f"`{name}={getattr(args, name)!r}` is not supported by MARFTTrainer: {reason}")
-    num_steps = _accelerate_accumulation_steps(args)
+    accumulation = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    num_steps = accumulation.get("num_steps")
     if num_steps not in (None, args.gradient_accumulation_steps):
         raise ValueError(
             f"`gradient_accumulation_kwargs` of `accelerator_config` has `num_steps={num_steps!r}`, but generation "

@@ -24,23 +24,12 @@ PLACEHOLDER = [{"role": "user", "content": ""}]
 
 
 def check_datasets(train_dataset, eval_dataset, prompts_per_generation: int) -> None:
-    """
-    Raise if a dataset cannot be used for training or evaluation.
-
-    Args:
-        prompts_per_generation: Number of distinct prompts in one generation batch.
-
-    Raises:
-        TypeError: an argument is not a dataset.
-        ValueError: a dataset has no prompts, too few prompts, or a prompt that cannot be used.
-    """
+    """Raise a `TypeError` for what is not a dataset, and a `ValueError` unless it has enough usable prompts."""
     if train_dataset is None:
         raise ValueError(
             "`train_dataset` is required unless an `environment_factory` is provided. Pass a dataset with a `prompt` "
             "column."
         )
-    if not isinstance(train_dataset, (Dataset, IterableDataset)):
-        raise TypeError(_no_dataset(train_dataset, "train_dataset"))
     check_dataset(train_dataset, "train_dataset")
     enough = islice(train_dataset, prompts_per_generation) if isinstance(train_dataset, IterableDataset) else None
     count = len(train_dataset) if enough is None else sum(1 for _ in enough)
@@ -126,13 +115,7 @@ def _prompts(dataset: Dataset) -> Iterable[dict[str, Any]]:
 
 
 def check_prompts(rows: Iterable[dict[str, Any]], what: str, start: int | None = None) -> None:
-    """
-    Raise at the first row whose prompt is missing, empty, or of another kind than the first prompt.
-
-    Args:
-        what: Name of the dataset, for the message.
-        start: Position of the first row in the dataset, if known.
-    """
+    """Raise at the first row whose prompt is missing, empty, or of another kind. `start` is the index of the first."""
     first_kind = None
     for offset, row in enumerate(rows):
         where = f"row {start + offset} of `{what}`" if start is not None else f"a row of `{what}`"

@@ -13,7 +13,7 @@ from trl import GRPOConfig
 
 from ..algorithms.baselines import BASELINES, CREDITS
 from ..algorithms.critics import CRITICS
-from ..algorithms.levels import LEVELS
+from ..algorithms.rows import LEVELS
 from ..seams.libraries import checkpointing_fields
 from ..seams.runs import timeout_also_on_cpu
 from ..seams.trl import LOSSES, accepting_one_generation
@@ -30,8 +30,7 @@ from .checks import (
     set_dependent_defaults,
     uses_candidates,
 )
-from .inherited import say_unused
-from .options import ABOVE_0, AT_LEAST_0, SHARE, check_choice, documented, option
+from .options import ABOVE_0, AT_LEAST_0, SHARE, check_choice, documented, option, say_unused
 from .presets import PRESETS
 
 
@@ -155,12 +154,7 @@ class EvaluationSettings:
 
 
 def check_evaluation(args: Any) -> None:
-    """
-    Check the settings of evaluations.
-
-    Raises:
-        ValueError, TypeError: a setting is not valid, or asks for more episodes than a question has.
-    """
+    """Raise if a setting of evaluations is not valid, or asks for more episodes than a question has."""
     check_sampling(args.eval_sampling)
     check_k(args.eval_k, args.num_generations_eval or args.num_generations)
     if args.eval_k is None:
@@ -173,13 +167,7 @@ def check_evaluation(args: Any) -> None:
 
 
 def check_sampling(sampling: Any, what: str = "eval_sampling") -> None:
-    """
-    Check sampling settings of an evaluation.
-
-    Raises:
-        TypeError: `sampling` is not a mapping.
-        ValueError: a name is unknown, or a value is out of range.
-    """
+    """Raise a `TypeError` unless `sampling` is a mapping or `None`, and a `ValueError` for a wrong name or value."""
     if sampling is None:
         return
     if not isinstance(sampling, Mapping):
@@ -196,12 +184,7 @@ def check_sampling(sampling: Any, what: str = "eval_sampling") -> None:
 
 
 def check_k(values: Any, samples: int, what: str = "eval_k") -> None:
-    """
-    Check the values of k of an evaluation with this number of episodes of each question.
-
-    Raises:
-        ValueError: a value is not an integer of at least 1, or is larger than `samples`.
-    """
+    """Raise a `ValueError` unless the values of k are integers from 1 to `samples`, the episodes of each question."""
     if values is None:
         return
     if not isinstance(values, (list, tuple)) or not values:
@@ -267,12 +250,7 @@ class EngineSettings:
 
 
 def check_vllm(args: Any) -> None:
-    """
-    Check the settings of vLLM.
-
-    Raises:
-        ValueError: A setting is not supported, or does not go with another one.
-    """
+    """Raise a `ValueError` if a setting of vLLM is not supported, or does not go with another one."""
     if not args.use_vllm:
         if args.max_staleness:
             raise ValueError(

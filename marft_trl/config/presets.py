@@ -9,16 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Preset:
-    """
-    Settings of one publication. Sizes (batch size, completion length, number of steps) are not included, since they
-    depend on the task and the machine.
+    """Settings of one publication, without sizes, which depend on the task and the machine."""
 
-    Args:
-        source: name and reference of the publication, shown by `print(config)`.
-        settings: values of `MARFTConfig` fields.
-    """
-
-    source: str
+    source: str  # name and reference, shown by `print(config)`
     settings: dict[str, Any] = field(default_factory=dict)
 
 

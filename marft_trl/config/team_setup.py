@@ -10,12 +10,19 @@ from typing import Any
 from ..adapters.policies import Policies
 from ..agents import AgentSpec
 from ..algorithms.critics import Critic
-from ..algorithms.levels import Level
+from ..algorithms.rows import Level
 from ..seams.trl import TrlSettings, TrlState
 from ..system.processes import Processes
 from ..system.run_metrics import Metrics
 from ..workflows import Workflow
 from .marft_config import MARFTConfig
+
+
+# Sampling settings of agents: name in `generate` -> name in `AgentSpec`
+_OF_AGENTS = {
+    "max_new_tokens": "max_completion_length",
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p")},
+}
 
 
 @dataclass(frozen=True)
@@ -31,40 +38,16 @@ class Sampling:
 
     @classmethod
     def from_agent(cls, agent: AgentSpec, args: Any) -> Sampling:
-        """Return the settings of `agent`, with missing settings taken from the training arguments `args`."""
+        """Take the settings that `agent` does not have from the training arguments `args`."""
 
         def setting(name: str):
             own = getattr(agent, name)
             return getattr(args, name) if own is None else own
 
-        return cls(
-            max_completion_length=setting("max_completion_length"),
-            temperature=setting("temperature"),
-            top_p=setting("top_p"),
-            top_k=setting("top_k"),
-            min_p=setting("min_p"),
-            stop=tuple(agent.stop or ()),
-        )
+        return cls(**{name: setting(name) for name in _OF_AGENTS.values()}, stop=tuple(agent.stop or ()))
 
     def as_generation_kwargs(self) -> dict[str, Any]:
-        """The settings under the names of `generate`."""
-        return {
-            "max_new_tokens": self.max_completion_length,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-        }
-
-
-# Sampling settings of agents: name in `generate` -> name in `AgentSpec`
-_OF_AGENTS = {
-    "max_new_tokens": "max_completion_length",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-}
+        return {name: getattr(self, of_agent) for name, of_agent in _OF_AGENTS.items()}
 
 
 def general_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,45 +74,32 @@ GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None,
 
 @dataclass(frozen=True, eq=False)
 class TeamSetup:
-    """
-    A team as it is trained, after all checks.
-
-    Args:
-        policies: adapters of agents, and which of them are trained.
-        level: unit of the policy ratio.
-    """
+    """A team as it is trained, after all checks."""
 
     agents: list[AgentSpec]
     workflow: Workflow
-    policies: Policies
+    policies: Policies  # adapters of agents, and which of them are trained
     critic: Critic | None
-    level: Level
+    level: Level  # unit of the policy ratio
     samplings: Mapping[str, Sampling]
     aliases: Mapping[str, str]
     anonymous: str | None
 
     @property
     def names(self) -> list[str]:
-        """Names of the agents."""
         return [agent.name for agent in self.agents]
 
     @property
     def trained(self) -> list[str]:
-        """Names of the agents that are trained."""
         return [name for name in self.names if self.policies.is_trained(name)]
 
 
 @dataclass(frozen=True, eq=False)
 class RunContext:
-    """
-    The run that trains a team.
-
-    Args:
-        settings: settings that TRL has derived from them.
-    """
+    """The run that trains a team."""
 
     args: MARFTConfig
-    settings: TrlSettings
+    settings: TrlSettings  # which TRL has derived from the arguments
     state: TrlState
     metrics: Metrics
     processes: Processes

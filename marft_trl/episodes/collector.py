@@ -1,27 +1,41 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Run a workflow on many dataset rows concurrently and return the finished episodes."""
+"""
+Run a workflow on many dataset rows concurrently and return the finished episodes, or try it out with made-up turns,
+without a model.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ..system.event_loop import Result, StepContext, make_task, run_coroutine
 from ..system.watchdog import TimeLimit, time_limit
 from .guard import EpisodeError, EpisodeGuard, HangDetector, RunsEpisodes, shorten
-from .records import Completion, EndOfEpisode, Episode, Function, RequestedTurn, Seen, TeamContext, Turn, TurnRequest
+from .records import (
+    Completion,
+    EndOfEpisode,
+    Episode,
+    Function,
+    Messages,
+    RequestedTurn,
+    Seen,
+    TeamContext,
+    Turn,
+    TurnRequest,
+)
 from .rerun import RecordedTurn, Rerun
 from .state import EpisodeState
+from .tools import ToolCall
 
 
 logger = logging.getLogger(__name__)
@@ -44,21 +58,14 @@ _CLEANUP_SECONDS = 1.0
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """
-    A turn that an episode is waiting for.
-
-    Args:
-        fed: number of turns that had gone into the environment when this turn was requested, see [`Turn`].
-        by_reference: whether the agent's reference policy samples the turn.
-        number: index that the turn will have in its episode if all earlier requests are answered.
-    """
+    """A turn that an episode is waiting for."""
 
     episode: EpisodeState
     turn_request: TurnRequest
     waiter: asyncio.Future[Turn]
-    fed: int = 0
-    by_reference: bool = False
-    number: int = 0
+    fed: int = 0  # number of turns that had gone into the environment when this turn was requested, see [`Turn`]
+    by_reference: bool = False  # whether the agent's reference policy samples the turn
+    number: int = 0  # index that the turn will have in its episode if all earlier requests are answered
 
     @property
     def agent(self) -> str:
@@ -81,21 +88,14 @@ class Request:
         return self.turn_request.requested_turn
 
     def make_completion(self, text: str, seen: Sequence[Seen] | None = None, **fields: Any) -> Completion:
-        """
-        Make the completion of this request.
-
-        Args:
-            seen: items that were shown to the agent. Defaults to the requested items.
-            fields: other fields of the [`Completion`].
-        """
+        """Make the completion of this request. By default, the agent was shown the requested items."""
         return Completion(text, seen=self.seen if seen is None else tuple(seen), **fields)
 
     def make_turn(self, completion: Completion) -> Turn:
-        """Make the next turn of the episode from a completion."""
         turn = Turn.of(completion, self.agent, len(self.episode.turns), self.fed, self.turn_request.is_final)
         if self.requested_turn is None or self.requested_turn.lineage is None:
             return turn
-        return dataclasses.replace(turn, lineage=self.requested_turn.lineage)
+        return replace(turn, lineage=self.requested_turn.lineage)
 
 
 # Returns one completion per request, in order. An `EndOfEpisode` instead of a completion ends that episode.
@@ -108,31 +108,17 @@ def collect(
     rows: Sequence[dict[str, Any]],
     context: TeamContext,
     answer: AnswerFunction,
-    reruns: Sequence[Rerun] | None = None,
+    reruns: Sequence[Rerun] | None = None,  # for each row; matching requests reuse its turns instead of generating
+    # Maximum seconds for which an episode may wait for anything but a turn or a tool, or block the other episodes
     workflow_timeout: float | None = None,
-    failures: dict[int, EpisodeError] | None = None,
+    failures: dict[int, EpisodeError] | None = None,  # collects errors, by row index
 ) -> list[Episode]:
     """
-    Run the workflow once on every row. All episodes run concurrently.
+    Run the workflow once on every row, all episodes concurrently, and return one episode per row, in order.
 
     Whenever all unfinished episodes wait for a turn, `answer` gets their requests in one call, in the order of the
-    episodes, so that agents and parallel branches share batches.
-
-    Args:
-        workflow: Decides which agent acts next and what it sees.
-        rows: Dataset rows with a `prompt`, one per episode.
-        context: Names of the agents, the functions that they may call, and the limits of these calls.
-        answer: Returns a completion for each request, in order.
-        reruns: For each row, a recorded episode. Requests that match a recorded turn reuse it instead of generating.
-        workflow_timeout: Maximum seconds for which an episode may wait for anything other than a turn or a tool, or
-            block the other episodes. Defaults to no limit.
-        failures: Collects the errors of failed episodes, by row index, while the other episodes continue. If omitted,
-            the first error stops all episodes.
-
-    Returns: one episode per row, in order. A failed episode has no turns.
-
-    Raises:
-        EpisodeError: the workflow raised an error, hung, or ended without a turn.
+    episodes, so that agents and parallel branches share batches. If the workflow raises an error, hangs, or ends
+    without a turn, an [`EpisodeError`] ends all episodes. With `failures`, only this episode ends, without turns.
     """
 
     async def answer_async(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
@@ -154,25 +140,12 @@ async def collect_async(
     reruns: Sequence[Rerun] | None = None,
     workflow_timeout: float | None = None,
     failures: dict[int, EpisodeError] | None = None,
-    make_step_context: Callable[[int], StepContext] | None = None,
+    make_step_context: Callable[[int], StepContext] | None = None,  # by episode; each step in user code has one
+    # Whether all episodes wait for each other, so that one batch answers their requests. Parallel branches of an
+    # episode always share a batch, so that turn indices and observations do not depend on generation time.
     together: bool = False,
 ) -> list[Episode]:
-    """
-    Asynchronous version of [`collect`]. Call it within [`limit_blocking_code`].
-
-    Args:
-        workflow, rows, context, reruns, workflow_timeout, failures: see [`collect`].
-        make_step_context: `make_step_context(index)` returns a function that makes context managers. Each step of
-            episode `index` in user code runs inside a new context manager.
-        together: whether to answer the requests of all episodes in one batch. If `False`, episodes do not wait for
-            each other. The requests of parallel branches of one episode are batched in both cases, so that turn
-            indices and observations do not depend on generation time.
-
-    Returns: one episode per row, in order. A failed episode has no turns.
-
-    Raises:
-        EpisodeError: the workflow raised an error, hung, or ended without a turn.
-    """
+    """Asynchronous version of [`collect`]. Call it within [`limit_blocking_code`]."""
     limit = _BLOCKING_LIMIT.get()
 
     async def answer_unlimited(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
@@ -190,13 +163,9 @@ def run_to_completion(
     workflow: RunsEpisodes, workflow_timeout: float | None, function: Callable[[], Coroutine[Any, Any, Result]]
 ) -> Result:
     """
-    Run episodes to completion from synchronous code.
-
-    The time limit for blocking code applies to the calling thread. If an event loop already runs in that thread, as in
-    a notebook, the episodes run in another thread, where blocking code cannot be interrupted.
-
-    Args:
-        function: `await function()` runs the episodes.
+    Run episodes, which `await function()` runs, from synchronous code. The time limit for blocking code applies to the
+    calling thread. If an event loop already runs there, as in a notebook, the episodes run in another thread, where
+    blocking code cannot be interrupted.
     """
 
     async def run_limited() -> Result:
@@ -213,8 +182,8 @@ async def limit_blocking_code(
     workflow: RunsEpisodes, workflow_timeout: float | None
 ) -> AsyncIterator[TimeLimit | None]:
     """
-    Asynchronous context manager that sets a time limit for code that blocks the event loop. The limit applies to
-    [`collect_async`] within [`apply_time_limit`], in any task of the loop. Different tasks may enter and exit it.
+    Asynchronous context manager that limits the time of code that blocks the event loop, for [`collect_async`] within
+    [`apply_time_limit`], in any task of the loop. Different tasks may enter and exit it.
     """
     with _time_limit(workflow, workflow_timeout) as limit:
         async with _run_heartbeat(limit):
@@ -303,7 +272,6 @@ class _EpisodeBatch:
         return self._add_turn(request, completion, recorded)
 
     def _find_recorded_turn(self, request: Request) -> RecordedTurn | None:
-        """Find the recorded turn for a request of a re-run."""
         return self._reruns[request.episode.index].find(request.turn_request) if self._reruns is not None else None
 
     def _get_completion(self, request: Request, recorded: RecordedTurn | None) -> Completion | None:
@@ -313,7 +281,6 @@ class _EpisodeBatch:
         return self._reruns[request.episode.index].completion(recorded, request.turn_request)
 
     def _add_turn(self, request: Request, completion: Completion, recorded: RecordedTurn | None) -> Turn:
-        """Make the turn of a request and add it to the episode."""
         turn = request.make_turn(completion)
         request.episode.add(turn, request.turn_request)
         if self._reruns is not None and recorded is not None:
@@ -321,13 +288,7 @@ class _EpisodeBatch:
         return turn
 
     async def run(self, groups: Sequence[Sequence[int]]) -> list[Episode]:
-        """
-        Run all episodes.
-
-        Args:
-            groups: indices of episodes. The episodes of a group wait for each other, so that their requests are
-                answered in one batch.
-        """
+        """Run all episodes. The episodes of a group of indices wait for each other, so that requests share a batch."""
         is_over = asyncio.Event()
         # The task factory stays set: other batches of this loop may continue after this batch has ended
         asyncio.get_running_loop().set_task_factory(make_task)
@@ -415,7 +376,7 @@ class _EpisodeBatch:
             if idle_iterations < _IDLE_ITERATIONS:
                 continue
             # Wait for the tools of all episodes in the group, so that batches do not depend on how long tools take
-            requesting = [index for index in group if self._has_pending_request(index)]
+            requesting = [index for index in group if any(not it.waiter.done() for it in self._pending[index])]
             self._not_awaited.difference_update(requesting)
             unfinished = [index for index in group if not self._tasks[index].done()]
             started = [index for index in unfinished if not self._episodes[index].is_queued]
@@ -436,10 +397,6 @@ class _EpisodeBatch:
             await asyncio.wait(tasks, timeout=poll_seconds, return_when=asyncio.FIRST_COMPLETED)
             idle_iterations, poll_seconds = 0, min(2 * poll_seconds, _MAX_POLL_SECONDS)
 
-    def _has_pending_request(self, index: int) -> bool:
-        """Return `True` if an episode waits for a turn."""
-        return any(not request.waiter.done() for request in self._pending[index])
-
     def _stop_waiting_for(self, blocked: Sequence[int], seconds: float) -> None:
         """Stop waiting for the blocked episodes until they request a turn again."""
         self._not_awaited.update(blocked)
@@ -458,9 +415,7 @@ class _EpisodeBatch:
         return num_pending, sum(episode.busy for episode in episodes), sum(episode.is_queued for episode in episodes)
 
     async def _answer_all(self, batch: list[Request]) -> None:
-        """
-        Answer requests in order, with recorded completions where available, and generated completions otherwise.
-        """
+        """Answer requests in order, with recorded completions where available, and generated ones otherwise."""
         recorded_turns = [self._find_recorded_turn(request) for request in batch]
         num_earlier: Counter[int] = Counter()  # number of earlier requests in the batch, by episode
         for position, (request, recorded) in enumerate(zip(batch, recorded_turns, strict=True)):
@@ -498,3 +453,77 @@ def _has_failed(task: asyncio.Task) -> bool:
 @functools.cache
 def _warn_once(text: str) -> None:
     logger.warning(text)
+
+
+# ---- Without a model ----
+
+
+def rehearse(
+    workflow: RunsEpisodes,
+    agents: Sequence[str],
+    reply: Callable[[str, Sequence[Seen]], str | ToolCall | Sequence[ToolCall]],
+    prompt: str | Messages = "",
+    tools: Mapping[str, Sequence[Callable]] | None = None,
+    **row,
+) -> Episode:
+    """
+    Run a workflow on one prompt without a model. A function supplies the text of every turn.
+
+    Args:
+        workflow ([`Workflow`]):
+            The workflow to try.
+        agents (`Sequence[str]`):
+            Names of the agents of the team.
+        reply (`Callable`):
+            Function `reply(agent, seen)` that returns the text of a turn, or its [`ToolCall`]s. `seen` contains the
+            turns and the feedback shown to the agent.
+        prompt (`str` or `list[dict]`, *optional*):
+            The prompt of the episode.
+        tools (`Mapping[str, Sequence[Callable]]`, *optional*):
+            Functions that each agent may call, by agent name.
+        row:
+            Other columns of the dataset row.
+
+    Returns: the finished [`Episode`].
+
+    Example:
+
+    ```python
+    >>> episode = rehearse(Redraft(), ["writer", "critic"], lambda agent, seen: "OK")
+    >>> [turn.agent for turn in episode.turns]
+    ['writer', 'critic']
+    ```
+    """
+
+    def complete_request(request: Request) -> Completion | EndOfEpisode:
+        try:
+            answer = reply(request.agent, request.seen)
+        except EndOfEpisode as end:  # as in training, an episode may be ended with the turns it has
+            return end
+        if isinstance(answer, str):
+            return request.make_completion(answer)
+        if not isinstance(answer, (ToolCall, Sequence)):
+            raise TypeError(f"`reply(agent, seen)` must return the text of a turn, got {answer!r}.")
+        calls = (answer,) if isinstance(answer, ToolCall) else tuple(answer)
+        return request.make_completion(str(answer), tool_calls=calls if request.functions else ())
+
+    if isinstance(workflow, type):
+        raise TypeError(f"`rehearse` takes a workflow object. Write `{workflow.__name__}()`.")
+    if isinstance(agents, str) or not callable(reply):
+        raise TypeError(
+            "`rehearse(workflow, agents, reply)` takes a list of names and a function `reply(agent, seen)`."
+        )
+    workflow.check(agents)
+    context = TeamContext(tuple(agents), dict(tools or {}))
+    try:
+        (episode,) = collect(
+            workflow,
+            [{"prompt": prompt, **row}],
+            context,
+            lambda requests: [complete_request(request) for request in requests],
+        )
+    except EpisodeError as error:
+        if isinstance(error.__cause__, Exception):
+            raise error.__cause__ from None
+        raise
+    return episode

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from ..system.event_loop import STARTED, StepContext, StepWrapper
+from ..system.hints import brief
 from ..system.watchdog import TimeLimit
 from .live import LiveEpisode
 from .records import Call, EndOfEpisode, Messages, Turn
@@ -17,10 +18,11 @@ from .state import EpisodeState
 
 
 class RunsEpisodes(Protocol):
-    """Interface of a workflow that is run."""
+    """Interface of a workflow, see [`Workflow`]."""
 
-    async def run(self, episode: LiveEpisode) -> None:
-        """Run one episode."""
+    async def run(self, episode: LiveEpisode) -> None: ...
+
+    def check(self, agents: Sequence[str]) -> None: ...
 
 
 class EpisodeError(RuntimeError):
@@ -32,17 +34,12 @@ class EpisodeError(RuntimeError):
 
 
 class EpisodeGuard:
-    """
-    Runs a workflow, which is users' code, so that its errors name the episode.
-
-    Args:
-        workflow_timeout: seconds that an episode may wait for what it calls; `None` for no limit.
-    """
+    """Runs a workflow, which is users' code, so that its errors name the episode."""
 
     def __init__(
         self,
         workflow: RunsEpisodes,
-        workflow_timeout: float | None,
+        workflow_timeout: float | None,  # seconds that an episode may wait for what it calls
         limit: TimeLimit | None,
         failures: dict[int, EpisodeError] | None,
         make_step_context: Callable[[int], StepContext] | None,
@@ -58,7 +55,6 @@ class EpisodeGuard:
 
     @property
     def max_wait_for_episodes(self) -> float | None:
-        """Maximum seconds for which an episode may delay the requests of other episodes."""
         return getattr(self._workflow, "max_wait_for_episodes", None)
 
     @property
@@ -67,11 +63,9 @@ class EpisodeGuard:
         return self._failures or {}
 
     def watch(self) -> HangDetector:
-        """Make a detector of episodes that hang."""
         return HangDetector(self._workflow, self._workflow_timeout, self._limit)
 
     def run(self, episode: EpisodeState, is_over: asyncio.Event) -> Coroutine[Any, Any, None]:
-        """Return the coroutine of an episode."""
         coroutine = _run_one(self._workflow, episode, is_over)
         if self._make_step_context is None:
             return coroutine
@@ -79,12 +73,7 @@ class EpisodeGuard:
         return StepWrapper(coroutine, episode.step_context)
 
     def note(self, error: EpisodeError, replace: bool = False) -> None:
-        """
-        Record the error of an episode. A later error is ignored unless `replace` is set.
-
-        Raises:
-            EpisodeError: errors end all episodes, or this error belongs to no episode.
-        """
+        """Record the first error of an episode, or the latest with `replace`. Raise it if errors end all episodes."""
         if self._failures is None or error.episode is None:
             raise error
         if replace or error.episode not in self._failures:
@@ -149,14 +138,13 @@ async def _unwrapped(run: Coroutine[Any, Any, Any]) -> Any:
     if not inspect.isawaitable(run):
         raise TypeError(f"`run` returned {run!r}, which cannot be awaited. Write `async def run(self, episode):`.")
     try:
-        returned = await run
+        return await run
     except BaseExceptionGroup as group:
         ended, others = group.split(EndOfEpisode)
         end: BaseException | None = ended
         while isinstance(end, BaseExceptionGroup):
             end = end.exceptions[0]
         raise group if end is None or others is not None else end from None
-    return returned
 
 
 class HangDetector:
@@ -176,14 +164,8 @@ class HangDetector:
 
     def check(self, episodes: Sequence[EpisodeState], elsewhere: Sequence[int]) -> None:
         """
-        Check the episodes that wait for something other than a turn. Time in which they wait for a turn neither counts
-        nor restarts a limit, since the turn may be refused.
-
-        Args:
-            elsewhere: indices of the episodes that wait for something other than a turn.
-
-        Raises:
-            EpisodeError: an episode has waited for too long.
+        Raise an [`EpisodeError`] if an episode that waits `elsewhere`, for something other than a turn, has waited for
+        too long. Time in which it waits for a turn neither counts nor restarts a limit, since the turn may be refused.
         """
         if self._limit is not None:
             self._limit.restart()  # the event loop is not blocked
@@ -205,7 +187,7 @@ class HangDetector:
                     )
 
     def _list_waits(self, episode: EpisodeState, answered: int, count: int) -> Iterator[tuple[Call, str, float]]:
-        """Return the waits of an episode: each wait, what the episode waits for, and the limit in seconds."""
+        """Yield the waits of an episode: each wait, what the episode waits for, and the limit in seconds."""
         limit = cast(float, self._workflow_timeout)
         yield from ((call, f"`{call.name}`", limit) for call in episode.calling)
         if episode.busy or episode.calling:
@@ -229,4 +211,4 @@ class HangDetector:
 
 def shorten(prompt: str | Messages, limit: int = 80) -> str:
     text = prompt if isinstance(prompt, str) else " / ".join(str(message.get("content")) for message in prompt)
-    return repr(text if len(text) <= limit else text[: limit - 3] + "...")
+    return repr(brief(text, limit))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,29 +34,21 @@ class RequestedTurn:
     messages: Messages
     tools: Sequence[dict[str, Any]] = ()
     stop: Sequence[str] = ()
-    sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    sampling: Mapping[str, float] = field(default_factory=dict)
     max_tokens: int | None = None
     lineage: int | None = None
 
 
 class TurnRequest(NamedTuple):
-    """
-    A turn that a workflow asks for.
-
-    Args:
-        after: the turn of the same agent that called functions and that it goes on from.
-        order: position among the requests of its episode; a turn and those that go on from it share one.
-        is_final: whether it is the agent's last turn of the request; calls of functions in it are not answered.
-        requested_turn: what the agent is shown instead of its view, and how it is asked.
-    """
+    """A turn that a workflow asks for."""
 
     agent: str
     seen: tuple[Seen, ...]
     functions: tuple[Function, ...] = ()
-    after: Turn | None = None
-    order: int = 0
-    is_final: bool = True
-    requested_turn: RequestedTurn | None = None
+    after: Turn | None = None  # turn of the same agent that called functions and that this turn goes on from
+    order: int = 0  # position among the requests of its episode; a turn and those that go on from it share one
+    is_final: bool = True  # whether it is the agent's last turn of the request; its calls are not answered
+    requested_turn: RequestedTurn | None = None  # what the agent is shown instead of its view, and how it is asked
 
 
 @dataclass(eq=False)
@@ -70,41 +61,28 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class TeamContext:
-    """
-    What all episodes of a team have in common.
-
-    Args:
-        tools: functions that each agent may call in its turns.
-        scripts: for agents whose turns a function writes, what completes their requests.
-        draw: `draw(index)` returns the past copies that agents act with in an episode.
-        trains: whether the turns are to be trained on, so that the agents' own sampling settings hold.
-        count_tokens: `count_tokens(agent, messages, tools)` counts the tokens that the agent would be shown.
-    """
+    """What all episodes of a team have in common."""
 
     agents: tuple[str, ...]
-    tools: Mapping[str, Sequence[Callable]] = dataclasses.field(default_factory=dict)
-    limits: ToolLimits = dataclasses.field(default_factory=ToolLimits)
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tools: Mapping[str, Sequence[Callable]] = field(default_factory=dict)  # by agent
+    limits: ToolLimits = field(default_factory=ToolLimits)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     max_turns: int | None = None
-    scripts: Mapping[str, Callable[..., Awaitable[Any]]] = dataclasses.field(default_factory=dict)
-    draw: Callable[[int], Mapping[str, int]] = lambda index: {}
-    trains: bool = False
-    count_tokens: Callable[..., int] | None = None
+    # What completes the requests of agents whose turns a function writes
+    scripts: Mapping[str, Callable[..., Awaitable[Any]]] = field(default_factory=dict)
+    draw: Callable[[int], Mapping[str, int]] = lambda index: {}  # past copies that agents act with, by episode
+    trains: bool = False  # whether turns are trained on, so that the agents' own sampling settings hold
+    count_tokens: Callable[..., int] | None = None  # `count_tokens(agent, messages, tools)`, of what it would be shown
 
 
 Messages = list[dict[str, Any]]
 
 
 class SampledBy(NamedTuple):
-    """
-    The server that sampled a turn.
-
-    Args:
-        version: state of the adapter, counted by its updates.
-    """
+    """The server that sampled a turn."""
 
     server: str
-    version: int
+    version: int  # state of the adapter, counted by its updates
     seed: int
 
 
@@ -293,14 +271,7 @@ class Completion:
 
 
 class Horizon(NamedTuple):
-    """
-    Where a horizon cut an episode.
-
-    Args:
-        agent: name of an agent that would have acted.
-        seen: turns and feedback that it would have been shown.
-        functions: functions that it could have called.
-    """
+    """Where a horizon cut an episode: what an agent would have been shown next, and could have called."""
 
     agent: str
     seen: tuple[Seen, ...]
@@ -406,12 +377,7 @@ class EndOfEpisode(BaseException):
 
 
 class PromptError(ValueError):
-    """
-    What an agent is to be shown cannot be rendered, or does not fit the model's window.
-
-    Args:
-        is_too_long: whether it does not fit.
-    """
+    """What an agent is to be shown cannot be rendered, or does not fit the model's window (`is_too_long`)."""
 
     def __init__(self, problem: str, is_too_long: bool = False):
         super().__init__(problem)

@@ -13,20 +13,12 @@ from .records import Completion, Episode, Feedback, RequestedTurn, Seen, Turn, T
 
 
 class RecordedTurn(NamedTuple):
-    """
-    What was recorded for a request.
+    """What was recorded for a request."""
 
-    Args:
-        completion: what was generated; `None` if the agent's reference has to generate it.
-        seen: items that the recorded workflow asked to show for it.
-        origin: position of its turn in the recorded episode; `None` for a candidate.
-        is_other: whether it is the turn that the re-run is made for.
-    """
-
-    completion: Completion | None
-    seen: tuple[Seen, ...]
-    origin: int | None
-    is_other: bool
+    completion: Completion | None  # `None` if the agent's reference has to generate it
+    seen: tuple[Seen, ...]  # items that the recorded workflow asked to show for it
+    origin: int | None  # position of its turn in the recorded episode; `None` for a candidate
+    is_other: bool  # whether it is the turn that the re-run is made for
 
 
 class Rerun:
@@ -35,31 +27,19 @@ class Rerun:
 
     A request that shows an agent the same as a recorded one gets its completion, which was drawn from the very same
     observation. Every other turn, above all those that see the changed one, is left to be generated.
-
-    Args:
-        episode: The record; the episode may still be running.
-        changed: Index of the turn that is not repeated: it is sampled again from the agent's reference.
-        removed: Index of the turn that is an empty one.
-        candidate: The request for a turn that is yet to come, and its completion.
-        skip: Number of pending requests that show the same as that of `candidate` and come before it; they are
-            generated.
-        keys: What [`make_keys`] returns for the record, for several re-runs of it.
-
-    Attributes:
-        holds_turn: whether the changed, removed or candidate turn has been taken. A re-run that has ended without it
-            says nothing about this turn.
     """
 
     def __init__(
         self,
-        episode: Episode,
-        changed: int | None = None,
-        removed: int | None = None,
-        candidate: tuple[TurnRequest, Completion] | None = None,
-        skip: int = 0,
-        keys: Sequence[tuple] | None = None,
+        episode: Episode,  # the record; the episode may still be running
+        changed: int | None = None,  # turn that is not repeated, but sampled again from the agent's reference
+        removed: int | None = None,  # turn that is replaced by an empty one
+        candidate: tuple[TurnRequest, Completion] | None = None,  # for a turn that is yet to come
+        skip: int = 0,  # number of pending requests before `candidate` that show the same; they are generated
+        keys: Sequence[tuple] | None = None,  # of [`make_keys`], for several re-runs of a record
     ):
         self.copies = episode.copies  # opponents are the same ones
+        # Whether the changed, removed or candidate turn was taken; a re-run that ends without it says nothing about it
         self.holds_turn = False
         # For each key what was recorded, in order; `None` for a turn that is to be generated
         self._recorded: dict[tuple, list[RecordedTurn | None]] = defaultdict(list)
@@ -88,7 +68,6 @@ class Rerun:
         return waiting.pop(0) if waiting else None
 
     def completion(self, found: RecordedTurn, request: TurnRequest) -> Completion | None:
-        """The completion of what was found, as shown in the re-run."""
         if found.completion is None:
             return None
         pairs: Iterable[tuple[Seen, Seen]] = ()
@@ -119,16 +98,11 @@ def observation_key(
     agent: str,
     seen: Sequence[Seen],
     requested_turn: RequestedTurn | None = None,
-    origins: Mapping[int, int] | None = None,
+    origins: Mapping[int, int] | None = None,  # recorded positions of turns of a re-run; other turns match no record
 ) -> tuple:
     """
-    What two requests have in common that show an agent the same.
-
-    Args:
-        requested_turn: messages to show in their place. When answers have arrived decides what has been seen, but not
-            what is shown.
-        origins: positions in the record of the turns of a re-run that are as they were recorded; a request that shows
-            another turn is like no recorded one.
+    What two requests have in common that show an agent the same. Messages of a program (`requested_turn`) replace what
+    has been seen, which depends on when answers arrived.
     """
 
     def key(item: Any) -> Any:

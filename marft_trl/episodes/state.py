@@ -10,8 +10,8 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 from ..system.event_loop import StepContext, in_thread, one_at_a_time
 from .records import (
@@ -36,49 +36,16 @@ from .tools import call_tools, tool_name
 _CANCELLATION_ITERATIONS = 20
 
 
-class TakeTurn(Protocol):
-    """Takes a turn for a running episode. The collector supplies it."""
-
-    async def __call__(self, episode: EpisodeState, turn_request: TurnRequest) -> Turn: ...
-
-
 class EpisodeState:
-    """
-    Internal state of a running episode.
-
-    Args:
-        row: the dataset row, with a `prompt`.
-        index: position of the episode in its batch.
-        speak: takes a turn.
-        context: the team.
-        copies: past copies that agents act with. Drawn at random if omitted.
-
-    Attributes:
-        trains: whether the trainer trains on the turns of the episode.
-        overflowed: whether the episode ended because the context window is full.
-        busy: number of branches that wait for tools or for functions in a thread.
-        calling: function calls that the episode waits for.
-        answered_calls: number of function calls that have returned.
-        waits_for: name, for messages, of the external program that drives the episode. Only a turn counts as progress
-            of a program, since the program may repeat a rejected request forever.
-        is_queued: whether the episode has not started because the limit of running episodes is reached. The other
-            episodes do not wait for it.
-        step_context: makes a context manager around user code of this episode. [`EpisodeGuard`] sets it.
-        started: tasks that user code started, with the names of their coroutines.
-        num_late: number of turns requested after the end of the episode.
-        fed: indices of the turns that were passed to the environment.
-        earned: rewards by the index of the turn after which they were received.
-        own: rewards given to a single agent, by agent name and turn index.
-        horizons: observations that agents would have seen next if the episode had not been truncated.
-    """
+    """Internal state of a running episode."""
 
     def __init__(
         self,
         row: dict[str, Any],
         index: int,
-        speak: TakeTurn,
+        speak: Callable[[EpisodeState, TurnRequest], Awaitable[Turn]],  # takes a turn
         context: TeamContext,
-        copies: Mapping[str, int] | None = None,
+        copies: Mapping[str, int] | None = None,  # past copies that agents act with; drawn at random by default
     ):
         self.row, self.index = row, index
         self.copies = dict(context.draw(index) if copies is None else copies)
@@ -87,13 +54,16 @@ class EpisodeState:
         self.turns: list[Turn] = []
         self.feedback: list[Feedback] = []
         self.environment: Any = None
-        self.overflowed = False
-        self.busy = 0
+        self.overflowed = False  # whether the episode ended because the context window is full
+        self.busy = 0  # number of branches that wait for tools or for functions in a thread
         self.calling: list[Call] = []
         self.answered_calls = 0
+        # Name, for messages, of the external program that drives the episode. Only a turn counts as progress of a
+        # program, since it may repeat a rejected request forever.
         self.waits_for: str | None = None
+        # Whether the limit of running episodes keeps it from starting. Other episodes do not wait for it.
         self.is_queued = False
-        self.step_context: StepContext = contextlib.nullcontext
+        self.step_context: StepContext = contextlib.nullcontext  # around user code. [`EpisodeGuard`] sets it
         self.limits, self._max_turns, self.trains = context.limits, context.max_turns, context.trains
         self.count_tokens = context.count_tokens
         self._turn_coroutines: list[Coroutine[Any, Any, Turn]] = []
@@ -102,9 +72,9 @@ class EpisodeState:
         self._speak, self.tools, self._scripts = speak, context.tools, context.scripts
         self._turn_requests: list[TurnRequest] = []
         self.history: list[Seen] = []
-        self.fed: list[int] = []
-        self.earned: Counter[int] = Counter()
-        self.own: dict[str, Counter[int]] = {}
+        self.fed: list[int] = []  # indices of the turns that were passed to the environment
+        self.earned: Counter[int] = Counter()  # rewards by the index of the turn after which they were received
+        self.own: dict[str, Counter[int]] = {}  # of these, rewards to a single agent, by its name
         self.horizons: tuple[Horizon, ...] = ()
         self._counts: Counter[str] = Counter()
         self.chosen_answer: Turn | None = None
@@ -114,7 +84,6 @@ class EpisodeState:
         self._final_turns: dict[int, int] = {}
 
     def record(self) -> Episode:
-        """Return the episode so far as an immutable record."""
         return Episode(
             self.prompt,
             self.row,
@@ -298,17 +267,13 @@ class EpisodeState:
 
     async def write(self, function: Callable, *arguments: Any) -> Any:
         """
-        Call a function that writes a turn. Like [`~EpisodeState.call`], but branches of this episode that wait for
-        asynchronous functions also continue together, so that the order of turns does not depend on the duration of
-        these functions.
+        Call a function that writes a turn. Branches of this episode that wait for asynchronous functions also continue
+        together, so that the order of turns does not depend on the duration of these functions.
         """
         return await self._await_in_order(self._run_reply(function, arguments))
 
     async def _await_in_order(self, outcome: Awaitable[tuple[Any, BaseException | None]]) -> Any:
-        """
-        Return or raise the outcome of a function. Branches that wait concurrently continue in the order of their
-        calls.
-        """
+        """Return or raise an outcome. Branches that wait concurrently continue in the order of their calls."""
         self._num_requests += 1
         order = self._num_requests
         self.busy += 1
@@ -344,22 +309,15 @@ class EpisodeState:
 
     async def _await_call(self, function: Callable, outcome: Awaitable) -> Any:
         """Await an outcome. Meanwhile, `calling` lists the function, so that a timeout can name it."""
-        with self.waiting_for(_get_name(function)):
-            return await outcome
-
-    @contextlib.contextmanager
-    def waiting_for(self, name: str) -> Iterator[None]:
-        """Context manager: register a wait under a name, so that a timeout error can show the name."""
-        call = Call(name)
+        call = Call(getattr(function, "__qualname__", type(function).__name__))
         self.calling.append(call)
         try:
-            yield
+            return await outcome
         finally:
             self.calling.remove(call)
             self.answered_calls += 1
 
     def count(self, name: str, by: float = 1) -> None:
-        """See [`LiveEpisode.count`]."""
         self._counts[name] += by  # type: ignore[assignment]
 
     def say(self, text: str | None, source: str, audience: str | None = None) -> Feedback | None:
@@ -370,7 +328,6 @@ class EpisodeState:
         return self._record_feedback(Feedback(text, source, audience=audience))
 
     def add(self, turn: Turn, turn_request: TurnRequest) -> None:
-        """Append a finished turn."""
         self.turns.append(turn)
         self.history.append(turn)
         self._turn_requests.append(turn_request)
@@ -408,7 +365,3 @@ class EpisodeState:
 def _set_results(noted: asyncio.Future, results: list[Feedback]) -> None:
     if not noted.done():  # it is done if the branch was cancelled
         noted.set_result(results)
-
-
-def _get_name(function: Callable) -> str:
-    return getattr(function, "__qualname__", type(function).__name__)

@@ -15,17 +15,11 @@ from ..system.event_loop import Lane, give_up, in_thread, one_at_a_time
 
 @dataclass(frozen=True)
 class ToolCall:
-    """
-    A tool call requested by an agent.
-
-    Args:
-        arguments: arguments by name, as the model wrote them. They may be something other than a mapping.
-        problem: `"malformed"` if the model began a call that cannot be parsed.
-    """
+    """A tool call requested by an agent."""
 
     name: str
-    arguments: Any = field(default_factory=dict)
-    problem: str | None = None
+    arguments: Any = field(default_factory=dict)  # by name, as the model wrote them, so perhaps not a mapping
+    problem: str | None = None  # "malformed" if the model began a call that cannot be parsed
 
 
 # Stands for a call that cannot be parsed
@@ -34,37 +28,21 @@ MALFORMED = ToolCall("unknown", {}, problem="malformed")
 
 @dataclass(frozen=True)
 class ToolResult:
-    """
-    Result of a tool call.
-
-    Args:
-        text: result or error message that is shown to the agent.
-        problem: reason of a failure: `"malformed"`, `"unknown"`, `"arguments"`, `"error"`, `"timeout"` or
-            `"too_many"`.
-    """
+    """Result of a tool call."""
 
     name: str
-    text: str
-    problem: str | None = None
+    text: str  # result or error message that is shown to the agent
+    problem: str | None = None  # "malformed", "unknown", "arguments", "error", "timeout" or "too_many"
 
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """
-    Limits of tool calls.
+    """Limits of tool calls."""
 
-    Args:
-        calls: maximum number of calls before an agent's final turn, over all rounds together. The first call beyond it
-            gets an error.
-        rounds: maximum number of times that an agent continues after results. If `None`, only `calls` limits them.
-        output: maximum number of characters of a result that are shown to the agent.
-        seconds: maximum wall-clock time of one call, in seconds.
-    """
-
-    calls: int = 16
-    rounds: int | None = None
-    output: int = 4096
-    seconds: float = 30.0
+    calls: int = 16  # before an agent's final turn, over all rounds together; the first beyond it gets an error
+    rounds: int | None = None  # number of times that an agent continues after results
+    output: int = 4096  # characters of a result that are shown to the agent
+    seconds: float = 30.0  # wall-clock time of one call
 
 
 # Number of consecutive timeouts of each function. After `MAX_STRIKES` timeouts the function is not called any more,
@@ -79,9 +57,8 @@ async def call_tool(
     """
     Call one of the functions. Every failure is returned as a text for the model, in TRL's form `{'error': '...'}`.
 
-    A call that takes longer than `limits.seconds` is abandoned. An asynchronous function is cancelled. A synchronous
-    function keeps running in its thread, since Python cannot stop a thread, and the next call gets a new thread. After
-    three consecutive timeouts a function is not called any more.
+    A call that takes longer than `limits.seconds` is abandoned: an asynchronous function is cancelled, and a
+    synchronous one keeps running in its thread, which Python cannot stop, while the next call gets a new thread.
     """
     known = {tool_name(function): function for function in functions}
     if call.problem is not None:
@@ -121,13 +98,12 @@ async def _call_function(
     async def awaited(value: Any) -> tuple[str, BaseException | None]:
         try:
             return str(await value), None
-        except asyncio.CancelledError as error:
-            return "", error
         except BaseException as error:  # also SystemExit: a tool does not end the training
             return "", error
 
     def called() -> Any:
-        return _text_unless_awaitable(function(**arguments))
+        value = function(**arguments)
+        return value if inspect.isawaitable(value) else str(value)
 
     seconds = limits.seconds
     if inspect.iscoroutinefunction(function):
@@ -149,10 +125,6 @@ async def _within(outcome: Any, seconds: float) -> Any:
     finally:
         task.cancel()  # also reached if the episode ends while it waits
     return task.result() if done else ("", _GaveUp())
-
-
-def _text_unless_awaitable(value: Any) -> Any:
-    return value if inspect.isawaitable(value) else str(value)
 
 
 def _said_by(error: BaseException) -> str:
@@ -177,12 +149,7 @@ async def call_tools(
 ) -> list[ToolResult]:
     """
     Run several calls and return their results in order. The first call beyond `left` gets an error as its result;
-    further calls are ignored.
-
-    Args:
-        left: number of calls that the agent may still make.
-        environment_tools: functions that are methods of an environment. They run in the same thread as the other
-            methods of the environment.
+    further calls are ignored. All methods of an environment, tools or not, run in the same thread.
     """
     results = await asyncio.gather(*[call_tool(functions, call, limits, environment_tools) for call in calls[:left]])
     refused = [

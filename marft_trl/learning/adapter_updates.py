@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,34 +43,20 @@ class Schedule:
     A micro-step is one call of `training_step`. An optimizer step has `gradient_accumulation_steps` micro-steps. A
     phase is the time in which one set of adapters uses a generation batch: `steps_per_generation * num_iterations`
     micro-steps.
-
-    Args:
-        adapters: trained adapters, in team order.
-        phase: number of micro-steps in a phase.
-        interval: number of optimizer steps for which one adapter is trained alone before the next adapter. 0 turns the
-            rotation off.
-        warmup: number of initial optimizer steps in which only the critic is trained.
-        seed: seed of the order of the adapters in sequential updates.
-        batches: values of the settings that define a generation batch. They must not change during a run.
     """
 
-    adapters: tuple[str, ...]
-    phase: int
-    interval: int = 0
+    adapters: tuple[str, ...]  # trained adapters, in team order
+    phase: int  # micro-steps in a phase
+    interval: int = 0  # optimizer steps for which one adapter is trained alone before the next; 0 for no rotation
     order: str = "joint"
-    warmup: int = 0
-    seed: int = 0
+    warmup: int = 0  # initial optimizer steps in which only the critic is trained
+    seed: int = 0  # of the order of the adapters in sequential updates
     critics: tuple[str, ...] = ()
-    batches: tuple[int, ...] = ()
+    batches: tuple[int, ...] = ()  # values of `_BATCH_SETTINGS`, which must not change during a run
 
     @classmethod
     def from_args(cls, args: MARFTConfig, adapters: Sequence[str]) -> Schedule:
-        """
-        Make the schedule from the training arguments.
-
-        Raises:
-            ValueError: the arguments train adapters in turn, but only one adapter is trained.
-        """
+        """Make the schedule. Raises `ValueError` if adapters are to train in turn but only one adapter is trained."""
         if len(adapters) < 2 and (args.agent_iteration_interval or args.update_order != "joint"):
             name = "agent_iteration_interval" if args.agent_iteration_interval else "update_order"
             raise ValueError(
@@ -87,10 +74,7 @@ class Schedule:
         )
 
     def check(self, args: MARFTConfig) -> None:
-        """
-        Raises:
-            RuntimeError: a callback changed a setting that defines a generation batch.
-        """
+        """Raise `RuntimeError` if a callback changed a setting that defines a generation batch."""
         for name, value in zip(_BATCH_SETTINGS, self.batches, strict=True):
             if getattr(args, name) != value:
                 raise RuntimeError(
@@ -100,7 +84,6 @@ class Schedule:
                 )
 
     def with_critic(self, parts: Sequence[str]) -> Schedule:
-        """Return the schedule with these parts of a critic."""
         return replace(self, critics=tuple(parts))
 
     def is_due(self, micro_step: int) -> bool:
@@ -172,9 +155,6 @@ class SequentialFactors:
     """
     Multiplies advantages by the policy ratios of agents of the same joint action that were already updated.
 
-    Args:
-        log_probs: recomputes the log-probabilities of the turns of an updated agent.
-
     Source: HAPPO (2109.11251), the factor `M`.
     """
 
@@ -184,21 +164,13 @@ class SequentialFactors:
         self._warned = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for resuming, JSON-serializable."""
         return {"warned": self._warned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state from [`state_dict`]."""
         self._warned = state["warned"]
 
     def after_update(self, slices: Sequence[Slice], adapter: str | None) -> list[Slice]:
-        """
-        Return the slices with the policy ratios of an adapter included in the factors.
-
-        Args:
-            slices: slices of the current generation batch.
-            adapter: the adapter that was just updated. If `None`, the slices are returned unchanged.
-        """
+        """Include the policy ratios of the adapter that was just updated, if any, in the factors of the slices."""
         if adapter is None:
             return list(slices)
         rows = [row for slice_ in slices for row in slice_.rows]
@@ -213,14 +185,13 @@ class SequentialFactors:
             )
         factors = functional.clipped_factors(log_factors.float(), self._clip)
         self._log(adapter, factors, functional.clipped_factors(log_factors.float(), None))
-        factors_by_action = {key: (log_factors[index].item(), factors[index].item()) for key, index in actions.items()}
-        return [
-            replace(
-                slice_,
-                rows=[_with_factor(row, *factors_by_action[row.episode, row.joint_action]) for row in slice_.rows],
-            )
-            for slice_ in slices
-        ]
+        logs, clipped = log_factors.tolist(), factors.tolist()
+
+        def with_factor(row: Row) -> Row:
+            index = actions[row.episode, row.joint_action]
+            return replace(row, log_factor=logs[index], factor=clipped[index])
+
+        return [replace(slice_, rows=[with_factor(row) for row in slice_.rows]) for slice_ in slices]
 
     def _log_factors(self, updated: Sequence[Row], actions: dict[tuple[int, int], int]) -> torch.Tensor:
         """Logarithm of the ratios of an updated adapter's turns, by joint action `(J,)`."""
@@ -234,10 +205,7 @@ class SequentialFactors:
         return functional.sequential_log_factors(sums / self._level.divisors(updated), places, len(actions))
 
     def _log(self, adapter: str, factors: torch.Tensor, unclipped: torch.Tensor) -> None:
-        """
-        Log metrics of the factors of joint actions `(J,)` after the update of an adapter, and warn if the unclipped
-        factors vary too much.
-        """
+        """Log metrics of the factors of joint actions `(J,)`, and warn if the unclipped factors vary too much."""
         pair = [value.double() for value in (factors, unclipped)]
         sums = torch.stack(
             [torch.stack([torch.tensor(len(item)).double(), item.sum(), (item**2).sum()]) for item in pair]
@@ -258,10 +226,6 @@ class SequentialFactors:
             )
 
 
-def _with_factor(row: Row, log_factor: float, factor: float) -> Row:
-    return replace(row, log_factor=log_factor, factor=factor)
-
-
 # Number of consecutive updates of an adapter that may be skipped because of non-finite gradients before training stops
 MAX_SKIPPED_UPDATES = 5
 
@@ -273,9 +237,7 @@ class DivergenceSums:
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, adapter: str, log_ratios: torch.Tensor, entropies: torch.Tensor) -> None:
-        """
-        Add the log-ratios and entropies `(N,)` of the tokens that the loss of a micro-batch of an adapter counts.
-        """
+        """Add the log-ratios and entropies `(N,)` of the tokens of a micro-batch that the loss counts."""
         kl = functional.approximate_kl(log_ratios.detach().double())
         entropies = entropies.detach().double()
         sums = [kl.sum(), kl.new_tensor(kl.numel()), entropies.sum(), kl.new_tensor(entropies.numel())]
@@ -291,12 +253,7 @@ class DivergenceSums:
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that removes everything added after this call."""
-        kept = dict(self._sums)
-
-        def restore() -> None:
-            self._sums = kept
-
-        return restore
+        return functools.partial(setattr, self, "_sums", dict(self._sums))
 
 
 class AdapterUpdates:
@@ -323,11 +280,9 @@ class AdapterUpdates:
         return trained | parts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for resuming, JSON-serializable."""
         return {"entropy_control": self._entropy_control, "skipped_in_a_row": dict(self._skipped_in_a_row)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state from [`state_dict`]."""
         self._entropy_control |= {name: tuple(pair) for name, pair in state.get("entropy_control", {}).items()}
         self._skipped_in_a_row.update(state.get("skipped_in_a_row", {}))
 
@@ -335,14 +290,8 @@ class AdapterUpdates:
 
     def split_groups(self, optimizer: torch.optim.Optimizer, is_ours: bool) -> None:
         """
-        Move every adapter and every part of the critic into a separate parameter group, in place.
-
-        Args:
-            optimizer: an optimizer over the parameters of the model.
-            is_ours: whether the trainer created the optimizer. An optimizer that the user passed is not changed.
-
-        Raises:
-            ValueError: an optimizer that the user passed lacks trainable parameters.
+        Move every adapter and every part of the critic into a separate parameter group, in place. An optimizer that
+        the user passed (`is_ours=False`) is not changed; if it lacks trainable parameters, this raises `ValueError`.
         """
         adapters = self.trained_parameters()
         if is_ours:
@@ -350,7 +299,8 @@ class AdapterUpdates:
             if self._critic is not None:
                 rate = self._args.critic_learning_rate
                 for part in self._critic.parts:
-                    gradients.add_group(optimizer, part, self._critic.heads[part].parameters(), rate)
+                    head = list(self._critic.heads[part].parameters())  # not part of the model
+                    optimizer.add_param_group({"params": head, "lr": rate, "weight_decay": 0.0, "adapter": part})
                     rates[part] = rate
             gradients.split_groups(optimizer, adapters, rates)
         missing = gradients.untrained(optimizer, adapters)
@@ -367,11 +317,8 @@ class AdapterUpdates:
     ) -> Iterator[None]:
         """
         Context manager for loading the states of the optimizer and the scheduler. Learning rates, weight decay and the
-        schedule keep the settings of this run, at the step of the checkpoint.
-
-        Args:
-            optimizer, scheduler: the optimizer and the scheduler of the trainer.
-            find_saved_name: returns the name of an adapter in the checkpoint, or `None` for a new adapter.
+        schedule keep the settings of this run, at the step of the checkpoint. `find_saved_name` returns the name of an
+        adapter in the checkpoint, or `None` for a new adapter.
         """
         inner = getattr(optimizer, "optimizer", optimizer)
         rates = [group.get("initial_lr", group["lr"]) for group in inner.param_groups]
@@ -413,8 +360,8 @@ class AdapterUpdates:
     def finish(self, is_update: bool) -> None:
         """
         End a micro-step. At the end of an optimizer step, reduce the gradients of the adapters that have had a row on
-        any process. The other adapters have no gradient, so the optimizer skips them. Then apply `target_kl` and the
-        adaptive entropy bonus.
+        any process (the optimizer skips the others, which have no gradient). Then apply `target_kl` and the adaptive
+        entropy bonus.
         """
         if not is_update:
             return
@@ -475,14 +422,8 @@ class AdapterUpdates:
     def clip(self, max_norm: float) -> torch.Tensor:
         """
         Clip the gradient of each adapter by its norm, and skip the update of adapters whose gradient is not finite.
-
-        Args:
-            max_norm: maximum gradient norm of an adapter; infinite for no clipping.
-
-        Returns: the norm over all adapters of agents, before clipping.
-
-        Raises:
-            FloatingPointError: the gradient of an adapter was not finite several times in a row.
+        Returns the norm over all adapters of agents before clipping. Raises `FloatingPointError` if the gradient of an
+        adapter was not finite several times in a row.
         """
         trained = self.trained_parameters()
         if any(parameter.grad is not None for value in trained.values() for parameter in value.values()):
@@ -493,7 +434,8 @@ class AdapterUpdates:
             if not present:
                 continue
             is_policy = adapter in self._policies.trained
-            norm = gradients.clip_gradients(present, max_norm if is_policy else self._critic_max_norm)
+            limit = max_norm if is_policy else self._args.max_grad_norm or math.inf  # 0: no clipping
+            norm = nn.utils.clip_grad_norm_(list(present.values()), limit)
             if self._accelerator.scaler is None:  # with fp16, the gradient scaler handles overflow
                 self._skip_if_not_finite(adapter, norm, present)
             if is_policy and norm.isfinite():
@@ -505,10 +447,6 @@ class AdapterUpdates:
         if len(norms) == 1:
             return next(iter(norms.values()))
         return torch.stack(list(norms.values())).norm() if norms else torch.zeros(())
-
-    @property
-    def _critic_max_norm(self) -> float:
-        return self._args.max_grad_norm or math.inf  # 0: no clipping
 
     def _metric_names(self, adapter: str) -> list[str]:
         return [f"agents/{agent}" for agent in self._policies.get_agents(adapter)] or ["critic"]

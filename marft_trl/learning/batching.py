@@ -1,34 +1,33 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Training rows, slices and micro-batches of one agent each, their loss weights, and rows without a gradient."""
+"""
+Training rows, slices and micro-batches of one agent each, their loss weights, and rows without a gradient. And the
+memory that a team needs, which limits the size of micro-batches.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from trl.trainer.utils import pad
 
 from ..adapters.policies import Policies
-from ..algorithms.levels import Level
-from ..algorithms.rows import MicroBatch, Row, Slice
+from ..algorithms.rows import Level, MicroBatch, Row, Slice
 from ..config.marft_config import MARFTConfig
 from ..seams.libraries import get_logger
+from ..seams.sharding import local
 from ..seams.trl import LOSSES, OLD_LOGPS, SAMPLING_WEIGHTS, TrlSettings, TrlState
-from ..shared_prefix.forward import Cluster, clusters
-from .memory import (
-    ActivationCost,
-    count_bytes,
-    free_memory,
-    head_size,
-    measure_activations,
-    memory_of_server,
-    optimizer_size,
-)
+from ..shared_prefix.forward import Cluster, clusters, hidden_states, scored_at_once
 from .passes import ModelPass
 
 
@@ -51,20 +50,10 @@ class ZeroGradientFilter:
     TRL's losses (TRL 1.16) multiply each token's term by its advantage and by its mask. If all advantages of a row are
     0, only the KL to the reference, an entropy bonus and the router loss of a mixture of experts remain. If none of
     them is used, the gradient of the row is exactly 0. The same applies to a row whose tokens are masked.
-
-    Args:
-        args: `skip_rows_without_signal` and `target_kl` are read.
-        settings: TRL's settings, for the other terms of the loss.
-        state: whether training runs, and whether there is an entropy bonus.
     """
 
     def __init__(self, args: MARFTConfig, settings: TrlSettings, state: TrlState):
         self._args, self._settings, self._state = args, settings, state
-
-    @property
-    def needs_divergence(self) -> bool:
-        """`True` if rows without a gradient need a forward pass, because `target_kl` applies to all rows."""
-        return self._args.target_kl is not None
 
     def split(self, rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
         """Return the rows with a gradient and the rows without, each in order."""
@@ -94,14 +83,7 @@ _MEMORY_FRACTION = 0.7
 
 
 class MicroBatcher:
-    """
-    Cuts rows into micro-batches that fit into the memory of the device.
-
-    Args:
-        args: limits of micro-batches, gradient checkpointing, the optimizer.
-        trained: `trained()` returns the trained parameters.
-        has_optimizer_state: `has_optimizer_state()` returns whether the optimizer has already allocated its state.
-    """
+    """Cuts rows into micro-batches that fit into the memory of the device."""
 
     def __init__(
         self,
@@ -144,14 +126,13 @@ class MicroBatcher:
 
     @property
     def is_checkpointing(self) -> bool:
-        """`True` if gradient checkpointing is on."""
         return self._passes.is_checkpointing
 
     def fit(self, rows: Sequence[Row]) -> None:
         """
-        Set the token limit of micro-batches from the free memory, before rows are trained on for the first time. Turn
-        on gradient checkpointing if the longest row does not fit without it. Limits and checkpointing that the user
-        set in the training arguments are kept.
+        Set the token limit of micro-batches from the free memory, before rows are trained on for the first time. If
+        the longest row does not fit, turn on gradient checkpointing. Limits and checkpointing that the user set are
+        kept.
         """
         longest = max((row.length for row in rows), default=0)
         if not longest:
@@ -173,9 +154,8 @@ class MicroBatcher:
     def shrink(self, rows: Sequence[Row]) -> str | None:
         """
         Reduce the memory of these and all later rows after running out of memory: halve the micro-batches, or turn on
-        gradient checkpointing if the longest row does not fit alone.
-
-        Returns: a description of the change for messages, or `None` if nothing is left to change.
+        gradient checkpointing if the longest row does not fit alone. Returns a description for messages, or `None` if
+        nothing is left to change.
         """
         longest = max((row.length for row in rows), default=0)
         largest = max((batch.num_tokens for batch in self.cut(rows)), default=0)
@@ -205,14 +185,7 @@ class MicroBatcher:
             base.train(was_training)
 
     def compute_limits(self, longest: int, cost: ActivationCost, free_bytes: float) -> tuple[int, bool]:
-        """
-        Return the maximum number of tokens of a micro-batch, and whether gradient checkpointing is needed.
-
-        Args:
-            longest: number of tokens of the longest row.
-            cost: bytes per token.
-            free_bytes: bytes that are free for activations.
-        """
+        """Return the maximum tokens of a micro-batch, and whether the longest row needs gradient checkpointing."""
         limit = self._args.max_tokens_per_micro_batch
         checkpointing = self.is_checkpointing
         if self._args.gradient_checkpointing is None and not checkpointing:
@@ -224,13 +197,7 @@ class MicroBatcher:
         return limit, checkpointing
 
     def free_for_activations(self, num_scored: int, fixed: float = 0.0) -> float:
-        """
-        Return the bytes that are free for tensors whose size grows with the number of tokens of a pass.
-
-        Args:
-            num_scored: number of tokens that are scored at once.
-            fixed: bytes of a pass that do not depend on its number of tokens.
-        """
+        """Bytes that are free for tensors that grow with the tokens of a pass, besides its `fixed` bytes."""
         device, vocabulary = self._passes.device, self._passes.base.config.get_text_config().vocab_size
         trained, optim = self._trained(), str(getattr(self._args.optim, "value", self._args.optim))
         # Gradients and optimizer state that are not allocated yet
@@ -240,13 +207,7 @@ class MicroBatcher:
 
 
 def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) -> list[list[Row]]:
-    """
-    Distribute episodes over slices. Every episode is in exactly one slice.
-
-    Args:
-        order (`torch.Tensor` of shape `(E,)`): permutation of the episodes.
-        size: number of episodes per slice.
-    """
+    """Distribute episodes, in the order `(E,)`, over slices of `size` episodes."""
     shuffled = [episodes[index] for index in order.tolist()]
     return [
         [row for rows in shuffled[start : start + size] for row in rows] for start in range(0, len(shuffled), size)
@@ -255,18 +216,11 @@ def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) ->
 
 @dataclass(frozen=True)
 class Pools:
-    """
-    The sets of rows that losses are averaged over: one pool per adapter, or per agent if agents have equal weight.
+    """Sets of rows that losses are averaged over: one pool per adapter, or per agent if agents have equal weight."""
 
-    Args:
-        adapters: names of the adapters of the agents.
-        critics: names of the parts of the critic.
-        agents: adapter of each agent, if agents have equal weight (`agent_weight="equal"`).
-    """
-
-    adapters: Sequence[str]
-    critics: Sequence[str] = ()
-    agents: Mapping[str, str] = field(default_factory=dict)
+    adapters: Sequence[str]  # of the agents
+    critics: Sequence[str] = ()  # parts of the critic
+    agents: Mapping[str, str] = field(default_factory=dict)  # adapter of each agent with `agent_weight="equal"`
 
     @property
     def names(self) -> list[str]:
@@ -274,20 +228,13 @@ class Pools:
         return [*(self.agents or self.adapters), *self.critics]
 
     def get_pool(self, row: Row) -> str:
-        """Return the name of a row's pool."""
         return row.agent if self.agents else row.adapter
 
     def get_adapter(self, pool: str) -> str:
-        """Return the name of a pool's adapter."""
         return self.agents.get(pool, pool)
 
     def get_weights(self, num_rows: Mapping[str, int]) -> dict[str, float]:
-        """
-        Return the weight of each agent in the loss of its adapter: 1 / number of the adapter's agents with rows.
-
-        Args:
-            num_rows: number of rows of each agent in the generation batch.
-        """
+        """Weight of each agent in the loss of its adapter: 1 / number of the adapter's agents with rows."""
         num_agents = Counter(adapter for agent, adapter in self.agents.items() if num_rows[agent])
         return {agent: 1 / num_agents[adapter] for agent, adapter in self.agents.items() if num_rows[agent]}
 
@@ -311,13 +258,7 @@ def count_rows(slices: Sequence[list[Row]], pools: Pools) -> torch.Tensor:
 
 
 def make_slices(slices: Sequence[list[Row]], pools: Pools, counts: torch.Tensor) -> list[Slice]:
-    """
-    Make slices with the counts that their loss weights are computed from.
-
-    Args:
-        pools: pools of the counts, in the same order.
-        counts (`torch.Tensor` of shape `(S, A, 4)`): [`count_rows`], summed over all processes.
-    """
+    """Make slices from the counts `(S, A, 4)` of [`count_rows`], summed over processes, in the order of `pools`."""
     average = counts.double().mean(dim=0).tolist()  # (A, 4)
     num_policy_pools = len(pools.names) - len(pools.critics)
     names, critics = pools.names[:num_policy_pools], pools.critics
@@ -341,15 +282,7 @@ def make_slices(slices: Sequence[list[Row]], pools: Pools, counts: torch.Tensor)
 
 
 def make_groups_adjacent(order: torch.Tensor, groups: Sequence[int]) -> torch.Tensor:
-    """
-    Reorder a permutation so that the members of each group are adjacent, at the position of their first member.
-
-    Args:
-        order (`torch.Tensor` of shape `(E,)`): a permutation.
-        groups: index of the group of each of the `E` items.
-
-    Returns: a permutation `(E,)`.
-    """
+    """Reorder a permutation `(E,)` so that groups are adjacent, each at the position of its first member."""
     members: dict[int, list[int]] = {}
     for index in order.tolist():
         members.setdefault(groups[index], []).append(index)
@@ -365,19 +298,13 @@ def micro_batches(
     repeat: float | None = None,
 ) -> Iterator[MicroBatch]:
     """
-    Cut rows into micro-batches of one agent each.
+    Cut rows into micro-batches of one agent (or `key`) each. A row longer than `max_tokens`, which counts padding,
+    gets a micro-batch of its own.
 
     If all rows of an agent fit into one micro-batch, they keep their order. Otherwise, they are sorted by length to
-    reduce padding. If prefixes are shared, rows with a common prefix stay together. Rows without completion tokens
-    have no loss and are left out here, but they still count in the loss weights.
-
-    Args:
-        max_rows: largest number of rows in a micro-batch.
-        max_tokens: largest number of tokens to compute, padding included. A longer row gets a micro-batch of its own.
-        key: `key(row)` is the same for all rows of a micro-batch. Defaults to the row's agent.
-        keep_empty: keep rows without completion tokens.
-        repeat: memory of a repeated token of a shared prefix, relative to that of a computed token. If `None`, no
-            prefixes are shared.
+    reduce padding. If prefixes are shared (`repeat`: memory of a repeated token, relative to a computed token), rows
+    with a common prefix stay together. Rows without completion tokens have no loss and are left out here (unless
+    `keep_empty`), but they still count in the loss weights.
     """
     rows_by_key: dict[str, list[Row]] = {}
     for row in rows:
@@ -397,23 +324,16 @@ def micro_batches(
 
 @dataclass(frozen=True)
 class _Size:
-    """
-    Size of a micro-batch.
-
-    Args:
-        groups: indices of the groups of rows with a shared prefix.
-        prompt, completion, prefix, suffix: maximum length over the rows, in tokens. The suffix follows the prefix.
-    """
+    """Size of a micro-batch; lengths are maxima over its rows, in tokens."""
 
     num_rows: int = 0
     prompt: int = 0
     completion: int = 0
-    groups: frozenset[int] = frozenset()
+    groups: frozenset[int] = frozenset()  # indices of the groups of rows with a shared prefix
     prefix: int = 0
-    suffix: int = 0
+    suffix: int = 0  # after the shared prefix
 
     def with_row(self, row: Row, group: int, prefix: int) -> _Size:
-        """Return the size with one more row."""
         return _Size(
             self.num_rows + 1,
             max(self.prompt, len(row.prompt_ids)),
@@ -452,12 +372,8 @@ def collate(
 ) -> dict[str, torch.Tensor]:
     """
     Collate `B` rows into the tensors that TRL's loss takes. Prompts are padded on the left to `P` tokens, completions
-    on the right to `T` tokens.
-
-    Returns: `prompt_ids`, `prompt_mask` `(B, P)`; `completion_ids`, `completion_mask`, `completion_attention`
-    `(B, T)`; `advantages` `(B,)` or `(B, T)`; and `old_per_token_logps`, `ref_per_token_logps`,
-    `sampling_per_token_logps` and `importance_sampling_ratio` `(B, T)` if all rows have them. `completion_mask` is 1
-    for tokens that count in the loss, `completion_attention` for all tokens.
+    on the right to `T` tokens. Fields `(B, T)` that not all rows have are left out. `completion_mask` is 1 for tokens
+    that count in the loss, `completion_attention` for all tokens.
     """
 
     def padded(tensors: list[torch.Tensor], value: float, side: str) -> torch.Tensor:
@@ -495,12 +411,7 @@ def _advantages(rows: Sequence[Row], padded, device: torch.device) -> torch.Tens
 
 @dataclass(frozen=True)
 class Collator:
-    """
-    [`collate`] with the settings of a run.
-
-    Args:
-        pad_token_id: id of the padding token.
-    """
+    """[`collate`] with the settings of a run."""
 
     pad_token_id: int
     pad_to_multiple_of: int | None
@@ -512,18 +423,11 @@ class Collator:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """
-    Weights with which one micro-batch enters the loss of its adapter.
+    """Weights with which one micro-batch enters the loss of its adapter."""
 
-    Args:
-        loss: factor that TRL's loss of the micro-batch is multiplied by.
-        num_items_in_batch: TRL's normalizer for the loss types that divide by a token count.
-        entropy: factor that `entropy_coef` is multiplied by, so that the bonus is a mean over the adapter's tokens.
-    """
-
-    loss: float
-    num_items_in_batch: float
-    entropy: float
+    loss: float  # factor of TRL's loss of the micro-batch
+    num_items_in_batch: float  # TRL's normalizer for the loss types that divide by a token count
+    entropy: float  # factor of `entropy_coef`, so that the bonus is a mean over the adapter's tokens
 
 
 def loss_weights(
@@ -557,3 +461,228 @@ def loss_weights(
         bonus = level.entropy_weight(token_share, row_share)
         return LossWeights(loss=weight * row_share, num_items_in_batch=num_items, entropy=bonus)
     return LossWeights(loss=weight * token_share, num_items_in_batch=num_items * token_share, entropy=1.0)
+
+
+# ---- Memory: the plan of a team, part by part. Activations are measured on short rows ----
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory that a team needs on one process, in bytes."""
+
+    # As stored (half a byte per weight in 4 bits); if sharded, the own shards and the layers gathered at once
+    base: int
+    adapters: int  # LoRAs and pools of past copies; 0 if the base itself is trained
+    critic: int  # LoRAs and value heads
+    gradients: int  # of all trained parameters
+    optimizer: int  # state of all trained parameters
+    activations: int  # of the largest micro-batch, with the LM head; estimated from short rows
+    cache: int  # keys and values of a generation batch of an agent, with turns of maximum length
+    prefill: int  # what a layer computes of prompts, or the distributions of the next tokens, whichever is larger
+    kept: int = 0  # what stays of keys, values and graphs while training runs, if decoding is captured
+
+    @property
+    def total(self) -> int:
+        """Peak memory. Generation and training never run at the same time, so only the larger of the two counts."""
+        lasting = self.base + self.adapters + self.critic + self.optimizer + self.kept
+        return lasting + max(self.gradients + self.activations, self.cache + self.prefill)
+
+    def __str__(self) -> str:
+        parts = [(item.name, getattr(self, item.name)) for item in fields(self)]
+        return "\n".join(f"{name:12}{readable(size):>12}" for name, size in [*parts, ("at once", self.total)])
+
+
+def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Size of tensors in bytes. A tensor that occurs several times is counted once."""
+    return sum(
+        tensor.numel() * tensor.element_size() for tensor in {id(tensor): tensor for tensor in tensors}.values()
+    )
+
+
+def optimizer_size(trained: Iterable[torch.Tensor], optim: str) -> int:
+    """Size of the optimizer state in bytes: two moments per weight, which take one byte each in 8-bit optimizers."""
+    per_weight = 2 if "8bit" in optim else None
+    momentum_free = optim in ("sgd", "adafactor")
+    return sum(
+        0 if momentum_free else tensor.numel() * (per_weight or 2 * tensor.element_size()) for tensor in trained
+    )
+
+
+@dataclass(frozen=True)
+class ActivationCost:
+    """Peak memory of a forward and a backward pass, in bytes."""
+
+    per_token: float  # that goes through the model, padding included
+    per_repeat: float  # per copied token of a shared prefix (keys and values)
+    per_checkpointed: float  # per token with gradient checkpointing
+    fixed: float = 0.0  # copies of weights in the precision of mixed precision
+    per_pair: float = 0.0  # per token that a token attends to
+
+    def at(self, length: int) -> ActivationCost:
+        """The cost of the tokens of rows of this length."""
+        return replace(self, per_token=self.per_token + self.per_pair * length, per_pair=0.0)
+
+    def bytes_per_token(self, checkpointing: bool) -> float:
+        """Bytes per token, with or without gradient checkpointing."""
+        return self.per_checkpointed if checkpointing else self.per_token
+
+    def size(self, tokens: int, repeated: int, checkpointing: bool) -> int:
+        """Bytes of a pass that computes `tokens` tokens and repeats `repeated` tokens, each summed over rows."""
+        return round(self.fixed + self.bytes_per_token(checkpointing) * tokens + self.per_repeat * repeated)
+
+
+# Lengths of a shared prefix and of what follows it. They, and half of their sum, are primes, so that the size of a
+# tensor tells which of them it grows with, unless a dimension of the model is a multiple of one
+_LENGTHS = ((61, 73), (47, 59), (41, 53), (31, 43), (17, 29), (11, 23))
+# Share of what is kept that may seem to grow with none of them. If it is more, as with copies of weights and with the
+# tokens of experts, a second pass tells whether it grows
+_FIXED = 0.1
+# Gradients that live at once in the backward pass of a layer, as a share of what the layer keeps
+_GRADIENTS = 2 / 3
+
+
+def measure_activations(model: PreTrainedModel, share: bool = True) -> ActivationCost:
+    """
+    Measure what a model in training mode keeps for the backward pass, without checkpointing, on one short pass of two
+    rows, by the shapes of the kept tensors. Attention may keep tensors that grow with the square of the length.
+    """
+    config = model.config.get_text_config()
+    (prefix, rest), *others = _lengths_for(model)
+    middle = (prefix + rest) // 2
+    sizes = _kept_sizes(model, prefix, rest, share)
+    whole = prefix + rest if share else rest
+    joined = _sum_divisible(sizes, [middle], [rest]) / (2 * whole) if share else 0.0
+    linear = _sum_divisible(sizes, [rest], [middle, rest**2]) / (2 * rest) + joined
+    squared = _sum_divisible(sizes, [rest * middle] if share else [rest**2], []) / (2 * rest * whole)
+    fixed = _without(sizes, prefix, rest)
+    if others and fixed > _FIXED * sum(size for _, size in sizes):
+        shorter = others[0]
+        tokens, fewer = (share * item + 2 * other for item, other in ((prefix, rest), shorter))
+        growth = (fixed - _without(_kept_sizes(model, *shorter, share), *shorter)) / (tokens - fewer)
+        linear, fixed = linear + max(growth, 0.0), max(fixed - max(growth, 0.0) * tokens, 0.0)
+    layers = config.num_hidden_layers
+    inputs = layers * config.hidden_size * model.get_input_embeddings().weight.element_size()
+    # In the backward pass of a layer, gradients live next to the tensors that are not freed yet: a third of what a
+    # layer keeps, counted op by op, of which twice as much is planned. Those of attention scores exist before and
+    # after the softmax.
+    more = 1 + _GRADIENTS / layers
+    quadratic = squared * (1 + 1.5 / layers)
+    return ActivationCost(linear * more, joined * more, inputs + 2 * linear / layers, fixed, quadratic)
+
+
+def _lengths_for(model: PreTrainedModel) -> list[tuple[int, int]]:
+    dimensions = {size for tensor in model.parameters() for size in tensor.shape if size > 1}
+    window = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    return [
+        (prefix, rest)
+        for prefix, rest in _LENGTHS
+        if prefix + rest <= window
+        and all(size % prime for size in dimensions for prime in (prefix, rest, (prefix + rest) // 2))
+    ] or [_LENGTHS[-1]]
+
+
+def _without(sizes: Sequence[tuple[int, int]], prefix: int, rest: int) -> float:
+    """Bytes of the tensors that grow with none of the lengths."""
+    return sum(size for numel, size in sizes if all(numel % item for item in (prefix, rest, (prefix + rest) // 2)))
+
+
+def _sum_divisible(sizes: Sequence[tuple[int, int]], factors: Sequence[int], without: Sequence[int]) -> int:
+    """Bytes of the tensors whose number of elements is divisible by one of some factors, and by none of others."""
+    return sum(
+        size
+        for numel, size in sizes
+        if any(numel % factor == 0 for factor in factors) and all(numel % factor for factor in without)
+    )
+
+
+def _kept_sizes(model: PreTrainedModel, prefix: int, rest: int, share: bool) -> list[tuple[int, int]]:
+    """
+    Elements and bytes of the tensors that autograd keeps, without the model's own, in a pass over two rows, of which
+    one is shorter, so that there is padding.
+    """
+    replies = [[0] * rest, [0] * (rest - 1)]
+    prompts = [[0] * (prefix * share + 1)] * 2
+    own = {local(tensor).untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    sizes: dict[int, tuple[int, int]] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            sizes[storage.data_ptr()] = storage.nbytes() // tensor.element_size(), storage.nbytes()
+        return tensor.detach()  # a node that saves its own output would hold itself: the graph would never be freed
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        # Kept alive until all tensors are noted, so that no address is reused
+        output = hidden_states(model.base_model, prompts, replies, share)
+    del output
+    return list(sizes.values())
+
+
+# Number of columns that TRL's LM head takes at once, and of their copies in memory if Triton is not used.
+_HEAD_COLUMNS, _HEAD_COPIES = 32768, 6
+
+
+def head_size(vocabulary: int, scored: int, device: torch.device) -> int:
+    """Peak memory of the LM head in bytes. It works in float32."""
+    copies = 2 if device.type == "cuda" else _HEAD_COPIES
+    return min(scored, scored_at_once(vocabulary, device)) * min(vocabulary, _HEAD_COLUMNS) * 4 * copies
+
+
+# Files with the memory limit and the memory usage of a container, by version of cgroups.
+_CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+
+
+def free_memory(device: torch.device, cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process may still take on a device. Main memory is divided among the local processes."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    free = psutil.virtual_memory().available
+    for limit, used in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # no container, or "max"
+            free = min(free, max(int((cgroups / limit).read_text()) - int((cgroups / used).read_text()), 0))
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def memory_of_server(args: Any, device: torch.device) -> float:
+    """
+    Bytes that a sleeping vLLM server on a device will take again when it wakes. They look free, but micro-batches that
+    filled them would leave the server none.
+    """
+    sleeps = args.use_vllm and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode
+    if not sleeps or device.type != "cuda":
+        return 0.0
+    return args.vllm_gpu_memory_utilization * torch.cuda.mem_get_info(device)[1]
+
+
+def cache_size(config, rows: int, tokens: int, width: int) -> int:
+    """Bytes of the keys and values of `rows` sequences of `tokens` tokens."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * rows * tokens * heads * head_dim * width
+
+
+# Bytes of a possible token while one is drawn: its logit, scores, log-probabilities and probabilities in float32, and
+# probabilities and their sums in double precision
+_DRAWN = 4 * 4 + 2 * 8
+# Bytes of the workspaces of graphs and products on CUDA
+_WORKSPACES = 96 * 2**20
+
+
+def decoding_size(rows: int, vocabulary: int) -> int:
+    """Bytes of the distributions that the next tokens are drawn from."""
+    return rows * vocabulary * _DRAWN
+
+
+def kept_size(cache: int, rows: int, vocabulary: int) -> int:
+    """Bytes that captured decoding keeps: the cache, workspaces, and the logits of a graph."""
+    return cache + _WORKSPACES + 4 * rows * vocabulary
+
+
+def readable(size: float) -> str:
+    """A number of bytes with a unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,18 +31,14 @@ _EARLIER_DECAY = 0.99  # in checkpoints that do not say it
 
 class ValueScale:
     """
-    Running mean and standard deviation of the value targets of each part of the critic. Values are read as
-    `mean + deviation * output`, and the loss compares outputs with normalized targets.
+    Running mean and standard deviation of the value targets of each part of the critic; 0 and 1 if switched off.
+    Values are read as `mean + deviation * output`, and the loss compares outputs with normalized targets.
 
     Both moments are exponential moving averages over generation batches, divided by `1 - decay^n` as in Adam. The
     deviation is at least 0.1.
 
-    Args:
-        is_on: whether values are normalized; else the mean is 0 and the deviation 1.
-        decay: decay of the averages per generation batch.
-
     Source: `ValueNorm` of MAPPO (2103.01955): the statistics of PopArt (1602.07714) without the correction of the
-    head's weights. There they take in each minibatch of each epoch.
+    head's weights. MAPPO updates them with each minibatch of each epoch.
     """
 
     def __init__(self, is_on: bool, parts: Sequence[str], processes: Processes, decay: float = 0.99999):
@@ -113,13 +110,8 @@ class ValueSums:
         self._sums = self._sums + sums.detach().double().cpu()
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that takes back what is added after this."""
-        kept = self._sums
-
-        def take_back() -> None:
-            self._sums = kept
-
-        return take_back
+        """Return a function that removes everything added after this call."""
+        return functools.partial(setattr, self, "_sums", self._sums)
 
     def metrics(self, processes: Processes) -> dict[str, float]:
         """The metrics of all processes since the last call; none without a value."""
@@ -137,12 +129,7 @@ class _Kept(NamedTuple):
 
 
 class CriticLearner:
-    """
-    Asks the critic for values and trains it.
-
-    Args:
-        runner: builds the observations that horizons cut off.
-    """
+    """Asks the critic for values and trains it."""
 
     def __init__(
         self,
@@ -186,13 +173,10 @@ class CriticLearner:
 
     def with_values(self, rollout: Rollout, rows: Sequence[Row], may_keep: bool = False) -> list[Row]:
         """
-        Rows with `old_values` (and the features of a frozen critic), and with `last_value` where a horizon cut the
-        episode: for the agent that would have acted, at the last turn of the episode, or, if each agent has its own
-        return, for every agent at its own last turn.
-
-        Args:
-            rows: its training rows, one for each turn.
-            may_keep: whether passes may be kept for the critic's update.
+        Rows, one for each turn, with `old_values` (and the features of a frozen critic), and with `last_value` where a
+        horizon cut the episode: for the agent that would have acted, at the last turn of the episode, or, if each
+        agent has its own return, for every agent at its own last turn. With `may_keep`, passes may be kept for the
+        critic's update.
         """
         if self._args.critic_sees == "history":
             rows = self._with_histories(rollout, rows)
@@ -346,15 +330,9 @@ class CriticLearner:
         self, batch: MicroBatch, values: torch.Tensor, slice_: Slice, accumulation_steps: int, sums: ValueSums
     ) -> torch.Tensor:
         """
-        Loss of the values of a micro-batch. Every value target of a part weighs the same, whichever slice or process
-        has it; together they make a mean over all of them.
-
-        Args:
-            batch: rows with value targets, of one part.
-            values (`torch.Tensor` of shape `(B, V)`): what the critic says of them.
-            slice_: whose rows they are.
-            accumulation_steps: micro-steps of the optimizer step.
-            sums: gets the sums of the micro-batch.
+        Loss of the values `(B, V)` of a micro-batch of one part. Every value target of a part has the same weight,
+        whichever slice or process has it, so that the losses add up to a mean over all of them. `sums` gets the sums
+        of the micro-batch.
         """
 
         def padded(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -376,10 +354,8 @@ class CriticLearner:
 
 def _with_messages(episode: Episode, seen: Sequence[Seen], turn: Turn | None = None) -> tuple[Seen, ...]:
     """
-    What happened, with the messages that a program had written for each turn before it, each text once.
-
-    Args:
-        turn: the turn that comes next, of which the messages are told alone.
+    What happened, with the messages that a program wrote before each turn, each text once. `turn` is the next turn, of
+    which only the messages are added.
     """
     found: list[Seen] = []
     prompt = [{"content": episode.prompt}] if isinstance(episode.prompt, str) else episode.prompt

@@ -1,9 +1,10 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Gradients by adapter: reduction, clipping, optimizer groups, and the share of each agent."""
+"""Gradients by adapter: reduction, optimizer groups, and the share of each agent."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,13 +23,7 @@ _BUCKET = 2**26
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter], world_size: int) -> None:
-    """
-    Average the gradients over processes, in place. A process without a gradient contributes zeros, so processes need
-    not know which agents acted on the others.
-
-    Args:
-        parameters: parameters, in the same order on every process.
-    """
+    """Average gradients over processes, in place, in the same order on each. A missing gradient counts as zeros."""
     bucket: list[torch.Tensor] = []
     for parameter in parameters:
         if parameter.grad is None:
@@ -49,18 +44,6 @@ def _average(gradients: list[torch.Tensor], world_size: int) -> None:
         gradient.copy_(averaged.view_as(gradient))
 
 
-def clip_gradients(parameters: Parameters, max_norm: float) -> torch.Tensor:
-    """
-    Clip the gradients of one adapter by their own norm, in place.
-
-    Args:
-        max_norm: maximum norm. Pass infinity to disable clipping.
-
-    Returns: norm before clipping, a scalar.
-    """
-    return torch.nn.utils.clip_grad_norm_(list(parameters.values()), max_norm)
-
-
 def drop_gradients(parameters: Parameters) -> None:
     """Skip the adapter in the next optimizer step. Its weights and its optimizer state do not change."""
     for parameter in parameters.values():
@@ -71,16 +54,12 @@ def split_groups(
     optimizer: torch.optim.Optimizer, adapters: Mapping[str, Parameters], learning_rates: Mapping[str, float | None]
 ) -> None:
     """
-    Split the optimizer's parameter groups by adapter, in place, before its first step.
+    Split the optimizer's parameter groups by adapter, in place, before its first step. Adapters without a learning
+    rate keep that of the optimizer.
 
     Groups are sorted by adapter name. The optimizer state is saved by position, so a fixed order lets it find its
     adapter again, even if the order of the agents changes. The critic's groups come last, because the Trainer logs the
     learning rate of the first group.
-
-    Args:
-        optimizer: An optimizer over the parameters of all adapters.
-        adapters: Parameters of each trained adapter.
-        learning_rates: Learning rate of each adapter. If `None` or missing, that of the optimizer is kept.
     """
     groups = []
     for adapter in sorted(adapters, key=lambda name: (name.startswith("_"), name)):
@@ -102,13 +81,6 @@ def fill_with_zeros(parameters: Iterable[torch.nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def add_group(
-    optimizer: torch.optim.Optimizer, name: str, parameters: Iterable[torch.nn.Parameter], learning_rate: float
-) -> None:
-    """Add parameters that are not part of the model, without weight decay. Call it before [`split_groups`]."""
-    optimizer.add_param_group({"params": list(parameters), "lr": learning_rate, "weight_decay": 0.0, "adapter": name})
-
-
 def untrained(optimizer: torch.optim.Optimizer, adapters: Mapping[str, Parameters]) -> list[str]:
     """Names of the adapters that have a parameter missing in the optimizer."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -128,12 +100,9 @@ def checked_groups(
     optimizer: torch.optim.Optimizer, find_saved_name: Callable[[str], str | None] | None = None
 ) -> Iterator[None]:
     """
-    Context manager: a state that is loaded into an optimizer must belong to its parameter groups. Settings of the
-    groups stay those of the optimizer.
-
-    Args:
-        find_saved_name: returns the name of an adapter in the state, or `None` if it starts fresh. Without it, the
-            groups must be the same.
+    Context manager: a state that is loaded into an optimizer must belong to its parameter groups, whose settings stay.
+    `find_saved_name` returns the name of an adapter in the state, or `None` if it starts fresh. Without it, the groups
+    must be the same.
     """
     settings = [{key: group[key] for key in _SETTINGS if key in group} for group in optimizer.param_groups]
 
@@ -154,14 +123,8 @@ def checked_groups(
 
 def matched_state(saved: dict, current: Sequence[dict], find_saved_name: Callable[[str], str | None]) -> dict:
     """
-    The saved optimizer state in the order of the current parameter groups. Groups without saved state start fresh.
-
-    Args:
-        saved: state of an optimizer with one group per adapter.
-        find_saved_name: name that an adapter has in the saved state; `None` if it starts fresh.
-
-    Raises:
-        ValueError: an adapter has another number of tensors.
+    Order a saved optimizer state, with one group per adapter, as the current parameter groups. Groups without saved
+    state start fresh. Raises `ValueError` if an adapter has another number of tensors.
     """
     saved_groups = {group.get("adapter"): group for group in saved["param_groups"]}
     groups: list[dict] = []
@@ -185,12 +148,7 @@ def matched_state(saved: dict, current: Sequence[dict], find_saved_name: Callabl
 
 
 def check_groups(saved: Sequence[dict], current: Sequence[dict]) -> None:
-    """
-    Raise if a saved optimizer state does not belong to the current parameter groups.
-
-    Raises:
-        ValueError: the groups differ. The message names the adapters of both.
-    """
+    """Raise `ValueError`, with the adapters of both, if a saved optimizer state belongs to other parameter groups."""
     saved_sizes = [(group.get("adapter"), len(group["params"])) for group in saved]
     mine = [(group.get("adapter"), len(group["params"])) for group in current]
     if saved_sizes != mine:
@@ -210,14 +168,8 @@ _ELEMENTS = 2**20
 
 class GradientShares:
     """
-    Measures the gradient of each agent. Micro-batches are of one agent, so what a backward pass adds to the gradient
-    of an adapter is that agent's.
-
-    Args:
-        policies: who acts with which adapter.
-        metrics: get `agents/<name>/grad_share`: the norm of an agent's gradient, divided by the sum of the norms of
-            all agents.
-        processes: gradients are averaged over them.
+    Logs `agents/<name>/grad_share`: the norm of an agent's gradient, divided by the sum of the norms of all agents.
+    Micro-batches are of one agent, so what a backward pass adds to the gradient of an adapter is that agent's.
     """
 
     def __init__(self, policies: Policies, metrics: Metrics, processes: Processes):
@@ -262,13 +214,7 @@ class GradientShares:
         return max(math.ceil(size / _ELEMENTS), 1)
 
     def report(self, norms: Mapping[str, float], scale: float = 1.0) -> None:
-        """
-        Add the metrics of an optimizer step, and forget it.
-
-        Args:
-            norms: norm of the gradient of each trained adapter that has one.
-            scale: factor of gradients in backward passes (fp16).
-        """
+        """Log an optimizer step and clear it. `norms` are by trained adapter; `scale` is that of fp16 gradients."""
         self._settle()
         agent_norms: dict[str, float] = {}
         for adapter, norm in norms.items():
@@ -291,14 +237,10 @@ class GradientShares:
         return dict(zip(agents, (norms * self._stride(adapter) ** 0.5).tolist(), strict=True))
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that takes back what is seen after this."""
+        """Return a function that removes everything recorded after this call."""
         self._settle()
-        kept = dict(self._parts), dict(self._last), list(self._current)
-
-        def take_back() -> None:
-            self._parts, self._last, self._current = kept
-
-        return take_back
+        kept = {"_parts": dict(self._parts), "_last": dict(self._last), "_current": list(self._current)}
+        return functools.partial(vars(self).update, kept)
 
     def clear(self) -> None:
         """Begin the next optimizer step."""

@@ -26,13 +26,7 @@ Transform = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Ten
 
 
 class LogProbs:
-    """
-    Scores completions under the policies and references of agents.
-
-    Args:
-        temperature: switches the temperature of the LM head.
-        plain: TRL's own pass, see [`trl_log_probs`].
-    """
+    """Scores completions under policies and references. `plain` is TRL's own pass, see [`trl_log_probs`]."""
 
     def __init__(
         self,
@@ -72,11 +66,8 @@ class LogProbs:
 
     def with_reference(self, rows: Sequence[Row], num_features: Callable[[Row], int] = lambda row: 0) -> list[Row]:
         """
-        Rows with `ref_per_token_logps`, where they are trained.
-
-        Args:
-            num_features: number of hidden states of the reference's pass that a row keeps as `features`. Defaults to
-                none.
+        Rows with `ref_per_token_logps`, where they are trained. A row keeps `num_features(row)` hidden states of the
+        reference's pass as `features`.
         """
         filled = {}
         for row, logps, hidden in self._score([row for row in rows if row.is_trained], by_reference=True):
@@ -86,14 +77,7 @@ class LogProbs:
         return [filled.get(row.number, row) for row in rows]
 
     def next_token(self, agent: str, ids: Sequence[int], by_reference: bool = False) -> torch.Tensor:
-        """
-        Log-probabilities `(V,)` of all tokens after some token ids, at temperature 1 and without dropout.
-
-        Args:
-            agent: under whose policy.
-            ids: the token ids.
-            by_reference: under the agent's reference instead.
-        """
+        """Log-probabilities `(V,)` of the token after `ids`, at temperature 1 and without dropout."""
         self.activate(agent)
         speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
         with self.scoring(dropout=False), speaker, self._passes.autocast():
@@ -133,12 +117,7 @@ class LogProbs:
     # ---- Passes that several losses read ----
 
     def compute_states(self, batches: Sequence[MicroBatch], lora: MixedLora | None) -> tuple[torch.Tensor, ...]:
-        """
-        Hidden states `(B, V, H)` of micro-batches that go through the model in one pass, for [`~LogProbs.reading`].
-
-        Args:
-            batches: one, or several of different adapters.
-        """
+        """Hidden states `(B, V, H)` of each micro-batch, all from one pass, for [`~LogProbs.reading`]."""
         rows = [row for batch in batches for row in batch.rows]
         prompts, completions = [row.prompt_ids.tolist() for row in rows], [row.completion_ids.tolist() for row in rows]
         if lora is None:
@@ -186,11 +165,7 @@ class LogProbs:
         """
         Log-probabilities and entropies `(B, T)` of completions, 0 where they are masked (entropies of a separate
         reference too), and the hidden states `(B, V, H)` they were read from. Every row begins at position 0.
-
-        Args:
-            model: whose active adapter scores.
-            input_ids, attention_mask (`torch.Tensor` of shape `(B, P + T)`): rows; prompts padded on the left.
-            width: `T`, columns of the completions.
+        `input_ids` and `attention_mask` are `(B, P + T)`, with prompts padded on the left; `width` is `T`.
         """
         base, device = self._passes.unwrap_base(model), input_ids.device
         # Read from the device at once: on a GPU, each look would wait for what was launched before
@@ -241,13 +216,9 @@ class LogProbs:
         self, rows: Sequence[Row], quantile: float, processes: Processes
     ) -> dict[str, torch.Tensor]:
         """
-        For each agent whose rows fall into several micro-batches or processes, the entropy above which its tokens are
-        trained, so that the cut into micro-batches changes nothing. It takes another pass.
-
-        Args:
-            rows: the rows of a slice that are trained now.
-            quantile: share of the tokens that is trained, `top_entropy_quantile`; 1 for all of them.
-            processes: the processes that have rows of the slice.
+        For each agent whose rows of a slice fall into several micro-batches or processes, the entropy above which its
+        tokens are trained (`top_entropy_quantile`), so that the cut into micro-batches changes nothing. It takes
+        another pass.
         """
         if quantile >= 1.0:
             return {}

@@ -30,13 +30,15 @@ from .batching import (
     FRACTION_WITHOUT_SIGNAL,
     ZERO_ADVANTAGE_METRICS,
     Collator,
+    MemoryPlan,
     MicroBatcher,
     ZeroGradientFilter,
+    count_bytes,
     loss_weights,
+    readable,
 )
 from .critic_learner import CriticLearner, ValueSums
 from .log_probs import LogProbs
-from .memory import MemoryPlan, count_bytes, readable
 
 
 logger = get_logger(__name__)
@@ -52,14 +54,7 @@ _MAX_PADDING_RATIO = 1.25
 
 
 class MixedPass:
-    """
-    Decides which micro-batches share a pass. Every row goes through the LoRA of its own adapter.
-
-    Args:
-        lora: runs rows of several adapters through the model in one pass.
-        batcher: knows the token limit of a pass and whether gradient checkpointing is on.
-        always: whether large micro-batches share passes too (`mixed_passes=True`).
-    """
+    """Decides which micro-batches share a pass. Every row goes through the LoRA of its own adapter."""
 
     def __init__(self, lora: MixedLora, batcher: MicroBatcher, always: bool):
         self.lora, self._batcher, self._always = lora, batcher, always
@@ -75,14 +70,8 @@ class MixedPass:
         has_shards: bool,
     ) -> MixedPass | None:
         """
-        Return the mixed passes of a run, or `None` if every micro-batch has a separate pass.
-
-        Args:
-            model: the model with the adapters, without wrappers.
-            places_rows: whether passes get explicit position ids, which mixed passes need.
-
-        Raises:
-            ValueError: `mixed_passes=True`, but rows cannot be mixed. The message gives the reason.
+        Return the mixed passes of a run, or `None` if every micro-batch has a separate pass. Raises `ValueError` if
+        `mixed_passes=True` is not possible. `model` has no wrappers; `places_rows`: passes get position ids.
         """
         reason = _reason_not_mixed(model, policies, args, places_rows, has_shards)
         if args.mixed_passes and reason is not None:
@@ -93,12 +82,7 @@ class MixedPass:
         return None if reason is not None else cls(MixedLora(model), batcher, bool(args.mixed_passes))
 
     def plan(self, batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
-        """
-        Group micro-batches of different adapters into shared passes, within the token limit.
-
-        Args:
-            batches: micro-batches of one agent each.
-        """
+        """Group micro-batches of one agent each, of different adapters, into shared passes within the token limit."""
         if self._batcher.is_checkpointing:  # checkpointing re-runs the forward pass layer by layer
             return [[batch] for batch in batches]
         groups: list[tuple[list[MicroBatch], list[_PassShape]]] = []
@@ -114,7 +98,6 @@ class MixedPass:
         return [group for group, _ in groups]
 
     def _fit(self, shapes: Sequence[_PassShape]) -> bool:
-        """Return `True` if micro-batches of these shapes may share a pass."""
         mixed_tokens, separate_tokens = _PassShape.tokens(shapes), sum(_PassShape.tokens([shape]) for shape in shapes)
         max_tokens = self._batcher.max_tokens
         if mixed_tokens > _MAX_PADDING_RATIO * separate_tokens or (
@@ -145,15 +128,12 @@ def _reason_not_mixed(
 
 
 class _PassShape(NamedTuple):
-    """
-    Shape of the pass of a micro-batch: number and maximum length of shared prefixes, number of rows and maximum length
-    of their remaining tokens.
-    """
+    """Shape of the pass of a micro-batch; lengths are maxima, in tokens."""
 
-    prefixes: int
+    prefixes: int  # number of shared prefixes
     prefix: int
     rows: int
-    rest: int
+    rest: int  # length of what follows the prefix
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row]) -> _PassShape:
@@ -180,14 +160,8 @@ Snapshot = Callable[[], Callable[[], None]]
 class OutOfMemory:
     """
     Retries a training micro-step that ran out of memory: from the start, with the same random states and gradients, in
-    micro-batches of half the size.
-
-    Args:
-        batcher: its token limit is halved for the rest of the run.
-
-    Attributes:
-        plan: `plan()` returns the [`MemoryPlan`] that the error message of a second failure shows.
-        release: `release()` frees the memory that generation keeps for the next call.
+    micro-batches of half the size. `plan()` returns the [`MemoryPlan`] that the error message of a second failure
+    shows; `release()` frees the memory that generation keeps for the next call.
     """
 
     def __init__(self, run: RunContext, batcher: MicroBatcher, updates: AdapterUpdates, randomness: RandomStates):
@@ -200,16 +174,9 @@ class OutOfMemory:
         self, work: Callable[[], torch.Tensor], rows: Sequence[Row], snapshots: Sequence[Snapshot], alone: bool
     ) -> torch.Tensor:
         """
-        Run the forward and backward passes of a micro-step.
-
-        Args:
-            work: `work()` runs them, and returns the loss.
-            snapshots: snapshots of the objects that the passes write to.
-            alone: whether no other process takes part in the passes, so that this process can retry.
-
-        Raises:
-            RuntimeError: the retry ran out of memory too, or no retry is possible. The message shows the memory plan
-                and the measured memory.
+        Run `work()`, the forward and backward passes of a micro-step, and return the loss. A retry needs `snapshots`
+        of the objects that the passes write to, and no other process in the passes (`alone`). Raises `RuntimeError`,
+        with the memory plan and the measured memory, if no retry is possible or the retry ran out of memory too.
         """
         obstacle = None if alone else "other processes take part in the passes of the step"
         states, undo, problem = self._randomness.capture(), [snapshot() for snapshot in snapshots], ""
@@ -250,10 +217,7 @@ class OutOfMemory:
         return [(value, None if value.grad is None else value.grad.detach().clone()) for value in trained], None
 
     def _reduce_memory(self, rows: Sequence[Row], problem: str) -> bool:
-        """
-        Halve micro-batches, or checkpoint gradients if a single row is too long. Return `False` if neither is
-        possible.
-        """
+        """Halve micro-batches, or checkpoint gradients if a single row is too long; `False` if neither is possible."""
         change = self._batcher.shrink(rows)
         if change is not None:
             logger.warning(
@@ -287,24 +251,14 @@ def _first_line(error: BaseException) -> str:
 
 
 class LossTerm(NamedTuple):
-    """
-    A term of the loss of a slice.
+    """A term of the loss of a slice."""
 
-    Args:
-        agents: agents whose rows the term covers; empty for the critic.
-    """
-
-    agents: Sequence[str]
+    agents: Sequence[str]  # whose rows the term covers; empty for the critic
     loss: Callable[[], torch.Tensor]
 
 
 class LossRecord:
-    """
-    Metrics and sums that the losses of a step collect.
-
-    Args:
-        divergence: sums for `target_kl` and the adaptive entropy bonus.
-    """
+    """Metrics and sums that the losses of a step collect."""
 
     def __init__(self, agents: Sequence[str], divergence: DivergenceSums | None = None, critic: Any = None):
         self.metrics = StepMetrics(agents)
@@ -314,19 +268,12 @@ class LossRecord:
 
 @dataclass(eq=False)
 class _PendingSlice:
-    """
-    A slice whose forward and backward passes are pending.
-
-    Args:
-        learning: adapters and parts of the critic that learn from it.
-        record: metrics and sums of the losses of the slice.
-        thresholds: see [`~LogProbs.high_entropy_thresholds`].
-    """
+    """A slice whose forward and backward passes are pending."""
 
     slice: Slice
-    learning: frozenset[str]
+    learning: frozenset[str]  # adapters and parts of the critic
     record: LossRecord
-    thresholds: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    thresholds: Mapping[str, torch.Tensor] = field(default_factory=dict)  # see [`~LogProbs.high_entropy_thresholds`]
 
 
 class _SliceRows(NamedTuple):
@@ -347,14 +294,6 @@ class TeamLoss(TrainerCallback):
     Computes the losses of slices. Where possible, the slices of an optimizer step share forward passes, so that the
     number of passes does not depend on the number of slices. Each slice still has a separate call of TRL's loss, with
     separate weights and metrics.
-
-    Args:
-        trl_loss: TRL's loss of a micro-batch.
-        log_probs: computes log-probabilities and passes them to TRL's loss.
-        critic: computes the losses of the critic.
-        updates: knows the coefficients of the entropy bonuses.
-        mixing: decides which micro-batches share a pass.
-        out_of_memory: retries a micro-step that runs out of memory.
     """
 
     def __init__(
@@ -390,11 +329,8 @@ class TeamLoss(TrainerCallback):
     ) -> torch.Tensor:
         """
         Compute the loss of a slice, or, with the last slice of an optimizer step, the loss of all its slices. The
-        backward passes of the micro-batches are done on return.
-
-        Args:
-            learning: adapters and parts of the critic that this step trains.
-            backward: `backward(loss)` runs a backward pass.
+        backward passes of the micro-batches are done on return. `learning` has the adapters and parts of the critic
+        that are trained.
         """
         self._updates.note_adapters(slice_.adapters & learning)
         self._waiting.append(
@@ -525,13 +461,11 @@ class TeamLoss(TrainerCallback):
     def _record_skipped_rows(
         self, model: nn.Module, slice_: Slice, trained: Sequence[Row], others: Sequence[Row], record: LossRecord
     ) -> None:
-        """
-        Count the rows without a gradient, and record their metrics, with a forward pass only if `target_kl` needs it.
-        """
+        """Count the rows without a gradient, and record their metrics; only `target_kl` needs a forward pass."""
         for rows, value in ((trained, 0.0), (others, 1.0)):
             for agent, count in Counter(row.agent for row in rows if len(row.completion_ids)).items():
                 record.metrics.add(agent, {FRACTION_WITHOUT_SIGNAL: [value]}, count)
-        if others and self._signal.needs_divergence:
+        if others and self._args.target_kl is not None:
             with self._log_probs.scoring():
                 for batch in self._batcher.cut(others):
                     self._batch_loss(model, batch, slice_, None, record)
@@ -548,9 +482,7 @@ class TeamLoss(TrainerCallback):
         threshold: torch.Tensor | None,
         record: LossRecord,
     ) -> torch.Tensor:
-        """
-        Compute TRL's loss for the rows of one agent, weighted so that losses add up over micro-batches and processes.
-        """
+        """TRL's loss for the rows of one agent, weighted so that losses add up over micro-batches and processes."""
         args, steps = self._args, self._args.steps_per_generation if self._state.is_training else 1
         weights = loss_weights(batch, slice_, self._settings.loss_type, self._processes.count, steps, self._level)
         tensors = self._collate(batch.rows)
@@ -620,9 +552,7 @@ def _split_rows(batch: MicroBatch, slices_by_row: Sequence[_PendingSlice]) -> li
 
 
 def _mask_above(known: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor, _threshold: float) -> torch.Tensor:
-    """
-    Mask the tokens whose entropy is at least a fixed threshold. Replaces the threshold that TRL finds per micro-batch.
-    """
+    """Mask tokens whose entropy is at least a fixed threshold, instead of the one that TRL finds per micro-batch."""
     return (entropies * mask.float() >= known) & mask.bool()
 
 

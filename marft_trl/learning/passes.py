@@ -25,14 +25,9 @@ logger = get_logger(__name__)
 
 class ModelPass:
     """
-    How rows go through a model: whether they share what they have in common, whether they are given positions, and
-    what is kept for the backward pass.
-
-    Args:
-        args: `share_prefixes`, gradient checkpointing.
-        accelerator: device, precision, and the model without its wrappers.
-        reference: TRL's reference model, of a team without adapters.
-        has_aux_loss: whether the routers of a mixture of experts have a loss of their own.
+    How rows go through a model: whether they share common prefixes, whether they get positions, and what is kept for
+    the backward pass. `reference` is TRL's reference model, of a team without adapters; `has_aux_loss`: the routers of
+    a mixture of experts have a loss.
     """
 
     def __init__(
@@ -74,7 +69,6 @@ class ModelPass:
 
     @property
     def device(self) -> torch.device:
-        """Device of this process."""
         return self._accelerator.device
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
@@ -85,7 +79,6 @@ class ModelPass:
 
     @property
     def is_checkpointing(self) -> bool:
-        """`True` if gradients are checkpointed."""
         return bool(self._args.gradient_checkpointing) or is_checkpointing(self.model)
 
     def without_checkpointing(self) -> contextlib.AbstractContextManager[None]:

@@ -14,9 +14,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from peft import PeftModel
+from transformers import PreTrainedModel
+
 from ..agents import AgentSpec
+from ..config.team_setup import Sampling
 from ..episodes.records import Feedback, Function, Messages, PromptError, Seen, Turn
 from ..episodes.tools import tool_name
+from ..seams.libraries import get_logger
+from ..workflows import Sequential, Workflow
 from ..workflows.base import renamed
 from .chat_template import (
     ChatTemplate,
@@ -42,6 +48,8 @@ from .views import (
 )
 
 
+logger = get_logger(__name__)
+
 # Characters per token of the window. Of longer texts, only this many characters are tokenized at first
 _CHARACTERS_PER_TOKEN = 16
 # Maximum number of prompts whose tool schemas are cached
@@ -50,24 +58,15 @@ _MAX_CACHED_PROMPTS = 100_000
 
 @dataclass(eq=False)
 class Observation:
-    """
-    Observation of an agent before a turn.
-
-    Args:
-        content: observation as text or messages.
-        dropped: number of turns and feedback left out to fit the model's window.
-        problem: reason why the observation is not valid, which ends the episode.
-        is_too_long: whether the observation does not fit the model's window.
-        is_truncated: whether `ids` has only the first tokens, because the observation is far too long.
-    """
+    """Observation of an agent before a turn."""
 
     content: str | Messages
     ids: list[int]
     seen: list[Seen]
-    dropped: int = 0
-    problem: str | None = None
-    is_too_long: bool = False
-    is_truncated: bool = False
+    dropped: int = 0  # number of turns and feedback left out to fit the model's window
+    problem: str | None = None  # why the observation is not valid, which ends the episode
+    is_too_long: bool = False  # for the model's window
+    is_truncated: bool = False  # whether `ids` has only the first tokens, because the observation is far too long
 
     @property
     def size(self) -> str:
@@ -76,79 +75,64 @@ class Observation:
 
 
 class Query(NamedTuple):
-    """
-    Inputs of an observation.
-
-    Args:
-        seen: turns and feedback to show to the agent.
-        functions: functions that the agent may call.
-        after: the agent's own turn with tool calls, whose results are the last items of `seen`.
-        messages: messages to show to the agent instead of its view, see [`RequestedTurn`].
-    """
+    """Inputs of an observation."""
 
     agent: AgentSpec
     prompt: str | Messages
     seen: Sequence[Seen] = ()
     functions: tuple[Function, ...] = ()
-    after: Turn | None = None
-    messages: Messages | None = None
+    after: Turn | None = None  # the agent's own turn with tool calls, whose results are the last items of `seen`
+    messages: Messages | None = None  # shown to the agent instead of its view, see [`RequestedTurn`]
 
 
 @dataclass(frozen=True)
 class Window:
-    """
-    The context window of a model, and what happens if an observation does not fit.
+    """The context window of a model, and what happens if an observation does not fit."""
 
-    Args:
-        size: number of tokens that the model can attend to. If `None`, there is no limit.
-        reserved: number of tokens that each agent may generate after its observation.
-        overflow: `"raise"` (an error is raised), `"drop_oldest_turn"` (the oldest turns are left out) or
-            `"end_episode"` (`problem` of the observation is set).
-        without_model: names of agents whose observations no model reads, so that the window does not limit them.
-    """
-
-    size: int | None = None
-    reserved: Mapping[str, int] = field(default_factory=dict)
+    size: int | None = None  # number of tokens that the model can attend to; `None`: no limit
+    reserved: Mapping[str, int] = field(default_factory=dict)  # tokens that each agent may generate afterwards
+    # "raise", "drop_oldest_turn" (the oldest are left out) or "end_episode" (`problem` of the observation is set)
     overflow: str = "raise"
-    without_model: frozenset[str] = frozenset()
+    without_model: frozenset[str] = frozenset()  # agents whose observations no model reads, which have no limit
+
+
+def make_window(
+    model: PreTrainedModel | PeftModel,
+    samplings: Mapping[str, Sampling],
+    overflow: str,
+    without_model: Collection[str],  # agents whose observations no model reads
+    max_model_len: int | None = None,  # of the servers that generate
+) -> Window:
+    """Make the context window of a model. It has no limit if the config of the model states none."""
+    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    size = min((limit for limit in (own, max_model_len) if limit is not None), default=None)
+    reserved = {name: sampling.max_completion_length for name, sampling in samplings.items()}
+    return Window(size, reserved, overflow, frozenset(without_model))
 
 
 class PromptBuilder:
-    """
-    Builds the observations of agents, including their token ids.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        tokenize: TRL's tokenization of prompts: `tokenize(prompts) -> list of ids`, or `tokenize(prompts, functions)`
-            if the agent may call functions. It is used for observations of the default view without turns or feedback,
-            so that the prompts of a single agent equal those of `GRPOTrainer`.
-        view: Function `view(agent, prompt, seen)` that returns the messages shown to the agent. The contents of the
-            messages are encoded without control tokens.
-        chat_template: Chat template to use instead of the tokenizer's, or a [`ChatTemplate`] with keyword arguments.
-        keeps_text_prompts: Whether to keep text prompts as text instead of converting them to a user message. Used for
-            a single agent without a system prompt, as in `GRPOTrainer`. Always `True` for tokenizers without a chat
-            template.
-        window: Context window of the model, and what happens if an observation does not fit.
-        end_token_ids: Ids of the tokens that end a turn.
-        aliases: Names under which agents see each other, by agent name. Defaults to the agents' names.
-        is_single_agent: Whether an agent sees only the prompt, its own turns and the results of its calls. Prompts are
-            then tokenized as in `GRPOTrainer`, and nothing is quoted. Otherwise, prompts contain no control tokens,
-            and neither prompts nor results contain lines that look like the name of a speaker.
-        show_reasoning: Whether earlier turns keep their reasoning where the chat template removes it.
-    """
+    """Builds the observations of agents, including their token ids."""
 
     def __init__(
         self,
         tokenizer,
+        # TRL's tokenization: `tokenize(prompts)`, or `tokenize(prompts, functions)` if the agent may call functions.
+        # It is used for observations of the default view without turns or feedback, so that the prompts of a single
+        # agent equal those of `GRPOTrainer`.
         tokenize: Callable[..., list[list[int]]],
-        view: View = team_view,
-        chat_template: str | ChatTemplate | None = None,
+        view: View = team_view,  # the contents of its messages are encoded without control tokens
+        chat_template: str | ChatTemplate | None = None,  # instead of the tokenizer's
+        # Whether text prompts are not made a user message: for a single agent without a system prompt, as in
+        # `GRPOTrainer`, and always for tokenizers without a chat template
         keeps_text_prompts: bool = False,
         window: Window | None = None,
         end_token_ids: Collection[int] = (),
-        aliases: Mapping[str, str] | None = None,
+        aliases: Mapping[str, str] | None = None,  # names under which agents see each other, by agent name
+        # Whether an agent sees only the prompt, its own turns and the results of its calls. Prompts are then tokenized
+        # as in `GRPOTrainer`, and nothing is quoted. Otherwise, prompts contain no control tokens, and neither prompts
+        # nor results contain lines that look like the name of a speaker.
         is_single_agent: bool = False,
-        show_reasoning: bool = False,
+        show_reasoning: bool = False,  # whether earlier turns keep reasoning that the chat template removes
     ):
         if not isinstance(chat_template, ChatTemplate):
             chat_template = ChatTemplate(tokenizer, chat_template)
@@ -171,15 +155,8 @@ class PromptBuilder:
 
     def build(self, queries: Iterable[Query | tuple]) -> list[Observation]:
         """
-        Build observations.
-
-        Args:
-            queries: Inputs of each observation, as a [`Query`] or a tuple `(agent, prompt, seen)`.
-
-        Returns: the observations, in order.
-
-        Raises:
-            ValueError: The chat template cannot render the messages, or they do not fit the model's window.
+        Build observations in the order of the queries; a tuple may leave out the last fields of a [`Query`]. Raise a
+        `ValueError` if the chat template cannot render the messages, or they do not fit the model's window.
         """
         restricted: list[Query] = [_as_shown(Query(*query)) for query in queries]
         built = {
@@ -191,12 +168,11 @@ class PromptBuilder:
             if index not in built and self._get_view(query.agent) is team_view:  # it shows the whole prompt
                 cut = self._first_tokens(query.agent, query.prompt)
                 built |= {index: self._fit(query._replace(seen=()), cut)} if cut is not None else {}
-        contents = ["" if index in built else self._observe(query) for index, query in enumerate(restricted)]
+        contents = {index: self._observe(query) for index, query in enumerate(restricted) if index not in built}
         ids: dict[int, list[int]] = {}
         alike: dict[tuple, list[int]] = {}
-        for index, query in enumerate(restricted):
-            if index in built:
-                continue
+        for index in contents:
+            query = restricted[index]
             if not query.seen and self._get_view(query.agent) is team_view and self._is_safe(contents[index]):
                 kind = isinstance(contents[index], list), tuple(map(unbound, query.functions))  # type: ignore[arg-type]
                 alike.setdefault(kind, []).append(index)
@@ -207,14 +183,13 @@ class PromptBuilder:
             with contextlib.nullcontext() if isinstance(first, str) else naming_templates(self.tokenizer, first):
                 tokenized = self._tokenize(batch, *([functions] if functions else []))
             ids |= {index: list(token_ids) for index, token_ids in zip(indices, tokenized, strict=True)}
-        for index, query in enumerate(restricted):
-            if index in built:
-                continue
+        for index, content in contents.items():
+            query = restricted[index]
             if query.after is not None:
                 own = self._continue_turn(query, query.after)
             else:
-                own = ids[index] if index in ids else self._join(contents[index], query.functions)
-            built[index] = self._fit(query, Observation(contents[index], own, list(query.seen)))
+                own = ids[index] if index in ids else self._join(content, query.functions)
+            built[index] = self._fit(query, Observation(content, own, list(query.seen)))
         return [built[index] for index in range(len(restricted))]
 
     def _build_from_messages(self, query: Query) -> Observation:
@@ -283,10 +258,11 @@ class PromptBuilder:
         last = max(found, default=0)
         if 0 < last < len(messages) - 1:
             before = self._pieces(messages[:last], functions)
-            ids = self._tokens_of_turn(found[last], messages[last])
+            turn = found[last]  # the conversation continues from it
+            ids = self._with_end_token(turn) if messages[last].get("tool_calls") else turn.completion_ids
             tail = self._tail(ids, before, pieces, messages[: last + 1], functions)
-            if tail and self._was_shown(found[last], messages[:last], turns[:last], functions):
-                return [*found[last].prompt_ids, *ids, *self._encode_pieces(tail, found)]
+            if tail and self._was_shown(turn, messages[:last], turns[:last], functions):
+                return [*turn.prompt_ids, *ids, *self._encode_pieces(tail, found)]
         return self._encode_pieces(pieces, found)
 
     def _was_shown(
@@ -301,13 +277,9 @@ class PromptBuilder:
         self, ids: Sequence[int], before: Pieces, pieces: Pieces, until: Messages, functions: Sequence[Function]
     ) -> Pieces | None:
         """
-        Return the pieces of a conversation that follow a turn. Return `None` if the conversation does not continue
-        from the turn, because the template shows only part of the turn, or different text before or after it.
-
-        Args:
-            ids: the tokens of the turn.
-            before: pieces of the messages before the turn.
-            until: the messages up to the turn.
+        Return the pieces of a conversation that follow a turn with the tokens `ids`, the last of the messages `until`,
+        after the pieces `before`. Return `None` if the conversation does not continue from the turn, because the
+        template shows only part of the turn, or different text before or after it.
         """
         text, ending = until[-1]["content"], self._ending(ids)
         own = [i for i, piece in enumerate(pieces) if isinstance(piece, Part) and piece.message == len(until) - 1]
@@ -358,10 +330,6 @@ class PromptBuilder:
             and not self._encode.contains_control_token(_strings(calls))
         )
 
-    def _tokens_of_turn(self, turn: Turn, message: dict[str, Any]) -> Sequence[int]:
-        """Return the tokens of a turn from which a conversation continues."""
-        return self._with_end_token(turn) if message.get("tool_calls") else turn.completion_ids
-
     def _ending(self, ids: Sequence[int]) -> str:
         """Return the text of the token that ended a turn, or an empty string."""
         return self.tokenizer.decode(ids[-1:]) if ids and ids[-1] in self._end_token_ids else ""
@@ -378,11 +346,7 @@ class PromptBuilder:
         return len(ids) + self._reserved.get(agent.name, 0) <= self.window_size
 
     def tokenize_reply(self, agent: str, text: str) -> tuple[list[int], bool]:
-        """
-        Tokenize a turn that a function wrote, without control tokens.
-
-        Returns: the tokens, and whether they were truncated to the maximum length of the agent's turns.
-        """
+        """Tokenize a turn that a function wrote, without control tokens. Also return whether it was truncated."""
         ids, most = self._encode(text), self._reserved.get(agent)
         return ids[:most], most is not None and len(ids) > most
 
@@ -392,12 +356,7 @@ class PromptBuilder:
         return not self._is_single_agent and self.tokenizer.chat_template is None
 
     def find_protection_gap(self, uses_tools: bool) -> str | None:
-        """
-        Return the reason why text can look like other messages to the model although lines are quoted, or `None`.
-
-        Args:
-            uses_tools: whether agents call functions.
-        """
+        """Return why text can look like other messages to the model although lines are quoted, or `None`."""
         if self._is_single_agent:
             return None
         if "\n" not in self.tokenizer.decode(self._encode("x\nx")):
@@ -483,17 +442,12 @@ class PromptBuilder:
 
     def _quoted(self, messages: Messages) -> Messages:
         """Quote lines that look like the name of a speaker, unless there are no speakers."""
-        return (
-            messages
-            if self._is_single_agent
-            else [message | {"content": quote_speaker_lines(message.get("content") or "")} for message in messages]
-        )
+        if self._is_single_agent:
+            return messages
+        return [message | {"content": quote_speaker_lines(message.get("content") or "")} for message in messages]
 
     def _check(self, prompt: Messages) -> None:
-        """
-        Raises:
-            ValueError: The content of a message is not a string, or another field contains a control token.
-        """
+        """Raise a `ValueError` if a content is not a string, or another field contains a control token."""
         for number, message in enumerate(prompt):
             if not message.get("content") and message.get("tool_calls") and not self.template.renders_calls:
                 raise PromptError(
@@ -506,11 +460,8 @@ class PromptBuilder:
                     f"Message {number} of a prompt has the content {str(message.get('content'))[:80]!r}, which is not "
                     "a string. Agents read only text: join the parts of the content into a single string."
                 )
-            fields = {name: item for name, item in message.items() if name != "content"}
-            fields = {} if self._is_single_agent else fields
-            name = next(
-                (name for name, value in fields.items() if self._encode.contains_control_token(_strings(value))), None
-            )
+            fields = {} if self._is_single_agent else {name: message[name] for name in message if name != "content"}
+            name = next((name for name in fields if self._encode.contains_control_token(_strings(fields[name]))), None)
             if name is not None:
                 raise PromptError(
                     f"Message {number} of a prompt has the field {name!r} with {str(message[name])[:80]!r}, which "
@@ -538,10 +489,7 @@ class PromptBuilder:
         return self._encode_pieces(self._pieces(observation, functions))
 
     def _encode_pieces(self, pieces: Pieces, turns: Mapping[int, Turn] | None = None) -> list[int]:
-        """
-        Return the token ids of `pieces`, which alternate between template text and [`Part`]. `turns`: turns by message
-        index; their texts keep the sampled tokens.
-        """
+        """Return the token ids of `pieces`. Texts of `turns`, by message index, keep the sampled tokens."""
         ids: list[int] = []
         for piece in pieces:
             turn = (turns or {}).get(piece.message) if isinstance(piece, Part) else None
@@ -567,6 +515,27 @@ class PromptBuilder:
 def is_plain(agents: Sequence[AgentSpec], uses_tools: bool) -> bool:
     """Return `True` if text prompts stay text, as in `GRPOTrainer`: one agent without system prompt and tools."""
     return len(agents) == 1 and agents[0].system_prompt is None and not uses_tools
+
+
+def is_single_agent(agents: Sequence[AgentSpec], workflow: Workflow) -> bool:
+    """`True` for a single agent that is shown the prompt, its own turns and the results of its calls, as in TRL."""
+    return len(agents) == 1 and type(workflow) is Sequential
+
+
+def warn_of_unprotected(prompts: PromptBuilder, uses_tools: bool) -> None:
+    """Warn if text from an agent can look like a message from another speaker."""
+    reason = prompts.find_protection_gap(uses_tools)
+    if prompts.lacks_chat_template:
+        logger.warning(
+            "The tokenizer has no chat template, so the model is probably a base model, which has not learned to "
+            "follow system prompts or to end its turns. Use the instruction-tuned model of the family (`-Instruct`, "
+            "`-it`, `-Chat`), or set `processing_class.chat_template` to the template that the model was tuned with."
+        )
+    if reason is not None:
+        logger.warning(
+            f"An agent can write text that its teammates may mistake for a message from another speaker, because "
+            f"{reason}. This cannot be prevented for this tokenizer. The text still contains no control tokens."
+        )
 
 
 def _as_shown(query: Query) -> Query:

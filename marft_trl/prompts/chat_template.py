@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import secrets
@@ -51,28 +52,18 @@ def begins(pieces: Pieces, beginning: Pieces) -> bool:
 
 
 class ChatTemplate:
-    """
-    Chat template of a tokenizer, rendered with placeholders instead of the contents of messages.
-
-    Args:
-        source: chat template to use instead of the tokenizer's own.
-        options: keyword arguments of the template.
-
-    Attributes:
-        options: keyword arguments of the template.
-    """
+    """Chat template of a tokenizer, rendered with placeholders instead of the contents of messages."""
 
     def __init__(self, tokenizer, source: str | None = None, options: dict[str, Any] | None = None):
         self._tokenizer = tokenizer
-        self.source = source
-        self.options = dict(options or {})
+        self.source = source  # instead of the tokenizer's own
+        self.options = dict(options or {})  # keyword arguments of the template
         self._ids: dict[str, list[int]] = {}
         self._schemas: dict[Callable, dict[str, Any]] = {}
         self._renders_results: dict[int, bool] = {}
 
     @property
     def text(self) -> str:
-        """The template itself."""
         return self.source or str(self._tokenizer.chat_template)
 
     def encode(self, piece: str) -> list[int]:
@@ -89,9 +80,7 @@ class ChatTemplate:
     ) -> Pieces:
         """
         Render the template and split it at the contents and reasoning: template text, [`Part`], template text, ...
-
-        Raises:
-            ValueError: The template does not render each content once.
+        Raise a `ValueError` if the template does not render each content once.
         """
         mark, hollow, parts = _hollow(messages)
         pieces = _split(self.render(hollow, functions, add_generation_prompt), mark, parts)
@@ -106,13 +95,8 @@ class ChatTemplate:
 
     def pieces_after(self, messages: Messages, functions: Sequence[Function], ending: str = "") -> Pieces:
         """
-        As `pieces`, for results of tools that follow the turn that called them: what comes after this turn's end.
-
-        Args:
-            ending: the token that has ended the turn.
-
-        Raises:
-            ValueError: The template changes the text before the messages.
+        As `pieces`, for results of tools that follow the turn that called them, from behind the token that `ending`
+        spells. Raise a `ValueError` if the template changes the text before the results.
         """
         name = messages[0]["name"]
         turn = _calling(name)
@@ -137,7 +121,6 @@ class ChatTemplate:
     def render(
         self, messages: Messages, functions: Sequence[Function] = (), add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation."""
         schemas = self.schemas(functions) or None
         with naming_templates(self._tokenizer, messages):
             return self._tokenizer.apply_chat_template(
@@ -150,7 +133,6 @@ class ChatTemplate:
             )
 
     def schemas(self, functions: Sequence[Function]) -> list[dict[str, Any]]:
-        """The JSON schemas of functions, which the model is shown."""
         return [function if isinstance(function, dict) else self._schema(function) for function in functions]
 
     def _schema(self, function: Callable) -> dict[str, Any]:
@@ -181,7 +163,6 @@ class ChatTemplate:
 
     @functools.cached_property
     def renders_calls(self) -> bool:
-        """`True` if the template shows the tool calls of a message."""
         user: Messages = [{"role": "user", "content": "x"}]
         with contextlib.suppress(ValueError):
             return self.render([*_calling(), *user]) != self.render(
@@ -191,16 +172,12 @@ class ChatTemplate:
 
     @functools.cached_property
     def renders_system(self) -> bool:
-        """`True` if the template has a system message."""
         return self._render_pieces("system", "user") is not None
 
     def plain_marks(self, results: bool = False) -> list[str]:
         """
-        Template texts before messages that are marked by plain text alone, e.g. `"USER: "`. Control tokens that begin
-        or end every text do not mark a message.
-
-        Args:
-            results: whether to look at the results of tools too.
+        Template texts before messages, and before results of tools with `results`, that are marked by plain text
+        alone, e.g. `"USER: "`. Control tokens that begin or end every text do not mark a message.
         """
         longest = ["user", "assistant", "user"]
         shown = next(
@@ -225,8 +202,7 @@ class ChatTemplate:
         return bool(tokenizer.decode(rest).strip()) and control.isdisjoint(rest)
 
     def _render_pieces(self, *roles: str) -> list[str] | None:
-        named: list[dict[str, Any]] = [{"role": role, "content": "x"} for role in roles]
-        messages = [message | ({"name": "x"} if message["role"] == "tool" else {}) for message in named]
+        messages = [{"role": role, "content": "x"} | ({"name": "x"} if role == "tool" else {}) for role in roles]
         try:
             return self.pieces(messages)
         except Exception:  # templates can raise any error
@@ -254,13 +230,11 @@ def unbound(function: Callable) -> Callable:
 
 
 def _calling(name: str = "x", count: int = 1) -> Messages:
-    """A conversation that ends with calls of a tool."""
     calls = [make_call(name) for _ in range(count)]
     return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
 
 
 def make_call(name: str, arguments: Any = None) -> dict[str, Any]:
-    """The call of a function within a message."""
     return {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
 
 
@@ -309,12 +283,9 @@ _USER: dict[str, Any] = {"role": "user", "content": "x"}
 
 class EarlierReasoning:
     """
-    Tells the reasoning of a turn from its answer, in the way in which the chat template writes both. The template is
-    then given them apart, and shows the reasoning where it does so of any message. Texts do not go through the
-    template themselves, so that they cannot become control tokens.
-
-    Args:
-        template: is tried on messages with reasoning.
+    Tells the reasoning of a turn from its answer, in the way in which the chat template writes both, which it is tried
+    on. The template is then given them apart, and shows the reasoning where it does so of any message. Texts do not go
+    through the template themselves, so that they cannot become control tokens.
     """
 
     def __init__(self, template: ChatTemplate):
@@ -367,12 +338,7 @@ class EarlierReasoning:
             return ""
 
     def shown(self, seen: Sequence[Seen], whole: Turn | None = None) -> list[Seen]:
-        """
-        Turns and feedback as the template would show them.
-
-        Args:
-            whole: a turn that is going on, whose reasoning stays.
-        """
+        """Turns and feedback as the template would show them. The turn `whole` is going on, so its reasoning stays."""
         if not self.removes_reasoning:
             return list(seen)
         return [self._answered(item) if isinstance(item, Turn) and item is not whole else item for item in seen]
@@ -392,12 +358,7 @@ class EarlierReasoning:
         return any(tag and tag in text for tag in (self._opening, self._closing, self._header))
 
     def as_fields(self, message: dict[str, Any], is_earlier: bool) -> dict[str, Any]:
-        """
-        A message of an assistant with its reasoning as the template takes it: in fields of its own.
-
-        Args:
-            is_earlier: whether a user's message follows it.
-        """
+        """A message with its reasoning in fields of its own. `is_earlier` means that a user's message follows it."""
         text = message.get("content") or ""
         if not (self._has_field or self._removes_at_once or (is_earlier and self.removes_reasoning)):
             return message
@@ -421,10 +382,7 @@ class EarlierReasoning:
 class PlainEncoder:
     """
     Encodes text such that the result contains no control token of the tokenizer: no special token, and no other added
-    one. Only added tokens that are ordinary text, white space and the HTML tags of Gemma, are left as they are.
-
-    Args:
-        chat_template: Chat template. HTML tags that occur in it, such as `<think>`, are control tokens.
+    one, such as `<think>` in a chat template. White space and the HTML tags of Gemma, which are ordinary text, stay.
     """
 
     def __init__(self, tokenizer, chat_template: str | None = None):
@@ -475,8 +433,10 @@ class PlainEncoder:
     def _cut(self, text: str) -> list[str]:
         if self._pattern is None:
             return [text]
-        cuts = [match.start() + 1 for match in _overlapping(self._pattern, text)]
-        return [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True) if i < j]
+        cuts = [0]
+        while (match := self._pattern.search(text, cuts[-1])) is not None:  # matches may overlap
+            cuts.append(match.start() + 1)
+        return [text[i:j] for i, j in itertools.pairwise([*cuts, len(text)]) if i < j]
 
     def _letters(self, ids: list[int]) -> list[int]:
         letters: list[int] = []
@@ -491,10 +451,3 @@ class PlainEncoder:
 
 def _is_text(token: str, template: str) -> bool:
     return not token.strip() or (_HTML.fullmatch(token) is not None and token not in template)
-
-
-def _overlapping(pattern: re.Pattern, text: str):
-    position = 0
-    while (match := pattern.search(text, position)) is not None:
-        yield match
-        position = match.start() + 1

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 from trl.chat_template_utils import (
     add_response_schema,
@@ -17,7 +18,11 @@ from trl.chat_template_utils import (
     supports_tool_calling,
 )
 
+from ..agents import AgentSpec
+from ..episodes.records import TOOL
 from ..episodes.tools import MALFORMED, ToolCall, tool_name
+from ..workflows import Workflow
+from .chat_template import make_call
 
 
 # Minimum length of the opening of a call. Shorter texts may also occur in turns without calls
@@ -27,15 +32,7 @@ _SHORTEST_OPENING = 4
 def parse_calls(
     tokenizer, completion_ids: list[int], prompt_ids: list[int], schemas: list[dict[str, Any]]
 ) -> tuple[ToolCall, ...]:
-    """
-    Parse the tool calls in a completion with TRL's parser. Returns no calls if a call is malformed, and raises no
-    error for any completion.
-
-    Args:
-        completion_ids: token ids of the completion.
-        prompt_ids: token ids of the prompt.
-        schemas: JSON schemas of the functions that may be called.
-    """
+    """Parse calls with TRL's parser. Return none if a call is malformed, and raise no error for any completion."""
     try:
         parsed = parse_response(tokenizer, completion_ids, prefix=prompt_ids, tools=schemas)
         found = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
@@ -52,17 +49,12 @@ _TAG = re.compile(r"<[^<>\s]+>")
 
 def call_opening(tokenizer, chat_template: str | None = None) -> str | None:
     """
-    Return the text before the function's name with which the chat template begins a call, such as `<tool_call>`.
-
-    Args:
-        chat_template: chat template to use instead of the tokenizer's own.
-
-    Returns: the text, or `None` if it cannot be derived from the template.
+    Return the text before the function's name with which a chat template begins a call, such as `<tool_call>`, or
+    `None` if it cannot be derived from the template.
     """
     name = "marft-some-function"
     prompt = [{"role": "user", "content": "x"}]
-    call = {"type": "function", "function": {"name": name, "arguments": {}}}
-    calling = [*prompt, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    calling = [*prompt, {"role": "assistant", "content": "", "tool_calls": [make_call(name)]}]
     try:
         options = {"chat_template": chat_template, "tokenize": False}
         before = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **options)
@@ -82,8 +74,7 @@ def call_pattern(tokenizer, chat_template: str | None = None) -> re.Pattern | No
     """
     Return a pattern that matches the beginning of a call, including an incomplete one. The opening has to be at the
     beginning of a line, behind a control token or reasoning, or before the content of a call, so that a text that only
-    mentions the tag does not match.
-    Returns `None` if the opening cannot be derived from the template.
+    mentions the tag does not match. Return `None` if the opening cannot be derived from the template.
     """
     opening = call_opening(tokenizer, chat_template)
     if opening is None:
@@ -97,13 +88,7 @@ def call_pattern(tokenizer, chat_template: str | None = None) -> re.Pattern | No
 
 
 def check_functions(functions: Sequence[Callable], whose: str) -> None:
-    """
-    Check that functions can be described to a model.
-
-    Raises:
-        ValueError: A function has no valid JSON schema. The message contains the function and the problem of its
-            docstring or type hints.
-    """
+    """Raise a `ValueError` with the function and the problem if a function has no valid JSON schema."""
     for function in functions:
         try:
             get_json_schema(function)
@@ -115,14 +100,32 @@ def check_functions(functions: Sequence[Callable], whose: str) -> None:
             ) from error
 
 
+def prepare_tools(tokenizer: PreTrainedTokenizerBase, agents: Sequence[AgentSpec], workflow: Workflow) -> str | None:
+    """
+    Prepare the tokenizer for the tools of the team. Return the chat template to use instead of the tokenizer's, or
+    `None` if it can be trained with. Raise a `ValueError` if a tool has no schema or a name that is in use, an agent
+    has the name that tool results are shown under, or the chat template does not support tools.
+    """
+    check_functions(workflow.functions, f"the workflow `{type(workflow).__name__}`")
+    workflow_names = {tool_name(function) for function in workflow.functions}
+    for agent in agents:
+        check_functions(agent.functions, f"agent {agent.name!r}")
+        twice = sorted(workflow_names & {tool_name(function) for function in agent.functions})
+        if twice:
+            raise ValueError(
+                f"Agent {agent.name!r} and the workflow `{type(workflow).__name__}` both have a tool named "
+                f"{twice[0]!r}, so only one of the two could be called. Rename one of them."
+            )
+        if agent.name == TOOL:
+            raise ValueError(f"An agent cannot be named {TOOL!r}, since tool results are shown under this name.")
+    owner = next((f"Agent {agent.name!r}" for agent in agents if agent.tools), "The workflow")
+    return prepare_template(tokenizer, owner)
+
+
 def prepare_template(tokenizer, whose: str) -> str | None:
     """
-    Prepare a tokenizer for tools as `GRPOTrainer` does.
-
-    Returns: the chat template to use instead of the tokenizer's own, or `None` if its own is suitable for training.
-
-    Raises:
-        ValueError: The chat template does not support tools, or the format of its calls is unknown.
+    Prepare a tokenizer for tools as `GRPOTrainer` does. Return the chat template to use instead of the tokenizer's
+    own, or `None` if its own is suitable for training. Raise a `ValueError` if its calls cannot be rendered or parsed.
     """
     if not supports_tool_calling(tokenizer):
         lacks = "has no chat template" if tokenizer.chat_template is None else "has a chat template without tools"

@@ -29,7 +29,6 @@ _REMOVED_CATEGORIES = {"Cc", "Cf", "Cn", "Co", "Mc", "Me", "Mn", "Zs"}
 
 
 def speaker_line(name: str) -> str:
-    """Return the line that names the speaker of a text."""
     return f"[{name}]"
 
 
@@ -93,14 +92,7 @@ def _is_removed(character: str) -> bool:
 
 
 def _decode_byte_tokens(text: str, positions: list[int]) -> tuple[str, list[int]]:
-    """
-    Replace byte tokens, such as `<0x5b>`, by the characters that they encode.
-
-    Args:
-        text, positions: what [`_normalize_line`] returned.
-
-    Returns: the same for the decoded text.
-    """
+    """Replace byte tokens, such as `<0x5b>`, by their characters, in what [`_normalize_line`] returned."""
     parts: list[str] = []
     decoded_positions: list[int] = []
     end, start = 0, None  # end of the last byte token; position of the first byte of an incomplete character
@@ -167,10 +159,7 @@ def _as_message(agent: AgentSpec, item: Seen) -> dict[str, Any]:
 
 
 def make_message_calls(turn: Turn) -> list[dict[str, Any]]:
-    """
-    Return the `tool_calls` of a turn's message. Empty if a call could not be parsed; the calls are then part of the
-    text.
-    """
+    """Return the `tool_calls` of a turn's message; empty if a call could not be parsed and is part of the text."""
     are_parsed = all(call.problem is None and isinstance(call.arguments, Mapping) for call in turn.tool_calls)
     return [make_call(call.name, call.arguments) for call in turn.tool_calls] if are_parsed else []
 
@@ -202,20 +191,13 @@ def _has_only_text(message: dict[str, Any]) -> bool:
 
 
 def check_view(view: Any, owner: str) -> None:
-    """Raise a `TypeError` if a view is not a function."""
     if not callable(view):
         hint = " To set the view of a single agent, use `AgentSpec(view=...)`." if isinstance(view, Mapping) else ""
         raise TypeError(f"`view` of {owner} must be a function `view(agent, prompt, seen)`, got {view!r}.{hint}")
 
 
 def call_view(view: View, agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messages:
-    """
-    Call a view and check the messages that it returns.
-
-    Raises:
-        TypeError: the view returned something other than messages with a role and a text. The message contains the
-            view and the agent.
-    """
+    """Call a view. Raise a `TypeError` unless it returns messages with a role and a text."""
     if view is team_view:
         return team_view(agent, prompt, seen)
     subject = f"The view `{getattr(view, '__name__', view)}` of agent {agent.name!r}"
@@ -246,12 +228,7 @@ def call_view(view: View, agent: AgentSpec, prompt: Messages, seen: Sequence[See
 
 
 def convert_tool_messages(messages: Messages, keep_called: bool) -> Messages:
-    """
-    Convert `tool` messages to `user` messages, for templates that do not support them.
-
-    Args:
-        keep_called: keep `tool` messages that follow a message with tool calls.
-    """
+    """Convert `tool` messages to `user` messages. With `keep_called`, those that follow a message with calls stay."""
     converted: Messages = []
     follows_calls = False
     for message in messages:

@@ -20,7 +20,7 @@ from ..episodes.records import Turn
 from ..rewards import boxed
 from ..system.files import write_atomically
 from ..system.run_metrics import AGENT_METRICS, length_metrics
-from .metrics import Interval, avg_at_k, interval, maj_at_k, pass_at_k
+from .metrics import avg_at_k, interval, maj_at_k, pass_at_k
 
 
 if TYPE_CHECKING:
@@ -57,14 +57,9 @@ def sample_rows(
     records: Sequence[Mapping[str, Any]], vote: Vote, right_at: float, right_by: str | None
 ) -> list[dict[str, Any]]:
     """
-    The samples of an evaluation, one row each: `question`, `sample` (0, 1, ... within its question), `right` (0.0 or
-    1.0), `vote`, `reward`, a column for each reward function, `turns` and `tokens`.
-
-    Args:
-        records: episodes, see [`~marft_trl.reporting.evaluation.summarize`].
-        vote: what is compared of the text of an answer.
-        right_at: reward from which an answer is right.
-        right_by: reward function that decides it; by default, the reward of the episode.
+    Rows of the samples of an evaluation: `question`, `sample` (0, 1, ... within its question), `right` (0.0 or 1.0:
+    whether the reward, or that of the function `right_by`, is at least `right_at`), `vote`, `reward`, a column for
+    each reward function, `turns` and `tokens`.
     """
     counts: dict[str, int] = defaultdict(int)
     rows = []
@@ -89,15 +84,7 @@ def sample_rows(
 
 
 def by_question(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, float]:
-    """
-    A measure for each question.
-
-    Args:
-        measure: `"avg"` (all samples), `"pass@<k>"` or `"maj@<k>"`.
-
-    Raises:
-        ValueError: there is no such measure, or a question has fewer samples than `k`.
-    """
+    """A measure for each question: `"avg"` (all samples), `"pass@<k>"` or `"maj@<k>"`."""
     kind, _, number = measure.partition("@")
     if kind not in ("avg", "pass", "maj") or (number and not number.isdecimal()) or (kind != "avg" and not number):
         raise ValueError(f"`measure` must be 'avg', 'pass@<k>' or 'maj@<k>', got {measure!r}.")
@@ -128,14 +115,7 @@ def at_k(rows: Sequence[Mapping[str, Any]], values: Sequence[int]) -> dict[str, 
 
 
 def write_samples(folder: Path, rows: Sequence[Mapping[str, Any]], name: str, step: int, seed: int) -> Path:
-    """
-    Add the samples of an evaluation to the file of a run. Those of the same set from this step on are replaced: a
-    resumed run evaluates again.
-
-    Args:
-        folder: the `output_dir` of the run.
-        step: optimizer steps so far.
-    """
+    """Add samples to the file of a run. A resumed run evaluates again and replaces those of this step and later."""
     file = folder / FILE
     kept = (
         [read_sample for read_sample in read_samples(file) if read_sample["set"] != name or read_sample["step"] < step]
@@ -149,7 +129,6 @@ def write_samples(folder: Path, rows: Sequence[Mapping[str, Any]], name: str, st
 
 
 def read_samples(file: str | Path) -> list[dict[str, Any]]:
-    """Rows of an `evaluations.jsonl`."""
     with open(file, encoding="utf-8") as lines:
         return [json.loads(line) for line in lines if line.strip()]
 
@@ -197,11 +176,6 @@ def scores(
     return np.array([[table[question] for question in sorted(tables[0])] for table in tables])
 
 
-def compute_interval(files: Sequence[str | Path], measure: str = "avg", **options: Any) -> Interval:
-    """Interval over questions and seeds of a measure of runs, see [`scores`]."""
-    return interval(scores(files, measure, **options))
-
-
 # A metric of the `evaluate` package, or a callable `metric(answers, **columns)` that returns a number or a
 # dict of numbers
 EvalMetric: TypeAlias = "evaluate.EvaluationModule | Callable[..., Any]"
@@ -214,12 +188,7 @@ def is_of_evaluate(metric: object) -> TypeGuard[evaluate.EvaluationModule]:
 
 
 def check_eval_metrics(eval_metrics: object) -> list[EvalMetric]:
-    """
-    Check the metrics and return them as a list.
-
-    Raises:
-        TypeError: an item is neither a metric of the `evaluate` package nor a callable.
-    """
+    """Return the metrics as a list. Raises `TypeError` for an item that is not a metric."""
     if eval_metrics is None:
         return []
     metrics = list(eval_metrics) if isinstance(eval_metrics, (list, tuple)) else [eval_metrics]
@@ -233,12 +202,7 @@ def check_eval_metrics(eval_metrics: object) -> list[EvalMetric]:
 
 
 def check_references(metrics: Sequence[EvalMetric], eval_dataset, column: str) -> None:
-    """
-    Raise if an evaluation dataset lacks the column that metrics of the `evaluate` package take as references.
-
-    Raises:
-        ValueError: the message names the metric, the dataset and its columns.
-    """
+    """Raise if an evaluation dataset lacks the column that metrics of the `evaluate` package take as references."""
     named = [metric.name for metric in metrics if is_of_evaluate(metric)]
     for name, dataset in named_sets(eval_dataset).items():
         columns = column_names(dataset) or []
@@ -250,13 +214,7 @@ def check_references(metrics: Sequence[EvalMetric], eval_dataset, column: str) -
 
 
 def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[str, float]:
-    """
-    Compute metrics over episodes: rewards, lengths and numbers of turns.
-
-    Args:
-        records: One record per episode, with `reward` (`float` or `None`), `rewards` (`dict` of reward function to
-            `float` or `None`) and `turns` (`list[Turn]`).
-    """
+    """Compute rewards, lengths and numbers of turns over records with `reward`, `rewards` by function, and `turns`."""
     metrics = {"reward": _mean(record["reward"] for record in records)}
     metrics["reward_std"] = _std([record["reward"] for record in records if record["reward"] is not None])
     for name in records[0]["rewards"]:
@@ -280,11 +238,8 @@ def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[
 
 def question_means(records: Sequence[dict[str, Any]], size: int) -> dict[str, list[float]]:
     """
-    Rewards of each question as means over its episodes, by metric of [`summarize`]: what intervals are made of.
-
-    Args:
-        records: as in [`summarize`], those of a question next to each other.
-        size: number of episodes of a question.
+    Mean rewards of each question by metric of [`summarize`], from which intervals are made. The records of a question,
+    `size` of them, are next to each other.
     """
     scores = {"reward": [record["reward"] for record in records]}
     scores |= {f"rewards/{name}/mean": [item["rewards"][name] for item in records] for name in records[0]["rewards"]}
@@ -302,18 +257,7 @@ def _lengths(turns: Sequence[Turn]) -> dict[str, float]:
 def measure_answers(
     metrics: Sequence[EvalMetric], answers: Sequence[str], columns: Mapping[str, list], reference_column: str
 ) -> dict[str, float]:
-    """
-    Compute metrics over the team's answers.
-
-    Args:
-        metrics: Metrics of the `evaluate` package, or callables.
-        answers: Text of the team's answer in each episode.
-        columns: Columns of the dataset, and `turns`, with one value per episode.
-        reference_column: Name of the column that metrics of the `evaluate` package get as `references`.
-
-    Raises:
-        TypeError: a callable returned neither a number nor a dict of numbers.
-    """
+    """Compute metrics of the team's answers in all episodes, from `turns` and the columns of the dataset."""
     measured: dict[str, float] = {}
     for metric in metrics:
         if is_of_evaluate(metric):

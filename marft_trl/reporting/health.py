@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,30 +31,16 @@ _MAX_VALUE_LOSS = 1e6
 
 
 class Symptom(NamedTuple):
-    """
-    A sign that a run does not learn, and whether the latest measurement shows it.
+    """A sign that a run does not learn, and whether the latest measurement shows it."""
 
-    Args:
-        name: identifies the symptom and the agent or adapter. Each name is reported once.
-        patience: number of consecutive measurements with the symptom before it is reported.
-        message: what is wrong, and what to change.
-    """
-
-    name: str
+    name: str  # with that of the agent or adapter; each name is reported once
     is_present: bool
-    patience: int
-    message: str
+    patience: int  # measurements in a row with the symptom before it is reported
+    message: str  # what is wrong, and what to change
 
 
 class Health(TrainerCallback):
-    """
-    Checks the metrics and the weights after every optimizer step, and warns about symptoms. The metrics are the same
-    on all processes.
-
-    Args:
-        get_parameters: returns the trained parameters of each adapter and each part of the critic.
-        vocab_size: size of the vocabulary, which determines the maximum token entropy.
-    """
+    """Checks metrics, which are the same on all processes, and weights after every step, and warns about symptoms."""
 
     def __init__(
         self,
@@ -74,12 +60,10 @@ class Health(TrainerCallback):
         self._initial_norms: dict[str, float] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a resumed run, JSON-serializable."""
         norms = {"norms": dict(self._norms), "first_norms": dict(self._initial_norms)}
         return {"in_a_row": dict(self._num_consecutive), "said": sorted(self._reported), **norms}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state from [`state_dict`]."""
         self._num_consecutive, self._reported = dict(state["in_a_row"]), set(state["said"])
         self._norms, self._initial_norms = dict(state["norms"]), dict(state["first_norms"])
 
@@ -113,7 +97,7 @@ class Health(TrainerCallback):
 
     # ---- Symptoms ----
 
-    def _report(self, symptoms: Sequence[Symptom]) -> None:
+    def _report(self, symptoms: Iterable[Symptom]) -> None:
         for name, is_present, patience, message in symptoms:
             self._num_consecutive[name] = self._num_consecutive.get(name, 0) + 1 if is_present else 0
             if self._num_consecutive[name] >= patience and name not in self._reported:
@@ -132,25 +116,20 @@ class Health(TrainerCallback):
         agents = ", ".join(map(repr, self._policies.get_agents(adapter)))
         return f"the adapter {adapter!r} (agents {agents})" if agents else f"the critic ({adapter!r})"
 
-    def _check_precision(self) -> list[Symptom]:
+    def _check_precision(self) -> Iterator[Symptom]:
         half_precision = {
             name: dtype
             for name, parameters in self._get_parameters().items()
             for dtype in {p.dtype for p in parameters.values()} & {torch.float16, torch.bfloat16}
         }
-        return [
-            Symptom(
-                f"precision/{name}",
-                self._policies.has_adapters,
-                1,
+        for name, dtype in half_precision.items():
+            message = (
                 f"The weights of {self._describe(name)} are {dtype}, so updates below this precision are lost. "
-                "Keep trained adapters in float32 unless memory is short.",
+                "Keep trained adapters in float32 unless memory is short."
             )
-            for name, dtype in half_precision.items()
-        ]
+            yield Symptom(f"precision/{name}", self._policies.has_adapters, 1, message)
 
-    def _check_norms(self) -> list[Symptom]:
-        symptoms = []
+    def _check_norms(self) -> Iterator[Symptom]:
         for name, norm in self._norms.items():
             initial = self._initial_norms.get(name, norm)
             rate = "learning_rate" if name in self._policies.trained else "critic_learning_rate"
@@ -159,12 +138,10 @@ class Health(TrainerCallback):
                 f"{norm:.3g}, initially {initial:.3g}). `{rate}={getattr(self._args, rate):g}` is probably far too "
                 "high."
             )
-            symptoms.append(Symptom(f"grown/{name}", norm > _MAX_RATIO * max(initial, 1.0), 1, message))
-        return symptoms
+            yield Symptom(f"grown/{name}", norm > _MAX_RATIO * max(initial, 1.0), 1, message)
 
-    def _check_updates(self, latest: Mapping[str, float]) -> list[Symptom]:
+    def _check_updates(self, latest: Mapping[str, float]) -> Iterator[Symptom]:
         """Check that the weights change in the steps that update them."""
-        symptoms = []
         for name, is_unchanged in self._is_unchanged.items():
             is_policy = name in self._policies.trained
             prefixes = [f"agents/{agent}" for agent in self._policies.get_agents(name)] if is_policy else ["critic"]
@@ -176,14 +153,11 @@ class Health(TrainerCallback):
                 f"train them. Check `grad_norm`: if it is 0, all advantages are 0; otherwise `{rate}` is 0 or too "
                 "small for the precision of the weights."
             )
-            symptoms.append(Symptom(f"still/{name}", is_unchanged, PATIENCE, message))
-        return symptoms
+            yield Symptom(f"still/{name}", is_unchanged, PATIENCE, message)
 
-    def _check_batch(self, latest: Mapping[str, float]) -> list[Symptom]:
-        if "frac_reward_zero_std" not in latest:
-            return []
-        return [
-            Symptom(
+    def _check_batch(self, latest: Mapping[str, float]) -> Iterator[Symptom]:
+        if "frac_reward_zero_std" in latest:
+            yield Symptom(
                 "no signal",
                 latest["frac_reward_zero_std"] == 1.0,
                 PATIENCE,
@@ -191,20 +165,16 @@ class Health(TrainerCallback):
                 "the same reward, so all advantages are 0. Check the reward functions (constant?), the prompts (too "
                 "hard or too easy?), and `temperature` and `num_generations` (do the episodes differ?).",
             )
-        ]
 
-    def _check_agents(self, latest: Mapping[str, float]) -> list[Symptom]:
-        symptoms = []
+    def _check_agents(self, latest: Mapping[str, float]) -> Iterator[Symptom]:
         for agent in self._agents:
             prefix = f"agents/{agent}/"
             metrics = {name.removeprefix(prefix): value for name, value in latest.items() if name.startswith(prefix)}
-            symptoms += self._check_turns(agent, metrics)
+            yield from self._check_turns(agent, metrics)
             if agent in self._trained:
-                symptoms += self._check_policy(agent, metrics)
-        return symptoms
+                yield from self._check_policy(agent, metrics)
 
-    def _check_turns(self, agent: str, metrics: Mapping[str, float]) -> list[Symptom]:
-        symptoms = []
+    def _check_turns(self, agent: str, metrics: Mapping[str, float]) -> Iterator[Symptom]:
         if "turns" in metrics:
             is_first = f"silent/{agent}" not in self._num_consecutive
             first_message = (
@@ -216,8 +186,8 @@ class Health(TrainerCallback):
                 f"`episode.turn({agent!r})` in the workflow and the prompt of the agent that chooses the next "
                 "speaker, or remove the agent."
             )
-            symptoms.append(Symptom(f"unasked/{agent}", is_first and metrics["turns"] == 0, 1, first_message))
-            symptoms.append(Symptom(f"silent/{agent}", metrics["turns"] == 0, PATIENCE, message))
+            yield Symptom(f"unasked/{agent}", is_first and metrics["turns"] == 0, 1, first_message)
+            yield Symptom(f"silent/{agent}", metrics["turns"] == 0, PATIENCE, message)
         if "completions/clipped_ratio" in metrics:
             masked = ""
             if self._args.mask_truncated_completions:
@@ -228,11 +198,9 @@ class Health(TrainerCallback):
                 "its prompt."
             )
             is_present = metrics["completions/clipped_ratio"] == 1.0
-            symptoms.append(Symptom(f"truncated/{agent}", is_present, PATIENCE, message))
-        return symptoms
+            yield Symptom(f"truncated/{agent}", is_present, PATIENCE, message)
 
-    def _check_policy(self, agent: str, metrics: Mapping[str, float]) -> list[Symptom]:
-        symptoms = []
+    def _check_policy(self, agent: str, metrics: Mapping[str, float]) -> Iterator[Symptom]:
         if "entropy" in metrics:
             entropy = metrics["entropy"]
             collapsed = (
@@ -243,28 +211,26 @@ class Health(TrainerCallback):
                 f"THE POLICY OF {agent!r} IS NEARLY RANDOM: the token entropy is {entropy:.2f}, and the maximum is "
                 f"{self._max_entropy:.2f}. Lower its learning rate or `entropy_coef`, or set `beta`."
             )
-            symptoms += [
-                Symptom(f"collapsed/{agent}", entropy < _MIN_ENTROPY, PATIENCE, collapsed),
-                Symptom(f"noise/{agent}", entropy > _MAX_ENTROPY_FRACTION * self._max_entropy, PATIENCE, random),
-            ]
+            is_random = entropy > _MAX_ENTROPY_FRACTION * self._max_entropy
+            yield Symptom(f"collapsed/{agent}", entropy < _MIN_ENTROPY, PATIENCE, collapsed)
+            yield Symptom(f"noise/{agent}", is_random, PATIENCE, random)
         if "kl" in metrics:
             message = (
                 f"THE POLICY OF {agent!r} IS FAR FROM ITS REFERENCE: the KL is {metrics['kl']:.3g} per token. Lower "
                 "its learning rate, or set a larger `beta`."
             )
-            symptoms.append(Symptom(f"kl/{agent}", not metrics["kl"] <= _MAX_KL, 3, message))
+            yield Symptom(f"kl/{agent}", not metrics["kl"] <= _MAX_KL, 3, message)
         if "clip_ratio/region_mean" in metrics:
             message = (
                 f"ALMOST ALL TOKENS OF {agent!r} ARE CLIPPED, in {PATIENCE} optimizer steps in a row: the policy "
                 "moves too far from the policy that sampled the turns. Lower its learning rate or `num_iterations`."
             )
             is_present = metrics["clip_ratio/region_mean"] > _MAX_CLIPPED_FRACTION
-            symptoms.append(Symptom(f"clipped/{agent}", is_present, PATIENCE, message))
-        return symptoms
+            yield Symptom(f"clipped/{agent}", is_present, PATIENCE, message)
 
-    def _check_critic(self, latest: Mapping[str, float]) -> list[Symptom]:
+    def _check_critic(self, latest: Mapping[str, float]) -> Iterator[Symptom]:
         if "critic/value_loss" not in latest:
-            return []
+            return
         loss, value = latest["critic/value_loss"], abs(latest.get("critic/value_mean", 0.0))
         target = abs(latest.get("critic/target_mean", 0.0))
         message = (
@@ -272,7 +238,7 @@ class Health(TrainerCallback):
             f"the mean target {target:.3g}. Lower `critic_learning_rate`, or scale the rewards down."
         )
         is_present = not loss <= _MAX_VALUE_LOSS or not value <= _MAX_RATIO * max(target, 1.0)  # also if NaN
-        return [Symptom("values", is_present, 3, message)]
+        yield Symptom("values", is_present, 3, message)
 
 
 def _sample(parameters: Mapping[str, nn.Parameter], tensors: int = 16, elements: int = 64) -> torch.Tensor:

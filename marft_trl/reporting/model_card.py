@@ -14,6 +14,7 @@ from jinja2 import Template
 
 from ..adapters.manifest import TeamManifest, is_hub_id
 from ..seams.libraries import installed_version
+from ..system.hints import brief
 
 
 # Characters that mean something in Markdown, also in links without brackets. HTML is escaped before.
@@ -155,15 +156,7 @@ def team_card(
     picture: str | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> ModelCard:
-    """
-    The model card of a team.
-
-    Args:
-        repo: Hub id of the team.
-        dataset_name: Hub id of the training data, or several.
-        picture: The workflow as a Mermaid flowchart.
-        facts: How the team was trained, by label.
-    """
+    """The model card of a team. `picture` is a Mermaid flowchart, and `facts` say how the team was trained."""
     base = manifest.base_model if is_hub_id(manifest.base_model or "") else None
     repo = repo or model_name
     repo = repo if is_hub_id(repo) else "path/to/the/team"
@@ -260,6 +253,5 @@ def _code(text: str) -> str:
 
 def _markdown(text: str, limit: int = 200) -> str:
     """Text in one line of at most `limit` characters, without a meaning in Markdown and in HTML."""
-    text = " ".join(text.split())
-    text = text if len(text) <= limit else text[: limit - 3] + "..."
+    text = brief(" ".join(text.split()), limit)
     return _MARKUP.sub(r"\\\g<0>", html.escape(text, quote=False))

@@ -20,11 +20,10 @@ from ..config.checks import completes_candidates, uses_candidates
 from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
-from ..learning.batching import MicroBatcher
-from ..learning.critic_learner import CriticLearner
-from ..learning.memory import (
+from ..learning.batching import (
     ActivationCost,
     MemoryPlan,
+    MicroBatcher,
     cache_size,
     count_bytes,
     decoding_size,
@@ -33,13 +32,13 @@ from ..learning.memory import (
     optimizer_size,
     readable,
 )
+from ..learning.critic_learner import CriticLearner
 from ..prompts.builder import Observation, Query
 from ..rollout.runner import EpisodeRunner
 from ..rollout.transformers_generator import MIXED_ROWS
 from ..seams.sharding import ShardSizes, shard_sizes
-from ..shared_prefix.decoding import ROOM
+from ..shared_prefix.decoding import PREFILL_TOKENS, ROOM
 from ..shared_prefix.forward import clusters
-from ..shared_prefix.kv_cache import PREFILL_TOKENS
 from ..workflows.base import callable_name, turn_links
 from .transcripts import messages_as_text
 
@@ -50,20 +49,13 @@ _MAX_REHEARSAL_TURNS = 64
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """
-    An episode with placeholder turns.
-
-    Args:
-        shown: first observation of each agent.
-        prompts: for each turn, the agent, the number of tokens of its prompt if all turns in it had maximum length,
-            and the number of these tokens before the first such turn.
-        generation_calls: for each generation call, the agents whose turns are generated together.
-    """
+    """An episode with placeholder turns."""
 
     episode: Episode
-    shown: dict[str, Observation]
+    shown: dict[str, Observation]  # first observation of each agent
+    # of each turn: agent, tokens if all turns in the prompt had maximum length, those before the first such turn
     prompts: list[tuple[str, int, int]]
-    generation_calls: list[list[str]]
+    generation_calls: list[list[str]]  # agents whose turns are generated together
 
 
 # Ratio of the activation peak to the activations kept for backward: temporary tensors and fragmentation
@@ -71,17 +63,7 @@ _PEAK_RATIO = 1.05
 
 
 class Planner:
-    """
-    Describes a run before it starts.
-
-    Args:
-        runner: builds observations, and runs the workflow with placeholder turns.
-        model: the model without data-parallel wrappers.
-        tokenizer: counts tokens.
-        window: number of tokens that the model can attend to.
-        train_dataset: `train_dataset()` returns the training dataset. The rehearsal runs on its first row.
-        past_copies: past copies of adapters, which count toward the memory.
-    """
+    """Describes a run before it starts. The workflow runs on the first row of the dataset with placeholder turns."""
 
     def __init__(
         self,
@@ -104,10 +86,7 @@ class Planner:
         self._model, self._tokenizer, self._window, self._dataset = model, tokenizer, window, train_dataset
 
     def plan(self) -> str:
-        """
-        Describe the agents, the links between them, the batches in episodes, turns and tokens, the memory, and the
-        observation of each agent on the first row of the dataset, with placeholder turns of its teammates.
-        """
+        """See [`MARFTTrainer.plan`]."""
         rehearsal = self.rehearse(next(iter(self._dataset())))
         episode, shown = rehearsal.episode, rehearsal.shown
         links = [f"{start} -> {end}" for start, end in self.links(rehearsal)]
@@ -139,10 +118,7 @@ class Planner:
         return shard_sizes(self._model, whole, self._processes.count, 2 if is_half else None)
 
     def memory_plan(self) -> MemoryPlan:
-        """
-        Estimate the memory that this process needs, part by part, with every turn at maximum length. All parts are
-        computed, except the activations, whose size per token is measured on a few short rows.
-        """
+        """See [`MARFTTrainer.memory_plan`]."""
         adapters = [p for name in self._policies.names for p in self._policies.parameters(name).values()]
         adapters = adapters if self._policies.has_adapters else []
         critic = self._critic
@@ -180,14 +156,7 @@ class Planner:
         )
 
     def _activations(self, prompts: Sequence[tuple[str, int, int]], longest: int, cost: ActivationCost) -> int:
-        """
-        Return the bytes of the activations of the largest micro-batch: of an agent, or of a critic that keeps its
-        passes over all turns.
-
-        Args:
-            prompts: for each turn, the agent, the tokens of the prompt, and the number of them that the group shares.
-            cost: memory cost per token.
-        """
+        """Bytes of the largest micro-batch: of an agent, or of a critic that keeps its passes over all turns."""
         config, needed, limits = self._model.config.get_text_config(), [], []
         work = [self._count_tokens(*prompt) for prompt in prompts]
         if self._batcher.joins_slices:  # a micro-batch may have all turns of an agent
@@ -212,7 +181,7 @@ class Planner:
         return round(_PEAK_RATIO * max(needed))
 
     def _count_tokens(self, agent: str, length: int, same: int) -> tuple[int, int, int]:
-        """Return the numbers of computed, repeated and scored tokens of an agent's micro-batch."""
+        """Numbers of computed, repeated and scored tokens of an agent's micro-batch."""
         rows, new = self._args.per_device_train_batch_size, self._samplings[agent].max_completion_length
         rows *= self._args.gradient_accumulation_steps if self._batcher.joins_slices else 1
         same = same if self._batcher.share else 0
@@ -234,12 +203,8 @@ class Planner:
 
     def _turns_at_once(self, agents: Sequence[str], generation_calls: Sequence[Sequence[str]]) -> int:
         """
-        Return an upper bound of the number of turns that are generated at once: in episodes, candidates and their
-        completions, and re-runs, of which there is one per turn of a trained agent.
-
-        Args:
-            agents: agents of the turns of an episode, in order.
-            generation_calls: for each generation call, the agents whose turns are generated together.
+        Bound the turns that are generated at once: in episodes, candidates and their completions, and re-runs, of
+        which there is one per turn of a trained agent. `agents` are those of the turns of an episode, in order.
         """
         args, rule = self._args, CREDITS[self._args.credit]
         episodes = max(self._rows_at_once(wave) for wave in generation_calls)
@@ -259,7 +224,6 @@ class Planner:
         return sum(rows) if together else max(rows)
 
     def _candidates(self, agent: str) -> int:
-        """Number of candidates for a turn of an agent."""
         return self._args.turn_candidates if uses_candidates(self._args) and agent in self._trained() else 1
 
     def _trained(self) -> set[str]:
@@ -288,9 +252,6 @@ class Planner:
         shown |= {agent.name: item for agent, item in zip(rest, alone, strict=True)}
         return Rehearsal(episode, shown, prompts, generation_calls)
 
-    def _find_agent(self, name: str) -> AgentSpec:
-        return next(agent for agent in self._agents if agent.name == name)
-
     def _placeholder(self, agent: str) -> str:
         return f"(what {self._aliases.get(agent, agent)} says)"
 
@@ -310,7 +271,8 @@ class Planner:
         if request.requested_turn is not None:  # another program wrote the observation
             return 0
         others = [replace(item, text="?", raw_text="?") if isinstance(item, Turn) else item for item in request.seen]
-        query = Query(self._find_agent(request.agent), request.episode.prompt, others, request.functions)
+        agent = next(agent for agent in self._agents if agent.name == request.agent)
+        query = Query(agent, request.episode.prompt, others, request.functions)
         (other,) = runner.observe([query])
         (cluster, *_) = clusters([observation.ids, other.ids])
         return cluster.length if len(cluster.rows) > 1 else 0

@@ -17,25 +17,20 @@ from transformers.utils import is_rich_available
 
 # Metrics of an agent that are in a log line, with their names in the line
 _OF_AGENTS = {"reward": "reward", "kl": "kl", "completions/mean_length": "length"}
-
-
 # Most reward functions, of the team or of an agent, that are in a log line
 _FUNCTIONS = 3
-
 # If the relative difference of the agents' rewards is smaller, they come from the same episodes and differ only
 # because agents have different numbers of turns
 _SAME = 0.01
-
-
 # Seconds without a line after which an evaluation says how far it is
 _SILENCE = 10.0
 
 
 class LogLine:
     """
-    Formats a log as one line: the step, the team's reward and its change since the last line, two or three reward
-    functions by name, the seconds of the step, and for each agent the reward (if agents differ), up to three reward
-    functions of its own, the KL and the mean length of its turns.
+    Formats a log as one line: the step, the team's reward and its change, two or three reward functions, the seconds
+    of the step, and for each agent the reward (if agents differ), up to three reward functions of its own, the KL and
+    the mean length of its turns.
     """
 
     def __init__(self, agents: Sequence[str]):
@@ -121,7 +116,6 @@ class EvaluationLines:
         self._done = 0
 
     def say(self, line: str) -> None:
-        """Print a line."""
         self._last = time.monotonic()
         say(line)
 

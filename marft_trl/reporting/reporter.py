@@ -8,7 +8,7 @@ import csv
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,13 +77,7 @@ def save_learning_curve(
 
 
 class EpisodeOutcome(NamedTuple):
-    """
-    Outcome of an episode.
-
-    Args:
-        returns: return of each agent.
-        copies: past copies that agents acted with.
-    """
+    """Return of each agent in an episode, and the past copies that agents acted with."""
 
     returns: Mapping[str, float]
     copies: Mapping[str, int]
@@ -96,10 +90,7 @@ class GameMetrics:
         self._agents, self._trained, self._own, self._past_copies = team.names, team.trained, own, past_copies
 
     def played(self, rollout: Rollout) -> list[EpisodeOutcome | None]:
-        """
-        Return the outcomes of the episodes of this process; `None` for unscored episodes, or if all agents share a
-        return.
-        """
+        """Outcomes of the episodes of this process; `None` if unscored, or if all agents share a return."""
         if not rollout.has_own_returns:
             return [None] * len(rollout.episodes)
         return [
@@ -114,12 +105,8 @@ class GameMetrics:
 
     def metrics(self, played: Iterable[EpisodeOutcome | None]) -> dict[str, float]:
         """
-        Compute metrics from the outcomes of all processes.
-
-        Returns: `agents/<name>/return`, the mean return; `agents/<name>/win_rate/<other>` and `draw_rate/<other>`, how
-        often the return of a trained agent is higher than that of another agent, or equal to it; for an agent that
-        acts with past copies, `agents/<name>/copies`, the number of copies, and win rates against each copy, where
-        `copy_1` is the newest.
+        Mean returns of agents over all processes; win and draw rates of trained agents against each other agent; the
+        number of past copies of an agent, and the rates against each of them, where `copy_1` is the newest.
         """
         scored = [item for item in played if item is not None]
         metrics: dict[str, float] = {}
@@ -176,31 +163,17 @@ class TableRow(NamedTuple):
 
 
 class TurnFacts(NamedTuple):
-    """
-    Statistics of a turn, gathered across processes.
-
-    Args:
-        prompt_tokens, tokens: tokens of the observation and of the turn.
-        episode: index of the episode among the episodes of all processes.
-    """
+    """Statistics of a turn, gathered across processes."""
 
     agent: str
-    prompt_tokens: int
-    tokens: int
+    prompt_tokens: int  # of the observation
+    tokens: int  # of the turn
     truncated: bool
-    episode: int
+    episode: int  # index among the episodes of all processes
 
 
 class Reporter:
-    """
-    Reports rollouts and evaluations.
-
-    Args:
-        rewards: names of the reward functions.
-        tokenizer: decodes tokens.
-        vote: extracts the value that samples vote on from the text of an answer.
-        games: computes win rates, if agents can have separate returns.
-    """
+    """Reports rollouts and evaluations. `vote` extracts from the text of an answer the value that samples vote on."""
 
     def __init__(
         self,
@@ -227,16 +200,14 @@ class Reporter:
         self.generated_tokens = 0  # in training, candidates and re-runs included
         self.evaluation_error = 0.0  # standard error of the reward of the last evaluation
         self.question_means: dict[str, list[float]] = {}  # rewards in the last evaluation of each set, by metric
-        self._k_values: Sequence[int] | None = run.args.eval_k
+        self.k_values: Sequence[int] | None = run.args.eval_k  # evaluations report pass@k and maj@k for these
         self._vote = vote
         run.state.fill_table((), (), (), {}, {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for resuming, JSON-serializable."""
         return {"generated_tokens": self.generated_tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state from [`state_dict`]."""
         self.generated_tokens = state["generated_tokens"]
 
     # ---- Rollouts of training ----
@@ -250,14 +221,9 @@ class Reporter:
         generated: Mapping[str, int],
     ) -> None:
         """
-        Report a training rollout: the metrics of TRL for the team, and those of each agent.
-
-        Args:
-            std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode.
-            advantages: for each episode of this process, the advantages of its turns: one number, a list with a number
-                per token, or `None` for a turn without a training row.
-            own_rewards: for each episode the own rewards of its turns by function; may be empty.
-            generated: numbers of candidates and re-runs.
+        Report a training rollout. `std` (E,) is the standard deviation in the group of each episode. Per episode of
+        this process, `advantages` has `None` for turns without a row, and `own_rewards` may be empty. `generated`
+        counts candidates and re-runs.
         """
         all_sampled = rollout.drawn or rollout  # before episodes were selected by reward
         for index, name in enumerate(self._rewards.names):
@@ -339,15 +305,6 @@ class Reporter:
 
     # ---- Evaluation ----
 
-    @contextlib.contextmanager
-    def report_k(self, values: Sequence[int] | None) -> Iterator[None]:
-        """Context manager: evaluations report pass@k and maj@k for these values of k; neither if `None`."""
-        kept, self._k_values = self._k_values, values
-        try:
-            yield
-        finally:
-            self._k_values = kept
-
     def begin_evaluation(self) -> None:
         """Discard the records of earlier evaluations."""
         self._records = []
@@ -355,12 +312,7 @@ class Reporter:
         self._clear("eval")
 
     def evaluated(self, rollout: Rollout, rows: Sequence[dict[str, Any]], std: torch.Tensor | None) -> None:
-        """
-        Record a batch of an evaluation.
-
-        Args:
-            std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation in the group of each episode.
-        """
+        """Record a batch of an evaluation. `std` (E,) is the standard deviation in the group of each episode."""
         if std is not None:
             self._metrics.add("frac_reward_zero_std", share_of_zeros(std))
         self._metrics.set("num_tokens", self._state.num_tokens_seen)
@@ -382,12 +334,8 @@ class Reporter:
 
     def end_evaluation(self, dataset: Any, name: str = "eval") -> dict[str, float]:
         """
-        Return the metrics of the evaluation, without a prefix.
-
-        Args:
-            dataset: the evaluation set. Processes repeat rows at the end so that each has the same number; the
-                repeated rows are dropped, except for a stream, whose length is unknown.
-            name: name of the evaluation, for the file with its samples.
+        Return the metrics of the evaluation, without a prefix. Rows that processes repeat at the end, to have equal
+        numbers, are dropped, except for a stream, whose length is unknown. The file with the samples has the `name`.
         """
         records = self._records
         with contextlib.suppress(TypeError):  # a stream has no length
@@ -412,13 +360,13 @@ class Reporter:
 
     def _sample_metrics(self, records: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
         """Compute metrics over several episodes per question, and write all episodes to a file."""
-        if self._k_values is None:
+        if self.k_values is None:
             return {}
         rows = sample_rows(records, self._vote, self._args.eval_right_at, self._args.eval_right_by)
         if self._processes.is_main:
             step = self._state.optimizer_step
             write_samples(Path(self._args.output_dir or "."), rows, name, step, self._args.seed)
-        return at_k(rows, self._k_values)
+        return at_k(rows, self.k_values)
 
     # ---- The completions table and transcripts ----
 
@@ -448,7 +396,8 @@ class Reporter:
         for index, episode in enumerate(rollout.episodes):
             position, rewards = rollout.first + index, self._rewards_by_function(rollout, index)
             turn_advantages = advantages[index] if advantages is not None else None
-            if position < self._max_transcripts:
+            # If none is printed, the page still shows some
+            if position < (self._settings.num_completions_to_print or MAX_TRANSCRIPTS):
                 title = f"step {step}, episode {before + position}"
                 tokens = [self.token_texts(turn.completion_ids) for turn in episode.turns]
                 own = own_rewards[index] if own_rewards else None
@@ -484,9 +433,7 @@ class Reporter:
         return extra
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """
-        Decode each token. If several tokens share a character, the first token gets its text and the others are empty.
-        """
+        """Decode each token. Of tokens that share a character, the first gets its text; the others are empty."""
         texts = self._tokenizer.batch_decode([[index] for index in ids])
         start = 0
         while start < len(texts):
@@ -496,11 +443,6 @@ class Reporter:
             texts[start:end] = [self._tokenizer.decode(ids[start:end]), *[""] * (end - start - 1)]
             start = end
         return texts
-
-    @property
-    def _max_transcripts(self) -> int:
-        """Number of the latest episodes to keep as transcripts. If none is printed, the page still shows some."""
-        return self._settings.num_completions_to_print or MAX_TRANSCRIPTS
 
     # ---- Logs ----
 

@@ -30,48 +30,28 @@ Advantage = float | Sequence[float] | None
 
 @dataclass(frozen=True)
 class Entry:
-    """
-    A turn or a feedback in a transcript.
+    """A turn or a feedback in a transcript."""
 
-    Args:
-        speaker: name of the agent, or source of the feedback.
-        text: text of the turn or the feedback, with control tokens spelled out.
-        notes: short remarks: the earlier turns it was shown, tool calls, truncation, rewards.
-        shown: observation of the agent, as text. Empty for feedback.
-        tokens: text of each token, if known.
-        advantages: advantage of the turn, or of each of its tokens.
-        is_feedback: `True` for feedback from an environment or a tool.
-    """
-
-    speaker: str
-    text: str
-    notes: tuple[str, ...] = ()
-    shown: str = ""
-    tokens: tuple[str, ...] = ()
-    advantages: float | tuple[float, ...] | None = None
+    speaker: str  # name of the agent, or source of the feedback
+    text: str  # with control tokens spelled out
+    notes: tuple[str, ...] = ()  # the earlier turns it was shown, tool calls, truncation, rewards
+    shown: str = ""  # observation of the agent, as text
+    tokens: tuple[str, ...] = ()  # text of each token, if known
+    advantages: float | tuple[float, ...] | None = None  # of the turn, or of each of its tokens
     is_feedback: bool = False
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """
-    An episode in readable form. It is plain data, so that it can be sent to another process.
-
-    Args:
-        entries: turns and feedback, in order.
-        rewards: reward of each reward function; `None` for functions that did not apply.
-        reward: what the episode earned in all; `None` if nothing scored it.
-        reference: the right answer of the dataset row, if it has one.
-        updates: updates before the episode; with `max_staleness`, its turns may have seen fewer.
-    """
+    """An episode in readable form. It is plain data, so that it can be sent to another process."""
 
     title: str
     prompt: str
     entries: tuple[Entry, ...]
-    rewards: Mapping[str, float | None] = field(default_factory=dict)
-    reward: float | None = None
-    reference: str = ""
-    updates: int | None = None
+    rewards: Mapping[str, float | None] = field(default_factory=dict)  # by reward function; `None` if it did not apply
+    reward: float | None = None  # what the episode earned in all; `None` if nothing scored it
+    reference: str = ""  # right answer of the dataset row, if it has one
+    updates: int | None = None  # before the episode; with `max_staleness`, its turns may have seen fewer
 
     @classmethod
     def of(
@@ -85,15 +65,7 @@ class Transcript:
         reward: float | None = None,
         reference: str = "",
     ) -> Transcript:
-        """
-        Args:
-            rewards: reward of each reward function.
-            advantages: advantage of each turn: one number, one per token, or `None`.
-            tokens: text of each token of each turn.
-            own_rewards: rewards of single turns by the names of their own reward functions.
-            reward: what the episode earned in all.
-            reference: the right answer of the dataset row.
-        """
+        """Make a transcript. `advantages`, `tokens` and `own_rewards` have an item for each turn."""
         names, branching = _numbered(episode.turns), _with_several_lineages(episode.turns)
         entries = [
             _turn_entry(
@@ -114,7 +86,6 @@ class Transcript:
         return cls(title, messages_as_text(episode.prompt), tuple(entries), dict(rewards or {}), reward, reference)
 
     def as_text(self, width: int = 80) -> str:
-        """Return the transcript as text for a terminal with `width` columns."""
         lines = [f"-- {printable(self.title)} ".ljust(width, "-") if self.title else "-" * width]
         lines += _block("prompt", self.prompt, width)
         for entry in self.entries:
@@ -237,13 +208,9 @@ def html_page(
     rewards: Sequence[float | None] = (),
 ) -> str:
     """
-    Make a self-contained HTML page. Tokens are coloured by their advantage: blue for positive and orange for negative
-    advantages; the colour is stronger for larger absolute values. Episodes can be searched, sorted by reward, and
-    read with the keyboard. Its only script is known by its hash, so that no other one runs.
-
-    Args:
-        index: file next to it that lists the pages of all steps.
-        rewards: of all episodes, if these are the first of more.
+    Make a self-contained HTML page. Tokens are blue for positive and orange for negative advantages, stronger for
+    larger ones. Its only script is known by its hash, so that no other one runs. `index` is the file next to it that
+    lists all pages; `rewards` are those of all episodes, if these are the first of more.
     """
     about = f"{len(transcripts)} episodes{_format_mean([transcript.reward for transcript in transcripts])}"
     if len(rewards) > len(transcripts):
@@ -321,13 +288,7 @@ def _advantage_note(advantages: float | Sequence[float] | None) -> list[str]:
 
 
 def log_traces(transcripts: Sequence[Transcript], adapters: Mapping[str, str]) -> None:
-    """
-    Log episodes to the present run of trackio; nothing if there is none. To be called in the main thread, which has
-    the run (checked against trackio 0.43).
-
-    Args:
-        adapters: adapter of each agent that has one.
-    """
+    """Log episodes to the present run of trackio (0.43), if there is one. Only the main thread has it."""
     import trackio
 
     if not hasattr(trackio, "Trace") or trackio.context_vars.current_run.get() is None:

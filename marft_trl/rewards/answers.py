@@ -60,10 +60,7 @@ def math_answer(text: str) -> str | None:
 
 
 def compare(answer: str, solution: str) -> float | None:
-    """
-    Score 1 if an answer equals the solution, else 0; `None` if the solution cannot be parsed. Call it only in the main
-    thread.
-    """
+    """Score 1 if an answer equals the solution, else 0; `None` if the solution cannot be parsed. Main thread only."""
     gold = _gold(solution)
     if not gold:
         return None
@@ -85,8 +82,8 @@ def _parse(text: str) -> list:
 
 class AnswerComparer:
     """
-    Compares answers with solutions in another process, which is started when it is needed first and ends with this
-    one. Equal pairs are compared once. Threads may share it; a forked process gets a process of its own.
+    Compares answers with solutions in another process, which starts with the first comparison and ends with this
+    process. Equal pairs are compared once. Threads may share it; a forked process starts its own.
     """
 
     def __init__(self) -> None:
@@ -101,13 +98,7 @@ class AnswerComparer:
         self._process: Any = None
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float | None]:
-        """
-        Scores of pairs of a text and a solution, see [`compare`]. A pair that exceeds the limits of time or memory
-        scores 0.
-
-        Raises:
-            RuntimeError: the process that compares cannot be started.
-        """
+        """Score pairs of text and solution as [`compare`] does. A pair over the limits of time or memory scores 0."""
         answers = [(math_answer(text), solution) for text, solution in pairs]
         # A text without an answer is compared too: whether the solution can be parsed decides between 0 and `None`
         keys = [

@@ -35,18 +35,7 @@ class EndpointError(RuntimeError):
 
 
 class EndpointReply:
-    """
-    Asks a model for the next message of a conversation; made by [`endpoint_reply`].
-
-    Args:
-        base_url: base URL of the API, such as `"http://127.0.0.1:8000/v1"`.
-        api_key: key. Defaults to the environment variable `OPENAI_API_KEY` when it is asked.
-        timeout: seconds of a try.
-        tries: number of tries.
-        at_once: largest number of requests at a time.
-        allow_cut: whether answers that are cut at their largest length are taken.
-        settings: further fields of requests.
-    """
+    """Asks a model for the next message of a conversation. [`endpoint_reply`] documents the arguments."""
 
     def __init__(
         self,
@@ -83,12 +72,7 @@ class EndpointReply:
         vars(self).update(state, _places=weakref.WeakKeyDictionary())
 
     async def __call__(self, messages: Sequence[dict[str, Any]]) -> str:
-        """
-        Request the text of the next message.
-
-        Raises:
-            EndpointError: all tries failed, or the server rejects the request.
-        """
+        """Request the text of the next message. Raises `EndpointError` if the server rejects it or all tries fail."""
         import aiohttp
 
         loop = asyncio.get_running_loop()

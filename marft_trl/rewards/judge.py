@@ -117,13 +117,8 @@ def _judging_agent(function: Any) -> str | None:
 
 def check_judges(agents: Sequence[AgentSpec], team: Sequence[Any], of_agents: Mapping[str, Sequence[Any]]) -> None:
     """
-    Raise if a trained agent scores what it is trained on.
-
-    Args:
-        of_agents: for each agent, the functions that score its own turns.
-
-    Raises:
-        ValueError: the judge is trained on its own scores, or is not an agent of the team.
+    Raise `ValueError` if a judge is trained on its own scores, or is not an agent of the team. `of_agents` has, for
+    each agent, the functions that score its own turns.
     """
     by_name = {agent.name: agent for agent in agents}
     trained = {agent.adapter for agent in agents if agent.trainable}
@@ -211,8 +206,8 @@ class _Judge:
 
 def score_in(text: str, scale: tuple[float, float]) -> float | None:
     """
-    The last `Score: <number>` of a text, from 0 to 1; `None` if there is none on the scale, or a range. `7,5` is 7.5
-    and `1,000` a thousand.
+    Read the last `Score: <number>` of a text and map it to 0 to 1; `None` for a range or a score off the scale. `7,5`
+    is 7.5 and `1,000` is a thousand.
     """
     plain = _MARKUP.sub("", text).replace("_", " ").replace("\u2212", "-").replace("\u2013", "-")
     found, (low, high) = _SCORE.findall(plain), scale

@@ -21,27 +21,15 @@ from .runner import EpisodeRunner, turn_key
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """
-    The candidates for one turn.
+    """The candidates for one turn, sampled from one observation. The episode went on from one of them."""
 
-    Args:
-        episode: position of the episode on this process.
-        turns: a turn for each candidate, sampled from one observation; the episode went on from one.
-        returns: return of each; NaN where nothing scored it.
-    """
-
-    episode: int
+    episode: int  # position on this process
     turns: list[Turn]
-    returns: list[float]
+    returns: list[float]  # NaN where nothing scored a candidate
 
 
 class Alternatives:
-    """
-    Candidates and re-runs.
-
-    Args:
-        scorer: scores re-runs and candidates.
-    """
+    """Candidates and re-runs."""
 
     def __init__(
         self, team: TeamSetup, run: RunContext, runner: EpisodeRunner, scorer: RewardScorer, own: AgentReturns
@@ -52,15 +40,11 @@ class Alternatives:
         self._generated: Counter[str] = Counter()
 
     def take_nodes(self) -> list[Node]:
-        """Take the candidates since the last call."""
         nodes, self._nodes = self._nodes, []
         return nodes
 
     def take_generated(self) -> dict[str, int]:
-        """
-        Take the numbers of `turns` and `tokens` that were generated since the last call, of `reruns`, and of those
-        that were `lost`: they do not hold the turn that they were made for.
-        """
+        """Take the counts since the last call: `turns`, `tokens`, `reruns`, and `lost` re-runs without their turn."""
         generated, self._generated = dict(self._generated), Counter()
         return generated
 
@@ -98,10 +82,7 @@ class Alternatives:
         turns: dict[int, list[Turn]],
         key: tuple,
     ) -> dict[int, list[float]]:
-        """
-        Return of each candidate: the mean reward of the episodes completed from it, its own reward, or a mixture of
-        both, by the position of the request.
-        """
+        """Return of each candidate, by request: the mean reward of episodes completed from it, its own, or a mix."""
         jobs = [(index, place) for index in turns for place in range(len(turns[index]))]
         own_weight = self._args.own_reward_weight if CREDITS[self._args.credit].scores_turns else 0.0
         worth = torch.zeros(len(jobs))
@@ -139,9 +120,9 @@ class Alternatives:
 
     def counterfactual_rewards(self, episodes: Sequence[Episode]) -> list[torch.Tensor]:
         """
-        For each episode, return the rewards `(K, M)` of `M` re-runs in which turn `k` is replaced and everything that
-        depends on it is generated again. NaN for the turns of frozen agents, and for re-runs without turn `k`. The new
-        turn `k` is sampled from the agent's reference policy, or empty (`credit="removed"`).
+        Rewards `(K, M)` for each episode, of `M` re-runs in which turn `k` is sampled from the agent's reference
+        policy, or empty (`credit="removed"`), and everything that depends on it is generated again. NaN for frozen
+        agents and lost re-runs.
         """
         samples = self._args.counterfactual_samples
         rewards = [torch.full((len(episode.turns), samples), torch.nan) for episode in episodes]
@@ -190,8 +171,8 @@ class Alternatives:
 
 def _pending_before(requests: Sequence[Request]) -> list[int]:
     """
-    For each request, the number of earlier requests of its episode that show the same agent the same. Parallel
-    branches can ask for identical turns.
+    For each request, count the earlier ones of its episode that show the same agent the same. Parallel branches can
+    ask for identical turns.
     """
     seen: Counter[tuple] = Counter()
     counts = []

@@ -31,14 +31,9 @@ class DynamicSampling:
     Fills generation batches with groups that have a signal: episodes of a prompt whose rewards differ, or, where
     candidates for a turn are compared, episodes with candidates whose returns differ.
 
-    Additional prompts come from a separate permutation of the dataset, so the order of the dataset does not change.
-    Every round draws as many prompts as are expected to fill the batch. Excess groups are dropped. If the limit is
-    reached, groups without a signal remain in the batch.
-
-    Args:
-        dataset: `dataset()` returns the training set.
-
-    Source: DAPO (2503.14476), which draws whole batches until one is full.
+    Further prompts come from a separate permutation, so the order of the dataset does not change. Every round draws as
+    many prompts as are expected to fill the batch. Excess groups are dropped; at the limit, groups without a signal
+    stay. DAPO (2503.14476) draws whole batches until one is full instead.
     """
 
     def __init__(self, run: RunContext, rollouts: Rollouts, dataset: Callable[[], Dataset], own: AgentReturns):
@@ -48,11 +43,9 @@ class DynamicSampling:
         self._drawn = 0  # prompts of the permutation that were used
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run goes on with; JSON-serializable."""
         return {"drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a [`state_dict`]."""
         self._drawn = state["drawn"]
 
     def run(self, rows: Sequence[dict[str, Any]], training: bool, mode: RunMode | None = None) -> Rollout:
@@ -79,7 +72,7 @@ class DynamicSampling:
         return batch.rollout(rounds, used / drawn)
 
     def take_generated(self) -> dict[str, int]:
-        """As [`Rollouts.take_generated`]."""
+        """See [`Alternatives.take_generated`]."""
         return self._rollouts.take_generated()
 
     # ---- What a batch needs ----
@@ -112,10 +105,7 @@ class DynamicSampling:
         return found
 
     def _to_go(self, episode: Episode, reward: float) -> dict[str, list[float]]:
-        """
-        What is earned from each turn of an episode on, the reward of the whole episode at its last turn; by agent
-        where the turns of different agents are not compared.
-        """
+        """Returns from each turn on, by agent where the turns of different agents are not compared."""
         rewards = torch.tensor(episode.earned, dtype=torch.float32)
         found: dict[str, list[float]] = {}
         if len(rewards):
@@ -159,7 +149,6 @@ class DynamicSampling:
     def _replace(
         self, batch: _Batch, further: Rollout, columns: Sequence[Mapping[str, Any]], groups: Sequence[int]
     ) -> None:
-        """Put groups of a further rollout into open places of the batch."""
         pairs = list(zip(groups, batch.open, strict=False))
         batch.open = batch.open[len(pairs) :]
         size, place_of = batch.size, dict(pairs)
@@ -187,23 +176,14 @@ class _Moved(NamedTuple):
 
 
 class _Batch:
-    """
-    A generation batch while groups are replaced.
-
-    Args:
-        rollout: the batch as it was sampled.
-        columns: values that reward functions logged, by episode of this process.
-
-    Attributes:
-        open: groups without a signal.
-    """
+    """A generation batch while groups are replaced. `columns` has what reward functions logged, by local episode."""
 
     def __init__(self, rollout: Rollout, columns: Sequence[Mapping[str, Any]], size: int):
         self._first, self.size = rollout, size
         self._episodes, self._columns = list(rollout.episodes), [dict(column) for column in columns]
         self._nodes = [[node for node in rollout.nodes if node.episode == index] for index in range(len(columns))]
         self._rewards, self._per_func = rollout.rewards.clone(), rollout.rewards_per_func.clone()
-        self.open: list[int] = []
+        self.open: list[int] = []  # groups without a signal
 
     def put(self, moved: _Moved) -> None:
         """Take an episode in, if its position is one of this process."""
@@ -220,18 +200,11 @@ class _Batch:
         self._rewards[to], self._per_func[to] = further.rewards[of], further.rewards_per_func[of]
 
     def user_columns(self) -> dict[str, list]:
-        """Values that reward functions logged, by column."""
         names = dict.fromkeys(name for column in self._columns for name in column)
         return {name: [value.get(name) for value in self._columns] for name in names}
 
     def rollout(self, rounds: Sequence[Rollout], with_signal: float) -> Rollout:
-        """
-        The batch that is trained on.
-
-        Args:
-            rounds: all that was sampled for it.
-            with_signal: share of the sampled groups that have a signal.
-        """
+        """The batch that is trained on. `with_signal` is the share of all sampled groups that have a signal."""
         everything = [episode for item in rounds for episode in item.episodes]
         tokens = [count(everything) - count(self._episodes) for count in (_tokens, _generated)]
         rewards = torch.cat([value.rewards for value in rounds])

@@ -24,27 +24,18 @@ _PAUSE = 1.0
 
 @dataclass(frozen=True)
 class OnFailure:
-    """
-    Policy for errors in user code.
+    """Policy for errors in user code."""
 
-    Args:
-        action: `"raise"`, `"skip"` or `"retry"`.
-        retries: maximum number of retries.
-        timeout: time limit of a call of a reward function, in seconds.
-    """
-
-    action: str = "raise"
+    action: str = "raise"  # "raise", "skip" or "retry"
     retries: int = 0
-    timeout: float | None = None
+    timeout: float | None = None  # of a call of a reward function, in seconds
 
     @classmethod
     def from_args(cls, args: MARFTConfig) -> OnFailure:
-        """Make the policy of a configuration."""
         return cls(args.on_episode_error, EPISODE_RETRIES, args.reward_timeout)
 
     @property
     def skips(self) -> bool:
-        """Whether failed episodes and calls are skipped."""
         return self.action == "skip"
 
     @property
@@ -54,31 +45,22 @@ class OnFailure:
 
 
 class Failures:
-    """
-    Counts of skipped and retried episodes and calls since the last report.
-
-    Attributes:
-        counts: by kind, e.g. `"episodes/skipped"`.
-        last: the latest error.
-    """
+    """Counts of skipped and retried episodes and calls since the last report."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # by kind, e.g. "episodes/skipped"
         self.last = ""
 
     def note(self, kind: str, error: object, count: int = 1) -> None:
-        """Count a failure and log the error."""
         self.counts[kind] += count
         self.last = str(error)
         logger.warning(f"{kind}: {_brief(self.last)}")
 
     def add(self, others: Failures) -> None:
-        """Add the counts of another object."""
         self.counts.update(others.counts)
         self.last = others.last or self.last
 
     def take(self) -> tuple[dict[str, int], str]:
-        """Return and reset the counts and the latest error."""
         taken = dict(self.counts), self.last
         self.counts.clear()
         self.last = ""
@@ -88,15 +70,7 @@ class Failures:
 async def run_episodes(
     run: Callable[..., Awaitable[list[Episode]]], rows: Sequence[dict[str, Any]], policy: OnFailure, failures: Failures
 ) -> list[Episode]:
-    """
-    Run one episode per row, and skip or retry failed episodes according to a policy.
-
-    Args:
-        run: `await run(rows, failures)` runs episodes, see [`EpisodeRunner`].
-
-    Raises:
-        EpisodeError: an episode failed and is not skipped.
-    """
+    """Run one episode per row with `await run(rows, failures)`, and skip, retry or raise failures by `policy`."""
     if policy.action == "raise":
         return await run(rows, None)
     errors: dict[int, EpisodeError] = {}
@@ -130,14 +104,7 @@ async def call_reward(
     failures: Failures,
     sleep: Callable[[float], Awaitable[None]],
 ) -> Sequence[Any]:
-    """
-    Call a reward function, and skip or retry failed calls according to a policy. Returns the scores.
-
-    Args:
-        call: `call(positions)` scores the completions at these positions.
-        count: number of completions.
-        sleep: `sleep(seconds)` waits before a retry.
-    """
+    """Score `count` completions with `await call(positions)`, and skip, retry or raise failures by `policy`."""
     for number in range(policy.tries):
         try:
             return await call(range(count))

@@ -16,27 +16,15 @@ from ..shared_prefix.decoding import draw
 
 
 class SampledTurn(NamedTuple):
-    """
-    Sampled completion of one observation.
-
-    Args:
-        ids: token ids of the completion.
-        logps: log-probabilities of the tokens. Without a server, only if they equal those that scoring computes.
-    """
+    """Sampled completion of one observation."""
 
     ids: list[int]
-    logps: list[float] | None = None
+    logps: list[float] | None = None  # of each token; without a server, only if they equal those that scoring computes
     sampled_by: SampledBy | None = None
 
 
 def check_sampled(sampled: Sequence[SampledTurn], agents: Sequence[str], vocabulary: int | None = None) -> None:
-    """
-    Check what a generator returned.
-
-    Raises:
-        ValueError: there are more or fewer completions than observations, or one has a token that the model does not
-            have, or not one log-probability per token.
-    """
+    """Raise `ValueError` unless there are enough completions, of tokens that the model has, with all their `logps`."""
     if len(sampled) != len(agents):
         raise ValueError(f"The generator returned {len(sampled)} completions for {len(agents)} observations.")
     for agent, (ids, logps, _) in zip(agents, sampled, strict=True):
@@ -55,53 +43,34 @@ def check_sampled(sampled: Sequence[SampledTurn], agents: Sequence[str], vocabul
 
 class LiveTurn:
     """
-    A turn that is followed while it is sampled, in an event loop that goes on meanwhile.
-
-    Args:
-        seed: the tokens depend on it, and not on the other turns in the batch.
-        limit: largest number of tokens, where it is below that of the agent.
-        on_tokens: called in the event loop with the newest tokens.
-
-    Attributes:
-        is_gone: whether nobody waits for it any more. Set from any thread; the turn then ends.
+    A turn that is followed while it is sampled. Its tokens depend on `seed` and not on other turns in the batch,
+    `limit` can only lower the number of tokens, and `on_tokens` gets the newest tokens in the running event loop.
     """
 
     def __init__(self, seed: int, limit: int | None = None, on_tokens: Callable[[list[int]], None] | None = None):
         self.seed, self.limit, self.on_tokens = seed, limit, on_tokens
         self.loop = asyncio.get_running_loop()
-        self.is_gone = False
+        self.is_gone = False  # set from any thread once nobody waits for the turn, which then ends
 
 
 class SampleRequest(NamedTuple):
-    """
-    An observation that a turn is to be sampled for.
-
-    Args:
-        key: place of the turn in the run, the same for any number of processes. Seeds are made from it.
-        by_reference: sample from the agent's reference.
-        copy: the past copy that the agent acts with, see [`PastCopies`].
-        live: who follows the turn. Of the turns of a call all are followed, or none is.
-    """
+    """An observation to sample a turn for."""
 
     agent: str
     ids: list[int]
-    key: tuple = ()
-    by_reference: bool = False
-    copy: int | None = None
-    live: LiveTurn | None = None
+    key: tuple = ()  # place of the turn in the run, for any number of processes; seeds are made from it
+    by_reference: bool = False  # sample from the agent's reference
+    copy: int | None = None  # past copy that the agent acts with, see `PastCopies`
+    live: LiveTurn | None = None  # follows the turn; of the turns of a call, all are followed or none is
 
 
 class Generator:
     """
     Base class of what samples the turns of a team. To add a generator, write the methods that raise here, and choose
     it in `_generator` of `trainer/parts.py`.
-
-    Attributes:
-        batches: whether all waiting episodes are asked for at once, because one call for many turns costs little more
-            than one for a single turn. If not, no episode waits for another one.
     """
 
-    batches: bool = True
+    batches: bool = True  # whether all waiting episodes share a call; if not, no episode waits for another one
 
     @property
     def keeps_cache(self) -> bool:
@@ -112,14 +81,8 @@ class Generator:
         self, observed: Sequence[SampleRequest], greedy: bool = False, sampling: Mapping[str, float] | None = None
     ) -> list[SampledTurn]:
         """
-        Sample a turn for each observation.
-
-        Args:
-            observed: the observations. Without `batches`, those of one episode.
-            greedy: take the most likely token each time.
-            sampling: `temperature`, `top_p`, `top_k` and `min_p` instead of the agents' own.
-
-        Returns: the sampled tokens of each turn, in order, up to and including the token that ends it.
+        Sample a turn for each observation, up to and including its end token. Without `batches`, the observations are
+        those of one episode. `sampling` replaces the agents' `temperature`, `top_p`, `top_k` and `min_p`.
         """
         raise NotImplementedError
 
@@ -137,12 +100,7 @@ class Generator:
     # ---- Only for generators with their own copy of the weights ----
 
     def publish(self, alone: bool = False) -> None:
-        """
-        Let the present weights generate from now on. Called on every process, between rollouts.
-
-        Args:
-            alone: whether the other processes do not call this.
-        """
+        """Let the present weights generate. Called on all processes between rollouts, or `alone` on one."""
 
     def close(self) -> None:
         """Remove the published weights from servers. The next [`~Generator.publish`] publishes all weights again."""
@@ -155,17 +113,8 @@ class Generator:
 
 class LiveRows(StoppingCriteria):
     """
-    The turns of one call of `generate`: a [`RowFollower`] of our own decoding loop, and a
-    stopping criterion of that of transformers, whose rows keep their places.
-
-    Args:
-        turns: who follows each row.
-        end_token_ids: ids of the tokens that end a turn.
-        longest: largest number of tokens of a turn.
-        samples: whether tokens are drawn.
-
-    Attributes:
-        other: what else ends turns, in the loop of transformers.
+    The followed turns of one call of `generate`: a [`RowFollower`] of our own decoding loop, and a stopping criterion
+    of that of transformers, whose rows keep their places. Tokens are drawn if it `samples`.
     """
 
     def __init__(
@@ -176,7 +125,7 @@ class LiveRows(StoppingCriteria):
         samples: bool,
         device: torch.device,
     ):
-        self.other: StoppingCriteria | None = None
+        self.other: StoppingCriteria | None = None  # what else ends turns, in the loop of transformers
         self._turns, self._end_token_ids = turns, frozenset(end_token_ids)
         self.limits = [min(longest, turn.limit or longest) for turn in turns]
         self._counts, self._over = [0] * len(turns), [False] * len(turns)
@@ -184,7 +133,7 @@ class LiveRows(StoppingCriteria):
         self.draws = torch.stack([_numbers(turn.seed, longest) for turn in turns]).to(device) if samples else None
 
     def look(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], done: Sequence[bool]) -> list[bool]:
-        """Pass new tokens on, and tell which rows end here, see `Watch`."""
+        """Pass new tokens on, and tell which rows end here, see [`RowFollower`]."""
         heard: dict[asyncio.AbstractEventLoop, list[tuple[LiveTurn, list[int]]]] = {}
         for row, value, is_done in zip(rows, tokens, done, strict=True):
             turn = self._turns[row]
@@ -218,13 +167,7 @@ class LiveRows(StoppingCriteria):
 
 
 class DrawnByRow(LogitsProcessor):
-    """
-    Draws tokens with the numbers of [`LiveRows`] in the loop of transformers: all other tokens become impossible. It
-    has to be the last processor.
-
-    Args:
-        draws (`torch.Tensor` of shape `(B, T)`): the numbers.
-    """
+    """Draws tokens with the numbers `(B, T)` of [`LiveRows`] in the loop of transformers, as its last processor."""
 
     def __init__(self, draws: torch.Tensor):
         self._draws, self._step = draws, 0

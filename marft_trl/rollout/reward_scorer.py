@@ -12,8 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,12 +41,8 @@ logger = get_logger(__name__)
 
 class AgentReturns:
     """
-    Rewards given to single agents by name, and whether each agent learns from its own return or all agents learn from
-    the sum (`MARFTConfig.returns`).
-
-    Args:
-        setting: `"team"`, `"agent"`, or `None`, which becomes `"agent"` with the first batch in which an agent is
-            rewarded by name.
+    Rewards given to single agents by name, and whether agents learn from their own returns or all from the sum. A
+    `setting` of `None` becomes `"agent"` with the first batch in which an agent is rewarded by name.
     """
 
     def __init__(self, setting: str | None, rewards: TrlRewards, processes: Processes):
@@ -55,11 +50,9 @@ class AgentReturns:
         self._found_named_rewards = False
 
     def state_dict(self) -> dict[str, Any]:
-        """State for resuming, JSON-serializable."""
         return {"were_named": self._found_named_rewards}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a [`state_dict`]."""
         self._found_named_rewards = state["were_named"]
 
     @property
@@ -68,12 +61,7 @@ class AgentReturns:
         return self._setting == "agent" or (self._setting is None and self._found_named_rewards)
 
     def note(self, episodes: Sequence[Episode]) -> bool:
-        """
-        Look for rewards by name in a batch, and return whether every agent learns from its own return. Collective.
-
-        Args:
-            episodes: the episodes of this process.
-        """
+        """Look for rewards by name in a batch of this process, and return `are_per_agent`. Collective."""
         if self._setting is None and not self._found_named_rewards:
             has_named = torch.tensor([float(any(episode.own for episode in episodes))], dtype=torch.float64)
             self._found_named_rewards = bool(self._processes.max(has_named).item())
@@ -102,13 +90,7 @@ class AgentReturns:
         return earned - sum((self.named_rewards(episode, agent) for agent in episode.own), torch.zeros(len(earned)))
 
     def get_agent_reward(self, reward: float, episode: Episode, agent: str) -> float:
-        """
-        Return an agent's reward for an episode: the rewards of all agents plus its own rewards by name. With
-        `returns="team"`, this is the reward of the episode.
-
-        Args:
-            reward: reward of the episode, the sum over all agents.
-        """
+        """Return the reward of an episode, without what others got by name unless `returns` is "team"."""
         if self._setting == "team" or not episode.own:
             return reward
         reward_of_others = sum(sum(rewards) for name, rewards in episode.own.items() if name != agent)
@@ -123,12 +105,8 @@ PATIENCE = 5
 
 class RewardReachChecker:
     """
-    Warns or raises if rewards do not reach the agents. With `returns="team"`, the team's reward is the sum of the
-    rewards of its agents, so agents with opposed rewards learn little or nothing from it. With `returns="agent"`, an
-    agent that is never rewarded by name learns nothing if the team has no other rewards.
-
-    Args:
-        agents: names of the trained agents.
+    Warns or raises if rewards do not reach the trained agents. With `returns="team"`, opposed rewards of agents cancel
+    in the sum. With `returns="agent"`, an agent that is never rewarded by name learns nothing without team rewards.
     """
 
     def __init__(self, agents: Sequence[str]):
@@ -138,22 +116,15 @@ class RewardReachChecker:
         self._num_cancelled = 0  # episodes in a row in which the rewards of the agents cancel
 
     def state_dict(self) -> dict[str, Any]:
-        """State for resuming, JSON-serializable."""
         warned = sorted(map(list, self._warned))
         return {"in_a_row": self._batches_without_advantage, "warned": warned, "cancelled": self._num_cancelled}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a [`state_dict`]."""
         self._batches_without_advantage |= state["in_a_row"]
         self._warned, self._num_cancelled = {tuple(names) for names in state["warned"]}, state["cancelled"]
 
     def check_acted(self, acted: Collection[str]) -> None:
-        """
-        Warn once if no trained agent acted in a batch.
-
-        Args:
-            acted: names of the agents that took a turn on any process.
-        """
+        """Warn once if no trained agent took a turn in a batch, on any process."""
         trained = list(self._batches_without_advantage)
         if acted and not set(acted) & set(trained) and ("", *sorted(acted)) not in self._warned:
             self._warned.add(("", *sorted(acted)))
@@ -165,15 +136,8 @@ class RewardReachChecker:
 
     def check_opposed(self, earned: Sequence[Mapping[str, float]], no_other_rewards: bool = True) -> None:
         """
-        Check whether the rewards that agents earned in the episodes of a batch are opposed.
-
-        Args:
-            earned: reward of each agent, for every episode of all processes.
-            no_other_rewards: `True` if the team gets no other rewards.
-
-        Raises:
-            ValueError: the team gets no other rewards, and the rewards of its agents have cancelled in all of the last
-                eight or more episodes with rewards.
+        Warn if the rewards that agents earned in the episodes of all processes are opposed. Raises `ValueError` if the
+        team gets no other rewards, and they have cancelled in all of the last eight or more episodes with rewards.
         """
         rewarded = [rewards for rewards in earned if any(rewards.values())]
         names = sorted({name for rewards in rewarded for name, reward in rewards.items() if reward})
@@ -206,13 +170,7 @@ class RewardReachChecker:
                 )
 
     def check_rewarded_by_name(self, named_rewards: Sequence[Mapping[str, float]], acted: Sequence[str]) -> None:
-        """
-        Warn about trained agents that acted and were not rewarded, if all rewards are given to agents by name.
-
-        Args:
-            named_rewards: reward of each agent that was rewarded by name, for every episode of all processes.
-            acted: names of the agents that acted in these episodes.
-        """
+        """Warn about trained agents that acted and got no reward, if all rewards are given by name."""
         rewarded = {name for rewards in named_rewards for name in rewards}
         for name in acted:
             is_trained = name in self._batches_without_advantage
@@ -225,12 +183,7 @@ class RewardReachChecker:
                 )
 
     def note_advantages(self, has_advantage: Mapping[str, bool]) -> None:
-        """
-        Warn about agents without a nonzero advantage in several generation batches in a row.
-
-        Args:
-            has_advantage: for each trained agent, whether a turn on any process has a nonzero advantage.
-        """
+        """Warn about agents without a nonzero advantage, on any process, in several batches in a row."""
         if not any(has_advantage.values()):  # no agent learns; other metrics show this
             return
         counts = self._batches_without_advantage
@@ -251,18 +204,7 @@ MAX_REWARD = 1e15
 
 
 def check_reward_functions(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> None:
-    """
-    Check that the datasets and the trainer provide the arguments of all reward functions.
-
-    Args:
-        reward_funcs: Functions, models, or names of models.
-        train_dataset, eval_dataset:
-            As passed to the trainer, after [`check_datasets`].
-
-    Raises:
-        TypeError: an item is not a function, a model or the name of a model.
-        ValueError: there is no reward function, or one needs a column that a dataset does not have.
-    """
+    """Check that the datasets and the trainer provide the arguments of all reward functions."""
     if not reward_funcs:
         raise ValueError(
             "No reward source provided. Pass `reward_funcs` (a function such as `trl.rewards.accuracy_reward`, a list "
@@ -294,16 +236,7 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def check_turn_reward_functions(functions: Mapping[str, Sequence[Callable]], train_dataset) -> None:
-    """
-    Check that the dataset and the trainer provide the arguments of all reward functions of single turns.
-
-    Args:
-        functions: reward functions of each agent's turns.
-        train_dataset: as passed to the trainer, after [`check_datasets`].
-
-    Raises:
-        ValueError: a function needs a column that the dataset does not have.
-    """
+    """Check that the dataset and the trainer provide the arguments of all reward functions of single turns."""
     columns = column_names(train_dataset) or []
     for func in itertools.chain.from_iterable(functions.values()):
         _check_arguments(func, "train_dataset", columns, TURN_ARGUMENTS)
@@ -359,14 +292,8 @@ def _required_arguments(func: Callable) -> list[str]:
 
 def wrap_reward_function(func, policy: OnFailure | None = None, failures: Failures | None = None):
     """
-    Wrap a reward function with a time limit and a check of its scores: one finite number or `None` per completion.
-
-    Models and names of models are returned unchanged. The wrapper keeps the name of the function, passes copies of the
-    lists and of the trainer's state to it, and is asynchronous if the function is.
-
-    Args:
-        policy: what to do if the function fails. By default, its error ends the run.
-        failures: counts skipped and retried calls.
+    Wrap a reward function with a time limit and a check of its scores. The wrapper keeps its name, gets copies of
+    lists and of the trainer's state, and is asynchronous if it is. Models and their names are returned unchanged.
     """
     if isinstance(func, (str, nn.Module)):
         return func
@@ -454,10 +381,7 @@ def _timeout_message(name: str, seconds: float | None, where: str) -> str:
 
 
 def _select_arguments(kwargs: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]:
-    """
-    Return the arguments of a reward function for the completions at these positions. Lists and the trainer's state are
-    copied, so that a function that changes them does not affect the trainer.
-    """
+    """Return copies of the arguments for these completions, so that functions cannot change the trainer's."""
     count = len(kwargs["prompts"])
     arguments = {key: list(value) if isinstance(value, list) else value for key, value in kwargs.items()}
     if len(positions) < count:
@@ -483,7 +407,6 @@ class ReadOnlyState(TrainerState):
 
     @classmethod
     def from_state(cls, state: TrainerState) -> ReadOnlyState:
-        """Copy a state."""
         copy = cls.__new__(cls)
         values = {key: list(value) if isinstance(value, list) else value for key, value in vars(state).items()}
         copy.__dict__.update(values)
@@ -500,17 +423,7 @@ def _copy(item: Any) -> Any:
 
 
 def check_scores(scores: Any, name: str, expected: int) -> list[float | None]:
-    """
-    Check scores and return them as a list.
-
-    Args:
-        scores: Return value of a reward function.
-        expected: Expected number of scores.
-
-    Raises:
-        TypeError: `scores` is not a list, or an item is neither a number nor `None`.
-        ValueError: there are more or fewer scores than expected, or a score is NaN or infinite.
-    """
+    """Return the scores of a reward function as a list: for each completion, one finite number or `None`."""
     if isinstance(scores, (torch.Tensor, np.ndarray)):
         if scores.ndim != 1:
             raise TypeError(
@@ -561,34 +474,11 @@ def _check_score(score: Any, name: str, index: int) -> float | None:
     return value
 
 
-class RewardFunctions(Protocol):
-    """Interface of the `F` reward functions of a trainer, see [`TrlRewards`]."""
-
-    @property
-    def weights(self) -> torch.Tensor:
-        """Weights of the functions, `(F,)`."""
-
-    def __call__(self, rows, prompts, completions, completion_ids) -> torch.Tensor:
-        """Rewards `(E, F)` of the completions of all processes."""
-
-    def without_gathering(self) -> AbstractContextManager[None]:
-        """Context manager in which rewards are not gathered."""
-
-    def locally(self, functions: Sequence[Callable] | None = None) -> AbstractContextManager[None]:
-        """Context manager in which rewards are not gathered, and optionally computed by other functions."""
-
-
 class TurnRewards(NamedTuple):
-    """
-    Rewards of `N` turns by the functions of their agents.
+    """Rewards of `N` turns by the functions of their agents."""
 
-    Args:
-        sums (`torch.Tensor` of shape `(N,)`): sum over the functions, NaN if none of them applied.
-        by_function: for each turn the reward by name of the function, NaN if it did not apply. Empty if the agent has
-            no functions, or has not ended after a tool call.
-    """
-
-    sums: torch.Tensor
+    sums: torch.Tensor  # (N,), sum over the functions, NaN if none of them applied
+    # for each turn, NaN if a function did not apply; empty without functions or a final turn
     by_function: list[dict[str, float]]
 
 
@@ -597,17 +487,12 @@ _BLOCKED_EXTRA_SECONDS = 5.0
 
 
 class RewardScorer:
-    """
-    Scores episodes, and single turns with the reward functions of their agents.
-
-    Args:
-        turn_functions: for each agent, the functions that score its own turns.
-    """
+    """Scores episodes, and single turns with the reward functions of their agents."""
 
     def __init__(
         self,
         run: RunContext,
-        rewards: RewardFunctions,
+        rewards: TrlRewards,
         turn_functions: Mapping[str, Sequence[Callable]],
         randomness: UserRandomness,
         failures: Failures,
@@ -625,8 +510,6 @@ class RewardScorer:
 
     def score_batch(self, episodes: Sequence[Episode]) -> torch.Tensor:
         """Rewards `(E, F)` of a generation batch over all processes; NaN if a function does not apply. Collective."""
-        if self._processes is None:
-            return self._score_completed(episodes)
         with self._processes.failing_together(), self._rewards.without_gathering():
             local_rewards = self._score_completed(episodes)
         return self._processes.gather_rows(local_rewards)
@@ -638,8 +521,6 @@ class RewardScorer:
             return torch.full((len(episodes), len(self._rewards.weights)), torch.nan)
         completed = [episodes[index] for index in indices]
         scores = self._score([as_row(episode) for episode in completed], [_get_answer(item) for item in completed])
-        if len(indices) == len(episodes):
-            return scores
         rewards = scores.new_full((len(episodes), scores.size(1)), torch.nan)
         rewards[indices] = scores
         return rewards
@@ -657,11 +538,8 @@ class RewardScorer:
 
     def score_turns(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> TurnRewards:
         """
-        Reward of each turn: the sum over its agent's functions. A turn that called tools gets the reward of the final
-        turn, with which the agent ended after the calls.
-
-        Args:
-            turns: for each episode a turn, or a candidate for its next turn.
+        Sum the rewards of one turn of each episode, or of a candidate for its next turn, over the functions of the
+        agent. A turn that called tools gets the reward of the final turn, with which the agent ended after the calls.
         """
         rewards = TurnRewards(torch.full((len(turns),), torch.nan), [{} for _ in turns])
         finals = [episode.final_turn_of(turn) for episode, turn in zip(episodes, turns, strict=True)]
@@ -679,12 +557,7 @@ class RewardScorer:
         return rewards
 
     def score_as_answers(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> torch.Tensor:
-        """
-        The team's reward `(N,)` for each candidate as if it were the answer of its episode, without completing it.
-
-        Args:
-            turns: for each episode a candidate for its next turn.
-        """
+        """The team's reward `(N,)` for each candidate as if it were the answer of its incomplete episode."""
         pairs = zip(episodes, turns, strict=True)
         rows = [{**as_row(episode), "turns": [*episode.turns, turn]} for episode, turn in pairs]
         with self._rewards.locally():

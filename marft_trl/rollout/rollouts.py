@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,59 +29,34 @@ from .reward_scorer import AgentReturns, RewardReachChecker, RewardScorer
 from .runner import EpisodeRunner, RunMode
 
 
+if TYPE_CHECKING:
+    from ..extras.engines.prefetch import Prefetcher
+
+
 logger = get_logger(__name__)
 
 
-class Prefetching(Protocol):
-    """Episodes of generation batches, begun before they are due."""
-
-    def episodes(self, rows: Sequence[dict[str, Any]]) -> list[Episode]:
-        """The episodes of the batch that is due, with these rows."""
-
-    def close(self) -> None:
-        """Give up episodes under way."""
-
-
 class Drawn(NamedTuple):
-    """
-    All that was sampled for a batch whose groups are chosen by their rewards. `D` episodes of all processes.
+    """All `D` episodes of all processes that were sampled for a batch whose groups are chosen by their rewards."""
 
-    Args:
-        rewards (`torch.Tensor` of shape `(D,)`): their rewards.
-        rewards_per_func (`torch.Tensor` of shape `(D, F)`): the same by reward function.
-        without_signal: share of the groups that teach nothing.
-        tokens: tokens of this process beyond those of the batch.
-        generated: those of them that were generated.
-    """
-
-    rewards: torch.Tensor
-    rewards_per_func: torch.Tensor
-    without_signal: float
-    tokens: int
-    generated: int
+    rewards: torch.Tensor  # (D,)
+    rewards_per_func: torch.Tensor  # (D, F)
+    without_signal: float  # share of the groups that teach nothing
+    tokens: int  # of this process, beyond those of the batch
+    generated: int  # those of `tokens` that were generated
 
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """
-    Episodes of this process with the rewards of all processes. `E` episodes in all, `F` reward functions.
-
-    Args:
-        rewards_per_func (`torch.Tensor` of shape `(E, F)`): NaN where a function does not apply.
-        rewards (`torch.Tensor` of shape `(E,)`): NaN where nothing scored the episode.
-        first: position of the first episode of this process among the `E`.
-        nodes: candidates, where several are sampled for a turn.
-        has_own_returns: whether every agent learns from its own return.
-        drawn: what the episodes were chosen from; `None` if they are all.
-    """
+    """Episodes of this process with the rewards of all `E` episodes of all processes, by `F` reward functions."""
 
     episodes: list[Episode]
-    rewards_per_func: torch.Tensor
-    rewards: torch.Tensor
-    first: int = 0
-    nodes: list[Node] = field(default_factory=list)
-    has_own_returns: bool = False
-    drawn: Drawn | None = None
+    rewards_per_func: torch.Tensor  # (E, F), NaN where a function does not apply
+    rewards: torch.Tensor  # (E,), NaN where nothing scored the episode
+    first: int = 0  # position of the first episode of this process among the `E`
+    nodes: list[Node] = field(default_factory=list)  # candidates, where several are sampled for a turn
+    has_own_returns: bool = False  # whether every agent learns from its own return
+    drawn: Drawn | None = None  # what the episodes were chosen from; `None` if they are all
 
     @property
     def local_rewards(self) -> list[float]:
@@ -90,16 +65,7 @@ class Rollout:
 
 
 class Rollouts:
-    """
-    Runs the team on dataset rows and scores the episodes.
-
-    Args:
-        workflow: whether turns earn rewards in it.
-        own: whether every agent learns from its own return.
-        failures: what was skipped or tried again.
-        alternatives: candidates and re-runs, where credit or the baseline needs some.
-        ahead: has begun episodes while training runs.
-    """
+    """Runs the team on dataset rows and scores the episodes. `ahead` begins episodes while training runs."""
 
     def __init__(
         self,
@@ -112,7 +78,7 @@ class Rollouts:
         reach: RewardReachChecker,
         failures: Failures,
         alternatives: Alternatives | None = None,
-        ahead: Prefetching | None = None,
+        ahead: Prefetcher | None = None,
     ):
         self._ahead = ahead
         self._failures, self._policy = failures, OnFailure.from_args(run.args)
@@ -127,13 +93,11 @@ class Rollouts:
         self._counted: dict[str, set[str]] = {"train": set(), "eval": set()}
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run goes on with; JSON-serializable."""
         counted = {mode: sorted(names) for mode, names in self._counted.items()}
         failed = {mode: sorted(names) for mode, names in self._failed.items()}
         return {"unscored_in_a_row": self._unscored_in_a_row, "counted": counted, "failed": failed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a [`state_dict`]."""
         self._unscored_in_a_row = state["unscored_in_a_row"]
         self._counted = {mode: set(names) for mode, names in state["counted"].items()}
         self._failed = {mode: set(names) for mode, names in state.get("failed", self._failed).items()}
@@ -142,16 +106,8 @@ class Rollouts:
         self, rows: Sequence[dict[str, Any]], training: bool, further: bool = False, mode: RunMode | None = None
     ) -> Rollout:
         """
-        One episode for each row, with its rewards.
-
-        Args:
-            training: whether they are trained on; else they are evaluated.
-            further: whether they are a part of a batch. Limits of what may fail in a generation batch are not applied
-                to these.
-            mode: what they are run for, where it is not training.
-
-        Raises:
-            ValueError: a row cannot be used, or rewards that nothing could be learned from.
+        Run and score one episode for each row. Limits on failures do not apply to `further` rows, which are a part of
+        a batch. Raises `ValueError` for a row that cannot be used, or rewards that nothing could be learned from.
         """
         check_prompts(rows, "the dataset")
         self._runner.dropped_turns = 0
@@ -180,7 +136,7 @@ class Rollouts:
         return Rollout(episodes, per_func, self._scorer.combine_rewards(per_func), first, nodes, has_own_returns)
 
     def take_generated(self) -> dict[str, int]:
-        """Take the numbers of candidates and re-runs since the last call, see [`Alternatives.take_generated`]."""
+        """See [`Alternatives.take_generated`]."""
         return self._alternatives.take_generated() if self._alternatives is not None else {}
 
     def close(self) -> None:
@@ -239,7 +195,7 @@ class Rollouts:
         self._reach.check_opposed(earned, no_other_rewards=not others)
 
     def _log(self, episodes: Sequence[Episode], dropped_turns: int, training: bool) -> None:
-        """Numbers that workflows counted, turns that did not fit the window, and who acted."""
+        """Log what workflows counted, which turns did not fit the window, and who acted."""
         counts: Counter[str] = Counter()
         for episode in episodes:
             counts.update({f"workflow/{name}": value for name, value in episode.counts.items()})  # type: ignore[arg-type]

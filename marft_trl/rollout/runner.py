@@ -34,10 +34,7 @@ KeyedAnswerFunction = Callable[[Sequence[Request], tuple], Coroutine[Any, Any, S
 
 
 def turn_key(request: Request, key: tuple) -> tuple:
-    """
-    Return the key of a turn, from which its seed is derived. It is the same for any number of processes. `key` is the
-    key of the run, see [`SeedKeys`].
-    """
+    """Return the key of a turn, from which its seed is made. It does not depend on the number of processes."""
     return (*key[:-1], key[-1] + request.episode.index, request.number)
 
 
@@ -53,91 +50,48 @@ class TurnListener(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """
-    Limits of an episode.
-
-    Args:
-        tools: limits of tool calls.
-        workflow_timeout: maximum time in seconds that a workflow may wait for something that is neither a turn nor a
-            tool.
-        max_turns: maximum number of turns.
-        vocabulary: size of the vocabulary of the model.
-    """
+    """Limits of an episode."""
 
     tools: ToolLimits
+    # seconds that a workflow may wait for something that is neither a turn nor a tool
     workflow_timeout: float | None = None
     max_turns: int | None = None
-    vocabulary: int | None = None
+    vocabulary: int | None = None  # number of tokens that the model has
 
 
 @dataclasses.dataclass(frozen=True)
 class RunMode:
-    """
-    How a runner runs episodes.
+    """How a runner runs episodes."""
 
-    Args:
-        options: extra keyword arguments of [`~Generator.generate`].
-        trains: whether the trainer trains on the turns.
-        is_rehearsal: whether this is a rehearsal with placeholder turns, which calls no server.
-        is_concurrent: whether other threads or tasks use the random states of user code at the same time.
-        silent: agents whose turns teammates, environments and the answer see as empty text.
-        listener: receives turns while they are sampled.
-    """
-
+    # extra keyword arguments of `Generator.generate`
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    trains: bool = False
-    is_rehearsal: bool = False
-    is_concurrent: bool = False
-    silent: frozenset[str] = frozenset()
-    listener: TurnListener | None = None
+    trains: bool = False  # whether the trainer trains on the turns
+    is_rehearsal: bool = False  # with placeholder turns, and without servers
+    is_concurrent: bool = False  # whether other threads or tasks use the random states of user code at the same time
+    silent: frozenset[str] = frozenset()  # agents whose turns teammates, environments and the answer see as empty text
+    listener: TurnListener | None = None  # receives turns while they are sampled
 
 
 class SeedKeys:
-    """
-    Keys of runs, from which seeds are derived.
-
-    Args:
-        base: prefix of all keys.
-    """
+    """Keys of runs, from which seeds are derived. All of them start with `base`."""
 
     def __init__(self, *base: Any):
         self._base, self._runs = base, 0
 
     def next(self, first: int) -> tuple:
-        """
-        Return the key of the next run.
-
-        Args:
-            first: index of the first row among the rows of all processes. It is the last element of the key.
-        """
+        """Return the key of the next run. It ends with the index of the first row over all processes."""
         self._runs += 1
         return (*self._base, self._runs - 1, first)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for resuming, JSON-serializable."""
         return {"runs": self._runs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state from [`state_dict`]."""
         self._runs = state["runs"]
 
 
 class EpisodeRunner:
-    """
-    Runs a workflow on dataset rows.
-
-    Args:
-        prompts: builds the observations of agents.
-        reader: parses sampled tokens into turns.
-        randomness: random states of workflows, environments, tools and views.
-        users: state of user objects, which a rehearsal restores.
-        seed: seed of turns that servers sample.
-
-    Attributes:
-        mode: the run mode. [`~EpisodeRunner.changed`] makes a runner with another mode.
-        dropped_turns: number of turns left out of observations because they did not fit the context window.
-        device_lock: lock of the model while it generates.
-    """
+    """Runs a workflow on dataset rows. Servers sample with `seed`. A rehearsal restores the state of `users`."""
 
     def __init__(
         self,
@@ -159,9 +113,9 @@ class EpisodeRunner:
         self.mode, self.keys = RunMode(), SeedKeys(seed)
         # Cache of first observations, by query
         self._first_observations: list[tuple[Query, Observation | PromptError]] = []
-        self.device_lock = threading.RLock()
+        self.device_lock = threading.RLock()  # held while the model generates
         self._tokenizer_lock = threading.RLock()  # for code that is not thread-safe: tokenizers, and TRL's use of them
-        self.dropped_turns = 0
+        self.dropped_turns = 0  # turns left out of observations because they did not fit the context window
 
     def changed(
         self,
@@ -173,12 +127,7 @@ class EpisodeRunner:
         workflow: Workflow | None = None,
         max_turns: int | None = None,
     ) -> EpisodeRunner:
-        """
-        Return a copy of this runner with the given fields replaced. The copy counts dropped turns from 0.
-
-        Args:
-            max_turns: maximum number of turns. Only a value below the team's limit has an effect.
-        """
+        """Return a changed copy, which counts dropped turns from 0. `max_turns` can only lower the limit."""
         other = copy.copy(self)
         limits = [limit for limit in (max_turns, self._limits.max_turns) if limit is not None]
         vars(other).update(
@@ -200,7 +149,6 @@ class EpisodeRunner:
 
     @property
     def _has_user_views(self) -> bool:
-        """`True` if user code builds observations."""
         views = [self.prompts.view, *(agent.view for agent in self._specs.values())]
         return any(view not in (None, team_view) for view in views)
 
@@ -218,15 +166,8 @@ class EpisodeRunner:
         first: int = 0,
     ) -> list[Episode]:
         """
-        Run one episode for each row and return the episodes, see [`collect`]. User code has separate random states.
-
-        Args:
-            answer: `await answer(requests, key)` returns completions for requests. Defaults to
-                [`~EpisodeRunner.answer`].
-            reruns: for each row, the recorded episode to re-run.
-            failures: collects the errors of failed episodes while the other episodes continue. If omitted, the first
-                error stops all episodes.
-            first: index of the first row among the rows of all processes.
+        Run one episode for each row, with separate random states for user code. `failures` collects errors by row;
+        without it, the first error stops all episodes. `first` is the index of the first row over all processes.
         """
         return self._run_sync(rows, self.keys.next(first), answer, reruns, failures)
 
@@ -237,12 +178,7 @@ class EpisodeRunner:
         key: tuple,
         answer: KeyedAnswerFunction | None = None,
     ) -> list[Episode]:
-        """
-        Re-run recorded episodes, from code within [`~EpisodeRunner.run`].
-
-        Args:
-            key: key of the re-runs.
-        """
+        """Re-run recorded episodes, from code within [`~EpisodeRunner.run`]."""
         if self._batches_episodes:  # waiting episodes must not use the random states of user code
             return self._run_sync(rows, key, answer, reruns)
         return await self.collect(rows, key, answer, reruns)
@@ -267,8 +203,8 @@ class EpisodeRunner:
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Callable[[], contextlib.AbstractContextManager[None]]]:
         """
-        Like [`~EpisodeRunner.connected`], for several tasks of one event loop. Yields a function that makes a context
-        manager; each call of [`~EpisodeRunner.collect`] needs a new context manager around it.
+        Like [`~EpisodeRunner.connected`], for several tasks of one event loop. Each call of [`~EpisodeRunner.collect`]
+        needs a new context manager from the function that this one yields.
         """
         limiting = limit_blocking_code(self._workflow, self._limits.workflow_timeout)
         async with self._connected_servers(), limiting as limit:
@@ -328,27 +264,18 @@ class EpisodeRunner:
         )
 
     def count_tokens(self, agent: str, messages: Messages, tools: Sequence[Function] = ()) -> int:
-        """
-        Count the tokens that an agent would be shown of the messages of another program.
-
-        Raises:
-            PromptError: they do not fit into the context window, or the chat template cannot render them.
-        """
+        """Count the tokens an agent is shown. Raises `PromptError` if they do not fit or cannot be rendered."""
         query = Query(self._specs[agent], messages, (), tuple(tools), None, messages)
         with self._tokenizer_lock:
             (observation,) = self.prompts.build([query])
         return len(observation.ids)
 
     def _draw_copies(self, key: tuple, index: int) -> Mapping[str, int]:
-        """Draw the past copies that agents act with in one episode."""
         return self.past_copies.draw((*key[:-1], key[-1] + index)) if self.past_copies is not None else {}
 
     @contextlib.contextmanager
     def rehearsal_runner(self) -> Iterator[EpisodeRunner]:
-        """
-        Context manager that yields a runner for a rehearsal. It restores random states and the state of user objects
-        at the end, and calls no server.
-        """
+        """Yield a runner that calls no server, and restore random states and user objects at the end."""
         state, randomness = self._users.state_dict(), UserRandomness(0, self.randomness.device)
         mode = dataclasses.replace(self.mode, is_rehearsal=True)
         try:
@@ -366,9 +293,7 @@ class EpisodeRunner:
             )
 
     def _observe_cached(self, query: Query | tuple) -> Observation:
-        """
-        Return the observation of a query. First observations are cached, since all samples of a question share them.
-        """
+        """Return an observation. First ones are cached, since all samples of a question share them."""
         query = Query(*query)
         if query.seen:
             return self.prompts.build([query])[0]
@@ -383,10 +308,7 @@ class EpisodeRunner:
         return copy.copy(cached)
 
     async def _run_locked(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """
-        Call a function that tokenizes, under a lock. With a listener, the call runs in a thread, so that the event
-        loop keeps running.
-        """
+        """Call a function that tokenizes under a lock, and with a listener in a thread of its own."""
 
         def locked() -> Any:
             with self._tokenizer_lock:
@@ -395,19 +317,13 @@ class EpisodeRunner:
         return locked() if self.mode.listener is None else await asyncio.to_thread(locked)
 
     def query(self, request: Request) -> Query:
-        """Return the inputs of the observation of a request."""
         agent = self._specs[request.agent]
         messages = request.requested_turn.messages if request.requested_turn is not None else None
         after = request.turn_request.after
         return Query(agent, request.episode.prompt, request.seen, request.functions, after, messages)
 
     async def answer(self, requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
-        """
-        Complete pending requests: build observations, generate and decode.
-
-        Args:
-            key: key of the run.
-        """
+        """Complete pending requests of the run with this key: build observations, generate and decode."""
         undeclared = next((value for value in requests if value.functions and not self.uses_tools), None)
         if undeclared is not None:
             raise ValueError(
@@ -465,7 +381,6 @@ class EpisodeRunner:
         return dataclasses.replace(completion, text="", raw_text="", tool_calls=(), without_calls=None)
 
     async def _run_reply(self, request: Request) -> Completion | EndOfEpisode:
-        """Complete a request with the `reply` function of the agent (`AgentSpec.reply`)."""
         agent = self._specs[request.agent]
         function = cast(Callable, agent.reply)
         queries = [self.query(request)]

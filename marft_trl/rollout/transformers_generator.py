@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -16,7 +16,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..adapters.copies import PastCopies
 from ..adapters.policies import Policies
 from ..config.team_setup import GREEDY, Sampling
-from ..seams.generation import forward_in_precision, generating_by, generating_in_precision, masks_what_comes_later
+from ..seams.generation import (
+    TrlEngine,
+    forward_in_precision,
+    generating_by,
+    generating_in_precision,
+    masks_what_comes_later,
+)
 from ..seams.libraries import get_logger
 from ..seams.lora_layers import DecodingLayers, MixedLora
 from ..shared_prefix.decoding import Recorder, StepStore, can_decode, decode
@@ -30,12 +36,8 @@ logger = get_logger(__name__)
 
 class ModelEngine:
     """
-    Runs `generate` of a model.
-
-    Args:
-        model: model that generates with its active adapter.
-        generation: settings of `generate` that are the same for all agents, including `do_sample` and `eos_token_id`.
-        autocast: precision that the model computes in, if it differs from the precision of its weights.
+    Runs `generate` of a model with its active adapter, in the precision `autocast` if it is not that of its weights.
+    `generation` has the settings that all agents share, including `do_sample` and `eos_token_id`.
     """
 
     def __init__(
@@ -51,7 +53,6 @@ class ModelEngine:
         self.end_token_ids: list[int] = [ends] if isinstance(ends, int) else list(ends)
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
-        """All settings of `generate` for an agent's sampling."""
         return {**self._generation, **sampling.as_generation_kwargs()}
 
     @torch.no_grad()
@@ -92,59 +93,21 @@ class _Group(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """
-    How turns are decoded.
+    """How turns are decoded."""
 
-    Args:
-        share: whether to compute the common prefix of several observations only once.
-        records: whether to record the log-probabilities of sampled tokens, where prefixes are shared.
-        mixed: lets a few rows of each of several agents with the same sampling settings be decoded together.
-        captures: whether a GPU may replay steps from graphs, which needs weights that stay where they are.
-    """
-
-    share: bool
-    records: bool = False
+    share: bool  # compute the common prefix of several observations only once
+    records: bool = False  # record the log-probabilities of sampled tokens, where prefixes are shared
+    # decodes a few rows each of several agents with the same sampling settings together
     mixed: MixedLora | None = None
-    captures: bool = True
-
-
-class Engine(Protocol):
-    """Interface that [`TransformersGenerator`] calls `generate` through: [`TrlEngine`] or [`ModelEngine`]."""
-
-    tokenizer: PreTrainedTokenizerBase
-
-    @property
-    def model(self) -> Any:
-        """Model whose `generate` is called, without data-parallel wrappers."""
-
-    def settings(self, sampling: Sampling) -> dict[str, Any]:
-        """All settings of `generate` for an agent's sampling."""
-
-    def generate(
-        self, prompt_ids: list[list[int]], settings: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> list[list[int]]:
-        """
-        Sample a completion for each prompt, up to and including its end-of-sequence token.
-
-        Args:
-            prompt_ids: token ids of the prompts.
-            options: further arguments of `generate`, such as stopping criteria.
-        """
+    captures: bool = True  # a GPU may replay steps from graphs, which needs weights that stay where they are
 
 
 class TransformersGenerator(Generator):
-    """
-    Generates turns with `generate` of transformers.
-
-    Args:
-        policies: Policies of the team, used to activate the agents' adapters.
-        samplings: Sampling settings of each agent.
-        decoding: How turns are decoded.
-    """
+    """Generates turns with `generate` of transformers, under the adapters of the agents."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ModelEngine | TrlEngine,
         policies: Policies,
         samplings: Mapping[str, Sampling],
         decoding: Decoding,
@@ -183,7 +146,7 @@ class TransformersGenerator(Generator):
     def _generate_group(
         self, group: _Group, observed: Sequence[SampleRequest], overrides: dict[str, Any], greedy: bool
     ) -> list[SampledTurn]:
-        """The turns of one call of `generate`. All of them are by references, or none is."""
+        """The turns of one call of `generate`, either all by references or none."""
         agent, by_reference, own = observed[0].agent, observed[0].by_reference, group.sampling
         self._policies.activate(agent)
         speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
@@ -224,10 +187,7 @@ class TransformersGenerator(Generator):
         )
 
     def keeps_shapes(self, settings: Mapping[str, Any], sampling: Sampling, live: LiveRows | None) -> bool:
-        """
-        Whether steps of decoding keep their shapes, so that a GPU can replay them: there by default, elsewhere if it
-        is set.
-        """
+        """Whether a GPU can replay decoding steps, since they keep their shapes: if it is set, or by default there."""
         wanted, is_gpu = settings.get("cache_implementation"), self._engine.model.device.type == "cuda"
         obstacle = self._find_capture_obstacle(settings)
         if is_gpu and not self._is_noted:
@@ -272,7 +232,6 @@ class TransformersGenerator(Generator):
         return self._share and can_decode(GenerationConfig(**settings))
 
     def settings(self, agent: str) -> dict[str, Any]:
-        """All settings of `generate` for an agent."""
         return self._engine.settings(self._samplings[agent])
 
     def _options(
@@ -308,9 +267,7 @@ class TransformersGenerator(Generator):
         return options
 
     def drop_cache(self) -> None:
-        """Give the memory back that is kept from one call to the next."""
         self._store.clear()
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
-        """Return `True` if a turn of an agent contains one of the agent's stop strings."""
         return self._stops[self._samplings[agent].stop].are_in(ids)

@@ -29,12 +29,8 @@ _TOKENS_PER_CHARACTER, _MARGIN = 4, 8
 
 class StopStrings:
     """
-    Stop strings of an agent. A turn ends with the first generated token after which its decoded text contains a stop
-    string. The prompt is ignored.
-
-    Args:
-        tokenizer: decodes the turn, including control tokens. Not needed without stop strings.
-        texts: the stop strings; may be empty.
+    Stop strings of an agent. A turn ends with the first generated token after which its decoded text, with control
+    tokens but without the prompt, contains one of them. Without stop strings, no tokenizer is needed.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, texts: Sequence[str]):
@@ -43,7 +39,6 @@ class StopStrings:
         self._window = _TOKENS_PER_CHARACTER * max(map(len, self.texts), default=0) + _MARGIN
 
     def are_in(self, ids: Sequence[int]) -> bool:
-        """Return `True` if the decoded tokens of a turn contain a stop string."""
         return bool(self.texts) and self._found_in_text(cast(Any, self._tokenizer).decode(list(ids)))
 
     def cut(self, ids: list[int]) -> list[int]:
@@ -69,11 +64,8 @@ class StopStrings:
 
 class StopStringCriterion(LateCriterion):
     """
-    Stopping criterion that applies [`StopStrings`] during one `generate` call whose prompts are padded to the same
-    width.
-
-    `StopStringCriteria` of transformers matches prompt and completion as one text, so a stop string that begins in the
-    prompt could end a turn that does not contain it.
+    Applies [`StopStrings`] during one `generate` call with prompts of equal width. transformers' own criterion matches
+    prompt and completion as one text: a stop string that begins in the prompt could end a turn without it.
     """
 
     def __init__(self, stops: StopStrings):
@@ -93,14 +85,7 @@ class StopStringCriterion(LateCriterion):
 
 
 class TurnReader:
-    """
-    Parses turns: text, tool calls and truncation.
-
-    Args:
-        template: defines how tool calls are written.
-        uses_tools: whether the tokenizer was prepared for tools.
-        is_lone: whether the team has one agent.
-    """
+    """Parses turns: text, tool calls and truncation. `is_lone` means that the team has one agent."""
 
     def __init__(
         self,
@@ -120,13 +105,7 @@ class TurnReader:
         completions: Sequence[SampledTurn],
         generator: Generator,
     ) -> list[Completion | EndOfEpisode]:
-        """
-        Return the completion of each request, or the end of its episode.
-
-        Args:
-            observations: the observations of the agents.
-            generator: tests turns for stop strings.
-        """
+        """Return the completion of each request, or the end of its episode."""
         completions = [self._truncate(*pair) for pair in zip(requests, completions, strict=True)]
         texts = self._tokenizer.batch_decode([sampled.ids for sampled in completions], skip_special_tokens=True)
         return [
@@ -178,10 +157,7 @@ class TurnReader:
         return sampled._replace(ids=ids[:count], logps=None if sampled.logps is None else sampled.logps[:count])
 
     def read_reply(self, request: Request, observation: Observation, text: str, ids: list[int], is_truncated: bool):
-        """
-        Make the completion of a request from a text and its tokens. `is_truncated`: whether `ids` lack the end of the
-        text.
-        """
+        """Make the completion of a request from a text and its tokens, which lack its end if `is_truncated`."""
         return request.make_completion(
             self._tokenizer.decode(ids) if is_truncated else as_plain(text),
             observation.seen,

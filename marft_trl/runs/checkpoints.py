@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
@@ -36,6 +36,9 @@ from .resume import ResumeChanges, RunSettings, check_structure, tunables
 from .run_folder import CheckpointError, Commit, RunFolder
 
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
 logger = get_logger(__name__)
 
 ROLLOUTS_NAME = "marft_rollouts_{rank}"
@@ -49,14 +52,7 @@ def save_rollouts(
     slices: Sequence[Slice] | None,
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """
-    Save the current training rows and the position in them, so that a resumed run continues with the same rows.
-
-    Args:
-        step: number of forward and backward passes so far.
-        slices: slices of the current generation batch; `None` if all of them have been used.
-        extra: additional state, JSON-serializable.
-    """
+    """Save the training rows, `None` if all were used, and the number of forward and backward passes so far."""
     tensors: dict[str, torch.Tensor] = {}
     slice_data = []
     for s, slice_ in enumerate(slices or []):
@@ -78,16 +74,9 @@ def load_rollouts(
     folder: str | Path, rank: int, world_size: int, has_changes: bool = False
 ) -> tuple[int, list[Slice] | None, dict[str, Any]] | None:
     """
-    Load the rows that [`save_rollouts`] saved.
-
-    Args:
-        has_changes: whether the run sets `resume_changes`. If so, the number of processes may differ, and additional
-            processes load the state of the first process.
-
-    Returns: the step, the slices and the additional state, or `None` if the checkpoint has no rollouts.
-
-    Raises:
-        ValueError: the checkpoint was written by a different number of processes.
+    Return the step, the slices and the additional state, or `None` if the checkpoint has none. Raises `ValueError` if
+    another number of processes wrote it, unless it `has_changes`: additional processes then load the state of the
+    first.
     """
     first_path = Path(folder) / (ROLLOUTS_NAME.format(rank=0) + ".json")
     if not first_path.is_file():
@@ -122,12 +111,7 @@ BEST_NAME = "marft_best.safetensors"
 
 
 class BestAdapters:
-    """
-    CPU copies of the weights and optimizer states of all trained adapters.
-
-    Args:
-        get_optimizer: returns the optimizer, or `None` if it does not exist yet.
-    """
+    """CPU copies of the weights and optimizer states of all trained adapters. There may be no optimizer yet."""
 
     def __init__(self, policies: Policies, get_optimizer: Callable[[], Any]):
         self._policies, self._get_optimizer = policies, get_optimizer
@@ -137,17 +121,14 @@ class BestAdapters:
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the adapters that have a copy."""
         return list(self._weights)
 
     @property
     def _optimizer_states(self) -> Any:
-        """State of the optimizer by parameter."""
         optimizer = self._get_optimizer()
         return getattr(optimizer, "optimizer", optimizer).state if optimizer is not None else {}
 
     def capture(self) -> None:
-        """Copy the weights and optimizer states of all trained adapters."""
         for name in self._policies.trained:
             parameters = list(self._policies.parameters(name).values())
             self._weights[name] = [_copy_to_cpu(parameter.detach()) for parameter in parameters]
@@ -164,7 +145,6 @@ class BestAdapters:
 
     @torch.no_grad()
     def restore(self, adapter: str) -> None:
-        """Restore the weights and the optimizer state of an adapter from its copy, in place."""
         self.num_restored += 1
         parameters = list(self._policies.parameters(adapter).values())
         copies = zip(parameters, self.weights(adapter), self._state_copies[adapter], strict=True)
@@ -184,7 +164,6 @@ class BestAdapters:
     # ---- Saving ----
 
     def save(self, folder: str | Path) -> None:
-        """Write the copies to a checkpoint."""
         tensors, scalars = {}, {}
         for name, weights in self._weights.items():
             for position, (weight, state_copy) in enumerate(zip(weights, self._state_copies[name], strict=True)):
@@ -225,27 +204,10 @@ def _copy_to_cpu(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
-class Stateful(Protocol):
-    """An object whose state is saved in checkpoints and loaded when a run resumes."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, JSON-serializable."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state from [`state_dict`]."""
-
-
 class Checkpoints:
     """
     Writes checkpoints that are valid only if they are complete, and loads the state that the `Trainer` does not save:
-    the current training rows, the position in them, the reference weights, and the state of every object in
-    `stateful`.
-
-    Args:
-        stateful: objects with a state, by name in the checkpoint.
-        ref_model: TRL's reference model.
-        settings: collects the settings that determine the results of the run.
-        best: copies of the best adapters.
+    the training rows, the position in them, the reference weights, and the JSON state of every object in `stateful`.
     """
 
     def __init__(
@@ -278,10 +240,7 @@ class Checkpoints:
     def saving(self, folder: Path) -> Iterator[None]:
         """
         Context manager around the saving code of the `Trainer`. The checkpoint becomes valid once all processes have
-        written their files.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be written, or weights are not finite.
+        written their files. Raises `CheckpointError` if it cannot be written, or weights are not finite.
         """
         run_folder = self.folder if folder.parent == self.folder.path else RunFolder(folder.parent)
         run_folder.run = self.folder.run or "unnamed"
@@ -333,7 +292,7 @@ class Checkpoints:
                 )
 
     def save(self, folder: str | Path) -> None:
-        """Save the state of this process to a checkpoint. All processes must call this method."""
+        """Save the state of this process to a checkpoint. Collective."""
         rank, world_size = self._args.process_index, self._args.world_size
         state = self._collect_state()
         save_rollouts(folder, rank, world_size, state["micro_step"], state["slices"], state["extra"])
@@ -356,10 +315,7 @@ class Checkpoints:
     # ---- Saving the last complete step after a failure ----
 
     def record_step(self) -> None:
-        """
-        Record the state for a checkpoint of this step, except the weights and the optimizer state, which do not change
-        before the next update.
-        """
+        """Record the state, but not weights and optimizer, which do not change before the next update."""
         with undisturbed():
             state = self._collect_state()
             # Not copied, because they are large and never modified
@@ -375,7 +331,6 @@ class Checkpoints:
 
     @property
     def _num_restored(self) -> int:
-        """Number of adapters restored to their best weights so far."""
         return self.best.num_restored if self.best is not None else 0
 
     def record_after_log(self) -> None:
@@ -385,7 +340,6 @@ class Checkpoints:
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps so far."""
         return self._state.optimizer_step
 
     def has_current_checkpoint(self) -> bool:
@@ -398,11 +352,7 @@ class Checkpoints:
         self._recorded_step = None
 
     def save_recorded_step(self, save: Callable[[], None]) -> bool:
-        """
-        Save the last complete step after a failure in the next step.
-
-        Returns: whether there is a complete checkpoint of that step.
-        """
+        """Save the last complete step after a failure in the next. Returns whether it has a checkpoint."""
         recorded = self._recorded_step
         if recorded is None:
             return False
@@ -423,14 +373,8 @@ class Checkpoints:
 
     def choose(self, resume_from_checkpoint: str | bool | Path | None) -> str | None:
         """
-        Choose the checkpoint to resume from, the same on all processes, and check its files and settings.
-
-        Args:
-            resume_from_checkpoint: `True` for the newest complete checkpoint of this run, if there is one.
-
-        Raises:
-            DamagedCheckpoint: the given checkpoint is damaged.
-            ValueError: the run differs from the run of the checkpoint in a way that `resume_changes` does not declare.
+        Choose the checkpoint to resume from (`True`: the newest complete one), the same on all processes. Raises if it
+        is damaged, or if the run differs from that of the checkpoint in a way that `resume_changes` does not declare.
         """
         with self._processes.failing_together():
             for item in self.stateful.values():
@@ -501,7 +445,6 @@ class Checkpoints:
             logger.warning(f"Changed since {folder.name}: `{name}` from {old} to {now}. The new value is used.")
 
     def load(self, folder: str | Path) -> None:
-        """Load the state of this process from a checkpoint."""
         if self._args.sync_ref_model:
             load_references(self._policies, self._ref_model, folder)
         if self.past_copies is not None:
@@ -540,14 +483,12 @@ class Checkpoints:
             self.past_copies.drop_after_checkpoint(folder)
 
     def load_weights(self, folder: str | Path) -> None:
-        """Load the adapters of the team and the critic from a checkpoint, in place."""
         load_team_adapters(self._model, self._policies, self._agents, folder, self._anonymous, self.changes)
         if self._critic is not None:
             self._critic.load(folder)
 
 
 def _same_structure(saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
-    """Return `True` if the saved and the current settings have the same structure."""
     if _collect_names(saved) != _collect_names(current):
         return False
     try:
@@ -558,17 +499,11 @@ def _same_structure(saved: Mapping[str, Any], current: Mapping[str, Any]) -> boo
 
 
 def _collect_names(settings: Mapping[str, Any]) -> set[str]:
-    """Names of the agents and adapters in recorded settings."""
     return {*settings.get("agents", {}), *settings.get("adapters", {})}
 
 
 def raise_failed_push(jobs: Sequence[Any], repo: str | None, folder: str | None) -> None:
-    """
-    Raise if the upload of a checkpoint failed in the background.
-
-    Raises:
-        RuntimeError: an upload failed. The message names the repository and the folder with the files.
-    """
+    """Raise if the upload of a checkpoint failed in the background."""
     for job in jobs:
         if job.done() and job.exception() is not None:
             raise RuntimeError(
@@ -586,11 +521,8 @@ def load_team_adapters(
     changes: ResumeChanges | None = None,
 ) -> None:
     """
-    Load every adapter of the team from a checkpoint, in place.
-
-    Raises:
-        ValueError: the agents, the adapters or `anonymous` differ from those of the checkpoint, or weights are not
-            finite.
+    Load every adapter of the team from a checkpoint, in place. Raises `ValueError` if the team or `anonymous` differs
+    from that of the checkpoint, or if weights are not finite.
     """
     changes = changes or ResumeChanges()
     manifest = TeamManifest.load(folder)

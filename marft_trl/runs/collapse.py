@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from ..adapters.copies import PastCopies
 from ..adapters.policies import Policies
@@ -26,22 +26,45 @@ DROP, ERRORS = 0.1, 5.0
 class Collapse(TrainerCallback):
     """
     Compares `eval_reward` of the trainer's own evaluation set with its best during training. The team has collapsed
-    when it is below the best by more than [`DROP`] of it and by more than [`ERRORS`] standard errors.
+    when it is below the best by more than [`DROP`] of it and by more than [`ERRORS`] standard errors. That logs one
+    warning. With `adapters`, all of them and their optimizer state are restored as they were at the best evaluation
+    (`on_collapse="restore"`): before the next episodes are sampled, or at once after the last evaluation.
     """
 
-    def __init__(self, run: RunContext, error_of_evaluation: Callable[[], float]):
+    def __init__(
+        self,
+        run: RunContext,
+        error_of_evaluation: Callable[[], float],
+        policies: Policies,
+        adapters: BestAdapters | None = None,
+        past_copies: PastCopies | None = None,
+    ):
         self._metrics, self._error_of_evaluation = run.metrics, error_of_evaluation
+        self._processes, self._state = run.processes, run.state
+        self._policies, self._adapters, self._past_copies = policies, adapters, past_copies
         self._best: tuple[float, float] | None = None  # `eval_reward` and its standard error
+        self._best_step, self._found = 0, ""  # `_found`: why adapters are restored before the next episodes
         self._was_logged = self._is_training = self._is_ignored = False
 
     def state_dict(self) -> dict[str, Any]:
-        """State of a checkpoint, JSON-serializable."""
-        return {"was_said": self._was_logged, "best_evaluation": self._best}
+        restoring = {"best_step": self._best_step, "found": self._found} if self._adapters is not None else {}
+        return {"was_said": self._was_logged, "best_evaluation": self._best, **restoring}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a [`state_dict`], also of version 0.3."""
         best = state["best_evaluation"]
         self._was_logged, self._best = state["was_said"], (best[0], best[1]) if best is not None else None
+        if self._adapters is not None:
+            self._best_step, self._found = state.get("best_step", 0), state.get("found", "")
+            if not self._adapters.adapters:  # of a run that has only warned so far
+                self._best = None
+
+    def undo(self) -> None:
+        """Called before episodes are sampled for training."""
+        # Gradients of the present weights are not applied to others: wait for the next optimizer step. A process whose
+        # rows had no signal has none
+        if self._found and not any(self._processes.gather([self._policies.has_pending_gradients])):
+            self._restore()
 
     @contextlib.contextmanager
     def ignoring_evaluations(self, if_: bool) -> Iterator[None]:
@@ -52,14 +75,16 @@ class Collapse(TrainerCallback):
         finally:
             self._is_ignored = kept
 
-    def undo(self) -> None:
-        """Called before episodes are sampled for training."""
-
     def on_train_begin(self, args, state, control, **kwargs):
         self._is_training = True
 
     def on_train_end(self, args, state, control, **kwargs):
         self._is_training = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # A callback ends the run here, so no episodes follow. One that a signal ends keeps this for its checkpoint
+        if self._found and control.should_training_stop and not control.should_evaluate:
+            self._restore()
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         reward, error = (metrics or {}).get("eval_reward", math.nan), self._error_of_evaluation()
@@ -68,75 +93,27 @@ class Collapse(TrainerCallback):
         best, best_error = self._best or (-math.inf, 0.0)
         if reward >= best:
             self._best = reward, error
-            self._take_best()
+            if self._adapters is not None:
+                self._adapters.capture()
+                self._best_step, self._found = self._state.optimizer_step, ""
         elif best - reward > max(DROP * abs(best), ERRORS * math.hypot(error, best_error)):
-            found = f"`eval_reward` is {reward:.4g}, but the best was {best:.4g}"
-            self._handle_collapse(found, is_last=state.global_step >= state.max_steps)
+            self._handle_collapse(f"`eval_reward` is {reward:.4g}, but the best was {best:.4g}", state)
 
-    def _take_best(self) -> None:
-        """The team is at its best."""
-
-    def _handle_collapse(self, found: str, is_last: bool) -> None:
-        if not self._was_logged:
+    def _handle_collapse(self, found: str, state: TrainerState) -> None:
+        if self._adapters is not None:
+            self._found = found
+            if state.global_step >= state.max_steps:
+                self._restore()
+        elif not self._was_logged:
             self._was_logged = True
             logger.warning(
                 f"THE TEAM HAS COLLAPSED: {found}. Lower the learning rate, resume from an earlier checkpoint, or set "
                 "`on_collapse='restore'`, which restores the adapters of the best evaluation."
             )
 
-
-class RestoringCollapse(Collapse):
-    """
-    Restores all trained adapters and their optimizer state as they were at the best evaluation
-    (`on_collapse="restore"`): before the next episodes are sampled, or at once after the last evaluation.
-
-    Args:
-        past_copies: past copies; those of later steps are dropped.
-    """
-
-    def __init__(
-        self,
-        run: RunContext,
-        error_of_evaluation: Callable[[], float],
-        policies: Policies,
-        best: BestAdapters,
-        past_copies: PastCopies | None = None,
-    ):
-        super().__init__(run, error_of_evaluation)
-        self._processes, self._state = run.processes, run.state
-        self._policies, self._adapters, self._past_copies = policies, best, past_copies
-        self._best_step, self._found = 0, ""  # `_found`: why adapters are restored before the next episodes
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "best_step": self._best_step, "found": self._found}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._best_step, self._found = state.get("best_step", 0), state.get("found", "")
-        if not self._adapters.adapters:  # of a run that has only warned so far
-            self._best = None
-
-    def undo(self) -> None:
-        # Gradients of the present weights are not applied to others: wait for the next optimizer step. A process whose
-        # rows had no signal has none
-        if self._found and not any(self._processes.gather([self._policies.has_pending_gradients])):
-            self._restore()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        # A callback ends the run here, so no episodes follow. One that a signal ends keeps this for its checkpoint
-        if self._found and control.should_training_stop and not control.should_evaluate:
-            self._restore()
-
-    def _take_best(self) -> None:
-        self._adapters.capture()
-        self._best_step, self._found = self._state.optimizer_step, ""
-
-    def _handle_collapse(self, found: str, is_last: bool) -> None:
-        self._found = found
-        if is_last:
-            self._restore()
-
     def _restore(self) -> None:
+        if self._adapters is None:
+            return
         for name in self._adapters.adapters:
             self._adapters.restore(name)
         if self._past_copies is not None:  # copies of later steps are of the collapsed policies

@@ -19,14 +19,13 @@ from torch import nn
 from trl.trainer.utils import get_callable_name
 
 from ..adapters.manifest import BaseModel, hash_of_weights
-from ..config.inherited import ALWAYS_UNUSED, INHERITED
 from ..config.marft_config import MARFTConfig
-from ..config.options import collect_rules
+from ..config.options import ALWAYS_UNUSED, INHERITED, collect_rules
 from ..config.team_setup import TeamSetup
 from ..prompts.views import View
 from ..seams.libraries import installed_version
 from ..system.files import read_source
-from ..system.hints import did_you_mean
+from ..system.hints import brief, did_you_mean
 from ..system.redaction import without_secrets
 from ..workflows.base import callable_name
 
@@ -56,16 +55,7 @@ _OF_LORA = (
 
 
 class RunSettings:
-    """
-    Collects what decides the results of a run.
-
-    Args:
-        base: `base()` describes the base, the tokenizer and the chat template.
-        rewards: reward functions of the team, under `""`, and of agents.
-        weights: weights of the team's reward functions.
-        dataset: the training dataset.
-        num_processes: number of processes.
-    """
+    """Collects what decides the results of a run. `rewards` has the functions of agents, and under `""` the team's."""
 
     def __init__(
         self,
@@ -102,7 +92,7 @@ class RunSettings:
         self._base_weights = hash_of_weights(model) if team.policies.has_adapters else None
 
     def collect(self) -> dict[str, Any]:
-        """Settings by part, JSON-serializable. The parts are those of [`~marft_trl.runs.resume`]."""
+        """Settings by part, JSON-serializable."""
         args = self._args
         parts: dict[str, Any] = {
             "agents": {agent.name: self._policies.get_adapter(agent.name) for agent in self._agents},
@@ -188,9 +178,9 @@ def plain(value: Any) -> Any:
 
 def compute_fingerprint(function: Any) -> str:
     """
-    Name of a function, and a hash of its source and of what it was made with: defaults, arguments of
-    `functools.partial`, and variables of the function that returned it, as far as these are plain values or functions.
-    The name alone for models.
+    Name of a function with a hash of its source and of what it was made with: defaults, arguments of
+    `functools.partial`, variables of the function that returned it, as far as these are plain values or functions.
+    Models have a name alone.
     """
     if isinstance(function, (str, nn.Module)):
         return function if isinstance(function, str) else type(function).__name__
@@ -258,29 +248,15 @@ _UNKNOWN = "(not recorded)"
 
 @dataclass(frozen=True)
 class ResumeChanges:
-    """
-    Intended changes of a resumed run, from `MARFTConfig(resume_changes=...)`.
+    """Intended changes of a resumed run, from `MARFTConfig(resume_changes=...)`."""
 
-    Args:
-        add: adapters that start fresh.
-        remove: adapters of the checkpoint that are left out.
-        rename: new names of adapters, by their names in the checkpoint.
-        accept: parts of the settings that may differ, among [`ACCEPTABLE`].
-    """
-
-    add: Sequence[str] = ()
-    remove: Sequence[str] = ()
-    rename: Mapping[str, str] = field(default_factory=dict)
-    accept: Sequence[str] = ()
+    add: Sequence[str] = ()  # adapters that start fresh
+    remove: Sequence[str] = ()  # adapters of the checkpoint that are left out
+    rename: Mapping[str, str] = field(default_factory=dict)  # new names of adapters, by their names in the checkpoint
+    accept: Sequence[str] = ()  # parts of the settings that may differ, among `ACCEPTABLE`
 
     @classmethod
     def from_dict(cls, changes: Mapping[str, Any] | None) -> ResumeChanges:
-        """
-        Check the changes that a user names.
-
-        Raises:
-            ValueError, TypeError: an unknown kind of change, or names of the wrong type.
-        """
         if changes is None:
             return cls()
         if not isinstance(changes, Mapping):
@@ -311,7 +287,6 @@ class ResumeChanges:
 
     @property
     def is_empty(self) -> bool:
-        """`True` if nothing is to change."""
         return not (self.add or self.remove or self.rename or self.accept)
 
     def find_saved_name(self, adapter: str) -> str | None:
@@ -321,12 +296,7 @@ class ResumeChanges:
         return next((old for old, new in self.rename.items() if new == adapter), adapter)
 
     def check_names(self, saved: Collection[str], present: Collection[str]) -> None:
-        """
-        Raise unless the changes lead from the adapters of the checkpoint to those of the team.
-
-        Raises:
-            ValueError: the message has both and names what is left over.
-        """
+        """Raise unless the changes lead from the adapters of the checkpoint to those of the team."""
         wrong = [f"adds {name!r}, which the team does not have" for name in self.add if name not in present]
         wrong += [f"removes {name!r}, which the checkpoint does not have" for name in self.remove if name not in saved]
         wrong += [f"renames {old!r}, which the checkpoint does not have" for old in self.rename if old not in saved]
@@ -351,17 +321,8 @@ def check_structure(
     saved: Mapping[str, Any], present: Mapping[str, Any], changes: ResumeChanges, folder: Any
 ) -> list[str]:
     """
-    Compare what gives the state of a checkpoint its meaning.
-
-    Args:
-        saved, present: settings by part, of the checkpoint and of the run.
-        changes: what the user has announced.
-        folder: the checkpoint, for messages.
-
-    Returns: a line for each accepted difference.
-
-    Raises:
-        ValueError: a difference that was not announced. The message has a table of then and now.
+    Compare what gives the state of a checkpoint its meaning. Returns a line for each accepted difference. Raises
+    `ValueError` with a table of then and now for differences that the user has not announced.
     """
     refused, accepted = [], []
     for part in (*_FIXED, *ACCEPTABLE, "versions"):
@@ -385,10 +346,7 @@ def check_structure(
 
 
 def tunables(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """
-    Settings that take effect when they change: name, then, now. Fields of the configuration that another version did
-    not record are left out.
-    """
+    """Changed settings that take effect (name, then, now), without fields that another version did not record."""
     differences = _differences("", saved.get("tunable"), present.get("tunable"), ResumeChanges())
     return [difference for difference in differences if _UNKNOWN not in difference or not difference[0].isidentifier()]
 
@@ -421,12 +379,11 @@ def _different(where: str, saved: Mapping[str, Any], present: Mapping[str, Any])
         if isinstance(then, Mapping) and isinstance(now, Mapping):
             yield from _different(full, then, now)
         elif then != now:
-            yield full, _brief(then), _brief(now)
+            yield full, _as_text(then), _as_text(now)
 
 
-def _brief(value: Any, limit: int = 60) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+def _as_text(value: Any) -> str:
+    return brief(value if isinstance(value, str) else repr(value), 60)
 
 
 def _table(rows: Sequence[tuple[str, str, str]]) -> str:

@@ -50,20 +50,11 @@ class RunInterrupted(SystemExit):
 
 
 class Signals:
-    """
-    Takes note of the signals that ask a process to end, instead of ending it. A second SIGINT (Ctrl+C) ends it at
-    once.
-
-    Args:
-        saves: whether a checkpoint will be saved, for the line that says what happens.
-
-    Attributes:
-        received: number of the first signal; 0 for none.
-    """
+    """Notes signals that ask a process to end, instead of ending it. A second SIGINT (Ctrl+C) ends it at once."""
 
     def __init__(self, saves: bool) -> None:
         self._saves = saves
-        self.received = 0
+        self.received = 0  # number of the first signal; 0 for none
         self.step_seconds = 0.0  # of the longest step so far
         self._before: dict[int, Any] = {}
 
@@ -104,13 +95,8 @@ class Signals:
 
 class Run(TrainerCallback):
     """
-    The course of a run, from the choice of a checkpoint to its end.
-
-    Args:
-        args: when checkpoints are saved.
-        checkpoint_size: about how many bytes a checkpoint has.
-        try_out: writes what a checkpoint contains besides weights, and raises for what cannot be written.
-        clean_up: called when training ends, in whatever way.
+    The course of a run, from the choice of a checkpoint to its end. `try_out` raises for what could not be saved,
+    `checkpoint_size` is in bytes, and `clean_up` is called when training ends, in whatever way.
     """
 
     def __init__(
@@ -205,8 +191,7 @@ class Run(TrainerCallback):
             where = self._checkpoints.folder.newest_complete()
             note = f"The last complete step is saved in {where}; `train(resume_from_checkpoint=True)` resumes from it."
             logger.warning(note)
-            with contextlib.suppress(Exception):
-                error.add_note(note)  # type: ignore[attr-defined]  # Python 3.11 and later
+            error.add_note(note)
 
     def _how_to_go_on(self, newest_complete: Path | None) -> str:
         if newest_complete is None:
@@ -245,16 +230,11 @@ class Run(TrainerCallback):
             control.should_training_stop = True
 
     def after_log(self) -> None:
-        """Take note that the metrics of the step have been logged: an evaluation, which comes next, may fail."""
+        """The metrics of the step have been logged. An evaluation, which comes next, may fail."""
         self._checkpoints.record_after_log()
 
     def after_step(self) -> None:
-        """
-        Take note of a complete step, after its logs, its evaluation and its checkpoint.
-
-        Raises:
-            RunInterrupted: a signal has asked for the end of the run.
-        """
+        """The step is complete, with logs, evaluation and checkpoint. Raises `RunInterrupted` after a signal."""
         if self._stopped_by:
             name = signal.Signals(self._stopped_by).name
             if self._saves and not self._checkpoints.has_current_checkpoint():

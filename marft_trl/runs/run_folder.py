@@ -14,7 +14,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ COMMIT_NAME = "marft_commit.json"
 # The commit of a checkpoint that is being written or removed
 OPEN_NAME = "marft_commit.json.open"
 FORMAT = 1
-_CHUNK = 1 << 22
 
 
 class DamagedCheckpoint(ValueError):
@@ -43,19 +42,12 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Commit:
-    """
-    Contents of the commit of a checkpoint.
+    """Contents of the commit of a checkpoint."""
 
-    Args:
-        run: id of the run that wrote the checkpoint.
-        files: size in bytes and SHA-256 of each file, by its path in the checkpoint.
-        settings: what decides the results of the run, see [`~marft_trl.runs.resume`].
-    """
-
-    run: str
+    run: str  # id of the run that wrote the checkpoint
     step: int
-    files: dict[str, list] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, list] = field(default_factory=dict)  # size in bytes and SHA-256, by path in the checkpoint
+    settings: dict[str, Any] = field(default_factory=dict)  # what decides the results, see `RunSettings`
 
 
 def begin(folder: str | Path, run: str, step: int) -> None:
@@ -66,13 +58,7 @@ def begin(folder: str | Path, run: str, step: int) -> None:
 
 
 def commit(folder: str | Path, run: str, step: int, settings: Mapping[str, Any]) -> Commit:
-    """
-    Complete a checkpoint. All its files are made durable before the commit appears under its name.
-
-    Args:
-        folder: folder of the checkpoint, with all files of all processes.
-        settings: what decides the results; JSON-serializable.
-    """
+    """Complete a checkpoint of all processes. Its files are made durable before the commit appears under its name."""
     folder = Path(folder)
     files = {}
     for path in _list_files(folder):
@@ -89,22 +75,12 @@ def commit(folder: str | Path, run: str, step: int, settings: Mapping[str, Any])
 
 
 def read_commit(folder: str | Path) -> Commit:
-    """
-    Read the commit of a checkpoint, without a look at the other files.
-
-    Raises:
-        DamagedCheckpoint: there is no commit, or it was changed.
-    """
+    """Read a commit, but no other file. Raises `DamagedCheckpoint` if there is none, or if it was changed."""
     return _read(Path(folder) / COMMIT_NAME)
 
 
 def verify(folder: str | Path) -> Commit:
-    """
-    Check every file of a checkpoint against its commit.
-
-    Raises:
-        DamagedCheckpoint: a file is missing or differs, or there is no commit.
-    """
+    """Check every file of a checkpoint against its commit. Raises `DamagedCheckpoint`."""
     folder = Path(folder)
     commit_ = read_commit(folder)
     try:
@@ -155,12 +131,8 @@ def _list_files(folder: Path) -> list[Path]:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        read: Callable[[], bytes] = lambda: file.read(_CHUNK)  # noqa: E731
-        for chunk in iter(read, b""):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _serialized(commit_: Commit) -> str:
@@ -216,19 +188,11 @@ _WITHOUT_SOFT_LOCK: dict[str, Any] = {"fallback_to_soft": False} if _HAS_SOFT_LO
 
 
 class RunFolder:
-    """
-    The output folder of a run. Checkpoints belong to the run whose id they bear.
-
-    Args:
-        path: the folder; it is created when it is first used.
-
-    Attributes:
-        run: id of the run; set by [`~RunFolder.start`] and [`~RunFolder.continue_run`].
-    """
+    """The output folder of a run. Checkpoints belong to the run whose id they bear."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.run = ""
+        self.run = ""  # `start` and `continue_run` set it
         self._lock: FileLock | None = None
         self._held: tuple[int, int] | None = None  # device and inode of the locked file
 
@@ -237,10 +201,8 @@ class RunFolder:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """
-        Context manager: no other process trains into the folder. The system releases it when the process ends.
-
-        Raises:
-            CheckpointError: another run uses the folder, or it cannot be written to.
+        Context manager: no other process trains into the folder. The system releases it when the process ends. Raises
+        `CheckpointError` if another run uses the folder, or if it cannot be written to.
         """
         self.probe()
         self._take_lock()
@@ -276,12 +238,7 @@ class RunFolder:
         return found.st_dev, found.st_ino
 
     def _check_lock(self) -> None:
-        """
-        Lock the folder again if it was removed during the run, and the lock with it.
-
-        Raises:
-            CheckpointError: another run uses it by now, or it cannot be written to.
-        """
+        """Lock the folder again if it was removed during the run, and the lock with it."""
         if self._held is None or self._locked_file() == self._held:
             return
         self._release_lock()
@@ -294,12 +251,7 @@ class RunFolder:
         )
 
     def probe(self) -> None:
-        """
-        Write, rename and remove a file as a checkpoint does, before anything is trained.
-
-        Raises:
-            CheckpointError: the folder cannot be written to.
-        """
+        """Write, rename and remove a file like a checkpoint, before training. Raises `CheckpointError`."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.path, prefix="_marft_probe", delete=False) as file:
@@ -322,12 +274,7 @@ class RunFolder:
             yield Path(file.name).name
 
     def check_mark(self, name: str) -> None:
-        """
-        Check that this process sees a file of [`~RunFolder.marked`], which another one has made.
-
-        Raises:
-            CheckpointError: it sees another folder.
-        """
+        """Raise `CheckpointError` unless this process sees the file that another one has made with `marked`."""
         end = time.monotonic() + _SEEN_WITHIN
         while not any(entry.name == name for entry in self.path.glob("_marft_probe*")):
             if time.monotonic() > end:
@@ -349,10 +296,8 @@ class RunFolder:
 
     def start(self, is_intended: bool = True) -> None:
         """
-        Begin a new run. Checkpoints of other runs stay, but this run does not resume from them.
-
-        Args:
-            is_intended: whether the user has asked for a new run; else there was nothing to resume from.
+        Begin a new run, as the user has asked (`is_intended`), or else because there was nothing to resume from.
+        Checkpoints of other runs stay.
         """
         others = [folder.name for folder in self.checkpoints()]
         if others and is_intended:
@@ -365,12 +310,7 @@ class RunFolder:
         self._write_facts(self.known_run())  # the folder is the new run's when it has a checkpoint
 
     def continue_run(self, run: str, step: int | None = None) -> None:
-        """
-        Continue the run with this id.
-
-        Args:
-            step: step to resume from. Later checkpoints of the run, which may be damaged, are renamed.
-        """
+        """Continue the run with this id. Its checkpoints after `step`, which may be damaged, are renamed."""
         self.run = run
         self._write_facts(run)
         for folder in self.checkpoints() if step is not None else []:
@@ -385,7 +325,6 @@ class RunFolder:
         write_atomically(self.path / RUN_NAME, json.dumps(facts) + "\n")
 
     def known_run(self) -> str | None:
-        """Id of the run that used the folder last, or `None`."""
         return self._facts().get("id")
 
     def _facts(self) -> dict[str, Any]:
@@ -409,10 +348,7 @@ class RunFolder:
         return sorted(folders, key=lambda folder: _parse_step(folder) or 0)
 
     def newest(self) -> tuple[Path, Commit] | None:
-        """
-        The newest checkpoint of the run that used the folder last whose files are all as they were written, or `None`.
-        Others are skipped, with one line each.
-        """
+        """The newest intact checkpoint of the run that used the folder last. A line tells which ones are skipped."""
         self._put_back()
         run = self.known_run()
         for folder in reversed(self.checkpoints()):
@@ -458,7 +394,6 @@ class RunFolder:
         return folder
 
     def close(self, folder: Path, settings: dict[str, Any]) -> Commit:
-        """Complete the checkpoint that [`~RunFolder.open`] began."""
         step = _parse_step(folder)
         if step is None:
             raise ValueError(f"{folder} is not a checkpoint folder.")
@@ -488,10 +423,8 @@ class RunFolder:
 
     def rotate(self, limit: int | None, best: str | Path | None = None) -> None:
         """
-        Remove the oldest complete checkpoints of this run, and what killed runs have left of others.
-
-        Args:
-            limit: number of checkpoints to keep, besides the best. The newest always stays.
+        Remove the oldest complete checkpoints of this run, and what killed runs have left of others. `limit`
+        checkpoints stay, and always the best and the newest.
         """
         for folder in self.checkpoints():
             if is_remainder(folder, self.run):

@@ -19,7 +19,7 @@ _NAME = "bitsandbytes"
 
 
 class _Later(types.ModuleType):
-    """A module that is loaded when it is asked for anything but what is known of it before."""
+    """A module that is loaded at the first access to an attribute that it does not have."""
 
     def __getattr__(self, name: str) -> Any:
         if sys.modules.get(_NAME) is self:
@@ -32,8 +32,8 @@ class _Later(types.ModuleType):
 
 class _Loaded:
     """
-    Finder and loader, for the next import, of a module that its package has loaded while it was looked for. Python
-    (3.13) has looked into `sys.modules` before it asked for the path of the package, and would run the module again.
+    Finder and loader, for the next import, of a module that its package has loaded while Python (3.13) looked for it.
+    Python checked `sys.modules` before it asked for the path of the package, and would run the module again.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -52,10 +52,7 @@ class _Loaded:
 
 
 def load_bitsandbytes_when_used() -> None:
-    """
-    Put off the import of bitsandbytes. PEFT (0.21) imports it whenever it is imported itself (`peft.helpers`), whether
-    or not a model is quantized. Where one of the two is loaded already, nothing changes.
-    """
+    """Delay the import of bitsandbytes by PEFT (0.21, `peft.helpers`), unless either is already loaded."""
     spec = None if {_NAME, "peft"} & sys.modules.keys() else importlib.util.find_spec(_NAME)
     if spec is not None:
         module = _Later(_NAME)
@@ -65,10 +62,7 @@ def load_bitsandbytes_when_used() -> None:
 
 @contextlib.contextmanager
 def without_bitsandbytes(model: Any) -> Iterator[None]:
-    """
-    Context manager: PEFT (0.21) makes LoRA layers without a look at bitsandbytes, unless the model is quantized. It
-    imports bitsandbytes for every layer, to ask whether the layer is one of its own.
-    """
+    """Context manager: PEFT (0.21) adds LoRA layers without importing bitsandbytes, unless the model is quantized."""
     if getattr(model, "is_quantized", False):
         yield
         return

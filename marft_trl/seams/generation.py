@@ -18,22 +18,15 @@ from .swapping import swapped
 
 
 class GraphMemory(NamedTuple):
-    """
-    What several graphs share, of which only the latest result is read.
-
-    Args:
-        device: where they run.
-        pool: their memory.
-        stream: that they are captured on. Each stream has workspaces of its own.
-    """
+    """What several graphs share. Only the latest result of a graph is valid."""
 
     device: torch.device
     pool: Any
-    stream: Any
+    stream: Any  # for capturing; each stream has its own workspaces
 
     @classmethod
     def create(cls, device: torch.device) -> GraphMemory | None:
-        """Memory for graphs on a device; `None` where there are no graphs."""
+        """Memory for graphs on a device; `None` without CUDA."""
         if device.type != "cuda":
             return None
         return cls(device, torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
@@ -50,14 +43,10 @@ def find_capture_obstacle(model: Any) -> str | None:
 
 def captured(run: Callable[[], torch.Tensor], memory: GraphMemory) -> Callable[[], torch.Tensor]:
     """
-    Capture the kernels of a function as a graph (PyTorch 2.13, `torch.cuda.graph`), and return a function that replays
-    them. It reads and writes the same memory as the function, and its result is at the same address each time.
+    Capture the kernels of a function as a graph (PyTorch 2.13), and return a function that replays them.
 
-    Args:
-        run: does the same each time, without waiting for the device.
-
-    Raises:
-        RuntimeError: it waits for the device, or the device has too little memory.
+    The result has the same address each time. The function must not wait for the device. Raises a `RuntimeError` if it
+    does, or if memory runs out.
     """
     graph, stream = torch.cuda.CUDAGraph(), memory.stream
     # A thread may have another device than that of the model, where nothing would be captured
@@ -87,9 +76,8 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 @contextlib.contextmanager
 def generating_by(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     """
-    Context manager: `generate` acts by these settings alone. It (transformers 5.23) completes them from the model's
-    own generation config, also where a setting equals the default of transformers (transformers#42762). A `min_p` of
-    the base would change what is sampled, in training and not on a server, without a setting of the user.
+    Context manager: `generate` uses these settings alone. transformers (5.23) fills in settings from the model's own
+    generation config, even where a setting equals the default (transformers#42762), such as a `min_p` of the base.
     """
     own = vars(model.generation_config)
     before = dict(own)
@@ -104,10 +92,7 @@ def generating_by(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forward_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[None]:
-    """
-    Context manager: forward passes of the whole model are cast, as `Accelerator.prepare_model` (1.15) casts them in
-    training. `None` for no change.
-    """
+    """Context manager: cast forward passes as `Accelerator.prepare_model` (1.15) does in training."""
     if dtype is None:
         yield
         return
@@ -125,14 +110,12 @@ def forward_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[None
 @contextlib.contextmanager
 def generating_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[None]:
     """
-    Context manager: `generate` of a PEFT model (0.21) computes as training does, if the weights of the base are in the
-    precision of training. It calls the base past the forward pass that accelerate (1.15) casts, so the products of
-    adapters would be in float32 there and in half precision in training, and every layer would cast back and forth for
-    every token. A base in float32 is left alone, as `GRPOTrainer` has it: it would be cast again for every token.
+    Context manager: `generate` of a PEFT model (0.21) computes in the precision of training (`dtype`), if the base has
+    this precision.
 
-    Args:
-        model: that generates.
-        dtype: precision of training; `None` for that of the weights.
+    `generate` bypasses the forward pass that accelerate (1.15) casts, so adapters would compute in float32, and every
+    layer would cast back and forth for every token. A base in float32 is left alone, as in `GRPOTrainer`: it would be
+    cast again for every token.
     """
     is_meant = dtype is not None and isinstance(model, PeftModel) and model.get_base_model().dtype == dtype
     with torch.autocast(model.device.type, dtype=dtype) if is_meant else contextlib.nullcontext():
@@ -141,30 +124,27 @@ def generating_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[N
 
 def masks_what_comes_later(model: Any) -> bool:
     """
-    `True` if attention (transformers 5.23) gets a mask of its own for every query, so that a pass over memory of fixed
-    shape sees nothing that has not been written. FlashAttention is given lengths of rows instead, and flex attention
-    compiles again for every mask.
+    `True` if attention (transformers 5.23) gets a mask per query, so that a pass ignores memory that is not written
+    yet. FlashAttention gets lengths of rows instead, and flex attention compiles again for every mask.
     """
     return model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
 
 
 def get_pad_token(config: GenerationConfig) -> torch.Tensor | None:
-    """The padding token as a tensor on the device, which `generate` (transformers 5.23) leaves in a private field."""
+    """The padding token on the device, which `generate` (transformers 5.23) leaves in a private field."""
     return config._pad_token_tensor
 
 
 class TrlEngine:
     """
-    Generation by `GRPOTrainer._generate_single_turn` (TRL 1.16), which reads the settings of `generate` from
-    attributes of the trainer and takes no further arguments of `generate`. The settings and arguments of an agent are
-    put there for the time of a call. With a sharded base, `generate` (transformers 5.23) would keep its steps in step
-    over processes, though they call it unequally often; [`~marft_trl.extras.engines.fsdp2.LockStep`] keeps passes in
-    step.
+    Generation by `GRPOTrainer._generate_single_turn` (TRL 1.16), which reads settings from attributes of the trainer,
+    so those of an agent are set for each call.
 
-    Args:
-        general: settings of `generate` for an agent that sets none itself.
+    With a sharded base, `synced_gpus` of `generate` (transformers 5.23) is off, because processes call it unequally
+    often; [`~marft_trl.extras.engines.fsdp2.LockStep`] keeps their passes in step.
     """
 
+    # `general`: settings for an agent that sets none itself
     def __init__(self, trainer: GRPOTrainer, general: Mapping[str, Any]):
         self._trainer, self._general = trainer, dict(general)
         self._wrapped, self._unwrapped = None, None
@@ -180,10 +160,7 @@ class TrlEngine:
         return self._unwrapped
 
     def settings(self, sampling: Any) -> dict[str, Any]:
-        """
-        Settings of `generate` for the [`Sampling`] of an agent. As in TRL, `generation_kwargs` win over the settings
-        of the trainer; an agent's own settings win over both.
-        """
+        """Settings of `generate`. As in TRL, `generation_kwargs` override the trainer's; the agent's override both."""
         explicit = set(self._trainer.args.generation_kwargs or {})
         own = sampling.as_generation_kwargs()
         own = {key: value for key, value in own.items() if key not in explicit or value != self._general[key]}
@@ -193,29 +170,12 @@ class TrlEngine:
         self, prompt_ids: list[list[int]], settings: Mapping[str, Any], options: Mapping[str, Any]
     ) -> list[list[int]]:
         """Sample a completion for each prompt, up to and including its end-of-sequence token."""
-        trainer = self._trainer
-        config, kwargs = trainer.generation_config, trainer.generation_kwargs
-        trainer.generation_kwargs = dict(settings)
-        trainer.generation_config = GenerationConfig(**settings, disable_compile=True)
-        try:
-            with (
-                _generating_with(self.model, {"synced_gpus": False, **options}),
-                generating_in_precision(self.model, HALF.get(trainer.accelerator.mixed_precision)),
-            ):
-                return trainer._generate_single_turn(prompt_ids, None, {}, 1)[0]
-        finally:
-            trainer.generation_config, trainer.generation_kwargs = config, kwargs
-
-
-@contextlib.contextmanager
-def _generating_with(model: Any, options: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: `model.generate` gets further arguments."""
-    own = model.__dict__.get("generate")  # the instance may already have a patched `generate`
-    model.generate = functools.partial(model.generate, **options)
-    try:
-        yield
-    finally:
-        if own is None:
-            del model.generate
-        else:
-            model.generate = own
+        trainer, model = self._trainer, self.model
+        config = GenerationConfig(**settings, disable_compile=True)
+        generate = functools.partial(model.generate, **{"synced_gpus": False, **options})
+        with (
+            swapped(trainer, {"generation_config": config, "generation_kwargs": dict(settings)}),
+            swapped(model, {"generate": generate}),
+            generating_in_precision(model, HALF.get(trainer.accelerator.mixed_precision)),
+        ):
+            return trainer._generate_single_turn(prompt_ids, None, {}, 1)[0]

@@ -42,7 +42,7 @@ def _is_alone() -> bool:
 
 
 def get_logger(name: str) -> MultiProcessAdapter:
-    """Like `accelerate.logging.get_logger`: a message is logged once, whatever the number of processes."""
+    """Like `accelerate.logging.get_logger`: log a message once, whatever the number of processes."""
     return _Adapter(logging.getLogger(name), {})
 
 
@@ -74,10 +74,7 @@ TESTED = {
 
 
 def installed_version(package: str) -> str | None:
-    """
-    Version of a package, by the name of its distribution; `None` if there is none. A checkout on `PYTHONPATH` has no
-    metadata, or those of another version, so the code that is loaded comes first.
-    """
+    """Version of a distribution, if installed. Metadata comes last: a checkout on `PYTHONPATH` may lack it."""
     module = sys.modules.get(package.replace("-", "_"))
     loaded = vars(module).get("__version__") if module is not None else None  # `getattr` may load a lazy module
     try:
@@ -90,13 +87,13 @@ _metadata_version = functools.cache(version)  # reads a file at each call
 
 
 def release(text: str) -> tuple[int, int]:
-    """Major and minor version. Patches are neither warned of nor asked for."""
+    """Major and minor version; patches are ignored."""
     major, minor, *_ = (*Version(text).release, 0)
     return major, minor
 
 
 def newer_than_tested() -> dict[str, str]:
-    """Installed versions by package, of those that are newer than what the tests have run with."""
+    """Installed versions, by package, that are newer than those that the tests have run with."""
     found = {name: installed_version(name) for name in TESTED}
     return {name: text for name, text in found.items() if text and release(text) > release(TESTED[name][1])}
 
@@ -113,18 +110,12 @@ def warn_of_newer_versions() -> None:
 
 
 def checkpointing_fields(args: Any) -> list[str]:
-    """
-    Names of the field of training arguments that turns gradient checkpointing on. transformers renamed it in 5.23 and
-    keeps the former name until version 6; before, there is only that one.
-    """
+    """Names of the argument for gradient checkpointing: transformers 5.23 renamed it, and has both until version 6."""
     return [name for name in ("gradient_checkpointing", "activation_checkpointing") if hasattr(args, name)]
 
 
 def get_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """
-    The options of a parser, by their long names without `--`, with `_` for `-`. Parsers of transformers and accelerate
-    are made by their own functions, so nothing else knows what was added to them (Python 3.11 to 3.13).
-    """
+    """Options of a parser (Python 3.11 to 3.13) by long name, without `--` and with `_` for `-`."""
     return {
         text.removeprefix("--").replace("-", "_"): action
         for action in parser._actions

@@ -25,10 +25,9 @@ class MixedLora:
     """
     Passes in which each row goes through the LoRA of its own adapter.
 
-    PEFT (0.21) has `adapter_names` for inference: it refuses them in training mode, and runs the LoRAs of a layer one
-    after the other. Here the matrices of all adapters are stacked, filled up with zeros to the largest rank, and each
-    layer multiplies its rows with theirs at once. While it is on, layers have a forward pass of their own, so it does
-    not go with gradient checkpointing, which runs forward passes again later.
+    PEFT (0.21) refuses `adapter_names` in training mode, and runs the LoRAs of a layer one after the other. Here the
+    matrices of all adapters are stacked, padded with zeros to the largest rank, and multiplied at once. This does not
+    work with gradient checkpointing, which runs forward passes again later.
     """
 
     def __init__(self, model: PeftModel):
@@ -43,7 +42,7 @@ class MixedLora:
 
     @staticmethod
     def find_obstacle(model: Any, adapters: Sequence[str]) -> str | None:
-        """Reason why rows of these adapters cannot be mixed, or `None` if they can."""
+        """Reason why rows of these adapters cannot be mixed; `None` if they can."""
         if not isinstance(model, PeftModel) or not isinstance(model.base_model, LoraModel):
             return "the adapters are not LoRA adapters"
         for module in model.modules():
@@ -66,7 +65,7 @@ class MixedLora:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """Context manager: passes are mixed. Before each of them, [`~MixedLora.use`] says whose rows it has."""
+        """Context manager: passes are mixed. Call [`~MixedLora.use`] before each of them."""
         for layer in self._layers:
             layer.forward = functools.partial(self._forward, layer)
         try:
@@ -78,7 +77,7 @@ class MixedLora:
             self._order.clear()
 
     def use(self, adapters: Sequence[str]) -> None:
-        """The adapter of each row of the next pass."""
+        """Set the adapter of each row of the next pass."""
         present = set(adapters)
         self._order += [name for name in dict.fromkeys(adapters) if name not in self._order]
         # In one order, so that matrices stay stacked as they are when rows change their places
@@ -111,7 +110,7 @@ class MixedLora:
         return (result + self._change(dropped, down, up)).to(result.dtype)
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The adapter and the place of each row, once on a device for all layers and tokens of a pass."""
+        """Adapter and place of each row, copied to a device once for all layers and tokens of a pass."""
         if device not in self._placed:
             which, slots = cast(torch.Tensor, self._which), self._slots
             self._placed[device] = which.to(device), None if slots is None else slots.to(device)
@@ -131,10 +130,7 @@ class MixedLora:
         return found.index_select(0, slots)
 
     def _matrices(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """
-        The LoRAs of a layer, `(K, in, r)` and `(K, r, out)`, once for passes with the same adapters. Only the latest
-        are kept: while rows end in decoding, the order of adapters changes again and again.
-        """
+        """LoRAs of a layer, `(K, in, r)` and `(K, r, out)`; only the latest are kept, as their order changes often."""
         kept = self._stacked.get(id(layer))
         if kept is None or kept[0] != self._names:
             kept = self._stacked[id(layer)] = (self._names, self._stack(layer))
@@ -177,16 +173,13 @@ class DecodingLayers:
     """
     LoRAs and norms of a model, computed with fewer kernels while tokens are decoded without gradients.
 
-    At a few rows, a GPU spends its time on launching kernels. PEFT (0.21) takes six for a LoRA: two casts, two
-    products, a multiplication and an addition. Here adapters are copied in the precision of the activations with
-    their scale multiplied in, layers with the same input share the first product, and the second adds to the output in
-    place. A norm of transformers (5.23) takes eight kernels, and `torch.nn.functional.rms_norm` one.
+    For a few rows, launching kernels takes most of a GPU's time. PEFT (0.21) takes six for a LoRA. Here adapters are
+    copied in the precision of the activations with their scale multiplied in, layers with the same input share the
+    first product, and the second adds to the output in place. A norm of transformers (5.23) takes eight kernels, and
+    `rms_norm` one.
 
-    The copies of an adapter keep their addresses, so that a captured graph can be used again after the adapter has
-    changed. Results differ from those of PEFT by rounding.
-
-    Args:
-        model: `model()` returns a model, with or without LoRAs.
+    The copies keep their addresses, so a captured graph stays valid when an adapter changes. Results differ from
+    PEFT's by rounding.
     """
 
     def __init__(self, model: Callable[[], Any]):
@@ -196,11 +189,7 @@ class DecodingLayers:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[Hashable | None]:
-        """
-        Context manager: the layers are those for decoding, under the adapter that is active now.
-
-        Returns: what identifies the addresses that a pass reads its weights from, or `None` if they may change.
-        """
+        """Context manager: use these layers. Yields a key of the addresses of weights; `None` if they may change."""
         patched: list[nn.Module] = []
         try:
             key = self._patch(patched)
@@ -234,11 +223,7 @@ class DecodingLayers:
                 return None
         embeddings = self._model().get_input_embeddings().weight
         # Other weights, and those of a model that was moved, are elsewhere. Those of adapters are copied
-        others = [
-            named_parameter.data_ptr()
-            for name, named_parameter in self._model().named_parameters()
-            if "lora_" not in name
-        ]
+        others = [item.data_ptr() for name, item in self._model().named_parameters() if "lora_" not in name]
         place = (*others, self._model().training)
         if not adapters:
             return "", place
@@ -254,7 +239,7 @@ class DecodingLayers:
 
 
 class _Pack:
-    """Copies of the LoRAs of an adapter, at addresses of their own."""
+    """Copies of the LoRAs of an adapter at fixed addresses."""
 
     def __init__(self, adapter: str, layers: Mapping[str, Any], dtype: torch.dtype):
         self._adapter, self._layers, self._dtype = adapter, dict(layers), dtype
@@ -266,9 +251,8 @@ class _Pack:
         self.forwards: dict[str, Callable[..., torch.Tensor]] = {}
         for names in groups:
             pairs = [(layers[name].lora_A[adapter].weight, layers[name].lora_B[adapter].weight) for name in names]
-            group = _Group(
-                pairs[0][0].new_empty(sum(len(down) for down, _ in pairs), pairs[0][0].size(1), dtype=dtype)
-            )
+            rank = sum(len(down) for down, _ in pairs)
+            group = _Group(pairs[0][0].new_empty(rank, pairs[0][0].size(1), dtype=dtype))
             self._groups.append(group)
             start = 0
             for name, (down, up) in zip(names, pairs, strict=True):
@@ -278,23 +262,22 @@ class _Pack:
                 start = end
 
     def _weights(self) -> list[torch.Tensor]:
-        """A `(r, in)` and B `(r, out)` of each layer: those of now, since an adapter may act with other weights."""
+        """A `(r, in)` and B `(r, out)` of each layer, read anew: an adapter may act with other weights."""
         pairs = [(layer.lora_A[self._adapter].weight, layer.lora_B[self._adapter].weight) for layer in self._order]
         return [tensor.detach() for down, up in pairs for tensor in (down, up.t())]
 
     def fits(self, layers: Mapping[str, Any], dtype: torch.dtype) -> bool:
-        """Whether the copies can hold the weights of these layers."""
         same = dtype == self._dtype and layers == self._layers
         return same and [tensor.shape for tensor in self._weights()] == self._shapes
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the present weights."""
+        """Copy the current weights."""
         torch._foreach_copy_(self._targets, self._weights())
         torch._foreach_mul_(self._targets[1::2], [float(layer.scaling[self._adapter]) for layer in self._order])
 
     def forget(self) -> None:
-        """Drop what was computed of the latest inputs."""
+        """Drop the product of the latest inputs."""
         for group in self._groups:
             group.source = group.product = None
 
@@ -323,7 +306,7 @@ class _Group:
 
 
 def _groups(layers: Mapping[str, Any]) -> list[list[str]]:
-    """Names of layers, those with the same input together."""
+    """Names of layers, grouped by input."""
     found: dict[tuple[str, int], list[str]] = {}
     for name in layers:
         parent, _, own = name.rpartition(".")
@@ -334,7 +317,7 @@ def _groups(layers: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _find_obstacle(layer: Any, adapter: str) -> str | None:
-    """Reason why the LoRA of a layer cannot be computed here, or `None` if it can."""
+    """Reason why the LoRA of a layer cannot be computed here; `None` if it can."""
     if type(layer).__name__ not in PLAIN_LORAS or "forward" in vars(layer):
         return "another class, or hooks of others"
     if adapter in layer.lora_variant or layer.lora_B[adapter].bias is not None or layer.merged:
@@ -356,7 +339,7 @@ def _epsilon(norm: Any) -> Any:
 
 @torch.no_grad()
 def _is_plain_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm of transformers that `rms_norm` computes within rounding. It is tried."""
+    """Whether `rms_norm` computes a norm of transformers within rounding, which is tried."""
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1 or not _epsilon(module):
         return False

@@ -32,15 +32,9 @@ logger = get_logger(__name__)
 
 
 class ScoringTemperature:
-    """
-    Switches the temperature of TRL's fused LM head (1.16), which is built into the forward pass of a model for one
-    temperature. Agents have their own.
+    """Switches the temperature that TRL's fused LM head (1.16) builds into the forward pass of a model."""
 
-    Args:
-        models: Models with TRL's head at `default`: the base and, without adapters, the reference.
-        head: Further arguments of TRL's `add_fused_lm_head`.
-    """
-
+    # `models` have TRL's head at the temperature `default`; `head`: further arguments of `add_fused_lm_head`
     def __init__(self, models: Iterable[PreTrainedModel], temperatures: Iterable[float], default: float, head: dict):
         self._current = default
         # The common case needs no second forward pass and no patch
@@ -50,7 +44,6 @@ class ScoringTemperature:
             self._install(model, {*temperatures, default}, default, head)
 
     def switch_to(self, temperature: float) -> None:
-        """Score at this temperature from now on."""
         self._current = temperature
 
     def _install(self, model: PreTrainedModel, temperatures: set[float], default: float, head: dict) -> None:
@@ -70,19 +63,15 @@ class ScoringTemperature:
 
 def fused_head(model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tensor) -> Any:
     """
-    Output of TRL's fused LM head (1.16) for known hidden states. The head runs the backbone itself, so for the time of
-    a call the backbone returns the states that were computed before. This is no pass, so hooks before one do not run.
-
-    Args:
-        hidden (`torch.Tensor` of shape `(N, H)`): hidden states that predict the tokens.
-        tokens (`torch.Tensor` of shape `(N,)`): token ids.
+    Output of TRL's fused LM head (1.16) for hidden states `(N, H)` and the tokens `(N,)` that they predict. The
+    backbone returns these states during the call, and hooks of passes do not run.
     """
     with _with_states(model, hidden):
         return model(shift_labels=tokens.unsqueeze(0), fused_lm_head=True)
 
 
 class _States(BaseModelOutputWithPast):
-    """Hidden states `(1, N, H)` as the output of any backbone, which heads may ask for more: it has nothing else."""
+    """Hidden states `(1, N, H)` as the output of any backbone. Its other fields are `None`."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -91,7 +80,7 @@ class _States(BaseModelOutputWithPast):
 
 @contextlib.contextmanager
 def _with_states(model: PreTrainedModel, hidden: torch.Tensor) -> Iterator[list[None]]:
-    """Context manager: the backbone returns these hidden states. Gives an entry for each time that it was asked."""
+    """Context manager: the backbone returns these hidden states. Yields a list with an entry per call."""
     known = _States(last_hidden_state=hidden.unsqueeze(0))
     calls: list[None] = []
 
@@ -105,7 +94,7 @@ def _with_states(model: PreTrainedModel, hidden: torch.Tensor) -> Iterator[list[
 
 @contextlib.contextmanager
 def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Context manager: all modules are in evaluation mode, and each in its own again afterwards."""
+    """Context manager: evaluation mode. Each module's own mode is restored."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -118,16 +107,11 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
     """
-    Compare TRL's fused LM head (1.16) with what the model makes of the same hidden states, once. It knows a product, a
-    scale and a cap of the logits. Models with another head, such as the transformation of RoBERTa's, would be trained
-    on other log-probabilities than those that they sample with, without an error.
+    Compare TRL's fused LM head (1.16) with the model's own logits for the same hidden states.
 
-    Args:
-        temperature: temperature that the head was made for.
-
-    Raises:
-        ValueError: they differ by more than the precision of the weights explains, or the model has no backbone
-            that the head could be computed apart from.
+    The fused head knows a product, a scale and a cap of the logits. A model with another head, such as RoBERTa's,
+    would be trained on other log-probabilities than those that it samples with. Raises a `ValueError` if they differ
+    by more than the precision of the weights explains, or if the model has no backbone.
     """
     if model.base_model is model:
         raise ValueError(
@@ -166,8 +150,8 @@ def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
 @contextlib.contextmanager
 def checkpointing_with_caches(backbone: nn.Module) -> Iterator[None]:
     """
-    Context manager: checkpointed layers keep the cache that they are given. transformers (5.23) takes it from them,
-    because a cache that grows would grow again when a layer is run again in the backward pass. [`KeptLayer`] does not.
+    Context manager: checkpointed layers keep their cache. transformers (5.23) removes it, because it would grow again
+    when a layer is run again in the backward pass. [`KeptLayer`] does not grow.
     """
     with contextlib.ExitStack() as stack:
         for module in backbone.modules():
@@ -180,7 +164,7 @@ def checkpointing_with_caches(backbone: nn.Module) -> Iterator[None]:
 
 
 def get_commit(config: Any) -> str | None:
-    """The commit of the Hub that a config (transformers 5.23) was loaded from; `None` for a local one."""
+    """Hub commit that a config (transformers 5.23) was loaded from; `None` for a local config."""
     return getattr(config, "_commit_hash", None)
 
 
@@ -188,7 +172,7 @@ def get_commit(config: Any) -> str | None:
 
 
 def is_checkpointing(model: Any) -> bool:
-    """Whether a model checkpoints gradients. transformers renamed the property in 5.23, like the field."""
+    """Whether a model checkpoints gradients. transformers renamed the property in 5.23."""
     name = "is_activation_checkpointing"
     return bool(getattr(model, name) if hasattr(model, name) else model.is_gradient_checkpointing)
 
@@ -196,10 +180,9 @@ def is_checkpointing(model: Any) -> bool:
 class AdapterLayers:
     """
     The layers of a model that hold its adapters, used instead of the model for `set_adapter`, `set_requires_grad` and
-    `disable_adapter` of PEFT (0.21). These visit every module of a model, and set every parameter of every adapter
-    whether it changes or not: 20 to 60 ms for 28 layers, several times a pass, while a GPU waits. Here, what is as it
-    should be is only looked at. Layers that do more than hold adapters, such as whole trained modules, are left to
-    PEFT.
+    `disable_adapter` of PEFT (0.21), which visit every module and parameter: 20 to 60 ms for 28 layers, several times
+    a pass. Here, only what changes is set. Layers that do more than hold adapters, such as whole trained modules, are
+    left to PEFT.
     """
 
     def __init__(self, model: PeftModel):
@@ -211,21 +194,19 @@ class AdapterLayers:
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}
 
     def modules(self) -> Iterator[nn.Module]:
-        """The layers, which is all that PEFT asks for. A new adapter may bring new ones."""
+        """The layers, which is all that PEFT asks for. New adapters may bring new layers."""
         configs = list(self._model.peft_config.values())
         if len(configs) != len(self._configs) or any(a is not b for a, b in zip(configs, self._configs, strict=True)):
             # The two kinds of layers that PEFT's functions look for
             kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-            self._configs, self._layers = (
-                configs,
-                [module for module in self._model.modules() if isinstance(module, kinds)],
-            )
+            self._configs = configs
+            self._layers = [module for module in self._model.modules() if isinstance(module, kinds)]
             self._are_plain = all(_is_plain(layer) for layer in self._layers)
             self._places = {}
         return iter(self._layers)
 
     def activate(self, adapter: str) -> None:
-        """As PEFT's own with `inference_mode=True`, but for `requires_grad`, which nothing can rely on afterwards."""
+        """Like PEFT's with `inference_mode=True`, but `requires_grad` is undefined afterwards."""
         if adapter not in self._model.peft_config:
             raise ValueError(f"The model has no adapter {adapter!r}. It has {', '.join(self._model.peft_config)}.")
         layers, tuner = list(self.modules()), self._model.base_model
@@ -239,7 +220,6 @@ class AdapterLayers:
                 layer._active_adapter = list(active)
 
     def set_requires_grad(self, adapters: Sequence[str], requires_grad: bool) -> None:
-        """As `PeftModel.set_requires_grad`."""
         layers = list(self.modules())
         if not self._are_plain:
             set_requires_grad(self, adapters, requires_grad)
@@ -253,7 +233,7 @@ class AdapterLayers:
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Context manager: as `PeftModel.disable_adapter`, but for `requires_grad`."""
+        """Context manager like `PeftModel.disable_adapter`, but `requires_grad` does not change."""
         layers = list(self.modules())
         if not self._are_plain:
             with self._model.disable_adapter():
@@ -273,7 +253,7 @@ class AdapterLayers:
 
 
 def _is_plain(layer: Any) -> bool:
-    """`True` if a layer switches adapters as `BaseTunerLayer` of PEFT (0.21) does, by names alone."""
+    """`True` if a layer switches adapters like `BaseTunerLayer` of PEFT (0.21), by names alone."""
     kind = type(layer)
     return isinstance(layer, BaseTunerLayer) and all(
         getattr(kind, name) is getattr(BaseTunerLayer, name)
@@ -282,7 +262,7 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _places(layer: Any, adapter: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the parameters of an adapter in a layer are, but for those that PEFT keeps frozen."""
+    """Parameters of an adapter in a layer, except those that PEFT keeps frozen."""
     frozen = getattr(layer, "frozen_peft_weight_names", {}).get(adapter, ())  # not in PEFT 0.20
     for kind in layer.adapter_layer_names:
         holder = getattr(layer, kind)
@@ -298,11 +278,7 @@ def _places(layer: Any, adapter: str) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def expert_parameters(base: PreTrainedModel) -> set[str]:
-    """
-    Names of the parameters of a mixture of experts that PEFT (0.21) targets instead of modules. Its experts and its
-    router were linear layers in transformers 4, so PEFT rewrites `target_modules` of a config that it puts on the base
-    to `target_parameters`. Empty for other bases.
-    """
+    """Names of parameters of experts that PEFT (0.21) targets instead of modules; empty for other bases."""
     config = LoraConfig(target_modules="all-linear")
     convert_peft_config_for_transformers(config, base, None)
     return set(config.target_parameters or ())
@@ -311,8 +287,8 @@ def expert_parameters(base: PreTrainedModel) -> set[str]:
 @contextlib.contextmanager
 def without_adapter_name_warning() -> Iterator[None]:
     """
-    Context manager: silence the warning of PEFT (0.21) about adapter names that are part of "lora_", such as "a".
-    Adapters with such names are saved and loaded correctly. Names that do fail are refused by [`add_adapters`].
+    Context manager: silence the warning of PEFT (0.21) about adapter names that are part of "lora_", such as "a". They
+    are saved and loaded correctly; [`add_adapters`] refuses names that are not.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Adapter name .* should not be contained in the prefix")
@@ -325,11 +301,8 @@ def keep_4bit_weights(model: nn.Module) -> None:
 
     On a CPU with AVX512-BF16, bitsandbytes (0.50, since bitsandbytes#1804) repacks the weights of a `Linear4bit` at
     its first pass in evaluation mode without gradients. From then on the layer computes in bfloat16, whatever its
-    compute dtype, also back in training mode. A trainer would then score otherwise than the model it was given, and
-    otherwise than on a machine without these instructions. The layer's own switch turns this off.
-
-    Args:
-        model: the base; may carry adapters. Layers that are not on the CPU are left alone.
+    compute dtype, also in training mode, so log-probabilities would depend on the machine. The layer's own switch
+    turns this off.
     """
     if not getattr(model, "is_loaded_in_4bit", False):
         return

@@ -27,14 +27,13 @@ from .swapping import swapped, swapped_in_module
 
 class EpochSampler(RepeatSampler):
     """
-    TRL's `RepeatSampler` (1.16) with an order that depends on the epoch alone, so that a resumed run finds the order
-    of its epoch (transformers#40691). Upstream draws on from the generator of the run before. An uninterrupted run
-    gets the same order.
+    TRL's `RepeatSampler` (1.16) whose order depends on the epoch alone, so that a resumed run finds the order of its
+    epoch (transformers#40691). An uninterrupted run gets upstream's order.
     """
 
     @classmethod
     def from_sampler(cls, sampler: RepeatSampler, phases: int) -> EpochSampler:
-        """The sampler that replaces TRL's; every generation batch is repeated for so many phases."""
+        """Replace TRL's sampler; every generation batch is repeated for `phases` phases."""
         return cls(
             sampler.data_source,
             mini_repeat_count=sampler.mini_repeat_count,
@@ -45,7 +44,7 @@ class EpochSampler(RepeatSampler):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the random state for `epoch`, counted from 0."""
+        """Set the random state of `epoch`, counted from 0."""
         if self.shuffle:
             self.generator.manual_seed(self.seed)
             # One draw for each pass, as an uninterrupted run would have made
@@ -55,9 +54,8 @@ class EpochSampler(RepeatSampler):
 
 def begin_pass(order: EpochSampler | None, epoch: int) -> None:
     """
-    Set the epoch of an order of rows, if there is one. `Trainer._run_epoch` (transformers 5.24) does so through the
-    data loader, which does not reach the sampler where several processes resume within an epoch (`SkipBatchSampler`
-    around `BatchSamplerShard`, see accelerate#4071 and accelerate#4233).
+    Set the epoch of an `EpochSampler`, if there is one. `Trainer._run_epoch` (transformers 5.24) does not reach the
+    sampler where several processes resume within an epoch (accelerate#4071, accelerate#4233).
     """
     if order is not None:
         order.set_epoch(epoch)
@@ -65,12 +63,8 @@ def begin_pass(order: EpochSampler | None, epoch: int) -> None:
 
 class EndlessStream(torch.utils.data.IterableDataset):
     """
-    A stream that restarts when it ends. `Trainer` (transformers 5.23) counts one pass over a stream as an epoch of
-    `max_steps` steps, so a resumed run finds its place in the first pass only. In an endless pass, skipping the rows
-    of the steps so far always finds it. Each pass has its own order, as upstream.
-
-    Args:
-        stream: the rows of one pass.
+    A stream that restarts when it ends, in a new order as upstream. `Trainer` (transformers 5.23) takes a pass over a
+    stream for an epoch of `max_steps` steps, so a resumed run would find its place in the first pass only.
     """
 
     def __init__(self, stream: Any):
@@ -94,18 +88,14 @@ class EndlessStream(torch.utils.data.IterableDataset):
 
 
 def checkpoint_folder(trainer: GRPOTrainer, trial: Any) -> Path:
-    """
-    The folder that `Trainer._save_checkpoint` (transformers 5.23) is about to write. It has no public name; with a
-    hyperparameter search it lies in the folder of the trial.
-    """
+    """Folder that `Trainer._save_checkpoint` (transformers 5.23) is about to write. It has no public name."""
     return Path(trainer._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
 
 
 @contextlib.contextmanager
 def saving_only(trainer: GRPOTrainer) -> Iterator[None]:
     """
-    Context manager: `Trainer._save_checkpoint` (transformers 5.23) neither pushes nor removes checkpoints. Upstream
-    does both at the end of the method, before a checkpoint can be seen to be complete on all processes.
+    `Trainer._save_checkpoint` (transformers 5.23) only saves: its checkpoint may be incomplete on other processes.
     """
     args = trainer.args
     # With a best metric, upstream waits for all processes in the middle, where one may have failed already
@@ -116,9 +106,8 @@ def saving_only(trainer: GRPOTrainer) -> Iterator[None]:
 
 def saving_adapters_alone(trainer: GRPOTrainer, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
     """
-    Context manager: adapters are saved without layers of the base. PEFT (0.21) adds the embeddings of the base to an
-    adapter that has a LoRA on them (peft#1147), and a saved team does not take layers of the base from a file.
-    Adapters of the model that are none of the team's (`names`) are left out.
+    Context manager: save only the adapters `names`, without layers of the base. PEFT (0.21) adds the embeddings of the
+    base to an adapter with a LoRA on them (peft#1147), and a saved team does not take layers of the base from a file.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if not isinstance(model, PeftModel):
@@ -127,28 +116,22 @@ def saving_adapters_alone(trainer: GRPOTrainer, names: Sequence[str]) -> context
     return swapped(model, {"save_pretrained": functools.partial(model.save_pretrained, **options)})
 
 
-@contextlib.contextmanager
-def keeping_checkpoints(trainer: GRPOTrainer) -> Iterator[None]:
+def keeping_checkpoints(trainer: GRPOTrainer) -> contextlib.AbstractContextManager[None]:
     """
     Context manager: `Trainer._finalize_training` (transformers 5.23) removes no checkpoint. With a limit of 1 it would
-    leave the best one alone (transformers#35070), and a finished run that is started again would train the steps after
-    it again.
+    keep only the best one (transformers#35070), and a restarted run would repeat the steps after it.
     """
-    with swapped(trainer.args, {"save_total_limit": None}):
-        yield
+    return swapped(trainer.args, {"save_total_limit": None})
 
 
 def save_checkpoint_now(trainer: GRPOTrainer) -> None:
-    """Save a checkpoint of the present step, as `Trainer` (transformers 5.23) does when one is due."""
+    """Save a checkpoint of the current step, as `Trainer` (transformers 5.23) does when one is due."""
     trainer._save_checkpoint(trainer.model_wrapped, None)
 
 
 @contextlib.contextmanager
 def schedule_of_any_length(scheduler: Any) -> Iterator[None]:
-    """
-    Context manager: a `LambdaLR` (torch 2.13) loads the state of one with another number of parameter groups. Upstream
-    keeps the factors of each group by position, though those that `get_scheduler` makes have nothing to keep.
-    """
+    """Context manager: a `LambdaLR` (torch 2.13) loads the state of another number of parameter groups."""
     load = scheduler.load_state_dict
 
     def load_any(state: Mapping[str, Any]) -> None:
@@ -162,15 +145,7 @@ def schedule_of_any_length(scheduler: Any) -> Iterator[None]:
 
 
 def restart_schedule(scheduler: Any, rates: Sequence[float]) -> bool:
-    """
-    Give a `LambdaLR` (torch 2.13) other base learning rates at its present step, which has no public way.
-
-    Args:
-        scheduler: the scheduler; its state has been loaded.
-        rates: base learning rate of each parameter group.
-
-    Returns: `False` for a scheduler of another kind, which is left alone.
-    """
+    """Set the base learning rates of a loaded `LambdaLR` (torch 2.13); return `False` for other schedulers."""
     factors = getattr(scheduler, "lr_lambdas", None)
     if factors is None:
         return False
@@ -195,13 +170,7 @@ _TIMEOUT: dict[str, Any] = {}
 
 @contextlib.contextmanager
 def timeout_also_on_cpu(seconds: float | None) -> Iterator[None]:
-    """
-    Context manager: `TrainingArguments` (transformers 5.23) starts the processes with `ddp_timeout` on the CPU, too.
-    Upstream leaves it out there, so a process that hangs is waited for for half an hour.
-
-    Args:
-        seconds: the timeout; `None` for upstream's.
-    """
+    """`TrainingArguments` (transformers 5.23) passes `ddp_timeout` on the CPU, too. `None`: upstream's 30 minutes."""
     # A module-level dictionary, because accelerate makes the state from a class, without arguments
     _TIMEOUT.clear()
     if seconds is not None:
@@ -211,15 +180,14 @@ def timeout_also_on_cpu(seconds: float | None) -> Iterator[None]:
 
 
 def use_one_device(args: TrainingArguments) -> None:
-    """Let the Trainer (transformers 5.23) use the device of the process alone, as it does for a model in parts."""
+    """Let the `Trainer` (transformers 5.23) use only the device of the process."""
     args._n_gpu = 1
 
 
 def step_without_gradients(scaler: Any) -> None:
     """
-    Let a gradient scaler (PyTorch 2.13) pass a step in which no parameter has a gradient on to the optimizer, which
-    then changes nothing. It would end the run, because it has nothing to look for infinities in. A team has such
-    steps: `target_kl` may stop all adapters, and on a process no agent may have spoken.
+    Let a gradient scaler (PyTorch 2.13) accept a step in which no parameter has a gradient, which it takes for an
+    error. `target_kl` may stop all adapters, and on a process no agent may have spoken.
     """
     step, update = scaler.step, scaler.update
     had_gradients = True
@@ -237,7 +205,7 @@ def step_without_gradients(scaler: Any) -> None:
 
 
 def timeout_of_processes() -> float | None:
-    """Seconds that a process of the default group (torch 2.13) waits for the others; `None` without a group."""
+    """Timeout of the default process group (torch 2.13) in seconds; `None` without a group."""
     group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
     if group is None:
         return None
@@ -246,5 +214,5 @@ def timeout_of_processes() -> float | None:
 
 
 def store_of_processes() -> Any:
-    """The key-value store by which the processes of the default group (torch 2.13) found one another."""
+    """Key-value store of the default process group (torch 2.13)."""
     return torch.distributed.distributed_c10d._get_default_store()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +22,12 @@ class WholeAdapters:
     """
     `Accelerator.prepare` (1.15) for a model whose adapters stay whole on every process, while the rest is sharded.
 
-    - The modules of the adapters are left out of the shards. So is what belongs to no layer and is no embedding of
-      the input, such as the last norm: upstream does not find it under the wrapper of PEFT and makes it a part of the
-      unit of the whole model, which is gathered only by a pass that begins there. A head with weights of its own would
-      be gathered by those processes alone that read it, and for as long as all the layers take.
-    - Upstream replaces the parameters in the optimizer by their shards, which it finds by address. Here no parameter
-      that is trained is sharded, and value heads are not part of the model, so the optimizer is left alone.
-    - Upstream refuses a model without an optimizer. An evaluation before training has none.
+    - What belongs to no layer and is no input embedding, such as the last norm, is left out of the shards, too:
+      upstream does not find it under the wrapper of PEFT and adds it to the unit of the whole model, which is gathered
+      only by a pass that begins there. A head with its own weights would be gathered only by processes that read it.
+    - Upstream replaces parameters in the optimizer by their shards. Here no trained parameter is sharded, and value
+      heads are not part of the model, so the optimizer is left alone.
+    - Upstream refuses a model without an optimizer, as in an evaluation before training.
     - With `fsdp_cpu_ram_efficient_loading`, transformers (5.23) loads the weights on the first process alone, and
       accelerate sends them while it shards, which fails for parameters that are not sharded. Here they are sent first.
     """
@@ -44,7 +43,7 @@ class WholeAdapters:
         accelerator._prepare_fsdp2, accelerator.prepare = self._shard_model, self.prepare
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of `Accelerator.prepare`."""
+        """Replace `Accelerator.prepare`."""
         if len(args) == 1 and isinstance(args[0], nn.Module):
             return self._shard_model(*args)[0]
         return self._prepare(*args, **kwargs)
@@ -66,25 +65,25 @@ class WholeAdapters:
 
 
 def names_of_layers(model: nn.Module) -> list[str]:
-    """Names of the classes of a model's layers (transformers 5.23), sorted."""
+    """Sorted class names of the layers (transformers 5.23)."""
     return sorted(model._no_split_modules)
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model, which become units of their own."""
+    """The layers of a model, which become FSDP units."""
     names = set(model._no_split_modules)
     return [module for module in model.modules() if any(kind.__name__ in names for kind in type(module).__mro__)]
 
 
 def _between_layers(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that belong neither to a layer nor to the embedding of the input."""
+    """Parameters outside of the layers and the input embeddings."""
     units = [*_layers(model), model.get_input_embeddings()]
     within = {id(parameter) for unit in units for parameter in unit.parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in within]
 
 
 def _owners(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Module]:
-    """The modules that hold parameters themselves."""
+    """Modules that hold the parameters themselves."""
     wanted = {id(parameter) for parameter in parameters}
     return [
         module
@@ -95,7 +94,7 @@ def _owners(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Mod
 
 @torch.no_grad()
 def _send(model: nn.Module, device: torch.device) -> None:
-    """Give all processes the weights and buffers of the first one, in place, one after the other over a device."""
+    """Broadcast the weights and buffers of the first process, in place and one by one."""
     for tensor in [*model.parameters(), *model.buffers()]:
         sent = tensor.data.to(device)
         torch.distributed.broadcast(sent, src=0)
@@ -103,30 +102,20 @@ def _send(model: nn.Module, device: torch.device) -> None:
 
 
 class ShardSizes(NamedTuple):
-    """
-    Memory that a process needs for the weights of a sharded base, in bytes.
+    """Memory of a process for the weights of a sharded base, in bytes."""
 
-    Args:
-        held: shards, and what is whole on every process.
-        gathered: what is gathered at once: two layers, and the embeddings if the head reads them.
-    """
-
-    held: int
-    gathered: int
+    held: int  # shards, and what is whole on every process
+    gathered: int  # at once: two layers, and the embeddings if the head reads them
 
 
 def shard_sizes(
     model: nn.Module, adapters: Iterable[nn.Parameter], world: int, width: int | None = None
 ) -> ShardSizes:
     """
-    Sizes of a base that FSDP2 (torch 2.13) shards, or has sharded, as [`WholeAdapters`] lets it. FSDP2 cuts a tensor
-    along its first dimension, and pads the last shards.
-
-    Args:
-        adapters: their parameters, which do not count.
-        world: number of processes.
-        width: bytes of a gathered element, if mixed precision changes it.
+    Sizes of a base, sharded or not yet, that FSDP2 (torch 2.13) shards as in [`WholeAdapters`]. FSDP2 splits tensors
+    along the first dimension and pads the last shards.
     """
+    # `width`: bytes of a gathered element, if mixed precision changes it. Adapters do not count
     apart = {id(parameter) for parameter in adapters}
     whole = apart | {id(parameter) for parameter in _between_layers(model)}
 
@@ -142,9 +131,7 @@ def shard_sizes(
         return sum(p.numel() * (width or p.element_size()) for p in cut)
 
     layers = sorted((gathered(layer) for layer in _layers(model)), reverse=True)
-    before_layers, output_head = (
-        gathered(item()) for item in (model.get_input_embeddings, model.get_output_embeddings)
-    )
+    before_layers, output_head = gathered(model.get_input_embeddings()), gathered(model.get_output_embeddings())
     parameters = [p for p in model.parameters() if id(p) not in apart]
     return ShardSizes(
         sum(held(p) if p.dim() else p.element_size() for p in parameters) + constants(model),
@@ -153,7 +140,7 @@ def shard_sizes(
 
 
 def constants(model: nn.Module) -> int:
-    """Bytes of what bitsandbytes (0.50) stores with the 4-bit weights of a model, which is whole on every process."""
+    """Bytes that bitsandbytes (0.50) stores with the 4-bit weights, whole on every process."""
     tensors = []
     for module in model.modules():
         state = getattr(module, "quant_state", None)  # sharded weights have none themselves
@@ -164,16 +151,13 @@ def constants(model: nn.Module) -> int:
 
 
 def storage_of_4bit(model: nn.Module) -> torch.dtype | None:
-    """The type that 4-bit weights (bitsandbytes 0.50) are stored as; `None` without any."""
+    """Storage type of 4-bit weights (bitsandbytes 0.50); `None` without any."""
     stored = (parameter.dtype for parameter in model.parameters() if hasattr(parameter, "quant_state"))
     return next(stored, None)
 
 
 def in_the_precision_of_the_head(model: nn.Module) -> None:
-    """
-    Let the head take hidden states of any precision. With mixed precision, FSDP2 (torch 2.13) lets the layers give out
-    the lower one also outside of autocast, while a head that is not sharded keeps its own.
-    """
+    """Cast hidden states to the precision of the head: FSDP2 (torch 2.13) returns the lower one of mixed precision."""
     head = model.get_output_embeddings()
     head.register_forward_pre_hook(lambda module, args: (args[0].to(module.weight.dtype), *args[1:]))
 
@@ -185,14 +169,11 @@ def is_sharded(model: nn.Module) -> bool:
 
 def with_all_layers(hidden: torch.Tensor, earlier: torch.Tensor, backbone: nn.Module) -> torch.Tensor:
     """
-    Hidden states of a pass that reads the keys and values of an earlier one, so that the backward pass goes through
-    all layers of both. FSDP2 (torch 2.13) gathers a layer when a gradient of its output arrives. The last layer of
-    the earlier pass gets gradients of its keys and values alone; here, also zeros for its output. Nothing changes
-    where the layers are not sharded.
+    Return the hidden states `(B, S, H)` of a pass that reads keys and values of an earlier pass `(G, W, H)`, so that
+    the backward pass goes through all layers of both.
 
-    Args:
-        hidden (`torch.Tensor` of shape `(B, S, H)`): last hidden states of the pass.
-        earlier (`torch.Tensor` of shape `(G, W, H)`): last hidden states of the earlier pass.
+    FSDP2 (torch 2.13) gathers a layer when a gradient of its output arrives, and the last layer of the earlier pass
+    gets none: here, it gets zeros. Without sharding, nothing changes.
     """
     if not any(isinstance(module, FSDPModule) for module in backbone.modules()):
         return hidden
@@ -213,10 +194,12 @@ class _WithZeros(torch.autograd.Function):
 
 def gather_in_one_order(model: nn.Module) -> None:
     """
-    Gather the units of a sharded model (torch 2.13) in an order that depends on the model alone: every layer also
-    gathers the one that follows it, in a backward pass the one before it. By default, a unit gathers the one that was
-    used before it in whatever pass came last; processes whose passes differ in what they read of the head would gather
-    different units then. Embeddings that the head does not read are not gathered: no backward pass reads them.
+    Gather the units of a sharded model (torch 2.13) in an order that depends on the model alone: each layer prefetches
+    the next one, or in a backward pass the one before it.
+
+    By default, a unit prefetches by the order of the latest pass, so processes whose passes differ would gather
+    different units. Input embeddings with their own weights are not gathered in backward passes, which do not read
+    them.
     """
     layers = [layer for layer in _layers(model) if isinstance(layer, FSDPModule)]
     before, after = dict(zip(layers[1:], layers, strict=False)), dict(itertools.pairwise(layers))
@@ -232,12 +215,9 @@ def gather_in_one_order(model: nn.Module) -> None:
 
 def keep_what_is_gathered(model: nn.Module) -> None:
     """
-    Let `state_dict` and `load_state_dict` leave the units of a sharded model (torch 2.13) as they are. By default,
-    they free gathered weights on the process that calls them, or take them for shards. Adapters are saved and compared
-    by one process alone, which would gather more than the others in its next pass.
-
-    Args:
-        model: a sharded model that a pass has gone through.
+    Let `state_dict` and `load_state_dict` leave the units of a sharded model (torch 2.13) as they are, after its first
+    pass. By default, they free gathered weights on the process that calls them, or take them for shards. Only one
+    process saves and compares adapters, and would gather more than the others in its next pass.
     """
     for module in model.modules():
         when = module._state_dict_pre_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
@@ -247,16 +227,11 @@ def keep_what_is_gathered(model: nn.Module) -> None:
                     del hooks[key]
 
 
-@contextlib.contextmanager
-def as_if_not_sharded(trainer: GRPOTrainer) -> Iterator[None]:
-    """
-    Context manager: `Trainer` (transformers 5.23) saves and loads adapters and optimizer as without FSDP. Upstream
-    saves shards of one adapter; here every process has all adapters as a whole.
-    """
-    with swapped(trainer, {"is_fsdp_enabled": False}):
-        yield
+def as_if_not_sharded(trainer: GRPOTrainer) -> contextlib.AbstractContextManager[None]:
+    """`Trainer` (transformers 5.23) saves and loads as without FSDP, because every process has all adapters."""
+    return swapped(trainer, {"is_fsdp_enabled": False})
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor: a shard of one that FSDP2 (torch 2.13) has sharded, or all of it."""
+    """The shard of a tensor on this process (torch 2.13), or all of a tensor that is not sharded."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -10,20 +10,20 @@ from typing import Any
 
 @contextlib.contextmanager
 def swapped(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: an object has other attributes. Those that its class had before are its class's again after."""
+    """Context manager: set attributes of an object, and restore its own or those of its class afterwards."""
     own = {name: owner.__dict__[name] for name in attributes if name in owner.__dict__}
     owner.__dict__.update(attributes)
     try:
         yield
     finally:
-        for name in attributes:
-            del owner.__dict__[name]
         owner.__dict__.update(own)
+        for name in attributes.keys() - own.keys():
+            del owner.__dict__[name]
 
 
 @contextlib.contextmanager
 def swapped_in_module(module: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: a module has other values for names that it has."""
+    """Context manager: replace names that a module has."""
     own = {name: vars(module)[name] for name in attributes}
     vars(module).update(attributes)
     try:

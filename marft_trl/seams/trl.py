@@ -29,22 +29,14 @@ _CLIP_METRICS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean",
 
 @dataclass(frozen=True)
 class LossType:
-    """
-    Properties of a loss type of TRL.
+    """Properties of a loss type of TRL."""
 
-    Args:
-        is_row_mean: whether the loss of a micro-batch is a mean over rows. Otherwise, it is divided by a number of
-            tokens.
-        supports_actions: whether a turn can be a single action, whose weight in the loss does not depend on its number
-            of tokens (for `luspo` it does, by design).
-        needs_same_advantage: whether all tokens of a turn need the same advantage.
-        metrics: names of the metrics that the loss logs.
-    """
-
-    is_row_mean: bool = False
-    supports_actions: bool = False
-    needs_same_advantage: bool = False
-    metrics: tuple[str, ...] = ()
+    is_row_mean: bool = False  # over the rows of a micro-batch; otherwise, the loss is divided by a number of tokens
+    supports_actions: bool = (
+        False  # whose weight in the loss does not depend on the number of tokens (but for `luspo`)
+    )
+    needs_same_advantage: bool = False  # for all tokens of a turn
+    metrics: tuple[str, ...] = ()  # that the loss logs
 
 
 LOSSES = {
@@ -62,31 +54,19 @@ LOSSES = {
 # ---- TRL: the constructor ----
 
 
-@contextlib.contextmanager
-def without_vllm(args: Any) -> Iterator[None]:
-    """
-    Context manager that sets `args.use_vllm` to `False`. `GRPOTrainer.__init__` (TRL 1.16) would import vLLM and
-    create a generator for a single policy, merged into the base.
-    """
-    with swapped(args, {"use_vllm": False}):
-        yield
+def without_vllm(args: Any) -> contextlib.AbstractContextManager[None]:
+    """Set `use_vllm` to `False`: `GRPOTrainer.__init__` (TRL 1.16) would create a vLLM with a single policy."""
+    return swapped(args, {"use_vllm": False})
 
 
-@contextlib.contextmanager
-def without_reference(args: Any, enabled: bool) -> Iterator[None]:
+def without_reference(args: Any, enabled: bool) -> contextlib.AbstractContextManager[None]:
     """
-    Context manager that sets `args.beta` to 0 and `args.sync_ref_model` to `False` if enabled.
-
-    `GRPOTrainer.__init__` (TRL 1.16) keeps a reference copy of the adapter named `default`, fails without this
-    adapter, and cannot sync the reference (trl#4723). References of agents are the initial weights of their adapters.
+    Context manager: `beta` is 0 and `sync_ref_model` is `False`, if enabled. `GRPOTrainer.__init__` (TRL 1.16)
+    requires an adapter named `default` for its reference, and cannot sync it (trl#4723). References of agents are the
+    initial weights of their adapters.
     """
-    beta, sync = args.beta, args.sync_ref_model
-    if enabled:
-        args.beta, args.sync_ref_model = 0.0, False
-    try:
-        yield
-    finally:
-        args.beta, args.sync_ref_model = beta, sync
+    beta, sync = (0.0, False) if enabled else (args.beta, args.sync_ref_model)
+    return swapped(args, {"beta": beta, "sync_ref_model": sync})
 
 
 @contextlib.contextmanager
@@ -105,17 +85,14 @@ def _without_messages(text: str | None) -> Iterator[None]:
 
 
 def without_init_kwargs_warning(enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """
-    Context manager that drops the warning of `GRPOTrainer.__init__` (TRL 1.16) that `model_init_kwargs` are ignored.
-    It receives a loaded model, but this model was loaded with these arguments.
-    """
+    """Drop the warning of `GRPOTrainer.__init__` (TRL 1.16): the model was loaded with `model_init_kwargs`."""
     return _without_messages("`model_init_kwargs` to the `GRPOConfig`" if enabled else None)
 
 
 def without_unscored_row_warnings() -> contextlib.AbstractContextManager[None]:
     """
-    Context manager that drops the warnings of `GRPOTrainer._calculate_rewards` (TRL 1.16) about rows without a reward.
-    They contain the whole row, which may be confidential. The metric `frac_unscored` has the fraction of such rows.
+    Context manager that drops the warnings of `GRPOTrainer._calculate_rewards` (TRL 1.16) about rows without a reward,
+    which quote the row. The metric `frac_unscored` has their fraction.
     """
     return _without_messages("All reward functions returned None")
 
@@ -123,8 +100,8 @@ def without_unscored_row_warnings() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def accepting_one_generation(config: Any) -> Iterator[None]:
     """
-    Context manager in which `GRPOConfig.__post_init__` (TRL 1.16) accepts `num_generations=1`, which is enough with a
-    critic. The checks that this skips are only about vLLM.
+    Context manager: `GRPOConfig.__post_init__` (TRL 1.16) accepts `num_generations=1`, which is enough with a critic.
+    The checks that this skips are only about vLLM.
     """
     try:
         yield
@@ -137,28 +114,19 @@ def accepting_one_generation(config: Any) -> Iterator[None]:
 def constructing_grpo_trainer(
     args: Any,
     has_adapters: bool,
-    is_model_name: bool,
-    ratio: str | None = None,
-    reward_weights: list[float] | None = None,
+    is_model_name: bool,  # the user passed the name of a model
+    ratio: str | None = None,  # `importance_sampling_level`, which the constructor checks; `None`: of the arguments
+    reward_weights: list[float] | None = None,  # of all reward functions; `None`: those of the arguments
 ) -> Iterator[None]:
     """
-    Context manager around `GRPOTrainer.__init__` (TRL 1.16): [`without_reference`], [`without_vllm`] and
-    [`without_init_kwargs_warning`]. A reference model that TRL loads goes to the device of the process. The training
-    arguments are restored afterwards, because the user may create another trainer from them.
-
-    Args:
-        is_model_name: whether the user passed the name of a model.
-        ratio: value of `importance_sampling_level`, which the constructor checks; `None` for that of the arguments.
-        reward_weights: weights of all reward functions; `None` for those of the arguments.
+    Context manager around `GRPOTrainer.__init__` (TRL 1.16). A reference model that TRL loads goes to the device of
+    the process. The arguments are restored, because the user may create another trainer from them.
     """
     kwargs, is_placed = copy.copy(args.model_init_kwargs), False  # a copy, because TRL changes it for reward models
     if args.beta != 0.0 and not has_adapters and args.world_size == 1 and args.device.type not in ("cpu", "mps"):
         # TRL would distribute the reference model over all devices
         kwargs, is_placed = {"device_map": {"": args.device}, **(kwargs or {})}, True
-    overrides = {
-        "importance_sampling_level": ratio or args.importance_sampling_level,
-        "model_init_kwargs": kwargs,
-    }
+    overrides = {"importance_sampling_level": ratio or args.importance_sampling_level, "model_init_kwargs": kwargs}
     if reward_weights is not None:
         overrides["reward_weights"] = reward_weights
     without_warning = without_init_kwargs_warning(is_model_name or is_placed)
@@ -167,14 +135,7 @@ def constructing_grpo_trainer(
 
 
 def configure_grpo_trainer(trainer: GRPOTrainer, beta: float, ratio: str | None) -> None:
-    """
-    Correct settings that `GRPOTrainer.__init__` (TRL 1.16) derives differently from the training arguments.
-
-    Args:
-        trainer: a trainer whose constructor ran in [`constructing_grpo_trainer`].
-        beta: coefficient of the KL to the references.
-        ratio: value of `importance_sampling_level`; `None` for that of the arguments.
-    """
+    """Correct settings that `GRPOTrainer.__init__` (TRL 1.16) derives differently. `beta` weights the KL."""
     trainer.beta = beta
     if ratio is not None:
         trainer.importance_sampling_level = ratio
@@ -190,10 +151,7 @@ def configure_grpo_trainer(trainer: GRPOTrainer, beta: float, ratio: str | None)
 
 
 class TrlState:
-    """
-    Public access to the state that `GRPOTrainer` (TRL 1.16) keeps in private attributes. The state stays in the
-    trainer, because methods of TRL read and write it.
-    """
+    """State in private attributes of `GRPOTrainer` (TRL 1.16). It stays there, because methods of TRL use it."""
 
     def __init__(self, trainer: GRPOTrainer):
         self._trainer = trainer
@@ -214,12 +172,11 @@ class TrlState:
 
     @property
     def optimizer_step(self) -> int:
-        """Number of optimizer steps so far."""
         return self._trainer.state.global_step
 
     @property
     def best_checkpoint(self) -> str | None:
-        """Path of the checkpoint with the best metric; `None` if there is none."""
+        """Path of the checkpoint with the best metric, if any."""
         return self._trainer.state.best_model_checkpoint
 
     @property
@@ -247,7 +204,6 @@ class TrlState:
         return self._trainer.state.num_input_tokens_seen
 
     def count_tokens(self, count: int) -> None:
-        """Add to [`num_tokens_seen`]."""
         self._trainer.state.num_input_tokens_seen += count
 
     @property
@@ -257,7 +213,6 @@ class TrlState:
 
     @property
     def has_entropy_bonus(self) -> bool:
-        """`True` if the loss has an entropy bonus."""
         return self._trainer._entropy_bonus_enabled
 
     @property
@@ -277,23 +232,18 @@ class TrlState:
     def capture_log_window(self) -> dict[str, Any]:
         """
         Return the metrics and losses since the last log, JSON-serializable. transformers (5.23) and TRL do not save
-        them, so the first log of a resumed run would not include the steps before the checkpoint.
+        them, so a resumed run's first log would lack the steps before the checkpoint.
         """
-        trainer = self._trainer
+        trainer, metrics = self._trainer, self.metrics.items()
         return {
-            "metrics": {
-                mode: {name: list(value) for name, value in names.items()} for mode, names in self.metrics.items()
-            },
+            "metrics": {mode: {name: list(value) for name, value in names.items()} for mode, names in metrics},
             "loss": trainer._tr_loss.item() if hasattr(trainer, "_tr_loss") else 0.0,
             "total_loss": getattr(trainer, "_total_loss_scalar", 0.0),
             "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
         }
 
     def restore_log_window(self, window: Mapping[str, Any]) -> None:
-        """
-        Restore the values of [`capture_log_window`]. Call this in `on_train_begin` or later, because the `Trainer`
-        resets the losses before.
-        """
+        """Restore the log window, in `on_train_begin` or later: the `Trainer` resets the losses before."""
         trainer = self._trainer
         for mode, names in window["metrics"].items():
             self.metrics[mode].clear()
@@ -314,18 +264,13 @@ class TrlState:
         return columns
 
     def set_user_columns(self, columns: Mapping[str, list]) -> None:
-        """Set the values that the next call of [`take_user_columns`] returns."""
         self._trainer._pending_extra_logs.clear()
         self._trainer._pending_extra_logs.update(columns)
 
     def fill_table(self, prompts, completions, advantages, rewards: Mapping, extra: Mapping) -> None:
         """
-        Set the rows of the completions table that `GRPOTrainer.log` writes. TRL's own deques have a fixed length, but
-        the number of turns depends on the workflow.
-
-        Args:
-            prompts, completions, advantages: one value per turn.
-            rewards, extra: columns by name, with one value per turn.
+        Set the rows of the completions table of `GRPOTrainer.log`, one value per turn in each column. TRL's own deques
+        have a fixed length, but the number of turns depends on the workflow.
         """
         self._trainer._logs = {
             "images": deque(),
@@ -338,31 +283,17 @@ class TrlState:
 
 
 class TrlSettings:
-    """
-    Settings that the constructor of `GRPOTrainer` (TRL 1.16) copies from the training arguments to the trainer, where
-    callbacks may change them.
-
-    Attributes:
-        beta: coefficient of the KL to the references.
-        loss_type: loss type.
-        aux_loss_enabled: whether a mixture-of-experts model adds its router loss.
-        top_entropy_quantile: fraction of tokens to train on, those with the highest entropy.
-        scale_rewards: standard deviation that divides advantages: `"group"`, `"batch"` or `"none"`.
-        multi_objective_aggregation: whether rewards are summed before or after normalization.
-        mask_truncated_completions: whether truncated turns are excluded from the loss.
-        log_completions: whether completions are logged.
-        num_completions_to_print: number of transcripts to print per log; `None` for the default.
-    """
+    """Settings that `GRPOTrainer.__init__` (TRL 1.16) copies to the trainer, where callbacks may change them."""
 
     beta: float
     loss_type: str
-    aux_loss_enabled: bool
-    top_entropy_quantile: float
-    scale_rewards: str
+    aux_loss_enabled: bool  # the router loss of a mixture of experts
+    top_entropy_quantile: float  # fraction of tokens to train on, those with the highest entropy
+    scale_rewards: str  # `"group"`, `"batch"` or `"none"`
     multi_objective_aggregation: str
     mask_truncated_completions: bool
     log_completions: bool
-    num_completions_to_print: int | None
+    num_completions_to_print: int | None  # transcripts per log; `None` for the default
 
     def __init__(self, trainer: GRPOTrainer):
         self._trainer = trainer
@@ -373,7 +304,7 @@ class TrlSettings:
         return getattr(self._trainer, name)
 
     def group_size(self, training: bool) -> int:
-        """Number of episodes per prompt, in training or in evaluation."""
+        """Number of episodes per prompt."""
         return self._trainer.num_generations if training else self._trainer.num_generations_eval
 
     def override_eval_group_size(self, num_samples: int | None) -> contextlib.AbstractContextManager[None]:
@@ -382,31 +313,22 @@ class TrlSettings:
         return swapped(self._trainer, {"num_generations_eval": group_size})
 
 
-@contextlib.contextmanager
-def without_printed_table(trainer: GRPOTrainer) -> Iterator[None]:
-    """
-    Context manager in which `GRPOTrainer.log` (TRL 1.16) does not print its table of completions, which is hard to
-    read with several agents. Transcripts are printed instead.
-    """
-    with swapped(trainer, {"num_completions_to_print": 0}):
-        yield
+def without_printed_table(trainer: GRPOTrainer) -> contextlib.AbstractContextManager[None]:
+    """`GRPOTrainer.log` (TRL 1.16) prints no table of completions. Transcripts are printed instead."""
+    return swapped(trainer, {"num_completions_to_print": 0})
 
 
 # ---- TRL: prompts and generation ----
 
 
 class TrlPrompts:
-    """
-    Tokenizes prompts with `GRPOTrainer._tokenize_prompts` (TRL 1.16), which renders the tools in `trainer.tools`. They
-    are set for each call, because agents have different tools.
-    """
+    """Tokenizes prompts with `GRPOTrainer._tokenize_prompts` (TRL 1.16) and the tools of the agent."""
 
     def __init__(self, trainer: GRPOTrainer):
         self._trainer = trainer
         self.tokenizer = trainer._tokenizer
 
     def tokenize(self, prompts: list, functions: Sequence[Callable] = ()) -> list[list[int]]:
-        """Return the token ids of prompts for an agent whose tools are `functions`."""
         with swapped(self._trainer, {"tools": list(functions)}):
             return self._trainer._tokenize_prompts(prompts)[0]
 
@@ -415,10 +337,7 @@ class TrlPrompts:
 
 
 class TrlRewards:
-    """
-    Computes rewards with `GRPOTrainer._calculate_rewards` (TRL 1.16), which scores a generation batch with the reward
-    functions of the trainer and gathers the rewards over processes.
-    """
+    """Computes rewards with `GRPOTrainer._calculate_rewards` (TRL 1.16), and gathers them over processes."""
 
     def __init__(self, trainer: GRPOTrainer):
         self._trainer = trainer
@@ -430,7 +349,6 @@ class TrlRewards:
 
     @property
     def names(self) -> list[str]:
-        """Names of the reward functions."""
         return self._trainer.reward_func_names
 
     @property
@@ -443,24 +361,16 @@ class TrlRewards:
         with without_unscored_row_warnings():
             return self._trainer._calculate_rewards(rows, prompts, completions, completion_ids)
 
-    @contextlib.contextmanager
-    def without_gathering(self) -> Iterator[None]:
-        """
-        Context manager in which rewards are not gathered. TRL gathers them right after computing them, so if a
-        function failed on one process, the others would hang.
-        """
-        with swapped(grpo_trainer, {"gather": lambda tensor: tensor}):
-            yield
+    def without_gathering(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: rewards are not gathered. If a function failed on one process, the others would hang."""
+        return swapped(grpo_trainer, {"gather": lambda tensor: tensor})
 
     @contextlib.contextmanager
     def locally(self, functions: Sequence[Callable] | None = None) -> Iterator[None]:
         """
-        Context manager in which rewards `(N, F)` are not gathered, because processes score different numbers of turns
-        and re-runs, so a collective would hang. Values that functions log are dropped, because they do not belong to
-        an episode of the batch.
-
-        Args:
-            functions: reward functions to use instead of the trainer's.
+        Context manager: rewards `(N, F)` of `functions`, by default the trainer's, are not gathered, because processes
+        score different numbers of turns and re-runs. Values that functions log are dropped: they belong to no episode
+        of the batch.
         """
         trainer = self._trainer
         metrics, extra = trainer._pending_metrics, trainer._pending_extra_logs
@@ -472,7 +382,7 @@ class TrlRewards:
             overrides["reward_funcs"] = list(functions)
             overrides["reward_func_names"] = [get_callable_name(function) for function in functions]
             overrides["reward_processing_classes"] = [None] * len(functions)
-        with swapped(grpo_trainer, {"gather": lambda tensor: tensor}), swapped(trainer, overrides):
+        with self.without_gathering(), swapped(trainer, overrides):
             yield
 
 
@@ -481,10 +391,9 @@ class TrlRewards:
 
 class LocalAccelerator:
     """
-    Accelerator whose collectives return the tensors of this process.
-
-    TRL gathers metrics inside the loss, but processes run different numbers of micro-batches, so a collective would
-    hang or mix rows of different agents. [`StepMetrics`] combines the metrics afterwards.
+    Accelerator whose collectives return the tensors of this process. TRL gathers metrics inside the loss, but
+    processes run different numbers of micro-batches, so a collective would hang or mix rows of different agents.
+    [`StepMetrics`] joins the metrics afterwards.
     """
 
     def __init__(self, accelerator):
@@ -515,8 +424,8 @@ SAMPLING_WEIGHTS = "importance_sampling_ratio"
 class TrlLoss:
     """
     Computes the loss of a micro-batch, which has rows of one agent on one process, with `GRPOTrainer._compute_loss`
-    (TRL 1.16). This method reads the agent's settings from attributes of the trainer, gathers metrics over processes
-    and adds them to the trainer's metrics, so these attributes are replaced for each call.
+    (TRL 1.16), which reads settings from the trainer and adds metrics to it. These attributes are replaced for each
+    call.
 
     `_compute_loss` calls `_get_per_token_logps_and_entropies` before it reads `inputs["old_per_token_logps"]`, so this
     function may still change the inputs. The action level relies on it.
@@ -534,13 +443,8 @@ class TrlLoss:
         entropy_mask: Callable[..., torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, dict[str, list[float]]]:
         """
-        Args:
-            model: model whose active adapter is that of the agent.
-            inputs: tensors of the rows, see [`collate`].
-            max_completion_length: maximum number of tokens in a turn of the agent.
-            entropy_mask: replaces TRL's `get_high_entropy_mask`.
-
-        Returns: the loss, and the metrics of the micro-batch.
+        Return the loss and the metrics of the tensors of [`collate`], with the active adapter of the model.
+        `entropy_mask` replaces TRL's `get_high_entropy_mask`.
         """
         trainer = self._trainer
         metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
@@ -560,8 +464,5 @@ class TrlLoss:
 
 
 def trl_log_probs(trainer: GRPOTrainer) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None, Any]]:
-    """
-    Return TRL's own `GRPOTrainer._get_per_token_logps_and_entropies` (TRL 1.16), which the trainer overrides. It
-    returns log-probabilities and entropies `(B, T)`, and the auxiliary loss.
-    """
+    """TRL's own log-probabilities and entropies `(B, T)` and auxiliary loss (1.16), which the trainer overrides."""
     return functools.partial(GRPOTrainer._get_per_token_logps_and_entropies, trainer)

@@ -5,7 +5,8 @@ Fast decoding loop, passed to `generate` of transformers as `custom_generate=`. 
 Differences from the loop of transformers, none of which changes the sampling distribution:
 
 - The common prefix of several prompts goes through the model once. Its keys and values are repeated (see `forward`).
-- The cache has its full size from the start, so that a step writes one column without copying the rest (see `room`).
+- The cache has its full size from the start, so that a step writes one column without copying the rest (see
+  [`PreallocatedLayer`]).
 - Finished rows leave the batch, and the last rows take their places. This changes nothing for the other rows, since
   attention, logits processors, stopping criteria and draws are independent per row. If a logits processor is not known
   to be independent per row, finished rows stay.
@@ -13,10 +14,11 @@ Differences from the loop of transformers, none of which changes the sampling di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol, cast
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple, Protocol, cast
 
 import torch
+from torch import nn
 from transformers import (
     Cache,
     GenerationConfig,
@@ -26,12 +28,12 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMode, logits_process
 
 from ..seams.generation import GraphMemory, captured, find_capture_obstacle, get_pad_token, masks_what_comes_later
 from ..seams.libraries import get_logger
-from .forward import RowAdapters
-from .kv_cache import FixedLayer, PreallocatedLayer, fill
+from .forward import Cluster, KeptLayer, RepeatedLayer, RowAdapters, plan_passes, prefill, shared_pass
 
 
 logger = get_logger(__name__)
@@ -49,12 +51,9 @@ ROOM, _WIDEST = 64, 2
 
 class GrowingSteps:
     """
-    Steps that attend to what is in the cache so far. Finished rows leave once they are at least 1/32 of the batch. On
-    a CPU, moving rows costs as much as computing several rows of a step.
-
-    Args:
-        mask (`torch.Tensor` of shape `(B, size)`): 0 for padding.
-        lengths (`torch.Tensor` of shape `(B,)`): tokens of each prompt.
+    Steps that attend to what is in the cache so far, with the mask `(B, size)` and the lengths `(B,)` of prompts.
+    Finished rows leave once they are at least 1/32 of the batch: on a CPU, moving rows costs as much as computing
+    several rows of a step.
     """
 
     every = 1  # steps from one look whether rows have finished to the next
@@ -104,15 +103,11 @@ class GrowingSteps:
 class FixedSteps(GrowingSteps):
     """
     Steps whose shapes and addresses stay the same until rows leave, so that a GPU can replay them from a captured
-    graph: launching a step kernel by kernel takes longer than a small batch takes to compute. Every eighth step is
-    followed by a look whether rows have finished, and rows leave only in steps, see `SIZES`. Tokens are those of
-    [`GrowingSteps`]. Where a step cannot be captured, it is run kernel by kernel.
+    graph: launching a step kernel by kernel takes longer than a small batch takes to compute. Finished rows are
+    checked every eighth step, and rows leave only in the steps of `SIZES`. Tokens are those of [`GrowingSteps`]. A
+    step that cannot be captured runs kernel by kernel.
 
-    The memory and the graphs can be used for many calls of `generate`, see [`StepStore`].
-
-    Args:
-        rows: largest number of rows.
-        device: device of the tokens.
+    The memory, for at most `rows` rows, and the graphs can be used for many calls of `generate`, see [`StepStore`].
     """
 
     every = 8
@@ -131,12 +126,8 @@ class FixedSteps(GrowingSteps):
 
     def start(self, mask: torch.Tensor, lengths: torch.Tensor, key: Hashable | None = None) -> None:
         """
-        Begin with new rows.
-
-        Args:
-            mask (`torch.Tensor` of shape `(B, W)`): 0 for padding. There may be more room than for these.
-            lengths (`torch.Tensor` of shape `(B,)`): tokens of each prompt.
-            key: what graphs depend on besides the number of rows. If `None`, those of earlier rows are forgotten.
+        Begin with new rows, given the mask `(B, W)` and lengths `(B,)` of prompts. `key` is what graphs depend on
+        besides the number of rows. If it is `None`, the graphs of earlier rows are dropped.
         """
         self._all_masks.zero_()
         self._all_masks[: mask.size(0), : mask.size(1)] = mask
@@ -171,7 +162,6 @@ class FixedSteps(GrowingSteps):
         self._positions.copy_(positions)
 
     def _use(self, count: int) -> None:
-        """Go on with the first rows."""
         parts = (self._all_tokens, self._all_positions, self._all_masks)
         self._tokens, self._positions, self._mask = (part[:count] for part in parts)
         self._taken = 0  # steps with the present rows
@@ -260,7 +250,6 @@ _BY_ROW = (
 
 
 def can_decode(config: GenerationConfig) -> bool:
-    """Return `True` if [`decode`] supports a generation config."""
     return (
         config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         and config.guidance_scale in (None, 1)
@@ -272,8 +261,8 @@ def can_decode(config: GenerationConfig) -> bool:
 
 class Recorder:
     """
-    Records the log-probabilities of sampled tokens. They are recorded only if the sampling distribution equals the
-    scoring distribution (temperature only, float32).
+    Records the log-probabilities of sampled tokens if the sampling distribution equals the scoring distribution
+    (temperature only, float32).
     """
 
     def __init__(self):
@@ -297,25 +286,15 @@ class LateCriterion(StoppingCriteria):
 
 
 class RowFollower(Protocol):
-    """
-    What follows the rows of a call of [`decode`] while it runs.
+    """Follows the rows of a call of [`decode`] while it runs."""
 
-    Attributes:
-        draws (`torch.Tensor` of shape `(B, T)`, *optional*): numbers from 0 to 1 that tokens are drawn with. If a row
-            brings its own, its tokens do not depend on the other rows. Defaults to those of torch's generator.
-    """
-
+    # (B, T), from 0 to 1, or `None` for torch's generator. Rows with their own numbers do not depend on other rows
     draws: torch.Tensor | None
 
     def look(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], done: Sequence[bool]) -> list[bool] | None:
         """
-        Called with the newest tokens of the rows that are left, from time to time and at the end.
-
-        Args:
-            rows: their indices among all `B`.
-            tokens: the tokens of each since the last call. Padding follows its end.
-
-        Returns: which of them are to end here, or `None` for none.
+        Take the newest tokens of the remaining rows, which are indices among all `B`, from time to time and at the
+        end. Padding follows the end of a row. Returns which rows are to end here, or `None` for none.
         """
 
 
@@ -334,22 +313,12 @@ def decode(
     **kwargs,
 ) -> torch.Tensor:
     """
-    Decoding loop, called by `generate`.
+    Decoding loop, called by `generate` with prompts `(B, P)` padded on the left. `watch` may end rows, `is_fixed`
+    selects [`FixedSteps`], and `kwargs` has the `attention_mask` `(B, P)` if there is padding; other arguments are
+    ignored.
 
-    Args:
-        model, input_ids, logits_processor, stopping_criteria, generation_config:
-            Arguments as prepared by `generate`. The prompts `(B, P)` are padded on the left.
-        recorder: records the log-probabilities of sampled tokens.
-        is_fixed: whether steps keep their shapes, see [`FixedSteps`].
-        store: keeps fixed steps for the next call.
-        key: see [`~FixedSteps.start`].
-        watch: follows the rows, and may end them.
-        kwargs: `attention_mask` `(B, P)`, if there is padding. Other arguments are ignored.
-
-    Returns: prompts followed by completions `(B, P + T)`, padded on the right.
-
-    Raises:
-        ValueError: the logits are not finite.
+    Returns prompts followed by completions `(B, P + T)`, padded on the right. Raises `ValueError` if logits are not
+    finite.
     """
     (batch, width), size = input_ids.shape, generation_config.max_length
     mask = torch.ones_like(input_ids) if kwargs.get("attention_mask") is None else kwargs["attention_mask"]
@@ -447,10 +416,10 @@ def _choose(
 
 def draw(probabilities: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
     """
-    Draw one token `(B, 1)` from each row of probabilities `(B, V)`, by inverse transform sampling with the numbers
-    `draws` `(B, 1)`, or with numbers of torch's generator. It needs one random
-    number per row, while `torch.multinomial` needs one per token of the vocabulary, which would dominate the time of a
-    step on a CPU. Double precision keeps the cumulative sums exact enough for rare tokens.
+    Draw one token `(B, 1)` from each row of probabilities `(B, V)`, by inverse transform sampling with `draws` `(B,
+    1)` or torch's generator. It needs one random number per row, while `torch.multinomial` needs one per token of the
+    vocabulary, which would dominate the time of a step on a CPU. Double precision keeps the sums exact enough for rare
+    tokens.
     """
     sums = probabilities.double().cumsum(dim=-1)
     if draws is None:
@@ -463,10 +432,9 @@ def _leave(
     processors: LogitsProcessorList, done: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Let finished rows leave, until `count` remain. The last unfinished rows take the places of finished ones, so that
-    only these rows are copied.
-
-    Returns: indices of the remaining rows in their new order, and the places and rows of which some move.
+    Let finished rows leave, until `count` remain. The last unfinished rows take the places of finished rows, so that
+    only these rows are copied. Returns indices of the remaining rows in their new order, and the places and rows of
+    which some move.
     """
     stay = torch.arange(count, device=done.device)
     moved = (~done[count:]).nonzero().squeeze(1) + count
@@ -477,3 +445,224 @@ def _leave(
             ignored = processor.prompt_ignore_length
             processor.prompt_ignore_length = ignored[stay] if isinstance(ignored, torch.Tensor) else ignored
     return stay, free, moved
+
+
+# ---- The cache: memory for all tokens from the start, filled with the keys and values of prompts ----
+
+
+# Tokens that go through the model together while a cache is filled. More do not make a device faster, and what a layer
+# computes of them is in memory at once.
+PREFILL_TOKENS = 2**14
+
+
+class PreallocatedLayer(DynamicLayer):
+    """Cache layer with memory for `rows` sequences of `size` tokens, of which a pass attends to those so far."""
+
+    is_initialized: bool
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, rows: int, size: int):
+        super().__init__()
+        self.rows, self.size, self.length = rows, size, 0
+
+    def put(self, rows: torch.Tensor, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values `(R, heads, W, D)` of some rows from a column on."""
+        self._begin(keys, values)
+        rows, columns = rows.to(self.keys.device), slice(start, start + keys.size(2))
+        self.keys[rows, :, columns], self.values[rows, :, columns] = keys, values
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        self._begin(key_states, value_states)
+        start, self.length = self.length, self.length + key_states.size(-2)
+        self.keys[:, :, start : self.length] = key_states
+        self.values[:, :, start : self.length] = value_states
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def keep_rows(self, count: int, free: torch.Tensor, moved: torch.Tensor) -> None:
+        """Move the rows `moved` to the places `free`, then keep the first `count` rows."""
+        self.rows = count
+        if not self.is_initialized:  # the last layers of some models (Gemma 4) read the keys of earlier ones
+            return
+        free, moved = free.to(self.keys.device), moved.to(self.keys.device)
+        for states in (self.keys, self.values):
+            states[free, :, : self.length] = states[moved, :, : self.length]
+        self.keys, self.values = self.keys[:count], self.values[:count]
+
+    def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if not self.is_initialized:
+            # Zeros: what is masked is multiplied by 0, and has to be a number
+            self.keys = keys.new_zeros(self.rows, keys.size(1), self.size, keys.size(3))
+            self.values = values.new_zeros(self.rows, values.size(1), self.size, values.size(3))
+            self.is_initialized = True
+
+
+class FixedLayer(PreallocatedLayer):
+    """
+    A [`PreallocatedLayer`] whose shapes and addresses stay the same from step to step. A pass attends to all of its
+    memory, where later columns are masked. `place` `(1,)`, the same for all layers, is the column of the next token.
+    """
+
+    is_compileable = True  # transformers (5.23) then masks by `place`, whatever it is
+
+    def __init__(self, rows: int, size: int, place: torch.Tensor):
+        super().__init__(rows, size)
+        self.place, self._most = place, rows
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        self._begin(key_states, value_states)
+        place = self.place.to(self.keys.device)
+        self.keys.index_copy_(2, place, key_states)
+        self.values.index_copy_(2, place, value_states)
+        return self.keys, self.values
+
+    def restart(self, rows: int) -> None:
+        """Begin with new rows, as many as there were or fewer, with nothing in memory."""
+        self.rows = rows
+        if self.is_initialized:
+            self.keys, self.values = (states[:rows].zero_() for states in self._whole)
+
+    def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if not self.is_initialized:
+            rows, self.rows = self.rows, self._most
+            super()._begin(keys, values)
+            self._whole = self.keys, self.values
+            self.rows, self.keys, self.values = rows, self.keys[:rows], self.values[:rows]
+
+    def get_seq_length(self) -> torch.Tensor:  # type: ignore[override]
+        return self.place[0]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.size, 0
+
+    def keep_rows(self, count: int, free: torch.Tensor, moved: torch.Tensor) -> None:
+        self.length = self.size
+        super().keep_rows(count, free, moved)
+
+
+class _Storing(KeptLayer):
+    """Layer of a pass over whole prompts: stores its keys and values in the room, and keeps nothing."""
+
+    def __init__(self, room: PreallocatedLayer, rows: torch.Tensor, end: int):
+        super().__init__()
+        self._room, self._rows, self._end = room, rows, end
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        self._room.put(self._rows, self._end - key_states.size(2), key_states, value_states)
+        return key_states, value_states
+
+
+class _Joining(RepeatedLayer):
+    """
+    Layer of a pass over what follows a shared prefix: stores the joined keys and values in the room. In the pass,
+    padding is in front of the prefix and after the rest of a row; `source` `(R, W)` moves all of it to the left.
+    """
+
+    def __init__(
+        self,
+        kept: KeptLayer,
+        index: torch.Tensor,
+        room: PreallocatedLayer,
+        rows: torch.Tensor,
+        end: int,
+        source: torch.Tensor,
+    ):
+        super().__init__(kept, index)
+        self._room, self._rows, self._end, self._source = room, rows, end, source
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        joined = super().update(key_states, value_states)
+        source = self._source.to(key_states.device)[:, None, :, None]
+        aligned = [item.gather(2, source.expand(-1, item.size(1), -1, item.size(3))) for item in joined]
+        self._room.put(self._rows, self._end - self._source.size(1), *aligned)
+        return joined
+
+
+class _Part(NamedTuple):
+    """Prompts that go through the model together."""
+
+    rows: list[int]
+    groups: list[Cluster]  # shared prefixes, by place in `rows`; empty if that gains nothing
+
+
+def fill(cache: Cache, backbone: nn.Module, prompts: Sequence[list[int]], adapters: RowAdapters | None = None) -> None:
+    """
+    Fill a cache with the keys and values of all but the last token of non-empty prompts, padded on the left. Every
+    layer stores its own at once, so that no copy of a whole cache is in memory.
+    """
+    rows = [prompt[:-1] for prompt in prompts]
+    width = max(map(len, rows))
+    if width == 0:
+        return
+    for part in _parts(prompts, None if adapters is None else adapters.names):
+        _fill_part(cache, backbone, rows, part, width, adapters)
+    for layer in cache.layers:
+        layer.length = width
+
+
+def _parts(prompts: Sequence[list[int]], kinds: Sequence[str] | None) -> Iterator[_Part]:
+    """Cut prompts into parts of about [`PREFILL_TOKENS`] tokens."""
+    groups = plan_passes(prompts, [0] * len(prompts), kinds)
+    if not groups:
+        count = max(PREFILL_TOKENS // max(map(len, prompts)), 1)
+        for start in range(0, len(prompts), count):
+            yield _Part(list(range(start, min(start + count, len(prompts)))), [])
+        return
+    rows: list[int] = []
+    taken: list[Cluster] = []
+    tokens = 0
+    for group in groups:
+        rest = max(len(prompts[row]) - 1 - group.length for row in group.rows)
+        most = max(PREFILL_TOKENS // max(rest, 1), 1)
+        for start in range(0, len(group.rows), most):
+            part_rows = group.rows[start : start + most]
+            size = group.length + rest * len(part_rows)
+            if rows and tokens + size > PREFILL_TOKENS:
+                yield _Part(rows, taken)
+                rows, taken, tokens = [], [], 0
+            taken = [*taken, Cluster(group.length, tuple(range(len(rows), len(rows) + len(part_rows))))]
+            rows, tokens = [*rows, *part_rows], tokens + size
+    yield _Part(rows, taken)
+
+
+def _fill_part(
+    cache: Cache,
+    backbone: nn.Module,
+    all_rows: Sequence[list[int]],
+    part: _Part,
+    end: int,
+    adapters: RowAdapters | None,
+) -> None:
+    rows, groups = [all_rows[row] for row in part.rows], part.groups
+    where, width = torch.tensor(part.rows), max(map(len, rows))
+    row_adapters = None if adapters is None else adapters._replace(names=[adapters.names[row] for row in part.rows])
+    if width == 0:
+        return
+    if not groups:
+        if row_adapters is not None:
+            row_adapters.use(row_adapters.names)
+        prefill(backbone, rows, Cache(layers=[_Storing(room, where, end) for room in cache.layers]))
+        return
+    if all(len(rows[row]) == group.length for group in groups for row in group.rows):  # nothing follows the prefixes
+        if row_adapters is not None:
+            row_adapters.use([row_adapters.names[group.rows[0]] for group in groups])
+        kept, *_ = prefill(backbone, [rows[group.rows[0]] for group in groups])
+        which = torch.tensor([number for number, group in enumerate(groups) for _ in group.rows])
+        for room, layer in zip(cache.layers, kept.layers, strict=False):  # the last layers may keep nothing
+            index = which.to(layer.keys.device)
+            room.put(where, end - width, layer.keys.index_select(0, index), layer.values.index_select(0, index))
+        return
+    shared = max(group.length for group in groups)
+    starts = [group.length for group in groups for _ in group.rows]
+    ends = [shared + len(row) - start for row, start in zip(rows, starts, strict=True)]
+    source = (torch.tensor(ends).unsqueeze(1) + torch.arange(-width, 0)).clamp(min=0)
+    source = source.to(next(backbone.parameters()).device)
+    rooms = iter(cache.layers)
+
+    def joining(kept: KeptLayer, index: torch.Tensor) -> RepeatedLayer:
+        return _Joining(kept, index, next(rooms), where, end, source)
+
+    shared_pass(backbone, rows, groups, joining, row_adapters)

@@ -32,12 +32,7 @@ from ..seams.sharding import with_all_layers
 
 @dataclass(frozen=True)
 class Cluster:
-    """
-    Sequences that begin with the same tokens.
-
-    Args:
-        length: number of shared tokens.
-    """
+    """Sequences whose first `length` tokens are the same."""
 
     length: int
     rows: tuple[int, ...]
@@ -50,7 +45,8 @@ class Cluster:
 
 def clusters(sequences: Sequence[Sequence[int]]) -> list[Cluster]:
     """
-    Partition sequences into clusters with a common prefix, so that many tokens are shared.
+    Partition non-empty sequences into clusters with a common prefix, sorted by their first row, so that many tokens
+    are shared.
 
     The last token of a sequence is never shared, so that every row has a token left to compute. A sequence that shares
     nothing is a cluster of its own, whose prefix is all but its last token.
@@ -58,11 +54,6 @@ def clusters(sequences: Sequence[Sequence[int]]) -> list[Cluster]:
     After sorting, sequences with a common prefix are neighbours, and the prefixes form a tree. From the leaves to the
     root, the clusters below a node are joined at the node's prefix if this saves more tokens than the clusters save by
     themselves.
-
-    Args:
-        sequences: token ids, none empty.
-
-    Returns: clusters, sorted by their first row. The rows of a cluster are in ascending order.
     """
     order = sorted(range(len(sequences)), key=lambda row: tuple(sequences[row]))
     nodes: list[tuple[int, list[Cluster]]] = [(0, [])]  # from the root down: depth, and the clusters below so far
@@ -82,14 +73,8 @@ def plan_passes(
     prompts: Sequence[Sequence[int]], more: Sequence[int], kinds: Sequence[str] | None = None
 ) -> list[Cluster]:
     """
-    Decide whether to compute shared prefixes once. The plan with fewer tokens, padding included, is chosen.
-
-    Args:
-        prompts: beginnings of the rows, searched for common prefixes.
-        more: number of tokens of each row after its prompt.
-        kinds: kind of each row. Rows of different kinds share nothing.
-
-    Returns: clusters of rows that share a prefix, or an empty list if computing every row separately is cheaper.
+    Return clusters of rows that share a prefix of their prompts, or an empty list if separate rows take fewer tokens,
+    padding included. `more` has the tokens of each row after the prompt. Rows of different `kinds` share nothing.
     """
     found = clusters(prompts) if kinds is None else _clusters_by_kind(prompts, kinds)
     if len(found) == len(prompts):
@@ -134,7 +119,6 @@ def _joined(depth: int, below: list[Cluster]) -> list[Cluster]:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
     low, high = 0, min(len(first), len(second))
     while low < high:  # slices compare at the speed of C
         middle = (low + high + 1) // 2
@@ -169,34 +153,11 @@ class RepeatedLayer(DynamicLayer):
         return torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
 
 
-class SharedPass(NamedTuple):
-    """
-    Result of a pass over the rest of `B` rows, which follows their shared prefixes.
-
-    Args:
-        hidden (`torch.Tensor` of shape `(B, S, H)`): hidden states of the rest of each row, padded on the right.
-        starts: position in each row at which the rest begins.
-        width: number of columns of the shared prefixes, which are padded on the left.
-        cache: cache of the pass, with layers of the requested class.
-    """
-
-    hidden: torch.Tensor
-    starts: list[int]
-    width: int
-    cache: Cache
-
-
 class RowAdapters(NamedTuple):
-    """
-    Adapters of rows that go through a model together.
-
-    Args:
-        names: the adapter of each row.
-        use: `use(names)` is called before each pass, with the adapters of the rows of the pass.
-    """
+    """Adapters of rows that go through a model together."""
 
     names: Sequence[str]
-    use: Callable[[Sequence[str]], None]
+    use: Callable[[Sequence[str]], None]  # called before each pass with the adapters of its rows
 
 
 def hidden_states(
@@ -207,17 +168,9 @@ def hidden_states(
     adapters: RowAdapters | None = None,
 ) -> torch.Tensor:
     """
-    Compute the hidden states that predict the tokens of completions. An empty completion gets the hidden state of the
-    prompt's last token.
-
-    Args:
-        prompts: token ids of `B` prompts, none empty.
-        completions: token ids of the completion of each prompt.
-        share: compute common prefixes of the prompts once.
-        adapters: of the rows, if they differ. Rows of different adapters share nothing.
-
-    Returns: hidden states `(B, V, H)`, where `V` is the length of the longest completion, at least 1. Row `i` has
-    `max(len(completions[i]), 1)` valid states; ignore those after them.
+    Compute the hidden states `(B, V, H)` that predict the tokens of completions. `V` is the length of the longest
+    completion, at least 1; states after the end of a completion are not valid. An empty completion gets the hidden
+    state of the last token of its prompt, which is never empty. Rows of different adapters share nothing.
     """
     device = next(backbone.parameters()).device
     counts = [max(len(completion), 1) for completion in completions]
@@ -229,7 +182,7 @@ def hidden_states(
     groups = plan_passes(prompts, [count - 1 for count in counts], kinds) if share else []
     if groups:
         with checkpointing_with_caches(backbone):
-            hidden, starts, *_ = shared_pass(backbone, rows, groups, RepeatedLayer, adapters)
+            hidden, starts = shared_pass(backbone, rows, groups, RepeatedLayer, adapters)
     else:
         if adapters is not None:
             adapters.use(adapters.names)
@@ -249,14 +202,10 @@ def shared_pass(
     groups: Sequence[Cluster],
     layer_class: Callable[[KeptLayer, torch.Tensor], RepeatedLayer],
     adapters: RowAdapters | None = None,
-) -> SharedPass:
+) -> tuple[torch.Tensor, list[int]]:
     """
-    Run two passes: one over the shared prefixes, and one over the rest of each row.
-
-    Args:
-        rows: token ids.
-        groups: partition of the rows into rows with the same prefix.
-        layer_class: class of the cache's layers in the second pass.
+    Run a pass over the prefixes of the groups, and one over the rest of each row with a cache of `layer_class` layers.
+    Returns the hidden states `(B, S, H)` of the rest, padded on the right, and where it begins in each row.
     """
     device = next(backbone.parameters()).device
     starts, index = [0] * len(rows), [0] * len(rows)
@@ -278,8 +227,7 @@ def shared_pass(
         past_key_values=cache,
         use_cache=False,  # the model must not create another cache
     )
-    hidden = with_all_layers(output.last_hidden_state, prefix_states, backbone)
-    return SharedPass(hidden, starts, kept_mask.size(1), cache)
+    return with_all_layers(output.last_hidden_state, prefix_states, backbone), starts
 
 
 def prefill(
@@ -325,11 +273,8 @@ def score(
     model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    Compute log-probabilities `(N,)` and, if the head gives them, entropies `(N,)` with TRL's fused LM head.
-
-    Args:
-        hidden (`torch.Tensor` of shape `(N, H)`): hidden states that predict the tokens.
-        tokens (`torch.Tensor` of shape `(N,)`): token ids.
+    Compute log-probabilities `(N,)` and, if the head gives them, entropies `(N,)` of tokens `(N,)` from the hidden
+    states `(N, H)` that predict them, with TRL's fused LM head.
     """
     if not len(tokens):  # an empty result that is connected to the model, so that backward runs
         nothing = hidden.sum(dim=-1).float()
@@ -382,11 +327,8 @@ def find_obstacle(model: PreTrainedModel) -> str | None:
 @torch.no_grad()
 def needs_positions(model: PreTrainedModel) -> bool:
     """
-    `True` if left-padded rows need explicit `position_ids`, e.g. because positions are learned (GPT-2). A padded row
-    is compared with the row alone.
-
-    Raises:
-        ValueError: the model ignores the attention mask and reads padding as text (RWKV, xLSTM).
+    `True` if left-padded rows need explicit `position_ids`, e.g. because positions are learned (GPT-2), by comparing a
+    padded row with the row alone. Raises `ValueError` if the model reads padding as text (RWKV, xLSTM).
     """
     backbone, device = model.base_model, next(model.parameters()).device
     takes_positions = "position_ids" in inspect.signature(type(backbone).forward).parameters

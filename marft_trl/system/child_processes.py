@@ -21,9 +21,9 @@ from typing import IO, Any
 
 class ChildProcesses:
     """
-    Starts processes. If the block is left by an exception, by Ctrl+C or by SIGTERM, those that still run are sent
-    SIGTERM, at which a trainer saves a checkpoint, and are waited for. They are also sent SIGTERM if this process is
-    killed. Without this, they would go on alone and keep their folders from the next call.
+    Starts processes, and ends them with SIGTERM, at which a trainer saves a checkpoint, if the block is left by an
+    exception, by Ctrl+C or by SIGTERM, or if this process is killed. They would otherwise go on and keep their
+    folders.
     """
 
     def __init__(self) -> None:
@@ -47,16 +47,8 @@ class ChildProcesses:
         self, command: Sequence[str], environment: Mapping[str, str] | None = None, log: IO[str] | None = None
     ) -> int:
         """
-        Run a command to its end. Threads may call it.
-
-        Args:
-            environment (`Mapping[str, str]`, *optional*): variables that replace those of this process.
-            log (file, *optional*): where its output goes.
-
-        Returns: the exit status, negative for a signal.
-
-        Raises:
-            RuntimeError: the block has been left.
+        Run a command to its end, and return the exit status, negative for a signal. Threads may call it. `environment`
+        replaces that of this process, and `log` gets the output. Raises a `RuntimeError` if the block has been left.
         """
         stderr = None if log is None else subprocess.STDOUT
         with self._lock:
@@ -102,20 +94,15 @@ _KEEPERS: dict[int, subprocess.Popen] = {}  # by process: a fork has one of its 
 
 def keep(key: str, pid: int = 0, gently: bool = False) -> None:
     """
-    Have programs ended with this process.
-
-    Args:
-        key: a text without spaces.
-        pid: a process, which is ended with its group. If left out, all processes are that have the key in their
-            environment when this process has ended.
-        gently: whether to send SIGTERM to the process alone, so that it can save what it has, or to all that have the
-            key.
+    End programs when this process has ended: the process `pid` with its group, or if it is 0, all processes that have
+    `key` (without spaces) in their environment. `gently` sends SIGTERM, and with a `pid` to this process alone, so
+    that it can save what it has.
     """
     _tell(f"{key} {pid} {int(gently)}")
 
 
 def let_go(key: str) -> None:
-    """What was kept by this key has ended."""
+    """The programs of this key have ended."""
     _tell(f"{key} -1 0")
 
 
@@ -132,10 +119,7 @@ def _tell(line: str) -> None:
 
 
 def started_by(pid: int, key: str) -> list[Any]:
-    """
-    Processes (`psutil.Process`) of the group of a program, and all that have its key in their environment, but for the
-    program.
-    """
+    """Processes (`psutil.Process`) in the group of a program or with its key in their environment, except itself."""
     import psutil  # when it is needed, so that a keeper is small
 
     found, me = [], os.getuid()
@@ -157,13 +141,12 @@ def _read_environment(process: Any) -> bytes:
 
 
 def kill_group(pid: int) -> None:
-    """End a group of processes, if there is any."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def main() -> None:
-    """Note what is kept until the owner has ended, and end it."""
+    """Read what is kept until the owner has ended, and end it."""
     kept: dict[str, tuple[int, bool]] = {}
     owner, rest = int(sys.argv[1]), b""
     while True:

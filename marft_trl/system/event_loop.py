@@ -93,8 +93,8 @@ def _cancel_the_rest(loop: asyncio.AbstractEventLoop) -> None:
 async def one_at_a_time() -> AsyncIterator[None]:
     """
     Context manager: wait until no function runs in a thread, then allow [`in_thread`]. An abandoned function gets a
-    few seconds to finish. After that its lane gets a new thread, and the old thread keeps running, since Python
-    cannot stop a thread.
+    few seconds to finish. After that its lane gets a new thread, and the old thread, which Python cannot stop, keeps
+    running.
     """
     loop = asyncio.get_running_loop()
     async with _ONE_AT_A_TIME.setdefault(loop, asyncio.Lock()):
@@ -107,11 +107,7 @@ async def one_at_a_time() -> AsyncIterator[None]:
 
 
 async def in_thread(function: Callable[[], Any], lane: Lane) -> tuple[Any, BaseException | None]:
-    """
-    Run a function in the thread of its lane. It sees the caller's context variables, and its changes to them are kept.
-
-    Returns: the function's result, and the exception that it raised or `None`.
-    """
+    """Run a function in a lane, in the caller's context, which it may change. Return its result and its exception."""
     loop = asyncio.get_running_loop()
     workers = _WORKERS.setdefault(loop, {})
     if lane not in workers:
@@ -150,11 +146,8 @@ _IN_THREAD: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[
 
 class StepWrapper(Coroutine[Any, Any, Any]):
     """
-    A coroutine with a context manager around each of its steps, and around those of the tasks that it starts. No step
-    is taken while a function of a user runs in a thread, so that what surrounds them cannot mix.
-
-    Args:
-        step_context: `step_context()` makes the context manager.
+    A coroutine with a context manager, made by `step_context()`, around each of its steps and of the tasks that it
+    starts. No step is taken while a function of a user runs in a thread, so that what surrounds them cannot mix.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], step_context: StepContext):
@@ -224,7 +217,6 @@ class _Worker:
         threading.Thread(target=self._work, name="marft-worker", daemon=True).start()
 
     def end(self) -> None:
-        """End the thread after its current job."""
         self._jobs.put(None)
 
     def _work(self) -> None:

@@ -62,13 +62,9 @@ _LOADED: set[str] = set()
 
 def import_file(file: Path) -> ModuleType:
     """
-    Import the module of a Python file, and execute it again if it was imported before.
-
-    It can import modules next to it, and the source of its classes, by which runs are compared, is found. Its name is
-    that of the file, unless a module from elsewhere already has this name.
-
-    Raises:
-        ImportError: it is no Python file.
+    Import the module of a Python file, and execute it again if it was imported before. It can import modules next to
+    it, and `inspect` finds its source, by which runs are compared. Its name is that of the file, unless a module from
+    elsewhere has this name. Raises an `ImportError` if it is no Python file.
     """
     file = file.resolve()
     if (folder := str(file.parent)) not in sys.path:
@@ -87,12 +83,9 @@ def import_file(file: Path) -> ModuleType:
 
 def read_source(function: Any) -> str:
     """
-    Source of a function or class. No garbage is collected meanwhile: for a class, `inspect` parses the file, and
-    CPython 3.11 raises a `SystemError` if a finalizer parses something at the same time, such as one that logs a
-    traceback (https://github.com/python/cpython/issues/106905).
-
-    Raises:
-        OSError, TypeError: there is no source.
+    Source of a function or class. Garbage collection is off meanwhile: `inspect` parses the file, and CPython 3.11
+    raises a `SystemError` if a finalizer parses at the same time (https://github.com/python/cpython/issues/106905).
+    Raises an `OSError` or a `TypeError` if there is no source.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Help with names that are nearly right."""
+"""Words of messages: names that are nearly right, and long texts in brief."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Function = TypeVar("Function", bound=Callable)
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """`" Did you mean 'solver'?"`, to be put behind an error message; empty where no known name is near."""
+    """`" Did you mean 'solver'?"`, the end of an error message; empty where no known name is near."""
     known = list(known)
     # As an abbreviation (`lr`) or a part of the name (`dataset`), else misspelt
     near = [item for item in known if str(name) in (_initials(item), *item.split("_"))]
@@ -26,17 +26,19 @@ def _initials(name: str) -> str:
     return "".join(part[:1] for part in name.split("_"))
 
 
+def brief(text: str, limit: int) -> str:
+    """The beginning of a text, with at most `limit` characters."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 # Names that other libraries, or earlier versions, have for arguments
 _ALSO_CALLED = {"config": "args", "tokenizer": "processing_class", "rewards": "reward_funcs", "reward": "reward_funcs"}
 
 
 class NearNames:
-    """
-    Objects whose unknown attributes are named together with the attribute that is probably meant. `also_called` maps
-    names that other libraries use.
-    """
+    """Raises `AttributeError`s that name the attribute that is probably meant."""
 
-    also_called: ClassVar[Mapping[str, str]] = {}
+    also_called: ClassVar[Mapping[str, str]] = {}  # own names by those of other libraries
 
     if not TYPE_CHECKING:  # a type checker would take any name
 
@@ -51,12 +53,9 @@ def checked_names(
     what: str, example: str = "", elsewhere: Mapping[str, str] | None = None
 ) -> Callable[[Function], Function]:
     """
-    Decorator of a method: an argument that it does not have is named, with the one that is probably meant.
-
-    Args:
-        what: name of the class, or of the method.
-        example: how the arguments are written that have to be named and have no default.
-        elsewhere: for names that are set in another way, a sentence that says how.
+    Decorator of a method, called `what` in messages, whose unknown arguments raise a `TypeError` that names the
+    argument that is probably meant. `example` shows how to write required keyword arguments, and `elsewhere` has a
+    sentence for names that are set in another way.
     """
 
     def decorate(init: Function) -> Function:

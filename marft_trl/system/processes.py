@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -29,7 +30,7 @@ logger = get_logger(__name__)
 
 
 def device_map_kwargs(device: torch.device) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that load a whole model onto a device (none for CPU and MPS)."""
+    """Arguments of `from_pretrained` that load a whole model onto a device (none for CPU and MPS)."""
     return {} if device.type in ("cpu", "mps") else {"device_map": {"": device}}
 
 
@@ -50,8 +51,8 @@ def other_devices(model: nn.Module, device: torch.device) -> list[torch.device]:
 
 def restrict_to_one_device(args: TrainingArguments, model: nn.Module) -> None:
     """
-    Let a single process on a machine with several GPUs use only its own. The `Trainer` would copy the model to all
-    GPUs (`nn.DataParallel`), which `GRPOTrainer` (TRL 1.16) rejects. A model-parallel model stays on its devices.
+    Let a single process on a machine with several GPUs use only its own. The `Trainer` would use `nn.DataParallel`,
+    which `GRPOTrainer` (TRL 1.16) rejects. A model-parallel model stays on its devices.
     """
     device = args.device
     if args.n_gpu > 1 and not is_model_parallel(model):
@@ -71,21 +72,15 @@ _STUCK_SECONDS = 20.0
 
 
 class ProcessInfo(NamedTuple):
-    """
-    Host name and process id of a process.
-
-    Args:
-        run: random id of the current run, because stores outlive runs: torchrun (PyTorch 2.13) keeps its store over
-            restarts, and `train()` may be called again after a failure.
-    """
+    """Host name and process id of a process."""
 
     host: str
     pid: int
+    # Random id of the run: stores outlive runs, over restarts of torchrun (PyTorch 2.13) or several calls of `train()`
     run: str = ""
 
     @classmethod
     def current(cls) -> ProcessInfo:
-        """Return the information about this process, with a new run id."""
         return cls(socket.gethostname(), os.getpid(), secrets.token_hex(8))
 
 
@@ -93,16 +88,9 @@ class PeerMonitor:
     """
     Exchanges heartbeats and error messages with the other processes, in a thread, over the store of the process group.
 
-    Not every failure reaches the other processes: over NCCL, a collective with a dead peer waits on the device for
-    `ddp_timeout`, half an hour by default, without a Python error. Therefore, a process that is stuck for some time
-    after another one has reported a failure exits with the other's error message: its next collective would fail, and
-    so would a checkpoint, which needs all processes. The store itself may be on a machine that does not respond, so
-    requests to it have time limits.
-
-    Args:
-        store: key-value store of the process group.
-        index: index of this process.
-        processes: information about all processes, by index.
+    Over NCCL, a collective with a dead peer waits on the device for `ddp_timeout`, half an hour by default, without a
+    Python error. Therefore, a process that is stuck for some time after another one has reported a failure exits with
+    the other's message. The store may be on a machine that does not respond, so requests to it have time limits.
     """
 
     def __init__(self, store: Any, index: int, processes: Sequence[ProcessInfo]):
@@ -124,7 +112,7 @@ class PeerMonitor:
         _call_with_timeout(_DIAGNOSIS_SECONDS, lambda: self._store.set(self._failure_key(self._index), message))
 
     def diagnose(self) -> str:
-        """Return a message about why the connection was lost, after a few seconds at most."""
+        """Return why the connection was lost, after a few seconds at most."""
         message = _call_with_timeout(_DIAGNOSIS_SECONDS + 2 * _POLL_SECONDS, self._find_cause)
         if message is not None:
             return message
@@ -244,15 +232,10 @@ def _call_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
 
 def _is_alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:
-        return True
-    try:  # zombies still have a pid
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
+    except psutil.Error:  # the process is another user's
         return True
 
 
@@ -268,10 +251,7 @@ class OtherProcessError(RuntimeError):
 
 @contextlib.contextmanager
 def exiting_forked_children() -> Iterator[None]:
-    """
-    Context manager around user code. If the code forks and the child process returns from it, the child exits.
-    Otherwise, it would train and write files alongside its parent, under the same lock.
-    """
+    """A child that user code forks exits when it returns here: it would train and write files like its parent."""
     pid = os.getpid()
     try:
         yield
@@ -296,12 +276,10 @@ class Processes:
 
     @property
     def count(self) -> int:
-        """Number of processes."""
         return self._accelerator.num_processes
 
     @property
     def index(self) -> int:
-        """Index of this process."""
         return self._accelerator.process_index
 
     @property
@@ -311,7 +289,6 @@ class Processes:
 
     @property
     def device(self) -> torch.device:
-        """Device of this process."""
         return self._accelerator.device
 
     @property
@@ -321,17 +298,13 @@ class Processes:
 
     def set_hooks(self, wait: Callable[[], None], are_others_blocked: Callable[[], bool]) -> None:
         """
-        Set functions for a sharded base, whose passes between two collectives need all processes.
-
-        Args:
-            wait: called before every collective.
-            are_others_blocked: returns `True` if a failure of this process would block the others before the next
-                collective.
+        Set functions for a sharded base: `wait` is called before every collective, and `are_others_blocked` returns
+        `True` if a failure of this process would block the others before the next collective.
         """
         self._wait, self._are_others_blocked = wait, are_others_blocked
 
     def wait(self) -> None:
-        """With a sharded base, wait for the other processes and take part in their passes. Otherwise, do nothing."""
+        """With a sharded base, wait for the other processes and take part in their passes."""
         self._wait()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -368,11 +341,8 @@ class Processes:
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
         """
-        Context manager for code without collectives that may fail on some processes. If one process fails, all raise
-        an error at the end of the context.
-
-        Raises:
-            OtherProcessError: on the processes that have not failed.
+        Context manager for code without collectives: if one process fails, all raise an error at the end of the
+        context. Those that have not failed raise an [`OtherProcessError`].
         """
         error: Exception | None = None
         try:
@@ -403,17 +373,13 @@ class Processes:
     @contextlib.contextmanager
     def reporting_failures(self) -> Iterator[None]:
         """
-        Context manager that reports an error of this process to the others, and replaces connection errors by errors
-        that say what happened to the other process.
-
-        Raises:
-            OtherProcessError: instead of a connection error.
+        Context manager that reports an error of this process to the others, and replaces connection errors by an
+        [`OtherProcessError`] that says what happened to the other process.
         """
-        store = self._store()
-        if store is None:
+        if self.count == 1 or not torch.distributed.is_initialized():
             yield
             return
-        monitor = PeerMonitor(store, self.index, self.gather([ProcessInfo.current()]))
+        monitor = PeerMonitor(store_of_processes(), self.index, self.gather([ProcessInfo.current()]))
         ON_EXIT.append(monitor.report_failure)
         try:
             with monitor:
@@ -427,11 +393,6 @@ class Processes:
             raise OtherProcessError(monitor.diagnose()) from error
         finally:
             ON_EXIT.remove(monitor.report_failure)
-
-    def _store(self) -> Any:
-        if self.count == 1 or not torch.distributed.is_initialized():
-            return None
-        return store_of_processes()
 
     def _gather_stacked(self, tensor: torch.Tensor) -> torch.Tensor:
         self._wait()

@@ -16,17 +16,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from .hints import brief
+
 
 class UserState:
     """
-    Saves and loads the state of users' objects that have the methods `state_dict` and `load_state_dict`. Each process
-    has its own.
-
-    Args:
-        objects: users' objects by the names that they have in checkpoints and messages.
-
-    Raises:
-        TypeError: an object has only one of the methods.
+    Saves and loads the state of users' objects that have `state_dict` and `load_state_dict`, by the names that they
+    have in checkpoints and messages. Each process has its own. An object with only one of the methods raises a
+    `TypeError`.
     """
 
     def __init__(self, objects: Mapping[str, Any]):
@@ -34,16 +31,10 @@ class UserState:
 
     @property
     def names(self) -> list[str]:
-        """Names of the objects that have state."""
         return list(self._objects)
 
     def state_dict(self) -> dict[str, Any]:
-        """
-        State of the objects, a copy.
-
-        Raises:
-            TypeError: a state is not JSON-serializable. The message names the object.
-        """
+        """Return a copy of the states. A state that is not JSON-serializable raises a `TypeError`."""
         states = {}
         for name, item in self._objects.items():
             state = item.state_dict()
@@ -57,17 +48,12 @@ class UserState:
             if states[name] != state:
                 raise TypeError(
                     f"`state_dict` of {name} changes when it is saved as JSON, for example because of tuples or keys "
-                    f"that are not strings: {_brief(state)} became {_brief(states[name])}."
+                    f"that are not strings: {brief(repr(state), 100)} became {brief(repr(states[name]), 100)}."
                 )
         return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """
-        Go on from a [`state_dict`].
-
-        Raises:
-            ValueError: the checkpoint has no state of an object, or the object does not take it.
-        """
+        """Load the states. Raises a `ValueError` if one is missing, unknown, or refused by its object."""
         for name, owner in self._objects.items():
             if name not in state:
                 raise ValueError(
@@ -103,20 +89,8 @@ def _has_state(name: str, owner: Any) -> bool:
     return saves
 
 
-def _brief(value: Any, limit: int = 100) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
 class RandomStates:
-    """
-    The random states of Python, NumPy and torch.
-
-    Args:
-        device: device whose generator is kept, besides those on the CPU.
-        with_torch: whether the state of torch on the CPU is kept.
-        others: further devices whose generators are kept, of a base that is spread over several.
-    """
+    """Random states of Python, NumPy, torch on the CPU, `device`, and `others` of a base on several devices."""
 
     def __init__(self, device: torch.device, with_torch: bool = True, others: Sequence[torch.device] = ()):
         self.device, self._with_torch, self._others = device, with_torch, list(others)
@@ -124,7 +98,6 @@ class RandomStates:
         self._device_module = module if hasattr(module, "get_rng_state") else None
 
     def capture(self) -> dict[str, Any]:
-        """Return the present states."""
         states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
         if self._with_torch:
             states["torch"] = torch.get_rng_state()
@@ -135,7 +108,6 @@ class RandomStates:
         return states
 
     def restore(self, states: dict[str, Any]) -> None:
-        """Go on from states of [`~RandomStates.capture`]."""
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
         if self._with_torch:
@@ -160,13 +132,9 @@ _APART = 1_000_003
 
 class UserRandomness:
     """
-    Random states for users' code. Many reward functions call `torch.manual_seed(0)`. Without separate states, every
-    batch would then sample the same tokens. The states of users' code advance from call to call.
-
-    Args:
-        seed: seed of the initial states. Pass a different seed on every process.
-        device: device whose generator is kept, besides those of `random`, NumPy and torch on the CPU.
-        others: further devices, of a base that is spread over several.
+    Random states for users' code, which advance from call to call. Many reward functions call `torch.manual_seed(0)`,
+    after which every batch would sample the same tokens. Pass a different `seed` on every process; devices as in
+    [`RandomStates`].
     """
 
     def __init__(self, seed: int, device: torch.device, others: Sequence[torch.device] = ()):
@@ -184,17 +152,13 @@ class UserRandomness:
         finally:
             self._states.restore(trainer_states)
 
-    @contextlib.contextmanager
-    def user_states(self) -> Iterator[None]:
+    def user_states(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: run users' code with its own random states."""
-        with self._switched(True):
-            yield
+        return self._switched(True)
 
-    @contextlib.contextmanager
-    def trainer_states(self) -> Iterator[None]:
-        """Context manager: switch back to the random states of training, inside [`~UserRandomness.theirs`]."""
-        with self._switched(False):
-            yield
+    def trainer_states(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: switch back to the random states of training, inside [`~UserRandomness.user_states`]."""
+        return self._switched(False)
 
     @contextlib.contextmanager
     def _switched(self, to_theirs: bool) -> Iterator[None]:
@@ -230,7 +194,6 @@ class UserRandomness:
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load random states from [`~UserRandomness.state_dict`]."""
         version, internal, gauss = saved["python"]
         kind, keys, *rest = saved["numpy"]
         self._other = {
@@ -249,12 +212,10 @@ class EpisodeRandomness:
     """
     Random states of the users' code of one episode. Episodes that do not wait for one another would otherwise draw
     from common states, in an order that depends on how long servers take.
-
-    Args:
-        is_concurrent: whether another thread trains meanwhile. Then torch has no state of the episode, and the code
-            waits while that thread runs users' code.
     """
 
+    # `is_concurrent`: another thread trains meanwhile. Then torch has no state of the episode, and code of the episode
+    # waits while that thread runs users' code
     def __init__(self, seed: int, is_concurrent: bool = False):
         self._states, self._is_concurrent = RandomStates(torch.device("cpu"), not is_concurrent), is_concurrent
         self._seed = seed % 2**32
@@ -264,31 +225,25 @@ class EpisodeRandomness:
     def active(self) -> Iterator[None]:
         """Context manager: the states of the process are those of the episode."""
         # Otherwise the thread that waits for these episodes holds the lock already
-        with _USERS if self._is_concurrent else contextlib.nullcontext(), self._swapped():
-            yield
-
-    @contextlib.contextmanager
-    def _swapped(self) -> Iterator[None]:
-        before = self._states.capture()
-        if self._own is None:
-            random.seed(self._seed)
-            np.random.seed(self._seed)
-            if not self._is_concurrent:
-                torch.default_generator.manual_seed(self._seed)  # `torch.manual_seed` takes 2 ms
-        else:
-            self._states.restore(self._own)
-        try:
-            yield
-        finally:
-            self._own = self._states.capture()
-            self._states.restore(before)
+        with _USERS if self._is_concurrent else contextlib.nullcontext():
+            before = self._states.capture()
+            if self._own is None:
+                random.seed(self._seed)
+                np.random.seed(self._seed)
+                if not self._is_concurrent:
+                    torch.default_generator.manual_seed(self._seed)  # `torch.manual_seed` takes 2 ms
+            else:
+                self._states.restore(self._own)
+            try:
+                yield
+            finally:
+                self._own = self._states.capture()
+                self._states.restore(before)
 
 
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed() -> contextlib.AbstractContextManager[Any]:
     """Context manager: no other thread runs users' code, so the random states of the process are those of training."""
-    with _USERS:
-        yield
+    return _USERS
 
 
 def make_seed(key: tuple) -> int:

@@ -49,8 +49,8 @@ def published() -> Iterator[None]:
 
 def without_secrets(value: Any) -> Any:
     """
-    Return a setting without secrets: entries of mappings whose key names one, at any depth, users and passwords in
-    URLs, and texts that have the form of a token. Other objects are returned as they are.
+    Return a setting without secrets: mapping entries with a secret key, at any depth, users and passwords in URLs, and
+    texts that have the form of a token. Other objects are returned as they are.
     """
     if isinstance(value, str):
         return _QUERY.sub(r"\1=", _FORMS.sub("", _CREDENTIALS.sub("", value)))
@@ -80,17 +80,12 @@ def printable(text: str) -> str:
 
 def for_log(text: str, *known: str | None) -> str:
     """
-    Return a text of others, such as an error of a remote or the output of a program, for logs and terminals: without
-    control characters, without secrets, and without the values of secret environment variables.
-
-    Args:
-        known: further secrets that it may repeat.
+    Return a foreign text, such as a remote's error or a program's output, for logs and terminals: without control
+    characters, secrets, and values of secret environment variables and of `known` secrets.
     """
-    secrets = {
-        *known,
-        *(value for name, value in os.environ.items() if _VARIABLE.search(name) or _is_secret(name, value)),
-    }
-    for secret in sorted((secret for secret in secrets if secret and len(secret) >= _SHORTEST), key=len, reverse=True):
+    variables = [value for name, value in os.environ.items() if _VARIABLE.search(name) or _is_secret(name, value)]
+    secrets = {secret for secret in (*known, *variables) if secret and len(secret) >= _SHORTEST}
+    for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
     return printable(without_secrets(text).replace("\r\n", "\n"))
 

@@ -27,25 +27,18 @@ AGENT_METRICS = frozenset(
 
 
 class Metrics:
-    """
-    Metrics of a run since the last log, in the dictionary that TRL logs and clears.
-
-    Args:
-        store: values by mode (`"train"` or `"eval"`) and name.
-        is_training: `is_training()` tells which mode it is.
-    """
+    """Metrics of a run since the last log, in the dictionary that TRL logs and clears."""
 
     def __init__(self, store: dict[str, dict[str, list[float]]], is_training: Callable[[], bool]):
-        self._store, self._is_training = store, is_training
+        self._store, self._is_training = store, is_training  # `store`: values by mode (`"train"` or `"eval"`) and name
         self._latest: dict[str, float] = {}
 
     @property
     def mode(self) -> str:
-        """`"train"` or `"eval"`."""
         return "train" if self._is_training() else "eval"
 
     def add(self, name: str, value: float) -> None:
-        """Add a value; the values of a name are averaged when they are logged."""
+        """Add a value. The values of a name are averaged when they are logged."""
         self._store[self.mode][name].append(value)
         if self.mode == "train":
             self._latest[name] = value
@@ -56,7 +49,7 @@ class Metrics:
         return taken
 
     def set(self, name: str, value: float) -> None:
-        """Set the value of a name, replacing those added before."""
+        """Replace the values of a name."""
         self._store[self.mode][name] = [value]
 
     def means(self, mode: str) -> dict[str, float]:
@@ -65,7 +58,7 @@ class Metrics:
         return {name: sum(values) / len(values) for name, values in known.items() if values}
 
     def replace(self, values: Mapping[str, float], mode: str) -> None:
-        """Set all names at once; those that are not among the values are forgotten."""
+        """Replace all names and values."""
         self._store[mode].clear()
         self._store[mode].update({name: [value] for name, value in values.items()})
 
@@ -85,7 +78,7 @@ class StepMetrics:
                     self._values[agent, name].append((value, weight))
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that takes back what is added after this."""
+        """Return a function that takes back what is added after this."""
         kept = {key: list(values) for key, values in self._values.items()}
 
         def take_back() -> None:
@@ -96,12 +89,8 @@ class StepMetrics:
 
     def join(self, names: Sequence[str], processes: Processes) -> dict[str, float]:
         """
-        Join over micro-batches and processes.
-
-        Args:
-            names: Metrics to join, the same on every process.
-
-        Returns: `name` for the team and `agents/<agent>/name` for each agent that had tokens.
+        Join the metrics `names`, the same on every process, over micro-batches and processes. Return `name` for the
+        team and `agents/<agent>/name` for each agent that had tokens.
         """
         sums = torch.zeros(len(self._agents), len(names), 2, dtype=torch.float64)
         extremes = torch.full((len(self._agents), len(names)), -math.inf, dtype=torch.float64)
@@ -130,13 +119,7 @@ class StepMetrics:
 
 
 def length_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[str, float]:
-    """
-    TRL's metrics of completion lengths.
-
-    Args:
-        lengths: number of tokens of each turn.
-        truncated: `True` for turns that were cut off at the length limit.
-    """
+    """TRL's metrics of completion lengths, from the number of tokens of each turn and whether it was truncated."""
     ended = [length for length, is_truncated in zip(lengths, truncated, strict=True) if not is_truncated] or [0]
     return {
         "completions/mean_length": sum(lengths) / len(lengths),

@@ -35,13 +35,7 @@ class TookTooLong(TimeoutError):
 
 
 class TimeLimit:
-    """
-    A time limit of the code inside [`time_limit`].
-
-    Args:
-        message: `message(where)` makes the error message; `where` names the function that was running.
-        thread: identifier of the thread that runs the code.
-    """
+    """A time limit of the code inside [`time_limit`], which runs in a thread with this identifier."""
 
     def __init__(self, seconds: float, message: Callable[[str], str], thread: int):
         self._seconds, self._message, self.thread = seconds, message, thread
@@ -60,7 +54,7 @@ class TimeLimit:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager for code that is not the user's, or that has a limit of its own. Its time does not count."""
+        """Context manager for code that is not the user's, or that has its own limit: its time does not count."""
         self._is_paused += 1
         try:
             yield
@@ -69,13 +63,13 @@ class TimeLimit:
             self.restart()
 
     def left(self) -> float:
-        """Seconds that are left."""
+        """Seconds left."""
         if self._is_paused:
             self.restart()
         return self._deadline - time.monotonic()
 
     def interruption(self) -> TookTooLong | None:
-        """Return the error to raise in the code now, if any. Each interruption is raised once."""
+        """The error to raise in the code now, if any. Each interruption is raised once."""
         if self.is_ending or self._was_reached.is_set() or self.left() > 0:
             return None
         if self.error is None:
@@ -84,7 +78,7 @@ class TimeLimit:
         return self.error
 
     def watch(self) -> None:
-        """Wait for the end of the code, and interrupt it when its time is over. Runs in a thread of its own."""
+        """Wait for the end of the code, and interrupt it when its time is over. Runs in its own thread."""
         while not self._is_done.wait(max(self.left(), 0.01)):
             if self.left() <= 0 and not self._was_interrupted():
                 _end_process(f"{self.error} It could not be interrupted, so the process exits.")
@@ -112,7 +106,6 @@ class TimeLimit:
         return self._is_done.is_set()
 
     def end(self) -> None:
-        """The code has ended."""
         self.is_ending = True
         with self._lock:
             self._is_done.set()
@@ -138,7 +131,7 @@ _ACTIVE: list[TimeLimit] = []
 
 
 def progress() -> None:
-    """A function of a user was called, or has returned: limits that include others of its kind restart."""
+    """Restart all limits: a function of a user was called, or has returned."""
     for limit in list(_ACTIVE):
         limit.restart()
 
@@ -146,16 +139,13 @@ def progress() -> None:
 @contextlib.contextmanager
 def time_limit(seconds: float | None, message: Callable[[str], str]) -> Iterator[TimeLimit | None]:
     """
-    Context manager: code that runs longer is interrupted. Code that cannot be interrupted, because it neither returns
-    to the interpreter nor waits for the system, ends the process with code 124 and a traceback of all threads. A limit
-    around another one does not count the time of the inner one.
+    Context manager: code that runs longer than `seconds` (`None` for no limit) is interrupted, and a [`TookTooLong`]
+    is raised even if the code has caught the interruption. `message(where)` makes the error message from the function
+    that was running.
 
-    Args:
-        seconds: the limit; `None` for none.
-        message: `message(where)` makes the error message from the function that was running.
-
-    Raises:
-        TookTooLong: the limit was exceeded, also if the code has caught the interruption.
+    Code that cannot be interrupted, because it neither returns to the interpreter nor waits for the system, ends the
+    process with code 124 and a traceback of all threads. A limit around another one does not count the time of the
+    inner one.
     """
     if seconds is None:
         yield None
@@ -185,7 +175,7 @@ def time_limit(seconds: float | None, message: Callable[[str], str]) -> Iterator
 
 
 def _install() -> Callable[[], None]:
-    """Take the signals that interrupt the main thread. Returns what gives them back."""
+    """Install the signal handlers that interrupt the main thread. Return a function that restores the former ones."""
     if threading.current_thread() is not threading.main_thread() or _SIGNAL is None:
         return lambda: None
     signal.signal(_SIGNAL, _on_signal)  # stays: a signal may arrive when the limit is over, and does nothing then
@@ -229,8 +219,8 @@ def raise_in(thread: int, error: type[BaseException] | None) -> None:
 
 def end_thread(thread: threading.Thread) -> None:
     """
-    Raise `SystemExit` in a thread until it ends, at growing intervals. Python drops an exception that reaches a
-    finalizer or a weak reference's callback, and the code may catch it.
+    Raise `SystemExit` in a thread until it ends, at growing intervals: the code may catch it, and Python drops an
+    exception that reaches a finalizer or a weak reference's callback.
     """
 
     def insist() -> None:

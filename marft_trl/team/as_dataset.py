@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from ..episodes.records import Episode, Turn
 from ..system.hints import did_you_mean
+from .events import check_count
 
 
 # Formats of TRL 1.16, by the trainer that reads them
@@ -27,20 +28,7 @@ def to_dataset(
     threshold: float | None = None,
     template: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """
-    Turns of episodes in a format of TRL, see [`Team.to_dataset`].
-
-    Args:
-        agents: names of the agents that a model speaks for.
-        agent: whose turns. Defaults to those of all of them.
-        rewards: of the episodes. Defaults to what they earned in the workflow.
-        best: episodes of each prompt that are kept, those with the highest rewards.
-        threshold: smallest reward of an episode that is kept, or whose turns are desirable.
-        template: keyword arguments of the chat template.
-
-    Raises:
-        ValueError: an argument is not valid, or no turn is left.
-    """
+    """Implement [`Team.to_dataset`] for `agents` with a policy. `template`: arguments of the chat template."""
     episodes = list(episodes)
     _check(episodes, kind, agents, agent, best)
     needs = kind in ("dpo", "kto") or best is not None or threshold is not None
@@ -86,8 +74,8 @@ def _check(episodes: list[Episode], kind: str, agents: Sequence[str], agent: str
             f"`agent={agent!r}` is not an agent with a policy; the agents with a policy are "
             f"{', '.join(map(repr, agents))}.{did_you_mean(agent, agents)}"
         )
-    if best is not None and (isinstance(best, bool) or not isinstance(best, int) or best < 1):
-        raise ValueError(f"`best` must be an integer of at least 1, got {best!r}.")
+    if best is not None:
+        check_count("best", best)
     if best is not None and kind in ("dpo", "kto"):
         raise ValueError(f"`best` keeps only the best episodes, but `kind={kind!r}` needs worse ones. Leave it out.")
     wrong = [episode for episode in episodes if not isinstance(episode, Episode)]
@@ -134,7 +122,7 @@ def _shaped(turn: Turn, kind: str) -> dict[str, Any]:
 
 
 def _pairs(scored: list[tuple[float, Episode]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Of each agent the turns of the best and of the worst episode in which it was shown the same."""
+    """For each agent, the turns of the best and of the worst episode in which it was shown the same."""
     by_shown: dict[tuple, list[tuple[float, Turn]]] = {}
     for score, episode in scored:
         seen: dict[str, int] = {}

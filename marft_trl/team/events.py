@@ -35,11 +35,8 @@ def questions(
     prompts: Any, num_samples: int, greedy: bool, sampling: Mapping[str, float] | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """
-    Return the dataset rows, each prompt `num_samples` times, and the options of the generator.
-
-    Raises:
-        TypeError: `prompts` is a single prompt.
-        ValueError: `prompts` is empty, or a prompt or a sampling setting is not valid.
+    Return the dataset rows, each prompt `num_samples` times, and the options of the generator. Raises a `TypeError`
+    for a single prompt, and a `ValueError` for an empty or invalid prompt or sampling setting.
     """
     check_count("num_samples", num_samples)
     if greedy and sampling:
@@ -57,10 +54,7 @@ def questions(
 
 
 def check_single_question(question: Any, where: str) -> None:
-    """
-    Raises:
-        TypeError: what is passed to the method `where` is not a single question.
-    """
+    """Raise a `TypeError` if what is passed to the method `where` is not a single question."""
     if not isinstance(question, (str, Mapping)) and not (question and is_conversational({"prompt": question})):
         raise TypeError(
             f"`{where}` answers one question, a string or a list of messages, got {str(question)[:80]}. For several "
@@ -70,20 +64,14 @@ def check_single_question(question: Any, where: str) -> None:
 
 
 def check_count(name: str, number: Any) -> None:
-    """
-    Raises:
-        ValueError: `number` is not a positive integer.
-    """
+    """Raise a `ValueError` if `number` is not a positive integer."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"`{name}` must be an integer of at least 1, got {number!r}.")
 
 
 def _as_list(prompts: Any) -> list:
-    if (
-        prompts is None
-        or isinstance(prompts, (str, Mapping))
-        or (len(prompts) and is_conversational({"prompt": prompts}))
-    ):
+    is_single = prompts is None or isinstance(prompts, (str, Mapping))
+    if is_single or (len(prompts) and is_conversational({"prompt": prompts})):
         raise TypeError(
             "`prompts` must be a list of prompts. For a single prompt, pass `[prompt]`, or call `team(prompt)`."
         )
@@ -178,7 +166,7 @@ class GrowingText:
         self.text = ""
 
     def add(self, ids: list[int]) -> str:
-        """The text that further tokens bring."""
+        """The text that further tokens add."""
         self._ids += ids
         before = self._decode(self._ids[self._from : self._shown])
         after = self._decode(self._ids[self._from :])
@@ -189,7 +177,7 @@ class GrowingText:
         return new
 
     def get_rest(self, text: str) -> str:
-        """What is missing of the whole text; nothing if that is another one."""
+        """What is missing of the whole text; nothing if that is another text."""
         return text[len(self.text) :] if text.startswith(self.text) else ""
 
     def _decode(self, ids: list[int]) -> str:
@@ -198,11 +186,8 @@ class GrowingText:
 
 class Narrator:
     """
-    Tells of the turns of an episode as events, see [`TurnListener`].
-
-    Args:
-        on_event: receives the events. If `None`, turns only end once the episode is canceled.
-        limit: largest number of tokens of a turn.
+    A [`TurnListener`] that emits the turns of an episode as events. Without `on_event`, it only ends the turns of a
+    canceled episode. `limit` is the maximum number of tokens of a turn.
     """
 
     def __init__(
@@ -217,7 +202,7 @@ class Narrator:
         self._count = 0
 
     def turn_started(self, request: Request, seed: int) -> LiveTurn:
-        """A turn is to be sampled."""
+        """A turn will be sampled."""
         on_event, on_tokens = self._on_event, None
         if on_event is not None:
             number, text = self._count, GrowingText(self._tokenizer)
@@ -246,6 +231,6 @@ class Narrator:
         self._on_event(TurnEnded(request.agent, number, completion.text))
 
     def leave(self) -> None:
-        """Nobody waits for the episode any more. Its turns end."""
+        """Nobody waits for the episode any more: its turns end."""
         for turn in self._turns:
             turn.is_gone = True

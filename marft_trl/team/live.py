@@ -54,23 +54,15 @@ class _Job(NamedTuple):
 
 
 class DeviceThread(Generator):
-    """
-    Lets a generator that samples many turns at a time serve episodes that do not wait for one another: whatever turns
-    are waiting when the model is free are sampled together. A turn that arrives meanwhile waits for the next batch.
-
-    Args:
-        generator: samples turns. It is called in a thread.
-        acting: `acting()` makes the context manager around its calls.
-        most: `most(tokens)` is the number of turns of so many tokens that there is memory for.
-    """
+    """Samples together, in a thread, the turns of independent episodes that wait when the model is free."""
 
     batches = False
 
     def __init__(
         self,
         generator: Generator,
-        acting: Callable[[], contextlib.AbstractContextManager[None]],
-        most: Callable[[int], int],
+        acting: Callable[[], contextlib.AbstractContextManager[None]],  # around calls of the generator
+        most: Callable[[int], int],  # `most(tokens)`: number of turns of so many tokens that memory suffices for
     ):
         self._generator, self._acting, self._most = generator, acting, most
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -172,21 +164,13 @@ def _settle(turn: asyncio.Future[SampledTurn], result: SampledTurn | BaseExcepti
 
 @dataclass(frozen=True)
 class Question:
-    """
-    What a team is asked, and how.
+    """What a team is asked, and how."""
 
-    Args:
-        rows: dataset rows with a `prompt`. Each gives an episode.
-        seed: answers depend on it, and not on what is answered with them.
-        options: options of the generator: `greedy`, or `sampling`.
-        max_tokens: largest number of tokens of a turn, where it is below that of its agent.
-    """
-
-    rows: Sequence[dict[str, Any]]
-    seed: int
-    options: Mapping[str, Any] = field(default_factory=dict)
+    rows: Sequence[dict[str, Any]]  # dataset rows with a `prompt`, an episode for each
+    seed: int  # answers depend on it, and not on what is answered at the same time
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the generator: `greedy`, or `sampling`
     workflow: Workflow | None = None
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # of a turn, where it is below the limit of its agent
     max_turns: int | None = None
 
 
@@ -201,13 +185,7 @@ class _Connection:
 
 
 class LiveTeam:
-    """
-    Runs episodes of a team in the caller's event loop. Any number may run at the same time, in any number of tasks;
-    they wait for one another only in so far as the model or the servers do.
-
-    Args:
-        generator: samples turns of episodes that do not wait for one another.
-    """
+    """Runs any number of independent episodes at the same time in the caller's event loop, in any number of tasks."""
 
     def __init__(self, runner: EpisodeRunner, generator: Generator):
         self._runner, self._generator = runner, generator
@@ -217,10 +195,7 @@ class LiveTeam:
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-        """
-        Asynchronous context manager: connections to servers, or the thread of the model, are kept. Without it, they
-        are made for each call of [`~LiveTeam.run`] that finds none.
-        """
+        """Keep the connections to servers, or the thread of the model, which each call of `run` makes otherwise."""
         loop = asyncio.get_running_loop()
         connection = self._connections.setdefault(loop, _Connection())
         connection.users += 1
@@ -238,17 +213,11 @@ class LiveTeam:
                 await connection.stack.aclose()
 
     async def count_tokens(self, agent: str, messages: Messages, tools: Sequence[Any] = ()) -> int:
-        """Count the tokens that an agent would be shown of messages, in a thread."""
+        """Count the tokens of messages as an agent would be shown them, in a thread."""
         return await asyncio.to_thread(self._runner.count_tokens, agent, messages, tools)
 
     async def run(self, question: Question, on_event: Callable[[Event], None] | None = None) -> list[Episode]:
-        """
-        Finished episodes, in order.
-
-        Args:
-            question: the questions. Cancel the task to end them: their turns end with the next token.
-            on_event: gets the events of a question with one row.
-        """
+        """Return the episodes, in order. `on_event` needs a question with one row. Canceling the task ends turns."""
         narrator = Narrator(self._runner.prompts.tokenizer, on_event, question.max_tokens)
         runner = self._runner.changed(
             dataclasses.replace(_ASKED, options=dict(question.options), listener=narrator),
@@ -267,7 +236,7 @@ class LiveTeam:
                 narrator.leave()
 
     async def stream(self, question: Question) -> AsyncIterator[Event]:
-        """Events of an episode, the last of them an [`Answer`]. Whoever stops listening ends it."""
+        """Events of an episode, the last of them an [`Answer`]. Closing the stream ends the episode."""
         events: asyncio.Queue[Event | None] = asyncio.Queue()
         task = asyncio.ensure_future(self.run(question, events.put_nowait))
         task.add_done_callback(lambda _: events.put_nowait(None))
@@ -283,7 +252,7 @@ class LiveTeam:
 
 
 def from_thread(events: Callable[[], AsyncIterator[Event]]) -> Iterator[Event]:
-    """Events of an asynchronous stream, for code that is not asynchronous. The stream runs in a thread."""
+    """Events of an asynchronous stream for synchronous code. The stream runs in a thread."""
     found: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
     begun: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = queue.SimpleQueue()
 

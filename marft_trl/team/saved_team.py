@@ -25,10 +25,10 @@ from ..adapters.policies import Policies
 from ..agents import AgentSpec, as_tools
 from ..config.team_setup import Sampling, own_settings
 from ..episodes.tools import ToolLimits, tool_name
-from ..learning.memory import cache_size, free_memory
-from ..prompts import preparing
-from ..prompts.builder import PromptBuilder, is_plain
+from ..learning.batching import cache_size, free_memory
+from ..prompts.builder import PromptBuilder, is_plain, is_single_agent, make_window, warn_of_unprotected
 from ..prompts.chat_template import ChatTemplate
+from ..prompts.tool_calls import prepare_tools
 from ..prompts.views import View
 from ..reporting.model_card import CARD_NAME, TAGS, team_card
 from ..rollout.generator import Generator
@@ -58,12 +58,7 @@ _BYTES_PER_LOGIT = 24
 
 
 def max_concurrent_turns(model: PreTrainedModel, tokens: int) -> int:
-    """
-    Return the number of turns that can be sampled at the same time with their KV caches in memory, at least 1.
-
-    Args:
-        tokens: number of tokens of an observation plus its turn.
-    """
+    """Number of turns, each of so many `tokens` with its observation, whose KV caches fit into memory, at least 1."""
     config = model.config.get_text_config()
     window = getattr(config, "max_position_embeddings", None) or tokens
     bytes_per_turn = cache_size(config, 1, min(tokens, window), model.dtype.itemsize)
@@ -76,10 +71,7 @@ _DEFAULT_SAMPLING = SimpleNamespace(max_completion_length=512, temperature=1.0, 
 
 
 def resolve_views(inference: Inference, view: View | Mapping[str, View] | None) -> dict[str | None, View]:
-    """
-    Check that the views match those of training, and return them by agent name. The key `None` has the view of all
-    agents without their own.
-    """
+    """Check that the views match those of training, and return them by agent. `None` is the key of the common view."""
     views: dict[str | None, View] = {None: view} if callable(view) else dict((view or {}).items())
     needed: dict[str | None, str] = dict(inference.agent_views.items())
     if inference.view is not None:
@@ -102,7 +94,6 @@ def resolve_views(inference: Inference, view: View | Mapping[str, View] | None) 
 def attach_functions(
     agents: Sequence[AgentSpec], inference: Inference, tools: Sequence[Callable], views: Mapping[str | None, View]
 ) -> list[AgentSpec]:
-    """Return the agents with the tools and views of training."""
     by_name = {tool_name(tool): tool for tool in as_tools(tools, "the team")}
     unused = sorted(set(by_name) - {tool for needed in inference.tools.values() for tool in needed})
     if unused:
@@ -150,7 +141,6 @@ def attach_replies(
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a saved team, and check that it works."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, padding_side="left", truncation_side="left", trust_remote_code=False
@@ -212,30 +202,22 @@ def load_base(
 
 @dataclasses.dataclass(frozen=True)
 class SavedTeam:
-    """
-    The parts of a saved team other than its weights, agents and workflow.
-
-    Args:
-        manifest: manifest of the team, with the settings for running episodes.
-        view: view of agents without their own.
-        servers: vLLM servers that sample the turns; `None` to sample in this process.
-    """
+    """The parts of a saved team other than its weights, agents and workflow."""
 
     manifest: TeamManifest
     tokenizer: PreTrainedTokenizerBase
-    view: View
-    servers: Servers | None = None
+    view: View  # of agents without their own
+    servers: Servers | None = None  # that sample the turns; `None`: this process does
 
     @property
     def inference(self) -> Inference:
-        """Settings for running episodes."""
         return self.manifest.inference
 
     def make_runner(self, agents: Sequence[AgentSpec], workflow: Workflow, model: PreTrainedModel) -> EpisodeRunner:
         """Return a runner for episodes of the agents, whose adapters are in `model`."""
         inference, tokenizer = self.inference, self.tokenizer
         uses_tools = workflow.uses_tools or any(agent.tools for agent in agents)
-        chat_template = preparing.prepare_tools(tokenizer, agents, workflow) if uses_tools else None
+        chat_template = prepare_tools(tokenizer, agents, workflow) if uses_tools else None
         autocast = HALF.get(inference.mixed_precision)
         engine = ModelEngine(model, tokenizer, make_generate_settings(inference, model, tokenizer), autocast)
         samplings = {agent.name: _get_sampling(agent, inference) for agent in agents}
@@ -247,13 +229,13 @@ class SavedTeam:
             view=self.view,
             chat_template=ChatTemplate(tokenizer, chat_template, inference.chat_template_kwargs),
             keeps_text_prompts=is_plain(agents, uses_tools),
-            window=preparing.make_window(model, samplings, inference.context_overflow, without_model, max_model_len),
+            window=make_window(model, samplings, inference.context_overflow, without_model, max_model_len),
             end_token_ids=engine.end_token_ids,
             aliases=alias_names(agents) if self.manifest.anonymous else {},
-            is_single_agent=preparing.is_single_agent(agents, workflow),
+            is_single_agent=is_single_agent(agents, workflow),
             show_reasoning=inference.show_reasoning,
         )
-        preparing.warn_of_unprotected(prompts, uses_tools)
+        warn_of_unprotected(prompts, uses_tools)
         generator = self._make_generator(agents, Policies(model, agents), samplings, engine)
         reader = TurnReader(tokenizer, engine.end_token_ids, prompts.template, uses_tools, is_lone=len(agents) == 1)
         limits = Limits(ToolLimits(**inference.tool_limits), inference.workflow_timeout)
@@ -271,24 +253,15 @@ class SavedTeam:
         return TransformersGenerator(engine, policies, samplings, Decoding(share, mixed=mixed))
 
     def with_agents(self, agents: Sequence[AgentSpec], workflow: Workflow, old_names: Mapping[str, str]) -> SavedTeam:
-        """
-        Return the saved team with other agents.
-
-        Args:
-            old_names: old names of renamed agents, by new name.
-        """
+        """Return the saved team with other agents. `old_names` has the old names of renamed agents, by new name."""
         specs = {agent.name: agent for agent in self.manifest.agents}
-        defaults = SimpleNamespace(**vars(_DEFAULT_SAMPLING))
-        for name in vars(_DEFAULT_SAMPLING):  # agents that do not set it have the trainer's value
-            values = [
-                settings[name]
-                for agent, settings in self.inference.sampling.items()
-                if getattr(specs[agent], name) is None
-            ]
-            setattr(defaults, name, values[0] if values else getattr(_DEFAULT_SAMPLING, name))
+        defaults, settings = SimpleNamespace(), self.inference.sampling
+        for name, value in vars(_DEFAULT_SAMPLING).items():  # agents that do not set it have the trainer's value
+            of_trainer = [settings[agent][name] for agent in settings if getattr(specs[agent], name) is None]
+            setattr(defaults, name, of_trainer[0] if of_trainer else value)
         sampling: dict[str, dict[str, Any]] = {}
         for agent in agents:
-            saved = self.inference.sampling.get(old_names.get(agent.name, agent.name))
+            saved = settings.get(old_names.get(agent.name, agent.name))
             new = own_settings(Sampling.from_agent(agent, defaults).as_generation_kwargs())
             sampling[agent.name] = saved if saved is not None else new
         inference = dataclasses.replace(
@@ -343,7 +316,6 @@ class SavedTeam:
         revision: str | None,
         commit_message: str,
     ) -> CommitInfo:
-        """Push the team to the Hub. See [`Team.push_to_hub`]."""
         name = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
         with tempfile.TemporaryDirectory() as parent:
             folder = Path(parent) / name.rpartition("/")[2]  # the model card has the name of the folder
@@ -371,11 +343,8 @@ def _load_quantization_config(quantization: Mapping[str, Any]) -> BitsAndBytesCo
 
 def check_base_matches(manifest: TeamManifest, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """
-    Warn if the base, the tokenizer or the chat template differs from training. Shapes are checked when the adapters
-    are loaded.
-
-    Raises:
-        ValueError: the base is different and its vocabulary is smaller than that of the tokenizer.
+    Warn if the base, the tokenizer or the chat template differs from training. Raises a `ValueError` if the base
+    differs and its vocabulary is smaller than that of the tokenizer. Loading the adapters checks shapes.
     """
     current = describe_base(base, tokenizer, tokenizer.chat_template)
     kinds = {"config_hash": "base", "tokenizer_hash": "tokenizer", "chat_template_hash": "chat template"}
@@ -400,9 +369,7 @@ def _get_sampling(agent: AgentSpec, inference: Inference) -> Sampling:
     saved = inference.sampling.get(agent.name)
     if saved is None:
         return Sampling.from_agent(agent, _DEFAULT_SAMPLING)
-    settings: dict[str, Any] = {
-        name: saved.get(name) for name in ("max_completion_length", "temperature", "top_p", "top_k", "min_p")
-    }
+    settings: dict[str, Any] = {name: saved.get(name) for name in vars(_DEFAULT_SAMPLING)}
     return Sampling(**settings, stop=tuple(agent.stop or ()))
 
 
@@ -427,7 +394,7 @@ def make_generate_settings(
 def _make_tokenize(
     tokenizer: PreTrainedTokenizerBase, inference: Inference, chat_template: str | None
 ) -> Callable[..., list[list[int]]]:
-    """Return a function that tokenizes dataset prompts like `GRPOTrainer._tokenize_prompts` (TRL 1.16)."""
+    """Return a function that tokenizes prompts like `GRPOTrainer._tokenize_prompts` (TRL 1.16)."""
 
     def tokenize(prompts: list, functions: Sequence[Callable] = ()) -> list[list[int]]:
         if not is_conversational({"prompt": prompts[0]}):

@@ -33,21 +33,13 @@ if TYPE_CHECKING:
 
 
 class EvaluationOptions:
-    """
-    Settings of evaluation, from the training arguments or from a call of `evaluate`.
-
-    Args:
-        agents: names of the agents.
-        reporter: computes metrics over several episodes of a question, such as pass@k.
-        collapse: watches the rewards on the trainer's own evaluation set.
-    """
+    """Settings of evaluation, from the training arguments or from a call of `evaluate`."""
 
     def __init__(self, run: RunContext, agents: Sequence[str], reporter: Reporter, collapse: Collapse | None = None):
         self._args, self._settings, self._agents, self._reporter = run.args, run.settings, agents, reporter
         self._collapse = collapse
         self._silent: frozenset[str] = frozenset()
         self._sampling: Mapping[str, Any] | None = run.args.eval_sampling  # type: ignore[assignment]
-        self._k: Sequence[int] | None = run.args.eval_k
         self._with_losses = True
 
     @contextlib.contextmanager
@@ -59,33 +51,27 @@ class EvaluationOptions:
         is_other_set: bool = False,
     ) -> Iterator[None]:
         """
-        Context manager that overrides the settings of evaluation. `None` keeps a setting. It can be nested, because
-        `evaluate` calls itself for each evaluation set.
-
-        Args:
-            num_samples: number of episodes per question.
-            is_other_set: whether the evaluation set is not the trainer's own set.
-
-        Raises:
-            ValueError: a setting is not valid (see [`MARFTConfig`]), or a batch would split the samples of a question.
+        Context manager that overrides settings; `None` keeps one. `is_other_set` means a set that is not the trainer's
+        own. Raises `ValueError` if a setting is not valid, or if a batch would split the samples of a question.
         """
         check_sampling(sampling, "sampling")
         self._check_samples(num_samples)
         self._check_size("num_samples" if num_samples else "num_generations_eval", num_samples)
-        values = self._k if k is None else k
+        values = self._reporter.k_values if k is None else k
         check_k(values, num_samples or self._settings.group_size(training=False), "eval_k" if k is None else "k")
         # `evaluate` calls itself for each of several sets. The inner calls keep the settings of the outer call
-        outer = self._sampling, self._k
+        outer = self._sampling, self._reporter.k_values
         is_other = is_other_set or num_samples is not None or sampling is not None
         watch = (
             self._collapse.ignoring_evaluations(is_other) if self._collapse is not None else contextlib.nullcontext()
         )
-        self._sampling, self._k = self._sampling if sampling is None else sampling, values
+        self._sampling = self._sampling if sampling is None else sampling
+        self._reporter.k_values = values
         try:
-            with watch, self._settings.override_eval_group_size(num_samples), self._reporter.report_k(values):
+            with watch, self._settings.override_eval_group_size(num_samples):
                 yield
         finally:
-            self._sampling, self._k = outer
+            self._sampling, self._reporter.k_values = outer
 
     @contextlib.contextmanager
     def without_losses(self) -> Iterator[None]:
@@ -97,12 +83,7 @@ class EvaluationOptions:
             self._with_losses = True
 
     def loss(self, losses: TeamLoss, *batch: Any) -> torch.Tensor | None:
-        """
-        Return the loss of an evaluation batch, or `None` without losses.
-
-        Args:
-            batch: arguments of [`~TeamLoss.evaluation_loss`].
-        """
+        """Return the loss of an evaluation batch, or `None` without losses."""
         return losses.evaluation_loss(*batch) if self._with_losses else None
 
     def _check_samples(self, num_samples: int | None) -> None:
@@ -136,21 +117,10 @@ class EvaluationOptions:
 
     @property
     def mode(self) -> RunMode:
-        """Run mode of evaluation episodes."""
         return RunMode(decoding(self._sampling), silent=self._silent)
 
-    def begin(self) -> None:
-        """Discard the episodes of an evaluation that failed before it finished."""
-        self._reporter.begin_evaluation()
-
     def metrics(self, dataset: Any, prefix: str) -> dict[str, float]:
-        """
-        Return the metrics of the evaluation that just ran.
-
-        Args:
-            dataset: the evaluation set.
-            prefix: prefix of the metric names, such as `"eval"`.
-        """
+        """Return the metrics of the evaluation that just ran, with a prefix such as `"eval"`."""
         return {f"{prefix}_{name}": value for name, value in self._reporter.end_evaluation(dataset, prefix).items()}
 
 
@@ -166,26 +136,17 @@ def make_output_steps(
     needs_old: bool,
 ) -> list[OutputStep]:
     """
-    Return the functions that add model outputs to the rows of a run, in order. A later function may use the outputs of
-    an earlier function: importance weights of turns from servers need the old log-probabilities, and a frozen critic
-    reuses the forward pass of the reference.
-
-    Args:
-        run: its settings tell whether the loss has a KL term.
-        correction: computes the importance weights of turns that servers sampled.
-        needs_old: whether rows need the log-probabilities of the policy that sampled them.
+    Return the functions that add model outputs to the rows of a run, in order. Later ones may use outputs of earlier
+    ones: importance weights of turns from servers need the old log-probabilities, and a frozen critic reuses the
+    forward pass of the reference.
     """
 
     def old(rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
-        with log_probs.scoring():
-            return log_probs.with_old(rows) if training else rows
-
-    def old_and_weights(rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
-        if not training or correction is None:
+        if not training:
             return rows
-        with log_probs.scoring(dropout=False):  # servers sample without dropout
+        with log_probs.scoring(dropout=correction is None):  # servers sample without dropout
             rows = log_probs.with_old(rows)
-        return correction.corrected(rows)
+        return rows if correction is None else correction.corrected(rows)
 
     def reference(rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
         with log_probs.scoring():
@@ -202,7 +163,7 @@ def make_output_steps(
 
     output_steps: list[OutputStep] = []
     if needs_old:
-        output_steps.append(old if correction is None else old_and_weights)
+        output_steps.append(old)
     if run.settings.beta != 0.0:
         output_steps.append(reference)
     if learner is not None:
@@ -211,17 +172,11 @@ def make_output_steps(
 
 
 class EvaluationBatch(NamedTuple):
-    """
-    An evaluation batch.
-
-    Args:
-        slice: rows of the episodes, for the loss.
-        std (`torch.Tensor` of shape `(E,)`, *optional*): standard deviation of the rewards in each episode's group.
-    """
+    """An evaluation batch."""
 
     rollout: Rollout
-    slice: Slice
-    std: torch.Tensor | None
+    slice: Slice  # rows of the episodes, for the loss
+    std: torch.Tensor | None  # (E,), of the rewards in each episode's group
 
 
 _WEIGHTS_ADVICE = (
@@ -233,14 +188,7 @@ _MODEL_OUTPUT_ADVICE = dict.fromkeys(("old_per_token_logps", "ref_per_token_logp
 
 
 class BatchMaker:
-    """
-    Samples episodes for dataset rows and turns them into slices of training rows.
-
-    Args:
-        output_steps: functions that add model outputs to rows before advantages are computed, in order.
-        batcher: limits micro-batches to the free memory.
-        collapse: restores the best adapters after a collapse, before episodes are sampled.
-    """
+    """Samples episodes for dataset rows and turns them into slices of training rows."""
 
     def __init__(
         self,
@@ -360,15 +308,7 @@ def _recorded_logps(turn: Turn, training: bool) -> dict[str, torch.Tensor]:
 
 
 def check_finite(rows: Sequence[Row], fields: Mapping[str, str]) -> None:
-    """
-    Raise an error if a value that training would use is not finite.
-
-    Args:
-        fields: names of row fields, each with the advice for the error message.
-
-    Raises:
-        FloatingPointError: a value is not finite. The message names the agent, the episode and the field.
-    """
+    """Raise `FloatingPointError`, with the advice of the field, if a value that training would use is not finite."""
     for field, advice in fields.items():
         # Check all values at once, and search for the row only if a value is not finite
         values = [(row, torch.as_tensor(data)) for row in rows if (data := getattr(row, field)) is not None]

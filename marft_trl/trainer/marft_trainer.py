@@ -20,12 +20,11 @@ from ..adapters.lora import add_adapters, find_origins
 from ..adapters.manifest import TeamManifest
 from ..adapters.policies import Policies, SyncReferences
 from ..agents import AgentSpec, check_team
-from ..algorithms.levels import make_level
-from ..algorithms.rows import Slice
+from ..algorithms.rows import Slice, make_level
 from ..config.marft_config import MARFTConfig
 from ..config.team_setup import Sampling, TeamSetup
 from ..learning.adapter_updates import Schedule, after_update
-from ..learning.memory import MemoryPlan
+from ..learning.batching import MemoryPlan
 from ..prompts.views import View, check_view, team_view
 from ..reporting.evaluation import EvalMetric, Vote, check_eval_metrics, check_references, last_box
 from ..reporting.model_card import PAPER, TAGS
@@ -51,8 +50,8 @@ from ..team import Team
 from ..workflows import Workflow
 from ..workflows.base import alias_names, anonymity
 from . import setup
-from .base_model import load_base, stays_frozen
 from .parts import UserCode, assemble
+from .setup import load_base, stays_frozen
 
 
 logger = get_logger(__name__)
@@ -357,7 +356,7 @@ class MARFTTrainer(GRPOTrainer):
         return loss, None, None
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs):
-        self.parts.evaluations.begin()
+        self.parts.reporter.begin_evaluation()
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         output.metrics.update(self.parts.evaluations.metrics(dataloader.dataset, metric_key_prefix))
         return output

@@ -17,20 +17,19 @@ from ..adapters.manifest import BaseModel, describe_base
 from ..agents import AgentSpec
 from ..algorithms.baselines import BASELINES, CREDITS, RunningBaselines
 from ..config.checks import uses_candidates
-from ..config.inherited import warn_of_unused
 from ..config.marft_config import MARFTConfig
+from ..config.options import warn_of_unused
 from ..config.team_setup import RunContext, Sampling, TeamSetup
 from ..learning.adapter_updates import AdapterUpdates, Schedule, SequentialFactors
-from ..learning.advantages import BaselineEstimator, CriticEstimator, Estimator
+from ..learning.advantages import BaselineEstimator, CreditAssigner, CriticEstimator, Estimator
 from ..learning.batching import Collator, MicroBatcher
-from ..learning.credit import CreditAssigner
 from ..learning.critic_learner import CriticLearner, ValueScale
 from ..learning.log_probs import LogProbs
 from ..learning.losses import MixedPass, OutOfMemory, TeamLoss
 from ..learning.passes import ModelPass
-from ..prompts import preparing
-from ..prompts.builder import PromptBuilder, is_plain
+from ..prompts.builder import PromptBuilder, is_plain, is_single_agent, make_window, warn_of_unprotected
 from ..prompts.chat_template import ChatTemplate
+from ..prompts.tool_calls import prepare_tools
 from ..prompts.views import View
 from ..reporting.evaluation import EvalMetric, Vote
 from ..reporting.health import Health
@@ -45,8 +44,8 @@ from ..rollout.rollouts import Rollouts
 from ..rollout.runner import EpisodeRunner, Limits, RunMode
 from ..rollout.transformers_generator import Decoding, TransformersGenerator
 from ..rollout.turn_reader import TurnReader
-from ..runs.checkpoints import BestAdapters, Checkpoints, Stateful
-from ..runs.collapse import Collapse, RestoringCollapse
+from ..runs.checkpoints import BestAdapters, Checkpoints
+from ..runs.collapse import Collapse
 from ..runs.resume import RunSettings
 from ..runs.run import Run
 from ..seams.generation import TrlEngine
@@ -63,6 +62,8 @@ from .team_files import TeamFiles
 
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
     from ..extras.engines.prefetch import UpcomingRows
     from ..extras.engines.setup import Engine
     from ..extras.engines.vllm_generator import SamplingCorrection
@@ -70,67 +71,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class UserCode:
-    """
-    Functions of users, after all checks.
+    """Functions of users, after all checks."""
 
-    Args:
-        view: observations of agents as messages.
-        turn_rewards: for each agent, the functions that score its own turns.
-        vote: what is compared of answers when the samples of an evaluation vote.
-        failures: what they have failed in.
-    """
-
-    view: View
-    turn_rewards: Mapping[str, Sequence[Callable]]
+    view: View  # observations of agents as messages
+    turn_rewards: Mapping[str, Sequence[Callable]]  # by agent, for its own turns
     eval_metrics: Sequence[EvalMetric]
-    vote: Vote
-    failures: Failures
+    vote: Vote  # what is compared of answers when the samples of an evaluation vote
+    failures: Failures  # what they have failed in
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """
-    The objects of a trainer, in the order in which a step uses them. A feature that is off has none.
-
-    Args:
-        runner: runs episodes; has the prompts and the generator.
-        experience: from dataset rows to training data.
-        batcher: micro-batches that fit into memory.
-        passes: how rows go through the model.
-        critic: values and their loss.
-        reporter: metrics, tables, transcripts.
-        planner: describes the run before it starts.
-        files: manifest and model card.
-        checkpoints: state of a resumed run.
-        look_ahead: reads rows of later generation batches.
-        health: warns when a run learns nothing.
-        collapse: compares evaluations, and may restore adapters.
-        seeds: source of seeds for samples without a seed.
-    """
+    """The objects of a trainer, in the order in which a step uses them. A feature that is off has none."""
 
     state: TrlState
     processes: Processes
     metrics: Metrics
-    runner: EpisodeRunner
+    runner: EpisodeRunner  # runs episodes; has the prompts and the generator
     rollouts: Rollouts
-    experience: BatchMaker
-    batcher: MicroBatcher
-    passes: ModelPass
+    experience: BatchMaker  # from dataset rows to training data
+    batcher: MicroBatcher  # micro-batches that fit into memory
+    passes: ModelPass  # how rows go through the model
     log_probs: LogProbs
-    critic: CriticLearner | None
+    critic: CriticLearner | None  # values and their loss
     loss: TeamLoss
     updates: AdapterUpdates
     sequential: SequentialFactors | None
-    reporter: Reporter
+    reporter: Reporter  # metrics, tables, transcripts
     evaluations: EvaluationOptions
-    planner: Planner
-    files: TeamFiles
-    checkpoints: Checkpoints
+    planner: Planner  # describes the run before it starts
+    files: TeamFiles  # manifest and model card
+    checkpoints: Checkpoints  # state of a resumed run
     run: Run
-    look_ahead: UpcomingRows | None
-    health: Health
-    collapse: Collapse | None
-    seeds: random.Random
+    look_ahead: UpcomingRows | None  # reads rows of later generation batches
+    health: Health  # warns when a run learns nothing
+    collapse: Collapse | None  # compares evaluations, and may restore adapters
+    seeds: random.Random  # of samples without a seed
 
 
 def assemble(
@@ -141,13 +117,7 @@ def assemble(
     code: UserCode,
     engine: Engine | None = None,
 ) -> Parts:
-    """
-    The parts of a trainer whose parent's constructor has run.
-
-    Args:
-        trainer: has the model, the reward functions and the accelerator.
-        schedule: which adapters learn in a step.
-    """
+    """The parts of a trainer whose parent's constructor has run."""
     state, processes = TrlState(trainer), Processes(trainer.accelerator)
     metrics = Metrics(state.metrics, functools.partial(getattr, state, "is_training"))
     run = RunContext(args, TrlSettings(trainer), state, metrics, processes)
@@ -167,7 +137,7 @@ def assemble(
     output_steps = make_output_steps(run, scoring.log_probs, learning.critic, learning.correction, scoring.needs_old)
     experience = BatchMaker(
         *(team, run, schedule, source, output_steps, learning.estimator, scoring.batcher, reporter, rolling.reach),
-        collapse=collapse if best is not None else None,
+        collapse=collapse,
     )
     owners: dict[str, Stateful | None] = {
         "user_randomness": acting.randomness,
@@ -224,7 +194,7 @@ def assemble(
 
 
 class _Scoring(NamedTuple):
-    """How rows go through the model. `needs_old`: they need log-probabilities of the policy that sampled them."""
+    """How rows go through the model."""
 
     base: PreTrainedModel
     passes: ModelPass
@@ -232,7 +202,7 @@ class _Scoring(NamedTuple):
     batcher: MicroBatcher
     collate: Collator
     log_probs: LogProbs
-    needs_old: bool
+    needs_old: bool  # rows need log-probabilities of the policy that sampled them
 
 
 def _scoring_parts(trainer: GRPOTrainer, team: TeamSetup, run: RunContext, schedule: Schedule) -> _Scoring:
@@ -253,11 +223,7 @@ def _scoring_parts(trainer: GRPOTrainer, team: TeamSetup, run: RunContext, sched
     updates = AdapterUpdates(team, run, accelerator)
 
     def trained():
-        return [
-            parameter
-            for trained_parameter in updates.trained_parameters().values()
-            for parameter in trained_parameter.values()
-        ]
+        return [parameter for part in updates.trained_parameters().values() for parameter in part.values()]
 
     def has_optimizer_state():
         return trainer.optimizer is not None and bool(trainer.optimizer.state)
@@ -294,7 +260,7 @@ def _acting_parts(
     args, tokenizer, trl = run.args, trainer.processing_class, TrlPrompts(trainer)
     uses_tools = team.workflow.uses_tools or any(agent.tools for agent in team.agents)
     if uses_tools:
-        trainer.chat_template = preparing.prepare_tools(tokenizer, team.agents, team.workflow)
+        trainer.chat_template = prepare_tools(tokenizer, team.agents, team.workflow)
     # Places of copies are filled now, so that the first batch has opponents
     past_copies = None
     if any(agent.copy_of is not None for agent in team.agents):
@@ -309,13 +275,13 @@ def _acting_parts(
         view=code.view,
         chat_template=ChatTemplate(tokenizer, trainer.chat_template, trainer.chat_template_kwargs),
         keeps_text_prompts=is_plain(team.agents, uses_tools),
-        window=preparing.make_window(trainer.model, team.samplings, args.context_overflow, without_model, longest),
+        window=make_window(trainer.model, team.samplings, args.context_overflow, without_model, longest),
         end_token_ids=trainer.eos_token_ids,
         aliases=team.aliases,
-        is_single_agent=preparing.is_single_agent(team.agents, team.workflow),
+        is_single_agent=is_single_agent(team.agents, team.workflow),
         show_reasoning=args.show_reasoning,
     )
-    preparing.warn_of_unprotected(prompts, uses_tools)
+    warn_of_unprotected(prompts, uses_tools)
     device = trainer.accelerator.device
     randomness = UserRandomness(args.seed + args.process_index, device, other_devices(trainer.model, device))
     # Functions were wrapped to name the one that fails; their state is that of the users' own
@@ -398,16 +364,7 @@ def _rollout_parts(
         look_ahead = UpcomingRows(run.state, schedule, args.max_staleness)
         ahead = Prefetcher(run, acting.runner, look_ahead, code.failures)
     rollouts = Rollouts(
-        run,
-        acting.runner,
-        team.workflow,
-        scorer,
-        rewards,
-        own,
-        reach,
-        code.failures,
-        alternatives=alternatives,
-        ahead=ahead,
+        run, acting.runner, team.workflow, scorer, rewards, own, reach, code.failures, alternatives, ahead
     )
     return _Rolling(rollouts, rewards, scorer, own, reach, alternatives, look_ahead)
 
@@ -533,12 +490,10 @@ def _settings(
 def _collapse(
     team: TeamSetup, run: RunContext, reporter: Reporter, best: BestAdapters | None, past_copies: PastCopies | None
 ) -> Collapse | None:
-    def error():
-        return reporter.evaluation_error
-
     if run.args.on_collapse == "ignore":
         return None
-    return Collapse(run, error) if best is None else RestoringCollapse(run, error, team.policies, best, past_copies)
+    error = functools.partial(getattr, reporter, "evaluation_error")
+    return Collapse(run, error, team.policies, best, past_copies)
 
 
 def _run(trainer: GRPOTrainer, run: RunContext, checkpoints: Checkpoints, rollouts: Rollouts, files: TeamFiles) -> Run:

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Set-up before training: tokenizer, workflow and critic, and checks of the trainer's arguments."""
+"""Set-up before training: base model, tokenizer, workflow and critic, and checks of the trainer's arguments."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig
-from trl.trainer.utils import get_config_model_id
+from trl.trainer.utils import create_model_from_path, get_config_model_id
 
 from ..adapters.lora import check_adapter_config
+from ..adapters.manifest import MANIFEST_NAME, loading_model
 from ..adapters.policies import Policies
 from ..agents import AgentSpec, as_reward_funcs, as_tools
 from ..algorithms.baselines import CREDITS
 from ..algorithms.critics import CRITICS, Critic
-from ..algorithms.levels import Level
+from ..algorithms.rows import Level
 from ..config.checks import (
     check_engine,
     check_timeouts,
@@ -39,8 +42,10 @@ from ..rewards import environment_reward
 from ..rewards.judge import check_judges
 from ..rollout.reward_scorer import check_reward_functions, check_turn_reward_functions, unique_names
 from ..seams.libraries import get_logger
+from ..seams.models import keep_4bit_weights
 from ..seams.runs import timeout_of_processes
 from ..system.hints import did_you_mean
+from ..system.processes import device_map_kwargs, restrict_to_one_device
 from ..system.redaction import without_secrets
 from ..workflows import ByColumn, EnvironmentLoop, Sequential, Workflow
 from ..workflows.base import alias_names, anonymize
@@ -55,13 +60,7 @@ _NO_PROMPT = [{"role": "user", "content": ""}]
 
 
 def as_marft_config(args: GRPOConfig | None, model: str | PreTrainedModel | PeftModel) -> MARFTConfig:
-    """
-    Convert the arguments to a [`MARFTConfig`]. The values of a [`~trl.GRPOConfig`] are kept; fields that only
-    `MARFTConfig` has get their defaults. Without arguments, the folder of the run is named after the model.
-
-    Raises:
-        TypeError: If `args` is neither a `MARFTConfig` nor a `GRPOConfig`.
-    """
+    """Convert the arguments to a [`MARFTConfig`]. Without any, the folder of the run is named after the model."""
     if args is None:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         return MARFTConfig(f"{name.split('/')[-1]}-MARFT")
@@ -75,13 +74,7 @@ def as_marft_config(args: GRPOConfig | None, model: str | PreTrainedModel | Peft
 def load_tokenizer(
     processing_class: PreTrainedTokenizerBase | None, model: PreTrainedModel | PeftModel, args: MARFTConfig
 ) -> PreTrainedTokenizerBase:
-    """
-    Return `processing_class`. If it is `None`, load the tokenizer of the model.
-
-    Raises:
-        TypeError: `processing_class` is not a tokenizer.
-        ValueError: the model is a vision-language model.
-    """
+    """Return `processing_class`, checked. If it is `None`, load the tokenizer of the model."""
     if processing_class is None:
         processing_class = AutoProcessor.from_pretrained(
             get_config_model_id(model.config),
@@ -125,14 +118,7 @@ def _warn_of_lone_process(world_size: int) -> None:
 
 
 def check_launcher(args: MARFTConfig) -> ModuleType | None:
-    """
-    Check the launcher of a run.
-
-    Returns: the module that shards the base, if the launcher or the training arguments request FSDP.
-
-    Raises:
-        ValueError: the engine cannot train several adapters. The message names an engine that can.
-    """
+    """Check the launcher of a run. Returns the module that shards the base, if FSDP is requested."""
     check_engine(args)
     _warn_of_lone_process(args.world_size)
     check_timeouts(args, args.world_size, timeout_of_processes())
@@ -145,7 +131,6 @@ def check_launcher(args: MARFTConfig) -> ModuleType | None:
 
 
 def make_engine(args: MARFTConfig, policies: Policies, base: Any, agents: Sequence[AgentSpec]) -> Engine | None:
-    """The servers that generate, checked and started, with `use_vllm=True`."""
     if not args.use_vllm:
         return None
     from ..extras.engines.setup import start_engine
@@ -190,12 +175,11 @@ def user_objects(
 
 
 def tool_limits(args: MARFTConfig) -> ToolLimits:
-    """Limits of tool calls, from the training arguments."""
     return ToolLimits(args.max_tool_calls, args.max_tool_calling_iterations, seconds=args.tool_timeout)
 
 
 def with_tools(agents: Sequence[AgentSpec], tools: Any) -> list[AgentSpec]:
-    """Return the agents, with the trainer's `tools` for agents that have none of their own."""
+    """Return the agents. Those without tools of their own get those of the trainer."""
     # As in TRL, tools of the trainer are everybody's; an agent's own replace them
     general = as_tools(tools, "the trainer")
     return [
@@ -207,12 +191,7 @@ def with_tools(agents: Sequence[AgentSpec], tools: Any) -> list[AgentSpec]:
 def choose_workflow(
     agents: Sequence[AgentSpec], workflow: Workflow | None, environment_factory: Any, rollout_func: Any
 ) -> Workflow:
-    """
-    Return the workflow, checked: `workflow`, an `EnvironmentLoop` if there is an environment, or else a chain.
-
-    Raises:
-        ValueError: both a workflow and an environment were passed, or a `rollout_func`.
-    """
+    """Return the workflow, checked: `workflow`, an `EnvironmentLoop` if there is an environment, or else a chain."""
     if rollout_func is not None:
         raise ValueError(
             "`rollout_func` is not supported by MARFTTrainer. Write a workflow and pass it as `workflow=`."
@@ -232,13 +211,7 @@ def choose_workflow(
 
 
 def check_votes(args: MARFTConfig, vote: Any, rewards: Sequence[str]) -> None:
-    """
-    Check what decides whether an answer is right in evaluations, and what is compared of it.
-
-    Raises:
-        TypeError: `eval_vote` cannot be called.
-        ValueError: `eval_right_by` names no reward function.
-    """
+    """Check what decides whether an answer is right in evaluations, and what is compared of it."""
     if vote is not None and not callable(vote):
         raise TypeError(f"`eval_vote` must be a function that takes the text of an answer, got {vote!r}.")
     if args.eval_right_by is not None and args.eval_right_by not in rewards:
@@ -249,12 +222,7 @@ def check_votes(args: MARFTConfig, vote: Any, rewards: Sequence[str]) -> None:
 
 
 def prepare_datasets(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
-    """
-    The training and the evaluation set after all checks. Where environments own the data, missing prompts are empty.
-
-    Raises:
-        ValueError, TypeError: a dataset cannot be used, or does not go with the workflow.
-    """
+    """Return both datasets after all checks. Where environments own the data, missing prompts are empty."""
     if train_dataset is None and isinstance(workflow, EnvironmentLoop):
         train_dataset = placeholder_prompts(args)
     train_dataset, eval_dataset = with_prompts(workflow, train_dataset), with_prompts(workflow, eval_dataset)
@@ -288,13 +256,7 @@ def prepare_rewards(
     train_dataset: Any,
     eval_dataset: Any,
 ) -> tuple[list, list[float] | None, dict[str, tuple[Callable, ...]]]:
-    """
-    The reward functions of the team, their weights, and the functions of single turns by agent, after all checks: a
-    column that a function asks for has to be in the dataset.
-
-    Raises:
-        ValueError, TypeError: a function cannot be used, or nothing scores the team or an agent.
-    """
+    """Return the team's reward functions, their weights, and the functions of turns by agent, after all checks."""
     functions, weights = team_reward_funcs(reward_funcs, args, workflow)
     check_reward_functions(functions, train_dataset, eval_dataset)
     of_turns = turn_reward_funcs(args, agents, workflow)
@@ -313,12 +275,7 @@ def prepare_rewards(
 
 
 def check_best_metric(args: MARFTConfig, eval_dataset: Any) -> None:
-    """
-    Check that `metric_for_best_model` names one of several evaluation sets, and that no setting needs a single set.
-
-    Raises:
-        ValueError: no evaluation would log the metric.
-    """
+    """Check that several evaluation sets log `metric_for_best_model`, and that no setting needs a single set."""
     metric = args.metric_for_best_model
     if isinstance(eval_dataset, dict) and args.on_collapse == "restore":
         raise ValueError(
@@ -339,12 +296,7 @@ def check_best_metric(args: MARFTConfig, eval_dataset: Any) -> None:
 
 
 def check_column(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> None:
-    """
-    Check that the column of [`ByColumn`] selects a workflow for each row, and that `rae_column` exists.
-
-    Raises:
-        ValueError: a dataset does not have the column, or a value of it has no workflow.
-    """
+    """Check that the column of [`ByColumn`] selects a workflow for each row, and that `rae_column` exists."""
     present = column_names(train_dataset) if args.rae_column is not None else None
     if args.rae_column is not None and present is not None and args.rae_column not in present:
         hint = did_you_mean(args.rae_column, present) or f" It has {', '.join(map(repr, sorted(present)))}."
@@ -368,7 +320,6 @@ def check_column(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval
 
 
 def check_eval_set(dataset: Any, known: Any) -> None:
-    """Raise if `dataset` is a name that no evaluation set has."""
     names = list(known) if isinstance(known, Mapping) else []
     if isinstance(dataset, str) and dataset not in names:
         hint = f"the sets are {', '.join(map(repr, names))}" if names else "the sets of the trainer have no names"
@@ -376,13 +327,7 @@ def check_eval_set(dataset: Any, known: Any) -> None:
 
 
 def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
-    """
-    Check that the workflow can run with these agents, and return it.
-
-    Raises:
-        TypeError: `workflow` is not a `Workflow` object.
-        ValueError: the workflow names an agent that the team does not have, or no agent is trainable.
-    """
+    """Return the workflow after a check that it can run with these agents, and that one of them is trained."""
     if not isinstance(workflow, Workflow):
         hint = " Pass an object: `workflow=MyWorkflow()`." if isinstance(workflow, type) else ""
         if hasattr(workflow, "reset"):
@@ -405,10 +350,7 @@ def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
 
 
 def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) -> tuple[list, list[float] | None]:
-    """
-    Return the reward functions of the team and their weights. If the workflow earns rewards, [`environment_reward`] is
-    added to them. If `args.reward_weights` is set, the added function gets the weight 1.
-    """
+    """Return the team's reward functions and weights, with [`environment_reward`] if the workflow earns rewards."""
     weights = args.reward_weights
     reward_funcs = list(reward_funcs) if isinstance(reward_funcs, tuple) else reward_funcs
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] * (reward_funcs is not None)
@@ -467,12 +409,7 @@ def prompted(agents: Sequence[AgentSpec], workflow: Workflow, anonymous: str | N
 def turn_reward_funcs(
     args: MARFTConfig, agents: Sequence[AgentSpec], workflow: Workflow
 ) -> dict[str, tuple[Callable, ...]]:
-    """
-    Reward functions of single turns, by agent: those of the agent, or else those of the workflow.
-
-    Raises:
-        ValueError: with `credit="per_step"`, a trained agent has no function; otherwise, an agent has a function.
-    """
+    """Reward functions of single turns, by agent: those of the agent, or else those of the workflow."""
     general = as_reward_funcs(workflow.reward_funcs, f"the workflow `{type(workflow).__name__}`")
     functions = {agent.name: as_reward_funcs(agent.reward_funcs, agent.name) or general for agent in agents}
     for agent in agents:
@@ -491,13 +428,7 @@ def turn_reward_funcs(
 
 
 def placeholder_prompts(args: MARFTConfig) -> Dataset:
-    """
-    Make the dataset for an environment that owns its data and returns the prompt from `reset()`. Like in `GRPOTrainer`
-    (1.16), it has as many empty prompts as a generation batch needs.
-
-    Raises:
-        ValueError: `max_steps` is not set. Without a dataset, it defines the length of training.
-    """
+    """Make a batch of empty prompts, like `GRPOTrainer` (1.16), for an environment that owns its data."""
     if args.max_steps <= 0:
         raise ValueError(
             "When training without a `train_dataset` (the environment owns the data and returns the prompt from "
@@ -510,12 +441,7 @@ def placeholder_prompts(args: MARFTConfig) -> Dataset:
 
 
 def check_stream(args: MARFTConfig, train_dataset: Any) -> None:
-    """
-    Raise if updates use a generation batch more often than TRL repeats the rows of a stream, or rows out of order.
-
-    Raises:
-        ValueError: sequential updates or dynamic sampling with a streamed dataset.
-    """
+    """Raise if updates use a batch of a stream more often than TRL repeats its rows, or need rows out of order."""
     if args.dynamic_sampling and isinstance(train_dataset, IterableDataset):
         raise ValueError(
             "`dynamic_sampling=True` draws further prompts at random, which a streamed `train_dataset` does not "
@@ -532,12 +458,7 @@ def check_stream(args: MARFTConfig, train_dataset: Any) -> None:
 def check_learning(
     args: MARFTConfig, policies: Policies, base: PreTrainedModel | PeftModel, sharding: ModuleType | None
 ) -> None:
-    """
-    Raise if a setting, or a sharded base, needs adapters but there are none, or does not go with them.
-
-    Raises:
-        ValueError: the message names the setting.
-    """
+    """Raise if a setting, or a sharded base, needs adapters but there are none, or does not go with them."""
     if sharding is not None:
         sharding.check_team(policies.has_adapters)
     needs = {"critic": args.critic is not None, "credit": CREDITS[args.credit].uses_references}
@@ -565,12 +486,6 @@ def make_critic(
     level: Level,
     autocast: Callable[[], Any],
 ) -> Critic | None:
-    """
-    Make the critic from the training arguments. Returns `None` if `args.critic` is `None`.
-
-    Raises:
-        ValueError: `critic_peft_config` was passed, but the critic has no LoRA.
-    """
     kind = CRITICS[args.critic] if args.critic is not None else None
     if peft_config is not None and (kind is None or not kind.has_adapters):
         raise ValueError(f"`critic_peft_config` was passed, but `critic={args.critic!r}` has no LoRA. Leave it out.")
@@ -585,3 +500,157 @@ def make_critic(
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     check_adapter_config(AgentSpec("critic"), peft_config, base)
     return kind(policies, model, level, agents, peft_config, autocast)
+
+
+# ---- The base model: how it is loaded, in which precision, and on which device ----
+
+
+def load_base(
+    model: str | PreTrainedModel | PeftModel, args: MARFTConfig, quantization_config: Any, is_frozen: bool
+) -> PreTrainedModel | PeftModel:
+    """
+    Return the base model. A name is loaded like in `GRPOTrainer`, but for the precision of a frozen base, see
+    [`choose_dtype`], and for its device: one process has one, and TRL's `device_map="auto"` would spread the base over
+    all that the machine shows. The adapters are added before `GRPOTrainer.__init__` runs, so the model has to be
+    loaded before it, too.
+    """
+    make_output_dir(args)
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if not isinstance(model, str):
+        if not isinstance(model, (PreTrainedModel, PeftModel)):
+            raise TypeError(
+                f"`model` must be the name or folder of a model, a `PreTrainedModel` or a `PeftModel`, got "
+                f"{type(model).__name__}."
+            )
+        if quantization_config is not None:
+            logger.warning(
+                "You passed `quantization_config` to the trainer, but your model is already instantiated. The "
+                "`quantization_config` will be ignored."
+            )
+        keep_4bit_weights(model)
+        _warn_of_generation_config(model, args)
+        restrict_to_one_device(args, model)
+        return model
+    if (Path(model) / MANIFEST_NAME).is_file():
+        raise ValueError(
+            f"`model={model!r}` is the folder of a saved team. To continue training, load its adapters onto the base: "
+            f"`model=load_adapters(AutoModelForCausalLM.from_pretrained(base), {model!r})`. For inference, use "
+            f"`Team.from_pretrained({model!r})`."
+        )
+    # A copy: the arguments are saved with the run as the user gave them
+    model_init_kwargs = dict(args.model_init_kwargs or {})
+    if isinstance(quantization_config, bool):
+        raise TypeError("`quantization_config` must be a config such as `BitsAndBytesConfig(load_in_4bit=True)`.")
+    if quantization_config is not None:
+        if "quantization_config" in model_init_kwargs:
+            raise ValueError(
+                "You set `quantization_config` both as a trainer argument and in `args.model_init_kwargs`. "
+                "Please set it in only one place, preferably as a trainer argument."
+            )
+        model_init_kwargs["quantization_config"] = quantization_config
+    if args.world_size > 1:
+        model_init_kwargs["device_map"] = None  # "auto" fails in distributed training
+    elif "device_map" not in model_init_kwargs:
+        model_init_kwargs |= device_map_kwargs(args.device)
+    dtype = choose_dtype(args, is_frozen)
+    if dtype is not None:
+        model_init_kwargs["dtype"] = dtype
+        if "quantization_config" in model_init_kwargs:
+            quantization = model_init_kwargs["quantization_config"]
+            model_init_kwargs["quantization_config"] = computing_in(quantization, dtype)
+    model_init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    with loading_model(model):
+        base = create_model_from_path(model, **model_init_kwargs)
+    keep_4bit_weights(base)
+    _warn_of_generation_config(base, args)
+    restrict_to_one_device(args, base)
+    return base
+
+
+def make_output_dir(args: Any) -> None:
+    """Make the folder of the run, or raise, before the base is loaded, which can take minutes."""
+    try:
+        if args.should_save:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"The folder `output_dir={args.output_dir!r}` cannot be created: {error.strerror}: {error.filename!r}. "
+            "Set `output_dir` to a folder that exists or can be created."
+        ) from error
+
+
+def stays_frozen(agents: Sequence[AgentSpec], peft_config: PeftConfig | None) -> bool:
+    """`True` if the base of a team stays frozen and only adapters are trained."""
+    configs = [config for agent in agents if (config := agent.peft_config or peft_config) is not None]
+    whole = ("modules_to_save", "trainable_token_indices")  # PEFT trains copies of these in the precision of the base
+    return bool(configs) and not any(getattr(config, name, None) for config in configs for name in whole)
+
+
+def choose_dtype(args: MARFTConfig, is_frozen: bool) -> torch.dtype | None:
+    """
+    Precision of the weights of a base that is loaded by name, if the user sets none; `None` for TRL's float32.
+
+    With mixed precision on a GPU, products of a float32 base are cast to bfloat16 in training but not in generation,
+    which takes more memory and time, and samples from other numbers than are scored. A base that stays frozen loses
+    nothing in bfloat16 that training would need. Adapters stay in float32.
+    """
+    if not args.bf16 or args.device.type == "cpu" or "dtype" in (args.model_init_kwargs or {}):
+        return None
+    if is_frozen:
+        logger.info(
+            "The base is frozen and loaded in bfloat16; adapters are trained in float32. To load the base in float32, "
+            "set `model_init_kwargs={'dtype': 'float32'}`."
+        )
+        return torch.bfloat16
+    logger.info(
+        "The weights of the base are trained, so they are loaded in float32, and products are computed in bfloat16. "
+        "To halve their memory, set `model_init_kwargs={'dtype': 'bfloat16'}`."
+    )
+    return None
+
+
+def computing_in(quantization_config: Any, dtype: torch.dtype | None) -> Any:
+    """
+    The config of a 4-bit base that computes in the precision that the base is loaded in. The default of bitsandbytes
+    (0.50), float32, casts the inputs and the weights of every layer in every pass, and cannot be told from a choice:
+    for float32, set the `dtype` of the base. Another precision stays.
+    """
+    if isinstance(quantization_config, dict):
+        follows = dtype is not None and quantization_config.get("load_in_4bit")
+        return {"bnb_4bit_compute_dtype": dtype, **quantization_config} if follows else quantization_config
+    computes = getattr(quantization_config, "bnb_4bit_compute_dtype", None)
+    if dtype is None or computes != torch.float32 or not getattr(quantization_config, "load_in_4bit", False):
+        return quantization_config
+    quantization_config = copy.deepcopy(quantization_config)
+    quantization_config.bnb_4bit_compute_dtype = dtype
+    return quantization_config
+
+
+# Settings of a generation config that training arguments replace, and those that do not say what is sampled
+_REPLACED = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "repetition_penalty", "do_sample", "max_length", "max_new_tokens"),
+        *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "cache_implementation"),
+        *("use_cache", "cache_config", "disable_compile", "compile_config", "transformers_version"),
+        *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"),
+        "prefill_chunk_size",
+    }
+)
+
+
+def _warn_of_generation_config(base: PreTrainedModel | PeftModel, args: MARFTConfig) -> None:
+    """Warn of settings in the generation config of the base that have no effect. Only its end tokens are used."""
+    config = getattr(base, "generation_config", None)
+    defaults = config.to_diff_dict() if config is not None else {}
+    overrides = {*(args.generation_kwargs or {}), *(["min_p"] if args.min_p is not None else [])}
+    unused = {
+        name: value
+        for name, value in defaults.items()
+        if not name.startswith("_") and name not in _REPLACED | overrides
+    }
+    if unused:
+        logger.warning(
+            "The generation config of the base sets "
+            f"{', '.join(f'{name}={value!r}' for name, value in unused.items())}, which has no effect: the training "
+            "arguments set how turns are sampled. To use it, set `min_p` or `generation_kwargs`."
+        )

@@ -38,17 +38,7 @@ _CARD_AGENT_METRICS = ("/reward", "/return", "/kl", "/mean_length")
 
 
 class TeamFiles:
-    """
-    Writes what makes adapters a team.
-
-    Args:
-        args: limits of tools, the model's window, timeouts.
-        runner: has the present view, and the generator whose settings are saved.
-        planner: who is shown to whom.
-        max_rank: largest rank of the adapters; 0 without LoRA.
-        repo: `repo()` returns the Hub id of the team, or `None`; a late push sets it.
-        inference: fields of [`Inference`] that the trainer has found out.
-    """
+    """Writes what makes adapters a team. A late push sets `repo()`, the Hub id. `max_rank` is 0 without LoRA."""
 
     def __init__(
         self,
@@ -97,10 +87,7 @@ class TeamFiles:
         )
 
     def _writers(self) -> dict[str, Callable[[Path], object]]:
-        """
-        Files and folders next to the adapters, each with the function that writes it into the folder of the team. The
-        model card is apart, because it bears the name of its folder.
-        """
+        """Writers of the files next to the adapters. The model card is apart: it bears the name of its folder."""
         writers: dict[str, Callable[[Path], object]] = {MANIFEST_NAME: lambda folder: self.manifest().save(folder)}
         if self._critic is not None:
             writers[CRITIC_NAME] = self._critic.save
@@ -137,7 +124,6 @@ class TeamFiles:
         dataset_name: str | None = None,
         tags: str | Sequence[str] | None = None,
     ) -> None:
-        """Write the model card into a folder."""
         tags = [tags] if isinstance(tags, str) else list(tags or [])
         self.card(log_history, model_name or folder.name, dataset_name, tags).save(folder / CARD_NAME)
 
@@ -148,7 +134,6 @@ class TeamFiles:
         dataset_name: str | None = None,
         tags: Sequence[str] = (),
     ) -> ModelCard:
-        """The model card with the latest metrics."""
         latest: dict[str, float] = {}
         for entry in log_history:
             latest |= {key: value for key, value in entry.items() if isinstance(value, (int, float))}
@@ -189,10 +174,7 @@ class TeamFiles:
         return {name: text for name, text in facts.items() if text}
 
     def copy_checkpoint(self, source: Path, target: Path) -> None:
-        """
-        Copy the files of the team from a checkpoint into the folder that is pushed. The parent copies only files of
-        one model, by their names.
-        """
+        """Copy the files of the team to the folder that is pushed. The parent copies only those of one model."""
         # With the critic, as `save` does. The Hub does not get it: transformers uploads no name that begins with "_"
         adapters = self._policies.names if self._policies.has_adapters else []
         parts = self._critic.parts if self._critic is not None else []

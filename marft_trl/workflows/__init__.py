@@ -1,7 +1,7 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """Workflows: who acts next, and what each agent sees."""
 
-from ..episodes.rehearsal import rehearse
+from ..episodes.collector import rehearse
 from .base import Workflow, rebuild, together
 from .environment import Environment, EnvironmentLoop
 from .orchestrated import Orchestrated

@@ -11,18 +11,14 @@ import textwrap
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..agents import AgentSpec
+from ..episodes.collector import rehearse
 from ..episodes.live import LiveEpisode
 from ..episodes.records import EndOfEpisode, Seen, Turn, unknown_agent
-from ..episodes.rehearsal import rehearse
 from ..system.files import read_source
 from ..system.hints import did_you_mean
-
-
-if TYPE_CHECKING:
-    from ..agents import AgentSpec
 
 
 # Maximum number of turns in the flowchart of a loop
@@ -244,7 +240,6 @@ def _is_ready_made(kind: type[Workflow]) -> bool:
 
 
 def callable_name(function: Callable) -> str:
-    """Name of a function, a class, or the class of an object that can be called."""
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -254,12 +249,7 @@ def _label(name: str) -> str:
 
 
 def turn_links(turns: Sequence[Turn], numbered: bool = True) -> list[tuple[str, str]]:
-    """
-    Return the pairs `(shown, sees)` among the turns of an episode, without pairs that a longer path already implies.
-
-    Args:
-        numbered: whether to number the turns of an agent that has several.
-    """
+    """Return the pairs `(shown, sees)` of an episode's turns, without pairs that a longer path already implies."""
     counts = Counter(turn.agent for turn in turns)
     spoken: Counter[str] = Counter()
     names: list[str] = []
@@ -288,13 +278,7 @@ async def together(turns: Iterable[Awaitable[Turn]]) -> list[Turn]:
 
 
 def check_names(field: str, names: object, workflow: Workflow) -> list[str]:
-    """
-    Return the names of agents as a list, after checking them.
-
-    Raises:
-        TypeError: `names` is not a list of strings.
-        ValueError: `names` is empty.
-    """
+    """Return the names of agents as a list, or raise unless they are a list of strings that is not empty."""
     where = f"`{field}` of `{type(workflow).__name__}`"
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{where} must be a list of agent names, got {names!r}.")
@@ -304,12 +288,7 @@ def check_names(field: str, names: object, workflow: Workflow) -> list[str]:
 
 
 def check_count(field: str, count: object, workflow: Workflow) -> int:
-    """
-    Return `count`, after checking that it is an integer of at least 1.
-
-    Raises:
-        ValueError: `count` is not an integer of at least 1.
-    """
+    """Return `count`, or raise a `ValueError` unless it is an integer of at least 1."""
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         name = type(workflow).__name__
         raise ValueError(f"`{field}` of `{name}` must be an integer of at least 1, got {count!r}.")
@@ -322,10 +301,7 @@ KINDS = ("numbered", "none")
 def anonymity(value: bool | str) -> str | None:
     """
     Return the kind of anonymity that the trainer's `anonymous=` selects: `"numbered"`, `"none"`, or `None` for named
-    agents.
-
-    Raises:
-        ValueError: `value` is neither a boolean nor one of the two names.
+    agents. Raise a `ValueError` for other values.
     """
     if isinstance(value, bool):
         return "numbered" if value else None
@@ -345,11 +321,9 @@ def anonymize(agents: Sequence[AgentSpec], kind: str, needed: Mapping[str, str] 
     """
     Return the agents with generic role prompts. Names and adapters are unchanged, but are not shown to any agent.
 
-    Args:
-        kind: `"numbered"`: the role prompt states the agent's number and the size of the team, as in the code of MARFT
-            v2. `"none"`: no role prompt, as described in the README of MARFT v2.
-        needed: Prompts that the workflow cannot run without, by agent name, e.g. the prompt of an orchestrator. They
-            are kept for both kinds.
+    With the kind `"numbered"`, the role prompt states the agent's number and the size of the team, as in the code of
+    MARFT v2. With `"none"`, there is no role prompt, as described in the README of MARFT v2. Both keep the prompts
+    that the workflow cannot run without (`needed`), such as that of an orchestrator.
     """
     count = len(agents)
     generic = {

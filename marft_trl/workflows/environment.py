@@ -184,7 +184,6 @@ class EnvironmentLoop(Workflow):
                 logger.warning(f"`{type(environment).__name__}.close` failed: {type(error).__name__}: {error}")
 
     async def _next(self, episode: LiveEpisode, agents: Sequence[str], environment: Any) -> Sequence[str]:
-        """Names of the agents that act in the next round."""
         if self.turns == "all":
             return agents
         name = await episode.call(environment.whose_turn)
@@ -305,13 +304,7 @@ def _find_close(environment: Any) -> Callable | None:
 
 
 def _tool_names(environment: Any, tools: Sequence[str] | None) -> list[str]:
-    """
-    Return the names of the methods that agents may call.
-
-    Raises:
-        TypeError: `tools` is a string instead of a list.
-        ValueError: The environment does not have a method of `tools`.
-    """
+    """Return the names of the methods that agents may call. Raise if `tools` is a string, or names no method."""
     methods = _public_methods(environment)
     if isinstance(tools, str):
         raise TypeError(f"`tools` of `EnvironmentLoop` must be a list of method names, got {tools!r}.")

@@ -6,15 +6,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ..agents import AgentSpec
 from ..episodes.live import LiveEpisode
 from ..episodes.records import Turn
 from .base import Workflow, check_count, check_names
 
-
-if TYPE_CHECKING:
-    from ..agents import AgentSpec
 
 # The repetition is bounded, and there are no nested or overlapping alternatives. Matching is therefore linear in the
 # length of the text for every text.
@@ -28,26 +25,14 @@ is solved, write <done/>. Write exactly one tag."""
 
 @dataclass(frozen=True)
 class Route:
-    """
-    Decision of an orchestrator.
+    """Decision of an orchestrator."""
 
-    Args:
-        agent: name of the agent that acts next; `None` ends the episode.
-        problem: reason why the text has no valid decision: `"no_tag"`, `"several_tags"` or `"unknown_agent"`.
-    """
-
-    agent: str | None = None
-    problem: str | None = None
+    agent: str | None = None  # who acts next; `None` ends the episode
+    problem: str | None = None  # why the text has no valid decision: "no_tag", "several_tags" or "unknown_agent"
 
 
 def parse_route(text: str, agents: Sequence[str]) -> Route:
-    """
-    Parse the tag in the text of an orchestrator, in linear time. Raises no error for any text.
-
-    Args:
-        text: text of the orchestrator's turn.
-        agents: names of the agents that the orchestrator may call.
-    """
+    """Parse the tag in an orchestrator's text, in linear time. Raise no error for any text."""
     tags = _TAG.finditer(text)
     first, second = next(tags, None), next(tags, None)
     if first is None:

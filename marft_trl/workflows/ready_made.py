@@ -94,13 +94,7 @@ class Graph(Workflow):
         tasks: dict[str, asyncio.Task[Turn]] = {}
         for node in self._order:
             tasks[node] = asyncio.ensure_future(self._speak(episode, node, tasks))
-        try:
-            for node in self._order:
-                await tasks[node]
-        finally:
-            for task in tasks.values():
-                task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        await together(tasks.values())
         episode.answer = tasks[self.answer].result()
 
     async def _speak(self, episode: LiveEpisode, node: str, tasks: Mapping[str, asyncio.Task[Turn]]) -> Turn:
@@ -111,9 +105,8 @@ class Graph(Workflow):
     def check(self, agents: Sequence[str]) -> None:
         unknown = [(node, agent) for node, agent in self.agents.items() if agent not in agents]
         if unknown:
-            where = [f"The node {node!r} of `Graph`" for node, _ in unknown]
-            lines = [unknown_agent(agent, agents, text) for text, (_, agent) in zip(where, unknown, strict=True)]
-            raise ValueError("\n".join(lines))
+            where = "The node {!r} of `Graph`"
+            raise ValueError("\n".join(unknown_agent(agent, agents, where.format(node)) for node, agent in unknown))
 
     def named_agents(self) -> list[str]:
         return list(dict.fromkeys(self.agents[node] for node in self._order))
@@ -333,10 +326,7 @@ class UntilApproved(Workflow):
 
 
 def most_frequent(turns: Sequence[Turn], vote: Callable[[str], str | None] | None = None) -> Turn:
-    """
-    Return the first turn with the most frequent vote, which is by default the text without surrounding whitespace. An
-    empty result of `vote` does not count. If no turn votes, return the first turn.
-    """
+    """Return the first turn with the most frequent non-empty vote, by default its stripped text, or the first turn."""
     votes = [turn.text.strip() if vote is None else (vote(turn.text) or "").strip() or None for turn in turns]
     counts = Counter(votes)
     counts[None] = 0

@@ -25,12 +25,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 def read(body: bytes, models: Sequence[str]) -> ChatRequest:
-    """
-    Read the body of a request.
-
-    Raises:
-        RequestError: the message names the field, what it got and what it needs.
-    """
+    """Read a request. A [`RequestError`] names the field, its value and what is accepted."""
 
     def function(tool: dict[str, Any], where: str) -> tuple[Any, str]:
         return tool.get("function"), f"{where}.function"
@@ -79,17 +74,14 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def models(names: Sequence[str]) -> dict[str, Any]:
-    """The names that may be asked for, as a list of models."""
     return {"object": "list", "data": [model(name) for name in names]}
 
 
 def model(name: str) -> dict[str, Any]:
-    """A name that may be asked for, as a model."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "marft_trl"}
 
 
 def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:
-    """The answer to a request as a whole."""
     choices = []
     for index, reply in enumerate(messages):
         message: dict[str, Any] = {"role": "assistant", "content": reply.text or None if reply.calls else reply.text}
@@ -112,17 +104,16 @@ class Stream:
         self._has_text = False
 
     def begin(self) -> list[dict[str, Any]]:
-        """The first part."""
         return [self._part({"role": "assistant", "content": ""})]
 
     def delta(self, text: str, is_answer: bool = True, agent: str = "", turn: int = 0) -> list[dict[str, Any]]:
-        """A further text of the answer, or of what teammates say before it."""
+        """Return the chunks of new text of the answer, or of turns of teammates before it."""
         self._has_text |= is_answer
         origin = {"agent": agent, "turn": turn} if agent else {}
         return [self._part({"content" if is_answer else "reasoning_content": text, **origin})]
 
     def end(self, reply: ChatReply) -> list[dict[str, Any]]:
-        """The last parts, with the text if none of it was sent."""
+        """Return the last chunks, with the text if none of it was sent."""
         parts = self.delta(reply.text) if reply.text and not self._has_text else []
         parts += [
             self._part({"tool_calls": [{"index": i, **call}]}) for i, call in enumerate(_format_tool_calls(reply))
@@ -140,12 +131,11 @@ END = b"data: [DONE]\n\n"
 
 
 def encoded(part: Mapping[str, Any]) -> bytes:
-    """A part of a stream as a server-sent event."""
+    """Write a chunk as a server-sent event."""
     return b"data: " + json.dumps(part, default=str).encode() + b"\n\n"
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """The body of a failed request."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {"error": {"message": str(error), "type": kind, "param": error.field, "code": error.code}}
 

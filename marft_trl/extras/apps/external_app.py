@@ -22,7 +22,7 @@ from ...workflows.base import Workflow, callable_name
 from .program import AppResult, make_arguments, run_program, split_command
 from .requests import ChatReply, ChatRequest, RequestError, to_request_error
 from .routing import AgentRule, describe_rule, make_rule, named_agents
-from .session import AppEndpoint, Session, Waiting, shared_keys
+from .session import AppEndpoint, Session, Waiting, settle_future, shared_keys
 
 
 logger = logging.getLogger(__name__)
@@ -215,10 +215,8 @@ class ExternalApp(Workflow):
             raise RuntimeError(result.problem + refused)
         if not episode.turns:
             why = refused or " It sent no request: check that it reads OPENAI_BASE_URL and OPENAI_API_KEY."
-            output = result.said
-            raise RuntimeError(
-                f"The application ended without a turn.{why}" + (f" Output: {output}" if output else "")
-            )
+            output = f" Output: {result.said}" if result.said else ""
+            raise RuntimeError(f"The application ended without a turn.{why}{output}")
         if result.left:
             episode.count("app/left_behind", result.left)
             self.say_once(
@@ -280,12 +278,7 @@ class ExternalApp(Workflow):
 
 
 class _Conversation:
-    """
-    The requests of one episode as they become turns.
-
-    Args:
-        session: where requests come from.
-    """
+    """The requests of one episode as they become turns."""
 
     def __init__(self, app: ExternalApp, episode: LiveEpisode, session: Session):
         self._app, self._episode, self._session = app, episode, session
@@ -296,12 +289,7 @@ class _Conversation:
         self._tasks: set[asyncio.Task] = set()
 
     async def hold(self, running: asyncio.Future) -> None:
-        """
-        Answer requests until the application has ended.
-
-        Raises:
-            RuntimeError: the application keeps sending requests that are refused.
-        """
+        """Answer requests until the application has ended."""
         self._episode.state.waits_for = self._app.name
         arrival = asyncio.ensure_future(self._session.inbox.get())
         try:
@@ -354,11 +342,9 @@ class _Conversation:
 
     async def _turn(self, chat_request: ChatRequest, seen: tuple[Turn, ...]) -> Turn:
         episode = self._episode
-        settings = {
-            **chat_request.sampling,
-            **({} if chat_request.max_tokens is None else {"max_tokens": chat_request.max_tokens}),
-        }
-        ignored = [*(["seed"] if chat_request.seed is not None else []), *(settings if episode.state.trains else ())]
+        ignored = ["seed"] if chat_request.seed is not None else []
+        if episode.state.trains:
+            ignored += [*chat_request.sampling, *(["max_tokens"] if chat_request.max_tokens is not None else [])]
         for name in ignored:
             self._app.say_once(
                 f"The application sends `{name}`, which is ignored in training: agents sample with their own settings "
@@ -375,11 +361,8 @@ class _Conversation:
         return await episode.turn_on(chat_request.model, requested_turn, sees=seen)
 
     def _find_lineage(self, chat_request: ChatRequest) -> int:
-        """
-        The conversation that a request continues: the one whose latest turn of the agent is in the messages, behind
-        what the agent was shown for it. Other requests begin a conversation.
-        """
-        longest, lineage = 0, None
+        """Return the conversation that a request continues. Other requests begin a conversation."""
+        longest, lineage = 0, None  # the agent's latest turn in the messages, after what the agent was shown for it
         for turn, reply, earlier in self._replies:
             count = len(earlier.messages)
             begins = earlier.model == chat_request.model and chat_request.messages[:count] == earlier.messages
@@ -431,10 +414,7 @@ def _sorted(arguments: str) -> str:
 
 
 async def _in_own_thread(function: Callable[[], Any]) -> Any:
-    """
-    Run a function in its own thread and return its result, while other episodes continue. The function is interrupted
-    when its episode ends.
-    """
+    """Run a function in its own thread while other episodes continue. Cancellation interrupts it."""
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     outcome: asyncio.Future[Any] = loop.create_future()
 
@@ -444,7 +424,7 @@ async def _in_own_thread(function: Callable[[], Any]) -> Any:
         except BaseException as caught:
             value, error = None, caught if isinstance(caught, Exception) else RuntimeError(repr(caught))
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(_settle, outcome, value, error)
+            loop.call_soon_threadsafe(settle_future, outcome, value, error)
 
     thread = threading.Thread(target=work, name="marft-app", daemon=True)
     thread.start()
@@ -453,12 +433,3 @@ async def _in_own_thread(function: Callable[[], Any]) -> Any:
     except asyncio.CancelledError:
         end_thread(thread)
         raise
-
-
-def _settle(outcome: asyncio.Future, value: Any, error: Exception | None) -> None:
-    if outcome.done():
-        return
-    if error is not None:
-        outcome.set_exception(error)
-    else:
-        outcome.set_result(value)

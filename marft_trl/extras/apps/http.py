@@ -8,13 +8,13 @@ import contextlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
 from . import chat, messages, responses
 from .requests import ChatReply, ChatRequest, RequestError, to_request_error
-from .routing import AgentRule, choose_agent
+from .routing import choose_agent
 
 
 # To add an API, write a module with `read`, `answer`, `Stream`, `encoded`, `failed`, `error_body` and `END`
@@ -30,107 +30,38 @@ TextListener = Callable[[str, bool, str, int], None]
 
 
 class ChatReplies(NamedTuple):
-    """
-    Replies to a request.
-
-    Args:
-        messages: as many replies as the client requested (`n`).
-        on_send_failed: called if the replies could not be sent.
-    """
+    """Replies to a request, as many as the client requested (`n`)."""
 
     messages: Sequence[ChatReply]
-    on_send_failed: Callable[[], None] = lambda: None
+    on_send_failed: Callable[[], None] = lambda: None  # called if the replies could not be sent
 
 
 class Outcome(NamedTuple):
-    """
-    Outcome of a request, for logs and metrics.
+    """Outcome of a request, for logs and metrics."""
 
-    Args:
-        model: name of the requested model; empty if the request was not parsed.
-        status: HTTP status; 499 if the client closed the connection.
-        seconds: duration of the request.
-        error: error that was sent to the client.
-    """
-
-    model: str
-    status: int
+    model: str  # empty if the request was not parsed
+    status: int  # 499 if the client closed the connection
     seconds: float
-    error: RequestError | None
-
-
-class Client(Protocol):
-    """The client of an admitted request."""
-
-    @property
-    def models(self) -> Sequence[str]:
-        """Names of the models that the client may request."""
-
-    @property
-    def agent_of(self) -> AgentRule | None:
-        """Chooses the agent of a request. If `None`, the name of the model is the name of the agent."""
-
-    async def count_tokens(self, chat_request: ChatRequest) -> int:
-        """
-        Count the tokens of the messages and tools of a request.
-
-        Raises:
-            RequestError: they cannot be shown to the agent.
-        """
-
-    async def answer(
-        self, chat_request: ChatRequest, body: bytes, is_retry: bool, on_text: TextListener | None
-    ) -> ChatReplies:
-        """
-        Answer a request.
-
-        Args:
-            is_retry: whether the client marks the request as a retry.
-            on_text: called with new text of a stream.
-
-        Raises:
-            RequestError: the request cannot be answered.
-        """
-
-
-class Backend(Protocol):
-    """Admits clients and handles their requests."""
-
-    @property
-    def timeout(self) -> float | None:
-        """Maximum seconds for answering a request."""
-
-    @property
-    def max_body(self) -> int:
-        """Maximum size of a request body in bytes."""
-
-    @property
-    def closes_connections(self) -> bool:
-        """Whether to close the connection after each request."""
-
-    @property
-    def json_only(self) -> bool:
-        """Whether to require `Content-Type: application/json`, which other sites cannot send without preflight."""
-
-    def admit(self, request: web.Request) -> Any:
-        """
-        Return the [`Client`] of a request by its API key, before the body is read.
-
-        Raises:
-            RequestError: the request has no valid key.
-        """
-
-    def answering(self, request: web.Request) -> contextlib.AbstractContextManager[None]:
-        """Context manager around the handling of a request."""
-
-    def ended(self, request: web.Request, client: Any, outcome: Outcome) -> None:
-        """Called at the end of a request. `client`: the return value of `admit`, or `None` if it failed."""
+    error: RequestError | None  # as sent to the client
 
 
 class HTTPApplication:
-    """Routes of the API."""
+    """
+    Routes of the API. The backend has these members:
 
-    def __init__(self, backend: Backend):
+    - `timeout`: maximum seconds for an answer, or `None`; `max_body`: maximum size of a request body in bytes;
+    - `closes_connections`: whether to close the connection after each request;
+    - `json_only`: whether to require `Content-Type: application/json`, which needs preflight from other sites;
+    - `admit(request)`: returns the client by its API key, before the body is read, or raises a [`RequestError`];
+    - `answering(request)`: context manager around the handling of a request;
+    - `ended(request, client, outcome)`: called at the end. `client` is `None` if `admit` failed.
+
+    A client has the names of its `models`, `agent_of`, which chooses the agent of a request (`None`: the model names
+    it), and the coroutines `count_tokens(chat_request)` and `answer(chat_request, body, is_retry, on_text)`, which may
+    raise a [`RequestError`]. `answer` returns [`ChatReplies`], and calls `on_text`, if not `None`, with new text.
+    """
+
+    def __init__(self, backend: Any):
         self._backend = backend
 
     def application(self) -> web.Application:
@@ -233,9 +164,7 @@ class HTTPApplication:
     async def _streamed(
         self, request: web.Request, dialect: Any, stream: Any, chat_request: ChatRequest, body: bytes, is_retry: bool
     ) -> web.StreamResponse:
-        """
-        Send the answer as server-sent events. Generation does not wait for a client that reads slowly.
-        """
+        """Send server-sent events. Generation does not wait for a client that reads slowly."""
         texts: asyncio.Queue[tuple[str, bool, str, int] | None] = asyncio.Queue()
         work = asyncio.ensure_future(
             get_client(request).answer(chat_request, body, is_retry, lambda *text: texts.put_nowait(text))
@@ -289,7 +218,7 @@ class _ClientDisconnected(Exception):
 
 @contextlib.contextmanager
 def _sending() -> Iterator[None]:
-    """Context manager that turns connection errors into `_ClientDisconnected`, to tell them from backend errors."""
+    """Turn connection errors into `_ClientDisconnected`, to tell them from errors of the backend."""
     try:
         yield
     except ConnectionError as error:
@@ -321,12 +250,11 @@ async def _write(response: web.StreamResponse, texts: asyncio.Queue, encoded: Ca
 
 
 def get_client(request: web.Request) -> Any:
-    """Return the client of an admitted request."""
     return request[_CLIENT]
 
 
 def get_api_key(request: web.Request) -> str:
-    """Return the API key of a request, as OpenAI's or Anthropic's clients send it, or an empty string."""
+    """Return the API key as OpenAI's or Anthropic's clients send it, or an empty string."""
     if key := request.headers.get("x-api-key"):
         return key.strip()
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -334,13 +262,7 @@ def get_api_key(request: web.Request) -> str:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """
-    Read the body of a request.
-
-    Raises:
-        RequestError: the body does not arrive in time, or is compressed (a few bytes could expand to any size).
-    """
-    if request.headers.get("Content-Encoding", "identity") != "identity":
+    if request.headers.get("Content-Encoding", "identity") != "identity":  # a few bytes could expand to any size
         raise RequestError("Compressed request bodies are not supported. Remove the header `Content-Encoding`.", 415)
     try:
         async with asyncio.timeout(_BODY_SECONDS):
@@ -350,7 +272,6 @@ async def read_body(request: web.Request) -> bytes:
 
 
 def _to_client_error(error: Exception) -> RequestError:
-    """Convert an error to the error that the client receives."""
     if isinstance(error, TimeoutError):
         return RequestError("The answer took too long.", 504, code="timeout")
     if isinstance(error, web.RequestPayloadError):

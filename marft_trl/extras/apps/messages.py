@@ -58,12 +58,7 @@ _ERRORS = {
 
 
 def read(body: bytes, models: Sequence[str] | None) -> ChatRequest:
-    """
-    Read the body of a request.
-
-    Raises:
-        RequestError: the message names the field, what it got and what it needs.
-    """
+    """Read a request. A [`RequestError`] names the field, its value and what is accepted."""
     fields = read_object(body)
     check_fields(fields, _READ, _IGNORED, _REFUSED)
     if b'"cache_control"' in body:
@@ -80,9 +75,8 @@ def read(body: bytes, models: Sequence[str] | None) -> ChatRequest:
     )
 
 
-@functools.cache
+@functools.cache  # once per process
 def warn_of_cache_hints() -> None:
-    """Log once in a process that cache hints have no effect."""
     logger.warning("A client sends `cache_control`, which has no effect: no prompts are kept between requests.")
 
 
@@ -111,7 +105,6 @@ def _messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read_blocks(content: Any, where: str) -> list[dict[str, Any]]:
-    """The blocks of a content. A text is one block."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -120,7 +113,7 @@ def _read_blocks(content: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _read_texts(content: Any, where: str) -> str:
-    """The text of a content that may have text blocks alone."""
+    """Return the text of a content that may only have text blocks."""
     texts = [
         _read_text(block, f"{where}[{number}]")
         for number, block in enumerate(_read_blocks("" if content is None else content, where))
@@ -158,7 +151,7 @@ def _assistant_message(blocks: Sequence[Mapping[str, Any]], where: str, function
 def _other_messages(
     role: str, blocks: Sequence[Mapping[str, Any]], where: str, functions: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Texts, and results of calls as messages of their own."""
+    """Return the texts of a message, and results of calls as messages of their own."""
     found: list[dict[str, Any]] = []
     for number, block in enumerate(blocks):
         place = f"{where}[{number}]"
@@ -206,7 +199,6 @@ def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
 
 
 def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:
-    """The answer to a request as a whole."""
     (reply,) = messages
     content: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
     content += [_tool_use(reply, number, json.loads(call.arguments)) for number, call in enumerate(reply.calls)]
@@ -220,11 +212,10 @@ class Stream:
         self._identity, self._chat_request, self._has_text = identity, chat_request, False
 
     def begin(self) -> list[dict[str, Any]]:
-        """The first event."""
         return [{"type": "message_start", "message": _message(self._identity, self._chat_request)}]
 
     def delta(self, text: str, is_answer: bool = True, agent: str = "", turn: int = 0) -> list[dict[str, Any]]:
-        """Events of a further text. What teammates say before the answer has no events."""
+        """Return the events of new text. Turns of teammates before the answer have no events."""
         if not is_answer:
             return []
         block = {"type": "text", "text": ""}
@@ -233,7 +224,7 @@ class Stream:
         return [*begun, {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}]
 
     def end(self, reply: ChatReply) -> list[dict[str, Any]]:
-        """The last events, with the text if none of it was sent."""
+        """Return the last events, with the text if none of it was sent."""
         found = self.delta(reply.text) if not self._has_text and (reply.text or not reply.calls) else []
         found += [{"type": "content_block_stop", "index": 0}] if self._has_text else []
         for number, call in enumerate(reply.calls):
@@ -254,12 +245,11 @@ END = b""
 
 
 def encoded(event: Mapping[str, Any]) -> bytes:
-    """An event of a stream as a server-sent event."""
+    """Write an event as a server-sent event."""
     return f"event: {event['type']}\ndata: {json.dumps(event, default=str)}\n\n".encode()
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """The body of a failed request."""
     kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
@@ -280,7 +270,6 @@ def _tool_use(reply: ChatReply, number: int, arguments: Any) -> dict[str, Any]:
 
 
 def _ending(reply: ChatReply) -> dict[str, Any]:
-    """Why the message has ended."""
     if reply.calls:
         reason = "tool_use"
     elif reply.is_truncated:

@@ -70,17 +70,7 @@ class AppResult:
 
 
 def make_arguments(command: str | Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint) -> list[str]:
-    """
-    Make the command for a dataset row. No shell parses it: a value of the row is one argument or a part of one,
-    whatever characters it contains.
-
-    Args:
-        command: with `{column}` for values of the row, `{base_url}` and `{api_key}`.
-        endpoint: where the application sends its requests.
-
-    Raises:
-        ValueError: the row has no such column.
-    """
+    """Fill in a command. No shell parses it: a value of the row is one argument or a part of it."""
     parts = split_command(command)
     row = {**row, "prompt": _last_text(row["prompt"])}
     values = {**row, "base_url": endpoint.base_url, "api_key": endpoint.api_key}
@@ -96,13 +86,7 @@ def make_arguments(command: str | Sequence[str], row: Mapping[str, Any], endpoin
 
 
 def split_command(command: str | Sequence[str]) -> list[str]:
-    """
-    Split a command into its arguments.
-
-    Raises:
-        ValueError: the command cannot be split, has invalid fields or fields that the program could parse as options,
-            or was written for a shell.
-    """
+    """Split a command into arguments, and check that it needs no shell and that its fields are valid."""
     try:
         parts = shlex.split(command) if isinstance(command, str) else list(command)
         for part in parts:
@@ -150,13 +134,7 @@ class _Plain(string.Formatter):
 
 
 async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint, cwd: str) -> AppResult:
-    """
-    Run a program to its end, with the row as JSON on its standard input. If the caller is cancelled, the program is
-    terminated.
-
-    Args:
-        endpoint: where the program sends its requests.
-    """
+    """Run a program with the row as JSON on its standard input. Cancellation terminates the program."""
     variables = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS + _CREDENTIALS}
     transport, heard = await asyncio.get_running_loop().subprocess_exec(
         _Listener, *arguments, env={**variables, **endpoint.variables}, cwd=cwd, start_new_session=True
@@ -199,16 +177,11 @@ class _Listener(asyncio.SubprocessProtocol):
         self.has_ended.set()
 
     def text(self, fd: int) -> str:
-        """The end of a stream."""
         return self._kept[fd].decode("utf-8", "replace")[-_KEPT:]
 
 
 async def _end(pid: int, heard: _Listener, secret: str) -> int:
-    """
-    Terminate a program and all processes that it started, also outside its process group: all have the episode's key.
-
-    Returns: the number of processes that were still running after the program itself had exited.
-    """
+    """Terminate a program and all processes with its key. Returns how many of them the program itself left running."""
     was_running = not heard.has_ended.is_set()
     left = await asyncio.to_thread(started_by, pid, secret)
     if was_running:

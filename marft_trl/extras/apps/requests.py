@@ -70,25 +70,15 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class RequestError(ValueError):
-    """
-    A request that cannot be answered.
-
-    Args:
-        message: why, and what to change.
-        code: OpenAI's code of the error.
-    """
+    """A request that cannot be answered: why, and what to change."""
 
     def __init__(self, message: str, status: int = 400, field: str | None = None, code: str | None = None):
         super().__init__(printable(message))
-        self.status, self.field, self.code = status, field, code
+        self.status, self.field, self.code = status, field, code  # `code`: that of OpenAI
 
 
 def to_request_error(error: BaseException) -> RequestError:
-    """
-    Convert an error to the error that the client receives. Errors in the request keep their messages. Other messages
-    may contain the address of an endpoint or the output of a program, so they are logged without secrets, and the
-    client receives the id of the log entry.
-    """
+    """Convert an error to the error that the client receives."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RequestError):
@@ -99,6 +89,7 @@ def to_request_error(error: BaseException) -> RequestError:
         if isinstance(cause, (TemplateError, TurnLimitError)):
             return RequestError(for_log(str(cause)))
         cause = cause.__cause__
+    # Other messages may contain addresses or the output of a program, so the client only gets the id of the log entry
     text = for_log("".join(traceback.format_exception(error)))
     identity = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
     if identity not in _LOGGED:  # so that a client that retries forever does not fill the disk
@@ -113,16 +104,9 @@ def check_fields(
     body: Mapping[str, Any],
     read: Collection[str],
     ignored: Collection[str],
-    refused: Mapping[str, tuple[tuple[Any, ...], str]],
+    refused: Mapping[str, tuple[tuple[Any, ...], str]],  # values without an effect, and why others are refused
 ) -> None:
-    """
-    Args:
-        read, ignored: names of fields that are read, and of those without an effect.
-        refused: fields that cannot be obeyed, with the values that ask for nothing, and why.
-
-    Raises:
-        RequestError: a field is unsupported or unknown.
-    """
+    """Raise a [`RequestError`] if a field is unknown, or is unsupported and requests anything."""
     for name, value in body.items():
         if value is None or name in read or name in ignored:
             continue
@@ -135,8 +119,6 @@ def check_fields(
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Parse the JSON object in a body."""
-
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not a JSON number")
 
@@ -152,7 +134,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def check_depth(value: Any) -> None:
-    """Raise an error if a value is nested so deeply that later code could not walk through it."""
+    """Raise a `ValueError` if later code could not walk through a value, because it is nested too deeply."""
     level = [value]
     for _ in range(_DEEPEST):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
@@ -175,7 +157,6 @@ def read_model(body: Mapping[str, Any], models: Sequence[str] | None) -> str:
 
 
 def read_sampling(body: Mapping[str, Any]) -> dict[str, float]:
-    """Read the sampling settings of a request."""
     ranges: dict[str, tuple[float, float, str]] = {
         "temperature": (0.0, 2.0, "from 0 to 2"),
         "top_p": (0.0, 1.0, "above 0 and at most 1"),
@@ -197,7 +178,6 @@ def read_sampling(body: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_integer(body: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
-    """Read an optional integer."""
     value = body.get(name)
     if value is None:
         return None
@@ -208,13 +188,11 @@ def read_integer(body: Mapping[str, Any], name: str, low: int, high: int | None 
 
 
 def read_max_tokens(body: Mapping[str, Any]) -> int | None:
-    """Read the maximum number of tokens of a turn, which has several names."""
     lengths = [read_integer(body, name, 1) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
     return min((length for length in lengths if length is not None), default=None)
 
 
 def read_count(body: Mapping[str, Any], is_stream: bool) -> int:
-    """Read the number of answers."""
     count = read_integer(body, "n", 1, _MOST_ANSWERS) or 1
     if is_stream and count > 1:
         raise RequestError("`n` must be 1 if `stream` is true. Remove `stream` to get several answers.", field="n")
@@ -222,7 +200,6 @@ def read_count(body: Mapping[str, Any], is_stream: bool) -> int:
 
 
 def read_row(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Read additional columns of a dataset row."""
     row = body.get("row") or {}
     if not isinstance(row, dict) or "prompt" in row:
         raise RequestError(
@@ -233,7 +210,6 @@ def read_row(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_stops(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
-    """Read the stop strings of a turn."""
     value = body.get(name)
     texts = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(texts, list) or len(texts) > _MOST_STOPS or not all(isinstance(t, str) and t for t in texts):
@@ -244,7 +220,6 @@ def read_stops(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
 
 
 def read_flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Read an optional boolean."""
     value = body.get(name)
     if value is None:
         return default
@@ -254,12 +229,7 @@ def read_flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def read_content(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """
-    Read the text of a message's content: a string, or a list of parts.
-
-    Args:
-        kinds: types of parts that have a text.
-    """
+    """Read the text of a message's content: a string, or a list of parts of these kinds."""
     if isinstance(content, list):
         texts = [
             item.get("text") if isinstance(item, dict) and item.get("type") in kinds else None for item in content
@@ -273,14 +243,12 @@ def read_content(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> 
 
 
 def check_object(value: Any, where: str) -> dict[str, Any]:
-    """Return a value that must be a JSON object."""
     if not isinstance(value, dict):
         raise RequestError(f"`{where}` must be an object, got {json.dumps(value)[:80]}.", field=where)
     return value
 
 
 def read_name(value: Any, where: str) -> str:
-    """Return a value that must be a name."""
     if not isinstance(value, str) or not value or len(value) > 128:
         raise RequestError(
             f"`{where}` must be a string of 1 to 128 characters, got {json.dumps(value)[:80]}.", field=where
@@ -301,33 +269,20 @@ class ReplyCall(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """
-    A request for one message of a model.
-
-    Args:
-        messages: the conversation as chat templates take it. Calls have mappings as `arguments`, and results the
-            `name` of their function.
-        tools: JSON schemas of functions, as chat templates take them.
-        stop: texts that end the message.
-        with_usage: whether a stream ends with the numbers of tokens.
-        max_tokens: largest number of tokens.
-        count: number of answers.
-        row: further columns of a dataset row.
-        show_turns: whether the answer has the turns of teammates.
-    """
+    """A request for one message of a model."""
 
     model: str
-    messages: list[dict[str, Any]]
-    tools: tuple[dict[str, Any], ...] = ()
+    messages: list[dict[str, Any]]  # for chat templates: calls have mappings as `arguments`, results have a `name`
+    tools: tuple[dict[str, Any], ...] = ()  # JSON schemas
     stop: tuple[str, ...] = ()
     stream: bool = False
-    with_usage: bool = False
+    with_usage: bool = False  # whether a stream ends with the numbers of tokens
     sampling: dict[str, float] = field(default_factory=dict)
     max_tokens: int | None = None
-    count: int = 1
+    count: int = 1  # number of answers
     seed: int | None = None
-    row: dict[str, Any] = field(default_factory=dict)
-    show_turns: bool = True
+    row: dict[str, Any] = field(default_factory=dict)  # further dataset columns
+    show_turns: bool = True  # whether the answer has the turns of teammates
 
     @classmethod
     def from_body(
@@ -338,13 +293,7 @@ class ChatRequest:
         messages: Callable[[Mapping[str, Any]], list[dict[str, Any]]],
         tool: Callable[[dict[str, Any], str], tuple[Any, str]],
     ) -> ChatRequest:
-        """
-        Read a request of OpenAI's API, whose forms differ in how messages and tools are written.
-
-        Args:
-            own: names of fields that this form alone has.
-            tool: finds the function of a tool, and the name of its field.
-        """
+        """Read a request of OpenAI's API, whose forms differ in their fields (`own`), messages and tools."""
 
         def read_function(item: dict[str, Any], where: str) -> tuple[Any, str]:
             if item.get("type") != "function":
@@ -374,10 +323,7 @@ class ChatRequest:
         )
 
     def check_turn(self) -> None:
-        """
-        Raises:
-            RequestError: the request is not for exactly one turn of an agent.
-        """
+        """Raise a [`RequestError`] if the request is not for exactly one turn of an agent."""
         if self.count > 1:
             raise RequestError(
                 f"`n` must be 1 for an agent, got {self.count}. Send a request for each answer.", field="n"
@@ -390,37 +336,21 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class ChatReply:
-    """
-    A message of a model.
-
-    Args:
-        is_truncated: whether it ended at its largest length.
-        stopped_by: the stop string that has ended it.
-        read: number of tokens of the conversation.
-        written: number of tokens of the message.
-        thoughts: what teammates have said before it.
-        agents: numbers of tokens of each agent of a team.
-    """
+    """A message of a model."""
 
     text: str
     calls: tuple[ReplyCall, ...] = ()
     is_truncated: bool = False
-    read: int = 0
-    written: int = 0
-    thoughts: str = ""
+    read: int = 0  # prompt tokens
+    written: int = 0  # completion tokens
+    thoughts: str = ""  # turns of teammates before the message
     turns: dict[str, Any] | None = None
-    agents: dict[str, dict[str, int]] = field(default_factory=dict)
+    agents: dict[str, dict[str, int]] = field(default_factory=dict)  # numbers of tokens by agent
     stopped_by: str | None = None
 
     @classmethod
     def from_turn(cls, turn: Turn, stop: Sequence[str] = (), mark: str = "") -> ChatReply:
-        """
-        A turn as a message.
-
-        Args:
-            stop: texts that have ended it, which are not shown.
-            mark: what tells its calls from those of other episodes in the same conversation.
-        """
+        """Make a reply of a turn, up to the stop string. `mark` makes ids of calls unique in a conversation."""
         calls = _read_calls(turn)
         text = (turn.without_calls or "") if calls else turn.text if turn.tagged is None else turn.tagged
         ended_by = min((item for item in stop if item in text), key=text.index, default=None)
@@ -432,14 +362,14 @@ class ChatReply:
 
 
 def _read_calls(turn: Turn) -> list[tuple[str, str]]:
-    """Names and arguments of the calls in a turn. If one of them has no object as arguments, the turn is a text."""
+    """Return names and arguments of the calls. A turn with a call without valid arguments is a text."""
     calls = [(call.name, _as_json(call.arguments)) for call in turn.tool_calls]
     found = [(name, arguments) for name, arguments in calls if arguments is not None]
     return found if len(found) == len(calls) and MALFORMED not in turn.tool_calls else []
 
 
 def _as_json(arguments: Any) -> str | None:
-    """Arguments as JSON, which models also write as a text; `None` if they are no object."""
+    """Return arguments as JSON, which models also write as a text; `None` if they are not an object."""
     if isinstance(arguments, str):
         text = arguments.strip() or "{}"
         try:
@@ -450,7 +380,6 @@ def _as_json(arguments: Any) -> str | None:
 
 
 def _check_format(value: Any, where: str) -> None:
-    """Raise an error if a format is not plain text."""
     if value is not None and check_object(value, where).get("type") != "text":
         raise RequestError(f"`{where}` is not supported. {_REFUSED_FORMAT}", field=where, code="unsupported_parameter")
 
@@ -458,16 +387,7 @@ def _check_format(value: Any, where: str) -> None:
 def read_tools(
     body: Mapping[str, Any], read_function: Callable[[dict[str, Any], str], tuple[Any, str]], choice: Any
 ) -> tuple[dict[str, Any], ...]:
-    """
-    Read the functions that a model may call.
-
-    Args:
-        read_function: reads the function of a tool, with the name of its field.
-        choice: whether the model may call them.
-
-    Raises:
-        RequestError: a tool is malformed, or a call is forced.
-    """
+    """Read the functions that a model may call. `read_function` returns the function of a tool and its field."""
     tools = body.get("tools") or []
     if not isinstance(tools, list):
         raise RequestError("`tools` must be a list.", field="tools")
@@ -488,7 +408,6 @@ def read_tools(
 
 
 def _schema(tool: Any, where: str) -> dict[str, Any]:
-    """The schema of a function: its name, and what of description and parameters there is."""
     function = {key: value for key, value in check_object(tool, where).items() if key not in ("type", "strict")}
     read_name(function.get("name"), f"{where}.name")
     if not isinstance(function.get("description"), str | None):
@@ -500,7 +419,7 @@ def _schema(tool: Any, where: str) -> dict[str, Any]:
 
 
 def read_call(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
-    """A call within a message, as chat templates take it."""
+    """Return a call within a message in the format of chat templates."""
     try:
         known = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
         json.dumps(known, ensure_ascii=False).encode("utf-8")  # no halves of characters
@@ -512,12 +431,7 @@ def read_call(identity: Any, name: Any, arguments: Any, where: str) -> dict[str,
 
 
 def with_names(messages: Sequence[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """
-    Messages whose results have the names of their functions.
-
-    Raises:
-        RequestError: a result does not belong to an earlier call.
-    """
+    """Add the names of functions to results. Raises a [`RequestError`] for a result without an earlier call."""
     names: dict[str, str] = {}
     found = []
     for number, message in enumerate(messages):

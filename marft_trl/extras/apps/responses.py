@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import chat
+from .messages import encoded as encoded  # in the same form
 from .requests import (
     ChatReply,
     ChatRequest,
@@ -26,12 +26,7 @@ _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
 def read(body: bytes, models: Sequence[str]) -> ChatRequest:
-    """
-    Read the body of a request, see [`~marft_trl.extras.apps.chat.read`].
-
-    Raises:
-        RequestError: the message names the field, what it got and what it needs.
-    """
+    """Read a request, like `read` of `chat.py`."""
     own = ("input", "instructions", "text")
     chat_request = ChatRequest.from_body(read_object(body), models, own, _messages, lambda tool, where: (tool, where))
     if chat_request.count > 1:
@@ -82,10 +77,7 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:
-    """
-    The answer to a request. A message that was cut at its largest length is completed, with `incomplete_details`:
-    clients take an incomplete response for an error, and turns of training are cut now and then.
-    """
+    """Return the answer. A truncated one is `completed` as well: clients raise an error for an incomplete response."""
     (reply,) = messages
     return _response(identity, chat_request, "completed", _output(identity, reply), reply)
 
@@ -98,12 +90,11 @@ class Stream:
         self._place = {"item_id": f"msg_{identity}", "output_index": 0, "content_index": 0}
 
     def begin(self) -> list[dict[str, Any]]:
-        """The first events."""
         begun = _response(self._identity, self._chat_request, "in_progress", [])
         return [self._event(f"response.{name}", response=begun) for name in ("created", "in_progress")]
 
     def delta(self, text: str, is_answer: bool = True, agent: str = "", turn: int = 0) -> list[dict[str, Any]]:
-        """Events of a further text. What teammates say before the answer has no events."""
+        """Return the events of new text. Turns of teammates before the answer have no events."""
         found: list[dict[str, Any]] = []
         if not is_answer:
             return found
@@ -117,7 +108,7 @@ class Stream:
         return found
 
     def end(self, reply: ChatReply) -> list[dict[str, Any]]:
-        """The last events, with the text if none of it was sent."""
+        """Return the last events, with the text if none of it was sent."""
         found = self.delta(reply.text) if not self._has_text and (reply.text or not reply.calls) else []
         items = _output(self._identity, reply)
         for index, item in enumerate(items):
@@ -146,13 +137,8 @@ END = b""
 error_body = chat.error_body
 
 
-def encoded(event: Mapping[str, Any]) -> bytes:
-    """An event of a stream as a server-sent event."""
-    return f"event: {event['type']}\ndata: {json.dumps(event, default=str)}\n\n".encode()
-
-
 def failed(error: RequestError) -> dict[str, Any]:
-    """The event of a stream that failed."""
+    """Return the event of a stream that failed."""
     return {"type": "error", "code": error.code, "message": str(error), "param": error.field}
 
 

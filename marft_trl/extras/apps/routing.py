@@ -88,7 +88,6 @@ _RULES = {rule.__name__: rule for rule in (BySystemPrompt, ByTools)}
 
 
 def named_agents(rule: AgentRule | None) -> list[str]:
-    """The agents that a ready-made rule names."""
     if not isinstance(rule, (BySystemPrompt, ByTools)):
         return []
     return [*dict.fromkeys(rule.agents.values()), *([rule.default] if rule.default is not None else [])]
@@ -102,7 +101,7 @@ def describe_rule(rule: AgentRule | None) -> dict[str, Any] | None:
 
 
 def make_rule(description: Any) -> AgentRule | None:
-    """Make the rule of a description. Return other rules unchanged."""
+    """Make the rule of a description. Other rules are returned unchanged."""
     if not isinstance(description, Mapping):
         return description
     return _RULES[description["rule"]](dict(description["agents"]), description["default"])
@@ -111,12 +110,7 @@ def make_rule(description: Any) -> AgentRule | None:
 def choose_agent(
     rule: AgentRule, chat_request: ChatRequest, headers: Mapping[str, str], agents: Sequence[str]
 ) -> ChatRequest:
-    """
-    The request, for the agent that a rule chooses.
-
-    Raises:
-        RequestError: the rule chooses no agent of the team.
-    """
+    """Return the request for the agent that a rule chooses. Raises a [`RequestError`] for an unknown agent."""
     system = []
     for message in chat_request.messages:
         if message["role"] != "system":

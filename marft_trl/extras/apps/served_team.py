@@ -107,13 +107,7 @@ def is_loopback(host: str | None) -> bool:
 
 
 class RequestQueue:
-    """
-    Limits the number of answers that are generated concurrently.
-
-    Args:
-        places: maximum number of running answers.
-        waiting: maximum number of waiting questions.
-    """
+    """Limits the numbers of answers that are generated concurrently, and of questions that wait."""
 
     def __init__(self, places: int, waiting: int):
         self.places, self._free, self._max_waiting = places, asyncio.Semaphore(places), waiting
@@ -122,12 +116,7 @@ class RequestQueue:
 
     @contextlib.asynccontextmanager
     async def place(self, answers: int = 1) -> AsyncIterator[None]:
-        """
-        Asynchronous context manager: wait until there is a slot for each answer to a question, and hold the slots.
-
-        Raises:
-            RequestError: the queue is full.
-        """
+        """Wait for a slot for each answer, and hold the slots. Raises a [`RequestError`] if the queue is full."""
         if (self._free.locked() or self._queue_lock.locked()) and self.waiting >= self._max_waiting:
             raise RequestError(
                 f"The server is full: {self.running} questions are running and {self.waiting} are waiting. Retry "
@@ -165,19 +154,16 @@ class ServerMetrics:
         self._seconds: dict[str, float] = {}
 
     def request(self, model: str, status: int, seconds: float) -> None:
-        """Count a finished request."""
         self._requests[model, status] += 1
         self._seconds[model] = self._seconds.get(model, 0.0) + seconds
 
     def episodes(self, episodes: Sequence[Episode]) -> None:
-        """Count the turns and tokens of finished episodes."""
         for turn in (turn for episode in episodes for turn in episode.turns):
             self._turns[turn.agent] += 1
             self._tokens[turn.agent, "prompt"] += len(turn.prompt_ids)
             self._tokens[turn.agent, "completion"] += len(turn.completion_ids)
 
     def text(self, queue: RequestQueue) -> str:
-        """Return all metrics, with the current lengths of the queue."""
         lines = [
             "# TYPE marft_requests_running gauge",
             f"marft_requests_running {queue.running}",
@@ -196,7 +182,6 @@ class ServerMetrics:
 
 
 def heading(agent: str, is_first: bool) -> str:
-    """Return the heading of a turn in the list of teammates' turns."""
     return f"{'' if is_first else chr(10) * 2}[{agent}]\n"
 
 
@@ -206,13 +191,7 @@ def thoughts(episode: Episode) -> str:
     return "".join(heading(turn.agent, not number) + turn.text for number, turn in enumerate(turns))
 
 
-def answer_text(episode: Episode) -> str:
-    """Return the text of the answer of the team; empty if there was no turn."""
-    return episode.answer.text if episode.answer is not None else ""
-
-
 def count_tokens(episode: Episode) -> dict[str, dict[str, int]]:
-    """Return the numbers of prompt and completion tokens of each agent."""
     agents: dict[str, dict[str, int]] = {}
     for turn in episode.turns:
         usage = agents.setdefault(turn.agent, {"prompt_tokens": 0, "completion_tokens": 0})
@@ -222,7 +201,7 @@ def count_tokens(episode: Episode) -> dict[str, dict[str, int]]:
 
 
 def as_data(episode: Episode) -> dict[str, Any]:
-    """Return an episode as JSON data: turns and feedback, in order. The output of programs is left out."""
+    """Return an episode as JSON data: turns and feedback, in order, without the output of programs."""
     return {
         "turns": [
             {
@@ -293,16 +272,6 @@ def application(team: Team, settings: GatewaySettings | None = None) -> web.Appl
     return _TeamBackend(team, settings or GatewaySettings()).application()
 
 
-class _SingleAgent(Workflow):
-    """One agent answers by itself."""
-
-    def __init__(self, agent: str):
-        self.agent = agent
-
-    async def run(self, episode: LiveEpisode) -> None:
-        await episode.turn(self.agent)
-
-
 class _RequestedTurnWorkflow(Workflow):
     """An agent takes a turn on the messages of a request."""
 
@@ -338,18 +307,17 @@ class _TeamBackend:
     @property
     def _workflows(self) -> dict[str, Workflow | None]:
         """The models that clients can request: the team, with its own workflow, and each of its current agents."""
-        agents: dict[str, Workflow | None] = {agent.name: _SingleAgent(agent.name) for agent in self._team.agents}
+        agents: dict[str, Workflow | None] = {name: Sequential([name]) for name in self._agent_names}
         workflow = self._team.workflow
         if isinstance(workflow, ExternalApp) and workflow.app is None:  # nothing decides which agent acts when
             return agents
         return {self._settings.name: None, **agents}
 
-    def _is_application_agent(self, model: Any) -> bool:
-        """Whether a model is an agent of an application, which acts on the messages of a request, as in training."""
-        return isinstance(self._team.workflow, ExternalApp) and model in [agent.name for agent in self._team.agents]
+    @property
+    def _agent_names(self) -> list[str]:
+        return [agent.name for agent in self._team.agents]
 
     def application(self) -> web.Application:
-        """The application."""
         app = HTTPApplication(self).application()
         app.router.add_get("/", self._show_page)
         app.router.add_get("/health", self._health)
@@ -368,10 +336,7 @@ class _TeamBackend:
     # ---- Backend interface ----
 
     def admit(self, request: web.Request) -> _TeamBackend:
-        """
-        Raises:
-            RequestError: the request has no valid key, or comes from a web page of another origin.
-        """
+        """Check the API key and the origin: web pages of other origins are refused."""
         origin = request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2] != request.host:
             raise RequestError("Web pages of another origin cannot use this server.", 403, code="forbidden_origin")
@@ -392,27 +357,23 @@ class _TeamBackend:
         return self
 
     def answering(self, request: web.Request) -> contextlib.AbstractContextManager[None]:
-        """Return an empty context manager, since requests need none."""
         return contextlib.nullcontext()
 
     def ended(self, request: web.Request, client: _TeamBackend | None, outcome: Outcome) -> None:
-        """Count a request."""
         if request.method == "POST":
             self._counters.request(outcome.model, outcome.status, outcome.seconds)
 
     @property
     def models(self) -> Sequence[str]:
-        """The team, and its agents."""
         return list(self._workflows)
 
     @property
     def agent_of(self) -> AgentRule | None:
-        """The rule of the settings, or of the workflow."""
         return self._settings.agent_of or getattr(self._team.workflow, "agent_of", None)
 
     async def count_tokens(self, chat_request: ChatRequest) -> int:
-        """The number of tokens that an agent is shown; of the team, the first one."""
-        known = [agent.name for agent in self._team.agents]
+        """Count the tokens that an agent is shown; for the team, its first agent."""
+        known = self._agent_names
         agent = chat_request.model if chat_request.model in known else known[0]
         try:
             return await self._team.live.count_tokens(agent, chat_request.messages, chat_request.tools)
@@ -422,8 +383,8 @@ class _TeamBackend:
     async def answer(
         self, chat_request: ChatRequest, body: bytes, is_retry: bool, on_text: TextListener | None
     ) -> ChatReplies:
-        """Answer a request with the team or an agent. Agents of applications act on the messages of the request."""
-        is_direct = self._is_application_agent(chat_request.model)
+        # Agents of an application act on the messages of a request, as in training
+        is_direct = isinstance(self._team.workflow, ExternalApp) and chat_request.model in self._agent_names
         if is_direct:
             chat_request.check_turn()
             if chat_request.tools and not self._team.workflow.uses_tools:
@@ -434,7 +395,8 @@ class _TeamBackend:
             chat_request, show_turns=chat_request.show_turns and self._settings.show_turns
         )
         live = None if on_text is None or is_direct else self._event_handler(chat_request, on_text)
-        episodes = await self._run_episodes(chat_request, live)
+        workflow = _RequestedTurnWorkflow(chat_request) if is_direct else self._workflows[chat_request.model]
+        episodes = await self._run_episodes(chat_request, workflow, live)
         return ChatReplies([_message(episode, chat_request, is_direct) for episode in episodes])
 
     # ---- Routes ----
@@ -445,9 +407,8 @@ class _TeamBackend:
         return web.Response(text=self._page, content_type="text/html", headers=headers)
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"status": "ending" if self._is_shutting_down else "ok"}, status=503 if self._is_shutting_down else 200
-        )
+        status, code = ("ending", 503) if self._is_shutting_down else ("ok", 200)
+        return web.json_response({"status": status}, status=code)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=self._counters.text(self._queue))
@@ -455,14 +416,13 @@ class _TeamBackend:
     # ---- Answers ----
 
     async def _run_episodes(
-        self, chat_request: ChatRequest, on_event: Callable[[Event], None] | None
+        self, chat_request: ChatRequest, workflow: Workflow | None, on_event: Callable[[Event], None] | None
     ) -> list[Episode]:
-        is_direct = self._is_application_agent(chat_request.model)
         question = Question(
             [{**chat_request.row, "prompt": chat_request.messages} for _ in range(chat_request.count)],
             secrets.randbits(62) if chat_request.seed is None else chat_request.seed,
             decoding(chat_request.sampling),
-            _RequestedTurnWorkflow(chat_request) if is_direct else self._workflows[chat_request.model],
+            workflow,
             chat_request.max_tokens,
             self._settings.max_turns,
         )
@@ -477,7 +437,7 @@ class _TeamBackend:
         return episodes
 
     def _event_handler(self, chat_request: ChatRequest, on_text: TextListener) -> Callable[[Event], None]:
-        """Return a handler that streams the events of an episode: the answer, and the turns of teammates before it."""
+        """Return a handler that streams the answer, and the turns of teammates before it."""
         answering, current_turn = self._answering_turn(chat_request.model), None
 
         def on_event(event: Event) -> None:
@@ -497,13 +457,9 @@ class _TeamBackend:
     def _answering_turn(self, model: str) -> int | None:
         """Return the index of the turn that will be the answer, or `None` if it is not known in advance."""
         workflow, agents = self._workflows[model] or self._team.workflow, self._team.agents
-        if any(agent.tools for agent in agents):
+        if any(agent.tools for agent in agents) or type(workflow) is not Sequential:
             return None
-        if isinstance(workflow, _SingleAgent):
-            return 0
-        if type(workflow) is Sequential:
-            return len(workflow.agents or agents) * workflow.rounds - 1
-        return None
+        return len(workflow.agents or agents) * workflow.rounds - 1
 
 
 def _get_host(request: web.Request) -> str | None:
@@ -515,10 +471,7 @@ def _get_host(request: web.Request) -> str | None:
 
 
 def _check_question(chat_request: ChatRequest) -> None:
-    """
-    Raises:
-        RequestError: the request uses a feature that only agents of applications support.
-    """
+    """Raise a [`RequestError`] if the request uses a feature that only agents of applications support."""
     has_calls = any(message["role"] == "tool" or message.get("tool_calls") for message in chat_request.messages)
     for name, value in {"tools": chat_request.tools, "stop": chat_request.stop, "messages": has_calls}.items():
         if value:
@@ -530,7 +483,6 @@ def _check_question(chat_request: ChatRequest) -> None:
 
 
 def _message(episode: Episode, chat_request: ChatRequest, is_direct: bool) -> ChatReply:
-    """Make the reply to a request from an episode."""
     turn, tokens = episode.answer, count_tokens(episode)
     call_id_prefix = f"{secrets.token_hex(6)}_"
     reply = ChatReply.from_turn(turn, chat_request.stop, call_id_prefix) if turn is not None else ChatReply("")
@@ -539,4 +491,5 @@ def _message(episode: Episode, chat_request: ChatRequest, is_direct: bool) -> Ch
     if is_direct:
         return dataclasses.replace(reply, read=read, written=written)
     earlier_turns, turns = (thoughts(episode), as_data(episode)) if chat_request.show_turns else ("", None)
-    return ChatReply(answer_text(episode), (), reply.is_truncated, read, written, earlier_turns, turns, tokens)
+    text = turn.text if turn is not None else ""
+    return ChatReply(text, (), reply.is_truncated, read, written, earlier_turns, turns, tokens)

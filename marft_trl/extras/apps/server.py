@@ -38,23 +38,17 @@ _SILENT = 1.0
 
 
 class Endpoint:
-    """
-    The server. The API key of a request identifies its episode; a request without the key of a running episode is
-    refused before its body is read. Each request has its own connection, which the client closes after the answer.
-    Otherwise, Python would close the idle connections of clients that are never closed whenever it collects them, in
-    any thread, this one included, and other connections with them.
+    """The server. Requests without the key of a running episode are refused before their body is read."""
 
-    Attributes:
-        at_once: maximum number of concurrent episodes, which follows from the limit on open files of this process.
-    """
-
+    # Each request has its own connection. Otherwise, Python would close the idle connections of clients that are never
+    # closed whenever it collects them, in any thread, this one included, and other connections with them
     timeout, max_body, closes_connections, json_only = None, 16 << 20, True, False
     _process_endpoint: ClassVar[tuple[int, Endpoint] | None] = None
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     @classmethod
     def get_or_start(cls) -> Endpoint:
-        """Return the endpoint of this process. The first call starts it."""
+        """Return the endpoint of this process, and start it if there is none."""
         with cls._lock:
             if cls._process_endpoint is None or cls._process_endpoint[0] != os.getpid():  # a fork has no threads
                 cls._process_endpoint = (os.getpid(), cls())
@@ -65,6 +59,7 @@ class Endpoint:
         keep(mark_of_process())  # programs that functions start, too, since they have a key
         self._sessions: dict[str, Session] = {}
         files = (spare := spare_files()) - max(_RESERVE, spare // 8)
+        # `at_once`: maximum number of concurrent episodes
         self.at_once, self._most_connections = max(1, files // _FILES), max(_FILES, files // 2)
         self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
         self._places = weakref.WeakKeyDictionary()
@@ -81,7 +76,7 @@ class Endpoint:
 
     @contextlib.contextmanager
     def open(self, session: Session) -> Iterator[AppEndpoint]:
-        """Context manager: accept requests with the key of a session."""
+        """Accept requests with the key of a session."""
         if not self._sessions:
             forget_shared_keys()
         self._sessions[session.secret] = session
@@ -120,11 +115,8 @@ class Endpoint:
         self._loop.run_forever()
 
     async def _accept(self, listening: socket.socket, server: web.Server) -> None:
-        """
-        Accept connections, up to the limit on open files: the oldest silent connection is closed for the next one.
-        asyncio's own servers have no such limit, and log a thousand lines a second when files run out.
-        """
-        while True:
+        """Accept connections up to the limit on open files. The oldest silent connection makes room for the next."""
+        while True:  # asyncio's own servers have no such limit, and log a thousand lines a second when files run out
             try:
                 connection, _ = await self._loop.sock_accept(listening)
                 transport, _ = await self._loop.connect_accepted_socket(server, connection)
@@ -166,7 +158,6 @@ class Endpoint:
     # ---- As a backend ----
 
     def admit(self, request: web.Request) -> Session:
-        """Return the session of the API key of a request."""
         from .http import get_api_key
 
         session = self._sessions.get(get_api_key(request))
@@ -181,7 +172,7 @@ class Endpoint:
 
     @contextlib.contextmanager
     def answering(self, request: web.Request) -> Iterator[None]:
-        """Context manager: mark a connection as active."""
+        """Mark a connection as active."""
         transport = request.transport
         if transport in self._silent_since:  # else its client is gone already
             self._silent_since[transport] = math.inf
@@ -192,7 +183,6 @@ class Endpoint:
                 self._silent_since[transport] = time.monotonic()  # until its client has closed it
 
     def ended(self, request: web.Request, client: Session | None, outcome: Outcome) -> None:
-        """Report a refused request to its session."""
         if client is not None and outcome.error is not None:
             client.refuse(outcome.error)
 

@@ -66,7 +66,7 @@ def mark_of_process() -> str:
 
 
 def shared_keys() -> list[str]:
-    """Return the places (as in code) that all episodes of this process share, and that have the key of an episode."""
+    """Return the places, as code, that all episodes of this process share and that have the key of an episode."""
     variables = [f"os.environ[{name!r}]" for name, value in os.environ.items() if mark_of_process() in value]
     found = variables + [f"{name}.api_key" for name in _CLIENTS if mark_of_process() in str(_get_key(name))]
     return found + ["the default client of the Agents SDK"] * (mark_of_process() in _key_of_agents_sdk())
@@ -115,16 +115,10 @@ logger.addFilter(_Once())
 
 
 class Waiting:
-    """
-    A request that waits for a turn. `gone`, `settle` and `answer` belong to the thread of the endpoint, the rest to
-    the event loop of the episode.
-
-    Args:
-        seen: turns that were answered before it came.
-    """
+    """A request that waits. `clients` and `answer` belong to the endpoint's thread, the rest to the episode's."""
 
     def __init__(self, chat_request: ChatRequest, seen: tuple[Turn, ...]):
-        self.chat_request, self.seen = chat_request, seen
+        self.chat_request, self.seen = chat_request, seen  # `seen`: turns that were answered before it came
         self.answer: asyncio.Future[tuple[ChatReply, Turn]] = asyncio.get_running_loop().create_future()
         self.loop = asyncio.get_running_loop()
         self.clients = 0
@@ -140,30 +134,16 @@ class Waiting:
         )
 
     def settle(self, result: tuple[ChatReply, Turn] | BaseException) -> None:
-        """Answer the request, from the event loop of the episode, unless it is answered."""
+        """Answer the request once, from the event loop of the episode."""
         if self.is_settled:
             return
         self.is_settled = True
-        self.loop.call_soon_threadsafe(_settle, self.answer, result)
+        error = result if isinstance(result, BaseException) else None
+        self.loop.call_soon_threadsafe(settle_future, self.answer, result, error)
 
 
 class Session:
-    """
-    An episode from the point of view of the endpoint. Create it in the event loop of the episode.
-
-    Args:
-        agents: names of the agents that requests may name as their model.
-        takes_tools: whether requests may have tools.
-        earns: whether rewards may be posted.
-        agent_of: chooses the agent of a request.
-        count: counts the tokens of messages for an agent.
-
-    Attributes:
-        inbox: requests, in the event loop of the episode.
-        counts: number of requests by outcome.
-        refused: error of the latest refused request.
-        rewards: posted rewards, each with the last turn that was answered before.
-    """
+    """An episode from the point of view of the endpoint. Create it in the event loop of the episode."""
 
     def __init__(
         self,
@@ -177,9 +157,10 @@ class Session:
         self.models, self.takes_tools, self.earns = tuple(agents), takes_tools, earns
         self.secret = mark_of_process() + secrets.token_urlsafe(32)
         self.loop = asyncio.get_running_loop()
-        self.inbox: asyncio.Queue[Waiting] = asyncio.Queue()
-        self.counts: Counter[str] = Counter()
-        self.refused: str | None = None
+        self.inbox: asyncio.Queue[Waiting] = asyncio.Queue()  # in the event loop of the episode
+        self.counts: Counter[str] = Counter()  # of requests, by outcome
+        self.refused: str | None = None  # error of the latest refused request
+        # Each with the last turn that was answered before
         self.rewards: list[tuple[float | Mapping[str, float], Turn | None]] = []
         self._answered: list[Turn] = []
         self._by_body: dict[str, list[Waiting]] = {}
@@ -191,12 +172,7 @@ class Session:
     async def answer(
         self, chat_request: ChatRequest, body: bytes, is_retry: bool, on_text: TextListener | None
     ) -> ChatReplies:
-        """
-        Answer a request. If the caller is cancelled, so is the request. A client's retry is recognized by its body.
-
-        Raises:
-            RequestError: the request cannot be answered.
-        """
+        """Answer a request. If the caller is canceled, so is the request. A retry is recognized by its body."""
         from .http import ChatReplies
 
         self._check(chat_request)
@@ -233,7 +209,6 @@ class Session:
         return ChatReplies([reply], functools.partial(self.on_send_failed, waiting))
 
     async def count_tokens(self, chat_request: ChatRequest) -> int:
-        """The number of tokens of a request, as its agent is shown it."""
         self._check(chat_request)
         if self._count is None:
             raise RequestError("Tokens cannot be counted here.", 404)
@@ -249,26 +224,17 @@ class Session:
 
     @staticmethod
     def _earlier(same: Sequence[Waiting], is_retry: bool, firsts: int) -> Waiting | None:
-        """
-        Return the earlier request that this one retries: a request whose client has disconnected, or else the latest
-        one if the client marks a retry and each of the first attempts already has a turn.
-        """
+        """Return the request that is retried: one without clients, or the latest if each first try has a turn."""
         there = [item for item in same if not item.is_gone]
         left = [value for value in there if not value.clients]
         return left[0] if left else there[-1] if there and is_retry and len(there) >= firsts else None
 
     def refuse(self, error: RequestError) -> None:
-        """Record a refused request."""
         self.counts["refused"] += 1
         self.refused = str(error)
 
     def reward(self, reward: Any) -> None:
-        """
-        Record a reward: a number for the team, or a mapping of agent names to numbers.
-
-        Raises:
-            RequestError: the workflow accepts no rewards, or this is not a valid reward.
-        """
+        """Record a reward: a number for the team, or a mapping of agent names to numbers."""
         if not self.earns:
             raise RequestError(
                 "The workflow does not accept rewards from its application. Set `ExternalApp(..., earns=True)`."
@@ -310,11 +276,11 @@ class Session:
             raise RequestError("The episode of this key has ended.", 401, code="invalid_api_key") from error
 
 
-def _settle(future: asyncio.Future, result: Any) -> None:
+def settle_future(future: asyncio.Future, value: Any, error: BaseException | None) -> None:
     if future.done():
         return
-    if isinstance(result, BaseException):
-        future.set_exception(result)
+    if error is not None:
+        future.set_exception(error)
         future.exception()  # nobody may wait for it any more
     else:
-        future.set_result(result)
+        future.set_result(value)

@@ -1,16 +1,21 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The command `marft`. Each subcommand is imported on first use."""
+"""The command `marft`, and options on the command line and in YAML files. Subcommands are imported on first use."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import difflib
 import importlib
+import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
-from ...seams.libraries import installed_version
+from ...seams.libraries import get_options, installed_version
+from ...system.hints import did_you_mean
 
 
 # Name -> what it does
@@ -28,31 +33,12 @@ COMMANDS = {
     "skill": "print instructions for coding agents that use this package",
     "env": "print versions and devices of this machine, for a bug report",
 }
-
-
-# Module -> its commands. The class of `vllm-command` is `VllmCommand`, of all others `<Name>Command`
-_MODULES = {
-    "training": ("train", "plan", "rehearse", "eval"),
-    "teams": ("chat", "serve", "vllm-command", "transcripts"),
-    "others": ("report", "init", "env", "skill"),
-}
-
-
-def _load_command(name: str) -> Any:
-    module = next(module for module, names in _MODULES.items() if name in names)
-    kind = f"{name.removesuffix('-command').capitalize()}Command"
-    return getattr(importlib.import_module(f".{module}", __name__), kind)
+# The others are in `teams.py`, as functions named `<name>_options` and `run_<name>`
+_ON_A_TRAINER = ("train", "plan", "rehearse", "eval")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """
-    Run a command.
-
-    Args:
-        argv: name and arguments of the command. Defaults to `sys.argv[1:]`.
-
-    Returns: the exit status.
-    """
+    """Run a command with its arguments, `sys.argv[1:]` by default, and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
@@ -67,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"marft: unknown command {name!r}.{hint}", file=sys.stderr)
         return 2
     try:
-        return _run(_load_command(name)(name, COMMANDS[name]), arguments)
+        return _run(name, arguments) or 0
+    except UsageError as error:
+        print(f"marft {name}: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:  # imports take seconds as well
         return 130
     except BrokenPipeError:  # the reader has closed the pipe
@@ -75,26 +64,156 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _run(command: Any, arguments: Sequence[str]) -> int:
-    from .command import UsageError
-
-    try:
-        return command.main(arguments) or 0
-    except UsageError as error:
-        print(f"marft {command.name}: {error}", file=sys.stderr)
-        return 2
+def _run(name: str, arguments: Sequence[str]) -> int | None:
+    sentence = f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}."
+    module = importlib.import_module(".scripts" if name in _ON_A_TRAINER else ".teams", __name__)
+    if name in _ON_A_TRAINER:
+        return module.run_on_trainer(name, sentence, arguments)
+    key = name.replace("-", "_")
+    functions = getattr(module, f"{key}_options", lambda parser: None), getattr(module, f"run_{key}")
+    return run_with_options(name, sentence, *functions, arguments)
 
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: marft COMMAND [arguments]",
-            "",
-            *lines,
-            "",
-            "`marft COMMAND --help` lists the options of a command. All options can also be set in a YAML file:",
-            "`--config FILE`. Command-line options take precedence over the file.",
-        ]
+    lines = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
+    return (
+        f"usage: marft COMMAND [arguments]\n\n{lines}\n\n"
+        "`marft COMMAND --help` lists the options of a command. All options can also be set in a YAML file:\n"
+        "`--config FILE`. Command-line options take precedence over the file."
     )
+
+
+# ---- Options ----
+
+
+class UsageError(ValueError):
+    """Raised when a command is called with invalid arguments."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises [`UsageError`] where argparse ends the process, and that takes no abbreviations."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}. See `--help` for the options.")
+
+
+@contextlib.contextmanager
+def as_usage_errors(
+    *kinds: type[Exception], unless: Callable[[Exception], bool] = lambda error: False
+) -> Iterator[None]:
+    """Convert errors of these kinds to [`UsageError`]s, except with `MARFT_TRACEBACK`."""
+    try:
+        yield
+    except kinds as error:
+        is_done = isinstance(error, (UsageError, BrokenPipeError))
+        if is_done or os.environ.get("MARFT_TRACEBACK") or unless(error):
+            raise
+        raise UsageError(f"{error} (Set `MARFT_TRACEBACK=1` for the traceback.)") from error
+
+
+def run_with_options(
+    name: str,
+    sentence: str,
+    add_options: Callable[[Parser], None],
+    run: Callable[[argparse.Namespace], int | None],
+    argv: Sequence[str],
+) -> int | None:
+    """Run a command with options of its own. `sentence`: what it does."""
+    parser = Parser(prog=f"marft {name}", description=sentence)
+    add_options(parser)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with options; the command line wins")
+    config, rest = read_config(argv)
+    args, unknown = parser.parse_known_args([*as_tokens(config, parser, rest), *rest])
+    check_unknown(unknown, parser)
+    with as_usage_errors(OSError):  # of a file or folder that an option names
+        return run(args)
+
+
+# ---- Options in YAML files ----
+
+
+def read_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Read the YAML file of `--config`. Returns its options and the other arguments."""
+    if argv and argv[-1] == "--config":
+        raise UsageError("`--config` needs the name of a YAML file.")
+    finder = Parser(add_help=False)
+    finder.add_argument("--config")
+    found, rest = finder.parse_known_args(argv)
+    return {} if found.config is None else read_yaml(found.config), rest
+
+
+def read_yaml(path: str | os.PathLike) -> dict[str, Any]:
+    """Read the mapping in a YAML file. The key `env` is removed, and sets environment variables."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"`--config {path}` cannot be read: {error}") from error
+    found = {} if found is None else found
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise UsageError(f"`--config {path}` must be a mapping of options, got {type(found).__name__}.")
+    variables = found.pop("env", None) or {}
+    if not isinstance(variables, dict):
+        raise UsageError(f"`env` in {path} must be a mapping of environment variables, got {variables!r}.")
+    os.environ.update({str(name): str(value) for name, value in variables.items()})
+    return found
+
+
+def as_tokens(
+    config: Mapping[str, Any],
+    parser: argparse.ArgumentParser,
+    line: Iterable[str] = (),
+    others: Iterable[str] = (),
+    where: str = "the YAML file",
+) -> list[str]:
+    """Convert the options of a file to arguments, without those that the command `line` has already."""
+    # Arguments, so that both are checked in the same way; before the line, because the last value of an option counts
+    known, tokens = get_options(parser), list[str]()
+    there = {token.partition("=")[0] for token in line}
+    for key, value in config.items():
+        action = known.get(key.replace("-", "_"))
+        if action is None or action.dest in ("help", "config"):
+            hint = did_you_mean(key, [*known, *others]) or " See `--help` for the options."
+            raise UsageError(f"Unknown option {key!r} in {where}.{hint}")
+        if there.isdisjoint(action.option_strings):
+            tokens += _tokens(action, value, key, parser, where)
+    return tokens
+
+
+def _tokens(action: argparse.Action, value: Any, key: str, parser: argparse.ArgumentParser, where: str) -> list[str]:
+    option = next(text for text in action.option_strings if text.startswith("--"))
+    if value is None or (isinstance(value, dict) and not _reads_json(action)):
+        parser.set_defaults(**{action.dest: value})
+        return []
+    if action.nargs == 0:  # a flag
+        if not isinstance(value, bool):
+            raise UsageError(f"{key!r} in {where} must be true or false, got {value!r}.")
+        return [option] if value else []
+    values = value if isinstance(value, list) and action.nargs in ("*", "+") else [value]
+    texts = [json.dumps(item) if isinstance(item, (dict, list)) else str(item) for item in values]
+    if action.nargs in ("*", "+"):
+        return [option, *texts]
+    return [f"{option}={texts[0]}"]  # so that a value may begin with "-"
+
+
+def _reads_json(action: argparse.Action) -> bool:
+    """Return `False` for options of transformers (5.23) that are mappings, which no text of a command line becomes."""
+    try:
+        return not callable(action.type) or isinstance(action.type("{}"), (dict, str))
+    except (TypeError, ValueError):
+        return False
+
+
+def check_unknown(unknown: Iterable[str], parser: argparse.ArgumentParser, others: Iterable[str] = ()) -> None:
+    """Raise a [`UsageError`] if there are arguments that no parser has recognized."""
+    first = next(iter(unknown), None)
+    if first is not None:
+        name = first.partition("=")[0].removeprefix("--").replace("-", "_")
+        hint = did_you_mean(name, [*get_options(parser), *others]) if first.startswith("--") else ""
+        hint = hint.replace("'", "`--", 1).replace("'", "`", 1) if hint else " See `--help` for the options."
+        raise UsageError(f"Unknown argument {first!r}.{hint}")

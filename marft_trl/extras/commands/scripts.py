@@ -1,29 +1,45 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Teams in scripts and YAML files: read their settings and create their trainer."""
+"""
+Teams in scripts and YAML files: read their settings and create their trainer. And the commands that do so: `marft
+train`, `plan`, `rehearse` and `eval`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import inspect
-import os
+import re
+import subprocess
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import trl.rewards
+from accelerate.commands.launch import launch_command, launch_command_parser
 from datasets import load_dataset
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from ... import rewards, workflows
+from ...adapters.lora import load_adapter_weights
+from ...adapters.manifest import MANIFEST_NAME
 from ...agents import AgentSpec
 from ...config.marft_config import MARFTConfig
+from ...episodes.guard import EpisodeError
+from ...reporting.metrics import interval
+from ...reporting.transcripts import format_episode
+from ...seams.libraries import get_options
 from ...system.files import import_file
 from ...system.hints import did_you_mean
 from ...trainer import MARFTTrainer
 from ...workflows import Workflow, rebuild
 from .. import sandbox
-from .command import Parser, UsageError, as_tokens, check_unknown, read_yaml
+from . import Parser, UsageError, as_tokens, as_usage_errors, check_unknown, read_config, read_yaml
 
 
 # Keys of a YAML file that cannot be written as options
@@ -36,53 +52,24 @@ class _TrlParser(TrlParser):
     error = Parser.error
 
 
+@dataclass
 class Recipe:
-    """
-    A team to train: its options, and the trainer that it creates from them.
+    """A team to train: its options, and the trainer that it creates from them."""
 
-    Args:
-        settings: options that the script or the YAML file sets.
-        make: `make(parsed)` creates the trainer from the parsed options.
-    """
-
-    def __init__(self, parser: TrlParser, settings: Mapping[str, Any], make: Callable[[Sequence[Any]], MARFTTrainer]):
-        self.parser, self.settings, self._make = parser, settings, make
-        self.others: Sequence[str] = ()  # options of the launcher
-        self.where = "`SETTINGS`"  # source of the settings, for errors
-        self.code: str | None = None  # the script, if it defines `TEAM`, which loading the trained team needs
+    parser: TrlParser
+    settings: Mapping[str, Any]  # options that the script or the YAML file sets
+    make: Callable[[Sequence[Any]], MARFTTrainer]  # from the parsed options
+    where: str = "`SETTINGS`"  # source of the settings, for errors
+    code: str | None = None  # the script, if it defines `TEAM`, which loading the trained team needs
+    others: Sequence[str] = ()  # options of the launcher
 
     def trainer(self, tokens: Sequence[str]) -> MARFTTrainer:
-        """
-        Make the trainer.
-
-        Args:
-            tokens: options as on a command line.
-
-        Raises:
-            UsageError: an option is unknown.
-        """
+        """Make the trainer from options as on a command line."""
         parsed = self.parse(tokens)
-        try:
-            return self._make(parsed)
-        except (ValueError, TypeError, OSError, ImportError) as error:
-            if isinstance(error, UsageError) or os.environ.get("MARFT_TRACEBACK") or self._is_theirs(error):
-                raise
-            raise UsageError(f"{error} (Set `MARFT_TRACEBACK=1` for the traceback.)") from error
-
-    def _is_theirs(self, error: BaseException) -> bool:
-        """Whether an error was raised in the user's own file."""
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        mine = Path(__file__).parents[2]
-        return (
-            trace is not None
-            and "site-packages" not in (name := trace.tb_frame.f_code.co_filename)
-            and not (Path(name).is_relative_to(mine))
-        )
+        with as_usage_errors(ValueError, TypeError, OSError, ImportError, unless=_is_of_the_user):
+            return self.make(parsed)
 
     def parse(self, tokens: Sequence[str]) -> Sequence[Any]:
-        """Parse options into their dataclasses."""
         own = as_tokens(self.settings, self.parser, tokens, self.others, self.where)
         *parsed, unknown = self.parser.parse_args_into_dataclasses([*own, *tokens], return_remaining_strings=True)
         check_unknown(unknown, self.parser, self.others)
@@ -90,12 +77,7 @@ class Recipe:
 
     @classmethod
     def read(cls, path: str) -> Recipe:
-        """
-        Read the team of a script (`.py`) or a YAML file.
-
-        Raises:
-            UsageError: the file does not exist, or does not define a team.
-        """
+        """Read the team of a script (`.py`) or a YAML file."""
         if not Path(path).is_file():
             raise UsageError(f"There is no file {path!r}. `marft init duo` writes a starter script.")
         if Path(path).suffix in (".yaml", ".yml"):
@@ -103,16 +85,16 @@ class Recipe:
         return _load_script_recipe(path)
 
 
+def _is_of_the_user(error: BaseException) -> bool:
+    """Whether an error was raised in the user's own file."""
+    name = traceback.extract_tb(error.__traceback__)[-1].filename
+    return "site-packages" not in name and not Path(name).is_relative_to(Path(__file__).parents[2])
+
+
 # ---- Scripts ----
 
 
 def load_module(path: str) -> Any:
-    """
-    Import a Python file.
-
-    Raises:
-        UsageError: the file does not exist, or is not a Python script.
-    """
     file = Path(path)
     if not file.is_file():
         raise UsageError(f"There is no file {path!r}.")
@@ -142,9 +124,8 @@ def _load_script_recipe(path: str) -> Recipe:
     settings = getattr(module, "SETTINGS", {})
     if not isinstance(settings, dict):
         raise UsageError(f"`SETTINGS` of {path} must be a dictionary of settings, got {type(settings).__name__}.")
-    recipe = Recipe(parser, settings, trainer)
-    recipe.code = path if isinstance(getattr(module, "TEAM", None), dict) else None
-    return recipe
+    code = path if isinstance(getattr(module, "TEAM", None), dict) else None
+    return Recipe(parser, settings, trainer, code=code)
 
 
 def _as_dataclass(parameters: Sequence[inspect.Parameter], path: str) -> type:
@@ -167,12 +148,7 @@ def _as_dataclass(parameters: Sequence[inspect.Parameter], path: str) -> type:
 
 
 def load_team_arguments(path: str) -> dict[str, Any]:
-    """
-    Load `TEAM` of a script, the arguments for loading a trained team.
-
-    Raises:
-        UsageError: the script does not define it.
-    """
+    """Load `TEAM` of a script, the arguments for loading a trained team."""
     found = getattr(load_module(path), "TEAM", None)
     if not isinstance(found, dict):
         raise UsageError(
@@ -182,7 +158,7 @@ def load_team_arguments(path: str) -> dict[str, Any]:
 
 
 def base_named(name: str | None) -> str | None:
-    """Resolve the name of a base model; `"tiny"` is the embedded model."""
+    """Resolve the name of a base model; `tiny` is the embedded model."""
     if name != "tiny":
         return name
     from ...tiny import tiny_team_model
@@ -195,11 +171,11 @@ def base_named(name: str | None) -> str | None:
 
 def _make_yaml_recipe(config: dict[str, Any]) -> Recipe:
     more = {name: config.pop(name, None) for name in _NOT_OPTIONS}
-    if not more["agents"] or not more["reward_funcs"]:
-        missing = "agents" if not more["agents"] else "reward_funcs"
-        raise UsageError(
-            f"The YAML file of a team must set `{missing}`. See the example in `docs/reference/command.md`."
-        )
+    for name in ("agents", "reward_funcs"):
+        if not more[name]:
+            raise UsageError(
+                f"The YAML file of a team must set `{name}`. See the example in `docs/reference/command.md`."
+            )
     parser = _TrlParser((MARFTConfig, ModelConfig, ScriptArguments), allow_abbrev=False)
     agents = [_agent(agent, number) for number, agent in enumerate(more["agents"])]
     functions = more["reward_funcs"] if isinstance(more["reward_funcs"], list) else [more["reward_funcs"]]
@@ -208,12 +184,11 @@ def _make_yaml_recipe(config: dict[str, Any]) -> Recipe:
 
     def trainer(parsed: Sequence[Any]) -> MARFTTrainer:
         args, model, data = parsed
-        if model.model_name_or_path is None or data.dataset_name is None:
-            missing = "model_name_or_path" if model.model_name_or_path is None else "dataset_name"
-            raise UsageError(f"`{missing}` is not set. Set it in the YAML file, or pass `--{missing}`.")
-        model_options = {"revision": model.model_revision, "dtype": model.dtype}
-        model_options["attn_implementation"] = model.attn_implementation
-        args.model_init_kwargs = {**model_options, **(args.model_init_kwargs or {})}
+        for name, value in {"model_name_or_path": model.model_name_or_path, "dataset_name": data.dataset_name}.items():
+            if value is None:
+                raise UsageError(f"`{name}` is not set. Set it in the YAML file, or pass `--{name}`.")
+        loading = {name: getattr(model, name) for name in ("dtype", "attn_implementation")}
+        args.model_init_kwargs = {"revision": model.model_revision, **loading, **(args.model_init_kwargs or {})}
         train, held_out = _datasets(data, args.eval_strategy != "no")
         return MARFTTrainer(
             model=base_named(model.model_name_or_path),
@@ -227,9 +202,7 @@ def _make_yaml_recipe(config: dict[str, Any]) -> Recipe:
             peft_config=get_peft_config(model),
         )
 
-    recipe = Recipe(parser, config, trainer)
-    recipe.where = "the YAML file"
-    return recipe
+    return Recipe(parser, config, trainer, where="the YAML file")
 
 
 def _agent(value: Any, number: int) -> AgentSpec:
@@ -269,12 +242,7 @@ def _workflow(value: Any) -> Workflow | None:
 
 
 def reward_named(name: Any) -> Callable:
-    """
-    Find a reward function by name: one of TRL or of this package, or 'file.py:function' or 'module:function'.
-
-    Raises:
-        UsageError: there is no reward function with this name.
-    """
+    """Find a reward function of TRL or of this package, or 'file.py:function' or 'module:function'."""
     if not isinstance(name, str):
         raise UsageError(f"`reward_funcs` of the YAML file must be names of reward functions, got {name!r}.")
     if ":" in name:
@@ -311,3 +279,171 @@ def _datasets(data: ScriptArguments, evaluates: bool) -> tuple[Any, Any]:
                 f"The dataset {name} has no split {split!r}. Available splits: {', '.join(map(repr, splits))}."
             )
     return splits[data.dataset_train_split], splits[data.dataset_test_split] if evaluates else None
+
+
+# ---- Commands ----
+
+
+# Options of the launcher that are not passed through
+_NOT_TAKEN = ("help", "module", "no_python")
+
+
+class Launcher:
+    """The options of `accelerate launch` that are not also training arguments."""
+
+    def __init__(self, taken: Sequence[str]):
+        self._parser = launch_command_parser()
+        known = get_options(self._parser)
+        self.options = {name: item for name, item in known.items() if name not in taken and name not in _NOT_TAKEN}
+
+    def split_config(self, config: Mapping[str, Any], line: Sequence[str] = ()) -> tuple[list[str], dict[str, Any]]:
+        """Split the options of a YAML file into arguments of the launcher that `line` does not have, and others."""
+        mine = {key: value for key, value in config.items() if key.replace("-", "_") in self.options}
+        return as_tokens(mine, self._parser, line), {key: value for key, value in config.items() if key not in mine}
+
+    def split_command_line(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Split a command line into options of the launcher and the rest."""
+        mine, rest, takes = list[str](), list[str](), 0
+        for token in argv:
+            name = token.partition("=")[0].removeprefix("--").replace("-", "_")
+            if token.startswith("--"):
+                action = self.options.get(name)
+                (rest if action is None else mine).append(token)
+                takes = 1 if action is not None and action.nargs != 0 and "=" not in token else 0
+            elif takes:
+                mine.append(token)
+                takes = 0
+            else:
+                rest.append(token)
+        return mine, rest
+
+    def launch(self, options: Sequence[str], argv: Sequence[str]) -> int:
+        """Run a command in the processes of `accelerate launch`. Returns the exit status."""
+        args = self._parser.parse_args([*options, "--module", "marft_trl", *argv])
+        try:
+            launch_command(args)
+        except subprocess.CalledProcessError as error:
+            return error.returncode  # the process has printed its error
+        except ChildFailedError:
+            return 1
+        except SignalException as error:
+            return 128 + int(error.sigval)
+        return 0
+
+
+# Marks the arguments of a process that the launcher has started
+_LAUNCHED = "--launched"
+_USAGE = """\
+usage: marft {name} [team.py | team.yaml] [--config FILE] [options]
+
+{sentence}
+
+A script defines a function `make(args)` that returns a `MARFTTrainer`, and may define default
+settings in `SETTINGS`. Options are all settings of `MARFTConfig`, the further parameters of `make`
+and, for `train`, the options of `accelerate launch`, such as `--num_processes 2`. Options take
+precedence over the YAML file, and the YAML file over `SETTINGS`. To list all options, run
+`marft {name} FILE --help`."""
+
+
+def run_on_trainer(name: str, sentence: str, argv: Sequence[str]) -> int | None:
+    """Run a command on the trainer of a script or a YAML file. Its options are the training arguments."""
+    rest, is_launched, launches = [token for token in argv if token != _LAUNCHED], _LAUNCHED in argv, name == "train"
+    if rest and not rest[0].startswith("-"):
+        path = rest.pop(0)
+    else:
+        path = "team.py"
+        if set(rest) & {"-h", "--help"}:
+            print(_USAGE.format(name=name, sentence=sentence))
+            return 0
+        late = [file for before, file in pairwise(["", *rest]) if file.endswith(".py") and "-" not in before]
+        if late:
+            raise UsageError(f"The file must be the first argument: `marft {name} {late[0]} ...`.")
+    recipe = Recipe.read(path)
+    recipe.parser.prog = f"marft {name} {path}"
+    config, rest = read_config(rest)
+    launcher = Launcher(list(get_options(recipe.parser)))
+    in_file, config = launcher.split_config(config, rest)
+    in_script, recipe.settings = launcher.split_config(recipe.settings, [*in_file, *rest])
+    on_line, rest = launcher.split_command_line(rest)
+    recipe.others = list(launcher.options) if launches else []
+    tokens = [*as_tokens(config, recipe.parser, rest, recipe.others), *rest]
+    options = [*in_script, *in_file, *on_line]
+    if options and launches and not is_launched:
+        return launcher.launch(options, [name, path, _LAUNCHED, *tokens])
+    if on_line and not is_launched:
+        raise UsageError(f"{on_line[0]!r} is an option of `accelerate launch`, which `marft {name}` does not use.")
+    trainer = recipe.trainer(tokens)
+    with as_usage_errors(EpisodeError, unless=lambda error: launches):  # whose authors need the traceback
+        _ACTIONS[name](trainer, path, recipe.code)
+    return 0
+
+
+def _train(trainer: MARFTTrainer, path: str, code: str | None) -> None:
+    """Train, save, and push to the Hub if `push_to_hub` is set. `code`: what loading the trained team needs."""
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint or True)
+    trainer.save_model()
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub()
+    if trainer.accelerator.is_main_process:
+        folder, base = trainer.args.output_dir, trainer.manifest()
+        local = "" if base.base_model or not base.adapters else f" --model {trainer.model.name_or_path}"
+        local += f" --code {code}" if code else ""
+        print(f"\nThe team is saved in {folder}. Try it:")
+        print(f"  marft chat {folder}{local}\n  marft serve {folder}{local}")
+    trainer.end()
+
+
+def _plan(trainer: MARFTTrainer, path: str, code: str | None) -> None:
+    print(trainer.plan())
+
+
+def _rehearse(trainer: MARFTTrainer, path: str, code: str | None) -> None:
+    row = dict(next(iter(trainer.train_dataset)))
+    print(format_episode(trainer.parts.planner.rehearse(row).episode, title="rehearsal, placeholder turns"))
+
+
+# Metrics that are printed after all others, in this order
+_LAST = (
+    "agents/",
+    "completions/",
+    "entropy|clip_ratio|frac_|context/",
+    "loss$|_time$|num_tokens|runtime|per_second|epoch",
+)
+
+
+def _eval(trainer: MARFTTrainer, path: str, code: str | None) -> None:
+    folder = Path(trainer.args.output_dir or ".")
+    if not (folder / MANIFEST_NAME).is_file():
+        raise UsageError(f"There is no trained team in {folder}. Run `marft train {path}` first.")
+    if trainer.eval_dataset is None:
+        raise UsageError(f"The trainer in {path} has no `eval_dataset`. Pass one to `MARFTTrainer`.")
+    if not trainer.policies.has_adapters:
+        raise UsageError(
+            f"The agents of {path} share a fully trained policy without adapters. Pass {folder} as the model."
+        )
+    missing = [name for name in trainer.policies.names if not (folder / name).is_dir()]
+    if missing:
+        raise UsageError(f"{folder} contains a different team: it has no adapter {missing[0]!r}.")
+    for name in trainer.policies.names:
+        load_adapter_weights(trainer.model, name, folder / name)
+    print(f"Evaluating the team in {folder}", flush=True)
+    metrics = trainer.evaluate()
+    width = max(map(len, metrics))
+    for name in sorted(metrics, key=_place):  # in the order of `evaluate` otherwise
+        value, scores = metrics[name], trainer.parts.reporter.question_means.get(name)
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        print(f"{name:{width}}  {text}{_format_interval(scores) if scores else ''}")
+
+
+_ACTIONS = {"train": _train, "plan": _plan, "rehearse": _rehearse, "eval": _eval}
+
+
+def _place(metric: str) -> int:
+    """Sort key of a metric: results of the team first, cost of the evaluation last."""
+    return next((place for place, pattern in enumerate(_LAST, start=1) if re.search(pattern, metric)), 0)
+
+
+def _format_interval(scores: Sequence[float]) -> str:
+    bounds = (0.0, 1.0) if min(scores) >= 0.0 and max(scores) <= 1.0 else None
+    found = interval(scores, bounds=bounds)
+    return f"  [{found.low:.4g}, {found.high:.4g}]"

@@ -1,17 +1,24 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The commands that use a trained team: `marft chat`, `serve`, `vllm-command` and `transcripts`."""
+"""
+The commands that use a trained team (`marft chat`, `serve`, `vllm-command` and `transcripts`), and those that need
+none (`report`, `init`, `env` and `skill`).
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import html
 import importlib.util
+import json
 import logging
 import os
+import platform
 import re
 import sys
 import webbrowser
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +26,19 @@ from peft import PeftConfig
 
 from ...adapters.files import team_folder
 from ...adapters.manifest import TeamManifest
+from ...seams.libraries import installed_version
 from ...system.redaction import for_log, printable
 from ...team import Answer, Team, TextDelta, TurnEnded, TurnStarted
 from ..engines.own_server import vllm_command
-from .command import OptionsCommand, Parser, UsageError
+from ..report import report
+from ..report.__main__ import ReportArguments
+from ..report.comparison import as_markdown
+from ..report.experiment import load_experiment
+from . import Parser, UsageError
 from .scripts import base_named, load_team_arguments
 
 
 def add_team_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that select a trained team."""
     parser.add_argument("team", help="folder of a saved team, or its Hub id")
     parser.add_argument("--model", help="base model if the team was trained on a local model: a folder, or 'tiny'")
     parser.add_argument("--revision", help="branch, tag or commit of the team on the Hub")
@@ -36,12 +47,6 @@ def add_team_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_team(args: argparse.Namespace) -> Team:
-    """
-    Load the team that the options select.
-
-    Raises:
-        UsageError: the team cannot be loaded; the message says what to pass.
-    """
     try:
         more = load_team_arguments(args.code) if args.code else {}
         base = base_named(args.model)
@@ -60,32 +65,30 @@ def load_team(args: argparse.Namespace) -> Team:
 _HELP = "Type a question. /greedy: greedy decoding, /sample: sampling as in training, /quit: exit."
 
 
-class ChatCommand(OptionsCommand):
-    """Ask a team questions in the terminal."""
+def chat_options(parser: Parser) -> None:
+    add_team_arguments(parser)
+    parser.add_argument("--greedy", action="store_true", help="use greedy decoding")
+    parser.add_argument("--seed", type=int, help="sampling seed of the first question")
+    parser.add_argument("--question", help="ask this question and exit")
 
-    def add_arguments(self, parser: Parser) -> None:
-        add_team_arguments(parser)
-        parser.add_argument("--greedy", action="store_true", help="use greedy decoding")
-        parser.add_argument("--seed", type=int, help="sampling seed of the first question")
-        parser.add_argument("--question", help="ask this question and exit")
 
-    def run(self, args: argparse.Namespace) -> int:
-        team, greedy, seed = load_team(args), args.greedy, args.seed
-        with team:
-            if args.question is not None:
-                return _ask(team, args.question, greedy, seed)
-            print(f"{team!r}. Each question starts a new conversation. {_HELP}")
-            while (question := _read()) is not None:
-                if question in ("/quit", "/exit"):
-                    break
-                if question in ("/greedy", "/sample"):
-                    greedy = question == "/greedy"
-                elif question.startswith("/"):
-                    print(_HELP)
-                elif question:
-                    _ask(team, question, greedy, seed)
-                    seed = None if seed is None else seed + 1
-        return 0
+def run_chat(args: argparse.Namespace) -> int:
+    greedy, seed = args.greedy, args.seed
+    with load_team(args) as team:
+        if args.question is not None:
+            return _ask(team, args.question, greedy, seed)
+        print(f"{team!r}. Each question starts a new conversation. {_HELP}")
+        while (question := _read()) is not None:
+            if question in ("/quit", "/exit"):
+                break
+            if question in ("/greedy", "/sample"):
+                greedy = question == "/greedy"
+            elif question.startswith("/"):
+                print(_HELP)
+            elif question:
+                _ask(team, question, greedy, seed)
+                seed = None if seed is None else seed + 1
+    return 0
 
 
 def _read() -> str | None:
@@ -96,10 +99,7 @@ def _read() -> str | None:
 
 
 def _ask(team: Team, question: str, greedy: bool, seed: int | None) -> int:
-    """
-    Print turns as they arrive, one at a time, and at the end the answer if it was not the last turn. Parallel turns
-    wait until the current one is complete.
-    """
+    """Print turns one at a time, as they arrive, and the answer if it was not the last turn."""
     texts: dict[int, str] = {}  # of turns that are not yet printed completely
     ended: set[int] = set()
     speaks: int | None = None
@@ -132,99 +132,84 @@ def _ask(team: Team, question: str, greedy: bool, seed: int | None) -> int:
     return 0
 
 
-class ServeCommand(OptionsCommand):
-    """Serve a team until the process receives SIGINT or SIGTERM."""
+def serve_options(parser: Parser) -> None:
+    if importlib.util.find_spec("aiohttp") is None:
+        raise UsageError("aiohttp is not installed: `pip install 'marft-trl[serve]'`.")
+    from ..apps.served_team import GatewaySettings
 
-    def add_arguments(self, parser: Parser) -> None:
-        if importlib.util.find_spec("aiohttp") is None:
-            raise UsageError("aiohttp is not installed: `pip install 'marft-trl[serve]'`.")
-        from ..apps.served_team import GatewaySettings
+    add_team_arguments(parser)
+    parser.epilog = "Set the API key in the environment variable MARFT_API_KEY."
+    parser.add_argument("--name", help="model name of the team (default: name of its folder)")
+    parser.add_argument("--hide_turns", action="store_true", help="leave the turns of teammates out of answers")
+    for name, value in vars(GatewaySettings()).items():
+        if name not in ("name", "api_key", "show_turns", "agent_of"):  # whose value is a function
+            parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
 
-        add_team_arguments(parser)
-        parser.epilog = "Set the API key in the environment variable MARFT_API_KEY."
-        default = GatewaySettings()
-        parser.add_argument("--name", help="model name of the team (default: name of its folder)")
-        parser.add_argument("--hide_turns", action="store_true", help="leave the turns of teammates out of answers")
-        for field in dataclasses.fields(default):
-            if field.name in ("name", "api_key", "show_turns"):
-                continue
-            value = getattr(default, field.name)
-            parser.add_argument(f"--{field.name}", type=type(value), default=value, help=f"default: {value}")
 
-    def run(self, args: argparse.Namespace) -> None:
-        from ..apps import GatewaySettings, serve
+def run_serve(args: argparse.Namespace) -> None:
+    from ..apps import GatewaySettings, serve
 
-        logging.basicConfig(level=logging.INFO, format="%(message)s")
-        limits: dict[str, Any] = {
-            field.name: getattr(args, field.name, None) for field in dataclasses.fields(GatewaySettings)
-        }
-        limits |= {
-            "name": args.name or Path(os.path.abspath(args.team)).name or "team",
-            "api_key": os.environ.get("MARFT_API_KEY") or None,
-        }
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    fields = dataclasses.fields(GatewaySettings)
+    limits: dict[str, Any] = {field.name: getattr(args, field.name, None) for field in fields}
+    limits["name"] = args.name or Path(os.path.abspath(args.team)).name or "team"
+    limits |= {"api_key": os.environ.get("MARFT_API_KEY") or None, "show_turns": not args.hide_turns}
+    try:
+        settings = GatewaySettings(**limits)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    with load_team(args) as team:
         try:
-            settings = GatewaySettings(**{**limits, "show_turns": not args.hide_turns})
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        with load_team(args) as team:
-            try:
-                serve(team, settings)
-            except OSError as error:  # such as a port that is taken
-                raise UsageError(f"Cannot listen on {settings.host}:{settings.port}: {error.strerror}.") from error
+            serve(team, settings)
+        except OSError as error:  # such as a port that is taken
+            raise UsageError(f"Cannot listen on {settings.host}:{settings.port}: {error.strerror}.") from error
 
 
-class VllmCommand(OptionsCommand):
-    """Print the command. Run it where vLLM is installed."""
-
-    def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("team", help="folder of a saved team, or its Hub id")
-        parser.add_argument("--model", help="base model if the team was trained on a local model")
-        parser.add_argument("--revision", help="branch, tag or commit of the team on the Hub")
-        parser.add_argument("--port", type=int, default=8000, help="default: 8000")
-        parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
-        parser.add_argument("--max_model_len", type=int, help="maximum length of prompt and turn together, in tokens")
-        parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
-
-    def run(self, args: argparse.Namespace) -> None:
-        try:
-            folder = team_folder(args.team, args.revision)
-            manifest = TeamManifest.load(folder)
-        except (FileNotFoundError, ValueError) as error:
-            raise UsageError(str(error)) from error
-        model = base_named(args.model) or manifest.base_model
-        if not manifest.adapters:
-            raise UsageError(f"The team in {args.team} has no adapters. Serve its model with `vllm serve`.")
-        if model is None:
-            raise UsageError("The team was trained on a local base model. Pass its folder as `--model`.")
-        configs = [PeftConfig.from_pretrained(folder / name) for name in manifest.adapters]
-        largest = max(configs, key=lambda config: getattr(config, "r", 0))
-        limits = {"port": args.port, "host": args.host, "max_model_len": args.max_model_len, "device": args.device}
-        print(vllm_command(model, manifest.agents, peft_config=largest, **limits))
+def vllm_command_options(parser: Parser) -> None:
+    parser.add_argument("team", help="folder of a saved team, or its Hub id")
+    parser.add_argument("--model", help="base model if the team was trained on a local model")
+    parser.add_argument("--revision", help="branch, tag or commit of the team on the Hub")
+    parser.add_argument("--port", type=int, default=8000, help="default: 8000")
+    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
+    parser.add_argument("--max_model_len", type=int, help="maximum length of prompt and turn together, in tokens")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
 
 
-_PAGES = "completions/transcripts_*.html"
+def run_vllm_command(args: argparse.Namespace) -> None:
+    try:
+        folder = team_folder(args.team, args.revision)
+        manifest = TeamManifest.load(folder)
+    except (FileNotFoundError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    model = base_named(args.model) or manifest.base_model
+    if not manifest.adapters:
+        raise UsageError(f"The team in {args.team} has no adapters. Serve its model with `vllm serve`.")
+    if model is None:
+        raise UsageError("The team was trained on a local base model. Pass its folder as `--model`.")
+    configs = [PeftConfig.from_pretrained(folder / name) for name in manifest.adapters]
+    largest = max(configs, key=lambda config: getattr(config, "r", 0))
+    limits = {name: getattr(args, name) for name in ("port", "host", "max_model_len", "device")}
+    print(vllm_command(model, manifest.agents, peft_config=largest, **limits))
 
 
-class TranscriptsCommand(OptionsCommand):
-    """Print the latest page of transcripts, or open it."""
+def transcripts_options(parser: Parser) -> None:
+    parser.add_argument("folder", help="output folder of a run with `log_completions=True`")
+    parser.add_argument("--step", type=int, help="logging step (default: the latest)")
+    parser.add_argument("--open", action="store_true", help="open the page in a browser, with colors")
 
-    def add_arguments(self, parser: Parser) -> None:
-        parser.add_argument("folder", help="output folder of a run with `log_completions=True`")
-        parser.add_argument("--step", type=int, help="logging step (default: the latest)")
-        parser.add_argument("--open", action="store_true", help="open the page in a browser, with colors")
 
-    def run(self, args: argparse.Namespace) -> None:
-        found = {path: re.fullmatch(r"transcripts_(\d+)", path.stem) for path in Path(args.folder).glob(_PAGES)}
-        pages = {int(match[1]): path for path, match in found.items() if match is not None}
-        if not pages:
-            raise UsageError(f"There are no transcripts in {args.folder}. Train with `log_completions=True`.")
-        step = max(pages) if args.step is None else args.step
-        if step not in pages:
-            known = ", ".join(map(str, sorted(pages)))
-            raise UsageError(f"There are no transcripts of step {step}. Available steps: {known}.")
-        if args.open:
-            webbrowser.open(pages[step].resolve().as_uri())
-        print(pages[step] if args.open else _as_text(pages[step].read_text(encoding="utf-8")))
+def run_transcripts(args: argparse.Namespace) -> None:
+    found = Path(args.folder).glob("completions/transcripts_*.html")
+    pages = {int(match[1]): path for path in found if (match := re.fullmatch(r"transcripts_(\d+)", path.stem))}
+    if not pages:
+        raise UsageError(f"There are no transcripts in {args.folder}. Train with `log_completions=True`.")
+    step = max(pages) if args.step is None else args.step
+    if step not in pages:
+        known = ", ".join(map(str, sorted(pages)))
+        raise UsageError(f"There are no transcripts of step {step}. Available steps: {known}.")
+    if args.open:
+        webbrowser.open(pages[step].resolve().as_uri())
+    print(pages[step] if args.open else _as_text(pages[step].read_text(encoding="utf-8")))
 
 
 def _as_text(page: str) -> str:
@@ -233,3 +218,99 @@ def _as_text(page: str) -> str:
     body = re.sub(r"<h2[^>]*>", "\n\n== ", re.sub(r"<h3[^>]*>", "\n-- ", body))
     body = re.sub(r"</h[23]>|<p[^>]*>|<pre[^>]*>|</caption>|</tr>", "\n", body)
     return printable(html.unescape(re.sub(r"<[^>]*>", "", body))).strip()
+
+
+# ---- Commands without a trained team ----
+
+
+_READ: dict[str, dict[str, Any]] = {
+    "settings": {"type": json.loads, "metavar": "JSON"},
+    "seeds": {"type": int, "nargs": "+"},
+    "arms": {"nargs": "+"},
+    "workers": {"type": int},
+    "margin": {"type": float},
+}
+
+
+def report_options(parser: Parser) -> None:
+    for field in dataclasses.fields(ReportArguments):
+        made = field.default_factory() if callable(field.default_factory) else None
+        default = made if field.default is dataclasses.MISSING else field.default
+        options = {"help": field.metadata["help"], "default": default, "required": field.name == "experiment"}
+        parser.add_argument(f"--{field.name}", **options, **_READ.get(field.name, {}))
+
+
+def run_report(args: argparse.Namespace) -> None:
+    arguments = {field.name: getattr(args, field.name) for field in dataclasses.fields(ReportArguments)}
+    try:
+        load_experiment(args.experiment, args.settings)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise UsageError(f"`--experiment {args.experiment}`: {error}") from error
+    try:
+        print(as_markdown(report(**arguments)))
+    except (ValueError, TypeError) as error:  # from options: errors of runs are collected into a `RuntimeError`
+        raise UsageError(str(error)) from error
+
+
+KINDS = ("duo", "debate", "game", "tools", "app")
+
+
+def init_options(parser: Parser) -> None:
+    parser.add_argument("kind", choices=KINDS, nargs="?", default="duo", help="kind of team (default: duo)")
+    parser.add_argument("--file", default="team.py", help="file to write (default: team.py)")
+
+
+def run_init(args: argparse.Namespace) -> None:
+    path, text = Path(args.file), _template(f"{args.kind}.py")
+    if path.exists():
+        raise UsageError(f"{path} already exists. Choose another file with `--file`.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    about = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
+    name = "" if path.name == "team.py" and path.parent == Path() else f" {path}"
+    print(f"{path}: {about}\nNext:\n  marft plan{name}\n  marft train{name}")
+    if "tiny_team_model" not in text:
+        print("The script uses Qwen2.5-0.5B-Instruct from the Hub. Pass `--model FOLDER` to use another model.")
+
+
+def _template(name: str) -> str:
+    return files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
+
+
+_PACKAGES = (
+    *("marft-trl", "trl", "transformers", "peft", "accelerate", "datasets", "bitsandbytes", "evaluate", "torch"),
+    *("aiohttp", "vllm", "math-verify"),
+)
+
+
+def run_env(args: argparse.Namespace) -> None:
+    import psutil
+    import torch
+
+    kinds = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    rows = {
+        **{"platform": platform.platform(), "python": platform.python_version()},
+        **{name: installed_version(name) or "not installed" for name in _PACKAGES},
+        "processors": f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads",
+        "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
+        "devices": ", ".join(kinds) or "CPU only",
+    }
+    for name, text in rows.items():
+        print(f"{name:13} {text}")
+
+
+def skill_options(parser: Parser) -> None:
+    parser.add_argument("--output_dir", metavar="FOLDER", help="write marft-trl/SKILL.md to this folder of skills")
+
+
+def run_skill(args: argparse.Namespace) -> None:
+    text = _template("SKILL.md")
+    if args.output_dir is None:
+        print(text, end="")
+        return
+    path = Path(args.output_dir) / "marft-trl" / "SKILL.md"
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        raise UsageError(f"{path} already exists with other content. Delete it, or choose another `--output_dir`.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(path)

@@ -43,16 +43,8 @@ _FORWARD, _FORWARD_WITH_GRADIENTS, _BACKWARD, _NOTHING = range(4)
 
 class LockStep:
     """
-    Keeps the passes of the processes in step.
-
-    Args:
-        model: the model as it is trained; it may be sharded later.
-        backbone: its transformer without the head, through which every pass goes once.
-        timeout: seconds that a process waits for the others; `None` for the default of torch.
-
-    Attributes:
-        num_lent: number of passes, forward or backward, that this process has lent.
-        is_in_pass: whether the other processes wait in the middle of a pass of this one.
+    Keeps the passes of the processes in step. Every pass of the model goes through its `backbone`, the transformer
+    without the head, once. The model may be sharded later. `timeout` is in seconds, `None` for torch's default.
     """
 
     def __init__(self, model: nn.Module, backbone: nn.Module, timeout: float | None):
@@ -61,11 +53,11 @@ class LockStep:
         # A group of its own: its messages are small and meant for the CPU, whatever the device
         self._group = torch.distributed.new_group(backend="gloo", timeout=limit)
         self._is_ready = self._is_lending = False
-        # Whether a pass of its own runs, or has ended with an error: the others are in the middle of theirs, too
+        # A pass of this process runs, or has ended with an error: the others wait in the middle of it
         self.is_in_pass = False
         self._num_open = 0  # forward passes of its own that wait for their backward pass
         self._lent: list[tuple[torch.Tensor, torch.Tensor]] = []  # forward passes that wait for theirs
-        self.num_lent = 0
+        self.num_lent = 0  # passes, forward or backward
         backbone.register_forward_pre_hook(self._before_forward)
         backbone.register_forward_hook(self._after_forward)
 
@@ -78,7 +70,7 @@ class LockStep:
             self._num_open = 0
 
     def backward(self, backward: Callable[..., None]) -> Callable[..., None]:
-        """A function that runs backward passes, in step with those of the other processes."""
+        """Return a function that runs backward passes in step with those of the other processes."""
 
         @functools.wraps(backward)
         def in_step(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -96,12 +88,8 @@ class LockStep:
 
     def _until(self, wanted: int, passes: int = 0) -> int:
         """
-        Return when all processes are about to do what this one wants.
-
-        Args:
-            passes: forward passes that its backward pass goes through.
-
-        Returns: the largest number of forward passes that the backward pass of a process goes through.
+        Return when all processes are about to do what this one wants. `passes` is the number of forward passes that
+        its backward pass goes through; return the maximum of the processes.
         """
         while True:
             first = torch.tensor([wanted, -passes])
@@ -128,8 +116,8 @@ class LockStep:
 
     def _get_ready(self) -> None:
         """
-        FSDP2 takes the first module that runs for the root. It has to be the model, and passes may begin within. All
-        processes do this when they first have a pass or wait for those of others, whichever comes first.
+        FSDP2 takes the first module that runs for the root, which has to be the model, and passes may begin within.
+        All processes do this before their first pass, own or lent.
         """
         if self._is_ready:
             return
@@ -183,12 +171,7 @@ def _is_on_above_one(variable: str) -> bool:
 
 
 def check_plugin(args: MARFTConfig) -> None:
-    """
-    Check how FSDP2 would spread the base over processes, before it is loaded.
-
-    Raises:
-        ValueError: in a way that does not go with several adapters. The message names what does.
-    """
+    """Raise a `ValueError` before the base is loaded if FSDP2 would shard it in a way that suits one adapter only."""
     plugin = FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}))
     for holds, message in _refused(plugin, args):
         if holds:
@@ -245,12 +228,7 @@ def _refused(plugin: FullyShardedDataParallelPlugin, args: MARFTConfig) -> list[
 
 
 def check_team(has_adapters: bool) -> None:
-    """
-    Check that a team can be trained on a sharded base.
-
-    Raises:
-        ValueError: it has no adapters.
-    """
+    """Raise a `ValueError` if a team has no adapters, which a sharded base needs."""
     if not has_adapters:
         raise ValueError(
             "FSDP2 shards and freezes the base, so only adapters are trained, and this team has no adapters. Pass "
@@ -259,12 +237,7 @@ def check_team(has_adapters: bool) -> None:
 
 
 def keep_adapters_whole(trainer: GRPOTrainer, policies: Policies) -> None:
-    """
-    Let accelerate shard the base alone when it prepares the model.
-
-    Args:
-        trainer: its constructor has run.
-    """
+    """Let accelerate shard only the base when it prepares the model, after the constructor of the trainer."""
     if trainer.accelerator.is_fsdp2:
         _check_layers(trainer)
         _check_4bit(trainer)
@@ -287,7 +260,7 @@ def _check_layers(trainer: GRPOTrainer) -> None:
 
 
 def _check_4bit(trainer: GRPOTrainer) -> None:
-    """FSDP2 casts what it gathers to the type of mixed precision. That would change the bytes of 4-bit weights."""
+    """FSDP2 casts gathered weights to the type of mixed precision, which would change the bytes of 4-bit weights."""
     stored, policy = storage_of_4bit(trainer.model), trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
     computes = getattr(policy, "param_dtype", None)
     if stored is None or not stored.is_floating_point or computes in (None, stored):
@@ -299,12 +272,7 @@ def _check_4bit(trainer: GRPOTrainer) -> None:
 
 
 def keep_in_step(trainer: GRPOTrainer, processes: Processes) -> None:
-    """
-    Keep the passes of the processes in step, if the base is sharded.
-
-    Args:
-        processes: their collectives wait for passes.
-    """
+    """Keep the passes of the processes in step if the base is sharded. Their collectives then wait for passes."""
     if trainer.accelerator.is_fsdp2 and processes.count > 1:
         backbone = trainer.model.get_base_model().base_model
         steps = LockStep(trainer.model, backbone, timeout_of_processes())

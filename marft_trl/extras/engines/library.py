@@ -23,8 +23,7 @@ from safetensors.torch import save_file
 
 from ...agents import AgentSpec
 from ...system.event_loop import run_coroutine
-from .replicas import ServerSettings
-from .server import AnswerError, RefusedError, ServerDownError, VLLMServer
+from .server import AnswerError, RefusedError, ServerDownError, ServerSettings, VLLMServer, put_to_sleep
 
 
 logger = logging.getLogger(__name__)
@@ -34,10 +33,7 @@ _HEADS = ("lm_head", "embed_tokens")
 
 
 def check_servable(agent: AgentSpec, config: PeftConfig) -> None:
-    """
-    Raises:
-        ValueError: a server would apply the adapter of an agent in part, or not at all.
-    """
+    """Raise a `ValueError` if a server would apply the adapter of an agent in part, or not at all."""
     if not isinstance(config, LoraConfig):
         raise ValueError(
             f"The adapter of agent {agent.name!r} is a {type(config).__name__}, but vLLM serves only LoRA. Use a "
@@ -66,12 +62,12 @@ def check_servable(agent: AgentSpec, config: PeftConfig) -> None:
 
 
 def adapter_tensors(model: PeftModel, adapter: str) -> dict[str, torch.Tensor]:
-    """The present tensors of an adapter, by their names in PEFT's files."""
+    """Current tensors of an adapter, by their names in PEFT's files."""
     return get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
 
 
 def zero_tensors(model: PeftModel, adapter: str) -> dict[str, torch.Tensor]:
-    """Tensors of an adapter that changes nothing. A server that has only adapters gets the base by it."""
+    """Tensors of an adapter that changes nothing, by which a server that has only adapters gets the base."""
     return {name: torch.zeros_like(tensor) for name, tensor in adapter_tensors(model, adapter).items()}
 
 
@@ -100,22 +96,15 @@ class MismatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Probe:
-    """
-    What the trainer expects after a text.
-
-    Args:
-        ids: token ids of the text.
-        logps: log-probabilities of the most likely next tokens.
-        hot_logps: the same at a high temperature.
-    """
+    """Token ids of a text, and the log-probabilities of the most likely next tokens that the trainer expects."""
 
     ids: tuple[int, ...]
     logps: dict[int, float]
-    hot_logps: dict[int, float]
+    hot_logps: dict[int, float]  # the same at a high temperature
 
     @classmethod
     def from_log_probs(cls, ids: Sequence[int], logps: torch.Tensor) -> Probe:
-        """A probe from the log-probabilities `(V,)` of all tokens."""
+        """Make a probe from the log-probabilities `(V,)` of all tokens."""
         logps = logps.double().cpu()
         best = logps.topk(min(_MOST_LIKELY, len(logps))).indices
         hot = torch.log_softmax(logps / _HOT, dim=-1)
@@ -125,18 +114,11 @@ class Probe:
 
 @dataclass(frozen=True)
 class Version:
-    """
-    A state of an adapter that servers have.
+    """A state of an adapter that servers have."""
 
-    Args:
-        entry: what the weights are: an adapter of the team, its reference, or the base.
-        number: counts the states of this entry, from 0.
-        name: name on the servers, which no other state ever has.
-    """
-
-    entry: str
-    number: int
-    name: str
+    entry: str  # an adapter of the team, its reference, or the base
+    number: int  # counts the states of this entry, from 0
+    name: str  # on the servers, which no other state ever has
     folder: str
     digest: str
     probes: tuple[Probe, ...]
@@ -144,32 +126,22 @@ class Version:
 
 @dataclass(frozen=True)
 class Entry:
-    """
-    Weights that servers are given.
+    """Weights that servers are given."""
 
-    Args:
-        tensors: returns the present tensors of a LoRA, by their names in PEFT's files.
-        next_token: `next_token(ids)` returns the trainer's own log-probabilities `(V,)` of all tokens after some token
-            ids, at temperature 1.
-        is_fixed: whether the weights never change.
-    """
-
-    tensors: Callable[[], Mapping[str, torch.Tensor]]
+    tensors: Callable[[], Mapping[str, torch.Tensor]]  # current tensors of a LoRA, by their names in PEFT's files
     config: LoraConfig
+    # `next_token(ids)`: the trainer's log-probabilities `(V,)` after these tokens, at temperature 1
     next_token: Callable[[list[int]], torch.Tensor]
-    is_fixed: bool = False
+    is_fixed: bool = False  # the weights never change
 
 
 class AdapterLibrary:
     """
     The adapters of a team on its servers.
 
-    A state of an adapter gets a new name and a new folder and never changes; nothing is overwritten. An adapter
-    whose weights have not changed keeps its name, and with it the server's prefix cache.
-
-    Args:
-        folder: folder that the servers see under the same path.
-        tolerance: largest mean difference of log-probabilities between a server and the trainer.
+    A state of an adapter gets a new name and a new folder and never changes. An adapter whose weights have not changed
+    keeps its name, and with it the server's prefix cache. Servers see `folder` under the same path; `tolerance` is the
+    largest mean difference of log-probabilities between a server and the trainer.
     """
 
     def __init__(
@@ -193,7 +165,7 @@ class AdapterLibrary:
 
     @property
     def current(self) -> dict[str, Version]:
-        """The present state of each entry."""
+        """The current state of each entry."""
         return dict(self._current)
 
     def adopt(self, current: Mapping[str, Version], keep: Iterable[Version] = ()) -> None:
@@ -202,7 +174,7 @@ class AdapterLibrary:
         self._live = {version.name: version for version in [*keep, *current.values()]}
 
     def follow(self, current: Mapping[str, Version], keep: Iterable[Version] = ()) -> None:
-        """As `adopt`, for a process whose servers are its own: they get these states."""
+        """Like `adopt`, for a process with its own servers: they get these states."""
         before = dict(self._live)
         self.adopt(current, keep)
         run_coroutine(self._make_all_ready)
@@ -212,17 +184,11 @@ class AdapterLibrary:
 
     def publish(self, keep: Iterable[Version] = ()) -> dict[str, Version]:
         """
-        Give every server the present weights. Only what has changed is written and loaded.
+        Give every server the current weights, and return the current state of each entry. Only what has changed is
+        written and loaded. `keep` has earlier states that turns are still sampled from.
 
-        Args:
-            keep: earlier states that turns are still sampled from.
-
-        Returns: the present state of each entry.
-
-        Raises:
-            FloatingPointError: an adapter has a weight that is not finite.
-            MismatchError: a server computes something else with an adapter than the trainer.
-            RefusedError: a server cannot load an adapter. The message has the flag to set.
+        Raises a `FloatingPointError` if a weight is not finite, a [`MismatchError`] if a server computes something
+        else than the trainer, and a [`RefusedError`] with the flag to set if a server cannot load an adapter.
         """
         self._delete_retired()
         before = dict(self._live)
@@ -243,12 +209,7 @@ class AdapterLibrary:
         return self.current
 
     def close(self, its_files: bool = True) -> None:
-        """
-        Unload all adapters from the servers. Later requests publish them again.
-
-        Args:
-            its_files: whether the files are deleted, which one process does.
-        """
+        """Unload all adapters, and delete the files, which one process does. Later requests publish them again."""
         run_coroutine(self._unload, list(self._live.values()))
         self._current.clear()
         self._live.clear()
@@ -270,7 +231,7 @@ class AdapterLibrary:
         return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
 
     def _write(self, entry: str, tensors: dict[str, torch.Tensor], digest: str, again: bool = False) -> None:
-        """Write the files of a new state. Its folder appears as a whole. `again`: of the present state."""
+        """Write the files of a new state, or of the current state `again`. The folder appears as a whole."""
         source, known = self._entries[entry], self._current.get(entry)
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
@@ -311,12 +272,8 @@ class AdapterLibrary:
 
     async def make_ready(self, server: VLLMServer) -> None:
         """
-        Load what a server lacks, and compare what was loaded with the trainer's weights.
-
-        Raises:
-            ServerDownError: the server does not answer.
-            MismatchError: it computes something else.
-            RefusedError: it cannot load an adapter.
+        Load what a server lacks, and compare it with the trainer. Errors: `ServerDownError`, `MismatchError`,
+        `RefusedError`.
         """
         known, live = await server.models(self._servers.health_timeout), list(self._live.values())
         is_new = not any(version.name in known for version in live)
@@ -332,7 +289,7 @@ class AdapterLibrary:
             await self._check_flags(server, live[0])
 
     async def _check_flags(self, server: VLLMServer, version: Version) -> None:
-        """Look whether a server has settings under which turns would be wrong, or slow."""
+        """Check that a server has no settings under which turns would be wrong, or slow."""
         seconds, probe = self._servers.server_timeout, version.probes[-1]
         hot = await server.next_token(version.name, probe.ids, _HOT, seconds)
         if _difference(hot, probe.logps) < _difference(hot, probe.hot_logps):
@@ -375,14 +332,12 @@ class AdapterLibrary:
             )
 
     async def sleep(self) -> None:
-        """Let the servers give the memory of the device back. They forget the adapters."""
+        """Let the servers free the memory of the device. They forget the adapters."""
         await self._unload(list(self._live.values()))
-        async with self._servers.connected() as servers:
-            for server in servers:
-                await server.sleep(self._servers.server_timeout)
+        await put_to_sleep(self._servers)
 
     async def wake(self) -> None:
-        """Let the servers take the memory of the device again. Adapters are loaded and compared when they are due."""
+        """Let the servers take the memory of the device. Adapters are loaded and compared when they are needed."""
         async with self._servers.connected() as servers:
             for server in servers:
                 await server.wake(self._servers.server_timeout)
@@ -399,7 +354,6 @@ class AdapterLibrary:
 
 
 def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """A digest of tensors on the CPU."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
@@ -408,15 +362,14 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _difference(server_log_probs: Mapping[int, float], local_log_probs: Mapping[int, float]) -> float:
-    """Mean absolute difference of log-probabilities; a token that we do not know counts as our least likely one."""
+    """Mean absolute difference of log-probabilities. An unknown token counts as the least likely of our tokens."""
     least = min(local_log_probs.values())
-    return sum(abs(value - local_log_probs.get(token, least)) for token, value in server_log_probs.items()) / max(
-        len(server_log_probs), 1
-    )
+    differences = [abs(value - local_log_probs.get(token, least)) for token, value in server_log_probs.items()]
+    return sum(differences) / max(len(differences), 1)
 
 
 def _advice(message: str, status: int) -> str:
-    """Return what to change on a server that cannot load an adapter."""
+    """What to change on a server that cannot load an adapter."""
     if "rank" in message.lower():
         return "Start the server with a larger `--max-lora-rank`, as `marft_trl.extras.engines.vllm_command` does."
     if "No adapter found" in message:

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from peft import LoraConfig, PeftConfig
 
@@ -25,9 +24,9 @@ from ...system.event_loop import run_coroutine
 from .server import EngineDownError, ServerDownError, VLLMServer
 
 
-_MODULE = "vllm.entrypoints.openai.api_server"
+MODULE = "vllm.entrypoints.openai.api_server"
 # Environment variable under which a server takes adapters while it runs
-_UPDATES = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+UPDATES = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 # Ranks that vLLM has kernels for
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Flags of the CPU build, whose engine stops at a request with a seed if it may read a prompt in parts
@@ -74,12 +73,7 @@ def vllm_command(
     """
     ranks = adapter_ranks(agents, peft_config)
     flags = server_flags(model, ranks, args or MARFTConfig(), port, host, max_model_len, device)
-    return f"{_UPDATES}=True python -m {_MODULE} {shlex.join([*flags, *extra])}"
-
-
-def server_arguments(*arguments: Any, **limits: Any) -> tuple[dict[str, str], list[str]]:
-    """Environment variables, and the arguments of an interpreter that start a server, see [`server_flags`]."""
-    return {_UPDATES: "True"}, ["-m", _MODULE, *server_flags(*arguments, **limits)]
+    return f"{UPDATES}=True python -m {MODULE} {shlex.join([*flags, *extra])}"
 
 
 def server_flags(
@@ -91,14 +85,7 @@ def server_flags(
     max_model_len: int | None = None,
     device: str = "cuda",
 ) -> list[str]:
-    """
-    Flags of a server.
-
-    Args:
-        model: name or folder of the base.
-        host: address to listen at.
-        max_model_len: longest prompt and turn together.
-    """
+    """Flags of a server. `adapters` has their ranks, and `max_model_len` counts prompt and turn together."""
     most = max_loras(len(adapters), args.max_staleness)
     return [
         *("--model", model, "--host", host, "--port", str(port), "--enable-lora"),
@@ -114,10 +101,7 @@ def server_flags(
 
 
 def max_loras(num_adapters: int, max_staleness: int = 0) -> int:
-    """
-    Number of adapters that a server needs room for: those of the team in all versions that are sampled from at a time,
-    and the base as an adapter.
-    """
+    """Number of adapters that a server needs room for: all versions that turns are sampled from, and the base."""
     return num_adapters * (max_staleness + 1) + 1
 
 
@@ -143,27 +127,17 @@ _MOST_SHOWN = 2000
 
 
 class OwnServer:
-    """
-    A server of this process. It ends when this process does, in whatever way.
-
-    Args:
-        flags: `flags(port)` returns the arguments of vLLM's server.
-        python: interpreter of an environment with vLLM.
-        log: file that the server's output is appended to.
-
-    Attributes:
-        url: its address, on this machine only.
-        key: its API key, which every request needs.
-    """
+    """A vLLM server of this process. It ends when this process does, in whatever way."""
 
     def __init__(
         self,
-        flags: Callable[[int], Sequence[str]],
-        python: str,
-        log: Path,
+        flags: Callable[[int], Sequence[str]],  # arguments of the interpreter for a port
+        python: str,  # interpreter of an environment with vLLM
+        log: Path,  # to which the output is appended
         variables: Mapping[str, str] | None = None,
     ):
         port = _free_port()
+        # Every request needs the key
         self.url, self.key, self._log = f"http://127.0.0.1:{port}", secrets.token_hex(16), log
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
@@ -179,12 +153,7 @@ class OwnServer:
         self.close = weakref.finalize(self, _end, self._process)
 
     def wait(self, seconds: float) -> None:
-        """
-        Wait until it answers.
-
-        Raises:
-            EngineDownError: it has ended, or needs longer.
-        """
+        """Wait until the server answers. Raises an [`EngineDownError`] if it has ended, or needs longer."""
         end = time.monotonic() + seconds
         while not run_coroutine(self._is_well):
             status = self._process.poll()
@@ -195,7 +164,7 @@ class OwnServer:
             self.close()
             raise EngineDownError(
                 f"The vLLM server of this process (`vllm_mode='colocate'`) {what}. The end of its log, "
-                f"{self._log}:\n{self._end_of_log()}"
+                f"{self._log}:\n" + self._log.read_text(encoding="utf-8", errors="replace")[-_MOST_SHOWN:]
             )
 
     async def _is_well(self) -> bool:
@@ -207,9 +176,6 @@ class OwnServer:
             except ServerDownError:
                 return False
             return True
-
-    def _end_of_log(self) -> str:
-        return self._log.read_text(encoding="utf-8", errors="replace")[-_MOST_SHOWN:]
 
 
 def _free_port() -> int:

@@ -23,12 +23,7 @@ from .vllm_generator import VLLMGenerator
 
 
 class UpcomingRows:
-    """
-    Reads dataloaders ahead. Batches come in the order of the dataloader, and none is read beyond the end of a pass.
-
-    Args:
-        batches: number of generation batches to read ahead.
-    """
+    """Reads dataloaders ahead by a number of generation batches, in order, and never beyond the end of a pass."""
 
     def __init__(self, state: TrlState, schedule: Schedule, batches: int):
         self._state, self._schedule, self._batches = state, schedule, batches
@@ -47,7 +42,7 @@ class UpcomingRows:
         return self._state.micro_step // self._schedule.generate_every
 
     def upcoming(self) -> dict[int, list[dict[str, Any]]]:
-        """Rows of the generation batches that are due later, by their numbers, as far as they are known."""
+        """Known rows of later generation batches, by their numbers."""
         ahead = self._reader.ahead if self._reader is not None else {}
         for place in [place for place in ahead if place <= self._state.micro_step]:
             del ahead[place]
@@ -56,10 +51,7 @@ class UpcomingRows:
 
 
 class _Reader:
-    """
-    Attributes:
-        ahead: rows by the micro-step that they are for.
-    """
+    """Iterator that is read ahead. `ahead` has rows by their micro-step."""
 
     def __init__(self, iterator: Iterator, first: int, depth: int):
         self._iterator, self._depth = iterator, depth
@@ -89,12 +81,7 @@ _LAST_WORDS = 10.0
 
 
 class _Job(NamedTuple):
-    """
-    A generation batch.
-
-    Args:
-        pin: weights that it is sampled from.
-    """
+    """A generation batch, sampled from the weights of a pin."""
 
     rows: Sequence[dict[str, Any]]
     key: tuple
@@ -105,15 +92,11 @@ class _Job(NamedTuple):
 
 class Prefetcher:
     """
-    Episodes of generation batches, begun before they are due.
+    Episodes of generation batches on servers, begun before they are due.
 
     When batch `k` is due, the weights are published, and batch `k + max_staleness` begins with them. So each batch is
-    sampled from the weights of `max_staleness` publications ago, the first ones from the first weights. Which weights
-    a batch is sampled from does not depend on how long rollouts and training take.
-
-    Args:
-        runner: runs episodes, on servers.
-        look_ahead: the number of the batch that is due, and the rows of later ones.
+    sampled from the weights of `max_staleness` publications ago, the first ones from the first weights, no matter how
+    long rollouts and training take.
     """
 
     def __init__(self, run: RunContext, runner: EpisodeRunner, look_ahead: UpcomingRows, failures: Failures):
@@ -124,12 +107,7 @@ class Prefetcher:
         self._worker: _Worker | None = None
 
     def episodes(self, rows: Sequence[dict[str, Any]]) -> list[Episode]:
-        """
-        The episodes of the batch that is due, with these rows. Later batches begin.
-
-        Raises:
-            EpisodeError: an episode has failed, and is not skipped.
-        """
+        """The episodes of the batch that is due. Later batches begin. Raises an `EpisodeError` if one fails."""
         now = self._look_ahead.number()
         self._generator.publish()
         with self._processes.failing_together():
@@ -140,7 +118,7 @@ class Prefetcher:
             return self._take(now)
 
     def close(self) -> None:
-        """End the thread. Episodes under way are given up."""
+        """End the thread, and abandon its episodes."""
         if self._worker is not None:
             self._worker.end()
             self._worker = None

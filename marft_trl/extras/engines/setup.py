@@ -28,8 +28,8 @@ from ...rollout.transformers_generator import ModelEngine
 from ...seams.libraries import get_logger
 from ...system.event_loop import run_coroutine
 from .library import AdapterLibrary, Entry, adapter_tensors, check_servable, served_config, zero_tensors
-from .own_server import OwnServer, server_arguments
-from .replicas import ServerSettings, find_max_model_len, parse_addresses
+from .own_server import MODULE, UPDATES, OwnServer, server_flags
+from .server import ServerSettings, find_max_model_len, parse_addresses, put_to_sleep
 from .vllm_generator import BASE, SamplingCorrection, VLLMGenerator, make_reference_name
 
 
@@ -46,40 +46,29 @@ NextToken = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Engine:
-    """
-    The servers that generate for a trainer.
-
-    Args:
-        max_model_len: largest number of tokens of an observation and a turn together, if they tell.
-    """
+    """The servers that generate for a trainer."""
 
     servers: ServerSettings
-    max_model_len: int | None
+    max_model_len: int | None  # limit of an observation and a turn together in tokens, if they report one
 
 
 def choose_tolerance(tolerance: float | None, is_exact: bool) -> float:
-    """Largest mean difference between log-probabilities of servers and our own. `tolerance`: what the user allows."""
+    """Largest mean difference between log-probabilities of servers and ours. `is_exact`: both are float32."""
     if tolerance is not None:
         return tolerance
     return _EXACT if is_exact else _ROUGH
 
 
 def sampling_correction(run: RunContext, generator: Any, is_exact: bool) -> SamplingCorrection:
-    """
-    What compares and weighs the turns that the servers of a generator sampled. A server in float32 (`is_exact`) has to
-    agree closely with the trainer; one in bfloat16 cannot.
-    """
+    """Compares and weighs turns of servers, which have to agree closely if they are in float32 (`is_exact`)."""
     return SamplingCorrection(run, choose_tolerance(run.args.fidelity_tolerance, is_exact), generator.staleness)
 
 
 def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequence[AgentSpec]) -> Engine:
     """
-    Check that servers can generate for a team, start the one of this process if it has one, and wait until they run.
-
-    Raises:
-        ImportError: the HTTP client, or vLLM, is not installed.
-        ValueError: the team cannot be served.
-        EngineDownError: a server does not run.
+    Check that servers can generate for a team, start the server of this process if it has one, and wait until they
+    run. Raises an `ImportError` without the HTTP client or vLLM, a `ValueError` if the team cannot be served, and an
+    [`EngineDownError`] if a server does not run.
     """
     if importlib.util.find_spec("aiohttp") is None:
         raise ImportError("`use_vllm=True` needs aiohttp. Install it with `pip install 'marft-trl[vllm]'`.")
@@ -119,7 +108,7 @@ def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
     )
     engine = Engine(servers, find_max_model_len(servers))
     if servers.sleep:
-        run_coroutine(_put_to_sleep, servers)
+        run_coroutine(put_to_sleep, servers)
     return engine
 
 
@@ -136,14 +125,7 @@ def make_vllm_generator(
     next_token: NextToken,
     past: PastCopies | None = None,
 ) -> VLLMGenerator:
-    """
-    The generator of a team on vLLM servers.
-
-    Args:
-        settings: all settings of `generate` of a [`Sampling`].
-        is_exact: whether the trainer computes in float32.
-        next_token: the trainer's log-probabilities.
-    """
+    """The generator of a team on vLLM servers. `is_exact`: whether the trainer computes in float32."""
     args = run.args
     served = [agent for agent in team.agents if agent.has_policy]
     entries = _entries(args, served, team.policies, model, next_token)
@@ -180,7 +162,7 @@ def make_vllm_generator(
 def _entries(
     args: MARFTConfig, agents: Sequence[AgentSpec], policies: Policies, model: PeftModel, next_token: NextToken
 ) -> dict[str, Entry]:
-    """What servers are given: the adapters, and the references where turns are sampled from them."""
+    """What servers are given: the adapters, and the references if turns are sampled from them."""
     agents = [agent for agent in agents if agent.copy_of is None]
     entries = adapter_entries(agents, model, next_token, policies.trained)
     if not CREDITS[args.credit].uses_references:
@@ -199,7 +181,7 @@ def _entries(
 def adapter_entries(
     agents: Sequence[AgentSpec], model: PeftModel, next_token: NextToken, trained: Sequence[str] = ()
 ) -> dict[str, Entry]:
-    """The adapters of agents, by their names. `trained`: those whose weights change."""
+    """The adapters of agents, by their names. The weights of those in `trained` change."""
     return {
         agent.adapter: Entry(
             functools.partial(adapter_tensors, model, agent.adapter),
@@ -212,7 +194,7 @@ def adapter_entries(
 
 
 def _copies(agent: AgentSpec, past: PastCopies, model: PeftModel, next_token: NextToken) -> dict[str, Entry]:
-    """What servers are given of an agent that acts with past copies: a place for each."""
+    """What servers are given of an agent that acts with past copies: an entry for each."""
 
     def tensors(position: int) -> dict[str, Any]:
         with past.acting(agent.name, past.at(agent.name, position)):
@@ -257,8 +239,7 @@ def start_own_server(args: MARFTConfig, model: Any, adapters: Mapping[str, int])
             "`vllm_mode='colocate'` starts a server with the same base, and this model has no name: it was not loaded "
             "from the Hub or a folder. Save it with `save_pretrained`, and pass the folder as `model`."
         )
-    limits = {"max_model_len": args.vllm_max_model_length, "device": device.type}
-    variables, _ = server_arguments(name, adapters, args, port=0, **limits)
+    variables = {UPDATES: "True"}
     if device.type == "cuda":
         variables["CUDA_VISIBLE_DEVICES"] = _visible(device.index or 0)
     if args.vllm_enable_sleep_mode:
@@ -268,7 +249,9 @@ def start_own_server(args: MARFTConfig, model: Any, adapters: Mapping[str, int])
     further += ["--enable-sleep-mode"] if args.vllm_enable_sleep_mode else []
 
     def flags(port: int) -> list[str]:
-        return [*server_arguments(name, adapters, args, port=port, **limits)[1], *further]
+        longest = args.vllm_max_model_length
+        own = server_flags(name, adapters, args, port, max_model_len=longest, device=device.type)
+        return ["-m", MODULE, *own, *further]
 
     log = Path(args.output_dir or ".") / "_vllm" / f"server-{args.process_index}.log"
     server = OwnServer(flags, _interpreter(args), log, variables)
@@ -277,7 +260,6 @@ def start_own_server(args: MARFTConfig, model: Any, adapters: Mapping[str, int])
 
 
 def is_quantized(model: Any) -> bool:
-    """`True` if the base of a model has quantized weights."""
     return bool(getattr(model.get_base_model(), "is_quantized", False))
 
 
@@ -296,15 +278,9 @@ def _interpreter(args: MARFTConfig) -> str:
 
 
 def _visible(index: int) -> str:
-    """The device of this process, as the servers' `CUDA_VISIBLE_DEVICES`."""
+    """The device of this process, as `CUDA_VISIBLE_DEVICES` of the server."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[index] if visible else str(index)
-
-
-async def _put_to_sleep(settings: ServerSettings) -> None:
-    async with settings.connected() as servers:
-        for server in servers:
-            await server.sleep(settings.server_timeout)
 
 
 @dataclass(frozen=True)

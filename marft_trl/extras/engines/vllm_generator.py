@@ -28,8 +28,7 @@ from ...system.event_loop import run_coroutine
 from ...system.processes import Processes
 from ...system.randomness import make_seed
 from .library import AdapterLibrary, Version
-from .replicas import ServerPool, ServerSettings
-from .server import GenerateRequest
+from .server import GenerateRequest, ServerPool, ServerSettings
 
 
 logger = get_logger(__name__)
@@ -44,18 +43,13 @@ class FidelityError(RuntimeError):
 
 
 class SamplingCorrection:
-    """
-    Compares the log-probabilities of servers with the trainer's, and weights tokens by importance sampling.
-
-    Args:
-        tolerance: mean absolute difference of log-probabilities above which a run ends with an error.
-        staleness: `staleness(adapter, version)` returns how many newer versions of an adapter were published.
-    """
+    """Weights tokens by importance sampling. A mean difference of log-probabilities above `tolerance` ends the run."""
 
     def __init__(
         self,
         run: RunContext,
         tolerance: float,
+        # `staleness(adapter, version)`: number of newer versions that were published
         staleness: Callable[[str, int], int] = lambda adapter, version: 0,
     ):
         self._args, self._tolerance = run.args, tolerance
@@ -64,19 +58,15 @@ class SamplingCorrection:
 
     def corrected(self, rows: Sequence[Row]) -> list[Row]:
         """
-        Return the rows with `sampling_weights` filled in. The rows must have `old_per_token_logps`, the
-        log-probabilities under the trained weights.
-
-        Raises:
-            FidelityError: the log-probabilities of a server differ from the trainer's.
+        Return the rows with `sampling_weights`. The rows must have `old_per_token_logps`, the log-probabilities under
+        the trained weights. Raises a [`FidelityError`] if those of a server differ.
         """
         compared = [row for row in rows if row.sampling_logps is not None and row.old_per_token_logps is not None]
         with self._processes.failing_together():
             stale = self._check_staleness(rows)
             self._check([row for row in compared if not stale[row.number]])
-        total, count = self._processes.sum(
-            torch.tensor([sum(stale.values()), len(rows)], dtype=torch.float64)
-        ).tolist()
+        counts = torch.tensor([sum(stale.values()), len(rows)], dtype=torch.float64)
+        total, count = self._processes.sum(counts).tolist()
         if count:
             self._metrics.add("sampling/staleness", total / count)
         weights = {}
@@ -139,13 +129,7 @@ class SamplingCorrection:
         token_weights = torch.cat(list(weights)) if weights else torch.empty(0)
         weight_range = tuple(map(float, token_weights.aminmax())) if len(token_weights) else None
         masked = (token_weights == 0.0).sum().item()
-        local_stats = (
-            differences,
-            len(token_weights),
-            token_weights.sum().item(),
-            masked,
-            None if weight_range is None else tuple(map(float, weight_range)),
-        )
+        local_stats = differences, len(token_weights), token_weights.sum().item(), masked, weight_range
         everywhere = self._processes.gather([local_stats])
         self._report_differences([value for value, *_ in everywhere])
         count = sum(number for _, number, *_ in everywhere)
@@ -197,17 +181,7 @@ BASE = "=base"
 
 
 class VLLMGenerator(Generator):
-    """
-    Generates turns on vLLM servers.
-
-    Args:
-        settings: `settings(sampling)` returns all settings of `generate`.
-        processes: the first process publishes for all. `None` for a single process.
-
-    Attributes:
-        library: the adapters on the servers.
-        servers: addresses and limits.
-    """
+    """Generates turns on vLLM servers."""
 
     batches = False
 
@@ -217,10 +191,10 @@ class VLLMGenerator(Generator):
         samplings: Mapping[str, Sampling],
         library: AdapterLibrary,
         servers: ServerSettings,
-        settings: Callable[[Sampling], dict[str, Any]],
+        settings: Callable[[Sampling], dict[str, Any]],  # all settings of `generate`
         tokenizer: PreTrainedTokenizerBase,
         end_token_ids: Sequence[int],
-        processes: Processes | None = None,
+        processes: Processes | None = None,  # of which the first publishes for all
         past: PastCopies | None = None,
     ):
         self._past = past
@@ -235,11 +209,9 @@ class VLLMGenerator(Generator):
         self._asleep = servers.sleep  # in sleep mode, servers start asleep
 
     def settings(self, agent: str) -> dict[str, Any]:
-        """All settings of `generate` for an agent."""
         return self._settings(self._samplings[agent])
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
-        """Return `True` if a turn of an agent contains one of the agent's stop strings."""
         return self._stops[self._samplings[agent]].are_in(ids)
 
     def samples_scored_distribution(self, agent: str) -> bool:
@@ -250,11 +222,8 @@ class VLLMGenerator(Generator):
 
     def publish(self, alone: bool = False) -> None:
         """
-        Publish the current weights to the servers. The first process does so, and broadcasts the new names.
-
-        Args:
-            alone: whether only this process makes the call. It must then be the first process, or the weights must be
-                unchanged since the last call.
+        Publish the current weights. The first process does so, and broadcasts the new names. With `alone`, only this
+        process calls; it must be the first, or the weights must be unchanged since the last call.
         """
         processes = self._processes
         with contextlib.nullcontext() if alone or processes is None else processes.failing_together():
@@ -271,14 +240,13 @@ class VLLMGenerator(Generator):
                 self.library.follow(current, self._pinned_versions())
 
     def pin(self) -> dict[str, Version]:
-        """Return the current versions of all adapters. Servers keep them until [`~VLLMGenerator.release`]."""
+        """Return the current versions of all adapters, which servers keep until [`~VLLMGenerator.release`]."""
         pin = self.library.current
         self._pins.append(pin)
         self._recent_pins.append({entry: version.number for entry, version in pin.items()})
         return pin
 
     def release(self, pin: dict[str, Version]) -> None:
-        """Release versions from [`~VLLMGenerator.pin`]."""
         self._pins = [item for item in self._pins if item is not pin]
 
     @contextlib.contextmanager
@@ -310,7 +278,7 @@ class VLLMGenerator(Generator):
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Asynchronous context manager: connections to the servers, for the present event loop."""
+        """Asynchronous context manager: connections to the servers, for the current event loop."""
         await self._wake()
         loop = asyncio.get_running_loop()
         async with ServerPool(self.servers, self.library.make_ready) as pool:
@@ -369,11 +337,8 @@ class VLLMGenerator(Generator):
     def _request_settings(self, agent: str) -> dict[str, Any]:
         """Return the settings that all requests for an agent share, under vLLM's names."""
         settings, sampling = self.settings(agent), self._samplings[agent]
-        unknown = sorted(
-            name
-            for name, value in settings.items()
-            if name not in _NEUTRAL_VALUES and name not in _IGNORED_SETTINGS and value is not None
-        )
+        known = {*_NEUTRAL_VALUES, *_IGNORED_SETTINGS}
+        unknown = sorted(name for name, value in settings.items() if name not in known and value is not None)
         if unknown or settings.get("do_sample") is False:
             raise ValueError(
                 f"`generation_kwargs` has {(unknown or ['do_sample'])[0]!r}, which is not supported with vLLM. "

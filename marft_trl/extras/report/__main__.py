@@ -38,7 +38,6 @@ class ReportArguments:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make a report. `argv`: arguments, `sys.argv[1:]` by default."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["--cell"]:  # one run, for `workers`
         values = json.loads(arguments[1])

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ...agents import AgentSpec, check_team
 from ...system.hints import did_you_mean
@@ -30,26 +31,15 @@ _ANSWERING = (Sequential, Graph, Debate, MixtureOfAgents, UntilApproved, Orchest
 
 @dataclass(frozen=True)
 class Arm:
-    """
-    A change of the experiment.
-
-    Args:
-        name: such as `"solo"` or `"frozen:planner"`.
-        change: function that changes the experiment; `None` for an arm that is evaluated in the run of another arm.
-        evaluation: name of the evaluation that counts: `"end"`, `"start"` or that of an emptied message.
-        of: arm whose run has this evaluation.
-        is_budgeted: whether training ends when the arm has generated as many tokens as the team.
-        is_variant: whether the arm is one of the user's `variants`.
-        skip_reason: why this arm is skipped.
-    """
+    """A change of the experiment, such as `solo` or `frozen:planner`."""
 
     name: str
     what: str
-    change: Callable[[Experiment], Experiment] | None = None
-    evaluation: str = "end"
+    change: Callable[[Experiment], Experiment] | None = None  # `None`: evaluated in the run of the arm `of`
+    evaluation: str = "end"  # or "start", or that of an emptied message
     of: str = ""
-    is_budgeted: bool = False
-    is_variant: bool = False
+    is_budgeted: bool = False  # training ends when the arm has generated as many tokens as the team
+    is_variant: bool = False  # one of the user's `variants`
     skip_reason: str | None = None
 
     @property
@@ -59,7 +49,6 @@ class Arm:
 
     @property
     def folder(self) -> str:
-        """Name of the folder of its run, without the seed."""
         return make_folder_name(self.run)
 
     def changed(self, experiment: Experiment) -> Experiment:
@@ -69,21 +58,12 @@ class Arm:
 
 
 def make_folder_name(name: str) -> str:
-    """Name of the folder of an arm of this name, without the seed."""
+    """Return the name of the folder of an arm, without the seed."""
     return name.replace(":", "-")
 
 
 def make_arms(experiment: Experiment, names: Sequence[str] | None = None) -> list[Arm]:
-    """
-    Make the arms of a report, the trained team first.
-
-    Args:
-        experiment: experiment of the report.
-        names: names of the requested arms; a kind such as `"frozen"` stands for the arms of all agents.
-
-    Raises:
-        ValueError: there is no such arm.
-    """
+    """Make the arms of a report, the trained team first. A name such as `frozen` stands for the arms of all agents."""
     known = [*_team_arms(experiment), *_agent_arms(experiment)]
     known += _variant_arms(experiment, {arm.name for arm in known})
     if names is None:
@@ -164,9 +144,11 @@ def _adapter_arms(experiment: Experiment) -> list[Arm]:
         alone = "only one agent is trained" if len(adapters) < 2 else None
     arms = []
     if len({*adapters}) > 1 or alone:
-        arms.append(Arm("shared", "one adapter for all agents", _shared, skip_reason=alone))
+        change = partial(_with_adapters, lambda agent: "team")
+        arms.append(Arm("shared", "one adapter for all agents", change, skip_reason=alone))
     if len({*adapters}) < len(adapters):
-        arms.append(Arm("own", "own adapters", _own, skip_reason=alone))
+        change = partial(_with_adapters, lambda agent: agent.name)
+        arms.append(Arm("own", "own adapters", change, skip_reason=alone))
     return arms
 
 
@@ -184,8 +166,8 @@ def _agent_arms(experiment: Experiment) -> list[Arm]:
         frozen = adapters or others if name in trained else "it is not trained"
         without = only or others or (None if is_chain else "the workflow is not a chain")
         arms += [
-            Arm(f"frozen:{name}", f"{name} is not trained", _frozen(name), skip_reason=frozen),
-            Arm(f"without:{name}", f"a team without {name}", _without(name), skip_reason=without),
+            Arm(f"frozen:{name}", f"{name} is not trained", partial(_frozen, name), skip_reason=frozen),
+            Arm(f"without:{name}", f"a team without {name}", partial(_without, name), skip_reason=without),
             Arm(f"emptied:{name}", f"what {name} says is emptied", evaluation=f"emptied:{name}", of="team",
                 skip_reason=only or (last if is_last else None)),
         ]  # fmt: skip
@@ -204,56 +186,33 @@ def _replaced(experiment: Experiment, change: Callable[[AgentSpec], AgentSpec]) 
     return experiment.changed(agents=[change(agent) for agent in experiment.agents])
 
 
-def _shared(experiment: Experiment) -> Experiment:
-    return _with_adapters(experiment, lambda agent: "team")
-
-
-def _own(experiment: Experiment) -> Experiment:
-    return _with_adapters(experiment, lambda agent: agent.name)
-
-
-def _with_adapters(experiment: Experiment, name: Callable[[AgentSpec], str]) -> Experiment:
+def _with_adapters(name: Callable[[AgentSpec], str], experiment: Experiment) -> Experiment:
     trained = {agent.name for agent in _trained(experiment)}
     return _replaced(
         experiment, lambda agent: dataclasses.replace(agent, adapter=name(agent)) if agent.name in trained else agent
     )
 
 
-def _frozen(name: str) -> Callable[[Experiment], Experiment]:
-    def frozen(experiment: Experiment) -> Experiment:
-        # If agents share an adapter, the frozen agent gets its own, which stays untrained
-        others = {agent.adapter for agent in experiment.agents if agent.name != name}
-        adapter = next(
-            free for free in (name + "-frozen" * count for count in itertools.count()) if free not in others
-        )
-        return _replaced(
-            experiment,
-            lambda agent: (
-                dataclasses.replace(agent, trainable=False, adapter=adapter) if agent.name == name else agent
-            ),
-        )
-
-    return frozen
+def _frozen(name: str, experiment: Experiment) -> Experiment:
+    # If agents share an adapter, the frozen agent gets its own, which stays untrained
+    others = {agent.adapter for agent in experiment.agents if agent.name != name}
+    adapter = next(free for free in (name + "-frozen" * count for count in itertools.count()) if free not in others)
+    return _replaced(
+        experiment,
+        lambda agent: dataclasses.replace(agent, trainable=False, adapter=adapter) if agent.name == name else agent,
+    )
 
 
-def _without(name: str) -> Callable[[Experiment], Experiment]:
-    def without(experiment: Experiment) -> Experiment:
-        workflow = experiment.workflow
-        if isinstance(workflow, Sequential) and workflow.agents is not None:
-            workflow = Sequential([item for item in workflow.agents if item != name], workflow.rounds)
-        agents = [agent for agent in experiment.agents if agent.name != name]
-        return experiment.changed(agents=agents, workflow=workflow)
-
-    return without
+def _without(name: str, experiment: Experiment) -> Experiment:
+    workflow = experiment.workflow
+    if isinstance(workflow, Sequential) and workflow.agents is not None:
+        workflow = Sequential([item for item in workflow.agents if item != name], workflow.rounds)
+    agents = [agent for agent in experiment.agents if agent.name != name]
+    return experiment.changed(agents=agents, workflow=workflow)
 
 
 def check_arms(experiment: Experiment, arms: Sequence[Arm]) -> None:
-    """
-    Check before the first run that all arms can run.
-
-    Raises:
-        ValueError: the team or the workflow of an arm is invalid.
-    """
+    """Check before the first run that all arms can run."""
     for arm in arms:
         if arm.skip_reason is not None:
             continue

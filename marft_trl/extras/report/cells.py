@@ -51,12 +51,7 @@ class Cell:
         return json.loads((self.folder / RESULT).read_text(encoding="utf-8"))
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """
-        Raise an error if the folder has a run or a checkpoint with different settings of the experiment.
-
-        Raises:
-            OtherExperimentError: the settings differ or are unknown.
-        """
+        """Raise an error if the folder has a run or a checkpoint with other or unknown settings."""
         file = self.folder / SETTINGS
         if not self.is_done and RunFolder(self.folder).newest() is None:
             return
@@ -83,23 +78,13 @@ class Cell:
         write_atomically(self.folder / SETTINGS, json.dumps(settings))
         return goes_on
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"arm": self.arm, "seed": self.seed, "folder": str(self.folder)}
-
 
 class TokenBudget(TrainerCallback):
-    """
-    Ends training after a number of generated tokens, once the last batch is used up. It records the step, so that a
-    resumed run ends there as well.
-
-    Args:
-        generated: function that returns the number of tokens so far.
-        updates: number of updates per generation batch.
-    """
+    """Ends training after a number of generated tokens, once the last batch is used up, also in a resumed run."""
 
     def __init__(self, tokens: int, generated: Callable[[], int], updates: int, folder: Path):
         self._tokens, self._generated, self._file = tokens, generated, folder / BUDGET
-        self._updates = updates
+        self._updates = updates  # per generation batch
 
     @property
     def last_step(self) -> int | None:
@@ -132,14 +117,7 @@ class Clock(TrainerCallback):
 
 
 def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) -> None:
-    """
-    Train and evaluate an arm.
-
-    Args:
-        experiment: the experiment without the change of the arm.
-        cell: arm, seed and folder.
-        emptied: agents whose messages are emptied in further evaluations of the trained team.
-    """
+    """Train and evaluate an arm. `emptied`: agents whose messages are empty in further evaluations."""
     (arm,) = (item for item in make_arms(experiment) if item.name == cell.arm)
     settings = {"seed": cell.seed, "output_dir": str(cell.folder), "eval_k": experiment.args.eval_k or [1]}
     settings |= {"report_to": [], "push_to_hub": False, "load_best_model_at_end": False, "eval_strategy": "no"}
@@ -184,7 +162,7 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
 
 
 def recorded(experiment: Experiment, arm: Arm) -> dict[str, Any]:
-    """Return the settings to record with a run: the experiment's, or those of a variant, whose function may change."""
+    """Return the settings to record with a run: the experiment's, or a variant's, whose function may change."""
     return collect_settings(arm.changed(experiment) if arm.is_variant else experiment)
 
 
@@ -196,11 +174,8 @@ def _eval_batch(args: MARFTConfig) -> int:
 
 
 def _without_end(experiment: Experiment, steps: int, last: int | None = None) -> Experiment:
-    """
-    Return an experiment that trains until the budget is used up, with the warm-up of a team that trains for `steps`;
-    `last`: the step at which the budget ran out in an earlier run.
-    """
-    warmup = experiment.args.get_warmup_steps(steps)
+    """Return an experiment that trains until the budget is used up, with the warm-up of the team."""
+    warmup = experiment.args.get_warmup_steps(steps)  # `steps`: of the team. `last`: where the budget ran out before
     schedule = "constant_with_warmup" if warmup else "constant"
     return experiment.with_args(max_steps=last or 100 * steps, lr_scheduler_type=schedule, warmup_steps=warmup)
 
@@ -213,6 +188,6 @@ def _evaluate(trainer: MARFTTrainer, name: str) -> None:
 
 
 def _evaluate_emptied(trainer: MARFTTrainer, name: str) -> None:
-    """Evaluate the team with an agent's messages empty: teammates, environments and answers get an empty string."""
+    """Evaluate the team with an agent's messages empty, for teammates, environments and as the answer."""
     with trainer.parts.evaluations.silence_agents(name):
         _evaluate(trainer, f"emptied:{name}")

@@ -26,43 +26,26 @@ _ALMOST_NEVER = 0.02
 
 @dataclass(frozen=True)
 class ArmResult:
-    """
-    Results of an arm over all seeds.
-
-    Args:
-        accuracy: mean accuracy and its interval; `None` for a skipped arm.
-        difference: accuracy of the trained team minus accuracy of this arm, paired by question.
-        tokens, seconds: generated tokens and duration of training, means over seeds; `None` for arms without training.
-        curves: for each seed, pairs of a step and the mean reward of its batch.
-        rewards_differ: whether any logged batch had episodes with different rewards.
-    """
+    """Results of an arm over all seeds."""
 
     arm: Arm
-    accuracy: Interval | None = None
-    difference: Interval | None = None
-    tokens: float | None = None
-    seconds: float | None = None
-    curves: Sequence[Any] = ()
-    rewards_differ: bool = True
+    accuracy: Interval | None = None  # `None` for a skipped arm
+    difference: Interval | None = None  # trained team minus this arm, paired by question
+    tokens: float | None = None  # mean over seeds; `None` for an arm without training
+    seconds: float | None = None  # of training, like `tokens`
+    curves: Sequence[Any] = ()  # for each seed, pairs of a step and the mean reward of its batch
+    rewards_differ: bool = True  # whether any logged batch had episodes with different rewards
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """
-    Results and conclusions of a report.
-
-    Args:
-        results: results of the arms, the trained team first.
-        verdicts: conclusions as sentences.
-        margin: smallest difference in accuracy that matters.
-        questions_in_both: number of evaluation questions that are also training questions.
-    """
+    """Results and conclusions of a report, the trained team first."""
 
     name: str
     results: Sequence[ArmResult]
     verdicts: Sequence[str]
-    margin: float
-    questions_in_both: int = 0
+    margin: float  # smallest difference in accuracy that matters
+    questions_in_both: int = 0  # evaluation questions that are also training questions
 
     def __getitem__(self, arm: str) -> ArmResult:
         return next(result for result in self.results if result.arm.name == arm)
@@ -71,7 +54,6 @@ class Comparison:
 def compare(
     experiment: Experiment, arms: Sequence[Arm], runs: Path, seeds: Sequence[int], margin: float
 ) -> Comparison:
-    """Compare the finished runs of a report."""
     team_scores = _load_scores(arms[0], runs, seeds)
     results = [ArmResult(arm) if arm.skip_reason else _compare_arm(arm, team_scores, runs, seeds) for arm in arms]
     by_name = {result.arm.name: result for result in results}
@@ -91,21 +73,16 @@ def _compare_arm(arm: Arm, team_scores, runs: Path, seeds: Sequence[int]) -> Arm
     arm_scores = _load_scores(arm, runs, seeds)
     folders = _folders(arm, runs, seeds)
     cells = [Cell(arm.run, seed, folder).result() for seed, folder in zip(seeds, folders, strict=True)]
-    is_trained = not arm.of
+    is_trained, accuracy = not arm.of, interval(arm_scores)
     return ArmResult(
         arm,
-        _clip_interval(interval(arm_scores)),
+        accuracy._replace(low=max(accuracy.low, 0.0), high=min(accuracy.high, 1.0)),  # t-intervals may exceed them
         None if arm.name == "team" else paired_difference(team_scores, arm_scores),
         statistics.mean(cell["tokens"] for cell in cells) if is_trained else None,
         statistics.mean(cell["seconds"] for cell in cells) if is_trained else None,
         [cell["curve"] for cell in cells] if is_trained else (),
         any(cell.get("rewards_differ", True) for cell in cells),
     )
-
-
-def _clip_interval(accuracy: Interval) -> Interval:
-    """Clip an interval of accuracies to [0, 1], which a t-interval of few seeds may exceed."""
-    return accuracy._replace(low=max(accuracy.low, 0.0), high=min(accuracy.high, 1.0))
 
 
 def _predicates(other: str) -> tuple[str, str, str]:
@@ -123,10 +100,7 @@ _SENTENCES = (
 
 
 def classify(difference: Interval, margin: float) -> str:
-    """
-    Classify a difference: `"same"` if its interval is within the margin, else `"better"` or `"worse"` if the interval
-    does not contain 0, else `"open"`.
-    """
+    """Return `same` if the interval is within the margin, else `better` or `worse` if it excludes 0, else `open`."""
     if -margin <= difference.low and difference.high <= margin:
         return "same"
     if difference.is_clear:
@@ -135,7 +109,6 @@ def classify(difference: Interval, margin: float) -> str:
 
 
 def make_verdicts(results: dict[str, ArmResult], agents: Sequence[str], margin: float) -> list[str]:
-    """Describe the differences between the team and the arms as sentences."""
     sentences = [_describe_unreached_threshold(results)]
     sentences += [_make_sentence(results, arm, margin, subject, predicates) for arm, subject, predicates in _SENTENCES]
     sentences += [
@@ -244,7 +217,6 @@ def write_report(comparison: Comparison, folder: Path) -> None:
 
 
 def as_markdown(comparison: Comparison) -> str:
-    """Return the verdicts and the table of arms as Markdown."""
     accuracy = next(result.accuracy for result in comparison.results if result.accuracy is not None)
     lines = [f"# {comparison.name}", "", *(f"- {verdict}" for verdict in comparison.verdicts), ""]
     lines += [

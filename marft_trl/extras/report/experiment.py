@@ -34,7 +34,7 @@ _NOT_RECORDED = fields_about("files", "machines") | {"seed"}
 
 
 def collect_settings(experiment: Experiment) -> dict[str, Any]:
-    """Collect the settings of an experiment by name, JSON-serializable, without secrets, equal in every process."""
+    """Collect the settings by name, JSON-serializable, without secrets, equal in every process."""
     args = experiment.args
     found: dict[str, Any] = {
         f"args.{item.name}": plain(getattr(args, item.name))
@@ -69,7 +69,6 @@ EVALUATION = (
 
 
 def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Describe the settings that differ."""
     # Another version may have other fields of the configuration
     compared = {
         name
@@ -81,7 +80,7 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list
 
 
 def _workflow(workflow: Workflow | None) -> Any:
-    """Description, code and plain attributes of a workflow: custom workflows need not describe their settings."""
+    """Describe a workflow, its code and its plain attributes: custom workflows need not describe their settings."""
     if workflow is None:
         return None
     attributes = {name: _value(value) for name, value in vars(workflow).items() if not name.startswith("_")}
@@ -103,7 +102,7 @@ def _value(value: Any) -> Any:
 
 
 def _code(function: Any) -> str:
-    """Name and hash of the source of a function, a class or an object."""
+    """Return the name and a hash of the source of a function, a class or an object."""
     if not isinstance(function, type):
         return compute_fingerprint(function)
     try:
@@ -269,7 +268,6 @@ Experiment.__init__ = checked_names("Experiment")(Experiment.__init__)  # type: 
 
 
 def _row_keys(dataset: Dataset, names: Sequence[str]) -> list[str]:
-    """Return a key for the question of each row, from the given columns."""
     return [json.dumps(row, default=str) for row in zip(*(dataset[name] for name in names), strict=True)]
 
 

@@ -244,23 +244,11 @@ def _side_by_side(
     children = ChildProcesses()
 
     def run(cell: Cell) -> None:
-        cell_arguments = {
-            "experiment": place,
-            "settings": dict(settings or {}),
-            "emptied": list(emptied),
-            **cell.as_dict(),
-        }
+        values = {"arm": cell.arm, "seed": cell.seed, "folder": str(cell.folder), "emptied": list(emptied)}
+        values |= {"experiment": place, "settings": dict(settings or {})}
         cell.folder.mkdir(parents=True, exist_ok=True)
         with open(cell.folder / "log.txt", "a", encoding="utf-8") as log:
-            command = [
-                sys.executable,
-                "-W",
-                "ignore",
-                "-m",
-                "marft_trl.extras.report",
-                "--cell",
-                json.dumps(cell_arguments),
-            ]
+            command = [sys.executable, "-W", "ignore", "-m", "marft_trl.extras.report", "--cell", json.dumps(values)]
             code = children.run(command, environment, log)
         if code:
             raise RuntimeError((cell.folder / "log.txt").read_text(encoding="utf-8")[-2000:])

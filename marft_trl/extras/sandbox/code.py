@@ -87,13 +87,7 @@ _DEFAULT = get_code_reward()
 def pass_rate(
     program: str | None, tests: Any, limits: Limits | None = None, total_seconds: float = 60.0
 ) -> float | None:
-    """
-    Share of the tests that a program passes, see [`get_code_reward`].
-
-    Raises:
-        ValueError: the tests do not have the format that [`get_code_reward`] describes.
-        JailError: the machine cannot sandbox programs, or cannot start them.
-    """
+    """Return the share of tests that a program passes; `None` without tests. See [`get_code_reward`]."""
     limits = limits or Limits()
     if tests is None or tests == "null":
         return None
@@ -153,10 +147,7 @@ def _with_room(limits: Limits, expected: Any) -> Limits:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """
-    `True` if the output is as expected. White space between words does not matter, nor does the format of a number:
-    "2", "2.0" and "2e0" are equal. "007" is not a number, and only equal to itself.
-    """
+    """Compare outputs by words. Numbers are equal in any format, such as "2", "2.0" and "2e0"; "007" is no number."""
     got, wanted = ([line.split() for line in text.strip().splitlines()] for text in (printed, expected))
     return len(got) == len(wanted) and all(
         len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(got, wanted, strict=True)

@@ -88,7 +88,7 @@ class _CapabilityHeader(ctypes.Structure):
 
 
 def limit(memory: int, cpu_seconds: int, file_size: int, files: int) -> None:
-    """Limit memory, CPU time, the size of each file and the number of open files. Disable core dumps."""
+    """Set resource limits, and disable core dumps."""
     import resource
 
     bounds = {"AS": memory, "CPU": cpu_seconds, "FSIZE": file_size, "NOFILE": files, "CORE": 0, "MEMLOCK": 0}
@@ -100,7 +100,6 @@ def limit(memory: int, cpu_seconds: int, file_size: int, files: int) -> None:
 
 
 def drop_capabilities(libc) -> bool:
-    """Drop all capabilities of the superuser."""
     header = _CapabilityHeader(0x20080522, 0)  # version 3: two words of each of the three sets
     return libc.capset(ctypes.byref(header), (ctypes.c_uint32 * 6)()) == 0
 

@@ -20,7 +20,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 
 _FENCE = Path(__file__).with_name("fence.py")
@@ -144,7 +145,7 @@ def run_python(
 
 @functools.cache
 def _missing() -> tuple[str, ...]:
-    """Names of the sandboxing features that this machine lacks. They are found once, by running an empty program."""
+    """Names of the sandboxing features that this machine lacks, found once by running an empty program."""
     try:
         _in_folder("", "", None, (), Limits(seconds=60.0))
     except _Lacking as error:
@@ -177,15 +178,8 @@ def _in_folder(
         _remove(folder)
 
 
-class _Files(NamedTuple):
-    """Files that pass settings to a process, and results back."""
-
-    source: Any
-    wishes: Any
-    output: Any
-    errors: Any
-    results: Any
-    report: Any
+# Files that pass settings to a process, and results back
+_FILES = ("source", "wishes", "output", "errors", "results", "report")
 
 
 def _run(
@@ -193,7 +187,7 @@ def _run(
 ) -> Outcome:
     (folder / "main.py").write_text(code, encoding="utf-8", errors="replace")
     with contextlib.ExitStack() as stack:
-        files = _Files(*(stack.enter_context(tempfile.TemporaryFile()) for _ in _Files.__annotations__))
+        files = SimpleNamespace(**{name: stack.enter_context(tempfile.TemporaryFile()) for name in _FILES})
         _fill(files.source, stdin.encode("utf-8", errors="replace"))
         command = _bubblewrap(folder, limits.disk)
         readable, packages = _readable()
@@ -222,7 +216,7 @@ def _run(
         return Outcome(status, _read(files.output, limits.output), errors, returned, seconds)
 
 
-def _start(command: Sequence[str], files: _Files, folder: Path) -> subprocess.Popen:
+def _start(command: Sequence[str], files: SimpleNamespace, folder: Path) -> subprocess.Popen:
     # -S: what `site` imports takes most of the time of a short program. Not -I, which ignores the seed of hashes.
     return subprocess.Popen(  # noqa: S603  # untrusted code, which the fence restricts
         [*command, sys.executable, "-s", "-S", "-B", str(_FENCE), str(files.wishes.fileno())],
@@ -312,12 +306,7 @@ def _is_within(folder: Path, limits: Limits) -> bool:
 
 
 def _check_report(report: Any, limits: Limits, errors: str) -> None:
-    """
-    Check that the program was started in the sandbox. The program cannot write this report.
-
-    Raises:
-        JailError: the program was not started, or not in the sandbox.
-    """
+    """Check that the program was started in the sandbox. The program cannot write this report."""
     report.seek(0)
     try:
         missing = marshal.load(report)  # noqa: S302  # written by the fence
@@ -369,18 +358,8 @@ def _working_bubblewrap() -> tuple[str, ...]:
     program = shutil.which("bwrap")
     if program is None:
         return ()
-    command = (
-        program,
-        "--unshare-all",
-        "--die-with-parent",
-        "--ro-bind",
-        "/",
-        "/",
-        "--dev",
-        "/dev",
-        "--proc",
-        "/proc",
-    )
+    folders = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
+    command = (program, "--unshare-all", "--die-with-parent", *folders)
     done = subprocess.run([*command, sys.executable, "-I", "-c", ""], capture_output=True)  # noqa: S603
     return command if done.returncode == 0 else ()  # containers often forbid the namespaces it needs
 
@@ -413,18 +392,14 @@ def _lines(text: str) -> list[dict[str, Any]]:
 
 
 def _remove(folder: str) -> None:
-    """
-    Remove the folder of a program. It never raises, because a program must not end training.
-
-    System tools do it in a child process. They can handle locked folders, thousands of nested folders and odd names.
-    `chmod -R` does not follow symbolic links.
-    """
+    """Remove the folder of a program. It never raises, because a program must not end training."""
     with contextlib.suppress(OSError):  # usually, the folder holds nothing but the program
         os.unlink(os.path.join(folder, "main.py"))
         os.rmdir(folder)
         return
     problem: object = ""
     try:
+        # System tools handle locked folders, deep nesting and odd names. `chmod -R` does not follow symbolic links
         command = ["/bin/sh", "-c", 'chmod -R u+rwx "$1"; rm -rf "$1"', "sh", folder]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_REMOVAL_SECONDS)  # noqa: S603
         problem = done.stderr.decode(errors="replace")[-200:]

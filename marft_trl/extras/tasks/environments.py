@@ -29,12 +29,6 @@ def game_seeds(size: int, seed: int = 0, prompt: str = "Play the game.") -> Data
 
 
 def seed_in(row: Mapping[str, Any], what: str) -> int:
-    """
-    Return the seed of a row.
-
-    Raises:
-        ValueError: the row has no seed.
-    """
     seed = row.get("seed")
     if not isinstance(seed, int):
         raise ValueError(

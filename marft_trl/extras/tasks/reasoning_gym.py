@@ -21,15 +21,7 @@ from ...rewards.functions import last_text
 
 
 def load(module: str, package: str, what: str) -> Any:
-    """
-    Import a module of a package of tasks.
-
-    Args:
-        package: name of the package on PyPI.
-
-    Raises:
-        ImportError: the package is not installed.
-    """
+    """Import a module of a package of tasks. `package`: its name on PyPI."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -62,14 +54,7 @@ def is_fixed() -> bool:
 
 
 def call_with_fixed_hashes(place: str, function: str, arguments: dict[str, Any]) -> Any:
-    """
-    Return the result of `place.function(**arguments)` in a new process with the hash seed 0. Arguments and result must
-    be JSON data.
-
-    Raises:
-        ValueError: the function raised it.
-        RuntimeError: the process failed; the message contains the end of its output.
-    """
+    """Return `place.function(**arguments)`, all JSON data, from a new process with the hash seed 0."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path if isinstance(entry, str))
     environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
     with tempfile.TemporaryDirectory() as folder:
@@ -123,13 +108,8 @@ def reasoning_gym(
     family = json.dumps({"name": name, **settings}, sort_keys=True)
     # Of entries, since prompts may have been changed, as by a hint at the format
     known = {str(parse_entry(entry)["question"]) for entry in _entries(without)}
-    arguments: dict[str, Any] = {
-        "family": family,
-        "size": size,
-        "seed": seed,
-        "known": sorted(known),
-        "distinct": distinct,
-    }
+    arguments: dict[str, Any] = {"family": family, "size": size, "seed": seed, "distinct": distinct}
+    arguments["known"] = sorted(known)
     if is_fixed() or not _names_in(family) & _HASHED:
         return Dataset.from_list(draw(**arguments))
     return Dataset.from_list(call_with_fixed_hashes(__name__, "draw", arguments))
@@ -146,7 +126,7 @@ def _entries(questions: Dataset | None) -> Sequence[str]:
 
 
 def draw(family: str, size: int, seed: int, known: Sequence[str], distinct: bool) -> list[dict[str, Any]]:
-    """Rows of [`reasoning_gym`]; `family` has the name and the settings as JSON, `known` questions are left out."""
+    """Return rows of [`reasoning_gym`]. `family`: name and settings as JSON. `known` questions are left out."""
     seen = {*known}
     choose = bool(seen) or distinct
     entries = load_family(family, size * (_MOST_DRAWS if choose else 1), seed * _SEED_STEP % (2**31 - 1))
@@ -175,7 +155,6 @@ def draw(family: str, size: int, seed: int, known: Sequence[str], distinct: bool
 
 
 def _names_in(family: str) -> set[str]:
-    """Return the names of a family and of its components."""
     settings = json.loads(family)
     parts = settings.get("datasets")
     return {settings["name"], *(str(item.get("name")) for item in parts or () if isinstance(item, Mapping))}
@@ -205,10 +184,8 @@ def _to_text(entry: Mapping[str, Any], entries: Any) -> str:
         try:
             text = write(dict(entry))
             again = read(text)
-            if all(
-                entries.score_answer(item, again) == entries.score_answer(item, entry)
-                for item in ("", entry["answer"])
-            ):
+            answers = ("", entry["answer"])
+            if all(entries.score_answer(item, again) == entries.score_answer(item, entry) for item in answers):
                 return text
         except (ValueError, TypeError, SyntaxError):
             continue
