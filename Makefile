@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 # Otherwise each process that a test starts compiles the package again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart real notebooks site test test-gpu test-versions test-python mutation test-vllm test-vllm-slow fuzz test-slow test-wheel test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
+.PHONY: quickstart real kuhn notebooks site test test-gpu test-versions test-python mutation test-vllm test-vllm-slow fuzz test-slow test-wheel test-exhaustive quality format commit-checks benchmark benchmark-peers benchmark-scaling
 .PHONY: benchmark-learning benchmark-import benchmark-engines benchmark-staleness gpu clean
 
 $(READY): pyproject.toml constraints.txt
@@ -27,7 +27,10 @@ quickstart: $(READY)  ## train the embedded team and show that it improved; on t
 	$(BIN)/python -W ignore examples/quickstart.py --device $(DEVICE)
 
 real: $(READY)  ## train a pretrained duo on three families of tasks, and one agent beside it: an hour on two cores
-	$(BIN)/python -W ignore examples/real.py
+	$(BIN)/python -W ignore examples/real.py --device $(DEVICE)
+
+kuhn: $(READY)  ## self-play of a pretrained model in Kuhn poker, measured exactly: 15 minutes on two cores
+	$(BIN)/python -W ignore benchmarks/kuhn_poker.py --device $(DEVICE)
 
 test: $(READY)  ## the tests, on the CPU: four minutes on two cores
 	$(BIN)/python -m pytest -n 3 --dist worksteal -q -m "not slow and not exhaustive"
@@ -121,4 +124,4 @@ gpu: $(READY)  ## what has to be so on a GPU, checked, with figures
 	$(BIN)/python -W ignore benchmarks/gpu.py --page benchmark-output/gpu.md
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-newest .venv-python3* mutation-output .venv-comlrl .venv-vllm quickstart-output real-output warm-up-output benchmark-output site-output
+	rm -rf $(VENV) .venv-lowest .venv-newest .venv-python3* mutation-output .venv-comlrl .venv-vllm quickstart-output real-output kuhn-output warm-up-output benchmark-output site-output

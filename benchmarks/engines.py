@@ -1,7 +1,8 @@
 """
 Rollouts on vLLM servers: how much of a server's speed they reach, what waiting costs, and what overlap gains.
 
-    MARFT_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/engines.py
+    make benchmark-engines
+    MARFT_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/engines.py [--page]
     python benchmarks/engines.py --parts barrier overlap      # need no vLLM
 
 - `parity`: mean and largest difference between log-probabilities of a server and of the trainer.
@@ -41,11 +42,12 @@ from marft_trl.extras.engines.server import GenerateRequest, ServerPool, VLLMSer
 from marft_trl.system.event_loop import run_coroutine
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
+import figures
 import numpy as np
 import torch
 from peft import LoraConfig
 from transformers.utils import logging
-from vllm_server import Server, tiny_base
+from vllm_server import Server, tiny_base, vllm_version
 from waiting_server import Engine
 
 
@@ -379,13 +381,48 @@ def barrier_served(options):
     report(f"barrier on the server, 4 turns, cv 1, {options.inflight} episodes: waves / streams", ratios)
 
 
-RESULTS = []  # what was reported: name, median, smallest, largest, number of rounds
+RESULTS = {}  # what was reported: values of all rounds and their format, by name
 
 
 def report(name, ratios, form="{:.3f}"):
-    values = [form.format(value) for value in (statistics.median(ratios), min(ratios), max(ratios))]
-    RESULTS.append((name, *values, len(ratios)))
-    print(f"{name}: {values[0]} ({values[1]} - {values[2]}, {len(ratios)} rounds)", flush=True)
+    RESULTS[name] = ratios, form
+    median, low, high = median_and_range(ratios, form)
+    print(f"{name}: {median} ({low} - {high}, {len(ratios)} rounds)", flush=True)
+
+
+def median_and_range(values, form="{:.2f}"):
+    """Texts of the median, the smallest and the largest value."""
+    return [form.format(value) for value in (statistics.median(values), min(values), max(values))]
+
+
+def tables(found):
+    """Medians and ranges of what users of servers see."""
+    results = found["results"]
+
+    def cell(name, *form):
+        values = next(values for key, values in results.items() if key.startswith(name))
+        return "{} ({} - {})".format(*median_and_range(values, *form))
+
+    parity = [cell(f"parity: {kind}", "{:.1e}").partition(" ")[0] for kind in ("mean", "largest")]
+    rows = [
+        ["difference of log-probabilities between server and trainer, mean and largest", ", ".join(parity)],
+        [
+            "tokens per second of rollouts / of a bare client that sends the same requests at the same concurrency",
+            cell("efficiency: rollouts / bare client"),
+        ],
+        ["publishing, as a share of a step", cell("publishing", "{:.1%}")],
+        [
+            "time if all episodes wait for the slowest at each turn / if none waits, as in training; "
+            "4 turns of uneven length",
+            cell("barrier on the server"),
+        ],
+        [
+            "steps per hour with `max_staleness=1` / with 0: server on other hardware (simulated)",
+            cell("overlap: steps per hour"),
+        ],
+        ["the same with a server on the cores that train", cell("overlap on the server: steps per hour")],
+    ]
+    return {"servers": figures.markdown(["what", "figure"], rows)}
 
 
 PARTS = {
@@ -415,7 +452,9 @@ def run_parts(options):
 
 
 if __name__ == "__main__":
-    options = arguments().parse_args()
+    parser = arguments()
+    parser.set_defaults(episodes=256, inflight=64, new_tokens=32)  # for two cores; `gpu_servers.py` has more
+    options = figures.parse(parser, free=("port",))
     options.device = "cpu"
     torch.set_num_threads(1)
     if set(options.parts) <= ALONE:
@@ -426,3 +465,8 @@ if __name__ == "__main__":
             with Server(options.model, PEFT, folder, options.port) as server:
                 options.url = server.url
                 run_parts(options)
+    if options.page:
+        made = figures.made("make benchmark-engines")
+        made["versions"]["vllm"] = vllm_version()
+        results = {name: [float(f"{value:.4g}") for value in values] for name, (values, _) in RESULTS.items()}
+        figures.publish("servers", {"made": made, "results": results})

@@ -21,16 +21,25 @@ ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "reports" / "data"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PACKAGES = ("torch", "transformers", "trl", "peft")
+SHOWN = (*PACKAGES, "vllm")
 
 # Data files by the module that makes tables of them. `tables(found)` returns the text of each block.
 MADE_BY = {
     "central_critic": "central_critic",
     "credit_fidelity": "credit_fidelity",
     "equal_tokens": "learning",
+    "kuhn": "kuhn_poker",
     "learning": "learning",
+    "passes": "launches",
+    "plans": "recipe_plans",
+    "real": "real_page",
     "scaling": "scaling",
-    "self_play": "self_play",
+    "self_play": "nim",
+    "servers": "engines",
+    "serving": "gateway",
     "spared_passes": "spared_passes",
+    "staleness": "staleness",
+    "warm-up": "warm_up_seeds",
 }
 
 
@@ -66,21 +75,25 @@ def parse(parser, free=("output_dir", "jobs")):
 
 def publish(name: str, found: dict) -> None:
     """Write what was measured to the data file, and its tables into the pages."""
-    text = json.dumps(found, indent=1)
-    # Lists of numbers on one line
-    text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda match: f"[{' '.join(match[1].split())}]", text)
-    (DATA / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-    _leave_out_printed(name)
+    _write(name, found)
+    _leave_out_printed(importlib.import_module(MADE_BY[name]).tables(found))
     for page, text in pages(blocks()).items():
         page.write_text(text, encoding="utf-8")
 
 
-def _leave_out_printed(name: str) -> None:
-    """Remove an earlier table that had no data of its own."""
-    file = DATA / "printed.json"
-    printed = json.loads(file.read_text(encoding="utf-8"))
-    if printed.pop(name, None) is not None:
-        file.write_text(json.dumps(printed, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+def _write(name: str, found: dict) -> None:
+    """Write a data file, with lists of numbers and texts on one line."""
+    text = json.dumps(found, indent=1, ensure_ascii=False)
+    text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda match: f"[{' '.join(match[1].split())}]", text)
+    (DATA / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _leave_out_printed(names) -> None:
+    """Remove earlier tables that had no data of their own."""
+    printed = load("printed")
+    left = {name: run for name, run in printed.items() if name not in names}
+    if left != printed:
+        _write("printed", left)
 
 
 def load(name: str) -> dict:
@@ -99,14 +112,15 @@ def blocks() -> dict[str, str]:
 
 
 def pages(texts: dict[str, str]) -> dict[Path, str]:
-    """The pages with their blocks."""
+    """The pages that change, with their blocks."""
     found = {}
     for page in PAGES:
         before = text = page.read_text(encoding="utf-8")
-        for name in re.findall(r"<!-- end of ([\w ]+) -->", before):
+        for name in re.findall(r"<!-- end of ([\w -]+) -->", before):
             if name in texts:
                 text = pasted(text, name, texts[name])
-        found[page] = text
+        if text != before:
+            found[page] = text
     return found
 
 
@@ -133,7 +147,7 @@ def table_of_runs() -> str:
 
 
 def shown(versions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {number}" for name, number in versions.items() if name in PACKAGES)
+    return ", ".join(f"{name} {number}" for name, number in versions.items() if name in SHOWN)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """
 A gateway under load: tokens per second of one client and of many, how soon a place is free, memory.
 
-    python benchmarks/gateway.py                                    # the embedded team, on this machine's model
+    python benchmarks/gateway.py [--page]                           # the embedded team, on this machine's model
     python benchmarks/gateway.py --engine http://127.0.0.1:8000     # turns from a vLLM server, and the server alone
     python benchmarks/gateway.py --team FOLDER --model FOLDER
 
@@ -27,6 +27,7 @@ from pathlib import Path
 from marft_trl import MARFTConfig, MARFTTrainer, Team
 from marft_trl.tiny import exact_answer, questions, tiny_agents, tiny_dataset, tiny_team_model
 
+import figures
 import psutil
 from aiohttp import ClientSession, TCPConnector
 from peft import LoraConfig
@@ -163,21 +164,22 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--requests", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    options = figures.parse(parser)
+    rounds = []
     with tempfile.TemporaryDirectory() as folder:
         base = options.model or tiny_team_model()
         team = options.team or saved_team(base, Path(folder) / "team")
         with gateway(team, base, options.engine) as (url, process):
             asyncio.run(load(url, 4, 4))
-            expected, ratios, bares, orders = {}, [], [], []
-            before = process.memory_info().rss
+            expected, bares, orders = {}, [], []
+            before = process.memory_info().rss / 1e6
             for _ in range(options.rounds):
                 one, alone = asyncio.run(load(url, 1, 2 * options.requests))
                 many, answers = asyncio.run(load(url, options.clients, options.requests))
                 expected |= alone
                 assert all(expected.setdefault(question, text) == text for question, text in answers.items())
-                ratios.append(many / one)
                 memory = process.memory_info().rss / 1e6
+                rounds.append([round(one, 1), round(many, 1), round(memory, 1)])
                 print(f"tokens per second: 1 client {one:.0f}, {options.clients} clients {many:.0f}; {memory:.0f} MB")
                 if options.engine:
                     orders = orders or orders_of(options.engine, team, base, len(QUESTIONS))
@@ -185,13 +187,45 @@ def main() -> None:
                     direct = asyncio.run(bare(options.engine, orders * repeats, options.clients))
                     bares.append(many / direct)
                     print(f"  the server alone, {options.clients} clients: {direct:.0f}", flush=True)
-            print(f"{options.clients} clients to 1: {', '.join(f'{ratio:.1f}' for ratio in ratios)}")
             if bares:
                 print(f"to the server alone: {', '.join(f'{ratio:.2f}' for ratio in bares)}")
             print("every greedy answer was the same alone and among others")
             freed = asyncio.run(seconds_until_free(url))
-            print(f"seconds until a place is free: median {statistics.median(freed):.3f}, most {max(freed):.3f}")
-            print(f"memory of the gateway before the load: {before / 1e6:.0f} MB")
+    found = {
+        "made": figures.made("python benchmarks/gateway.py"),
+        **{"clients": options.clients, "requests": options.requests, "megabytes before": round(before, 1)},
+        "columns": ["tokens per second of one client", "of many", "megabytes of the server"],
+        "rounds": rounds,
+        "seconds until free": [round(seconds, 4) for seconds in freed],
+    }
+    print(tables(found)["serving"])
+    if options.page:
+        figures.publish("serving", found)
+
+
+def tables(found):
+    """Ranges over rounds."""
+    one, many, memory = zip(*found["rounds"], strict=True)
+    freed, clients, requests = found["seconds until free"], found["clients"], found["requests"]
+
+    def spread(values, form="{:,.0f}"):
+        return " to ".join(dict.fromkeys(map(form.format, (min(values), max(values)))))
+
+    rows = [
+        [f"tokens per second, one client ({len(one)} rounds)", spread(one)],
+        [f"tokens per second, {clients} clients with {requests} questions each", spread(many)],
+        ["ratio within a round", spread([b / a for a, b in zip(one, many, strict=True)], "{:.1f}")],
+        [
+            f"seconds until the slot of a client that has left is free, {len(freed)} times",
+            f"median {statistics.median(freed):.3f}, most {max(freed):.3f}",
+        ],
+        [
+            "memory of the server",
+            f"{found['megabytes before']:.0f} MB before, {spread(memory)} MB after each of {len(one)} rounds of "
+            f"{(clients + 2) * requests:,} questions",
+        ],
+    ]
+    return {"serving": figures.markdown(["", ""], rows)}
 
 
 if __name__ == "__main__":

@@ -23,17 +23,15 @@ from pathlib import Path
 
 import engines
 import torch
-from engines import PEFT, RESULTS, arguments, run_parts
-from vllm_server import Server, tiny_base
+from engines import PEFT, RESULTS, arguments, median_and_range, run_parts
+from vllm_server import Server, tiny_base, vllm_version
 
 
-def versions(python):
+def versions():
     """Versions of what was measured."""
     names = ("marft-trl", "trl", "transformers", "peft", "accelerate", "torch")
     found = {name: importlib.metadata.version(name) for name in names}
-    code = "import vllm; print(vllm.__version__)"
-    found["vllm"] = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    return found
+    return {**found, "vllm": vllm_version()}
 
 
 def hardware(device):
@@ -45,7 +43,7 @@ def hardware(device):
 
 def page(options, learning):
     """The page, as Markdown."""
-    found = versions(os.environ["MARFT_VLLM_PYTHON"])
+    found = versions()
     shared = "the same device" if options.serve_on is None else f"GPU {options.serve_on}"
     lines = [
         "# Figures of rollouts on vLLM servers",
@@ -58,7 +56,10 @@ def page(options, learning):
         "",
         "| what | median | smallest | largest | rounds |",
         "|---|---|---|---|---|",
-        *("| " + " | ".join(map(str, result)) + " |" for result in RESULTS),
+        *(
+            f"| {' | '.join([name, *median_and_range(values, form), str(len(values))])} |"
+            for name, (values, form) in RESULTS.items()
+        ),
         *(["", "## Learning", "", learning] if learning else []),
     ]
     return "\n".join(lines) + "\n"

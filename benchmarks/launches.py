@@ -1,7 +1,7 @@
 """
 Count what a GPU would have to launch, without a GPU: passes of a training step, and kernels of a decoding step.
 
-    python benchmarks/launches.py
+    python benchmarks/launches.py [--page]
 
 A launch costs the host 25 to 40 us, whatever the kernel computes, so that on small batches counts decide the time. A
 pass is a call of the base model; the first step, which measures memory, is left out. Kernels are the operations of
@@ -21,6 +21,7 @@ from marft_trl.seams.lora_layers import DecodingLayers
 from marft_trl.shared_prefix.decoding import FixedSteps, GrowingSteps
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
 
+import figures
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
@@ -147,28 +148,45 @@ def score(completions, **kwargs):
     return [float(index % 3) for index in range(len(completions))]
 
 
+KINDS = {"GRPOTrainer": "GRPOTrainer", "one agent": "one agent", "duo": "two agents in a chain"}
+DECODING = {
+    "as the loop of transformers runs them (shapes that grow)": {"steps": "growing", "packed": False},
+    "fixed shapes, layers of PEFT and transformers": {"packed": False},
+    "fixed shapes, layers for decoding": {},
+}
+
+
+def tables(found):
+    """Passes of a step. Splits of a batch that need the same passes share a row."""
+    rows = []
+    for kind, runs in found["passes"].items():
+        splits = {}
+        for size, slices, *counts in runs:
+            splits.setdefault(tuple(counts), []).append(f"{size} x {slices}")
+        for counts, names in splits.items():
+            *first, last = names
+            rows.append([KINDS[kind], f"{', '.join(first)} or {last}" if first else last, *counts])
+    columns = ["passes of a step", "rows", "without a gradient", "with one", "backward"]
+    return {"passes": figures.markdown(columns, rows)}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
+    options = figures.parse(parser)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    print("| passes of a step | rows | without a gradient | with one | backward |")
-    print("|---|---|---|---|---|")
-    for kind in ("GRPOTrainer", "one agent", "duo"):
+    passes = {kind: [] for kind in KINDS}
+    for kind in KINDS:
         for split in ((32, 1), (8, 4), (2, 16)):
             with contextlib.redirect_stdout(None):
-                found = passes_of_a_step(make(kind, *split))
-            counts = " | ".join(str(found[name]) for name in ("without", "with a gradient", "backward"))
-            print(f"| {kind} | {split[0]} x {split[1]} | {counts} |", flush=True)
-    print("\n| kernels of a layer and token | |")
-    print("|---|---|")
-    rows = {
-        "as the loop of transformers runs them (shapes that grow)": {"steps": "growing", "packed": False},
-        "fixed shapes, layers of PEFT and transformers": {"packed": False},
-        "fixed shapes, layers for decoding": {},
-    }
-    for name, options in rows.items():
-        print(f"| {name} | {len(kernels_of_a_layer(**options))} |", flush=True)
+                counts = passes_of_a_step(make(kind, *split))
+            passes[kind].append([*split, *(counts[name] for name in ("without", "with a gradient", "backward"))])
+    kernels = {name: len(kernels_of_a_layer(**settings)) for name, settings in DECODING.items()}
+    found = {"made": figures.made("python benchmarks/launches.py"), "passes": passes, "kernels": kernels}
+    print(tables(found)["passes"], end="\n\n")
+    print(figures.markdown(["kernels of a layer and token", ""], kernels.items()))
+    if options.page:
+        figures.publish("passes", found)
 
 
 if __name__ == "__main__":

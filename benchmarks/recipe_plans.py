@@ -1,7 +1,7 @@
 """
 Memory and time of a step of every recipe on the model that it names, without a hub and without a GPU.
 
-    python benchmarks/recipe_plans.py                 # all recipes; needs 16 GB of memory
+    python benchmarks/recipe_plans.py [--page]        # all recipes; needs 16 GB of memory
     python benchmarks/recipe_plans.py --recipes math_duo
 
 Models have the published shapes and random weights in bfloat16, and the tokenizer of SmolLM2, so that
@@ -28,6 +28,7 @@ from marft_trl.extras.tasks import smollm2
 from marft_trl.learning.batching import ActivationCost, head_size, readable
 from marft_trl.reporting import plan
 
+import figures
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -205,24 +206,39 @@ def length_of(args, seconds):
     return f"{args.num_train_epochs:g} epochs: {hours:.3g} h by epoch and 1,000 prompts"
 
 
-def line_of(recipe, options):
+def plan_of(recipe, options):
+    """Bytes, seconds and lengths of a step of a recipe, and how long a run of it takes."""
     with tempfile.TemporaryDirectory() as folder:
         cost = cost_of(recipe, Path(folder))
         trainer, name = make(recipe, Path(folder) / "whole")
         memory, work = plan_on_gpu(trainer, cost, options.memory), Work(trainer)
         lines = trainer.plan().splitlines()
         trainer.end()
-    too_long = " (longer than the window)" if any("TOO LONG" in one for one in lines) else ""
-    longest = max(length + new for length, new in work.turns)
     generation = work.seconds_of_generation(options.bandwidth, options.flops)
     training = work.seconds_of_training(options.flops)
-    sizes = [readable(size) for size in (memory.base, memory.activations, memory.cache, memory.total)]
-    steps = f"{work.batches:g} x {work.decoding_steps:,}"
-    cells = [f"`{recipe}`", name.partition("/")[2], f"{longest:,}{too_long}", *sizes, steps]
-    cells += [f"{generation:.3g}", f"{training:.3g}", length_of(trainer.args, generation + training)]
     if options.plans:
         print("\n".join(["", f"## {recipe}", *lines[: lines.index("") + 30]]), file=sys.stderr)
-    return f"| {' | '.join(cells)} |"
+    return {
+        "model": name,
+        "longest row": max(length + new for length, new in work.turns),
+        "is too long": any("TOO LONG" in one for one in lines),
+        "bytes": [round(size) for size in (memory.base, memory.activations, memory.cache, memory.total)],
+        "decoding steps": [work.batches, work.decoding_steps],
+        "seconds": [round(generation, 3), round(training, 3)],
+        "run": length_of(trainer.args, generation + training),
+    }
+
+
+def tables(found):
+    """A row for each recipe."""
+    rows = []
+    for recipe, made in found["plans"].items():
+        longest = f"{made['longest row']:,}{' (longer than the window)' * made['is too long']}"
+        seconds = [f"{float(f'{value:.3g}'):,g}" for value in made["seconds"]]
+        rows.append([f"`{recipe}`", longest, *map(readable, made["bytes"]), *seconds, made["run"]])
+    columns = ["recipe", "longest row", "base", "activations", "cache", "at once"]
+    columns += ["seconds of generation", "seconds of training", "a run"]
+    return {"plans": figures.markdown(columns, rows)}
 
 
 def main():
@@ -232,15 +248,18 @@ def main():
     parser.add_argument("--bandwidth", type=float, default=2.0e12, help="bytes per second")
     parser.add_argument("--flops", type=float, default=4.0e14, help="operations per second")
     parser.add_argument("--plans", action="store_true", help="print the plans too, to stderr")
-    options = parser.parse_args()
+    options = figures.parse(parser, free=("plans",))
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(RECIPES))
-    head = ["recipe", "model", "longest row", "base", "activations", "cache", "at once", "decoding steps"]
-    head += ["seconds of generation", "seconds of training", "a run"]
-    print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
+    found = {"made": figures.made("python benchmarks/recipe_plans.py"), "plans": {}}
     for recipe in options.recipes:
-        print(line_of(recipe, options), flush=True)
+        found["plans"][recipe] = made = plan_of(recipe, options)
+        batches, steps = made["decoding steps"]
+        print(f"{recipe}: {made['model']}, {batches:g} x {steps:,} decoding steps", file=sys.stderr, flush=True)
         gc.collect()
+    print(tables(found)["plans"])
+    if options.page:
+        figures.publish("plans", found)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """
-Learning of the quickstart's team on turns of earlier weights: `max_staleness` 0, 1 and 4, and without any bound.
-Beside them stands generation by transformers.
+Learning of the quickstart's team on turns of earlier weights: `max_staleness` 0, 1 and 4, and generation by
+transformers. `--variants "4, unbounded"` measures learning without any bound.
 
-    MARFT_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/staleness.py
+    make benchmark-staleness
+    MARFT_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/staleness.py [--page]
 
 Each run has `--batches` generation batches with `--updates` updates each. "Unbounded" has `max_staleness=4` with a
 policy ratio that is never clipped and importance weights that are never cut. The end is the share of right answers on
@@ -22,10 +23,11 @@ from pathlib import Path
 
 from marft_trl.tiny import tiny_team_model
 
+import figures
 import learning
 import torch
 from peft import LoraConfig
-from vllm_server import Server
+from vllm_server import Server, vllm_version
 
 
 UNBOUNDED = {
@@ -34,7 +36,7 @@ UNBOUNDED = {
     "epsilon": 1e9,
 }
 VARIANTS = {
-    "0, transformers": {"use_vllm": False},
+    "0, generation by transformers": {"use_vllm": False},
     "0": {"max_staleness": 0},
     "1": {"max_staleness": 1},
     "4": {"max_staleness": 4},
@@ -81,22 +83,33 @@ def in_process(job, options):
     return result
 
 
-def table(results):
-    lines = ["| `max_staleness` | start | training reward | end | last quarter of training |", "|---|---|---|---|---|"]
-    for name in dict.fromkeys(result["variant"] for result in results):
-        mine = [result for result in results if result["variant"] == name]
-        cells = [f"{statistics.fmean(result[part] for result in mine):.1%}" for part in ("start", "area")]
-        quarters = [statistics.fmean(result["curve"][-max(1, len(result["curve"]) // 4) :]) for result in mine]
-        for values in ([result["end"] for result in mine], quarters):
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            cells.append(f"{statistics.fmean(values):.1%} ± {spread:.1%}")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+COLUMNS = ["start", "mean training reward", "end", "last quarter of training"]
+
+
+def data(results):
+    """What the data file has: the columns of each run, by variant."""
+    runs = {}
+    for result in results:
+        quarter = statistics.fmean(result["curve"][-max(1, len(result["curve"]) // 4) :])
+        values = [result["start"], result["area"], result["end"], quarter]
+        runs.setdefault(result["variant"], []).append([round(value, 4) for value in values])
+    return {"made": figures.made("make benchmark-staleness"), "columns": COLUMNS, "runs": runs}
+
+
+def tables(found):
+    """Means over seeds, and standard deviations between seeds of the last two columns."""
+    rows = []
+    for name, runs in found["runs"].items():
+        columns = list(zip(*runs, strict=True))
+        cells = [f"{100 * statistics.fmean(values):.1f}" for values in columns]
+        spreads = [f" ± {100 * statistics.stdev(values):.1f}" if len(runs) > 1 else "" for values in columns]
+        rows.append([name, *(f"{cell}{spread} %" for cell, spread in zip(cells, ["", "", *spreads[2:]], strict=True))])
+    return {"staleness": figures.markdown(["`max_staleness`", *found["columns"]], rows)}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)[:4])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--batches", type=int, default=32)
     parser.add_argument("--prompts", type=int, default=8)
@@ -109,7 +122,7 @@ def main():
     parser.add_argument("--url", help="a server that runs with the quickstart's model")
     parser.add_argument("--output_dir", type=Path, default=Path("benchmark-output/staleness"))
     parser.add_argument("--one", nargs=2, metavar=("VARIANT", "SEED"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = figures.parse(parser, free=("jobs", "port", "url", "output_dir", "one"))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if options.one:
@@ -120,7 +133,11 @@ def main():
 
     def run():
         with ThreadPoolExecutor(options.jobs) as pool:
-            print(table(list(pool.map(lambda job: in_process(job, options), jobs))))
+            found = data(list(pool.map(lambda job: in_process(job, options), jobs)))
+        print(tables(found)["staleness"])
+        if options.page:
+            found["made"]["versions"]["vllm"] = vllm_version()
+            figures.publish("staleness", found)
 
     if options.url:
         run()

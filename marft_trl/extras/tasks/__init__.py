@@ -2,6 +2,16 @@
 """Tasks of other packages: datasets with their rewards, and games and environments as workflows."""
 
 from .environments import game_seeds, gymnasium_text, open_env
+from .games import (
+    Chance,
+    Decision,
+    End,
+    average_policy,
+    best_return,
+    expected_returns,
+    exploitability,
+    find_information_sets,
+)
 from .human_eval import get_human_eval_reward, human_eval, human_eval_reward
 from .reasoning_gym import (
     get_reasoning_gym_reward,
@@ -15,7 +25,15 @@ from .textarena import TextArena
 
 
 __all__ = [
+    "Chance",
+    "Decision",
+    "End",
     "TextArena",
+    "average_policy",
+    "best_return",
+    "expected_returns",
+    "exploitability",
+    "find_information_sets",
     "game_seeds",
     "get_human_eval_reward",
     "get_reasoning_gym_reward",

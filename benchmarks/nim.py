@@ -2,7 +2,7 @@
 Self-play in the game of `examples/self_play.py`, over several seeds: winnable games that are not lost to a perfect
 player, before training, after it, and after twice as many steps.
 
-    python benchmarks/self_play.py [--opponents self copies perfect] [--seeds 5] [--steps 60] [--games 200] [--page]
+    python benchmarks/nim.py [--opponents self copies perfect] [--seeds 5] [--steps 60] [--games 200] [--page]
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main():
         for seed in range(options.seeds):
             runs[opponent].append(run(opponent, seed, options.steps, options.games))
             print(f"{opponent}, seed {seed}: {runs[opponent][-1]}", file=sys.stderr, flush=True)
-    found = {"made": figures.made("python benchmarks/self_play.py"), "steps": options.steps, "runs": runs}
+    found = {"made": figures.made("python benchmarks/nim.py"), "steps": options.steps, "runs": runs}
     print(tables(found)["self_play"])
     if options.page:
         figures.publish("self_play", found)

@@ -1,0 +1,146 @@
+"""
+The exploitability of language models in Kuhn poker (`examples/kuhn.py`), over players, baselines and seeds.
+
+    make kuhn                                         # 15 minutes on two cores
+    python benchmarks/kuhn_poker.py --arms own-rae --seeds 1 --max_steps 100 --device cuda
+    python benchmarks/kuhn_poker.py --check                 # one run again: exits with an error where a digit differs
+
+Prints means over seeds of the exploitability before, during and after training, with 95 % intervals (Student's t), and
+writes `kuhn.png` into `--output_dir`. Finished runs are kept there, so an interrupted call is resumed by the same one.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import figures
+
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "kuhn.py"
+ARMS = {
+    "own-rae": "a LoRA for each seat, `rae`",
+    "own-group": "a LoRA for each seat, `group`",
+    "one-rae": "one LoRA, `rae`",
+    "copies-rae": "one LoRA against past copies, `rae`",
+}
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles by the number of seeds
+
+
+def run(arm, seed, options):
+    """Train in a process of its own, unless the run is there. Returns what it measured."""
+    players, baseline = arm.split("-")
+    file = options.output_dir / f"{arm}-{seed}.json"
+    if not file.exists():
+        command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--players", players, "--baseline", baseline]
+        command += ["--seed", str(seed), "--max_steps", str(options.max_steps), "--device", options.device]
+        command += ["--output_dir", str(options.output_dir), *(["--model", options.model] if options.model else [])]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{arm}, seed {seed}:\n{done.stderr[-3000:]}")
+        print(f"{arm}, seed {seed}: {done.stdout.splitlines()[-13]}", flush=True)
+    return json.loads(file.read_text(encoding="utf-8"))["measured"]
+
+
+def interval(values):
+    """`0.31 [0.22, 0.40]`: mean and 95 % interval."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return f"{mean:.3f}"
+    half = STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean:.3f} [{max(mean - half, 0):.3f}, {mean + half:.3f}]"
+
+
+def tables(found):
+    """Exploitability in chips a game: at the start, in the middle, at the end, and of the average strategies."""
+    rows, steps = [], None
+    for arm, runs in found["runs"].items():
+        steps = [measured[0] for measured in runs[0]]
+        last, average = ([[measured[place] for measured in one] for one in runs] for place in (2, 3))
+        cells = [interval([values[index] for values in last]) for index in (0, len(steps) // 2, -1)]
+        rows.append([ARMS[arm], *cells, interval([values[-1] for values in average])])
+    columns = [
+        "players",
+        "before",
+        f"{steps[len(steps) // 2]} steps",
+        f"{steps[-1]} steps",
+        "average of the strategies",
+    ]
+    return {"kuhn": figures.markdown(columns, rows)}
+
+
+def draw(found, file):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(found["runs"]), figsize=(11, 3.2), sharey=True, squeeze=False)
+    for axis, (arm, runs) in zip(axes[0], found["runs"].items(), strict=True):
+        for number, measured in enumerate(runs):
+            steps = [row[0] for row in measured]
+            axis.plot(steps, [row[2] for row in measured], color="C0", label=None if number else "last strategies")
+            axis.plot(steps, [row[3] for row in measured], color="C1", label=None if number else "average")
+        axis.axhline(11 / 24, color="gray", linestyle=":", label="coins")
+        axis.set_title(ARMS[arm].replace("`", ""), fontsize=8)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("exploitability (chips a game)")
+    axes[0][0].set_ylim(bottom=0)
+    axes[0][-1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def check(options):
+    """Repeat the first run of the data file."""
+    found = figures.load("kuhn")
+    (arm, runs), *_ = found["runs"].items()
+    repeated = rounded(run(arm, 0, options))
+    print(f"{arm}, seed 0, in the data file: {runs[0]}\nrepeated on {figures.processor()}: {repeated}")
+    if repeated != runs[0]:
+        raise SystemExit(f"The figures differ. Those of the file were made on {found['made']['processor']}.")
+
+
+def rounded(measured):
+    return [[step, *(round(value, 4) for value in values)] for step, *values in measured]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--max_steps", type=int, default=30)
+    parser.add_argument("--model", help="folder, or name on the Hub (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--check", action="store_true", help="repeat one run of the data file, into an empty folder")
+    parser.add_argument("--output_dir", type=Path, default=Path("kuhn-output"))
+    options = figures.parse(parser)
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    if options.check:
+        check(options)
+        return
+    sys.path.insert(0, str(EXAMPLE.parent))
+    import kuhn  # the model is taught once, before the runs
+
+    kuhn.taught_model(options.model or kuhn.smollm2(), options.output_dir / "taught")
+    jobs = [(arm, seed) for seed in range(options.seeds) for arm in options.arms]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        results = dict(zip(jobs, pool.map(lambda job: run(*job, options), jobs), strict=True))
+    runs = {arm: [rounded(results[arm, seed]) for seed in range(options.seeds)] for arm in options.arms}
+    found = {"made": figures.made("make kuhn"), "columns": ["step", "legal", "last", "average"], "runs": runs}
+    print(tables(found)["kuhn"])
+    draw(found, options.output_dir / "kuhn.png")
+    print(f"picture: {options.output_dir}/kuhn.png")
+    if options.page:
+        figures.publish("kuhn", found)
+        draw(found, figures.DATA.parent / "kuhn.png")
+
+
+if __name__ == "__main__":
+    main()
