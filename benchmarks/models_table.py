@@ -96,7 +96,7 @@ def asked(family, folder):
     """What the trainer makes of a family: whether its team learns, whether it is used again, what its rows share."""
     tokenizer, cells, said = tiny_tokenizer(), {"learns": "", "used": "", "shares": "yes"}, logging.StreamHandler()
     said.emit = lambda record: cells.update(shares=_reason(record.getMessage()) or cells["shares"])
-    logging.getLogger("marft_trl.learning.passes").addHandler(said)
+    logging.getLogger("marft_trl.learning.log_probs").addHandler(said)
     stage = "learns"
     try:
         trainer = trainer_of(

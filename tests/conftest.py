@@ -80,6 +80,7 @@ def _quiet():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+    torch.set_float32_matmul_precision("highest")  # `make` of examples/real.py sets another one
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from marft_trl.runs import run_folder as commits
-from marft_trl.runs.resume import ResumeChanges, check_structure, tunables
+from marft_trl.runs.resume import check_same_team, check_structure, read_accepted, tunables
 from marft_trl.runs.run_folder import LOCK_NAME, CheckpointError, DamagedCheckpoint, RunFolder
 from marft_trl.seams.runs import save_checkpoint_now
 from marft_trl.system.processes import Processes
@@ -477,13 +477,13 @@ def changed(part, **values):
 
 
 def test_structural_changes_are_refused_with_a_table_and_others_announced():
-    assert check_structure(SETTINGS, SETTINGS, ResumeChanges(), "c") == []
+    assert check_structure(SETTINGS, SETTINGS, (), "c") == []
     with pytest.raises(ValueError, match=r"(?s)adapters\.b\.r +4 +8.*dataset\.rows +8 +9.*'accept': \['dataset'\]"):
         both = {**changed("dataset", rows=9), "adapters": {**SETTINGS["adapters"], "b": {"trained": True, "r": 8}}}
-        check_structure(SETTINGS, both, ResumeChanges(), "c")
-    accepted = ResumeChanges.from_dict({"accept": ["dataset"]})
+        check_structure(SETTINGS, both, (), "c")
+    accepted = read_accepted({"accept": ["dataset"]})
     assert check_structure(SETTINGS, changed("dataset", rows=9), accepted, "c") == ["dataset.rows: 8 -> 9"]
-    versions = check_structure(SETTINGS, changed("versions", torch="2.14"), ResumeChanges(), "c")
+    versions = check_structure(SETTINGS, changed("versions", torch="2.14"), (), "c")
     assert versions == ["versions.torch: 2.13 -> 2.14"]
     assert tunables(SETTINGS, changed("tunable", learning_rate=0.2)) == [("learning_rate", "0.1", "0.2")]
     # Of a checkpoint of an earlier version, which recorded less
@@ -492,50 +492,44 @@ def test_structural_changes_are_refused_with_a_table_and_others_announced():
         "workflow": {"team": ["a", "b"]},
     }
     earlier = changed("tunable", trackio_bucket_id=None) | {"workflow": {}}
-    assert check_structure(earlier, later, ResumeChanges(), "c") == []
+    assert check_structure(earlier, later, (), "c") == []
     assert tunables(earlier, later) == [("team.rewards[1]", "(not recorded)", "f")]
 
 
-def test_the_order_of_the_team_is_compared_with_its_announced_changes():
-    def compare(saved, present, **changes):
-        before, after = ({"workflow": {"team": team}} for team in (saved, present))
-        return check_structure(before, after, ResumeChanges.from_dict(changes), "")
-
-    assert compare(["a", "b"], ["c", "d", "b"], rename={"a": "c"}, add=["d"]) == []
-    assert compare(["a", "b", "c"], ["a", "c"], remove=["b"]) == []
-    assert compare(["a", "b"], ["b", "a"], accept=["workflow"]) == ["workflow.team: ['a', 'b'] -> ['b', 'a']"]
-    with pytest.raises(ValueError, match=r"workflow\.team +\['c', 'b'\] +\['b', 'c'\]"):
-        compare(["a", "b"], ["b", "c"], rename={"a": "c"})
+def test_the_order_of_the_team_is_compared():
+    before, after = ({"workflow": {"team": team}} for team in (["a", "b"], ["b", "a"]))
+    assert check_structure(before, after, ["workflow"], "") == ["workflow.team: ['a', 'b'] -> ['b', 'a']"]
+    with pytest.raises(ValueError, match=r"workflow\.team +\['a', 'b'\] +\['b', 'a'\]"):
+        check_structure(before, after, (), "")
 
 
 @pytest.mark.parametrize(
-    ("changes", "present", "message"),
+    ("present", "message"),
     [
-        ({}, ["a", "c"], r"In `resume_changes`, `add` \['c'\].*`remove` \['b'\].*`rename` 'b' to 'c'"),
-        ({"add": ["d"]}, ["a", "b"], "adds 'd', which the team does not have"),
-        ({"remove": ["d"]}, ["a", "b"], "removes 'd', which the checkpoint does not have"),
-        ({"rename": {"d": "c"}}, ["a", "b", "c"], "renames 'd', which the checkpoint does not have"),
-        ({"rename": {"a": "c", "b": "c"}}, ["c"], "gives two adapters the same name"),
+        (["a", "c"], r"\(new: c; missing: b\)"),
+        (["a", "b", "c"], r"\(new: c\)"),
+        (["a"], r"\(missing: b\)"),
     ],
 )
-def test_names_that_do_not_add_up_are_refused(changes, present, message):
-    with pytest.raises(ValueError, match=message):
-        ResumeChanges.from_dict(changes).check_names(["a", "b"], present)
+def test_another_team_is_refused_and_the_way_is_named(present, message):
+    with pytest.raises(ValueError, match=message + r".*`model=load_adapters\(base, 'run/checkpoint-2'\)`"):
+        check_same_team(["a", "b"], present, "run/checkpoint-2")
+    check_same_team(["a", "b"], ["b", "a"], "run/checkpoint-2")
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (["add"], TypeError, "must be a dictionary"),
-        ({"adds": ["a"]}, ValueError, "Did you mean 'add'"),
-        ({"add": "verifier"}, TypeError, "must be a list of names"),
-        ({"rename": ["a"]}, TypeError, "must be a dictionary of names"),
+        (["accept"], TypeError, "must be a dictionary"),
+        ({"accepts": ["seed"]}, ValueError, "Did you mean 'accept'"),
+        ({"add": ["verifier"]}, ValueError, r"got 'add'\..* start a new run .*load_adapters\(base, checkpoint\)"),
+        ({"accept": "seed"}, TypeError, "must be a list of names"),
         ({"accept": ["datasets"]}, ValueError, "Did you mean 'dataset'"),
     ],
 )
 def test_changes_that_make_no_sense(changes, error, message):
     with pytest.raises(error, match=message):
-        ResumeChanges.from_dict(changes)
+        read_accepted(changes)
 
 
 def test_a_process_that_sees_another_folder_says_so_before_training(tmp_path, monkeypatch):

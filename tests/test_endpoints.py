@@ -13,7 +13,8 @@ from marft_trl import AgentSpec, Sequential, endpoint_reply
 from marft_trl.adapters.manifest import TeamManifest
 from marft_trl.rewards import judge_reward
 from marft_trl.rewards.endpoint import EndpointError
-from marft_trl.rewards.judge import check_judges, score_in
+from marft_trl.rewards.judge import score_in
+from marft_trl.rollout.reward_scorer import check_judges
 
 import pytest
 

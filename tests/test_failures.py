@@ -16,7 +16,7 @@ from marft_trl.episodes import collector
 from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.records import EndOfEpisode, TeamContext
 from marft_trl.rollout import reward_scorer
-from marft_trl.rollout.failures import Failures, OnFailure
+from marft_trl.rollout.failures import Failures
 from marft_trl.rollout.reward_scorer import check_scores, wrap_reward_function
 from marft_trl.runs.run import RunInterrupted, Signals
 from marft_trl.runs.run_folder import RunFolder
@@ -154,13 +154,13 @@ def by_completion(call):
     return judge
 
 
-def scored(function, count=4, **policy):
-    failures = Failures()
-    wrapped = wrap_reward_function(function, OnFailure(**policy), failures)
+def scored(function, count=4, timeout=None, **policy):
+    failures = Failures(**policy) if policy else None
+    wrapped = wrap_reward_function(function, timeout, failures)
     arguments = {"prompts": ["q"] * count, "completions": list("abcdefgh")[:count]}
     if asyncio.iscoroutinefunction(wrapped):
-        return asyncio.run(wrapped(**arguments)), failures.take()[0]
-    return wrapped(**arguments), failures.take()[0]
+        return asyncio.run(wrapped(**arguments)), failures and failures.take()[0]
+    return wrapped(**arguments), failures and failures.take()[0]
 
 
 def test_a_completion_that_cannot_be_scored_is_skipped_alone():
@@ -313,11 +313,11 @@ def test_no_timeout_of_many_ends_the_process():
 def test_a_pattern_in_a_reward_is_interrupted_after_its_own_limit():
     """Within the limits of a trainer, in a process without another timer."""
     code = (
-        "import re, time\nfrom marft_trl.rollout.failures import OnFailure\n"
+        "import re, time\n"
         "from marft_trl.rollout.reward_scorer import wrap_reward_function\n"
         "from marft_trl.system.watchdog import time_limit\n"
         "def match(completions, **_):\n    re.match('(a|aa)+$', 'a' * 60 + 'b')\n"
-        "judge = wrap_reward_function(match, OnFailure(timeout=0.5))\n"
+        "judge = wrap_reward_function(match, timeout=0.5)\n"
         "start = time.monotonic()\n"
         "try:\n    with time_limit(30, lambda where: 'outer'):\n        judge(prompts=['q'], completions=['a'])\n"
         "except TimeoutError as error:\n"
@@ -894,13 +894,12 @@ def test_a_script_that_resumes_by_itself_is_started_again(heard, small_model, tm
 
 def test_time_limits_are_below_that_of_the_processes(tmp_path):
     args = config(tmp_path, reward_timeout=30, workflow_timeout=5, tool_timeout=5)
-    check_timeouts(args, 1, 20)
-    check_timeouts(args, 2, 31)
+    check_timeouts(args, 31)
     with pytest.raises(ValueError, match=r"`reward_timeout` \(30 s\) must be below the 20 s .*`ddp_timeout`"):
-        check_timeouts(args, 2, 20)
+        check_timeouts(args, 20)
     again = config(tmp_path, reward_timeout=10, workflow_timeout=5, tool_timeout=5, on_episode_error="retry")
     with pytest.raises(ValueError, match=r"`reward_timeout` \(10 s times 3 tries\)"):
-        check_timeouts(again, 2, 20)
+        check_timeouts(again, 20)
 
 
 @pytest.mark.slow

@@ -27,7 +27,6 @@ ROOT = Path(__file__).parent.parent
 GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 PAGES = [
     *GUIDE,
-    ROOT / "marft_trl" / "extras" / "commands" / "templates" / "SKILL.md",
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in GUIDE and "```python" in page.read_text()),
 ]
 PAIR = [AgentSpec("planner", system_prompt="Plan."), AgentSpec("solver", system_prompt="Solve.")]

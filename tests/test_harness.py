@@ -66,6 +66,18 @@ def test_the_model_is_taught_what_the_harness_will_ask(harness, monkeypatch, tmp
         assert len({turn.lineage for turn in episode.turns}) == 2
 
 
+def test_a_call_whose_name_could_not_be_sent_back_is_a_text(harness, tmp_path):
+    """Otherwise the harness sends it back, is refused, and the run ends for what an agent wrote."""
+    tokenizer, rows = harness.tokenizer(), harness.puzzles(2, seed=0)
+    said = '<tool_call>\n{"name": "", "arguments": {"query": "pens"}}\n</tool_call>'
+    trainer = trainer_of(harness, tiny_model(len(tokenizer)), tokenizer, tmp_path, rows)
+    ids = [*tokenizer(said)["input_ids"], tokenizer.eos_token_id]
+    setattr(trainer, TRL_GENERATION, lambda prompts, *_, **__: ([ids for _ in prompts], None))
+    episode = trainer.team.run(list(rows))[0]
+    (turn,) = episode.turns
+    assert turn.agent == "coder" and turn.tool_calls and said in turn.raw_text
+
+
 def test_held_out_sums_are_not_trained_on(harness):
     def sums(rows):
         return {tuple(json.loads(row["parts"])[1:]) for row in rows}

@@ -70,8 +70,8 @@ SYMPTOMS = {
         "THE REWARDS GIVE NO SIGNAL",
     ),
     "truncated": (
-        {"agents__solver__completions__clipped_ratio": 1.0},
-        {"agents__solver__completions__clipped_ratio": 0.9},
+        {"agents__solver__completions__clipped_ratio": 1.0, "agents__solver__completions__mean_length": 2.0},
+        {"agents__solver__completions__clipped_ratio": 1.0, "agents__solver__completions__mean_length": 1.0},
         *(PATIENCE, "EVERY TURN OF 'solver' IS TRUNCATED.*`max_completion_length`"),
     ),
     "still": (

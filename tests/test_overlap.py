@@ -20,7 +20,6 @@ from marft_trl.extras.engines.prefetch import Prefetcher, UpcomingRows
 from marft_trl.extras.engines.server import RefusedError, ServerSettings
 from marft_trl.extras.engines.vllm_generator import FidelityError, SamplingCorrection
 from marft_trl.learning.adapter_updates import Schedule
-from marft_trl.rollout.failures import Failures
 from marft_trl.rollout.runner import RunMode, SeedKeys
 from marft_trl.runs.checkpoints import load_rollouts, save_rollouts
 from marft_trl.system.run_metrics import Metrics
@@ -219,7 +218,7 @@ def overlapped(passes, every, accumulation, staleness, seed, fails=None):
     ahead, runner = UpcomingRows(state, schedule, staleness), FakeRunner(seed, fails)
     found, largest = [], 0
     args = SimpleNamespace(max_staleness=staleness, on_episode_error="raise", reward_timeout=None)
-    overlap = Prefetcher(RunContext(args, None, state, None, one_process()), runner, ahead, Failures())
+    overlap = Prefetcher(RunContext(args, None, state, None, one_process()), runner, ahead, None)
     number = 0
     try:
         for count in passes:

@@ -369,18 +369,19 @@ STATES = {
     [
         ({"update_order": "sequential", "advantage": "rae"}, {"sequential", "running_baselines"}),
         ({**PPO, "critic": "shared", "normalize_values": True}, {"value_scale"}),
-        ({"dynamic_sampling": True}, {"dynamic_sampling"}),
+        ({"dynamic_sampling": True}, {"dynamic_sampling", "collapse"}),  # with evaluations
     ],
     ids=["sequential", "critic", "dynamic"],
 )
 def test_the_state_of_every_owner_is_in_a_checkpoint(model_folder, tmp_path, settings, features):
-    agents = [*tiny_agents(), AgentSpec("rival", copy_of="actor")]
+    team = {"agents": [*tiny_agents(), AgentSpec("rival", copy_of="actor")]}
+    if "collapse" in features:
+        team["eval_dataset"] = tiny_dataset(4)
     trainer, other = (
-        team_trainer(model_folder, tmp_path, agents=agents, reward_funcs=Curriculum(), settings=settings)
-        for _ in range(2)
+        team_trainer(model_folder, tmp_path, reward_funcs=Curriculum(), settings=settings, **team) for _ in range(2)
     )
     stateful = trainer.parts.checkpoints.stateful
-    optional = {"sequential", "running_baselines", "value_scale", "dynamic_sampling"}
+    optional = {"sequential", "running_baselines", "value_scale", "dynamic_sampling", "collapse"}
     assert set(stateful) == {"copies", "user_randomness", *STATES} - optional | features
     for name in stateful.keys() & STATES.keys():
         stateful[name].load_state_dict(STATES[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,12 +144,12 @@ class PastCopies:
         }
         save_file(tensors, Path(folder) / COPIES_NAME, metadata=self._sources)
 
-    def load(self, folder: str | Path, find_saved_name: Callable[[str], str | None] | None = None) -> None:
+    def load(self, folder: str | Path) -> None:
         """
         Load the copies that [`~PastCopies.save`] wrote, after the adapters of the checkpoint have been loaded. A pool
         that is not in the checkpoint starts with the current adapter.
         """
-        path, checkpoint_name = Path(folder) / COPIES_NAME, find_saved_name or (lambda name: name)
+        path = Path(folder) / COPIES_NAME
         saved: dict[str, torch.Tensor] = {}
         sources: dict[str, str] = {}
         if path.is_file():
@@ -157,11 +157,7 @@ class PastCopies:
                 keys = list(opened.keys())
                 saved, sources = {key: opened.get_tensor(key) for key in keys}, opened.metadata() or {}
         for name, source in self._sources.items():
-            saved_name = checkpoint_name(name)
-            is_same = (
-                saved_name is not None and saved_name in sources and sources[saved_name] == checkpoint_name(source)
-            )
-            self._pools[name] = self._read(saved, str(saved_name), name) if is_same else {}
+            self._pools[name] = self._read(saved, name) if sources.get(name) == source else {}
             if not self._pools[name]:
                 logger.warning(
                     f"The checkpoint {folder} has no past copies of {source!r} for the adapter {name!r}, so its pool "
@@ -171,13 +167,13 @@ class PastCopies:
             self._assign_slots(name)
             self._set_newest(name)
 
-    def _read(self, saved: Mapping[str, torch.Tensor], then: str, name: str) -> dict[int, list[torch.Tensor]]:
+    def _read(self, saved: Mapping[str, torch.Tensor], name: str) -> dict[int, list[torch.Tensor]]:
         """Read the newest copies of an adapter from a file, by step."""
         own = list(self._policies.parameters(name).values())
-        steps = sorted(int(key.split(".")[1]) for key in saved if key.split(".")[0] == then and key.endswith(".0"))
+        steps = sorted(int(key.split(".")[1]) for key in saved if key.split(".")[0] == name and key.endswith(".0"))
         return {
             step: [
-                saved[f"{then}.{step}.{k}"].to(parameter.device, parameter.dtype) for k, parameter in enumerate(own)
+                saved[f"{name}.{step}.{k}"].to(parameter.device, parameter.dtype) for k, parameter in enumerate(own)
             ]
             for step in steps[-self._specs[name].copies :]
         }

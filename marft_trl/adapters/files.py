@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..agents import AgentSpec
-from ..seams.bitsandbytes import without_bitsandbytes
+from ..seams.models import without_bitsandbytes
 from .lora import adapter_parameters, check_adapter_config, linear_shape
 from .manifest import MANIFEST_NAME, TeamManifest, is_hub_id
 

@@ -25,8 +25,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..agents import AgentSpec
-from ..seams.bitsandbytes import without_bitsandbytes
-from ..seams.models import expert_parameters, without_adapter_name_warning
+from ..seams.models import expert_parameters, without_adapter_name_warning, without_bitsandbytes
 
 
 logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer

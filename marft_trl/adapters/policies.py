@@ -15,8 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from ..agents import AgentSpec
-from ..seams.bitsandbytes import without_bitsandbytes
-from ..seams.models import AdapterLayers
+from ..seams.models import AdapterLayers, without_bitsandbytes
 from .lora import adapter_parameters
 
 

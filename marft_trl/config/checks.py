@@ -410,9 +410,9 @@ def _failure_conflicts(args: Any) -> list[tuple[bool, str]]:
     ]
 
 
-def check_timeouts(args: Any, num_processes: int, process_timeout: float | None) -> None:
+def check_timeouts(args: Any, process_timeout: float | None) -> None:
     """Raise a `ValueError` if a function may hang for longer than other processes wait, `process_timeout` seconds."""
-    if num_processes == 1 or process_timeout is None:
+    if process_timeout is None:
         return
     tries = EPISODE_RETRIES + 1 if args.on_episode_error == "retry" else 1
     for name in ("reward_timeout", "workflow_timeout", "tool_timeout"):

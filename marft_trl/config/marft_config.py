@@ -510,11 +510,10 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             over the other rows, and `frac_rows_without_signal` has the share of these. If `None`, it is the value of
             `share_prefixes`.
         resume_changes (`dict`, *optional*, defaults to `None`):
-            Intended changes of a resumed run, which is refused without them. `{"add": ["verifier"]}`: agents that
-            start from scratch. `{"remove": ["critic"]}`: agents of the checkpoint that are left out. `{"rename":
-            {"solver": "coder"}}`: new names. `{"accept": ["dataset"]}`: parts that may differ, among
-            `"dataset"`, `"seed"`, `"workflow"`, `"base"`, `"tokenizer"`, `"batch"` and `"processes"`. A changed run
-            samples new episodes first and is not exact. Remove the setting once the run has saved a checkpoint.
+            Intended changes of a resumed run, which is refused without them. `{"accept": ["dataset"]}`: parts that
+            may differ, among `"dataset"`, `"seed"`, `"workflow"`, `"base"`, `"tokenizer"`, `"batch"` and
+            `"processes"`. A changed run samples new episodes first and is not exact. Remove the setting once the run
+            has saved a checkpoint. A team with other agents starts a new run with [`load_adapters`].
     """
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "eval_sampling", "resume_changes"]

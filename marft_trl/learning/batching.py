@@ -28,7 +28,7 @@ from ..seams.libraries import get_logger
 from ..seams.sharding import local
 from ..seams.trl import LOSSES, OLD_LOGPS, SAMPLING_WEIGHTS, TrlSettings, TrlState
 from ..shared_prefix.forward import Cluster, clusters, hidden_states, scored_at_once
-from .passes import ModelPass
+from .log_probs import ModelPass
 
 
 logger = get_logger(__name__)

@@ -187,10 +187,11 @@ def is_of_evaluate(metric: object) -> TypeGuard[evaluate.EvaluationModule]:
     return module is not None and isinstance(metric, module.EvaluationModule)
 
 
-def check_eval_metrics(eval_metrics: object) -> list[EvalMetric]:
-    """Return the metrics as a list. Raises `TypeError` for an item that is not a metric."""
-    if eval_metrics is None:
-        return []
+def check_eval_metrics(eval_metrics: object, eval_dataset: Any, column: str) -> list[EvalMetric]:
+    """
+    Return the metrics as a list. Raises `TypeError` for an item that is not a metric, and `ValueError` if an
+    evaluation dataset lacks the `column` that metrics of the `evaluate` package take as references.
+    """
     metrics = list(eval_metrics) if isinstance(eval_metrics, (list, tuple)) else [eval_metrics]
     for metric in metrics:
         if not is_of_evaluate(metric) and not callable(metric):
@@ -198,11 +199,6 @@ def check_eval_metrics(eval_metrics: object) -> list[EvalMetric]:
                 "`eval_metrics` takes metrics of the `evaluate` package (`evaluate.load(...)`) and callables "
                 f"`metric(answers, **columns)`; got {metric!r} of type {type(metric).__name__}."
             )
-    return metrics
-
-
-def check_references(metrics: Sequence[EvalMetric], eval_dataset, column: str) -> None:
-    """Raise if an evaluation dataset lacks the column that metrics of the `evaluate` package take as references."""
     named = [metric.name for metric in metrics if is_of_evaluate(metric)]
     for name, dataset in named_sets(eval_dataset).items():
         columns = column_names(dataset) or []
@@ -211,6 +207,7 @@ def check_references(metrics: Sequence[EvalMetric], eval_dataset, column: str) -
                 f"The metric `{named[0]}` needs references, but `{name}` has no column {column!r}; it has "
                 f"{sorted(columns)}. Set `eval_reference_column=`."
             )
+    return metrics
 
 
 def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[str, float]:

@@ -197,7 +197,8 @@ class Health(TrainerCallback):
                 "larger `max_completion_length`, for all agents or in its `AgentSpec`, or ask for shorter turns in "
                 "its prompt."
             )
-            is_present = metrics["completions/clipped_ratio"] == 1.0
+            # Turns of one token, such as moves in a game, have no room for an end
+            is_present = metrics["completions/clipped_ratio"] == 1.0 and metrics["completions/mean_length"] > 1
             yield Symptom(f"truncated/{agent}", is_present, PATIENCE, message)
 
     def _check_policy(self, agent: str, metrics: Mapping[str, float]) -> Iterator[Symptom]:

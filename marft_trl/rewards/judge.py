@@ -12,11 +12,9 @@ import logging
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..agents import AgentSpec
-from ..system.hints import did_you_mean
 from .endpoint import EndpointReply, endpoint_reply
 
 
@@ -106,38 +104,6 @@ def _refuse_unused(why: str, rubric: str | None, model: str | None, columns: Seq
     unused = [name for name, value in arguments.items() if value or name in settings]
     if unused:
         raise TypeError(f"`{unused[0]}={arguments[unused[0]]!r}` has no effect, since {why}. Leave it out.")
-
-
-def _judging_agent(function: Any) -> str | None:
-    """The agent whose verdict a reward function reads, also behind `functools.partial` and `functools.wraps`."""
-    while (inner := getattr(function, "__wrapped__", None) or getattr(function, "func", None)) is not None:
-        function = inner
-    return getattr(function, "judging_agent", None)
-
-
-def check_judges(agents: Sequence[AgentSpec], team: Sequence[Any], of_agents: Mapping[str, Sequence[Any]]) -> None:
-    """
-    Raise `ValueError` if a judge is trained on its own scores, or is not an agent of the team. `of_agents` has, for
-    each agent, the functions that score its own turns.
-    """
-    by_name = {agent.name: agent for agent in agents}
-    trained = {agent.adapter for agent in agents if agent.trainable}
-    for owner, functions in {"": team, **of_agents}.items():
-        for judge in filter(None, map(_judging_agent, functions)):
-            if judge not in by_name:
-                raise ValueError(
-                    f"`judge_reward({judge!r})` names an unknown agent. The team's agents are "
-                    f"{', '.join(map(repr, by_name))}.{did_you_mean(judge, by_name)}"
-                )
-            # Its adapter may be that of a trained agent
-            is_trained = by_name[judge].has_policy and by_name[judge].adapter in trained
-            if is_trained and owner in ("", judge):
-                raise ValueError(
-                    f"`judge_reward({judge!r})` would train {judge!r} on its own scores, so the agent would learn to "
-                    f"give itself the highest score. Freeze the agent with a separate adapter (`AgentSpec({judge!r}, "
-                    "trainable=False)`), make it a past copy or a function (`reply=...`), or let this function reward "
-                    "only other agents (`AgentSpec(reward_funcs=...)`)."
-                )
 
 
 class _OfAgent:

@@ -7,11 +7,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..config.checks import EPISODE_RETRIES
-from ..config.marft_config import MARFTConfig
 from ..episodes.guard import EpisodeError
 from ..episodes.records import Episode
 
@@ -22,34 +21,19 @@ logger = logging.getLogger(__name__)  # on every process, since each has its own
 _PAUSE = 1.0
 
 
-@dataclass(frozen=True)
-class OnFailure:
-    """Policy for errors in user code."""
-
-    action: str = "raise"  # "raise", "skip" or "retry"
-    retries: int = 0
-    timeout: float | None = None  # of a call of a reward function, in seconds
-
-    @classmethod
-    def from_args(cls, args: MARFTConfig) -> OnFailure:
-        return cls(args.on_episode_error, EPISODE_RETRIES, args.reward_timeout)
-
-    @property
-    def skips(self) -> bool:
-        return self.action == "skip"
-
-    @property
-    def tries(self) -> int:
-        """Maximum number of attempts per call."""
-        return self.retries + 1 if self.action == "retry" else 1
-
-
 class Failures:
-    """Counts of skipped and retried episodes and calls since the last report."""
+    """What is done about errors in users' code if they do not end the run, and how many there were since a report."""
 
-    def __init__(self) -> None:
+    def __init__(self, action: str, retries: int = EPISODE_RETRIES):
+        self.skips = action == "skip"  # "skip" or "retry"
+        self.tries = retries + 1 if action == "retry" else 1  # of a call, at most
+        self._action, self._retries = action, retries
         self.counts: Counter[str] = Counter()  # by kind, e.g. "episodes/skipped"
         self.last = ""
+
+    def apart(self) -> Failures:
+        """Others for another thread, which are added later."""
+        return Failures(self._action, self._retries)
 
     def note(self, kind: str, error: object, count: int = 1) -> None:
         self.counts[kind] += count
@@ -68,14 +52,12 @@ class Failures:
 
 
 async def run_episodes(
-    run: Callable[..., Awaitable[list[Episode]]], rows: Sequence[dict[str, Any]], policy: OnFailure, failures: Failures
+    run: Callable[..., Awaitable[list[Episode]]], rows: Sequence[dict[str, Any]], failures: Failures
 ) -> list[Episode]:
-    """Run one episode per row with `await run(rows, failures)`, and skip, retry or raise failures by `policy`."""
-    if policy.action == "raise":
-        return await run(rows, None)
+    """Run one episode per row with `await run(rows, errors)`, and skip or retry those that fail."""
     errors: dict[int, EpisodeError] = {}
     episodes = await run(rows, errors)
-    for number in range(1, policy.tries):
+    for number in range(1, failures.tries):
         if not errors:
             break
         again, errors = sorted(errors.items()), {}
@@ -87,10 +69,10 @@ async def run_episodes(
         for place, episode in zip(places, done, strict=True):
             episodes[place] = replace(episode, index=place)
         errors = {places[index]: error for index, error in inner.items()}
-        if errors and number == policy.tries - 1:
+        if errors and number == failures.tries - 1:
             raise next(iter(errors.values()))
     for error in errors.values():
-        if not policy.skips:
+        if not failures.skips:
             raise error
         failures.note("episodes/skipped", error)
     return episodes
@@ -100,19 +82,18 @@ async def call_reward(
     call: Callable[[Sequence[int]], Awaitable[Sequence[Any]]],
     count: int,
     name: str,
-    policy: OnFailure,
     failures: Failures,
     sleep: Callable[[float], Awaitable[None]],
 ) -> Sequence[Any]:
-    """Score `count` completions with `await call(positions)`, and skip, retry or raise failures by `policy`."""
-    for number in range(policy.tries):
+    """Score `count` completions with `await call(positions)`, and skip or retry those that fail."""
+    for number in range(failures.tries):
         try:
             return await call(range(count))
         except Exception as error:
-            if number < policy.tries - 1:
+            if number < failures.tries - 1:
                 failures.note(f"rewards/{name}/retried", error)
                 await sleep(_PAUSE)
-            elif not policy.skips:
+            elif not failures.skips:
                 raise
             elif count == 1 or isinstance(error, TimeoutError):
                 failures.note(f"rewards/{name}/skipped", error, count)

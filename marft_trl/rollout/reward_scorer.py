@@ -22,6 +22,7 @@ from trl import is_conversational
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from ..adapters.manifest import check_model_name
+from ..agents import AgentSpec
 from ..algorithms.functional import team_rewards
 from ..config.dataset_checks import REWARD_ARGUMENTS, TURN_ARGUMENTS, column_names, named_sets
 from ..config.team_setup import RunContext
@@ -30,10 +31,11 @@ from ..rewards import environment_reward
 from ..seams.libraries import get_logger
 from ..seams.trl import TrlRewards
 from ..system.event_loop import finished
+from ..system.hints import did_you_mean
 from ..system.processes import Processes, exiting_forked_children
 from ..system.randomness import UserRandomness
 from ..system.watchdog import TookTooLong, progress, time_limit
-from .failures import Failures, OnFailure, call_reward, wait_here
+from .failures import Failures, call_reward, wait_here
 
 
 logger = get_logger(__name__)
@@ -290,14 +292,47 @@ def _required_arguments(func: Callable) -> list[str]:
     return required + (_required_arguments(outcome) if wrapper is func else [])
 
 
-def wrap_reward_function(func, policy: OnFailure | None = None, failures: Failures | None = None):
+def _judging_agent(function: Any) -> str | None:
+    """The agent whose verdict a reward function reads, also behind `functools.partial` and `functools.wraps`."""
+    while (inner := getattr(function, "__wrapped__", None) or getattr(function, "func", None)) is not None:
+        function = inner
+    return getattr(function, "judging_agent", None)
+
+
+def check_judges(agents: Sequence[AgentSpec], team: Sequence[Any], of_agents: Mapping[str, Sequence[Any]]) -> None:
+    """
+    Raise `ValueError` if a judge is trained on its own scores, or is not an agent of the team. `of_agents` has, for
+    each agent, the functions that score its own turns.
+    """
+    by_name = {agent.name: agent for agent in agents}
+    trained = {agent.adapter for agent in agents if agent.trainable}
+    for owner, functions in {"": team, **of_agents}.items():
+        for judge in filter(None, map(_judging_agent, functions)):
+            if judge not in by_name:
+                raise ValueError(
+                    f"`judge_reward({judge!r})` names an unknown agent. The team's agents are "
+                    f"{', '.join(map(repr, by_name))}.{did_you_mean(judge, by_name)}"
+                )
+            # Its adapter may be that of a trained agent
+            is_trained = by_name[judge].has_policy and by_name[judge].adapter in trained
+            if is_trained and owner in ("", judge):
+                raise ValueError(
+                    f"`judge_reward({judge!r})` would train {judge!r} on its own scores, so the agent would learn to "
+                    f"give itself the highest score. Freeze the agent with a separate adapter (`AgentSpec({judge!r}, "
+                    "trainable=False)`), make it a past copy or a function (`reply=...`), or let this function reward "
+                    "only other agents (`AgentSpec(reward_funcs=...)`)."
+                )
+
+
+def wrap_reward_function(func, timeout: float | None = None, failures: Failures | None = None):
     """
     Wrap a reward function with a time limit and a check of its scores. The wrapper keeps its name, gets copies of
     lists and of the trainer's state, and is asynchronous if it is. Models and their names are returned unchanged.
+    `timeout` is that of a call in seconds; without `failures`, errors are raised.
     """
     if isinstance(func, (str, nn.Module)):
         return func
-    name, policy, failures = get_callable_name(func), policy or OnFailure(), failures or Failures()
+    name = get_callable_name(func)
 
     async def call_async(**kwargs):
         async def call(positions):
@@ -305,25 +340,34 @@ def wrap_reward_function(func, policy: OnFailure | None = None, failures: Failur
             progress()
             try:
                 with naming_function(name, is_async=True):
-                    scores = await asyncio.wait_for(func(**_select_arguments(kwargs, positions)), policy.timeout)
+                    scores = await asyncio.wait_for(func(**_select_arguments(kwargs, positions)), timeout)
             except TimeoutError as error:
-                if policy.timeout is None or time.monotonic() - start < policy.timeout:  # raised by the function
+                if timeout is None or time.monotonic() - start < timeout:  # raised by the function
                     raise
-                raise TookTooLong(_timeout_message(name, policy.timeout, "it")) from error
+                raise TookTooLong(_timeout_message(name, timeout, "it")) from error
             finally:
                 progress()
             return check_scores(scores, name, len(positions))
 
-        return await call_reward(call, len(kwargs["prompts"]), name, policy, failures, asyncio.sleep)
+        count = len(kwargs["prompts"])
+        if failures is None:
+            return await call(range(count))
+        return await call_reward(call, count, name, failures, asyncio.sleep)
 
     def call_sync(**kwargs):
-        async def call(positions):
-            message = functools.partial(_timeout_message, name, policy.timeout)
-            with time_limit(policy.timeout, message), naming_function(name):
+        def call(positions):
+            message = functools.partial(_timeout_message, name, timeout)
+            with time_limit(timeout, message), naming_function(name):
                 scores = func(**_select_arguments(kwargs, positions))
             return check_scores(scores, name, len(positions))
 
-        return finished(call_reward(call, len(kwargs["prompts"]), name, policy, failures, wait_here))
+        async def call_here(positions):
+            return call(positions)
+
+        count = len(kwargs["prompts"])
+        if failures is None:
+            return call(range(count))
+        return finished(call_reward(call_here, count, name, failures, wait_here))
 
     wrapper: Callable = call_async if is_async_callable(func) else call_sync
     functools.update_wrapper(wrapper, func, assigned=("__doc__", "__module__"), updated=())
@@ -495,12 +539,12 @@ class RewardScorer:
         rewards: TrlRewards,
         turn_functions: Mapping[str, Sequence[Callable]],
         randomness: UserRandomness,
-        failures: Failures,
+        failures: Failures | None,
     ):
         self._rewards, self._randomness, self._processes = rewards, randomness, run.processes
-        self._policy = policy = OnFailure.from_args(run.args)
+        self._timeout = run.args.reward_timeout
         self._turn_functions = {
-            name: [wrap_reward_function(func, policy, failures) for func in functions]
+            name: [wrap_reward_function(func, self._timeout, failures) for func in functions]
             for name, functions in turn_functions.items()
         }
         self._names = {
@@ -569,7 +613,7 @@ class RewardScorer:
         completions: list[Any] = [turn.text for turn in answers]
         if is_conversational({"prompt": prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-        limit = None if self._policy.timeout is None else self._policy.timeout + _BLOCKED_EXTRA_SECONDS
+        limit = None if self._timeout is None else self._timeout + _BLOCKED_EXTRA_SECONDS
         with self._randomness.user_states(), time_limit(limit, functools.partial(_blocked_message, limit)):
             try:
                 return self._rewards(rows, prompts, completions, [list(turn.completion_ids) for turn in answers])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from ..system.event_loop import finished
 from ..system.processes import exiting_forked_children
 from ..workflows import Workflow
 from .alternatives import Alternatives, Node
-from .failures import Failures, OnFailure, run_episodes
+from .failures import Failures, run_episodes
 from .reward_scorer import AgentReturns, RewardReachChecker, RewardScorer
 from .runner import EpisodeRunner, RunMode
 
@@ -76,12 +75,12 @@ class Rollouts:
         rewards: TrlRewards,
         own: AgentReturns,
         reach: RewardReachChecker,
-        failures: Failures,
+        failures: Failures | None,
         alternatives: Alternatives | None = None,
         ahead: Prefetcher | None = None,
     ):
         self._ahead = ahead
-        self._failures, self._policy = failures, OnFailure.from_args(run.args)
+        self._failures = failures
         self._failed: dict[str, set[str]] = {"train": set(), "eval": set()}  # names that were counted so far
         self._runner, self._alternatives, self._scorer, self._rewards = runner, alternatives, scorer, rewards
         self._workflow, self._own, self._reach, self._args = workflow, own, reach, run.args
@@ -116,21 +115,20 @@ class Rollouts:
         if others is not None:
             others.take_nodes()
         branches = others is not None and self._uses_candidates and training
-        run = functools.partial(
-            self._run, runner, others.answer_with_candidates if others is not None and branches else None
-        )
+        answer = others.answer_with_candidates if others is not None and branches else None
         if training and self._ahead is not None:
             episodes = self._ahead.episodes(rows)
         else:
             self._runner.generator.publish()
             with self._processes.failing_together(), exiting_forked_children():
-                episodes = finished(run_episodes(run, rows, self._policy, self._failures))
+                episodes = self._run(runner, answer, rows)
         self._log(episodes, runner.dropped_turns, training)
         has_own_returns = self._own.note(episodes)
         self._check_earned(episodes, training)
         per_func = self._scorer.score_batch(episodes)
         self._check_rewards(per_func, training and not further)
-        self._check_skipped(per_func.size(0), 1.0 if further else self._args.max_skipped_share)
+        if self._failures is not None:
+            self._check_skipped(self._failures, per_func.size(0), 1.0 if further else self._args.max_skipped_share)
         first = self._processes.index * len(rows)
         nodes = others.take_nodes() if others is not None else []
         return Rollout(episodes, per_func, self._scorer.combine_rewards(per_func), first, nodes, has_own_returns)
@@ -145,15 +143,18 @@ class Rollouts:
             self._ahead.close()
         self._runner.generator.close()
 
-    async def _run(
-        self, runner: EpisodeRunner, answer: Any, rows: Sequence[dict[str, Any]], failures: dict | None
-    ) -> list[Episode]:
-        first = self._processes.index * len(rows)
-        return runner.run(rows, answer, failures=failures, first=first)
+    def _run(self, runner: EpisodeRunner, answer: Any, rows: Sequence[dict[str, Any]]) -> list[Episode]:
+        if self._failures is None:
+            return runner.run(rows, answer, first=self._processes.index * len(rows))
 
-    def _check_skipped(self, count: int, most: float) -> None:
+        async def run(rows: Sequence[dict[str, Any]], errors: dict) -> list[Episode]:
+            return runner.run(rows, answer, failures=errors, first=self._processes.index * len(rows))
+
+        return finished(run_episodes(run, rows, self._failures))
+
+    def _check_skipped(self, failures: Failures, count: int, most: float) -> None:
         """Log skipped and retried episodes and calls, and raise if too many were skipped."""
-        everywhere = self._processes.gather([self._failures.take()])
+        everywhere = self._processes.gather([failures.take()])
         total: Counter[str] = Counter()
         for counts, _ in everywhere:
             total.update(counts)

@@ -107,6 +107,7 @@ class EpisodeRunner:
         past_copies: PastCopies | None = None,
     ):
         self._specs = {agent.name: agent for agent in agents}
+        self._tools = {agent.name: agent.functions for agent in agents if agent.functions}
         self._workflow, self._reader, self._limits, self.past_copies = workflow, reader, limits, past_copies
         self.prompts, self.generator, self.randomness = prompts, generator, randomness
         self._users = users or UserState({})
@@ -245,7 +246,6 @@ class EpisodeRunner:
         )
 
     def _team_context(self, key: tuple) -> TeamContext:
-        tools = {name: agent.functions for name, agent in self._specs.items() if agent.functions}
         is_rehearsal = self.mode.is_rehearsal
         scripts = {} if is_rehearsal else {name: self._run_reply for name, spec in self._specs.items() if spec.reply}
         limits, aliases = self._limits, self.prompts.aliases
@@ -253,7 +253,7 @@ class EpisodeRunner:
         trains = self.mode.trains and not is_rehearsal
         return TeamContext(
             tuple(self._specs),
-            tools,
+            self._tools,
             limits.tools,
             aliases,
             limits.max_turns,
@@ -366,7 +366,9 @@ class EpisodeRunner:
                 tuple(requested_turn.sampling.items()) if requested_turn and not mode.trains else (), []
             ).append(index)
         for sampling, indices in groups.items():
-            options, group = {**mode.options, **decoding(dict(sampling))}, [inputs[index] for index in indices]
+            options, group = dict(mode.options), [inputs[index] for index in indices]
+            if sampling:
+                options |= decoding(dict(sampling))
             sampled = await self.generator.generate(group, **options)
             check_sampled(sampled, [item.agent for item in group], self._limits.vocabulary)
             sampled_by_index |= zip(indices, sampled, strict=True)

@@ -119,7 +119,8 @@ class TransformersGenerator(Generator):
         self._policies = policies
         self._samplings = samplings
         self._captures, self._is_noted = decoding.captures, False
-        self._store, self._layers = StepStore(), DecodingLayers(lambda: engine.model)
+        self._store: StepStore | None = None  # made when steps keep their shapes
+        self._layers = DecodingLayers(lambda: engine.model)
         # A tokenizer of its own: turns may be sampled in another thread than texts are tokenized in, and a tokenizer
         # refuses to be used by two
         stops = {sampling.stop for sampling in samplings.values()}
@@ -251,13 +252,11 @@ class TransformersGenerator(Generator):
             sampled_at = settings["temperature"] if settings["do_sample"] else None
             recorder = recorder if sampled_at == sampling.temperature else None
             rows = None if adapters is None else RowAdapters(adapters, cast(MixedLora, self._mixed).use)
+            is_fixed = self.keeps_shapes(settings, sampling, live)
+            if is_fixed and self._store is None:
+                self._store = StepStore()
             options["custom_generate"] = functools.partial(
-                decode,
-                recorder=recorder,
-                adapters=rows,
-                is_fixed=self.keeps_shapes(settings, sampling, live),
-                store=self._store,
-                watch=live,
+                decode, recorder=recorder, adapters=rows, is_fixed=is_fixed, store=self._store, watch=live
             )
         elif live is not None:
             live.other = next(iter(options.get("stopping_criteria", ())), None)
@@ -267,7 +266,8 @@ class TransformersGenerator(Generator):
         return options
 
     def drop_cache(self) -> None:
-        self._store.clear()
+        if self._store is not None:
+            self._store.clear()
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
         return self._stops[self._samplings[agent].stop].are_in(ids)

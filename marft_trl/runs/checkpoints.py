@@ -32,7 +32,7 @@ from ..seams.libraries import get_logger
 from ..system.processes import other_devices
 from ..system.randomness import RandomStates, undisturbed
 from . import run_folder as commits
-from .resume import ResumeChanges, RunSettings, check_structure, tunables
+from .resume import RunSettings, check_same_team, check_structure, read_accepted, tunables
 from .run_folder import CheckpointError, Commit, RunFolder
 
 
@@ -175,7 +175,7 @@ class BestAdapters:
                         scalars[f"{name}.{position}.{key}"] = value
         save_file(tensors, Path(folder) / BEST_NAME, metadata={"plain": json.dumps(scalars)})
 
-    def load(self, folder: str | Path, find_saved_name: Callable[[str], str | None] | None = None) -> None:
+    def load(self, folder: str | Path) -> None:
         """Load the copies from a checkpoint. Adapters that are not in the checkpoint are skipped."""
         path = Path(folder) / BEST_NAME
         self._weights, self._state_copies = {}, {}
@@ -185,17 +185,12 @@ class BestAdapters:
             saved: dict[str, Any] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
             saved |= json.loads((file.metadata() or {}).get("plain", "{}"))
         for name in self._policies.trained:
-            saved_name = find_saved_name(name) if find_saved_name is not None else name
             count = len(self._policies.parameters(name))
-            if saved_name is None or f"{saved_name}.0" not in saved:
+            if f"{name}.0" not in saved:
                 continue
-            self._weights[name] = [saved[f"{saved_name}.{position}"] for position in range(count)]
+            self._weights[name] = [saved[f"{name}.{position}"] for position in range(count)]
             self._state_copies[name] = [
-                {
-                    key.split(".", 2)[2]: value
-                    for key, value in saved.items()
-                    if key.startswith(f"{saved_name}.{position}.")
-                }
+                {key.split(".", 2)[2]: value for key, value in saved.items() if key.startswith(f"{name}.{position}.")}
                 for position in range(count)
             ]
 
@@ -225,7 +220,7 @@ class Checkpoints:
         self.past_copies, self.best = past_copies, best
         self.stateful = dict(stateful)
         self.folder = RunFolder(run.args.output_dir or ".")
-        self.changes = ResumeChanges.from_dict(run.args.resume_changes)  # type: ignore[arg-type]
+        self.accepted = read_accepted(run.args.resume_changes)
         self._state, self._schedule, self._args, self._processes = run.state, schedule, run.args, run.processes
         self._model, self._ref_model, self._policies, self._critic = model, ref_model, team.policies, team.critic
         self._agents, self._anonymous, self._settings = team.agents, team.anonymous, settings
@@ -374,13 +369,13 @@ class Checkpoints:
     def choose(self, resume_from_checkpoint: str | bool | Path | None) -> str | None:
         """
         Choose the checkpoint to resume from (`True`: the newest complete one), the same on all processes. Raises if it
-        is damaged, or if the run differs from that of the checkpoint in a way that `resume_changes` does not declare.
+        is damaged, or if the run differs from that of the checkpoint in a way that `resume_changes` does not accept.
         """
         with self._processes.failing_together():
             for item in self.stateful.values():
                 item.state_dict()  # fail before the first generation if a state cannot be saved
             chosen = self._choose(resume_from_checkpoint) if self._args.should_save else None
-        chosen, self.changes = self._processes.broadcast((chosen, self.changes))
+        chosen, self.accepted = self._processes.broadcast((chosen, self.accepted))
         return chosen
 
     def _choose(self, resume_from_checkpoint: str | bool | Path | None) -> str | None:
@@ -434,12 +429,11 @@ class Checkpoints:
         saved, current = commit.settings, self._settings.collect()
         if not saved:
             return
-        is_applied = {*self.changes.add, *self.changes.rename.values()} <= _collect_names(saved)
-        if not self.changes.is_empty and is_applied and _same_structure(saved, current):
+        check_same_team(_collect_names(saved), _collect_names(current), folder)
+        if self.accepted and _same_structure(saved, current):
             logger.warning(f"{folder.name} already has the changes in `resume_changes`, so they are ignored.")
-            self.changes = ResumeChanges()
-        self.changes.check_names(_collect_names(saved), _collect_names(current))
-        for line in check_structure(saved, current, self.changes, folder):
+            self.accepted = ()
+        for line in check_structure(saved, current, self.accepted, folder):
             logger.warning(f"Changed since {folder.name}: {line}. The resumed run will not be bit-exact.")
         for name, old, now in tunables(saved, current):
             logger.warning(f"Changed since {folder.name}: `{name}` from {old} to {now}. The new value is used.")
@@ -448,10 +442,10 @@ class Checkpoints:
         if self._args.sync_ref_model:
             load_references(self._policies, self._ref_model, folder)
         if self.past_copies is not None:
-            self.past_copies.load(folder, self.find_saved_name)
+            self.past_copies.load(folder)
         if self.best is not None:
-            self.best.load(folder, self.find_saved_name)
-        has_changes = not self.changes.is_empty
+            self.best.load(folder)
+        has_changes = bool(self.accepted)
         restored = load_rollouts(folder, self._args.process_index, self._args.world_size, has_changes)
         if restored is None:
             return
@@ -471,11 +465,6 @@ class Checkpoints:
             self._state.restore_log_window(self._log_window)
             self._log_window = None
 
-    @property
-    def find_saved_name(self) -> Callable[[str], str | None] | None:
-        """Function that maps an adapter to its name in the checkpoint, or `None` without `resume_changes`."""
-        return None if self.changes.is_empty else self.changes.find_saved_name
-
     def load_best(self, folder: str | Path) -> None:
         """Load the weights of the best checkpoint of this run, and drop past copies that are newer."""
         self.load_weights(folder)
@@ -483,16 +472,14 @@ class Checkpoints:
             self.past_copies.drop_after_checkpoint(folder)
 
     def load_weights(self, folder: str | Path) -> None:
-        load_team_adapters(self._model, self._policies, self._agents, folder, self._anonymous, self.changes)
+        load_team_adapters(self._model, self._policies, self._agents, folder, self._anonymous)
         if self._critic is not None:
             self._critic.load(folder)
 
 
 def _same_structure(saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
-    if _collect_names(saved) != _collect_names(current):
-        return False
     try:
-        check_structure(saved, current, ResumeChanges(), "")
+        check_structure(saved, current, (), "")
     except ValueError:
         return False
     return True
@@ -518,13 +505,11 @@ def load_team_adapters(
     agents: Sequence[AgentSpec],
     folder: str | Path,
     anonymous: str | None = None,
-    changes: ResumeChanges | None = None,
 ) -> None:
     """
     Load every adapter of the team from a checkpoint, in place. Raises `ValueError` if the team or `anonymous` differs
     from that of the checkpoint, or if weights are not finite.
     """
-    changes = changes or ResumeChanges()
     manifest = TeamManifest.load(folder)
     if manifest.anonymous != anonymous:
         raise ValueError(
@@ -532,12 +517,10 @@ def load_team_adapters(
             f"has `anonymous={anonymous or False!r}`. Resume with the same value."
         )
     saved = {agent.name for agent in manifest.agents} | set(manifest.adapters)
-    changes.check_names(saved, {agent.name for agent in agents} | set(policies.names))
+    check_same_team(saved, {agent.name for agent in agents} | set(policies.names), folder)
     for name in policies.names:
-        saved_name = changes.find_saved_name(name)
-        if saved_name is not None:
-            load_adapter_weights(model, name, Path(folder) / saved_name)
-            _check_finite(policies, name, folder)
+        load_adapter_weights(model, name, Path(folder) / name)
+        _check_finite(policies, name, folder)
     policies.restore_requires_grad()
 
 

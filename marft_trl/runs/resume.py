@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -246,79 +246,47 @@ _FIXED = ("agents", "adapters", "critic", "optimizer")
 _UNKNOWN = "(not recorded)"
 
 
-@dataclass(frozen=True)
-class ResumeChanges:
-    """Intended changes of a resumed run, from `MARFTConfig(resume_changes=...)`."""
-
-    add: Sequence[str] = ()  # adapters that start fresh
-    remove: Sequence[str] = ()  # adapters of the checkpoint that are left out
-    rename: Mapping[str, str] = field(default_factory=dict)  # new names of adapters, by their names in the checkpoint
-    accept: Sequence[str] = ()  # parts of the settings that may differ, among `ACCEPTABLE`
-
-    @classmethod
-    def from_dict(cls, changes: Mapping[str, Any] | None) -> ResumeChanges:
-        if changes is None:
-            return cls()
-        if not isinstance(changes, Mapping):
-            raise TypeError(f"`resume_changes` must be a dictionary, got {type(changes).__name__}.")
-        kinds = ("add", "remove", "rename", "accept")
-        for kind, value in changes.items():
-            if kind not in kinds:
-                raise ValueError(
-                    f"`resume_changes` accepts the keys {', '.join(map(repr, kinds))}; got {kind!r}."
-                    f"{did_you_mean(kind, kinds)}"
-                )
-            names = [*value.keys(), *value.values()] if kind == "rename" and isinstance(value, Mapping) else value
-            if (
-                isinstance(value, Mapping) != (kind == "rename")
-                or isinstance(names, str)
-                or not isinstance(names, Collection)
-                or not all(isinstance(name, str) for name in names)
-            ):
-                wanted = "a dictionary of names" if kind == "rename" else "a list of names"
-                raise TypeError(f"`resume_changes[{kind!r}]` must be {wanted}, got {value!r}.")
-        for part in changes.get("accept", ()):
-            if part not in ACCEPTABLE:
-                raise ValueError(
-                    f"`resume_changes['accept']` accepts {', '.join(map(repr, ACCEPTABLE))}; got {part!r}."
-                    f"{did_you_mean(part, list(ACCEPTABLE))}"
-                )
-        return cls(**changes)
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.add or self.remove or self.rename or self.accept)
-
-    def find_saved_name(self, adapter: str) -> str | None:
-        """Name that an adapter of the team has in the checkpoint; `None` if it starts fresh."""
-        if adapter in self.add:
-            return None
-        return next((old for old, new in self.rename.items() if new == adapter), adapter)
-
-    def check_names(self, saved: Collection[str], present: Collection[str]) -> None:
-        """Raise unless the changes lead from the adapters of the checkpoint to those of the team."""
-        wrong = [f"adds {name!r}, which the team does not have" for name in self.add if name not in present]
-        wrong += [f"removes {name!r}, which the checkpoint does not have" for name in self.remove if name not in saved]
-        wrong += [f"renames {old!r}, which the checkpoint does not have" for old in self.rename if old not in saved]
-        if len(set(self.rename.values())) < len(self.rename):
-            wrong.append("gives two adapters the same name")
-        after = ({self.rename.get(name, name) for name in saved if name not in self.remove}) | set(self.add)
-        if not wrong and after == set(present):
-            return
-        missing, extra = sorted(set(present) - after), sorted(after - set(present))
-        hints = [f"`add` {missing} to start fresh"] if missing else []
-        hints += [f"`remove` {extra}"] if extra else []
-        hints += [f"or `rename` {extra[0]!r} to {missing[0]!r}"] if missing and extra else []
-        mistakes = f" `resume_changes` {'; '.join(wrong)}." if wrong else ""
-        fix = f" In `resume_changes`, {', '.join(hints)}; or" if hints else " Correct `resume_changes`, or"
+def read_accepted(changes: Any) -> tuple[str, ...]:
+    """The parts of the settings that may differ, from `MARFTConfig(resume_changes={"accept": [...]})`."""
+    if changes is None:
+        return ()
+    if not isinstance(changes, Mapping):
+        raise TypeError(f"`resume_changes` must be a dictionary, got {type(changes).__name__}.")
+    other = next((key for key in changes if key != "accept"), None)
+    if other is not None:
         raise ValueError(
-            f"The checkpoint has the agents and adapters {sorted(saved)}, but the team has {sorted(present)}."
-            f"{mistakes}{fix} resume with the team that the checkpoint was written with."
+            f"`resume_changes` accepts the key 'accept'; got {other!r}.{did_you_mean(str(other), ['accept'])} A run "
+            "resumes with the agents of its checkpoint; for a changed team, start a new run from the adapters of the "
+            "checkpoint: `model=load_adapters(base, checkpoint)`."
+        )
+    parts = changes.get("accept", ())
+    if isinstance(parts, (str, Mapping)) or not isinstance(parts, Collection):
+        raise TypeError(f"`resume_changes['accept']` must be a list of names, got {parts!r}.")
+    for part in parts:
+        if part not in ACCEPTABLE:
+            raise ValueError(
+                f"`resume_changes['accept']` accepts {', '.join(map(repr, ACCEPTABLE))}; got {part!r}."
+                f"{did_you_mean(str(part), list(ACCEPTABLE))}"
+            )
+    return tuple(parts)
+
+
+def check_same_team(saved: Collection[str], present: Collection[str], folder: Any) -> None:
+    """Raise `ValueError` unless a team has the agents and adapters of a checkpoint."""
+    new, gone = sorted({*present} - {*saved}), sorted({*saved} - {*present})
+    if new or gone:
+        differences = [f"{what}: {', '.join(names)}" for what, names in (("new", new), ("missing", gone)) if names]
+        raise ValueError(
+            f"The checkpoint {folder} has the agents and adapters {sorted(saved)}, but the team has {sorted(present)} "
+            f"({'; '.join(differences)}). A run resumes with the agents and adapters of its checkpoint. Resume with "
+            "that team, or start a new run with the changed one from the adapters of the checkpoint, without "
+            f"`resume_from_checkpoint`: `model=load_adapters(base, {str(folder)!r})`. Agents without an adapter there "
+            "start fresh."
         )
 
 
 def check_structure(
-    saved: Mapping[str, Any], present: Mapping[str, Any], changes: ResumeChanges, folder: Any
+    saved: Mapping[str, Any], present: Mapping[str, Any], accept: Collection[str], folder: Any
 ) -> list[str]:
     """
     Compare what gives the state of a checkpoint its meaning. Returns a line for each accepted difference. Raises
@@ -326,10 +294,10 @@ def check_structure(
     """
     refused, accepted = [], []
     for part in (*_FIXED, *ACCEPTABLE, "versions"):
-        differences = list(_differences(part, saved.get(part), present.get(part), changes))
+        differences = list(_differences(part, saved.get(part), present.get(part)))
         if not differences:
             continue
-        if part in changes.accept or part == "versions":
+        if part in accept or part == "versions":
             accepted += [f"{name}: {then} -> {now}" for name, then, now in differences]
         else:
             refused += [(part, *difference) for difference in differences]
@@ -347,11 +315,11 @@ def check_structure(
 
 def tunables(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Changed settings that take effect (name, then, now), without fields that another version did not record."""
-    differences = _differences("", saved.get("tunable"), present.get("tunable"), ResumeChanges())
+    differences = _differences("", saved.get("tunable"), present.get("tunable"))
     return [difference for difference in differences if _UNKNOWN not in difference or not difference[0].isidentifier()]
 
 
-def _differences(part: str, saved: Any, present: Any, changes: ResumeChanges) -> Iterable[tuple[str, str, str]]:
+def _differences(part: str, saved: Any, present: Any) -> Iterable[tuple[str, str, str]]:
     """Entries of a part that differ: name, then, now."""
     if saved is None or present is None:
         return
@@ -361,14 +329,7 @@ def _differences(part: str, saved: Any, present: Any, changes: ResumeChanges) ->
     if part == "workflow" and isinstance(saved.get("class"), str):  # version 0.3 had another path
         saved["class"] = saved["class"].replace("marft_trl.tasks.", "marft_trl.extras.tasks.", 1)
     if part == "workflow" and isinstance(present.get("team"), list):  # names in team order
-        before = [changes.rename.get(name, name) for name in saved.get("team", ()) if name not in changes.remove]
-        after = [name for name in present["team"] if name not in changes.add]
-        saved["team"], present["team"] = before or after, after  # earlier versions did not record it
-    if part == "agents":
-        saved = {name: changes.rename.get(adapter, adapter) for name, adapter in saved.items()}
-    if part in ("agents", "adapters"):
-        saved = {changes.rename.get(name, name): value for name, value in saved.items() if name not in changes.remove}
-        present = {name: value for name, value in present.items() if name not in changes.add}
+        saved["team"] = saved.get("team") or present["team"]  # earlier versions did not record it
     yield from _different(part, saved, present)
 
 

@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
-
-from .swapping import swapped_in_module
 
 
 _NAME = "bitsandbytes"
@@ -58,16 +54,3 @@ def load_bitsandbytes_when_used() -> None:
         module = _Later(_NAME)
         module.__spec__, module.__file__, module.__loader__ = spec, spec.origin, spec.loader
         sys.modules[_NAME] = module
-
-
-@contextlib.contextmanager
-def without_bitsandbytes(model: Any) -> Iterator[None]:
-    """Context manager: PEFT (0.21) adds LoRA layers without importing bitsandbytes, unless the model is quantized."""
-    if getattr(model, "is_quantized", False):
-        yield
-        return
-    from peft.tuners.lora import model as lora
-
-    absent = dict.fromkeys(("is_bnb_available", "is_bnb_4bit_available"), bool)  # `bool()` is `False`
-    with swapped_in_module(lora, absent):
-        yield

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from trl.trainer.utils import add_fused_lm_head
 
 from .libraries import get_logger
-from .swapping import swapped
+from .swapping import swapped, swapped_in_module
 
 
 logger = get_logger(__name__)
@@ -292,6 +292,19 @@ def without_adapter_name_warning() -> Iterator[None]:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Adapter name .* should not be contained in the prefix")
+        yield
+
+
+@contextlib.contextmanager
+def without_bitsandbytes(model: Any) -> Iterator[None]:
+    """Context manager: PEFT (0.21) adds LoRA layers without importing bitsandbytes, unless the model is quantized."""
+    if getattr(model, "is_quantized", False):
+        yield
+        return
+    from peft.tuners.lora import model as lora
+
+    absent = dict.fromkeys(("is_bnb_available", "is_bnb_4bit_available"), bool)  # `bool()` is `False`
+    with swapped_in_module(lora, absent):
         yield
 
 

@@ -227,7 +227,10 @@ def shared_pass(
         past_key_values=cache,
         use_cache=False,  # the model must not create another cache
     )
-    return with_all_layers(output.last_hidden_state, prefix_states, backbone), starts
+    hidden = output.last_hidden_state
+    if torch.distributed.is_initialized():  # only processes shard the layers
+        hidden = with_all_layers(hidden, prefix_states, backbone)
+    return hidden, starts
 
 
 def prefill(

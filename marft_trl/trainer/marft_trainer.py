@@ -26,10 +26,10 @@ from ..config.team_setup import Sampling, TeamSetup
 from ..learning.adapter_updates import Schedule, after_update
 from ..learning.batching import MemoryPlan
 from ..prompts.views import View, check_view, team_view
-from ..reporting.evaluation import EvalMetric, Vote, check_eval_metrics, check_references, last_box
+from ..reporting.evaluation import EvalMetric, Vote, check_eval_metrics, last_box
 from ..reporting.model_card import PAPER, TAGS
 from ..reporting.progress import announce, team_callbacks
-from ..rollout.failures import Failures, OnFailure
+from ..rollout.failures import Failures
 from ..rollout.reward_scorer import wrap_reward_function
 from ..runs.checkpoints import raise_failed_push
 from ..seams.libraries import get_logger, hush, warn_of_newer_versions
@@ -157,12 +157,12 @@ class MARFTTrainer(GRPOTrainer):
         self._workflow = setup.choose_workflow(self.agents, workflow, environment_factory, rollout_func)
         self.anonymous = anonymity(anonymous)
         self.agents = setup.prompted(self.agents, self.workflow, self.anonymous)
-        eval_metrics = check_eval_metrics(eval_metrics)
         train_dataset, eval_dataset = setup.prepare_datasets(args, self.workflow, train_dataset, eval_dataset)
         reward_funcs, weights, turn_rewards = setup.prepare_rewards(
             args, self.agents, self.workflow, reward_funcs, train_dataset, eval_dataset
         )
-        check_references(eval_metrics, eval_dataset, args.eval_reference_column)
+        if eval_metrics is not None:
+            eval_metrics = check_eval_metrics(eval_metrics, eval_dataset, args.eval_reference_column)
         set_seed(args.seed)  # adapters start at random
         # The base is loaded here, not by TRL: its adapters have to be there when TRL counts what is trained
         base = load_base(model, args, quantization_config, stays_frozen(self.agents, peft_config))
@@ -178,13 +178,13 @@ class MARFTTrainer(GRPOTrainer):
         )
         critics = self.critic.parts if self.critic is not None else []
         self.schedule = Schedule.from_args(args, self.policies.trained_in_order).with_critic(critics)
-        policy, failures = OnFailure.from_args(args), Failures()
+        failures = Failures(args.on_episode_error) if args.on_episode_error != "raise" else None
         # A server needs the names and ranks of all adapters, and TRL's constructor needs none
         engine = setup.make_engine(args, self.policies, base, self.agents)
         with constructing_grpo_trainer(args, self.policies.has_adapters, isinstance(model, str), level.ratio, weights):
             super().__init__(
                 model=base,
-                reward_funcs=[wrap_reward_function(func, policy, failures) for func in reward_funcs],
+                reward_funcs=[wrap_reward_function(func, args.reward_timeout, failures) for func in reward_funcs],
                 args=args,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
@@ -207,7 +207,7 @@ class MARFTTrainer(GRPOTrainer):
         samplings = {agent.name: Sampling.from_agent(agent, args) for agent in self.agents}
         who = (self.agents, self.workflow, self.policies, self.critic, level)
         team = TeamSetup(*who, samplings, alias_names(self.agents) if self.anonymous else {}, self.anonymous)
-        code = UserCode(view, turn_rewards, eval_metrics, eval_vote or last_box, failures)
+        code = UserCode(view, turn_rewards, eval_metrics or [], eval_vote or last_box, failures)
         self.parts = assemble(self, args, team, self.schedule, code, engine)
         if sharding is not None:
             sharding.keep_in_step(self, self.parts.processes)
@@ -427,10 +427,7 @@ class MARFTTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            loading = self.parts.updates.loading(
-                self.optimizer, self.lr_scheduler, self.parts.checkpoints.find_saved_name
-            )
-            with loading, as_if_not_sharded(self):
+            with self.parts.updates.loading(self.optimizer, self.lr_scheduler), as_if_not_sharded(self):
                 super()._load_optimizer_and_scheduler(checkpoint)
             self.parts.checkpoints.load(checkpoint)
 

@@ -24,9 +24,8 @@ from ..learning.adapter_updates import AdapterUpdates, Schedule, SequentialFacto
 from ..learning.advantages import BaselineEstimator, CreditAssigner, CriticEstimator, Estimator
 from ..learning.batching import Collator, MicroBatcher
 from ..learning.critic_learner import CriticLearner, ValueScale
-from ..learning.log_probs import LogProbs
+from ..learning.log_probs import LogProbs, ModelPass
 from ..learning.losses import MixedPass, OutOfMemory, TeamLoss
-from ..learning.passes import ModelPass
 from ..prompts.builder import PromptBuilder, is_plain, is_single_agent, make_window, warn_of_unprotected
 from ..prompts.chat_template import ChatTemplate
 from ..prompts.tool_calls import prepare_tools
@@ -77,7 +76,7 @@ class UserCode:
     turn_rewards: Mapping[str, Sequence[Callable]]  # by agent, for its own turns
     eval_metrics: Sequence[EvalMetric]
     vote: Vote  # what is compared of answers when the samples of an evaluation vote
-    failures: Failures  # what they have failed in
+    failures: Failures | None  # what they have failed in, unless that ends the run
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +98,7 @@ class Parts:
     sequential: SequentialFactors | None
     reporter: Reporter  # metrics, tables, transcripts
     evaluations: EvaluationOptions
-    planner: Planner  # describes the run before it starts
+    make_planner: Callable[[], Planner]  # see `planner`
     files: TeamFiles  # manifest and model card
     checkpoints: Checkpoints  # state of a resumed run
     run: Run
@@ -107,6 +106,11 @@ class Parts:
     health: Health  # warns when a run learns nothing
     collapse: Collapse | None  # compares evaluations, and may restore adapters
     seeds: random.Random  # of samples without a seed
+
+    @functools.cached_property
+    def planner(self) -> Planner:
+        """Describes the run before it starts."""
+        return self.make_planner()
 
 
 def assemble(
@@ -130,14 +134,15 @@ def assemble(
     telling = _reporting_parts(trainer, team, run, code, scoring, acting, rolling, learning)
     # Copies of all adapters and of their moments: only where they may be put back
     best = BestAdapters(team.policies, lambda: trainer.optimizer) if args.on_collapse == "restore" else None
-    collapse = _collapse(team, run, telling.reporter, best, acting.past_copies)
+    has_evaluations = args.on_collapse != "ignore" and trainer.eval_dataset is not None
+    collapse = _collapse(team, run, telling.reporter, best, acting.past_copies) if has_evaluations else None
     further = (run, rolling.rollouts, lambda: trainer.train_dataset, rolling.own)
     sampling = DynamicSampling(*further) if args.dynamic_sampling else None
     source, reporter = sampling or rolling.rollouts, telling.reporter
     output_steps = make_output_steps(run, scoring.log_probs, learning.critic, learning.correction, scoring.needs_old)
     experience = BatchMaker(
         *(team, run, schedule, source, output_steps, learning.estimator, scoring.batcher, reporter, rolling.reach),
-        collapse=collapse,
+        collapse=collapse if best is not None else None,  # without copies, there is nothing to go back to
     )
     owners: dict[str, Stateful | None] = {
         "user_randomness": acting.randomness,
@@ -165,7 +170,7 @@ def assemble(
     checkpoints = Checkpoints(
         team, run, stateful, schedule, trainer.model, trainer.ref_model, settings, acting.past_copies, best
     )
-    files = _files(trainer, team, args, acting.runner, telling.planner, scoring, base())
+    files = _files(trainer, team, args, acting.runner, telling.make_planner, scoring, base())
     return Parts(
         state=state,
         processes=processes,
@@ -182,7 +187,7 @@ def assemble(
         sequential=learning.sequential,
         reporter=telling.reporter,
         evaluations=EvaluationOptions(run, [agent.name for agent in team.agents], telling.reporter, collapse),
-        planner=telling.planner,
+        make_planner=telling.make_planner,
         files=files,
         checkpoints=checkpoints,
         run=_run(trainer, run, checkpoints, rolling.rollouts, files),
@@ -230,7 +235,7 @@ def _scoring_parts(trainer: GRPOTrainer, team: TeamSetup, run: RunContext, sched
 
     batcher = MicroBatcher(passes, policies, args, trained, has_optimizer_state)
     collate = Collator(trainer.processing_class.pad_token_id, trainer.pad_to_multiple_of, accelerator.device)
-    log_probs = LogProbs(team, temperature, trl_log_probs(trainer), passes, batcher, collate)
+    log_probs = LogProbs(team, temperature, trl_log_probs(trainer), passes, batcher.cut, collate)
     # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
     needs_old = args.gradient_accumulation_steps % schedule.generate_every != 0
     needs_old &= args.use_policy_ratio or args.update_order == "sequential"
@@ -427,7 +432,7 @@ class _Telling(NamedTuple):
     """Reports for users."""
 
     reporter: Reporter
-    planner: Planner
+    make_planner: Callable[[], Planner]  # made when a plan is asked for
     health: Health
 
 
@@ -447,7 +452,8 @@ def _reporting_parts(
     games = GameMetrics(team, rolling.own, acting.past_copies) if has_games else None
     reporter = Reporter(team, run, rolling.rewards, tokenizer, acting.randomness, code.eval_metrics, code.vote, games)
     model, window = trainer.accelerator.unwrap_model(trainer.model), runner.prompts.window_size
-    planner = Planner(
+    make_planner = functools.partial(
+        Planner,
         team,
         run,
         runner,
@@ -459,10 +465,10 @@ def _reporting_parts(
         learner=learning.critic,
         past_copies=acting.past_copies,
     )
-    learning.loss.out_of_memory.plan = planner.memory_plan
+    learning.loss.out_of_memory.plan = lambda: make_planner().memory_plan()
     learning.loss.out_of_memory.release = runner.generator.drop_cache
     vocabulary = scoring.base.config.get_text_config().vocab_size
-    return _Telling(reporter, planner, Health(team, run, scoring.updates.trained_parameters, vocabulary))
+    return _Telling(reporter, make_planner, Health(team, run, scoring.updates.trained_parameters, vocabulary))
 
 
 def _settings(
@@ -489,9 +495,7 @@ def _settings(
 
 def _collapse(
     team: TeamSetup, run: RunContext, reporter: Reporter, best: BestAdapters | None, past_copies: PastCopies | None
-) -> Collapse | None:
-    if run.args.on_collapse == "ignore":
-        return None
+) -> Collapse:
     error = functools.partial(getattr, reporter, "evaluation_error")
     return Collapse(run, error, team.policies, best, past_copies)
 
@@ -506,7 +510,13 @@ def _run(trainer: GRPOTrainer, run: RunContext, checkpoints: Checkpoints, rollou
 
 
 def _files(
-    trainer: GRPOTrainer, team: TeamSetup, args: MARFTConfig, runner: EpisodeRunner, planner: Planner, scoring, base
+    trainer: GRPOTrainer,
+    team: TeamSetup,
+    args: MARFTConfig,
+    runner: EpisodeRunner,
+    make_planner: Callable[[], Planner],
+    scoring: _Scoring,
+    base: BaseModel,
 ) -> TeamFiles:
     has_adapters = team.policies.has_adapters
     configs = [trainer.model.peft_config[name] for name in team.policies.names] if has_adapters else []
@@ -515,7 +525,7 @@ def _files(
         args,
         runner,
         base,
-        planner,
+        make_planner,
         max_rank=max((getattr(config, "r", 0) for config in configs), default=0),
         repo=lambda: trainer.hub_model_id,
         inference={

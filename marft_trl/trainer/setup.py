@@ -39,8 +39,7 @@ from ..config.dataset_checks import check_datasets, column_names, named_sets
 from ..config.marft_config import MARFTConfig
 from ..episodes.tools import ToolLimits
 from ..rewards import environment_reward
-from ..rewards.judge import check_judges
-from ..rollout.reward_scorer import check_reward_functions, check_turn_reward_functions, unique_names
+from ..rollout.reward_scorer import check_judges, check_reward_functions, check_turn_reward_functions, unique_names
 from ..seams.libraries import get_logger
 from ..seams.models import keep_4bit_weights
 from ..seams.runs import timeout_of_processes
@@ -121,7 +120,8 @@ def check_launcher(args: MARFTConfig) -> ModuleType | None:
     """Check the launcher of a run. Returns the module that shards the base, if FSDP is requested."""
     check_engine(args)
     _warn_of_lone_process(args.world_size)
-    check_timeouts(args, args.world_size, timeout_of_processes())
+    if args.world_size > 1:
+        check_timeouts(args, timeout_of_processes())
     if not args.fsdp and not environment_flag_is_set("ACCELERATE_USE_FSDP"):
         return None
     from ..extras.engines import fsdp2
@@ -461,14 +461,15 @@ def check_learning(
     """Raise if a setting, or a sharded base, needs adapters but there are none, or does not go with them."""
     if sharding is not None:
         sharding.check_team(policies.has_adapters)
-    needs = {"critic": args.critic is not None, "credit": CREDITS[args.credit].uses_references}
-    needs["on_collapse"] = args.on_collapse == "restore"
-    for name, is_set in needs.items():
-        if is_set and not policies.has_adapters:
-            raise ValueError(
-                f"`{name}={getattr(args, name)!r}` needs a frozen base, but without a `peft_config` the base itself "
-                "is trained. Pass `peft_config=LoraConfig(...)`."
-            )
+    if not policies.has_adapters:
+        needs = {"critic": args.critic is not None, "credit": CREDITS[args.credit].uses_references}
+        needs["on_collapse"] = args.on_collapse == "restore"
+        for name, is_set in needs.items():
+            if is_set:
+                raise ValueError(
+                    f"`{name}={getattr(args, name)!r}` needs a frozen base, but without a `peft_config` the base "
+                    "itself is trained. Pass `peft_config=LoraConfig(...)`."
+                )
     if args.cast_lm_head_to_fp32 and policies.has_adapters and base.config.get_text_config().tie_word_embeddings:
         raise ValueError(
             "`cast_lm_head_to_fp32=True` does not support adapters on a base with tied embeddings "

@@ -46,7 +46,7 @@ class TeamFiles:
         args: MARFTConfig,
         runner: EpisodeRunner,
         base: BaseModel,
-        planner: Planner,
+        make_planner: Callable[[], Planner],
         max_rank: int,
         repo: Callable[[], str | None],
         inference: Mapping[str, Any],
@@ -54,7 +54,7 @@ class TeamFiles:
     ):
         self._agents, self._workflow, self._policies = team.agents, team.workflow, team.policies
         self._critic, self._anonymous = team.critic, team.anonymous
-        self._args, self._runner, self._base, self._planner = args, runner, base, planner
+        self._args, self._runner, self._base, self._make_planner = args, runner, base, make_planner
         self._max_rank, self._repo, self._dataset = max_rank, repo, dataset
         self._found = without_secrets(dict(inference))
 
@@ -156,7 +156,7 @@ class TeamFiles:
             metrics=shown,
             max_rank=self._max_rank,
             facts=self._facts(latest, dataset_name),
-            picture=self._planner.draw_workflow(),
+            picture=self._make_planner().draw_workflow(),
         )
 
     def _facts(self, latest: Mapping[str, float], dataset_name: str | None) -> dict[str, str]:

@@ -248,8 +248,12 @@ def check_object(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
+def is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 128
+
+
 def read_name(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not value or len(value) > 128:
+    if not is_name(value):
         raise RequestError(
             f"`{where}` must be a string of 1 to 128 characters, got {json.dumps(value)[:80]}.", field=where
         )
@@ -362,9 +366,12 @@ class ChatReply:
 
 
 def _read_calls(turn: Turn) -> list[tuple[str, str]]:
-    """Return names and arguments of the calls. A turn with a call without valid arguments is a text."""
+    """
+    Return names and arguments of the calls. A turn with a call that has no valid name or arguments is a text, because
+    clients send calls back, and no later request may be refused for what an agent wrote.
+    """
     calls = [(call.name, _as_json(call.arguments)) for call in turn.tool_calls]
-    found = [(name, arguments) for name, arguments in calls if arguments is not None]
+    found = [(name, arguments) for name, arguments in calls if is_name(name) and arguments is not None]
     return found if len(found) == len(calls) and MALFORMED not in turn.tool_calls else []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import json
 import os
@@ -30,7 +29,6 @@ COMMANDS = {
     "chat": "talk to a trained team in the terminal",
     "serve": "serve a trained team over HTTP, with an OpenAI-compatible API",
     "vllm-command": "print the command that starts a vLLM server for a trained team",
-    "skill": "print instructions for coding agents that use this package",
     "env": "print versions and devices of this machine, for a bug report",
 }
 # The others are in `teams.py`, as functions named `<name>_options` and `run_<name>`
@@ -48,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name = arguments.pop(0)
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else f" Commands: {', '.join(COMMANDS)}."
+        hint = did_you_mean(name, COMMANDS) or f" Commands: {', '.join(COMMANDS)}."
         print(f"marft: unknown command {name!r}.{hint}", file=sys.stderr)
         return 2
     try:
@@ -64,14 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _run(name: str, arguments: Sequence[str]) -> int | None:
+def _run(name: str, argv: Sequence[str]) -> int | None:
     sentence = f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}."
     module = importlib.import_module(".scripts" if name in _ON_A_TRAINER else ".teams", __name__)
     if name in _ON_A_TRAINER:
-        return module.run_on_trainer(name, sentence, arguments)
-    key = name.replace("-", "_")
-    functions = getattr(module, f"{key}_options", lambda parser: None), getattr(module, f"run_{key}")
-    return run_with_options(name, sentence, *functions, arguments)
+        return module.run_on_trainer(name, sentence, argv)
+    parser, key = Parser(prog=f"marft {name}", description=sentence), name.replace("-", "_")
+    getattr(module, f"{key}_options", lambda parser: None)(parser)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with options; the command line wins")
+    config, rest = read_config(argv)
+    args, unknown = parser.parse_known_args([*as_tokens(config, parser, rest), *rest])
+    check_unknown(unknown, parser)
+    with as_usage_errors(OSError, ValueError, TypeError, ImportError):  # of what an option names
+        return getattr(module, f"run_{key}")(args)
 
 
 def _usage() -> str:
@@ -94,8 +96,8 @@ class UsageError(ValueError):
 class Parser(argparse.ArgumentParser):
     """A parser that raises [`UsageError`] where argparse ends the process, and that takes no abbreviations."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+    def __init__(self, **kwargs: Any):
+        super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}. See `--help` for the options.")
@@ -113,24 +115,6 @@ def as_usage_errors(
         if is_done or os.environ.get("MARFT_TRACEBACK") or unless(error):
             raise
         raise UsageError(f"{error} (Set `MARFT_TRACEBACK=1` for the traceback.)") from error
-
-
-def run_with_options(
-    name: str,
-    sentence: str,
-    add_options: Callable[[Parser], None],
-    run: Callable[[argparse.Namespace], int | None],
-    argv: Sequence[str],
-) -> int | None:
-    """Run a command with options of its own. `sentence`: what it does."""
-    parser = Parser(prog=f"marft {name}", description=sentence)
-    add_options(parser)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with options; the command line wins")
-    config, rest = read_config(argv)
-    args, unknown = parser.parse_known_args([*as_tokens(config, parser, rest), *rest])
-    check_unknown(unknown, parser)
-    with as_usage_errors(OSError):  # of a file or folder that an option names
-        return run(args)
 
 
 # ---- Options in YAML files ----
@@ -180,25 +164,21 @@ def as_tokens(
         if action is None or action.dest in ("help", "config"):
             hint = did_you_mean(key, [*known, *others]) or " See `--help` for the options."
             raise UsageError(f"Unknown option {key!r} in {where}.{hint}")
-        if there.isdisjoint(action.option_strings):
-            tokens += _tokens(action, value, key, parser, where)
+        if not there.isdisjoint(action.option_strings):
+            continue
+        option = next(text for text in action.option_strings if text.startswith("--"))
+        takes_several = action.nargs in ("*", "+")
+        if value is None or (isinstance(value, dict) and not _reads_json(action)):
+            parser.set_defaults(**{action.dest: value})
+        elif action.nargs == 0:  # a flag
+            if not isinstance(value, bool):
+                raise UsageError(f"{key!r} in {where} must be true or false, got {value!r}.")
+            tokens += [option] if value else []
+        else:
+            values = value if isinstance(value, list) and takes_several else [value]
+            texts = [json.dumps(item) if isinstance(item, (dict, list)) else str(item) for item in values]
+            tokens += [option, *texts] if takes_several else [f"{option}={texts[0]}"]  # a value may begin with "-"
     return tokens
-
-
-def _tokens(action: argparse.Action, value: Any, key: str, parser: argparse.ArgumentParser, where: str) -> list[str]:
-    option = next(text for text in action.option_strings if text.startswith("--"))
-    if value is None or (isinstance(value, dict) and not _reads_json(action)):
-        parser.set_defaults(**{action.dest: value})
-        return []
-    if action.nargs == 0:  # a flag
-        if not isinstance(value, bool):
-            raise UsageError(f"{key!r} in {where} must be true or false, got {value!r}.")
-        return [option] if value else []
-    values = value if isinstance(value, list) and action.nargs in ("*", "+") else [value]
-    texts = [json.dumps(item) if isinstance(item, (dict, list)) else str(item) for item in values]
-    if action.nargs in ("*", "+"):
-        return [option, *texts]
-    return [f"{option}={texts[0]}"]  # so that a value may begin with "-"
 
 
 def _reads_json(action: argparse.Action) -> bool:

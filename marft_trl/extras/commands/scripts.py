@@ -1,8 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""
-Teams in scripts and YAML files: read their settings and create their trainer. And the commands that do so: `marft
-train`, `plan`, `rehearse` and `eval`.
-"""
+"""Teams in scripts and YAML files, and the commands that need a trainer: `marft train`, `plan`, `rehearse`, `eval`."""
 
 from __future__ import annotations
 
@@ -36,14 +33,13 @@ from ...reporting.transcripts import format_episode
 from ...seams.libraries import get_options
 from ...system.files import import_file
 from ...system.hints import did_you_mean
+from ...tiny import tiny_team_model
 from ...trainer import MARFTTrainer
 from ...workflows import Workflow, rebuild
 from .. import sandbox
 from . import Parser, UsageError, as_tokens, as_usage_errors, check_unknown, read_config, read_yaml
 
 
-# Keys of a YAML file that cannot be written as options
-_NOT_OPTIONS = ("agents", "workflow", "reward_funcs")
 _FORM = "Define a function `make(args)` that returns a `MARFTTrainer`; `marft init duo` writes an example."
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -95,12 +91,11 @@ def _is_of_the_user(error: BaseException) -> bool:
 
 
 def load_module(path: str) -> Any:
-    file = Path(path)
-    if not file.is_file():
+    if not Path(path).is_file():
         raise UsageError(f"There is no file {path!r}.")
-    if file.suffix != ".py":
+    if Path(path).suffix != ".py":
         raise UsageError(f"{path!r} is not a Python script.")
-    return import_file(file)
+    return import_file(Path(path))
 
 
 def _load_script_recipe(path: str) -> Recipe:
@@ -116,7 +111,7 @@ def _load_script_recipe(path: str) -> Recipe:
 
     def trainer(parsed: Sequence[Any]) -> MARFTTrainer:
         args, more = parsed
-        made = make(args, **{field.name: getattr(more, field.name) for field in dataclasses.fields(more)})
+        made = make(args, **vars(more))
         if not isinstance(made, MARFTTrainer):
             raise UsageError(f"`make` of {path} must return a `MARFTTrainer`, got {type(made).__name__}.")
         return made
@@ -139,38 +134,25 @@ def _as_dataclass(parameters: Sequence[inspect.Parameter], path: str) -> type:
                 "be a string, a number, a boolean or `None`."
             )
         kind = str if parameter.default is None else type(parameter.default)
+        if parameter.name in MARFTConfig.__dataclass_fields__:
+            raise UsageError(
+                f"The parameter `{parameter.name}` of `make` in {path} is a setting of `MARFTConfig`. Rename it."
+            )
         help_text = {"help": "Parameter of `make` in the script."}
         fields.append((parameter.name, kind, dataclasses.field(default=parameter.default, metadata=help_text)))
-    taken = {field.name for field in dataclasses.fields(MARFTConfig)} & {name for name, *_ in fields}
-    if taken:
-        raise UsageError(f"The parameter `{min(taken)}` of `make` in {path} is a setting of `MARFTConfig`. Rename it.")
     return dataclasses.make_dataclass("ScriptOptions", fields)
-
-
-def load_team_arguments(path: str) -> dict[str, Any]:
-    """Load `TEAM` of a script, the arguments for loading a trained team."""
-    found = getattr(load_module(path), "TEAM", None)
-    if not isinstance(found, dict):
-        raise UsageError(
-            f"{path} must define `TEAM = {{...}}` with arguments of `Team.from_pretrained`, such as `workflow`."
-        )
-    return found
 
 
 def base_named(name: str | None) -> str | None:
     """Resolve the name of a base model; `tiny` is the embedded model."""
-    if name != "tiny":
-        return name
-    from ...tiny import tiny_team_model
-
-    return tiny_team_model()
+    return tiny_team_model() if name == "tiny" else name
 
 
 # ---- YAML files ----
 
 
 def _make_yaml_recipe(config: dict[str, Any]) -> Recipe:
-    more = {name: config.pop(name, None) for name in _NOT_OPTIONS}
+    more = {name: config.pop(name, None) for name in ("agents", "workflow", "reward_funcs")}  # no options
     for name in ("agents", "reward_funcs"):
         if not more[name]:
             raise UsageError(
@@ -284,17 +266,13 @@ def _datasets(data: ScriptArguments, evaluates: bool) -> tuple[Any, Any]:
 # ---- Commands ----
 
 
-# Options of the launcher that are not passed through
-_NOT_TAKEN = ("help", "module", "no_python")
-
-
 class Launcher:
     """The options of `accelerate launch` that are not also training arguments."""
 
     def __init__(self, taken: Sequence[str]):
         self._parser = launch_command_parser()
-        known = get_options(self._parser)
-        self.options = {name: item for name, item in known.items() if name not in taken and name not in _NOT_TAKEN}
+        others = {*taken, "help", "module", "no_python"}
+        self.options = {name: item for name, item in get_options(self._parser).items() if name not in others}
 
     def split_config(self, config: Mapping[str, Any], line: Sequence[str] = ()) -> tuple[list[str], dict[str, Any]]:
         """Split the options of a YAML file into arguments of the launcher that `line` does not have, and others."""
@@ -303,18 +281,15 @@ class Launcher:
 
     def split_command_line(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
         """Split a command line into options of the launcher and the rest."""
-        mine, rest, takes = list[str](), list[str](), 0
+        mine, rest, takes_value = list[str](), list[str](), False
         for token in argv:
-            name = token.partition("=")[0].removeprefix("--").replace("-", "_")
             if token.startswith("--"):
-                action = self.options.get(name)
+                action = self.options.get(token.partition("=")[0].removeprefix("--").replace("-", "_"))
                 (rest if action is None else mine).append(token)
-                takes = 1 if action is not None and action.nargs != 0 and "=" not in token else 0
-            elif takes:
-                mine.append(token)
-                takes = 0
+                takes_value = action is not None and action.nargs != 0 and "=" not in token
             else:
-                rest.append(token)
+                (mine if takes_value else rest).append(token)
+                takes_value = False
         return mine, rest
 
     def launch(self, options: Sequence[str], argv: Sequence[str]) -> int:
@@ -374,11 +349,19 @@ def run_on_trainer(name: str, sentence: str, argv: Sequence[str]) -> int | None:
         raise UsageError(f"{on_line[0]!r} is an option of `accelerate launch`, which `marft {name}` does not use.")
     trainer = recipe.trainer(tokens)
     with as_usage_errors(EpisodeError, unless=lambda error: launches):  # whose authors need the traceback
-        _ACTIONS[name](trainer, path, recipe.code)
+        if name == "train":
+            _train(trainer, recipe.code)
+        elif name == "plan":
+            print(trainer.plan())
+        elif name == "rehearse":
+            row = dict(next(iter(trainer.train_dataset)))
+            print(format_episode(trainer.parts.planner.rehearse(row).episode, title="rehearsal, placeholder turns"))
+        else:
+            _evaluate(trainer, path)
     return 0
 
 
-def _train(trainer: MARFTTrainer, path: str, code: str | None) -> None:
+def _train(trainer: MARFTTrainer, code: str | None) -> None:
     """Train, save, and push to the Hub if `push_to_hub` is set. `code`: what loading the trained team needs."""
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint or True)
     trainer.save_model()
@@ -393,15 +376,6 @@ def _train(trainer: MARFTTrainer, path: str, code: str | None) -> None:
     trainer.end()
 
 
-def _plan(trainer: MARFTTrainer, path: str, code: str | None) -> None:
-    print(trainer.plan())
-
-
-def _rehearse(trainer: MARFTTrainer, path: str, code: str | None) -> None:
-    row = dict(next(iter(trainer.train_dataset)))
-    print(format_episode(trainer.parts.planner.rehearse(row).episode, title="rehearsal, placeholder turns"))
-
-
 # Metrics that are printed after all others, in this order
 _LAST = (
     "agents/",
@@ -411,7 +385,7 @@ _LAST = (
 )
 
 
-def _eval(trainer: MARFTTrainer, path: str, code: str | None) -> None:
+def _evaluate(trainer: MARFTTrainer, path: str) -> None:
     folder = Path(trainer.args.output_dir or ".")
     if not (folder / MANIFEST_NAME).is_file():
         raise UsageError(f"There is no trained team in {folder}. Run `marft train {path}` first.")
@@ -430,20 +404,13 @@ def _eval(trainer: MARFTTrainer, path: str, code: str | None) -> None:
     metrics = trainer.evaluate()
     width = max(map(len, metrics))
     for name in sorted(metrics, key=_place):  # in the order of `evaluate` otherwise
-        value, scores = metrics[name], trainer.parts.reporter.question_means.get(name)
-        text = f"{value:.4g}" if isinstance(value, float) else str(value)
-        print(f"{name:{width}}  {text}{_format_interval(scores) if scores else ''}")
-
-
-_ACTIONS = {"train": _train, "plan": _plan, "rehearse": _rehearse, "eval": _eval}
+        text = f"{metrics[name]:.4g}" if isinstance(metrics[name], float) else str(metrics[name])
+        if scores := trainer.parts.reporter.question_means.get(name):
+            found = interval(scores, bounds=(0.0, 1.0) if min(scores) >= 0.0 and max(scores) <= 1.0 else None)
+            text += f"  [{found.low:.4g}, {found.high:.4g}]"
+        print(f"{name:{width}}  {text}")
 
 
 def _place(metric: str) -> int:
     """Sort key of a metric: results of the team first, cost of the evaluation last."""
     return next((place for place, pattern in enumerate(_LAST, start=1) if re.search(pattern, metric)), 0)
-
-
-def _format_interval(scores: Sequence[float]) -> str:
-    bounds = (0.0, 1.0) if min(scores) >= 0.0 and max(scores) <= 1.0 else None
-    found = interval(scores, bounds=bounds)
-    return f"  [{found.low:.4g}, {found.high:.4g}]"

@@ -1,13 +1,11 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""
-The commands that use a trained team (`marft chat`, `serve`, `vllm-command` and `transcripts`), and those that need
-none (`report`, `init`, `env` and `skill`).
-"""
+"""The commands `marft chat`, `serve`, `vllm-command`, `transcripts`, `report`, `init` and `env`."""
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import html
 import importlib.util
@@ -35,29 +33,35 @@ from ..report.__main__ import ReportArguments
 from ..report.comparison import as_markdown
 from ..report.experiment import load_experiment
 from . import Parser, UsageError
-from .scripts import base_named, load_team_arguments
+from .scripts import base_named, load_module
 
 
-def add_team_arguments(parser: argparse.ArgumentParser) -> None:
+def add_team_arguments(parser: argparse.ArgumentParser, samples: bool = True) -> None:
     parser.add_argument("team", help="folder of a saved team, or its Hub id")
     parser.add_argument("--model", help="base model if the team was trained on a local model: a folder, or 'tiny'")
     parser.add_argument("--revision", help="branch, tag or commit of the team on the Hub")
-    parser.add_argument("--engine", nargs="+", help="addresses of vLLM servers that sample the turns")
-    parser.add_argument("--code", help="script with your own code in `TEAM`: `workflow`, `tools`, ...")
+    if samples:
+        parser.add_argument("--engine", nargs="+", help="addresses of vLLM servers that sample the turns")
+        parser.add_argument("--code", help="script with your own code in `TEAM`: `workflow`, `tools`, ...")
 
 
 def load_team(args: argparse.Namespace) -> Team:
     try:
-        more = load_team_arguments(args.code) if args.code else {}
+        own = getattr(load_module(args.code), "TEAM", None) if args.code else {}
+        if not isinstance(own, dict):
+            raise UsageError(
+                f"{args.code} must define `TEAM = {{...}}` with arguments of `Team.from_pretrained`, such as "
+                "`workflow`."
+            )
         base = base_named(args.model)
-        return Team.from_pretrained(args.team, base, revision=args.revision, engine=args.engine, **more)
+        return Team.from_pretrained(args.team, base, revision=args.revision, engine=args.engine, **own)
     except (FileNotFoundError, ValueError, TypeError) as error:
         hint = str(error).replace(
             "Pass its folder or the loaded model as `model=`",
             "Pass its folder, or `tiny` for the embedded model, as `--model`",
         )
-        own = ("`workflow=`", "`environment_factory=`", "environment_factory", "`tools=`", "`view=`", "`replies=")
-        if args.code is None and any(name in hint for name in own):
+        code = ("`workflow=`", "environment_factory", "`tools=`", "`view=`", "`replies=")
+        if args.code is None and any(name in hint for name in code):
             hint += " Pass the script that defines it in `TEAM = {...}`: `--code team.py`."
         raise UsageError(hint) from error
 
@@ -78,31 +82,22 @@ def run_chat(args: argparse.Namespace) -> int:
         if args.question is not None:
             return _ask(team, args.question, greedy, seed)
         print(f"{team!r}. Each question starts a new conversation. {_HELP}")
-        while (question := _read()) is not None:
-            if question in ("/quit", "/exit"):
-                break
-            if question in ("/greedy", "/sample"):
-                greedy = question == "/greedy"
-            elif question.startswith("/"):
-                print(_HELP)
-            elif question:
-                _ask(team, question, greedy, seed)
-                seed = None if seed is None else seed + 1
+        with contextlib.suppress(EOFError):
+            while (question := input("\n> " if sys.stdin.isatty() else "").strip()) not in ("/quit", "/exit"):
+                if question in ("/greedy", "/sample"):
+                    greedy = question == "/greedy"
+                elif question.startswith("/"):
+                    print(_HELP)
+                elif question:
+                    _ask(team, question, greedy, seed)
+                    seed = None if seed is None else seed + 1
     return 0
-
-
-def _read() -> str | None:
-    try:
-        return input("\n> " if sys.stdin.isatty() else "").strip()
-    except EOFError:
-        return None
 
 
 def _ask(team: Team, question: str, greedy: bool, seed: int | None) -> int:
     """Print turns one at a time, as they arrive, and the answer if it was not the last turn."""
-    texts: dict[int, str] = {}  # of turns that are not yet printed completely
+    texts: dict[int, str] = {}  # what is not yet printed, by turn, until the turn is complete
     ended: set[int] = set()
-    speaks: int | None = None
     try:
         for event in team.stream(question, greedy=greedy, seed=seed):
             if isinstance(event, TurnStarted):
@@ -112,14 +107,13 @@ def _ask(team: Team, question: str, greedy: bool, seed: int | None) -> int:
             elif isinstance(event, TurnEnded):
                 ended.add(event.turn)
             while texts:
-                speaks = next(iter(texts)) if speaks is None else speaks
-                print(texts[speaks], end="", flush=True)
-                texts[speaks] = ""
-                if speaks not in ended:
+                first = next(iter(texts))
+                print(texts[first], end="", flush=True)
+                texts[first] = ""
+                if first not in ended:
                     break
                 print()
-                del texts[speaks]
-                speaks = None
+                del texts[first]
             if isinstance(event, Answer):
                 answer = event.episode.answer
                 if answer is not None and answer is not event.episode.turns[-1]:
@@ -150,14 +144,10 @@ def run_serve(args: argparse.Namespace) -> None:
     from ..apps import GatewaySettings, serve
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    fields = dataclasses.fields(GatewaySettings)
-    limits: dict[str, Any] = {field.name: getattr(args, field.name, None) for field in fields}
+    limits = {name: getattr(args, name) for name in vars(GatewaySettings()) if name in args}
     limits["name"] = args.name or Path(os.path.abspath(args.team)).name or "team"
     limits |= {"api_key": os.environ.get("MARFT_API_KEY") or None, "show_turns": not args.hide_turns}
-    try:
-        settings = GatewaySettings(**limits)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    settings = GatewaySettings(**limits)
     with load_team(args) as team:
         try:
             serve(team, settings)
@@ -166,9 +156,7 @@ def run_serve(args: argparse.Namespace) -> None:
 
 
 def vllm_command_options(parser: Parser) -> None:
-    parser.add_argument("team", help="folder of a saved team, or its Hub id")
-    parser.add_argument("--model", help="base model if the team was trained on a local model")
-    parser.add_argument("--revision", help="branch, tag or commit of the team on the Hub")
+    add_team_arguments(parser, samples=False)
     parser.add_argument("--port", type=int, default=8000, help="default: 8000")
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     parser.add_argument("--max_model_len", type=int, help="maximum length of prompt and turn together, in tokens")
@@ -176,11 +164,8 @@ def vllm_command_options(parser: Parser) -> None:
 
 
 def run_vllm_command(args: argparse.Namespace) -> None:
-    try:
-        folder = team_folder(args.team, args.revision)
-        manifest = TeamManifest.load(folder)
-    except (FileNotFoundError, ValueError) as error:
-        raise UsageError(str(error)) from error
+    folder = team_folder(args.team, args.revision)
+    manifest = TeamManifest.load(folder)
     model = base_named(args.model) or manifest.base_model
     if not manifest.adapters:
         raise UsageError(f"The team in {args.team} has no adapters. Serve its model with `vllm serve`.")
@@ -223,36 +208,27 @@ def _as_text(page: str) -> str:
 # ---- Commands without a trained team ----
 
 
-_READ: dict[str, dict[str, Any]] = {
-    "settings": {"type": json.loads, "metavar": "JSON"},
-    "seeds": {"type": int, "nargs": "+"},
-    "arms": {"nargs": "+"},
-    "workers": {"type": int},
-    "margin": {"type": float},
-}
+_READ: dict[str, Any] = {"settings": json.loads, "seeds": int, "workers": int, "margin": float}
 
 
 def report_options(parser: Parser) -> None:
+    defaults = vars(ReportArguments(experiment=""))
     for field in dataclasses.fields(ReportArguments):
-        made = field.default_factory() if callable(field.default_factory) else None
-        default = made if field.default is dataclasses.MISSING else field.default
-        options = {"help": field.metadata["help"], "default": default, "required": field.name == "experiment"}
-        parser.add_argument(f"--{field.name}", **options, **_READ.get(field.name, {}))
+        name, nargs = field.name, "+" if field.name in ("seeds", "arms") else None
+        options = {"default": defaults[name], "required": name == "experiment", "help": field.metadata["help"]}
+        parser.add_argument(f"--{name}", type=_READ.get(name, str), nargs=nargs, **options)
 
 
 def run_report(args: argparse.Namespace) -> None:
-    arguments = {field.name: getattr(args, field.name) for field in dataclasses.fields(ReportArguments)}
     try:
         load_experiment(args.experiment, args.settings)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise UsageError(f"`--experiment {args.experiment}`: {error}") from error
-    try:
-        print(as_markdown(report(**arguments)))
-    except (ValueError, TypeError) as error:  # from options: errors of runs are collected into a `RuntimeError`
-        raise UsageError(str(error)) from error
+    arguments = {field.name: getattr(args, field.name) for field in dataclasses.fields(ReportArguments)}
+    print(as_markdown(report(**arguments)))  # errors of runs are collected into a `RuntimeError`
 
 
-KINDS = ("duo", "debate", "game", "tools", "app")
+KINDS = ("duo", "app")
 
 
 def init_options(parser: Parser) -> None:
@@ -261,7 +237,8 @@ def init_options(parser: Parser) -> None:
 
 
 def run_init(args: argparse.Namespace) -> None:
-    path, text = Path(args.file), _template(f"{args.kind}.py")
+    path = Path(args.file)
+    text = files(__package__).joinpath("templates", f"{args.kind}.py").read_text(encoding="utf-8")
     if path.exists():
         raise UsageError(f"{path} already exists. Choose another file with `--file`.")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -269,12 +246,6 @@ def run_init(args: argparse.Namespace) -> None:
     about = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
     name = "" if path.name == "team.py" and path.parent == Path() else f" {path}"
     print(f"{path}: {about}\nNext:\n  marft plan{name}\n  marft train{name}")
-    if "tiny_team_model" not in text:
-        print("The script uses Qwen2.5-0.5B-Instruct from the Hub. Pass `--model FOLDER` to use another model.")
-
-
-def _template(name: str) -> str:
-    return files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
 
 
 _PACKAGES = (
@@ -297,20 +268,3 @@ def run_env(args: argparse.Namespace) -> None:
     }
     for name, text in rows.items():
         print(f"{name:13} {text}")
-
-
-def skill_options(parser: Parser) -> None:
-    parser.add_argument("--output_dir", metavar="FOLDER", help="write marft-trl/SKILL.md to this folder of skills")
-
-
-def run_skill(args: argparse.Namespace) -> None:
-    text = _template("SKILL.md")
-    if args.output_dir is None:
-        print(text, end="")
-        return
-    path = Path(args.output_dir) / "marft-trl" / "SKILL.md"
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        raise UsageError(f"{path} already exists with other content. Delete it, or choose another `--output_dir`.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    print(path)

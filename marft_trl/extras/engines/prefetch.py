@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 from ...config.team_setup import RunContext
 from ...episodes.records import Episode
 from ...learning.adapter_updates import Schedule
-from ...rollout.failures import Failures, OnFailure, run_episodes
+from ...rollout.failures import Failures, run_episodes
 from ...rollout.runner import EpisodeRunner
 from ...seams.trl import TrlState
 from .vllm_generator import VLLMGenerator
@@ -86,7 +86,7 @@ class _Job(NamedTuple):
     rows: Sequence[dict[str, Any]]
     key: tuple
     pin: Any
-    failures: Failures
+    failures: Failures | None
     episodes: concurrent.futures.Future[list[Episode]]
 
 
@@ -99,10 +99,10 @@ class Prefetcher:
     long rollouts and training take.
     """
 
-    def __init__(self, run: RunContext, runner: EpisodeRunner, look_ahead: UpcomingRows, failures: Failures):
+    def __init__(self, run: RunContext, runner: EpisodeRunner, look_ahead: UpcomingRows, failures: Failures | None):
         self._runner, self._look_ahead, self._staleness = runner, look_ahead, int(run.args.max_staleness)
         self._generator = cast(VLLMGenerator, runner.generator)
-        self._policy, self._failures, self._processes = OnFailure.from_args(run.args), failures, run.processes
+        self._failures, self._processes = failures, run.processes
         self._jobs: dict[int, _Job] = {}
         self._worker: _Worker | None = None
 
@@ -130,11 +130,10 @@ class Prefetcher:
         if number in self._jobs:
             return
         if self._worker is None:
-            self._worker = _Worker(self._runner, self._policy)
+            self._worker = _Worker(self._runner)
         key = self._runner.keys.next(self._processes.index * len(rows))
-        job = self._jobs[number] = _Job(
-            list(rows), key, self._generator.pin(), Failures(), concurrent.futures.Future()
-        )
+        failures = None if self._failures is None else self._failures.apart()
+        job = self._jobs[number] = _Job(list(rows), key, self._generator.pin(), failures, concurrent.futures.Future())
         self._worker.begin(job)
 
     def _take(self, number: int) -> list[Episode]:
@@ -144,7 +143,8 @@ class Prefetcher:
         finally:
             del self._jobs[number]
             self._generator.release(job.pin)
-            self._failures.add(job.failures)
+            if self._failures is not None and job.failures is not None:
+                self._failures.add(job.failures)
             if self._worker is not None:
                 self._runner.dropped_turns += self._worker.take_dropped()
         return episodes
@@ -153,10 +153,10 @@ class Prefetcher:
 class _Worker:
     """A thread with an event loop, in which all batches under way run."""
 
-    def __init__(self, runner: EpisodeRunner, policy: OnFailure):
+    def __init__(self, runner: EpisodeRunner):
         runner.randomness.shares = True  # the random states of the training thread are not touched
         self._runner = runner.changed(dataclasses.replace(runner.mode, is_concurrent=True))
-        self._policy, self._generator = policy, cast(VLLMGenerator, runner.generator)
+        self._generator = cast(VLLMGenerator, runner.generator)
         self._loop = asyncio.new_event_loop()
         self._wishes: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._thread = threading.Thread(target=self._run, name="marft-rollouts", daemon=True)
@@ -217,7 +217,8 @@ class _Worker:
 
         try:
             with self._generator.using(job.pin):
-                episodes = await run_episodes(run, job.rows, self._policy, job.failures)
+                failures = job.failures
+                episodes = await (run_episodes(run, job.rows, failures) if failures else run(job.rows, None))
         except asyncio.CancelledError:
             job.episodes.cancel()
             raise
