@@ -38,8 +38,9 @@ from transformers.utils import logging
 
 
 MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# What a player knows, and nothing else: a step costs half as much as with the roles of a chat
-TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+# What a player knows, and nothing else: a step costs half as much as with the roles of a chat. The trainer warns that
+# agents could imitate such marks, but here nobody reads what another agent writes
+TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 CARDS = ("jack", "queen", "king")
 SEATS = ("first", "second")
 # What follows the moves so far: the two moves of the next player. Each is one token
@@ -203,7 +204,7 @@ def taught_model(base, folder, steps=30, seed=0):
     return str(folder)
 
 
-def make_trainer(model, folder, players="own", baseline="rae", seed=0, max_steps=40, device="cpu", **settings):
+def make_trainer(model, folder, players="own", baseline="rae", seed=0, max_steps=30, device="cpu", **settings):
     args = MARFTConfig(
         str(folder),
         **{
@@ -212,9 +213,12 @@ def make_trainer(model, folder, players="own", baseline="rae", seed=0, max_steps
             "num_generations": 1 if baseline == "rae" else 8,
             "per_device_train_batch_size": 128,
             "max_steps": max_steps,
-            "learning_rate": 1e-3,
-            "lr_scheduler_type": "constant",
-            "beta": 0.2,  # towards coins: else a move that loses against this opponent may never be tried again
+            "learning_rate": 5e-4,
+            "lr_scheduler_type": "constant_with_warmup",
+            "warmup_steps": 10,
+            # Towards coins: else a move that loses against this opponent may never be tried again
+            "beta": 0.3,
+            "entropy_coef": 0.05,
             "gradient_checkpointing": False,
             "logging_steps": 5,
             "save_strategy": "no",
@@ -255,7 +259,7 @@ class Measure(TrainerCallback):
             self.note(state.global_step)
 
 
-def run(model, folder, players="own", baseline="rae", seed=0, max_steps=40, device="cpu", **settings):
+def run(model, folder, players="own", baseline="rae", seed=0, max_steps=30, device="cpu", **settings):
     """Train a team, and return what was measured and its last strategies."""
     trainer = make_trainer(model, folder, players, baseline, seed, max_steps, device, **settings)
     measure = Measure(PolicyReader(trainer, players))
@@ -269,7 +273,7 @@ def main():
     parser.add_argument("--players", choices=["own", "one", "copies"], default="own")
     parser.add_argument("--baseline", choices=["rae", "group"], default="rae")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max_steps", type=int, default=40)
+    parser.add_argument("--max_steps", type=int, default=30)
     parser.add_argument("--teaching_steps", type=int, default=30, help="supervised steps on players that toss coins")
     parser.add_argument("--model", help="folder, or name on the Hub (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
