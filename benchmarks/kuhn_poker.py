@@ -35,6 +35,8 @@ def run(arm, seed, options):
     """Train in a process of its own, unless the run is there. Returns what it measured."""
     players, baseline = arm.split("-")
     file = options.output_dir / f"{arm}-{seed}.json"
+    if file.exists() and json.loads(file.read_text(encoding="utf-8"))["measured"][-1][0] != options.max_steps:
+        file.unlink()  # of a call with another number of steps
     if not file.exists():
         command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--players", players, "--baseline", baseline]
         command += ["--seed", str(seed), "--max_steps", str(options.max_steps), "--device", options.device]

@@ -7,7 +7,9 @@ Train a coding harness without a change to it: a main agent, a sub-agent that se
 `applications/coding_harness.py` is written against Anthropic's client and knows nothing of training. All of its agents
 have one model name. `BySystemPrompt` tells them apart, and each gets its own adapter. The puzzles are generated, and
 so is the model, which first imitates agents that make mistakes in a quarter of the numbers they pass on. Everything
-runs offline on a CPU, in about fifteen minutes for the model and each seed.
+runs offline on a CPU: about five minutes for the model, once, and eight for a seed.
+
+To train your own harness, replace `solve` (how it is started), `right` (what is rewarded) and the model and puzzles.
 
 `pip install ".[serve]" anthropic`. Programs run in a sandbox, which needs Linux.
 """
@@ -44,7 +46,7 @@ THINGS = ("apples", "books", "coins", "pens", "cards", "shells")
 
 
 def puzzle(draw, held_out=False):
-    """How many there are of each thing stands in a file; how many are bought, in the task. Some sums are held out."""
+    """Each file holds a count. The task says how many more are bought. Some sums are held out."""
     files, thing = {name: str(draw.randint(1, 9)) for name in THINGS}, draw.choice(THINGS)
     count = int(files[thing])
     more = draw.choice([more for more in range(1, 10) if ((count + 2 * more) % 5 == 0) == held_out])
@@ -150,7 +152,7 @@ def base_model(folder, steps=800):
 
 
 async def solve(row, endpoint):
-    """Solve a puzzle with the harness, wherever its model is."""
+    """Solve a puzzle with the harness, whichever endpoint serves the model."""
     async with AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key) as client:
         return await Harness(client, json.loads(row["files"])).solve(row["prompt"])
 

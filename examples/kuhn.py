@@ -9,12 +9,12 @@ Kuhn poker between two language models, and how far they are from an equilibrium
 Two players each hold one of three cards and have put one chip into the pot. The first may check or bet a second chip,
 and the other answers; after "check" and "bet", the first answers, too. The higher card wins the pot unless its player
 folds. A player sees its card and the moves, so it has six information sets, and a strategy is the probability of each
-move in them, which is read from the model's token probabilities. The exploitability is what a player who knows the
-other's strategy gains on average by playing the best response: 11/24 = 0.458 chips against coins, 0 in an equilibrium.
+move in them, which is read from the model's token probabilities. The exploitability is what switching to the best
+response gains, in chips, on average over both seats: 11/24 if both players toss coins, 0 in a Nash equilibrium.
 
 The pretrained model first imitates players that toss coins. Then the players learn from their own games. The script
-prints the exploitability of their strategies, and that of the average of all strategies so far: where strategies
-cycle around an equilibrium, the average approaches it (fictitious play).
+prints the exploitability of their strategies every five steps, and that of the average of all strategies printed so
+far, because strategies that chase each other may cycle.
 """
 
 import argparse
@@ -38,8 +38,8 @@ from transformers.utils import logging
 
 
 MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# What a player knows, and nothing else: a step costs half as much as with the roles of a chat. The trainer warns that
-# agents could imitate such marks, but here nobody reads what another agent writes
+# Prompts are the observation alone, of 12 to 14 tokens. The trainer warns that agents could imitate its mark,
+# `[environment]`, but here no agent reads what another one writes
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 CARDS = ("jack", "queen", "king")
 SEATS = ("first", "second")
@@ -97,7 +97,7 @@ class Kuhn:
         other = next(name for name in self.seats if name != turn.agent)
         move = turn.text.strip()
         if move not in MOVES[self.moves]:
-            return None, {turn.agent: -2.0, other: 0.0}, True
+            return None, {turn.agent: -2.0, other: 0.0}, True  # costs as much as the largest loss
         self.moves = f"{self.moves} {move}".strip()
         if self.moves in MOVES:
             return self.observe(), 0.0, False
@@ -128,7 +128,7 @@ def row(deal, seats=SEATS, moves=""):
         "deal": " ".join(deal),
         "moves": moves,
         "seats": seats,
-        "start": f"{seats} {deal}",
+        "start": f"{seats} {' '.join(deal)}",
     }
 
 
@@ -155,7 +155,7 @@ class PolicyReader:
         for moves in MOVES:
             for card in CARDS:
                 seat = len(moves.split()) % 2
-                # Past copies learn nothing of their own: the policy of both seats is that of the first agent
+                # In `copies`, only `first` learns, so both seats are read from it
                 seats = SEATS[::-1] if players == "copies" and seat == 1 else SEATS
                 deal = [card, card]  # the other card is not shown
                 rows.append(row(deal, seats, moves))
@@ -208,7 +208,9 @@ def make_trainer(model, folder, players="own", baseline="rae", seed=0, max_steps
     args = MARFTConfig(
         str(folder),
         **{
-            "advantage": baseline,  # "rae" compares a game with earlier ones of its deal, "group" with seven others
+            # "rae" compares a game with earlier ones of its deal, "group" with the other games of its row
+            "advantage": baseline,
+            "scale_rewards": "none",  # both in chips
             "rae_column": "start" if baseline == "rae" else None,
             "num_generations": 1 if baseline == "rae" else 8,
             "per_device_train_batch_size": 128,
@@ -216,7 +218,8 @@ def make_trainer(model, folder, players="own", baseline="rae", seed=0, max_steps
             "learning_rate": 5e-4,
             "lr_scheduler_type": "constant_with_warmup",
             "warmup_steps": 10,
-            # Towards coins: else a move that loses against this opponent may never be tried again
+            # Both pull towards players that toss coins, so that every move keeps being sampled. The price: strategies
+            # settle at an exploitability of about 0.1, not at 0
             "beta": 0.3,
             "entropy_coef": 0.05,
             "gradient_checkpointing": False,

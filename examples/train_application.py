@@ -2,12 +2,14 @@
 Train the agents of an application that exists already, without a change to it: offline, on a CPU, in minutes.
 
     python examples/train_application.py                                     # on the client of OpenAI
+    python examples/train_application.py --app anthropic                     # on the client of Anthropic
     python examples/train_application.py --app langgraph --seeds 0 1 2       # on LangGraph
     python examples/train_application.py --app agents_sdk                    # on the OpenAI Agents SDK
 
 The applications in `examples/applications` ask two models, `reasoner` and `actor`, for the steps of a small sum and
 for its answer. Each request is a turn of the agent of that name. Both agents begin with the embedded model; see
-`quickstart.py` for it. `pip install openai langgraph langchain-openai openai-agents`, as far as they are used.
+`quickstart.py` for it. Install the clients that you use:
+`pip install openai anthropic langgraph langchain-openai openai-agents`.
 """
 
 import argparse
@@ -49,7 +51,15 @@ async def on_agents_sdk(row, endpoint):
         await answer(row["prompt"], client)
 
 
-APPS = {"plain": on_plain, "langgraph": on_langgraph, "agents_sdk": on_agents_sdk}
+async def on_anthropic(row, endpoint):
+    from anthropic import AsyncAnthropic
+    from on_anthropic import answer
+
+    async with AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key) as client:
+        await answer(row["prompt"], client)
+
+
+APPS = {"plain": on_plain, "anthropic": on_anthropic, "langgraph": on_langgraph, "agents_sdk": on_agents_sdk}
 
 
 def steps_are_right(answers, solution, turns, **columns):

@@ -119,8 +119,8 @@ def test_a_preset_takes_the_place_of_the_settings_of_ppo_team(model_folder, tmp_
 
 
 @pytest.mark.slow
-def test_the_same_application_is_trained_on_three_clients(model_folder, tmp_path):
-    """They send the same messages, in two forms of the API, so all three are the same run."""
+def test_the_same_application_is_trained_on_four_clients(model_folder, tmp_path):
+    """They send the same messages, in three APIs, so all four are the same run."""
     code = (
         "import sys, marft_trl.tiny\n"
         f"marft_trl.tiny.tiny_team_model = lambda: {model_folder!r}\n"
@@ -128,11 +128,11 @@ def test_the_same_application_is_trained_on_three_clients(model_folder, tmp_path
         "sys.argv = ['x.py', '--app', sys.argv[1], '--max_steps', '2', '--questions', '8']\n"
         "import train_application as made; made.tiny_team_model = marft_trl.tiny.tiny_team_model; made.main()\n"
     )
-    outputs = [run(["-c", code, app], tmp_path) for app in ("plain", "langgraph", "agents_sdk")]
-    first, second, third = ([line for line in one.splitlines() if "reward" in line or "%" in line] for one in outputs)
+    outputs = [run(["-c", code, app], tmp_path) for app in ("plain", "langgraph", "agents_sdk", "anthropic")]
+    first, *others = ([line for line in one.splitlines() if "reward" in line or "%" in line] for one in outputs)
     told = [re.sub(r"\d+\.\d s|^\w+, ", "", line) for line in first]
     assert len(told) >= 5 and "team: right answers" in told[-3]
-    for other in (second, third):
+    for other in others:
         assert [re.sub(r"\d+\.\d s|^\w+, ", "", line) for line in other] == told
 
 

@@ -162,7 +162,15 @@ def test_policies_that_do_not_fit(policy, message):
         exploitability(pennies(), policy)
 
 
-def test_games_that_are_none():
+def test_players_must_remember_what_they_did():
+    """The player sees a coin, and has forgotten it and its move afterwards."""
+    blind = {side: Decision(0, "blind", {guess: End((float(guess == side),)) for guess in "ht"}) for side in "ht"}
+    game = Chance([(0.5, Decision(0, f"sees {side}", {"go": blind[side]})) for side in "ht"])
+    with pytest.raises(ValueError, match="must know in the information set 'blind' what it saw and did before"):
+        find_information_sets(game)
+
+
+def test_invalid_games():
     with pytest.raises(ValueError, match="a random event must be from 0 to 1 and sum to 1"):
         exploitability(Chance([(0.5, End((1.0, -1.0)))]), {})
     game = Chance([(0.5, Decision(0, "a", {"x": End((1.0,))})), (0.5, Decision(0, "a", {"y": End((0.0,))}))])

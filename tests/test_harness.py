@@ -28,15 +28,15 @@ def harness(monkeypatch):
     return importlib.import_module("harness")
 
 
-def trainer_of(harness, model, tokenizer, folder, rows, **settings):
+def trainer_of(harness, model, tokenizer, folder, rows, app=None, **settings):
     return team_trainer(
         model,
         folder,
         processing_class=tokenizer,
         agents=[AgentSpec("coder"), AgentSpec("searcher")],
         workflow=ExternalApp(
-            harness.app,
-            answer="coder",
+            app or harness.app,
+            answer="coder" if app is None else "searcher",
             tools=True,
             agent_of=BySystemPrompt({harness.CODER: "coder", harness.SEARCHER: "searcher"}),
         ),
@@ -78,6 +78,35 @@ def test_a_call_whose_name_could_not_be_sent_back_is_a_text(harness, tmp_path):
     assert turn.agent == "coder" and turn.tool_calls and said in turn.raw_text
 
 
+def test_sub_agents_that_make_the_same_call_at_once_keep_their_conversations(harness, tmp_path):
+    """Two searches with the same prompt call the same tool, and get different results: ids tell them apart."""
+    tokenizer, rows = harness.tokenizer(), harness.puzzles(2, seed=0)
+    call = tokenizer('<tool_call>\n{"name": "read", "arguments": {"path": "pens"}}\n</tool_call>')["input_ids"]
+    results = []
+
+    async def app(row, endpoint):
+        async with harness.AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key) as client:
+            searches = [harness.Harness(client, {"pens": count}) for count in "12"]
+            results.append(await asyncio.gather(*(search.search("pens") for search in searches)))
+
+    def generate(prompts, *_, **__):
+        texts = [tokenizer.decode(prompt) for prompt in prompts]
+        ends = [text.rpartition("tool")[2] if "tool_call" in text else "" for text in texts]
+        said = [tokenizer(count)["input_ids"] for count in ("1" if "1" in end else "2" for end in ends)]
+        return [[*(said[i] if ends[i] else call), tokenizer.eos_token_id] for i in range(len(texts))], None
+
+    trainer = trainer_of(harness, tiny_model(len(tokenizer)), tokenizer, tmp_path, rows, app=app)
+    setattr(trainer, TRL_GENERATION, generate)
+    for episode in trainer.team.run(list(rows)):
+        found = {}
+        for turn in episode.turns:
+            found.setdefault(turn.lineage, []).append(turn)
+        assert sorted(len(turns) for turns in found.values()) == [2, 2]
+        first, second = found.values()
+        assert {first[1].text, second[1].text} == {"1", "2"}
+    assert results == [["1", "2"]] * 2
+
+
 def test_held_out_sums_are_not_trained_on(harness):
     def sums(rows):
         return {tuple(json.loads(row["parts"])[1:]) for row in rows}
@@ -102,7 +131,7 @@ def test_wrong_calls_are_answered(harness):
 
 @pytest.mark.slow
 def test_the_harness_trains_and_runs_on_the_served_team(harness, tmp_path, monkeypatch, capsys):
-    """A model that is hardly taught, for a step; the gain over three seeds is on the page of evidence."""
+    """A model that is hardly taught, for a step; the guide has the gain over three seeds."""
     options = ["--max_steps", "1", "--teaching_steps", "2", "--questions", "2", "--output_dir", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["harness.py", *options])
     harness.main()

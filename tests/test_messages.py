@@ -75,6 +75,7 @@ def test_a_conversation_becomes_that_of_a_chat_template():
     assert request.tools[0]["function"] == {"name": "add", "description": "Add.", "parameters": TOOL["input_schema"]}
     assert (request.stop, request.max_tokens, request.sampling) == (("\n",), 9, {"temperature": 0.5, "top_k": 5})
     assert read(tools=[TOOL], tool_choice={"type": "none"}).tools == ()
+    assert read(context_management={"edits": []}, output_config={"effort": "high"}, thinking={"type": "adaptive"})
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,9 @@ def test_a_conversation_becomes_that_of_a_chat_template():
         ({"model": "bob"}, "`model` must be one of 'ann'"),
         ({"system": 3}, "`system` must be a text or a list of blocks"),
         ({"messages": []}, "`messages` must be a list of messages"),
+        ({"messages": [user([])]}, "`messages\\[0\\]` must have content"),
+        ({"messages": [user("Hi."), {"role": "assistant", "content": "I"}]}, "agents do not continue a message"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "`context_management`"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "`messages\\[0\\].role` must be 'user' or 'assistant'"),
         ({"messages": [user([{"type": "tool_result", "tool_use_id": "t"}])]}, 'the call "t", which no earlier'),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "t"}]}]}, "must be an object"),

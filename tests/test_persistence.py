@@ -243,7 +243,7 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_fold
     assert not moved(weights(whole), weights(resumed))
     stateful = whole.parts.checkpoints.stateful
     names = {"user_randomness", "rollouts", "reach", "updates", "health", "users", "runner", "own_returns"}
-    assert set(stateful) == names | {"collapse", "reporter"}  # a feature that is off has no state
+    assert set(stateful) == names | {"reporter"}  # a feature that is off has no state
     for name, owner in stateful.items():
         assert owner.state_dict() == resumed.parts.checkpoints.stateful[name].state_dict(), name
     assert len(load_file(tmp_path / "cut" / "checkpoint-3" / "actor" / "adapter_model.safetensors")) > 0

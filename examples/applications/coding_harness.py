@@ -1,13 +1,14 @@
 """
 A coding harness on the client of Anthropic: a main agent, a sub-agent that searches files, and two tools.
 
-    ANTHROPIC_BASE_URL=... ANTHROPIC_API_KEY=... python coding_harness.py "Ann buys 3 apples. How many?" folder
+    ANTHROPIC_BASE_URL=... ANTHROPIC_API_KEY=... ANTHROPIC_MODEL=... python coding_harness.py "Ann buys 3 pens." folder
 
 The main agent may start a search and run Python programs in a sandbox. A search is a sub-agent with a conversation of
 its own, which reads files. All agents have one model name and their own system prompt.
 """
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from anthropic import AsyncAnthropic
 CODER, SEARCHER = "You code.", "You search."  # how the system prompts begin
 MOST_TURNS = 4  # of a conversation
 MOST_CHARACTERS = 200  # of a result
+MOST_TOKENS = 64  # of an answer
 
 
 def tool(name, description, argument):
@@ -54,10 +56,10 @@ class Harness:
         messages = [{"role": "user", "content": text}]
         for _ in range(MOST_TURNS):
             reply = await self.client.messages.create(
-                model=self.model, max_tokens=64, system=system, messages=messages, tools=tools
+                model=self.model, max_tokens=MOST_TOKENS, system=system, messages=messages, tools=tools
             )
             calls = [block for block in reply.content if block.type == "tool_use"]
-            if not calls:
+            if not calls or reply.stop_reason == "max_tokens":
                 return "".join(block.text for block in reply.content)
             messages.append({"role": "assistant", "content": [block.to_dict() for block in reply.content]})
             results = [await self.call(block, tools) for block in calls]
@@ -88,9 +90,9 @@ class Harness:
 
 
 async def main(task, folder):
-    files = {path.name: path.read_text() for path in Path(folder).iterdir()}
+    files = {path.name: path.read_text() for path in Path(folder).iterdir() if path.is_file()}
     async with AsyncAnthropic() as client:
-        print(await Harness(client, files).solve(task))
+        print(await Harness(client, files, os.environ.get("ANTHROPIC_MODEL", "claude")).solve(task))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class RunSettings:
         self._weights, self._dataset, self._num_processes = list(weights), dataset, num_processes
         self._slow: dict[str, Any] | None = None
         # Now, as the files may be edited during the run
-        self._workflow_code = compute_fingerprint(team.workflow) if _is_of_user(team.workflow) else None
+        self._workflow_code = compute_fingerprint(team.workflow) if is_of_user(team.workflow) else None
         self._code = {
             **{
                 f"agents.{agent.name}.reply": compute_fingerprint(agent.reply)
@@ -156,7 +156,7 @@ class RunSettings:
         return recorded
 
 
-def _is_of_user(workflow: Any) -> bool:
+def is_of_user(workflow: Any) -> bool:
     return type(workflow).__module__.partition(".")[0] != __name__.partition(".")[0]
 
 

@@ -362,13 +362,17 @@ class _Conversation:
 
     def _find_lineage(self, chat_request: ChatRequest) -> int:
         """Return the conversation that a request continues. Other requests begin a conversation."""
-        longest, lineage = 0, None  # the agent's latest turn in the messages, after what the agent was shown for it
+        # The agent's latest turn in the messages, after what the agent was shown for it. Ids tell calls apart that two
+        # conversations have in common
+        best, lineage = (False, 0), None
         for turn, reply, earlier in self._replies:
             count = len(earlier.messages)
             begins = earlier.model == chat_request.model and chat_request.messages[:count] == earlier.messages
             answer = chat_request.messages[count] if begins and len(chat_request.messages) > count else {}
-            if count >= longest and answer.get("role") == "assistant" and _says(answer, reply):
-                longest, lineage = count, turn.lineage
+            if answer.get("role") == "assistant" and _says(answer, reply):
+                rank = (_has_ids(answer, reply), count)
+                if rank >= best:
+                    best, lineage = rank, turn.lineage
         if lineage is not None:
             return lineage
         self._num_lineages += 1
@@ -387,19 +391,18 @@ class _Conversation:
     def _find_turn(
         self, agent: str, messages: Sequence[dict[str, Any]], number: int, used: Sequence[Turn]
     ) -> Turn | None:
-        """Return the turn of a message: of several with the same text, the one after the same messages."""
+        """Return the turn of a message: of several with the same text and calls, by ids or the messages before it."""
         message, before = messages[number], list(messages[:number])
         same = [
-            (turn, chat_request)
-            for turn, reply, chat_request in self._replies
+            ((_has_ids(message, reply), chat_request.messages == before), position, turn)
+            for position, (turn, reply, chat_request) in enumerate(self._replies)
             if turn.agent == agent
             and _says(message, reply)
             and reply.text == ChatReply.from_turn(turn).text  # not one that is shown without its stop string
             and turn not in used
         ]
-        return next(
-            (turn for turn, chat_request in same if chat_request.messages == before), same[-1][0] if same else None
-        )
+        # Several after the same messages are used in their order; else the latest one is meant
+        return max(same, key=lambda item: (item[0], -item[1] if item[0][1] else item[1]))[2] if same else None
 
 
 def _says(message: Mapping[str, Any], reply: ChatReply) -> bool:
@@ -407,6 +410,10 @@ def _says(message: Mapping[str, Any], reply: ChatReply) -> bool:
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [(function["name"], json.dumps(function["arguments"], sort_keys=True)) for function in functions]
     return reply.text == message["content"] and [(call.name, _sorted(call.arguments)) for call in reply.calls] == calls
+
+
+def _has_ids(message: Mapping[str, Any], reply: ChatReply) -> bool:
+    return [call.get("id") for call in message.get("tool_calls") or ()] == [call.id for call in reply.calls]
 
 
 def _sorted(arguments: str) -> str:

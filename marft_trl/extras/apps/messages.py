@@ -37,14 +37,14 @@ _READ = {
 _IGNORED = {"metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "betas"}
 _POLICY = "Agents sample from their policies. Leave it out."
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "thinking": (({"type": "disabled"},), "Agents have no thinking budget. Leave it out."),
-    "output_config": (({},), _POLICY),
+    "thinking": (({"type": "disabled"}, {"type": "adaptive"}), "Agents have no thinking budget. Leave it out."),
+    "output_config": (({}, *({"effort": effort} for effort in ("low", "medium", "high", "max"))), _POLICY),
     "output_format": ((), _POLICY),
     "mcp_servers": (([],), "Only the client's own tools can be called."),
     "container": ((), "Only the client's own tools can be called."),
-    "context_management": ((), "Send the messages that the agent should see."),
+    "context_management": (({}, {"edits": []}), "Send the messages that the agent should see."),
 }
-# Blocks of other models that a conversation may hold
+# Blocks that are dropped
 _SKIPPED = ("thinking", "redacted_thinking")
 _ERRORS = {
     401: "authentication_error",
@@ -101,6 +101,11 @@ def _messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise RequestError(
                 f"`{where}.role` must be 'user' or 'assistant', got {str(role)[:80]!r}.", field=f"{where}.role"
             )
+    if not blocks or role == "assistant":
+        raise RequestError(
+            f"`{where}` must have content and not be of the role 'assistant': agents do not continue a message.",
+            field=where,
+        )
     return _merge_users(found)
 
 
@@ -184,7 +189,8 @@ def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
         kind = tool.get("type") or "custom"
         if kind != "custom":
             raise RequestError(
-                f"`{where}.type` is {str(kind)[:80]!r}. Only tools that the client runs are supported.",
+                f"`{where}.type` is {str(kind)[:80]!r}, a tool whose schema is not known here. If the client runs "
+                "it, send it with an `input_schema`.",
                 field=f"{where}.type",
                 code="unsupported_parameter",
             )

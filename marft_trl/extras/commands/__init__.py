@@ -73,7 +73,9 @@ def _run(name: str, argv: Sequence[str]) -> int | None:
     args, unknown = parser.parse_known_args([*as_tokens(config, parser, rest), *rest])
     check_unknown(unknown, parser)
     with as_usage_errors(OSError, ValueError, TypeError, ImportError):  # of what an option names
-        return getattr(module, f"run_{key}")(args)
+        outcome = getattr(module, f"run_{key}")(args)
+    # What runs as long as its user wants is returned, and its errors keep their tracebacks
+    return outcome() if callable(outcome) else outcome
 
 
 def _usage() -> str:

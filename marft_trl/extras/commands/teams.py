@@ -7,6 +7,7 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import functools
 import html
 import importlib.util
 import json
@@ -16,9 +17,10 @@ import platform
 import re
 import sys
 import webbrowser
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peft import PeftConfig
 
@@ -34,6 +36,10 @@ from ..report.comparison import as_markdown
 from ..report.experiment import load_experiment
 from . import Parser, UsageError
 from .scripts import base_named, load_module
+
+
+if TYPE_CHECKING:
+    from ..apps import GatewaySettings
 
 
 def add_team_arguments(parser: argparse.ArgumentParser, samples: bool = True) -> None:
@@ -76,9 +82,13 @@ def chat_options(parser: Parser) -> None:
     parser.add_argument("--question", help="ask this question and exit")
 
 
-def run_chat(args: argparse.Namespace) -> int:
+def run_chat(args: argparse.Namespace) -> Callable[[], int]:
+    return functools.partial(_chat, load_team(args), args)
+
+
+def _chat(loaded: Team, args: argparse.Namespace) -> int:
     greedy, seed = args.greedy, args.seed
-    with load_team(args) as team:
+    with loaded as team:
         if args.question is not None:
             return _ask(team, args.question, greedy, seed)
         print(f"{team!r}. Each question starts a new conversation. {_HELP}")
@@ -140,15 +150,21 @@ def serve_options(parser: Parser) -> None:
             parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
 
 
-def run_serve(args: argparse.Namespace) -> None:
-    from ..apps import GatewaySettings, serve
+def run_serve(args: argparse.Namespace) -> Callable[[], None]:
+    from ..apps import GatewaySettings
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     limits = {name: getattr(args, name) for name in vars(GatewaySettings()) if name in args}
     limits["name"] = args.name or Path(os.path.abspath(args.team)).name or "team"
     limits |= {"api_key": os.environ.get("MARFT_API_KEY") or None, "show_turns": not args.hide_turns}
     settings = GatewaySettings(**limits)
-    with load_team(args) as team:
+    return functools.partial(_serve, load_team(args), settings)
+
+
+def _serve(loaded: Team, settings: GatewaySettings) -> None:
+    from ..apps import serve
+
+    with loaded as team:
         try:
             serve(team, settings)
         except OSError as error:  # such as a port that is taken

@@ -21,7 +21,7 @@ from peft import PeftConfig
 from ...agents import AgentSpec, check_team
 from ...config.checks import check_names
 from ...config.marft_config import MARFTConfig
-from ...runs.resume import compute_fingerprint, dataset_hash, fields_about, plain
+from ...runs.resume import compute_fingerprint, dataset_hash, fields_about, is_of_user, plain
 from ...system.files import import_file, read_source
 from ...system.hints import checked_names, did_you_mean
 from ...system.redaction import without_secrets
@@ -86,7 +86,7 @@ def _workflow(workflow: Workflow | None) -> Any:
     attributes = {name: _value(value) for name, value in vars(workflow).items() if not name.startswith("_")}
     return {
         "describes": _value(dict(workflow.describe())),
-        "code": compute_fingerprint(workflow),
+        "code": compute_fingerprint(workflow) if is_of_user(workflow) else None,
         "attributes": attributes,
     }
 

@@ -41,7 +41,7 @@ class Decision(NamedTuple):
 
     Args:
         player (`int`): position of the player in `End.returns`.
-        information_set (`str`): name of all that the player knows. Positions that the player cannot tell apart share
+        information_set (`str`): label of everything the player knows. Positions that the player cannot tell apart share
             it, and they have the same moves.
         moves (`dict[str, Node]`): what follows each move.
     """
@@ -59,28 +59,35 @@ def find_information_sets(game: Node) -> dict[str, Decision]:
     The information sets of a game, each with one of its positions.
 
     Raises:
-        ValueError: positions of an information set differ in the player or in the moves, or the probabilities of a
-            random event do not sum to 1.
+        ValueError: positions of an information set differ in the player, in the moves, or in what the player did
+            before (perfect recall), or the probabilities of a random event do not sum to 1.
     """
     found: dict[str, Decision] = {}
+    past: dict[str, tuple[tuple[str, str], ...]] = {}  # information sets and moves of the same player before
 
-    def walk(node: Node) -> None:
+    def walk(node: Node, done: Mapping[int, tuple[tuple[str, str], ...]]) -> None:
         if isinstance(node, Chance):
             _check_sum([probability for probability, _ in node.outcomes], "a random event")
             for _, following in node.outcomes:
-                walk(following)
+                walk(following, done)
         elif isinstance(node, Decision):
-            known = found.setdefault(node.information_set, node)
+            name, own = node.information_set, done.get(node.player, ())
+            known = found.setdefault(name, node)
             if (known.player, set(known.moves)) != (node.player, set(node.moves)):
                 raise ValueError(
-                    f"All positions of the information set {node.information_set!r} need the same player and the same "
-                    f"moves, got player {known.player} with {sorted(known.moves)} and player {node.player} with "
+                    f"All positions of the information set {name!r} need the same player and the same moves, got "
+                    f"player {known.player} with {sorted(known.moves)} and player {node.player} with "
                     f"{sorted(node.moves)}. Name them differently."
                 )
-            for following in node.moves.values():
-                walk(following)
+            if past.setdefault(name, own) != own:
+                raise ValueError(
+                    f"A player must know in the information set {name!r} what it saw and did before, got "
+                    f"{list(past[name])} and {list(own)}. Name the positions differently."
+                )
+            for move, following in node.moves.items():
+                walk(following, {**done, node.player: (*own, (name, move))})
 
-    walk(game)
+    walk(game, {})
     return found
 
 
