@@ -41,7 +41,7 @@ class Decision(NamedTuple):
 
     Args:
         player (`int`): position of the player in `End.returns`.
-        information_set (`str`): label of everything the player knows. Positions that the player cannot tell apart share
+        information_set (`str`): label of everything the player knows. Positions that it cannot tell apart share
             it, and they have the same moves.
         moves (`dict[str, Node]`): what follows each move.
     """
