@@ -115,7 +115,7 @@ def rounded(measured):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, choices=range(1, 6))
     parser.add_argument("--max_steps", type=int, default=30)
     parser.add_argument("--model", help="folder, or name on the Hub (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -130,7 +130,7 @@ def main():
     sys.path.insert(0, str(EXAMPLE.parent))
     import kuhn  # the model is taught once, before the runs
 
-    kuhn.taught_model(options.model or kuhn.smollm2(), options.output_dir / "taught")
+    kuhn.taught_model(options.model or kuhn.smollm2(), options.output_dir)
     jobs = [(arm, seed) for seed in range(options.seeds) for arm in options.arms]
     with ThreadPoolExecutor(options.jobs) as pool:
         results = dict(zip(jobs, pool.map(lambda job: run(*job, options), jobs), strict=True))

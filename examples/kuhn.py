@@ -184,8 +184,9 @@ def last_third(model):
     return list(range(layers * 2 // 3, layers))
 
 
-def taught_model(base, folder, steps=30, seed=0):
-    """The pretrained model after it has imitated players that toss coins, saved in a folder."""
+def taught_model(base, output_dir, steps=30, seed=0):
+    """The pretrained model after it has imitated players that toss coins, saved in a folder, once."""
+    folder = Path(output_dir) / f"taught-{Path(base).name}-{steps}"
     if (folder / "config.json").exists():
         return str(folder)
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -284,7 +285,7 @@ def main():
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    taught = taught_model(options.model or smollm2(), options.output_dir / "taught", options.teaching_steps)
+    taught = taught_model(options.model or smollm2(), options.output_dir, options.teaching_steps)
     name = f"{options.players}-{options.baseline}-{options.seed}"
     chosen = (options.players, options.baseline, options.seed, options.max_steps, options.device)
     found = run(taught, options.output_dir / name, *chosen)

@@ -4,6 +4,7 @@
 import importlib
 import math
 import random
+import re
 from pathlib import Path
 
 from marft_trl.extras.tasks import (
@@ -16,8 +17,11 @@ from marft_trl.extras.tasks import (
     exploitability,
     find_information_sets,
 )
+from marft_trl.tiny import tiny_model, tiny_tokenizer
 
 import pytest
+
+from .test_tools import TRL_GENERATION
 
 
 @pytest.fixture
@@ -203,3 +207,31 @@ def test_the_environment_plays_the_tree(kuhn):
 
     for (_, node), cards in zip(kuhn.KUHN.outcomes, kuhn.DEALS, strict=True):
         assert play(cards, node, []) == 5
+
+
+@pytest.mark.parametrize("players", ["own", "one", "copies"])
+def test_policies_are_read_where_the_games_are_played(kuhn, monkeypatch, tmp_path, players):
+    """The prompts of the twelve information sets are those of turns in games, and of the agent that learns there."""
+    words = [*kuhn.CARDS, "check", "bet", "fold", "call", "start", "or", "Kuhn", "poker", "environment"]
+    tokenizer = tiny_tokenizer(words)
+    tokenizer.chat_template = kuhn.TEMPLATE
+    model = tiny_model(len(tokenizer))
+    for thing in (model, tokenizer):
+        thing.save_pretrained(tmp_path / "model")
+    trainer = kuhn.make_trainer(str(tmp_path / "model"), tmp_path / "out", players)
+    draw = random.Random(0)
+
+    def generate(prompts, *_, **__):
+        pairs = [re.search(r"(\w+) or (\w+)", tokenizer.decode(prompt)).groups() for prompt in prompts]
+        return [tokenizer(draw.choice(pair))["input_ids"] for pair in pairs], None
+
+    reader = kuhn.PolicyReader(trainer, players)
+    policy, legal = reader.read()
+    assert set(policy) == set(find_information_sets(kuhn.KUHN)) and 0 < legal < 1
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, TRL_GENERATION, generate)
+        episodes = trainer.team.run(kuhn.games(200, players, seed=0))
+    seen = {(turn.agent, turn.prompt_ids) for episode in episodes for turn in episode.turns}
+    read = set(zip(reader.agents, map(tuple, reader.prompts), strict=True))
+    assert read <= {(agent, tuple(prompt)) for agent, prompt in seen}
+    assert {agent for agent, _ in read} == ({"first"} if players == "copies" else {"first", "second"})
