@@ -20,7 +20,7 @@ import webbrowser
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peft import PeftConfig
 
@@ -36,10 +36,6 @@ from ..report.comparison import as_markdown
 from ..report.experiment import load_experiment
 from . import Parser, UsageError
 from .scripts import base_named, load_module
-
-
-if TYPE_CHECKING:
-    from ..apps import GatewaySettings
 
 
 def add_team_arguments(parser: argparse.ArgumentParser, samples: bool = True) -> None:
@@ -151,24 +147,23 @@ def serve_options(parser: Parser) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> Callable[[], None]:
-    from ..apps import GatewaySettings
+    from ..apps import GatewaySettings, serve
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     limits = {name: getattr(args, name) for name in vars(GatewaySettings()) if name in args}
     limits["name"] = args.name or Path(os.path.abspath(args.team)).name or "team"
     limits |= {"api_key": os.environ.get("MARFT_API_KEY") or None, "show_turns": not args.hide_turns}
     settings = GatewaySettings(**limits)
-    return functools.partial(_serve, load_team(args), settings)
+    team = load_team(args)
 
+    def listen() -> None:
+        with team:
+            try:
+                serve(team, settings)
+            except OSError as error:  # such as a port that is taken
+                raise UsageError(f"Cannot listen on {settings.host}:{settings.port}: {error.strerror}.") from error
 
-def _serve(loaded: Team, settings: GatewaySettings) -> None:
-    from ..apps import serve
-
-    with loaded as team:
-        try:
-            serve(team, settings)
-        except OSError as error:  # such as a port that is taken
-            raise UsageError(f"Cannot listen on {settings.host}:{settings.port}: {error.strerror}.") from error
+    return listen
 
 
 def vllm_command_options(parser: Parser) -> None:
