@@ -64,6 +64,7 @@ def test_the_model_is_taught_what_the_harness_will_ask(harness, monkeypatch, tmp
         assert episode.answer.text == episode.row["solution"]
         assert [turn.agent for turn in episode.turns] == ["coder", "searcher", "searcher", "coder", "coder"]
         assert len({turn.lineage for turn in episode.turns}) == 2
+    assert asyncio.run(harness.on_the_served_team(trainer.team, list(rows))) == 1.0
 
 
 def test_a_call_whose_name_could_not_be_sent_back_is_a_text(harness, tmp_path):
