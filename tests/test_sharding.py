@@ -113,7 +113,7 @@ def test_a_sharded_base_trains_as_a_whole_one(deep_folder, untied_folder, tmp_pa
     assert_same(found, expected, is_exact=kind != "per_agent")
     held, other = (json.loads((tmp_path / "sharded" / f"held-{index}.json").read_text()) for index in (0, 1))
     assert max(held["bytes"], other["bytes"]) == held["expected"]  # the last shards may be smaller
-    assert "The base is sharded over 2 processes (FSDP2)" in held["plan"]
+    assert "The base is sharded over 2 processes (FSDP2)" in held["plan"] and held["collectives"] == 0
     is_whole = kind == "4-bit, whole"  # bytes are no numbers of a shard: accelerate says so, and leaves them
     assert (held["layers"] < 0.51) != is_whole and held["adapters"] == 1.0
 

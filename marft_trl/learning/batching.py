@@ -603,19 +603,19 @@ def _kept_sizes(model: PreTrainedModel, prefix: int, rest: int, share: bool) -> 
     replies = [[0] * rest, [0] * (rest - 1)]
     prompts = [[0] * (prefix * share + 1)] * 2
     own = {local(tensor).untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
-    sizes: dict[int, tuple[int, int]] = {}
+    kept: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            sizes[storage.data_ptr()] = storage.nbytes() // tensor.element_size(), storage.nbytes()
+            kept[storage._cdata] = storage, tensor.element_size()
         return tensor.detach()  # a node that saves its own output would hold itself: the graph would never be freed
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        # Kept alive until all tensors are noted, so that no address is reused
         output = hidden_states(model.base_model, prompts, replies, share)
     del output
-    return list(sizes.values())
+    # Gathered weights of a sharded base are empty again
+    return [(storage.nbytes() // width, storage.nbytes()) for storage, width in kept.values() if storage.nbytes()]
 
 
 # Number of columns that TRL's LM head takes at once, and of their copies in memory if Triton is not used.

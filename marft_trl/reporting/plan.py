@@ -135,6 +135,7 @@ class Planner:
         prompts = [prompt for prompt in prompts if prompt[0] in read]
         turn = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
         cost = self._batcher.measure(turn)
+        self._processes.wait()  # the number of passes that it takes may differ
         at_once = self._turns_at_once([item[0] for item in prompts], rehearsal.generation_calls)
         keeps = self._runner.generator.keeps_cache
         cache = cache_size(config, at_once, turn + keeps * (-turn % ROOM), width)

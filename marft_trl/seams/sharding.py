@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -124,7 +125,8 @@ def shard_sizes(
 
     def held(parameter: nn.Parameter) -> int:
         rows = -(-parameter.shape[0] // world) if is_split(parameter) else parameter.shape[0]
-        return rows * parameter[:1].numel() * parameter.element_size()
+        # By its shape: to slice a sharded tensor is a collective
+        return rows * math.prod(parameter.shape[1:]) * parameter.element_size()
 
     def gathered(unit: nn.Module | None) -> int:
         cut = [p for p in unit.parameters() if is_split(p)] if unit is not None else []

@@ -1,11 +1,13 @@
 """Trains a team with real generation, on a sharded base if `SHARD_ON_CPU` is set, and saves its weights."""
 
+import faulthandler
 import json
 import os
 import sys
 from pathlib import Path
 
 from marft_trl import AgentSpec, Workflow
+from marft_trl.learning import batching
 from marft_trl.seams.sharding import local, shard_sizes
 from marft_trl.tiny import tiny_dataset
 from tests import shard_on_cpu  # before anything asks accelerate for its state
@@ -15,6 +17,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.debug import CommDebugMode
 from transformers import BitsAndBytesConfig, training_args
 
 
@@ -117,9 +120,13 @@ def main(model: str, folder: str, options: str) -> None:
     own = {id(p) for p in adapters}
     base = {name: p for name, p in trainer.model.named_parameters() if id(p) not in own}
     matrices = [p for name, p in base.items() if ".layers." in name and p.dim() > 1]
+    batching._FIXED = float(os.environ.get("RANK", "0"))  # plans of the first process measure with two passes
+    with CommDebugMode() as collectives:
+        sizes = shard_sizes(trainer.model, adapters, world)
     held = {
         "bytes": sum(local(p).numel() * p.element_size() for p in base.values()) + beside_4bit(trainer.model),
-        "expected": shard_sizes(trainer.model, adapters, world).held,
+        "expected": sizes.held,
+        "collectives": collectives.get_total_counts(),
         "layers": share(matrices),
         "adapters": share(adapters),
         "plan": trainer.plan(),
@@ -139,6 +146,7 @@ def main(model: str, folder: str, options: str) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(240, exit=True)  # shortly before the limit of tests
     main(*sys.argv[1:])
     sys.stderr.flush()
     os._exit(0)
