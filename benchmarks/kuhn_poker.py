@@ -12,6 +12,7 @@ writes `kuhn.png` into `--output_dir`. Finished runs are kept there, so an inter
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -41,7 +42,8 @@ def run(arm, seed, options):
         command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--players", players, "--baseline", baseline]
         command += ["--seed", str(seed), "--max_steps", str(options.max_steps), "--device", options.device]
         command += ["--output_dir", str(options.output_dir), *(["--model", options.model] if options.model else [])]
-        done = subprocess.run(command, capture_output=True, text=True)
+        environment = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // options.jobs, 1)), **os.environ}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             raise RuntimeError(f"{arm}, seed {seed}:\n{done.stderr[-3000:]}")
         print(f"{arm}, seed {seed}: {done.stdout.splitlines()[-13]}", flush=True)

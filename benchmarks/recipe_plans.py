@@ -40,6 +40,11 @@ _QWEN2_1B = {
     **{"model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "intermediate_size": 8960},
     **{"num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 32768},
 }
+_QWEN2_3B = {
+    **_QWEN,
+    **{"model_type": "qwen2", "hidden_size": 2048, "num_hidden_layers": 36, "intermediate_size": 11008},
+    **{"num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 32768},
+}
 _QWEN3 = {**_QWEN, "model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128}
 # Published shapes of the models
 SHAPES = {
@@ -47,11 +52,8 @@ SHAPES = {
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": {
         **_QWEN2_1B, "tie_word_embeddings": False, "max_position_embeddings": 131072
     },
-    "Qwen/Qwen2.5-3B-Instruct": {
-        **_QWEN,
-        **{"model_type": "qwen2", "hidden_size": 2048, "num_hidden_layers": 36, "intermediate_size": 11008},
-        **{"num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 32768},
-    },
+    "Qwen/Qwen2.5-3B-Instruct": _QWEN2_3B,
+    "Qwen/Qwen2.5-Coder-3B-Instruct": _QWEN2_3B,
     "Qwen/Qwen3-1.7B": {
         **_QWEN3,
         **{"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144, "num_attention_heads": 16},

@@ -322,6 +322,8 @@ def test_cells_have_names_of_their_own_and_known_settings(grid, monkeypatch):
     monkeypatch.setattr(grid.yaml, "safe_load", functools.cache(grid.yaml.safe_load))  # `settings_of` copies it
     cells = grid.cells_of(grid.GRIDS)
     assert len(cells) == sum(len(make()) for make in grid.GRIDS.values()) == 554
+    kinds = [cell["kind"] for cell in grid.cells_of(["marft"], "*/math_duo-num_agents_2-*").values()]
+    assert kinds == ["untrained", "ppo-a", "ppo-t", "marft-a", "marft-t"]
     train = importlib.import_module("train")
     known = {one.name for kind in (MARFTConfig, ModelConfig, train.RecipeArguments) for one in fields(kind)}
     for cell in cells.values():
@@ -480,7 +482,7 @@ def test_what_a_machine_lacks_is_left_out_of_a_grid(grid, monkeypatch, tmp_path,
     monkeypatch.setattr(grid, "HF_HUB_OFFLINE", True)
     cell, local = {"recipe": "math_duo"}, ["--model_name_or_path", str(tmp_path)]
     assert "no hub for DigitalLearningGmbH/MATH-lighteval" in grid.Runner(tmp_path, local).left_out(cell)
-    assert "no hub for Qwen/Qwen2.5-1.5B-Instruct" in grid.Runner(tmp_path, [], files=RECIPES / "samples").left_out(
+    assert "no hub for Qwen/Qwen2.5-Coder-3B-Instruct" in grid.Runner(tmp_path, [], files=RECIPES / "samples").left_out(
         cell
     )
     assert grid.Runner(tmp_path, local, files=RECIPES / "samples").left_out(cell) is None

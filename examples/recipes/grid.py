@@ -2,7 +2,7 @@
 Run all cells of a published experiment, and write one table. A cell that is done is not repeated, so the same command
 goes on with a grid that was interrupted.
 
-    python examples/recipes/grid.py --grids marft --output_dir grid -- --model_name_or_path Qwen/Qwen2.5-1.5B-Instruct
+    python examples/recipes/grid.py --grids marft --cells "*/math_duo-num_agents_2-*"     # the first paper's experiment
     python examples/recipes/grid.py --grids all --dry_run --workers 2     # every cell for a step on a tiny model
 
 What follows `--` are options of `train.py` for all cells. `grids.py` has the grids. With `--dry_run`, models and
@@ -13,6 +13,7 @@ workers share the cells; where there are several GPUs, each has one of its own.
 import argparse
 import contextlib
 import csv
+import fnmatch
 import functools
 import gc
 import hashlib
@@ -66,9 +67,10 @@ OWN_EPISODES = ("marft-a", "marft-t", "mappo", "c3", "at-grpo", "gae")
 SHOWN = ("eval_reward", "accuracy", "low", "high", "eval_completions/mean_length", "num_generated_tokens")
 
 
-def cells_of(grids):
-    """The cells of grids, by name."""
-    return {f"{grid}/{name_of(cell)}": cell for grid in grids for cell in GRIDS[grid]()}
+def cells_of(grids, pattern="*"):
+    """The cells of grids whose names match a pattern, by name."""
+    cells = {f"{grid}/{name_of(cell)}": cell for grid in grids for cell in GRIDS[grid]()}
+    return {name: cell for name, cell in cells.items() if fnmatch.fnmatchcase(name, pattern)}
 
 
 def settings_of(cell, further=()):
@@ -313,6 +315,9 @@ def run_side_by_side(own, further, workers):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grids", nargs="+", default=["all"], choices=["all", *GRIDS])
+    parser.add_argument(
+        "--cells", default="*", metavar="PATTERN", help="cells whose names match, such as '*/math_duo-*'"
+    )
     parser.add_argument("--dry_run", action="store_true", help="every cell for a step on a tiny model")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--worker", type=int, help="number of this process, for `--workers`")
@@ -324,7 +329,9 @@ def main():
     if "--" in own:
         own, further = own[: own.index("--")], own[own.index("--") + 1 :]
     options = parser.parse_args(own)
-    cells, folder = cells_of(GRIDS if "all" in options.grids else options.grids), options.output_dir
+    cells, folder = cells_of(GRIDS if "all" in options.grids else options.grids, options.cells), options.output_dir
+    if not cells:
+        parser.error(f"No cell of the grids has a name that matches {options.cells!r}, such as '*/math_duo-*'.")
     model = tiny(folder / "tiny") if options.dry_run else None
     if model is None and options.worker is None and not has_accelerator():
         print("There is no GPU: cells run on the CPU. Recipes are meant for a GPU with 80 GB.", file=sys.stderr)
