@@ -608,7 +608,7 @@ def _kept_sizes(model: PreTrainedModel, prefix: int, rest: int, share: bool) -> 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage._cdata] = storage, tensor.element_size()
+            kept[id(storage)] = storage, tensor.element_size()
         return tensor.detach()  # a node that saves its own output would hold itself: the graph would never be freed
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
