@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 
-# Agent and adapter names are used as folder names, in parameter names and in metric names. PEFT does not check them:
-# a name such as "/tmp/x" would write outside the output folder, and "a/b" would create nested folders.
+# Names of folders, parameters and metrics. PEFT does not check them: "/tmp/x" would write elsewhere, "a/b" would nest
 NAME_PATTERN = re.compile(r"[a-z][a-z0-9_-]{0,47}")
 # PEFT saves the adapter "default" into the root of a folder, and TRL uses an adapter named "ref" as the reference.
 RESERVED_NAMES = frozenset({"default", "ref"})
@@ -51,7 +50,6 @@ def _as_functions(value: object, what: str, fix: str = "") -> tuple[Callable, ..
 
 
 def as_reward_funcs(reward_funcs: object, whose: str) -> tuple[Callable, ...]:
-    """Return the reward functions for single turns as a tuple, or raise a `TypeError` for anything else."""
     fix = " Wrap a reward model in a function that returns one score per completion."
     return _as_functions(reward_funcs, f"`reward_funcs` of {whose}", fix)
 
@@ -205,14 +203,12 @@ class AgentSpec:
             raise TypeError(self._complaint("trainable", "True or False"))
         if self.stop is not None and not all(isinstance(text, str) and text for text in self.stop):
             raise TypeError(self._complaint("stop", "a non-empty string or a list of non-empty strings"))
-        for field_name in ("max_completion_length", "top_k", "copy_every", "copies"):
+        integers = dict.fromkeys(("max_completion_length", "top_k", "copy_every", "copies"), (int, "an integer"))
+        numbers = dict.fromkeys(("learning_rate", "temperature", "top_p", "min_p"), (int | float, "a number"))
+        for field_name, (kind, needed) in (integers | numbers).items():
             value = getattr(self, field_name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-                raise TypeError(self._complaint(field_name, "an integer"))
-        for field_name in ("learning_rate", "temperature", "top_p", "min_p"):
-            value = getattr(self, field_name)
-            if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)):
-                raise TypeError(self._complaint(field_name, "a number"))
+            if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+                raise TypeError(self._complaint(field_name, needed))
 
     def _check_ranges(self) -> None:
         ranges = {
@@ -253,10 +249,7 @@ AgentSpec.__init__ = checked_names("AgentSpec")(AgentSpec.__init__)  # type: ign
 
 
 def check_team(agents: object) -> list[AgentSpec]:
-    """
-    Return the agents as a list. Raise a `TypeError` unless they are specs, and a `ValueError` for an empty list, equal
-    names, or agents that share an adapter but not the settings of its training.
-    """
+    """Return the agents as a list. Raise a `TypeError` unless they are specs, a `ValueError` if they are no team."""
     if isinstance(agents, AgentSpec) or not isinstance(agents, Sequence) or isinstance(agents, str):
         raise TypeError(
             f"`agents` must be a list of `AgentSpec`, got {type(agents).__name__}. Example: "
@@ -277,17 +270,13 @@ def check_team(agents: object) -> list[AgentSpec]:
         seen[agent.name] = agent
     _check_shared_adapters([agent for agent in agents if agent.has_policy])
     _check_copies(seen)
-    _check_scripted(seen)
-    return list(agents)
-
-
-def _check_scripted(agents: dict[str, AgentSpec]) -> None:
-    for agent in agents.values():
-        if agent.has_policy and agent.adapter in agents and not agents[agent.adapter].has_policy:
+    for agent in agents:
+        if agent.has_policy and agent.adapter in seen and not seen[agent.adapter].has_policy:
             raise ValueError(
                 f"Agent {agent.name!r} uses the adapter {agent.adapter!r}, but {agent.adapter!r} is the name of an "
                 "agent whose turns a function writes. Choose another name for the adapter."
             )
+    return list(agents)
 
 
 def _check_copies(agents: dict[str, AgentSpec]) -> None:

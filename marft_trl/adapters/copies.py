@@ -27,10 +27,9 @@ COPIES_NAME = "marft_copies.safetensors"
 
 class PastCopies:
     """
-    Pools of past copies, one for each adapter that acts as a copy of another adapter. The key of a copy is the number
-    of optimizer steps after which it was made. The adapter itself always holds the newest copy.
-
-    Source: fictitious self-play with a pool of past policies, as in 1710.03748.
+    Pools of past copies, one for each adapter that acts as a copy of another adapter, by the number of optimizer steps
+    after which they were made. The adapter itself always holds the newest copy. Source: fictitious self-play
+    (1710.03748).
     """
 
     def __init__(self, policies: Policies, agents: Sequence[AgentSpec]):
@@ -47,7 +46,7 @@ class PastCopies:
         return list(self._adapters)
 
     def steps(self, agent: str) -> list[int]:
-        """Return the steps of the copies in the pool of an agent, oldest first."""
+        """Steps of the copies in the pool of an agent, oldest first."""
         return sorted(self._pools[self._adapters[agent]])
 
     def begin(self) -> None:
@@ -64,8 +63,7 @@ class PastCopies:
             if adapters is not None and self._sources[name] not in adapters:
                 continue
             earlier = {at: copy for at, copy in pool.items() if at <= step}
-            newest = [p.detach().clone() for p in self._policies.parameters(name).values()]
-            self._pools[name] = earlier or {step: newest}
+            self._pools[name] = earlier or {step: self._copy_of(name)}
             self._assign_slots(name)
 
     @torch.no_grad()
@@ -73,14 +71,13 @@ class PastCopies:
         """Add a copy to every pool for which one is due after `step` optimizer steps. Step 0 fills all pools."""
         for name, spec in self._specs.items():
             if step % spec.copy_every == 0 and step not in self._pools[name]:
-                self._add(name, step)
+                pool = [*self._pools[name].items(), (step, self._copy_of(self._sources[name]))]
+                self._pools[name] = dict(pool[-spec.copies :])
+                self._assign_slots(name)
+                self._set_newest(name)
 
-    def _add(self, adapter: str, step: int) -> None:
-        copy = [p.detach().clone() for p in self._policies.parameters(self._sources[adapter]).values()]
-        pool = [*self._pools[adapter].items(), (step, copy)]
-        self._pools[adapter] = dict(pool[-self._specs[adapter].copies :])
-        self._assign_slots(adapter)
-        self._set_newest(adapter)
+    def _copy_of(self, adapter: str) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self._policies.parameters(adapter).values()]
 
     def _assign_slots(self, adapter: str) -> None:
         """Assign a server slot to each copy. Copies that already have a slot keep it."""
@@ -118,11 +115,8 @@ class PastCopies:
             yield
 
     def size(self) -> int:
-        """Return the number of bytes of full pools."""
         own = {name: self._policies.parameters(name).values() for name in self._specs}
         return sum(spec.copies * sum(p.numel() * p.element_size() for p in own[n]) for n, spec in self._specs.items())
-
-    # ---- Saving ----
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps of the copies, JSON-serializable. [`~PastCopies.save`] writes the weights."""
@@ -149,9 +143,7 @@ class PastCopies:
         Load the copies that [`~PastCopies.save`] wrote, after the adapters of the checkpoint have been loaded. A pool
         that is not in the checkpoint starts with the current adapter.
         """
-        path = Path(folder) / COPIES_NAME
-        saved: dict[str, torch.Tensor] = {}
-        sources: dict[str, str] = {}
+        path, saved, sources = Path(folder) / COPIES_NAME, dict[str, torch.Tensor](), dict[str, str]()
         if path.is_file():
             with safe_open(path, "pt") as opened:
                 keys = list(opened.keys())
@@ -163,18 +155,15 @@ class PastCopies:
                     f"The checkpoint {folder} has no past copies of {source!r} for the adapter {name!r}, so its pool "
                     "starts with the current adapter."
                 )
-                self._add(name, _parse_step(folder))
+                self._pools[name] = {_parse_step(folder): self._copy_of(source)}
             self._assign_slots(name)
             self._set_newest(name)
 
     def _read(self, saved: Mapping[str, torch.Tensor], name: str) -> dict[int, list[torch.Tensor]]:
-        """Read the newest copies of an adapter from a file, by step."""
         own = list(self._policies.parameters(name).values())
         steps = sorted(int(key.split(".")[1]) for key in saved if key.split(".")[0] == name and key.endswith(".0"))
         return {
-            step: [
-                saved[f"{name}.{step}.{k}"].to(parameter.device, parameter.dtype) for k, parameter in enumerate(own)
-            ]
+            step: [saved[f"{name}.{step}.{k}"].to(item.device, item.dtype) for k, item in enumerate(own)]
             for step in steps[-self._specs[name].copies :]
         }
 
@@ -198,8 +187,6 @@ def served_entries(agent: AgentSpec) -> list[str]:
 
 
 class PastCopiesCallback(TrainerCallback):
-    """Callback that adds copies to the pools at the end of optimizer steps."""
-
     def __init__(self, past_copies: PastCopies):
         self._past_copies = past_copies
 

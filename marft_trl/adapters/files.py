@@ -33,19 +33,9 @@ from .manifest import MANIFEST_NAME, TeamManifest, is_hub_id
 
 logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
 
-
 WEIGHTS_NAME = "adapter_model.safetensors"
 # Files that are not needed to run a team. `*.bin` files are also left out because they are pickles
-_NOT_NEEDED = (
-    "checkpoint-*/*",
-    "last-checkpoint/*",
-    "completions/*",
-    "runs/*",
-    "_critic*/*",
-    "*.pt",
-    "*.pth",
-    "*.bin",
-)
+_UNUSED = ["checkpoint-*/*", "last-checkpoint/*", "completions/*", "runs/*", "_critic*/*", "*.pt", "*.pth", "*.bin"]
 # Tensors that a LoRA file may hold: the two matrices (of a linear layer or an embedding) and the magnitudes of DoRA
 _LORA_KEY = re.compile(
     r"(?P<module>.+)\.lora_(?:(?P<kind>embedding_)?(?P<side>[AB])(?:\.weight|\.bias)?|magnitude_vector(?:\.weight)?)"
@@ -69,13 +59,16 @@ def team_folder(team: str | os.PathLike, revision: str | None = None, token: str
             f"{str(team)!r} is neither a folder nor a valid Hub id. Pass the folder that `save_model` wrote, or an id "
             "such as 'me/my-team'."
         )
+    return _download(str(team), "team", revision=revision, token=token, ignore_patterns=_UNUSED)
+
+
+def _download(name: str, what: str, **options: Any) -> Path:
     try:
-        folder = snapshot_download(str(team), revision=revision, token=token, ignore_patterns=list(_NOT_NEEDED))
+        return Path(snapshot_download(name, **options))
     except (RepositoryNotFoundError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
-            f"{str(team)!r} is not a local folder, and the team could not be loaded from the Hub: {error}"
+            f"{name!r} is not a local folder, and the {what} could not be loaded from the Hub: {error}"
         ) from error
-    return Path(folder)
 
 
 def forget_local_base(folder: Path) -> None:
@@ -86,10 +79,7 @@ def forget_local_base(folder: Path) -> None:
 
 
 def load_adapters(
-    model: PreTrainedModel,
-    team: str | os.PathLike,
-    revision: str | None = None,
-    token: str | bool | None = None,
+    model: PreTrainedModel, team: str | os.PathLike, revision: str | None = None, token: str | bool | None = None
 ) -> PeftModel:
     """
     Put the adapters of a saved team on a base model.
@@ -146,31 +136,14 @@ def load_onto_base(model: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def adapter_folder(adapter: str | os.PathLike) -> Path:
-    """
-    Return the local folder of an adapter that PEFT saved, or download it from the Hub. Raises `FileNotFoundError` if
-    `adapter` is neither the folder of an adapter nor a Hub id.
-    """
+    """The folder of an adapter that PEFT saved, perhaps from the Hub. Raises `FileNotFoundError` if there is none."""
     path = Path(adapter)
     if not path.is_dir() and is_hub_id(str(adapter)):
-        try:
-            files = [CONFIG_NAME, WEIGHTS_NAME]
-            path = Path(snapshot_download(str(adapter), allow_patterns=files))
-        except (RepositoryNotFoundError, LocalEntryNotFoundError) as error:
-            raise FileNotFoundError(
-                f"{str(adapter)!r} is not a local folder, and the adapter could not be loaded from the Hub: {error}"
-            ) from error
+        path = _download(str(adapter), "adapter", allow_patterns=[CONFIG_NAME, WEIGHTS_NAME])
     missing = [name for name in (CONFIG_NAME, WEIGHTS_NAME) if not (path / name).is_file()]
     if missing:
         raise FileNotFoundError(f"{path} has no {missing[0]}, so it is not the folder of an adapter that PEFT saved.")
     return path
-
-
-def add_from(model: PeftModel, agent: AgentSpec, folder: Path) -> None:
-    """Add an agent's adapter to a base that has others, in the precision of its file, or raise `ValueError`."""
-    check_adapter(folder, agent, cast(PreTrainedModel, model.get_base_model()), None)
-    with without_bitsandbytes(model):
-        model.load_adapter(str(folder), agent.adapter)
-    _as_saved(model, agent.adapter, folder)
 
 
 def warn_of_leftovers(folder: Path, adapters: Sequence[str]) -> None:
@@ -192,9 +165,8 @@ def check_no_adapter(folder: Path) -> None:
 
 def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained_on: str | None) -> None:
     """
-    Check the config of an adapter and the name and shape of every tensor before the adapter is loaded. Raises
-    `ValueError` if the config would change the base, the tensors are not those of a LoRA, or the adapter was trained
-    on another base, and `FileNotFoundError` if there are no weights.
+    Check an adapter before it is loaded. Raises `ValueError` if the config would change the base, the tensors are not
+    those of a LoRA, or the adapter was trained on another base, and `FileNotFoundError` if there are no weights.
     """
     for name in (CONFIG_NAME, WEIGHTS_NAME):  # PEFT would look for a missing one on the Hub
         if not (folder / name).is_file():
@@ -216,22 +188,19 @@ def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a mapping
     except SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS_NAME} cannot be read: {error}") from error
-    _check_tensors(agent, config, {key: list(tensor.shape) for key, tensor in tensors.items()}, base, trained_on)
+    _check_tensors(agent, config, tensors, base, trained_on)
     _check_values(agent, tensors)
 
 
 def check_loadable(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]) -> PreTrainedModel | PeftModel:
-    """
-    Return the model, or raise `ValueError` if the saved team could not be loaded. PEFT rewrites a config while it adds
-    an adapter to a base, and the result has to pass [`check_adapter`].
-    """
+    """Return the model, or raise `ValueError` if its adapters, as PEFT rewrote their configs, could not be loaded."""
     if isinstance(model, PeftModel):
         base = cast(PreTrainedModel, model.get_base_model())
         for agent in (agent for agent in agents if agent.has_policy):
             config = model.peft_config[agent.adapter]
             check_adapter_config(agent, config, base)
             saved = get_peft_model_state_dict(model, adapter_name=agent.adapter, save_embedding_layers=False)
-            _check_tensors(agent, config, {key: list(tensor.shape) for key, tensor in saved.items()}, base, None)
+            _check_tensors(agent, config, saved, base)
     return model
 
 
@@ -254,13 +223,13 @@ def _check_values(agent: AgentSpec, tensors: Mapping[str, torch.Tensor]) -> None
 def _check_tensors(
     agent: AgentSpec,
     config: LoraConfig,
-    shapes: Mapping[str, Sequence[int]],
+    tensors: Mapping[str, torch.Tensor],
     base: PreTrainedModel,
-    trained_on: str | None,
+    trained_on: str | None = None,
 ) -> None:
     found: dict[str, set[str]] = {}
     modules = dict(base.named_modules())
-    for key, shape in shapes.items():
+    for key, shape in ((key, tensor.shape) for key, tensor in tensors.items()):
         match = _LORA_KEY.fullmatch(key.removeprefix("base_model.model."))
         if match is None:
             raise ValueError(
@@ -328,10 +297,7 @@ def _targeted(name: str, layer: nn.Module, targets: Collection[str]) -> list[tup
 
 @torch.no_grad()
 def _as_saved(model: PeftModel, adapter: str, folder: Path) -> None:
-    """
-    Restore the precision that an adapter's weights were saved in. PEFT creates adapters in the precision of the base
-    or in float32, and the agents' turns would then differ from those in training.
-    """
+    """Restore the precision of the file. PEFT's may be another, and turns would differ from those in training."""
     saved = load_file(folder / WEIGHTS_NAME)
     for name, parameter in adapter_parameters(model, adapter).items():
         head, _, tail = name.rpartition(f".{adapter}")
@@ -342,11 +308,7 @@ def _as_saved(model: PeftModel, adapter: str, folder: Path) -> None:
 
 def alone(model: PeftModel, adapter: str) -> PeftModel:
     """Copy a model with one of its adapters. Layers and adapter weights are separate; base weights are shared."""
-    own = {
-        id(adapter_parameter)
-        for name in model.peft_config
-        for adapter_parameter in adapter_parameters(model, name).values()
-    }
+    own = {id(item) for name in model.peft_config for item in adapter_parameters(model, name).values()}
     shared = [*model.named_parameters(), *model.named_buffers()]
     found = _only(copy.deepcopy(model, {id(item): item for _, item in shared if id(item) not in own}), adapter)
 
@@ -362,7 +324,6 @@ def alone(model: PeftModel, adapter: str) -> PeftModel:
 
 
 def merged(model: PeftModel, adapter: str) -> PreTrainedModel:
-    """A copy of the base with an adapter added to its weights."""
     return _only(copy.deepcopy(model), adapter).merge_and_unload()
 
 
@@ -394,10 +355,15 @@ def add_adapter(
             "PEFT adapter), or `peft_config=` for a new adapter, or an `AgentSpec` whose `adapter=` is one of "
             f"{', '.join(map(repr, model.peft_config))}."
         )
+    base = cast(PreTrainedModel, model.get_base_model())
     if weights is not None:
-        add_from(model, agent, adapter_folder(weights))
+        folder = adapter_folder(weights)
+        check_adapter(folder, agent, base, None)
+        with without_bitsandbytes(model):
+            model.load_adapter(str(folder), agent.adapter)
+        _as_saved(model, agent.adapter, folder)
     else:
-        check_adapter_config(agent, config, cast(PreTrainedModel, model.get_base_model()))
+        check_adapter_config(agent, config, base)
         with without_bitsandbytes(model):
             model.add_adapter(agent.adapter, copy.deepcopy(config))
     for parameter in adapter_parameters(model, agent.adapter).values():
@@ -442,10 +408,5 @@ def has_own_adapter(agent: AgentSpec, agents: Sequence[AgentSpec]) -> bool:
 
 def replaced(agents: Sequence[AgentSpec], old: AgentSpec, new: AgentSpec) -> list[AgentSpec]:
     """A team in which an agent has another name. Those who act with its past copies know it by the new one."""
-    known = [
-        dataclasses.replace(agent, copy_of=new.name)
-        if agent.copy_of is not None and agent.copy_of == old.name
-        else agent
-        for agent in agents
-    ]
+    known = [dataclasses.replace(item, copy_of=new.name) if item.copy_of == old.name else item for item in agents]
     return [new if value is old else item for value, item in zip(agents, known, strict=True)]

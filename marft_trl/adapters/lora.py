@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    get_peft_model,
-    load_peft_weights,
-    set_peft_model_state_dict,
-)
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from transformers import PreTrainedModel
@@ -42,11 +35,10 @@ def add_adapters(
     autocast_adapter_dtype: bool = True,
 ) -> PreTrainedModel | PeftModel:
     """
-    Add one adapter to the base model for every adapter name of the team. In a `PeftModel`, adapters with the name of
-    an agent's adapter are trained further, and missing adapters start as copies of its adapter `default`.
-
-    `peft_config` is for agents without one. If no agent has a config either, there are no adapters, and all agents
-    share one policy. Raises `ValueError`, with the agent's name, if an adapter cannot share the base with others.
+    Add one adapter to the base model for every adapter name of the team. In a `PeftModel`, those of agents are trained
+    further, and missing ones start as copies of its adapter `default`. `peft_config` is for agents without one;
+    without any config, all agents share one policy. Raises `ValueError`, with the agent's name, if an adapter cannot
+    share the base.
     """
     agents = [agent for agent in agents if agent.has_policy]
     if isinstance(model, PeftModel):
@@ -82,13 +74,11 @@ def find_origins(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]
     """Describe where the weights of each adapter come from, given the model before [`add_adapters`]."""
     known = model.peft_config if isinstance(model, PeftModel) else {}
     made = "copied from the adapter 'default'" if "default" in known else "fresh"
-
-    def origin(agent: AgentSpec) -> str:
-        if agent.adapter in known:
-            return "loaded"
-        return made if agent.copy_of is None else f"copied from {agent.copy_of!r}"
-
-    return {agent.adapter: origin(agent) for agent in agents if agent.has_policy}
+    found = {}
+    for agent in (agent for agent in agents if agent.has_policy):
+        source = made if agent.copy_of is None else f"copied from {agent.copy_of!r}"
+        found[agent.adapter] = "loaded" if agent.adapter in known else source
+    return found
 
 
 def _warn_of_unused(model: PeftModel, agents: Sequence[AgentSpec], missing: Mapping[str, AgentSpec]) -> None:
@@ -144,7 +134,9 @@ def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftCo
         with without_adapter_name_warning(), without_bitsandbytes(model):
             model.add_adapter(name, copy.deepcopy(configs[name] or model.peft_config["default"]))
         if configs[name] is None:
-            _copy_weights(model, "default", name)
+            copies = adapter_parameters(model, name).values()
+            for copied, source in zip(copies, adapter_parameters(model, "default").values(), strict=True):
+                copied.data.copy_(source.data)
     _check_copies(model, agents)
     if has_default:
         model.set_adapter(agents[0].adapter)
@@ -192,9 +184,7 @@ def _check_shared_policy(agents: Sequence[AgentSpec]) -> None:
 
 
 def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, base: PreTrainedModel) -> None:
-    """
-    Raise if an adapter with this config (also as PEFT rewrote it for the base) cannot share the base with others.
-    """
+    """Raise if an adapter with this config (also as PEFT rewrote it for a base) cannot share the base with others."""
     if config is None:
         raise ValueError(
             f"Agent {agent.name!r} has no `peft_config`, but other agents have one. Pass `peft_config=` to the "
@@ -272,17 +262,6 @@ def _check_name_is_free(agent: AgentSpec, model: PreTrainedModel) -> None:
 def load_adapter_weights(model: PeftModel, adapter: str, folder: str | Path) -> None:
     """Load the weights of an adapter from its PEFT folder, in place. Raises `ValueError` if the tensors do not fit."""
     weights = load_peft_weights(str(folder), device="cpu")
-    _check_shapes(model, adapter, weights, folder)
-    result = set_peft_model_state_dict(model, weights, adapter_name=adapter)
-    missing = sorted(set(result.missing_keys) & set(adapter_parameters(model, adapter)))
-    if missing or result.unexpected_keys:
-        raise ValueError(
-            f"The weights in {folder} do not fit the adapter {adapter!r}: missing {missing[:3]}, unexpected "
-            f"{list(result.unexpected_keys)[:3]}. The folder was saved with a different `peft_config` or base model."
-        )
-
-
-def _check_shapes(model: PeftModel, adapter: str, weights: Mapping[str, torch.Tensor], folder: str | Path) -> None:
     for name, parameter in adapter_parameters(model, adapter).items():
         head, _, tail = name.rpartition(f".{adapter}")
         saved = weights.get(head + tail)
@@ -292,6 +271,13 @@ def _check_shapes(model: PeftModel, adapter: str, weights: Mapping[str, torch.Te
                 f"{tuple(saved.shape)} in the file and {tuple(parameter.shape)} in the model. The folder was saved "
                 "with a different `peft_config` (rank) or base model."
             )
+    result = set_peft_model_state_dict(model, weights, adapter_name=adapter)
+    missing = sorted(set(result.missing_keys) & set(adapter_parameters(model, adapter)))
+    if missing or result.unexpected_keys:
+        raise ValueError(
+            f"The weights in {folder} do not fit the adapter {adapter!r}: missing {missing[:3]}, unexpected "
+            f"{list(result.unexpected_keys)[:3]}. The folder was saved with a different `peft_config` or base model."
+        )
 
 
 def linear_shape(layer: torch.nn.Module) -> tuple[int, int] | None:
@@ -309,18 +295,10 @@ def adapter_parameters(model: PeftModel, adapter: str) -> dict[str, torch.nn.Par
     own: set[int] = set()
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
-            holders = [getattr(module, name) for name in module.adapter_layer_names]
-            for holder in holders:
+            for holder in (getattr(module, name) for name in module.adapter_layer_names):
                 if adapter in holder:
                     held = holder[adapter]
                     own |= {id(held)} if isinstance(held, torch.nn.Parameter) else set(map(id, held.parameters()))
         elif isinstance(module, AuxiliaryTrainingWrapper):
             own |= {id(p) for n, p in module.named_parameters() if adapter in n.split(".")}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in own}
-
-
-@torch.no_grad()
-def _copy_weights(model: PeftModel, source: str, target: str) -> None:
-    pairs = zip(adapter_parameters(model, source).values(), adapter_parameters(model, target).values(), strict=True)
-    for source_weights, target_weights in pairs:
-        target_weights.copy_(source_weights)

@@ -30,13 +30,11 @@ from ..system.hints import did_you_mean
 
 _SAMPLED_ELEMENTS = 64
 # Config fields that describe the origin or the storage of a model, not its architecture
-_NOT_HASHED = frozenset(
-    {
-        *("_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype", "quantization_config"),
-        *("use_cache", "pad_token_id", "eos_token_id", "bos_token_id", "_attn_implementation", "attn_implementation"),
-        *("architectures", "peft_version", "is_quantized"),
-    }
-)
+_NOT_HASHED = {
+    *("_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype", "quantization_config"),
+    *("use_cache", "pad_token_id", "eos_token_id", "bos_token_id", "_attn_implementation", "attn_implementation"),
+    *("architectures", "peft_version", "is_quantized"),
+}
 
 
 def describe_base(
@@ -49,6 +47,7 @@ def describe_base(
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None and not isinstance(quantization, dict):
         quantization = quantization.to_dict()
+    special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
     return BaseModel(
         name=os.path.basename(os.path.normpath(name)) if is_local else name,
         is_local=is_local,
@@ -57,7 +56,7 @@ def describe_base(
         quantization=json.loads(json.dumps(quantization, default=str)) if quantization else None,
         # Fields that describe the architecture and differ from the defaults of their class
         config_hash=_sha256(_plain(config.to_diff_dict())),
-        tokenizer_hash=hash_of_tokenizer(tokenizer),
+        tokenizer_hash=_sha256([sorted(tokenizer.get_vocab().items()), sorted(special.items())]),
         chat_template_hash=None if chat_template is None else _sha256(chat_template),
     )
 
@@ -68,17 +67,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def hash_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
-    return _sha256([sorted(tokenizer.get_vocab().items()), sorted(special.items())])
-
-
 @torch.no_grad()
 def hash_of_weights(model: nn.Module) -> str:
-    """
-    SHA-256 of evenly spaced elements of every weight of the base, without adapters. It distinguishes bases of the same
-    architecture, and costs far less than reading all weights.
-    """
+    """SHA-256 of evenly spaced elements of every weight of the base, without adapters: reading all would take long."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if "lora_" in name or "modules_to_save" in name:
@@ -99,6 +90,7 @@ def _sha256(data: Any) -> str:
 MANIFEST_NAME = "marft_team.json"
 FORMAT = 2
 _PACKAGES = ("marft-trl", "trl", "transformers", "peft", "torch")
+_DAMAGED = (KeyError, TypeError, AttributeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError)
 
 
 @dataclass(frozen=True)
@@ -194,14 +186,7 @@ class TeamManifest:
                     "version that the team was saved with, or a newer one."
                 )
             return cls._from_dict(data, path)
-        except (
-            KeyError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-            UnicodeDecodeError,
-            json.JSONDecodeError,
-        ) as error:
+        except _DAMAGED as error:
             raise ValueError(
                 f"{path} is damaged: {type(error).__name__}: {error}. Restore the file from another copy of the team, "
                 "or save the team again."
@@ -297,11 +282,12 @@ def _read(kind: type, data: Any) -> Any:
     part = kind(**{item.name: data[item.name] for item in fields(kind) if item.name in data})
     for item in fields(kind):
         value, (wanted, of) = getattr(part, item.name), _KINDS[str(item.type).replace(" | None", "")]
-        is_open = value is None and "None" in str(item.type)
-        if not is_open and not isinstance(value, wanted):
+        if value is None and "None" in str(item.type):
+            continue
+        if not isinstance(value, wanted):
             raise TypeError(f"{item.name!r} is {value!r}")
-        for inner in value.values() if of is not object and not is_open else ():
-            texts = [] if not isinstance(inner, list) else inner
+        for inner in value.values() if of is not object else ():
+            texts = inner if isinstance(inner, list) else []
             if not isinstance(inner, of) or not all(isinstance(text, str) for text in texts):
                 raise TypeError(f"{item.name!r} has the value {inner!r}")
     return part

@@ -28,30 +28,20 @@ NO_POLICY = "=none"
 class Policies:
     """
     The policies of a team: the parameters of each adapter, and the adapter that is active. `origins` is the result of
-    [`find_origins`].
-
-    Adapters are switched only through this class, for two reasons. PEFT's `set_adapter` sets `requires_grad=False` on
-    all other adapters. And an adapter that is switched off between forward and backward loses its gradient without an
-    error.
+    [`find_origins`]. Adapters are switched only through this class: PEFT's `set_adapter` sets `requires_grad=False` on
+    all others, and an adapter that is switched off between forward and backward loses its gradient without an error.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel | PeftModel,
-        agents: Sequence[AgentSpec],
-        origins: Mapping[str, str] | None = None,
+        self, model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec], origins: Mapping[str, str] | None = None
     ):
         self._model, self._origins = model, dict(origins or {})
         self.has_adapters = isinstance(model, PeftModel)
-        adapter_of = {
-            agent.name: agent.adapter if self.has_adapters else SHARED_POLICY for agent in agents if agent.has_policy
-        }
-        self._adapter_of = {agent.name: adapter_of.get(agent.name, NO_POLICY) for agent in agents}
-        if self.has_adapters:
-            self.trained = sorted({agent.adapter for agent in agents if agent.trainable})
-        else:
-            self.trained = [SHARED_POLICY]
-        self.names = sorted(set(adapter_of.values()))
+        names = {agent.name: agent.adapter if self.has_adapters else SHARED_POLICY for agent in agents}
+        self._adapter_of = {agent.name: names[agent.name] if agent.has_policy else NO_POLICY for agent in agents}
+        trained = {agent.adapter for agent in agents if agent.trainable}
+        self.trained = sorted(trained) if self.has_adapters else [SHARED_POLICY]
+        self.names = sorted(set(self._adapter_of.values()) - {NO_POLICY})
         self._layers = AdapterLayers(model) if isinstance(model, PeftModel) else None
         # For each adapter the names of its parameters, with the module and attribute that hold them
         self._parameter_locations: dict[str, list[tuple[str, torch.nn.Module, str]]] = {}
@@ -73,12 +63,11 @@ class Policies:
         return [*self.names, *self._critics]
 
     def get_agents(self, adapter: str) -> list[str]:
-        """Return the names of the agents that use an adapter, in team order."""
+        """Names of the agents that use an adapter, in team order."""
         return [agent for agent, name in self._adapter_of.items() if name == adapter]
 
     @property
     def trained_in_order(self) -> list[str]:
-        """Names of the trained adapters, in the order of the team."""
         return [name for name in dict.fromkeys(self._adapter_of.values()) if name in self.trained]
 
     def is_trained(self, agent: str) -> bool:
@@ -98,7 +87,7 @@ class Policies:
 
     def all_parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters of all adapters, including frozen adapters and the critic's adapters."""
-        return [parameter for name in [*self.names, *self._critics] for parameter in self.parameters(name).values()]
+        return [parameter for name in self.saved_adapters for parameter in self.parameters(name).values()]
 
     def add_critic(self, name: str, config: PeftConfig) -> None:
         """Add an adapter for the critic. It is trained like the other adapters, but no agent uses it."""
@@ -112,7 +101,6 @@ class Policies:
         self.activate_adapter(self._adapter_of[agent])
 
     def activate_first(self) -> None:
-        """Activate the adapter of the first agent with a policy."""
         self.activate_adapter(next(name for name in self._adapter_of.values() if name != NO_POLICY))
 
     def activate_adapter(self, name: str) -> None:
@@ -136,28 +124,23 @@ class Policies:
         """
         for name in self.names if self.has_adapters else []:
             if copy_all or not self._is_identity(name):
-                self._reference_weights[name] = [
-                    parameter.detach().clone() for parameter in self.parameters(name).values()
-                ]
+                self._reference_weights[name] = [item.detach().clone() for item in self.parameters(name).values()]
 
     @torch.no_grad()
     def mix_references(self, alpha: float) -> None:
         """Set the reference of each trained adapter to `alpha * policy + (1 - alpha) * reference`."""
         for name in self.trained:
-            pairs = zip(self._reference_weights[name], self.parameters(name).values(), strict=True)
-            for reference, parameter in pairs:
+            parameters = self.parameters(name).values()
+            for reference, parameter in zip(self._reference_weights[name], parameters, strict=True):
                 reference.mul_(1.0 - alpha).add_(parameter, alpha=alpha)
 
     def references(self) -> dict[str, torch.Tensor]:
-        """Return the copied references, keyed by adapter name and position of the tensor."""
-        return {
-            f"{name}.{index}": tensor
-            for name, tensors in self._reference_weights.items()
-            for index, tensor in enumerate(tensors)
-        }
+        """The copied references, keyed by adapter name and position of the tensor."""
+        copied = self._reference_weights.items()
+        return {f"{name}.{index}": tensor for name, tensors in copied for index, tensor in enumerate(tensors)}
 
     def base_is_reference(self, agent: str) -> bool:
-        """Return `True` if the reference of an agent is the base without any adapter."""
+        """`True` if the reference of an agent is the base without any adapter."""
         return self._adapter_of[agent] not in self._reference_weights
 
     @contextlib.contextmanager
@@ -184,9 +167,8 @@ class Policies:
     @property
     def has_pending_gradients(self) -> bool:
         """`True` between the micro-steps of an optimizer step, while gradients accumulate or rows are pending."""
-        return self.has_pending_rows or any(
-            parameter.grad is not None for name in self.trained for parameter in self.parameters(name).values()
-        )
+        trained = [parameter for name in self.trained for parameter in self.parameters(name).values()]
+        return self.has_pending_rows or any(parameter.grad is not None for parameter in trained)
 
     @contextlib.contextmanager
     def with_weights(self, adapter: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -203,25 +185,16 @@ class Policies:
 
     def _is_identity(self, adapter: str) -> bool:
         config = self._model.peft_config[adapter]
-        output_weights = [
-            parameter
-            for name, parameter in self.parameters(adapter).items()
-            if "lora_B" in name or "lora_embedding_B" in name
-        ]
+        outputs = [p for name, p in self.parameters(adapter).items() if "lora_B" in name or "lora_embedding_B" in name]
         is_plain_lora = isinstance(config, LoraConfig) and not config.use_dora
-        return is_plain_lora and bool(output_weights) and all(not weight.any() for weight in output_weights)
+        return is_plain_lora and bool(outputs) and all(not weight.any() for weight in outputs)
 
 
 REFERENCES_NAME = "marft_references.safetensors"
 
 
 class SyncReferences(TrainerCallback):
-    """
-    Callback for `sync_ref_model` with adapters: moves references towards the policies. TRL's callback moves whole
-    models.
-
-    Source: TR-DPO (2404.09656), soft update.
-    """
+    """Moves references towards policies (`sync_ref_model` with adapters): the soft update of TR-DPO (2404.09656)."""
 
     def __init__(self, policies: Policies):
         self._policies = policies
@@ -232,7 +205,7 @@ class SyncReferences(TrainerCallback):
 
 
 def _references(policies: Policies, ref_model: nn.Module | None) -> dict[str, torch.Tensor]:
-    """Return the reference weights by name: copies of the adapters, or the weights of TRL's reference model."""
+    """The reference weights by name: copies of the adapters, or the weights of TRL's reference model."""
     if ref_model is None:
         return policies.references()
     return {name: parameter.detach() for name, parameter in ref_model.named_parameters()}
@@ -250,9 +223,7 @@ def load_references(policies: Policies, ref_model: nn.Module | None, folder: str
     path = Path(folder) / REFERENCES_NAME
     saved = load_file(path) if path.is_file() else {}
     current = _references(policies, ref_model)
-    if {name: tensor.shape for name, tensor in saved.items()} != {
-        name: tensor.shape for name, tensor in current.items()
-    }:
+    if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in current.items()}:
         raise ValueError(
             f"The checkpoint {folder} has no references ({REFERENCES_NAME}) for these policies, but "
             "`sync_ref_model=True` needs them. Resume with the settings of the run that wrote the checkpoint."

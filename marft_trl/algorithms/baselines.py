@@ -16,10 +16,8 @@ from . import functional
 class RunningBaselines:
     """
     Exponential moving averages of returns, separate for each kind of task (`column`), and for each agent if agents
-    have different returns.
-
-    The baseline of a generation batch is the average over earlier batches, so that it does not depend on the batch. As
-    in Adam, the average is divided by `1 - decay^n` after `n` batches. After the first batch, it is the batch mean.
+    have different returns. The baseline of a generation batch is the average over earlier batches, so that it does not
+    depend on the batch. As in Adam, the average is divided by `1 - decay^n` after `n` batches.
 
     Source: role-conditioned advantage estimation of SPIRAL (2506.24119), which updates after each episode.
     """
@@ -38,7 +36,6 @@ class RunningBaselines:
         return f"{agent}/{kind}" if is_own else kind
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for resuming, JSON-serializable."""
         return {key: list(value) for key, value in self._averages.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -46,11 +43,8 @@ class RunningBaselines:
 
     def lookup(self, keys: Sequence[str]) -> torch.Tensor:
         """Return the baselines `(N,)` of these keys, 0 for keys without earlier returns."""
-        return torch.tensor([self._get_baseline(key) for key in keys])
-
-    def _get_baseline(self, key: str) -> float:
-        average, count = self._averages.get(key, (0.0, 0))
-        return average / (1 - self._decay**count) if count else average
+        found = [self._averages.get(key, (0.0, 0)) for key in keys]
+        return torch.tensor([average / (1 - self._decay**count) if count else average for average, count in found])
 
     def update(self, keys: Sequence[str], returns: torch.Tensor, weights: torch.Tensor) -> None:
         """Update the averages with the returns `(N,)` of a batch, NaN where unscored, weighted by `weights` `(N,)`."""
@@ -98,11 +92,6 @@ class TurnReturns:
         return 1 / scored.clamp(min=1)[groups].float()
 
     @property
-    def per_turn(self) -> torch.Tensor:
-        """Weights `(N,)` of 1 for every turn."""
-        return torch.ones_like(self.returns)
-
-    @property
     def batch_group(self) -> torch.Tensor:
         """The same index `(N,)` for all turns, or for all turns of an agent."""
         return self._by_agent(torch.zeros_like(self.episodes))
@@ -134,8 +123,8 @@ class Baseline:
     @property
     def settings(self) -> frozenset[str]:
         """Fields of the training arguments that have an effect only with this baseline or similar baselines."""
-        candidate_settings = ("turn_candidates", "candidate_samples", "continue_from") if self.uses_candidates else ()
-        return frozenset([*self.own_settings, *candidate_settings])
+        of_candidates = ("turn_candidates", "candidate_samples", "continue_from")
+        return frozenset([*self.own_settings, *(of_candidates if self.uses_candidates else ())])
 
 
 def _cells(
@@ -152,12 +141,12 @@ def _group(samples: TurnReturns, scale: str) -> torch.Tensor:
 
 def _agent(samples: TurnReturns, scale: str) -> torch.Tensor:
     cells = samples.prompts * samples.num_agents + samples.agents
-    return _cells(samples, scale, cells, samples.per_turn, samples.agents)
+    return _cells(samples, scale, cells, torch.ones_like(samples.returns), samples.agents)
 
 
 def _turn(samples: TurnReturns, scale: str) -> torch.Tensor:
     cells = samples.episodes * (int(samples.nodes.max()) + 1) + samples.nodes
-    return _cells(samples, scale, cells, samples.per_turn, samples.batch_group)
+    return _cells(samples, scale, cells, torch.ones_like(samples.returns), samples.batch_group)
 
 
 def _leave_one_out(samples: TurnReturns, scale: str) -> torch.Tensor:
@@ -167,8 +156,8 @@ def _leave_one_out(samples: TurnReturns, scale: str) -> torch.Tensor:
 
 def _c3(samples: TurnReturns, scale: str) -> torch.Tensor:
     cells = samples.episodes * (int(samples.nodes.max()) + 1) + samples.nodes
-    each = torch.arange(len(cells))
-    return functional.leave_one_out_advantages(samples.returns, each, cells, samples.per_turn)
+    each, weights = torch.arange(len(cells)), torch.ones_like(samples.returns)
+    return functional.leave_one_out_advantages(samples.returns, each, cells, weights)
 
 
 def _batch(samples: TurnReturns, scale: str) -> torch.Tensor:
@@ -197,12 +186,7 @@ BASELINES: dict[str, Baseline] = {
         Baseline("agent", _agent, needs_group=True, scales=True, takes_normalized_objectives=True),
         Baseline("turn", _turn, scales=True, uses_candidates=True, in_evaluation="group"),
         Baseline(
-            "turn_itself",
-            _turn,
-            scales=True,
-            uses_candidates=True,
-            completes_episodes=False,
-            in_evaluation="group",
+            "turn_itself", _turn, scales=True, uses_candidates=True, completes_episodes=False, in_evaluation="group"
         ),
         Baseline("c3", _c3, uses_candidates=True, default_continue_from="sampled", in_evaluation="leave_one_out"),
         Baseline("leave_one_out", _leave_one_out, needs_group=True),

@@ -31,16 +31,14 @@ _MLP_WIDTHS = (1024, 512)
 class Critic:
     """
     Predicts the return that is still to come, before a turn (action level) or before each of its tokens (token level).
-
     This class is the critic `"shared"`: one LoRA, one value head. Subclasses change the parts, the heads or the
     features. To add a critic, write a subclass and give it a name in `CRITICS`. `parts` are the names of the parts and
-    of their adapters, `heads` the value head of each part. `reads_reference_pass` means that the features are the last
-    hidden states of the bare base, which a reference's pass also computes.
+    of their adapters, `heads` the value head of each part.
     """
 
     name = "shared"
     has_adapters = True
-    reads_reference_pass = False
+    reads_reference_pass = False  # features are last hidden states of the bare base, as of a reference's pass
     settings: ClassVar[frozenset[str]] = frozenset()  # that have an effect with this critic alone
 
     def __init__(
@@ -59,8 +57,8 @@ class Critic:
             for part in self.parts:
                 policies.add_critic(part, peft_config)
         width = model.config.get_text_config().hidden_size
-        device = next(model.parameters()).device
-        self.heads = nn.ModuleDict({part: self.make_head(width) for part in self.parts}).to(device)
+        heads = nn.ModuleDict({part: self.make_head(width) for part in self.parts})
+        self.heads = heads.to(next(model.parameters()).device)
 
     def get_part(self, agent: str) -> str:
         """Name of the part, and of its adapter, that values the turns of an agent."""
@@ -79,7 +77,6 @@ class Critic:
         self.heads.zero_grad(set_to_none=True)
 
     def num_values(self, num_tokens: int) -> int:
-        """Number of values of a turn of so many tokens."""
         return self._level.num_values(num_tokens)
 
     def num_kept_features(self, num_tokens: int) -> int:
@@ -95,8 +92,7 @@ class Critic:
         has to stay active until backward has run.
         """
         self._policies.activate_adapter(part)
-        with self._autocast():
-            return hidden_states(self._backbone, prompts, self._read(completions), share)
+        return self._states(prompts, completions, share)
 
     def values(self, part: str, features: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
         """Compute values `(B, V)` from [`~Critic.features`] `(B, V, H)`, for the agents of the `B` rows."""
@@ -117,9 +113,7 @@ class Critic:
         save_file({name: tensor.contiguous() for name, tensor in self.heads.state_dict().items()}, path / HEADS_NAME)
 
     def load(self, folder: str | Path) -> None:
-        """
-        Load adapters and value heads, in place. Raises `ValueError` for missing heads or those of another critic.
-        """
+        """Load adapters and value heads, in place. Raises `ValueError` if heads are missing or of another critic."""
         path = Path(folder) / CRITIC_NAME / HEADS_NAME
         if not path.is_file():
             raise ValueError(
@@ -138,12 +132,10 @@ class Critic:
                 load_adapter_weights(self._model, part, Path(folder) / part)
         self._policies.restore_requires_grad()
 
-    def _read(self, completions: Sequence[list[int]]) -> Sequence[list[int]]:
-        return completions if self._level.reads_completions else [[] for _ in completions]
-
-    @property
-    def _backbone(self) -> nn.Module:
-        return self._model.get_base_model().base_model
+    def _states(self, prompts: Sequence[list[int]], completions: Sequence[list[int]], share: bool) -> torch.Tensor:
+        completions = completions if self._level.reads_completions else [[] for _ in completions]
+        with self._autocast():
+            return hidden_states(self._model.get_base_model().base_model, prompts, completions, share)
 
 
 class PerAgentCritic(Critic):
@@ -186,8 +178,8 @@ class FrozenCritic(Critic):
         return self.num_values(num_tokens)
 
     def features(self, part, prompts, completions, share=True):
-        with torch.no_grad(), self._policies.base(), self._autocast():
-            return hidden_states(self._backbone, prompts, self._read(completions), share)
+        with torch.no_grad(), self._policies.base():
+            return self._states(prompts, completions, share)
 
 
 def _linear(width: int, outputs: int) -> nn.Linear:

@@ -42,7 +42,6 @@ __all__ = [
     "value_losses",
 ]
 
-
 # Added to the standard deviation before dividing, as in TRL.
 STD_EPS = 1e-4
 
@@ -138,10 +137,7 @@ def group_advantages(rewards: torch.Tensor, group_size: int, scale: str) -> tupl
 
 
 def cell_advantages(
-    returns: torch.Tensor,
-    cells: torch.Tensor,
-    weights: torch.Tensor,
-    pools: torch.Tensor | None = None,
+    returns: torch.Tensor, cells: torch.Tensor, weights: torch.Tensor, pools: torch.Tensor | None = None
 ) -> torch.Tensor:
     """
     Advantage of each turn: its return minus the mean return of its cell, optionally divided by a standard deviation.
@@ -160,7 +156,7 @@ def cell_advantages(
     Source: with cells of one prompt GRPO (2402.03300), with cells of one prompt and agent Dr.MAS (2602.08847), with
     cells of one observation AT-GRPO (2510.11062), with one cell for all REINFORCE++ (2501.03262).
     """
-    weights = weights.masked_fill(returns.isnan(), 0.0)
+    weights = weights.masked_fill(returns.isnan(), 0.0)  # also for the means and standard deviations below
     advantages = returns - _cell_means(returns, cells, weights)[cells]
     advantages = advantages.masked_fill(are_equal(returns, cells), 0.0)
     advantages = advantages.masked_fill(_sums(weights, cells)[cells] <= _ALONE, 0.0)
@@ -228,14 +224,12 @@ def _sums(values: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
 
 
 def _cell_means(values: torch.Tensor, cells: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    weights = weights.masked_fill(values.isnan(), 0.0)
     totals = _sums(weights, cells)
     return _sums(torch.nan_to_num(values, nan=0.0) * weights, cells) / totals.where(totals > 0, 1.0)
 
 
 def _cell_stds(values: torch.Tensor, cells: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Standard deviation of each cell with Bessel's correction; 0 where the weights add up to 1 or less."""
-    weights = weights.masked_fill(values.isnan(), 0.0)
     deviations = torch.nan_to_num(values - _cell_means(values, cells, weights)[cells], nan=0.0)
     degrees = _sums(weights, cells) - 1
     squares = _sums(weights * deviations**2, cells)
@@ -392,7 +386,13 @@ def gae(
     Source: Schulman et al. 2016 (1506.02438), eq. 16; on a chain, equal to the original MARFT's recursion over agents
     (`action_level_buffer.py`).
     """
-    rest = _rest_of_episode(rewards, values, steps, gamma, gae_lambda, last_value)
+    rest = _sums(rewards, steps)  # of each joint step, `R_t + gamma * Vm_{t+1} + gamma * lambda * Am_{t+1}`
+    mean_values = _sums(values, steps) / torch.bincount(steps).clamp(min=1)
+    gammas = [gamma] * len(rest) if isinstance(gamma, (int, float)) else gamma
+    next_value, next_advantage = last_value, 0.0
+    for step in range(len(rest) - 1, -1, -1):
+        rest[step] += gammas[step] * next_value + gammas[step] * gae_lambda * next_advantage
+        next_value, next_advantage = mean_values[step], rest[step] - mean_values[step]
     advantages = rest[steps] - values
     return advantages, advantages + values
 
@@ -433,30 +433,15 @@ def token_gae(
     mask = positions < lengths.unsqueeze(1)
     advantages = torch.zeros_like(values)
     next_value, next_advantage = last_value, 0.0
-    gammas = _expand_gamma(gamma, int(steps.max()) + 1)
-    for step in range(int(steps.max()), -1, -1):
+    last = int(steps.max())
+    gammas = [gamma] * (last + 1) if isinstance(gamma, (int, float)) else gamma
+    for step in range(last, -1, -1):
         turns = (steps == step).nonzero().squeeze(1)
         rest = rewards[turns].sum() + gammas[step] * next_value + gammas[step] * gae_lambda * next_advantage
         advantages[turns] = _inside_turns(values[turns], lengths[turns], rest, token_gamma, token_gae_lambda)
         next_value, next_advantage = values[turns, 0].mean(), advantages[turns, 0].mean()
     advantages = advantages * mask
     return advantages, (advantages + values) * mask
-
-
-def _rest_of_episode(rewards, values, steps, gamma, gae_lambda, last_value) -> torch.Tensor:
-    """`R_t + gamma * Vm_{t+1} + gamma * lambda * Am_{t+1}` of every joint step, in the notation of [`gae`]."""
-    rest = _sums(rewards, steps)
-    mean_values = _sums(values, steps) / torch.bincount(steps).clamp(min=1)
-    gammas = _expand_gamma(gamma, len(rest))
-    next_value, next_advantage = last_value, 0.0
-    for step in range(len(rest) - 1, -1, -1):
-        rest[step] += gammas[step] * next_value + gammas[step] * gae_lambda * next_advantage
-        next_value, next_advantage = mean_values[step], rest[step] - mean_values[step]
-    return rest
-
-
-def _expand_gamma(gamma: float | Sequence[float], num_steps: int) -> Sequence[float]:
-    return [gamma] * num_steps if isinstance(gamma, (int, float)) else gamma
 
 
 def _inside_turns(values, lengths, rest, gamma, gae_lambda) -> torch.Tensor:
@@ -636,14 +621,12 @@ def sampling_weights(log_ratios: torch.Tensor, mode: str, low: float | None, hig
     the same weights on a server, in another precision or of an earlier update.
 
     Args:
-        log_ratios (`torch.Tensor` of shape `(L,)`):
-            Log-probabilities under the policy that is trained, minus those under the policy that sampled.
-        mode (`str`):
-            `"token_truncate"` and `"token_mask"` weigh each token by its own ratio, `"sequence_truncate"` and
-            `"sequence_mask"` every token by the ratio of its turn. Ratios out of bounds are clipped (`"truncate"`) or
-            replaced by 0 (`"mask"`).
-        low, high (`float`, *optional*):
-            Bounds.
+        log_ratios (`torch.Tensor` of shape `(L,)`): log-probabilities under the policy that is trained, minus those
+            under the policy that sampled.
+        mode (`str`): `"token_truncate"` and `"token_mask"` weigh each token by its own ratio, `"sequence_truncate"`
+            and `"sequence_mask"` every token by the ratio of its turn. Ratios out of bounds are clipped (`"truncate"`)
+            or replaced by 0 (`"mask"`).
+        low, high (`float`, *optional*): bounds.
 
     Returns: weights `(L,)`.
 

@@ -1,15 +1,13 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
 The data of learning (training rows, slices of a generation batch, and micro-batches, all frozen), and the levels of
-optimisation: units that have a policy ratio, an advantage and a value. Each token (MARFT-T), or each turn as one
-action (MARFT-A).
-
-To add a level, write a subclass of [`TokenLevel`] and give it a name in `LEVELS`.
+optimisation, whose units have a policy ratio, an advantage and a value: each token (MARFT-T), or each turn as one
+action (MARFT-A). To add a level, write a subclass of [`TokenLevel`] and give it a name in `LEVELS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,11 +21,8 @@ from . import functional
 @dataclass(frozen=True, eq=False)
 class Row:
     """
-    A turn as a training row, with `P` prompt tokens and `L` completion tokens.
-
-    A row is made once from a turn. Later results are filled in by steps that return new rows: the output steps of
-    [`BatchMaker`] ([`~LogProbs.with_old`], [`~SamplingCorrection.corrected`], [`~LogProbs.with_reference`],
-    [`~CriticLearner.with_values`]), the advantages, and in sequential updates [`~SequentialFactors.after_update`].
+    A turn as a training row, with `P` prompt tokens and `L` completion tokens. Later results are filled in by steps
+    that return new rows: output steps of [`BatchMaker`], advantages, and [`~SequentialFactors.after_update`].
     """
 
     agent: str
@@ -109,9 +104,6 @@ class MicroBatch:
         return sum(row.num_loss_tokens for row in self.rows)
 
 
-# ---- Levels ----
-
-
 class SeenByLoss(NamedTuple):
     """Inputs of the loss of a micro-batch of `B` rows, whose longest turn has `T` tokens."""
 
@@ -179,13 +171,11 @@ class TokenLevel:
         Advantages and value targets of the `K` turns of an episode by GAE, as a tensor `(V,)` for each turn, from
         rewards `(K,)`, the values `(V,)` of each turn, joint steps `(K,)` and the value after the last joint step.
         """
-        lengths = torch.tensor([len(value) for value in values])
+        lengths = [len(value) for value in values]
         padded = torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True)
         factors = discounts.gamma, discounts.gae_lambda, discounts.token_gamma, discounts.token_gae_lambda
-        pair = functional.token_gae(rewards, padded, lengths, steps, *factors, last_value)
-        advantages, targets = (
-            [row[:length].clone() for row, length in zip(tensor, lengths.tolist(), strict=True)] for tensor in pair
-        )
+        pair = functional.token_gae(rewards, padded, torch.tensor(lengths), steps, *factors, last_value)
+        advantages, targets = ([row[:size].clone() for row, size in zip(item, lengths, strict=True)] for item in pair)
         return advantages, targets
 
     def advantage(self, values: torch.Tensor, num_tokens: int) -> float | torch.Tensor:
@@ -218,12 +208,8 @@ class ActionLevel(TokenLevel):
         return 1.0
 
     def divisors(self, rows: Sequence[Row]) -> torch.Tensor:
-        of: dict[str, Callable[[Row], int]] = {
-            "sum": lambda row: 1,
-            "token": lambda row: len(row.completion_ids),
-            "word": lambda row: row.words,
-        }
-        return torch.tensor([max(of[self.logprob](row), 1) for row in rows], dtype=torch.float32)
+        counts = [{"sum": 1, "token": len(row.completion_ids), "word": row.words}[self.logprob] for row in rows]
+        return torch.tensor([max(count, 1) for count in counts], dtype=torch.float32)
 
     def seen_by_loss(
         self, logps: torch.Tensor, entropies: torch.Tensor, inputs: Mapping[str, torch.Tensor], rows: Sequence[Row]
@@ -233,8 +219,7 @@ class ActionLevel(TokenLevel):
         ratios = functional.action_log_ratios(logps - old, mask, divisors).clamp(-20, 20)
         # TRL takes the mean entropy over tokens: with these shares it is the mean over turns of their mean
         shares = mask.sum() / (mask.sum(dim=1, keepdim=True).clamp(min=1) * len(mask))
-        # TRL takes the mean log-ratio over a turn's tokens: with these old log-probabilities each of them is the
-        # turn's
+        # TRL takes the mean log-ratio over a turn's tokens: with these old log-probabilities each is the turn's
         return SeenByLoss(entropies * shares, logps - ratios.unsqueeze(1), ratios[mask.bool().any(dim=1)])
 
     def estimate(self, rewards, values, steps, discounts, last_value):

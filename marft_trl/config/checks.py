@@ -26,7 +26,6 @@ CISPO_EPSILON_HIGH = 5.0  # as TRL recommends after ScaleRL (2510.13786)
 
 
 def set_dependent_defaults(config: Any) -> None:
-    """Set the defaults of a [`MARFTConfig`] that depend on other settings, in place."""
     if config.ddp_backend is not None and not _is_distributed(config.use_cpu):
         # accelerate would look for a process group that does not exist
         logger.warning(f"`ddp_backend={config.ddp_backend!r}` has no effect with a single process.")
@@ -59,15 +58,13 @@ def _is_distributed(use_cpu: bool) -> bool:
     return has_several_processes or (not use_cpu and "LOCAL_RANK" in os.environ)
 
 
-# Maximum number of retries of a failed call, with `on_episode_error="retry"`
-EPISODE_RETRIES = 2
+EPISODE_RETRIES = 2  # maximum number of retries of a failed call, with `on_episode_error="retry"`
 
 # Loss types that do not weight a turn by its number of tokens, or do so by design
 _ACTION_LEVEL_LOSSES = tuple(name for name, loss in LOSSES.items() if loss.supports_actions)
 
 
 def has_turn_ratio(args: Any) -> bool:
-    """`True` if the level has one policy ratio per turn."""
     return args.level in LEVELS and LEVELS[args.level].ratio == "sequence"
 
 
@@ -106,7 +103,6 @@ def check_names(names: Iterable[str], known: Sequence[str]) -> None:
 
 
 def check_numbers(args: Any) -> None:
-    """Raise a `ValueError` unless numbers are in range, flags are booleans, and `reward_weights` are finite."""
     for name, rule in collect_rules(type(args), INHERITED).items():
         if rule.bounds or rule.integer:
             check_number(name, getattr(args, name), rule)
@@ -119,35 +115,27 @@ def check_numbers(args: Any) -> None:
         if is_flag and not (value is None and field.default is None):
             check_flag(field.name, value, may_be_none=field.default is None)
     weights = args.reward_weights
-    if weights is not None and not (
-        isinstance(weights, Sequence) and all(isinstance(weight, (int, float)) for weight in weights)
-    ):
+    is_list = isinstance(weights, Sequence) and all(isinstance(weight, (int, float)) for weight in weights)
+    if weights is not None and not is_list:
         raise ValueError(f"`reward_weights` must be a list of numbers, one for each reward function; got {weights!r}.")
     if not all(map(math.isfinite, weights or ())):
         raise ValueError(f"`reward_weights` must be finite numbers, one for each reward function; got {weights!r}.")
 
 
 def check_values(args: Any) -> None:
-    """Raise a `ValueError` with the nearest value if a setting has none of its known values."""
     for name, rule in collect_rules(type(args), INHERITED).items():
         if rule.choices is not None:
             check_choice(name, getattr(args, name), rule.known)
 
 
-def _explain_preset(args: Any, message: str) -> str:
-    """Return a sentence that lists the settings in a message that the preset has set, or an empty string."""
-    settings = args.preset_settings
-    names = [name for name in dict.fromkeys(re.findall(r"`(\w+)[`=]", message)) if name in settings]
-    assignments = ", ".join(f"`{name}={settings[name]!r}`" for name in names)
-    return f" `preset={args.preset!r}` sets {assignments}." if names else ""
-
-
 def check_combinations(args: Any) -> None:
     """Raise a `ValueError` with a fix if settings contradict each other, or one disables another."""
-    conflicts = [*_critic_conflicts(args), *_level_conflicts(args), *_credit_conflicts(args), *_order_conflicts(args)]
-    for applies, message in [*conflicts, *_sampling_conflicts(args), *_failure_conflicts(args)]:
+    conflicts = _critic_conflicts(args) | _level_conflicts(args) | _credit_conflicts(args) | _order_conflicts(args)
+    for message, applies in (conflicts | _sampling_conflicts(args) | _failure_conflicts(args)).items():
         if applies:
-            raise ValueError(message + _explain_preset(args, message))
+            of_preset, names = args.preset_settings, dict.fromkeys(re.findall(r"`(\w+)[`=]", message))
+            sets = ", ".join(f"`{name}={of_preset[name]!r}`" for name in names if name in of_preset)
+            raise ValueError(message + (f" `preset={args.preset!r}` sets {sets}." if sets else ""))
     rules, defaults = collect_rules(type(args), INHERITED), type(args).__dataclass_fields__
     for name in sorted(args.given & rules.keys(), key=list(defaults).index):
         if getattr(args, name) == defaults[name].default:
@@ -163,251 +151,190 @@ def check_combinations(args: Any) -> None:
             )
 
 
-def _critic_conflicts(args: Any) -> list[tuple[bool, str]]:
+# Conflicts of settings: each message, and whether it applies
+
+
+def _critic_conflicts(args: Any) -> dict[str, bool]:
     has_one_episode = args.generation_batch_size == 1
     normalizes = args.advantage == "gae" and has_turn_ratio(args) and args.normalize_advantages != "none"
     baseline = BASELINES.get(args.advantage)
     needs_group = baseline is not None and baseline.needs_group
-    return [
-        (
-            args.advantage == "gae" and args.critic is None,
-            "`advantage='gae'` needs a critic, but `critic` is None. Set `critic='shared'`.",
+    or_instead = ", or set `normalize_advantages='none'`" if args.advantage == "gae" else ""
+    return {
+        "`advantage='gae'` needs a critic, but `critic` is None. Set `critic='shared'`.": (
+            args.advantage == "gae" and args.critic is None
         ),
-        (
-            args.advantage != "gae" and args.critic is not None,
-            f"`critic={args.critic!r}` predicts values that `advantage={args.advantage!r}` does not use. Set "
-            "`advantage='gae'`, or leave `critic` out.",
+        f"`critic={args.critic!r}` predicts values that `advantage={args.advantage!r}` does not use. Set "
+        "`advantage='gae'`, or leave `critic` out.": args.advantage != "gae" and args.critic is not None,
+        f"`critic_warmup_steps={args.critic_warmup_steps}` needs a critic, but `critic` is None. Set "
+        "`advantage='gae', critic='shared'`, or leave `critic_warmup_steps` out.": (
+            args.critic is None and args.critic_warmup_steps > 0
         ),
-        (
-            args.critic is None and args.critic_warmup_steps > 0,
-            f"`critic_warmup_steps={args.critic_warmup_steps}` needs a critic, but `critic` is None. Set "
-            "`advantage='gae', critic='shared'`, or leave `critic_warmup_steps` out.",
+        f"`num_generations=1` needs a critic: `advantage={args.advantage!r}` compares at least 2 episodes of a "
+        "prompt. Set `advantage='gae', critic='shared'`, or `num_generations` to 2 or more.": (
+            needs_group and args.num_generations == 1
         ),
-        (
-            needs_group and args.num_generations == 1,
-            f"`num_generations=1` needs a critic: `advantage={args.advantage!r}` compares at least 2 episodes of a "
-            "prompt. Set `advantage='gae', critic='shared'`, or `num_generations` to 2 or more.",
+        f"`advantage={args.advantage!r}` compares several candidates for a turn, but `turn_candidates` is "
+        f"{args.turn_candidates}. Set it to 2 or more.": (
+            baseline is not None and baseline.uses_candidates and args.turn_candidates < 2
         ),
-        (
-            baseline is not None and baseline.uses_candidates and args.turn_candidates < 2,
-            f"`advantage={args.advantage!r}` compares several candidates for a turn, but `turn_candidates` is "
-            f"{args.turn_candidates}. Set it to 2 or more.",
+        "`advantage='c3'` compares alternatives at observations that the policy reaches by sampling, but "
+        "`continue_from='best'` continues every episode from the best alternative. Set `continue_from='sampled'`, "
+        "or `advantage='turn'`.": args.advantage == "c3" and args.continue_from == "best",
+        f"`remove_unused_columns=True` keeps only the column `prompt`, but `rae_column={args.rae_column!r}` reads "
+        "another column. Set `remove_unused_columns=False`.": (
+            args.rae_column is not None and args.remove_unused_columns
         ),
-        (
-            args.advantage == "c3" and args.continue_from == "best",
-            "`advantage='c3'` compares alternatives at observations that the policy reaches by sampling, but "
-            "`continue_from='best'` continues every episode from the best alternative. Set `continue_from='sampled'`, "
-            "or `advantage='turn'`.",
+        "`rae_decay=1.0` keeps the baseline of `advantage='rae'` at 0 forever. Set it to a number below 1.": (
+            args.advantage == "rae" and args.rae_decay == 1
         ),
-        (
-            args.rae_column is not None and args.remove_unused_columns,
-            f"`remove_unused_columns=True` keeps only the column `prompt`, but `rae_column={args.rae_column!r}` reads "
-            "another column. Set `remove_unused_columns=False`.",
+        "A generation batch of one episode (`per_device_train_batch_size=1`) has no other episode to compare "
+        f"with, so training with `advantage={args.advantage!r}` would learn nothing. Raise "
+        f"`per_device_train_batch_size`{or_instead}.": (has_one_episode and (args.advantage == "batch" or normalizes)),
+        f"`critic_warmup_steps` ({args.critic_warmup_steps}) is above `max_steps` ({args.max_steps}), so no agent "
+        "would be trained. Lower `critic_warmup_steps`, or raise `max_steps`.": (
+            0 < args.max_steps < args.critic_warmup_steps
         ),
-        (
-            args.advantage == "rae" and args.rae_decay == 1,
-            "`rae_decay=1.0` keeps the baseline of `advantage='rae'` at 0 forever. Set it to a number below 1.",
-        ),
-        (
-            has_one_episode and (args.advantage == "batch" or normalizes),
-            "A generation batch of one episode (`per_device_train_batch_size=1`) has no other episode to compare "
-            f"with, so training with `advantage={args.advantage!r}` would learn nothing. Raise "
-            "`per_device_train_batch_size`"
-            + (", or set `normalize_advantages='none'`." if args.advantage == "gae" else "."),
-        ),
-        (
-            0 < args.max_steps < args.critic_warmup_steps,
-            f"`critic_warmup_steps` ({args.critic_warmup_steps}) is above `max_steps` ({args.max_steps}), so no agent "
-            "would be trained. Lower `critic_warmup_steps`, or raise `max_steps`.",
-        ),
-    ]
+    }
 
 
-def _level_conflicts(args: Any) -> list[tuple[bool, str]]:
+def _level_conflicts(args: Any) -> dict[str, bool]:
     is_per_turn = has_turn_ratio(args)
     is_per_token = args.advantage == "gae" and not is_per_turn
-    return [
-        (
-            is_per_turn and args.loss_type not in _ACTION_LEVEL_LOSSES,
-            f"`loss_type={args.loss_type!r}` weights a turn by its number of tokens, but at `level='action'` a turn "
-            f"is one action. Use one of {', '.join(map(repr, _ACTION_LEVEL_LOSSES))}.",
+    return {
+        f"`loss_type={args.loss_type!r}` weights a turn by its number of tokens, but at `level='action'` a turn "
+        f"is one action. Use one of {', '.join(map(repr, _ACTION_LEVEL_LOSSES))}.": (
+            is_per_turn and args.loss_type not in _ACTION_LEVEL_LOSSES
         ),
-        (
-            args.loss_type == "cispo" and args.epsilon_high < 1,
-            f"`epsilon_high={args.epsilon_high}` is the maximum ratio of `loss_type='cispo'`, and a value below 1 "
-            "scales every gradient down. Set it to 5.0, or leave it out.",
+        f"`epsilon_high={args.epsilon_high}` is the maximum ratio of `loss_type='cispo'`, and a value below 1 "
+        "scales every gradient down. Set it to 5.0, or leave it out.": (
+            args.loss_type == "cispo" and args.epsilon_high < 1
         ),
-        (
-            is_per_turn and args.importance_sampling_level == "sequence",
-            "`importance_sampling_level='sequence'` means `level='action'` with `action_logprob='token'`. Set these, "
-            "and leave `importance_sampling_level` out.",
+        "`importance_sampling_level='sequence'` means `level='action'` with `action_logprob='token'`. Set these, "
+        "and leave `importance_sampling_level` out.": is_per_turn and args.importance_sampling_level == "sequence",
+        "`advantage='gae'` at `level='token'` computes an advantage per token, but "
+        "`importance_sampling_level='sequence'` uses one ratio per turn. Set `level='action'`.": (
+            is_per_token and args.importance_sampling_level == "sequence"
         ),
-        (
-            is_per_token and args.importance_sampling_level == "sequence",
-            "`advantage='gae'` at `level='token'` computes an advantage per token, but "
-            "`importance_sampling_level='sequence'` uses one ratio per turn. Set `level='action'`.",
-        ),
-        (
+        f"`loss_type={args.loss_type!r}` with `off_policy_mask_threshold={args.off_policy_mask_threshold}` needs "
+        "one advantage per turn, but `advantage='gae'` at `level='token'` computes one per token. Set "
+        "`level='action'`, or use another `loss_type` without `off_policy_mask_threshold`.": (
             is_per_token
-            and (LOSSES[args.loss_type].needs_same_advantage or args.off_policy_mask_threshold is not None),
-            f"`loss_type={args.loss_type!r}` with `off_policy_mask_threshold={args.off_policy_mask_threshold}` needs "
-            "one advantage per turn, but `advantage='gae'` at `level='token'` computes one per token. Set "
-            "`level='action'`, or use another `loss_type` without `off_policy_mask_threshold`.",
+            and (LOSSES[args.loss_type].needs_same_advantage or args.off_policy_mask_threshold is not None)
         ),
-        (
-            is_per_turn and args.beta > 0 and args.use_bias_correction_kl,
-            "`use_bias_correction_kl` at `level='action'` would weight the KL of every token by the ratio of the "
-            "whole turn, which is unbounded. Leave it out.",
+        "`use_bias_correction_kl` at `level='action'` would weight the KL of every token by the ratio of the "
+        "whole turn, which is unbounded. Leave it out.": is_per_turn and args.beta > 0 and args.use_bias_correction_kl,
+        f"`top_entropy_quantile={args.top_entropy_quantile}` trains only some tokens of a turn, but at "
+        "`level='action'` a turn is one action. Set `level='token'`, or leave `top_entropy_quantile` out.": (
+            is_per_turn and args.top_entropy_quantile < 1.0
         ),
-        (
-            is_per_turn and args.top_entropy_quantile < 1.0,
-            f"`top_entropy_quantile={args.top_entropy_quantile}` trains only some tokens of a turn, but at "
-            "`level='action'` a turn is one action. Set `level='token'`, or leave `top_entropy_quantile` out.",
+        "`target_kl` needs the policy ratio, which `use_policy_ratio=False` disables. Leave one of them out.": (
+            not args.use_policy_ratio and args.target_kl is not None
         ),
-        (
-            not args.use_policy_ratio and args.target_kl is not None,
-            "`target_kl` needs the policy ratio, which `use_policy_ratio=False` disables. Leave one of them out.",
+        "`off_policy_mask_threshold` is not supported with `level='action'`. Set `target_kl` instead.": (
+            is_per_turn and args.off_policy_mask_threshold is not None
         ),
-        (
-            is_per_turn and args.off_policy_mask_threshold is not None,
-            "`off_policy_mask_threshold` is not supported with `level='action'`. Set `target_kl` instead.",
-        ),
-    ]
+    }
 
 
-def _credit_conflicts(args: Any) -> list[tuple[bool, str]]:
+def _credit_conflicts(args: Any) -> dict[str, bool]:
     baseline, rule = BASELINES.get(args.advantage), CREDITS[args.credit]
     per_objective = baseline is not None and baseline.takes_normalized_objectives
-    return [
-        (
-            args.scale_rewards == "batch" and not (baseline is not None and baseline.scales),
-            f"`scale_rewards='batch'` has no effect with `advantage={args.advantage!r}`: it applies only to "
-            f"{', '.join(repr(name) for name, entry in BASELINES.items() if entry.scales)}. Leave it out.",
+    return {
+        f"`scale_rewards='batch'` has no effect with `advantage={args.advantage!r}`: it applies only to "
+        f"{', '.join(repr(name) for name, entry in BASELINES.items() if entry.scales)}. Leave it out.": (
+            args.scale_rewards == "batch" and not (baseline is not None and baseline.scales)
         ),
-        (
-            rule.reruns and args.credit_kind == "rewards",
-            f"`credit={args.credit!r}` scores every turn by the outcome of the whole episode, so summing over turns "
-            "(`credit_kind='rewards'`) would credit an agent for its teammates' turns. Set `credit_kind='returns'`.",
+        f"`credit={args.credit!r}` scores every turn by the outcome of the whole episode, so summing over turns "
+        "(`credit_kind='rewards'`) would credit an agent for its teammates' turns. Set `credit_kind='returns'`.": (
+            rule.reruns and args.credit_kind == "rewards"
         ),
-        (
-            uses_candidates(args) and (rule.reruns or args.credit not in ("equal", "per_step")),
-            f"`advantage={args.advantage!r}` scores each candidate for a turn separately, so there is nothing for "
-            f"`credit={args.credit!r}` to divide. Use `credit='equal'` or `'per_step'`.",
+        f"`advantage={args.advantage!r}` scores each candidate for a turn separately, so there is nothing for "
+        f"`credit={args.credit!r}` to divide. Use `credit='equal'` or `'per_step'`.": (
+            uses_candidates(args) and (rule.reruns or args.credit not in ("equal", "per_step"))
         ),
-        (
-            args.candidate_samples > 1 and not completes_candidates(args),
-            f"`candidate_samples={args.candidate_samples}` completes several episodes from each candidate, but "
-            "`advantage='turn_itself'` scores candidates without completing the episode. Leave `candidate_samples` "
-            "out, or set `advantage='turn'`.",
+        f"`candidate_samples={args.candidate_samples}` completes several episodes from each candidate, but "
+        "`advantage='turn_itself'` scores candidates without completing the episode. Leave `candidate_samples` "
+        "out, or set `advantage='turn'`.": args.candidate_samples > 1 and not completes_candidates(args),
+        f"`advantage={args.advantage!r}` computes the return of every candidate, so `credit_kind='rewards'` does "
+        "not apply. Leave `credit_kind` out.": uses_candidates(args) and args.credit_kind == "rewards",
+        "`multi_objective_aggregation='normalize_then_sum'` normalizes rewards over a group of episodes, which "
+        f"needs `advantage='group'` or `'agent'` and `credit='equal'`; got `advantage={args.advantage!r}`, "
+        f"`credit={args.credit!r}`.": (
+            args.multi_objective_aggregation == "normalize_then_sum" and not (per_objective and args.credit == "equal")
         ),
-        (
-            uses_candidates(args) and args.credit_kind == "rewards",
-            f"`advantage={args.advantage!r}` computes the return of every candidate, so `credit_kind='rewards'` does "
-            "not apply. Leave `credit_kind` out.",
-        ),
-        (
-            args.multi_objective_aggregation == "normalize_then_sum"
-            and not (per_objective and args.credit == "equal"),
-            "`multi_objective_aggregation='normalize_then_sum'` normalizes rewards over a group of episodes, which "
-            f"needs `advantage='group'` or `'agent'` and `credit='equal'`; got `advantage={args.advantage!r}`, "
-            f"`credit={args.credit!r}`.",
-        ),
-    ]
+    }
 
 
-def _order_conflicts(args: Any) -> list[tuple[bool, str]]:
+def _order_conflicts(args: Any) -> dict[str, bool]:
     micro_steps = args.steps_per_generation * args.num_iterations
     is_on_policy = args.gradient_accumulation_steps % micro_steps == 0
     updates_in_turn = args.update_order != "joint"
-    return [
-        (
-            args.target_kl is not None and is_on_policy,
-            f"`target_kl={args.target_kl}` has no effect: with `num_iterations={args.num_iterations}` and "
-            f"`steps_per_generation={args.steps_per_generation}` every update is the first on its episodes, so the "
-            "policy has not moved. Raise one of them, or leave `target_kl` out.",
+    return {
+        f"`target_kl={args.target_kl}` has no effect: with `num_iterations={args.num_iterations}` and "
+        f"`steps_per_generation={args.steps_per_generation}` every update is the first on its episodes, so the "
+        "policy has not moved. Raise one of them, or leave `target_kl` out.": (
+            args.target_kl is not None and is_on_policy
         ),
-        (
-            updates_in_turn and args.agent_iteration_interval > 0,
-            f"`update_order={args.update_order!r}` and `agent_iteration_interval={args.agent_iteration_interval}` "
-            "both set which agent is trained in a step. Leave one of them out.",
+        f"`update_order={args.update_order!r}` and `agent_iteration_interval={args.agent_iteration_interval}` "
+        "both set which agent is trained in a step. Leave one of them out.": (
+            updates_in_turn and args.agent_iteration_interval > 0
         ),
-        (
-            0 < args.max_steps <= args.agent_iteration_interval,
-            f"`agent_iteration_interval` ({args.agent_iteration_interval}) leaves no step of `max_steps` "
-            f"({args.max_steps}) for the second agent. Lower it, or raise `max_steps`.",
+        f"`agent_iteration_interval` ({args.agent_iteration_interval}) leaves no step of `max_steps` "
+        f"({args.max_steps}) for the second agent. Lower it, or raise `max_steps`.": (
+            0 < args.max_steps <= args.agent_iteration_interval
         ),
-        (
-            updates_in_turn and micro_steps % args.gradient_accumulation_steps != 0,
-            f"`update_order={args.update_order!r}` trains every agent for whole optimizer steps on a generation "
-            f"batch, so `steps_per_generation * num_iterations` ({micro_steps}) must be a multiple of "
-            f"`gradient_accumulation_steps` ({args.gradient_accumulation_steps}).",
+        f"`update_order={args.update_order!r}` trains every agent for whole optimizer steps on a generation "
+        f"batch, so `steps_per_generation * num_iterations` ({micro_steps}) must be a multiple of "
+        f"`gradient_accumulation_steps` ({args.gradient_accumulation_steps}).": (
+            updates_in_turn and micro_steps % args.gradient_accumulation_steps != 0
         ),
-        (
-            args.update_order == "sequential" and uses_candidates(args),
-            f"`update_order='sequential'` multiplies ratios along an episode, but with `advantage={args.advantage!r}` "
-            "most rows are candidates outside the episode. Use `update_order='joint'` or `'resampled'`.",
+        f"`update_order='sequential'` multiplies ratios along an episode, but with `advantage={args.advantage!r}` "
+        "most rows are candidates outside the episode. Use `update_order='joint'` or `'resampled'`.": (
+            args.update_order == "sequential" and uses_candidates(args)
         ),
-        (
-            args.sync_ref_model and args.beta == 0.0,
-            "`sync_ref_model=True` has no effect with `beta=0.0`: the reference is not used. Leave it out, or set "
-            "`beta` to a number above 0.",
+        "`sync_ref_model=True` has no effect with `beta=0.0`: the reference is not used. Leave it out, or set "
+        "`beta` to a number above 0.": args.sync_ref_model and args.beta == 0.0,
+        f"`entropy_coef_min` ({args.entropy_coef_min}) is above `entropy_coef_max` ({args.entropy_coef_max}). "
+        "Lower `entropy_coef_min`, or raise `entropy_coef_max`.": (
+            args.use_adaptive_entropy and args.entropy_coef_min > args.entropy_coef_max
         ),
-        (
-            args.use_adaptive_entropy and args.entropy_coef_min > args.entropy_coef_max,
-            f"`entropy_coef_min` ({args.entropy_coef_min}) is above `entropy_coef_max` ({args.entropy_coef_max}). "
-            "Lower `entropy_coef_min`, or raise `entropy_coef_max`.",
-        ),
-    ]
+    }
 
 
-def _sampling_conflicts(args: Any) -> list[tuple[bool, str]]:
-    """Conflicts of `dynamic_sampling`, which keeps the groups whose rewards differ."""
+def _sampling_conflicts(args: Any) -> dict[str, bool]:
     if not args.dynamic_sampling:
-        return []
+        return {}
     baseline = BASELINES.get(args.advantage)
     is_relative = baseline is not None and (baseline.needs_group or baseline.uses_candidates)
-    return [
-        (
-            not is_relative,
-            "`dynamic_sampling=True` skips prompts whose episodes all have the same reward, but with "
-            f"`advantage={args.advantage!r}` such episodes still give a gradient. Set `advantage='group'`, 'agent', "
-            "'leave_one_out', 'turn' or 'c3', or leave `dynamic_sampling` out.",
-        ),
-        (
-            args.credit != "equal",
-            "`dynamic_sampling=True` skips prompts whose episodes all have the same reward, but with "
-            f"`credit={args.credit!r}` their turns still differ. Set `credit='equal'`, or leave `dynamic_sampling` "
-            "out.",
-        ),
-        (
-            args.max_staleness > 0,
-            "`dynamic_sampling=True` draws further prompts once the rewards of a batch are known, but "
-            f"`max_staleness={args.max_staleness}` samples batches ahead of training. Set `max_staleness=0`, or leave "
-            "`dynamic_sampling` out.",
-        ),
-    ]
+    return {
+        "`dynamic_sampling=True` skips prompts whose episodes all have the same reward, but with "
+        f"`advantage={args.advantage!r}` such episodes still give a gradient. Set `advantage='group'`, 'agent', "
+        "'leave_one_out', 'turn' or 'c3', or leave `dynamic_sampling` out.": not is_relative,
+        "`dynamic_sampling=True` skips prompts whose episodes all have the same reward, but with "
+        f"`credit={args.credit!r}` their turns still differ. Set `credit='equal'`, or leave `dynamic_sampling` "
+        "out.": args.credit != "equal",
+        "`dynamic_sampling=True` draws further prompts once the rewards of a batch are known, but "
+        f"`max_staleness={args.max_staleness}` samples batches ahead of training. Set `max_staleness=0`, or leave "
+        "`dynamic_sampling` out.": args.max_staleness > 0,
+    }
 
 
-def _failure_conflicts(args: Any) -> list[tuple[bool, str]]:
-    return [
-        (
-            args.on_episode_error != "raise" and (uses_candidates(args) or CREDITS[args.credit].reruns),
-            f"`on_episode_error={args.on_episode_error!r}` does not support candidates for turns "
-            "(`advantage='turn'`, `'c3'`) or re-runs (`credit='counterfactual'`, `'removed'`): training would use "
-            "them even if their episode failed. Set `on_episode_error='raise'`.",
+def _failure_conflicts(args: Any) -> dict[str, bool]:
+    return {
+        f"`on_episode_error={args.on_episode_error!r}` does not support candidates for turns "
+        "(`advantage='turn'`, `'c3'`) or re-runs (`credit='counterfactual'`, `'removed'`): training would use "
+        "them even if their episode failed. Set `on_episode_error='raise'`.": (
+            args.on_episode_error != "raise" and (uses_candidates(args) or CREDITS[args.credit].reruns)
         ),
-        (
-            args.on_collapse == "restore" and args.eval_strategy == "no",
-            "`on_collapse='restore'` restores the adapters of the best evaluation, but this run has none. Set "
-            "`eval_strategy='steps'` and pass an `eval_dataset`.",
+        "`on_collapse='restore'` restores the adapters of the best evaluation, but this run has none. Set "
+        "`eval_strategy='steps'` and pass an `eval_dataset`.": (
+            args.on_collapse == "restore" and args.eval_strategy == "no"
         ),
-        (
-            args.on_collapse == "restore" and args.sync_ref_model,
-            "`on_collapse='restore'` restores adapters, but not the references that follow them "
-            "(`sync_ref_model=True`), which would pull the adapters back to the collapsed policy. Set "
-            "`on_collapse='warn'`, or `sync_ref_model=False`.",
-        ),
-    ]
+        "`on_collapse='restore'` restores adapters, but not the references that follow them "
+        "(`sync_ref_model=True`), which would pull the adapters back to the collapsed policy. Set "
+        "`on_collapse='warn'`, or `sync_ref_model=False`.": args.on_collapse == "restore" and args.sync_ref_model,
+    }
 
 
 def check_timeouts(args: Any, process_timeout: float | None) -> None:
@@ -426,7 +353,14 @@ def check_timeouts(args: Any, process_timeout: float | None) -> None:
             )
 
 
-# Arguments of `generate` that MARFTTrainer does not support: the reason and a fix
+# Settings, and arguments of `generate`, that MARFTTrainer does not support: the reason and a fix
+_UNSUPPORTED = {
+    "save_only_model": "a run could not resume from such checkpoints. Set it to False.",
+    "ignore_data_skip": "a resumed run would train on different rows. Set it to False.",
+    "use_transformers_continuous_batching": "it serves one policy for all requests. Set it to False.",
+    "include_for_metrics": "evaluations have no predictions. Leave it out.",
+    "neftune_noise_alpha": "turns would be sampled with one noise and scored with another. Leave it out.",
+}
 _UNSUPPORTED_GENERATION_KWARGS = {
     "num_return_sequences": "every turn is one completion. Set `num_generations`, or leave it out.",
     "stop_strings": "pass `AgentSpec(stop=...)`, which also ends the turn there.",
@@ -435,7 +369,6 @@ _UNSUPPORTED_GENERATION_KWARGS = {
 
 
 def environment_flag_is_set(variable: str) -> bool:
-    """`True` if an environment variable of a launcher is `true` or `1`."""
     return os.environ.get(variable, "").lower() in ("true", "1")
 
 
@@ -468,25 +401,11 @@ def check_engine(args: Any) -> None:
 
 def check_supported(args: Any) -> None:
     """Raise a `ValueError` with a fix for settings of [`~trl.GRPOConfig`] that a team does not support."""
-    unsupported = {
-        "save_only_model": (args.save_only_model, "a run could not resume from such checkpoints. Set it to False."),
-        "ignore_data_skip": (args.ignore_data_skip, "a resumed run would train on different rows. Set it to False."),
-        "use_transformers_continuous_batching": (
-            args.use_transformers_continuous_batching,
-            "it serves one policy for all requests. Set it to False.",
-        ),
-        "include_for_metrics": (args.include_for_metrics, "evaluations have no predictions. Leave it out."),
-        "neftune_noise_alpha": (
-            args.neftune_noise_alpha,
-            "turns would be sampled with one noise and scored with another. Leave it out.",
-        ),
-    }
-    for name, (is_set, reason) in unsupported.items():
-        if is_set:
+    for name, reason in _UNSUPPORTED.items():
+        if getattr(args, name):
             raise ValueError(f"`{name}={getattr(args, name)!r}` is not supported by MARFTTrainer: {reason}")
     accumulation = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
-    num_steps = accumulation.get("num_steps")
-    if num_steps not in (None, args.gradient_accumulation_steps):
+    if (num_steps := accumulation.get("num_steps")) not in (None, args.gradient_accumulation_steps):
         raise ValueError(
             f"`gradient_accumulation_kwargs` of `accelerator_config` has `num_steps={num_steps!r}`, but generation "
             f"batches are made for `gradient_accumulation_steps={args.gradient_accumulation_steps}`. Set only "

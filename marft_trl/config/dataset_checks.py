@@ -16,8 +16,7 @@ REWARD_ARGUMENTS = (
     *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "turns", "earned"),
     "environments",
 )
-# Arguments of reward functions of single turns
-TURN_ARGUMENTS = (*REWARD_ARGUMENTS, "turn", "answer_turn")
+TURN_ARGUMENTS = (*REWARD_ARGUMENTS, "turn", "answer_turn")  # arguments of reward functions of single turns
 _SCAN_ROWS = 1000
 # Prompt of a row without a prompt of its own, which the environment provides, as in TRL
 PLACEHOLDER = [{"role": "user", "content": ""}]
@@ -51,7 +50,6 @@ def named_sets(eval_dataset) -> dict[str, Any]:
 
 
 def _no_dataset(value: object, what: str) -> str:
-    """The error message for a value that is not a dataset, with the conversion that fits the value."""
     cure = "Convert a list of rows with `Dataset.from_list(rows)`."
     if isinstance(value, str):
         cure = f"Load it: `load_dataset({value!r}, split='train')`."

@@ -19,17 +19,7 @@ from ..seams.runs import timeout_also_on_cpu
 from ..seams.trl import LOSSES, accepting_one_generation
 from ..system.hints import did_you_mean
 from ..system.redaction import is_published, without_paths, without_secrets
-from .checks import (
-    check_combinations,
-    check_engine,
-    check_names,
-    check_numbers,
-    check_supported,
-    check_values,
-    has_turn_ratio,
-    set_dependent_defaults,
-    uses_candidates,
-)
+from . import checks
 from .options import ABOVE_0, AT_LEAST_0, SHARE, check_choice, documented, option, say_unused
 from .presets import PRESETS
 
@@ -43,7 +33,6 @@ class Copies:
         return {**(without_paths(state) if is_published.get() else state), "hub_token": None}
 
     def to_dict(self):
-        # Trackers log this dictionary, so secrets are removed
         return {name: without_secrets(value) for name, value in super().to_dict().items()}
 
     def __deepcopy__(self, memo):
@@ -153,19 +142,6 @@ class EvaluationSettings:
     eval_reference_column: str = option("solution", about="evaluations")
 
 
-def check_evaluation(args: Any) -> None:
-    """Raise if a setting of evaluations is not valid, or asks for more episodes than a question has."""
-    check_sampling(args.eval_sampling)
-    check_k(args.eval_k, args.num_generations_eval or args.num_generations)
-    if args.eval_k is None:
-        for name, default in (("eval_right_at", 1.0), ("eval_right_by", None)):
-            if getattr(args, name) != default:
-                raise ValueError(
-                    f"`{name}={getattr(args, name)!r}` has no effect with `eval_k=None`. Set `eval_k`, or leave "
-                    f"`{name}` out."
-                )
-
-
 def check_sampling(sampling: Any, what: str = "eval_sampling") -> None:
     """Raise a `TypeError` unless `sampling` is a mapping or `None`, and a `ValueError` for a wrong name or value."""
     if sampling is None:
@@ -250,7 +226,6 @@ class EngineSettings:
 
 
 def check_vllm(args: Any) -> None:
-    """Raise a `ValueError` if a setting of vLLM is not supported, or does not go with another one."""
     if not args.use_vllm:
         if args.max_staleness:
             raise ValueError(
@@ -260,90 +235,61 @@ def check_vllm(args: Any) -> None:
         return
     sequence = args.vllm_importance_sampling_mode.startswith("sequence")
     corrects = args.vllm_importance_sampling_correction
-    refused = [
-        *(_colocate_conflicts(args) if args.vllm_mode == "colocate" else []),
-        (
-            args.vllm_structured_outputs_regex is not None,
-            "`vllm_structured_outputs_regex` is not supported: turns would be sampled from a different distribution "
-            "than they are scored with. Leave it out.",
+    conflicts = {
+        **(_colocate_conflicts(args) if args.vllm_mode == "colocate" else {}),
+        "`vllm_structured_outputs_regex` is not supported: turns would be sampled from a different distribution "
+        "than they are scored with. Leave it out.": args.vllm_structured_outputs_regex is not None,
+        f"`vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}` weights each token, but at "
+        "`level='action'` a turn is one action. Set it to 'sequence_mask' or 'sequence_truncate'.": (
+            corrects and not sequence and checks.has_turn_ratio(args)
         ),
-        (
-            corrects and not sequence and has_turn_ratio(args),
-            f"`vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}` weights each token, but at "
-            "`level='action'` a turn is one action. Set it to 'sequence_mask' or 'sequence_truncate'.",
-        ),
-        (
-            corrects and sequence and args.loss_type == "vespo",
-            "`loss_type='vespo'` needs `vllm_importance_sampling_mode='token_truncate'` or 'token_mask', got "
-            f"{args.vllm_importance_sampling_mode!r}.",
-        ),
-        *(_staleness_conflicts(args) if args.max_staleness else []),
-    ]
-    for holds, message in refused:
-        if holds:
+        "`loss_type='vespo'` needs `vllm_importance_sampling_mode='token_truncate'` or 'token_mask', got "
+        f"{args.vllm_importance_sampling_mode!r}.": corrects and sequence and args.loss_type == "vespo",
+        **(_staleness_conflicts(args) if args.max_staleness else {}),
+    }
+    for message, applies in conflicts.items():
+        if applies:
             raise ValueError(message)
 
 
-def _colocate_conflicts(args: Any) -> list[tuple[bool, str]]:
-    """Settings that a server for each process does not support."""
-    return [
-        (
-            args.vllm_server_base_url is not None,
-            "`vllm_server_base_url` names running servers, but `vllm_mode='colocate'` starts new servers. Leave "
-            "`vllm_server_base_url` out, or set `vllm_mode='server'`.",
+def _colocate_conflicts(args: Any) -> dict[str, bool]:
+    return {
+        "`vllm_server_base_url` names running servers, but `vllm_mode='colocate'` starts new servers. Leave "
+        "`vllm_server_base_url` out, or set `vllm_mode='server'`.": args.vllm_server_base_url is not None,
+        f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}` needs several devices for one server, but "
+        "with `vllm_mode='colocate'` each process has only one. Start a server for them with "
+        "`vllm_command(..., extra=[\"--tensor-parallel-size\", ...])`, and set `vllm_mode='server'`.": (
+            args.vllm_tensor_parallel_size > 1
         ),
-        (
-            args.vllm_tensor_parallel_size > 1,
-            f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}` needs several devices for one server, but "
-            "with `vllm_mode='colocate'` each process has only one. Start a server for them with "
-            "`vllm_command(..., extra=[\"--tensor-parallel-size\", ...])`, and set `vllm_mode='server'`.",
+        f"`max_staleness={args.max_staleness}` generates while training runs, so the server cannot sleep. Set "
+        "`vllm_enable_sleep_mode=False`, or `max_staleness=0`.": (
+            args.vllm_enable_sleep_mode and args.max_staleness > 0
         ),
-        (
-            args.vllm_enable_sleep_mode and args.max_staleness > 0,
-            f"`max_staleness={args.max_staleness}` generates while training runs, so the server cannot sleep. Set "
-            "`vllm_enable_sleep_mode=False`, or `max_staleness=0`.",
-        ),
-    ]
+    }
 
 
-def _staleness_conflicts(args: Any) -> list[tuple[bool, str]]:
-    """Settings that do not support turns sampled by earlier weights."""
+def _staleness_conflicts(args: Any) -> dict[str, bool]:
     stale = f"`max_staleness={args.max_staleness}`"
     is_bounded = args.vllm_importance_sampling_correction and args.vllm_importance_sampling_clip_max is not None
-    return [
-        (
-            not is_bounded,
-            f"{stale} trains on turns of earlier weights, and training collapses without a bounded correction. Set "
-            "`vllm_importance_sampling_correction=True` and `vllm_importance_sampling_clip_max`.",
+    return {
+        f"{stale} trains on turns of earlier weights, and training collapses without a bounded correction. Set "
+        "`vllm_importance_sampling_correction=True` and `vllm_importance_sampling_clip_max`.": not is_bounded,
+        f"{stale} needs the clipped policy ratio, which `use_policy_ratio=False` disables.": not args.use_policy_ratio,
+        f"{stale} weights turns by the ratio of the current to the earlier policy, which is unknown if `top_p`, "
+        "`top_k` or `min_p` truncates the distribution. Leave them out, or set `max_staleness=0`.": (
+            args.top_p not in (None, 1.0) or bool(args.top_k and args.top_k > 0) or bool(args.min_p)
         ),
-        (
-            not args.use_policy_ratio,
-            f"{stale} needs the clipped policy ratio, which `use_policy_ratio=False` disables.",
+        f"{stale} does not support candidates for turns (`advantage='turn'`, `'c3'`) or re-runs "
+        "(`credit='counterfactual'`, `'removed'`), which are scored while episodes run. Set `max_staleness=0`.": (
+            checks.uses_candidates(args) or CREDITS[args.credit].reruns
         ),
-        (
-            args.top_p not in (None, 1.0) or bool(args.top_k and args.top_k > 0) or bool(args.min_p),
-            f"{stale} weights turns by the ratio of the current to the earlier policy, which is unknown if `top_p`, "
-            "`top_k` or `min_p` truncates the distribution. Leave them out, or set `max_staleness=0`.",
-        ),
-        (
-            uses_candidates(args) or CREDITS[args.credit].reruns,
-            f"{stale} does not support candidates for turns (`advantage='turn'`, `'c3'`) or re-runs "
-            "(`credit='counterfactual'`, `'removed'`), which are scored while episodes run. Set `max_staleness=0`.",
-        ),
-        (
-            args.on_collapse == "restore",
-            f"{stale} samples ahead with weights that `on_collapse='restore'` may discard. Set `on_collapse='warn'`, "
-            "or `max_staleness=0`.",
-        ),
-        (
-            args.update_order == "resampled",
-            f"{stale} does not support `update_order='resampled'`, which samples new episodes after every agent's "
-            "update. Set `max_staleness=0`.",
-        ),
-    ]
+        f"{stale} samples ahead with weights that `on_collapse='restore'` may discard. Set `on_collapse='warn'`, "
+        "or `max_staleness=0`.": args.on_collapse == "restore",
+        f"{stale} does not support `update_order='resampled'`, which samples new episodes after every agent's "
+        "update. Set `max_staleness=0`.": args.update_order == "resampled",
+    }
 
 
-# What settings have an effect with
 _GAE, _TURN, _RAE = ("advantage", "gae"), ("advantage", "turn"), ("advantage", "rae")
 _REWARDS = ("credit_kind", "rewards")
 
@@ -566,19 +512,19 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         # A preset may only set fields that the user did not pass, and the generated `__init__` does not record them.
         config = super().__new__(cls)
         names = [item.name for item in fields(cls) if item.init]
-        check_names(kwargs, names)
+        checks.check_names(kwargs, names)
         config.given = frozenset([*names[: len(args)], *kwargs])
         return config
 
     def __post_init__(self):
         self._apply_preset()
         if self.deepspeed:
-            check_engine(self)  # transformers would import DeepSpeed, which is rarely installed
-        set_dependent_defaults(self)
+            checks.check_engine(self)  # transformers would import DeepSpeed, which is rarely installed
+        checks.set_dependent_defaults(self)
         if self.bf16 is None:
             # GRPOConfig turns bfloat16 on everywhere, and TrainingArguments then refuses to start without a GPU.
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
-        check_numbers(self)
+        checks.check_numbers(self)
         if isinstance(self.vllm_server_base_url, str):
             self.vllm_server_base_url = self.vllm_server_base_url.split(",")
         checkpointing = checkpointing_fields(self)
@@ -597,11 +543,18 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         Raises:
             ValueError, TypeError: a value is not valid, or two values contradict each other.
         """
-        check_values(self)
-        check_supported(self)
-        check_combinations(self)
+        checks.check_values(self)
+        checks.check_supported(self)
+        checks.check_combinations(self)
         check_vllm(self)
-        check_evaluation(self)
+        check_sampling(self.eval_sampling)
+        check_k(self.eval_k, self.num_generations_eval or self.num_generations)
+        for name, default in (("eval_right_at", 1.0), ("eval_right_by", None)):
+            if self.eval_k is None and getattr(self, name) != default:
+                raise ValueError(
+                    f"`{name}={getattr(self, name)!r}` has no effect with `eval_k=None`. Set `eval_k`, or leave "
+                    f"`{name}` out."
+                )
         if self.enable_jit_checkpoint:  # type: ignore[has-type]
             say_unused("enable_jit_checkpoint", True)
             self.enable_jit_checkpoint = False  # upstream's way saves within a step
@@ -613,8 +566,8 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         # `__post_init__` has already run on these values; running it again would change the batch sizes
         config.__dict__.update(args.__dict__)
         config.given, config.preset_settings = frozenset(), {}
-        set_dependent_defaults(config)
-        check_numbers(config)
+        checks.set_dependent_defaults(config)
+        checks.check_numbers(config)
         config.check()
         return config
 

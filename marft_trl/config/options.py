@@ -10,7 +10,7 @@ import dataclasses
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trl import GRPOConfig
@@ -48,7 +48,7 @@ class Rule:
     also: tuple[str | None, ...] = ()  # values in addition to those of a table
     # Other settings, each with the value that this setting has an effect with. Where the other setting names the entry
     # of a table, entries with `settings` say which settings they read.
-    only_if: tuple[tuple[str, str], ...] = ()
+    only_if: Sequence[tuple[str, str]] = ()
     about: str = "results"  # which a resumed run compares, or "evaluations", "machines", "files"
 
     @property
@@ -64,21 +64,12 @@ class Option(dataclasses.Field):
     rule: Rule
 
 
-def option(
-    default: Any,
-    *bounds: Bound,
-    integer: bool = False,
-    none: str | None = None,
-    choices: Iterable[str] | None = None,
-    also: tuple[str | None, ...] = (),
-    only_if: Iterable[tuple[str, str]] = (),
-    about: str = "results",
-) -> Any:
+def option(default: Any, *bounds: Bound, **settings: Any) -> Any:
     """Declare a setting by its default and its [`Rule`]. The docstring of its class describes it (`documented`)."""
-    is_number = bool(bounds) or integer
-    needed = is_number and default is not None and none is None
-    rule = Rule(bounds, integer, needed, none, choices, also, tuple(only_if), about)
-    shown = {"choices": [item for item in rule.known if item is not None]} if choices is not None else {}
+    is_number = bool(bounds) or settings.get("integer", False)
+    needed = is_number and default is not None and settings.get("none") is None
+    rule = Rule(bounds, needed=needed, **settings)
+    shown = {"choices": [item for item in rule.known if item is not None]} if rule.choices is not None else {}
     field = dataclasses.field(default=default, metadata=shown)
     made = object.__new__(Option)
     for slot in dataclasses.Field.__slots__:
@@ -107,7 +98,6 @@ def collect_rules(config: type, inherited: Mapping[str, Rule]) -> dict[str, Rule
 
 
 def check_number(name: str, value: Any, rule: Rule) -> None:
-    """Raise a `ValueError` if a value is not a number that its rule allows."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number and (value is not None or rule.needed):
         raise ValueError(f"`{name}` must be a number, got {value!r}.")
@@ -145,9 +135,6 @@ def has_effect(args: Any, name: str, other: str, value: str, rules: Mapping[str,
     return present == value if entry is None else name in entry.settings
 
 
-# ---- Settings of TRL and transformers ----
-
-
 def _about(what: str, *names: str) -> dict[str, Rule]:
     return {name: Rule(about=what) for name in names}
 
@@ -163,10 +150,7 @@ INHERITED: dict[str, Rule] = {
         Rule((AT_LEAST_0,)),
     ),
     **dict.fromkeys(
-        (
-            *("temperature", "sapo_temperature_neg", "sapo_temperature_pos", "repetition_penalty"),
-            "adam_epsilon",
-        ),
+        (*("temperature", "sapo_temperature_neg", "sapo_temperature_pos", "repetition_penalty"), "adam_epsilon"),
         Rule((ABOVE_0,)),
     ),
     **dict.fromkeys(
@@ -215,8 +199,6 @@ INHERITED: dict[str, Rule] = {
 
 
 class Unused(NamedTuple):
-    """A setting without effect."""
-
     why: str
     # Whether it has no effect, from the arguments and whether passes share prefixes; `None`: it never has an effect
     where: Callable[[Any, bool], bool] | None = None
@@ -295,8 +277,6 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def table() -> str:
-    """The table of the docs, in Markdown."""
     lines = ["| setting | has no effect | because |", "|---|---|---|"]
-    return "\n".join(
-        [*lines, *(f"| `{name}` | {it.when} | {it.why.removesuffix('.')} |" for name, it in UNUSED.items())]
-    )
+    lines += [f"| `{name}` | {it.when} | {it.why.removesuffix('.')} |" for name, it in UNUSED.items()]
+    return "\n".join(lines)

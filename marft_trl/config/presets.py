@@ -15,9 +15,7 @@ class Preset:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-_MARFT_V1 = {
-    "advantage": "gae",
-    "critic": "frozen",
+_PPO = {
     "num_generations": 1,
     "gamma": 0.99,
     "gae_lambda": 0.95,
@@ -27,6 +25,11 @@ _MARFT_V1 = {
     "value_clip": 0.2,
     "value_loss": "huber",
     "entropy_coef": 0.01,
+}
+_MARFT_V1 = {
+    "advantage": "gae",
+    "critic": "frozen",
+    **_PPO,
     "beta": 0.0,
     "max_grad_norm": 0.5,
     "adam_epsilon": 1e-5,
@@ -69,8 +72,7 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "dr-mas": Preset(
-        "Dr.MAS (arXiv 2602.08847): mean and deviation per agent",
-        {"advantage": "agent", "scale_rewards": "group"},
+        "Dr.MAS (arXiv 2602.08847): mean and deviation per agent", {"advantage": "agent", "scale_rewards": "group"}
     ),
     "at-grpo": Preset(
         "AT-GRPO (arXiv 2510.11062): candidates for every turn from one observation, continuing from the best",
@@ -124,15 +126,7 @@ PRESETS: dict[str, Preset] = {
             "normalize_values": True,
             "level": "action",
             "action_logprob": "sum",
-            "num_generations": 1,
-            "gamma": 0.99,
-            "gae_lambda": 0.95,
-            "normalize_advantages": "batch",
-            "num_iterations": 5,
-            "epsilon": 0.2,
-            "value_clip": 0.2,
-            "value_loss": "huber",
-            "entropy_coef": 0.01,
+            **_PPO,
             "max_grad_norm": 10.0,
             "adam_epsilon": 1e-5,
         },

@@ -38,8 +38,6 @@ class Sampling:
 
     @classmethod
     def from_agent(cls, agent: AgentSpec, args: Any) -> Sampling:
-        """Take the settings that `agent` does not have from the training arguments `args`."""
-
         def setting(name: str):
             own = getattr(agent, name)
             return getattr(args, name) if own is None else own

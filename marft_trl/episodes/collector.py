@@ -46,20 +46,15 @@ logger = logging.getLogger(__name__)
 _IDLE_ITERATIONS = 4
 # Minimum and maximum seconds between two checks of episodes that wait for something other than a turn
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.0005, 0.05
-# Seconds on top of `workflow_timeout` after which code that blocks the event loop is interrupted
-BLOCKED_EXTRA_SECONDS = 5.0
+BLOCKED_EXTRA_SECONDS = 5.0  # after `workflow_timeout`, until code that blocks the event loop is interrupted
 # Time limit that [`collect_async`] applies to code that blocks the event loop
 _BLOCKING_LIMIT: contextvars.ContextVar[TimeLimit | None] = contextvars.ContextVar("marft_limit", default=None)
-# Seconds between two heartbeats of the event loop
-HEARTBEAT_SECONDS = 1.0
-# Maximum time in seconds that a cancelled workflow has for cleanup
-_CLEANUP_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0  # of the event loop
+_CLEANUP_SECONDS = 1.0  # that a cancelled workflow has
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A turn that an episode is waiting for."""
-
     episode: EpisodeState
     turn_request: TurnRequest
     waiter: asyncio.Future[Turn]
@@ -88,7 +83,6 @@ class Request:
         return self.turn_request.requested_turn
 
     def make_completion(self, text: str, seen: Sequence[Seen] | None = None, **fields: Any) -> Completion:
-        """Make the completion of this request. By default, the agent was shown the requested items."""
         return Completion(text, seen=self.seen if seen is None else tuple(seen), **fields)
 
     def make_turn(self, completion: Completion) -> Turn:
@@ -99,7 +93,6 @@ class Request:
 
 
 # Returns one completion per request, in order. An `EndOfEpisode` instead of a completion ends that episode.
-AnswerFunction = Callable[[Sequence[Request]], Sequence["Completion | EndOfEpisode"]]
 AsyncAnswerFunction = Callable[[Sequence[Request]], Awaitable[Sequence["Completion | EndOfEpisode"]]]
 
 
@@ -107,28 +100,25 @@ def collect(
     workflow: RunsEpisodes,
     rows: Sequence[dict[str, Any]],
     context: TeamContext,
-    answer: AnswerFunction,
+    answer: Callable[[Sequence[Request]], Sequence[Completion | EndOfEpisode]],  # as [`AsyncAnswerFunction`]
     reruns: Sequence[Rerun] | None = None,  # for each row; matching requests reuse its turns instead of generating
     # Maximum seconds for which an episode may wait for anything but a turn or a tool, or block the other episodes
     workflow_timeout: float | None = None,
     failures: dict[int, EpisodeError] | None = None,  # collects errors, by row index
 ) -> list[Episode]:
     """
-    Run the workflow once on every row, all episodes concurrently, and return one episode per row, in order.
-
-    Whenever all unfinished episodes wait for a turn, `answer` gets their requests in one call, in the order of the
-    episodes, so that agents and parallel branches share batches. If the workflow raises an error, hangs, or ends
-    without a turn, an [`EpisodeError`] ends all episodes. With `failures`, only this episode ends, without turns.
+    Run the workflow once on every row, all episodes concurrently, and return one episode per row, in order. Whenever
+    all unfinished episodes wait for a turn, `answer` gets their requests in one call, in the order of the episodes. If
+    the workflow raises an error, hangs, or ends without a turn, an [`EpisodeError`] ends all episodes. With
+    `failures`, only this episode ends, without turns.
     """
 
     async def answer_async(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
         return answer(requests)
 
-    async def collect_all() -> list[Episode]:
-        return await collect_async(
-            workflow, rows, context, answer_async, reruns, workflow_timeout, failures, together=True
-        )
-
+    collect_all = functools.partial(
+        collect_async, workflow, rows, context, answer_async, reruns, workflow_timeout, failures, together=True
+    )
     return run_to_completion(workflow, workflow_timeout, collect_all)
 
 
@@ -163,9 +153,8 @@ def run_to_completion(
     workflow: RunsEpisodes, workflow_timeout: float | None, function: Callable[[], Coroutine[Any, Any, Result]]
 ) -> Result:
     """
-    Run episodes, which `await function()` runs, from synchronous code. The time limit for blocking code applies to the
-    calling thread. If an event loop already runs there, as in a notebook, the episodes run in another thread, where
-    blocking code cannot be interrupted.
+    Run episodes, which `await function()` runs, from synchronous code. If an event loop already runs, as in a
+    notebook, they run in another thread, where blocking code cannot be interrupted.
     """
 
     async def run_limited() -> Result:
@@ -181,10 +170,7 @@ def run_to_completion(
 async def limit_blocking_code(
     workflow: RunsEpisodes, workflow_timeout: float | None
 ) -> AsyncIterator[TimeLimit | None]:
-    """
-    Asynchronous context manager that limits the time of code that blocks the event loop, for [`collect_async`] within
-    [`apply_time_limit`], in any task of the loop. Different tasks may enter and exit it.
-    """
+    """Limits the time of code that blocks the event loop, for [`collect_async`] within [`apply_time_limit`]."""
     with _time_limit(workflow, workflow_timeout) as limit:
         async with _run_heartbeat(limit):
             yield limit
@@ -192,7 +178,6 @@ async def limit_blocking_code(
 
 @contextlib.contextmanager
 def apply_time_limit(limit: TimeLimit | None) -> Iterator[None]:
-    """Context manager in which [`collect_async`] applies this time limit to blocking code."""
     reset_token = _BLOCKING_LIMIT.set(limit)
     try:
         yield
@@ -203,7 +188,14 @@ def apply_time_limit(limit: TimeLimit | None) -> Iterator[None]:
 def _time_limit(
     workflow: RunsEpisodes, workflow_timeout: float | None
 ) -> contextlib.AbstractContextManager[TimeLimit | None]:
-    message = functools.partial(_blocked_message, workflow, workflow_timeout)
+    def message(where: str) -> str:
+        return (
+            f"The workflow `{type(workflow).__name__}` blocks the event loop: {where} has not returned for "
+            f"{workflow_timeout:g} seconds, so no other episode can continue. Call slow functions with "
+            "`await episode.call(function, ...)`, use `await asyncio.sleep(...)` instead of `time.sleep(...)`, or "
+            "increase `workflow_timeout`."
+        )
+
     return time_limit(None if workflow_timeout is None else workflow_timeout + BLOCKED_EXTRA_SECONDS, message)
 
 
@@ -224,18 +216,7 @@ async def _heartbeat(limit: TimeLimit) -> None:
         await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
-def _blocked_message(workflow: RunsEpisodes, workflow_timeout: float | None, where: str) -> str:
-    return (
-        f"The workflow `{type(workflow).__name__}` blocks the event loop: {where} has not returned for "
-        f"{workflow_timeout:g} seconds, so no other episode can continue. Call slow functions with "
-        "`await episode.call(function, ...)`, use `await asyncio.sleep(...)` instead of `time.sleep(...)`, or "
-        "increase `workflow_timeout`."
-    )
-
-
 class _EpisodeBatch:
-    """Episodes that run concurrently."""
-
     def __init__(
         self,
         rows: Sequence[dict[str, Any]],
@@ -264,7 +245,6 @@ class _EpisodeBatch:
         return await waiter
 
     async def _run_reply(self, request: Request) -> Turn:
-        """Get a turn from the `reply` function of an agent, without waiting for a batch."""
         recorded = self._find_recorded_turn(request)
         completion = self._get_completion(request, recorded) or await self._reply_functions[request.agent](request)
         if isinstance(completion, EndOfEpisode):
@@ -275,7 +255,6 @@ class _EpisodeBatch:
         return self._reruns[request.episode.index].find(request.turn_request) if self._reruns is not None else None
 
     def _get_completion(self, request: Request, recorded: RecordedTurn | None) -> Completion | None:
-        """Return the completion of a recorded turn, or `None` if it has to be generated."""
         if self._reruns is None or recorded is None:
             return None
         return self._reruns[request.episode.index].completion(recorded, request.turn_request)
@@ -295,7 +274,11 @@ class _EpisodeBatch:
         self._tasks = [asyncio.ensure_future(self._guard.run(episode, is_over)) for episode in self._episodes]
         drivers = [asyncio.ensure_future(self._drive(group)) for group in groups]
         try:
-            await _all_or_first_error(drivers)
+            if drivers:
+                finished, _ = await asyncio.wait(drivers, return_when=asyncio.FIRST_EXCEPTION)
+                for driver in drivers:  # the first that failed raises
+                    if driver in finished:
+                        driver.result()
             for index, task in enumerate(self._tasks):
                 if index not in self._guard.failed:
                     task.result()
@@ -337,7 +320,6 @@ class _EpisodeBatch:
             )
 
     async def _drive(self, group: Sequence[int]) -> None:
-        """Run the episodes of a group and answer their requests until all of them have ended."""
         hang_detector = self._guard.watch()
         while not all(self._tasks[index].done() for index in group):
             try:
@@ -354,7 +336,6 @@ class _EpisodeBatch:
             await self._answer_all(self._take_requests(group))
 
     def _take_requests(self, group: Sequence[int]) -> list[Request]:
-        """Remove and return the pending requests, in the order of the episodes."""
         batch = []
         for index in group:
             # If a branch ended the episode, the requests of the other branches are cancelled or obsolete
@@ -365,7 +346,6 @@ class _EpisodeBatch:
         return batch
 
     async def _run_until_waiting(self, group: Sequence[int], hang_detector: HangDetector) -> None:
-        """Run the event loop until all unfinished episodes wait for a turn, or an episode has failed."""
         idle_iterations, poll_seconds, pending_since = 0, _MIN_POLL_SECONDS, math.inf
         hang_detector.begin()
         while True:
@@ -398,7 +378,6 @@ class _EpisodeBatch:
             idle_iterations, poll_seconds = 0, min(2 * poll_seconds, _MAX_POLL_SECONDS)
 
     def _stop_waiting_for(self, blocked: Sequence[int], seconds: float) -> None:
-        """Stop waiting for the blocked episodes until they request a turn again."""
         self._not_awaited.update(blocked)
         for index in blocked:
             self._episodes[index].count("held_up")
@@ -415,15 +394,14 @@ class _EpisodeBatch:
         return num_pending, sum(episode.busy for episode in episodes), sum(episode.is_queued for episode in episodes)
 
     async def _answer_all(self, batch: list[Request]) -> None:
-        """Answer requests in order, with recorded completions where available, and generated ones otherwise."""
-        recorded_turns = [self._find_recorded_turn(request) for request in batch]
-        num_earlier: Counter[int] = Counter()  # number of earlier requests in the batch, by episode
-        for position, (request, recorded) in enumerate(zip(batch, recorded_turns, strict=True)):
-            index, by_reference = request.episode.index, recorded is not None and recorded.completion is None
+        pairs: list[tuple[Request, RecordedTurn | None]] = []
+        num_earlier: Counter[int] = Counter()  # in the batch, by episode
+        for request in batch:
+            recorded, index = self._find_recorded_turn(request), request.episode.index
+            by_reference = recorded is not None and recorded.completion is None
             number = len(request.episode.turns) + num_earlier[index]
-            batch[position] = replace(request, by_reference=by_reference, number=number)
+            pairs.append((replace(request, by_reference=by_reference, number=number), recorded))
             num_earlier[index] += 1
-        pairs = list(zip(batch, recorded_turns, strict=True))
         to_generate = [request for request, recorded in pairs if recorded is None or recorded.completion is None]
         generated = iter(await self._answer(to_generate)) if to_generate else iter(())
         await asyncio.sleep(0)  # let pending cancellations take effect first
@@ -435,15 +413,6 @@ class _EpisodeBatch:
                 request.waiter.set_exception(completion)
                 continue
             request.waiter.set_result(self._add_turn(request, completion, recorded))
-
-
-async def _all_or_first_error(tasks: Sequence[asyncio.Task]) -> None:
-    """Wait until all tasks are done or one fails, and raise the error of the first failed task in the sequence."""
-    if tasks:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task in done:
-                task.result()
 
 
 def _has_failed(task: asyncio.Task) -> bool:
@@ -515,13 +484,9 @@ def rehearse(
         )
     workflow.check(agents)
     context = TeamContext(tuple(agents), dict(tools or {}))
+    rows = [{"prompt": prompt, **row}]
     try:
-        (episode,) = collect(
-            workflow,
-            [{"prompt": prompt, **row}],
-            context,
-            lambda requests: [complete_request(request) for request in requests],
-        )
+        (episode,) = collect(workflow, rows, context, lambda requests: list(map(complete_request, requests)))
     except EpisodeError as error:
         if isinstance(error.__cause__, Exception):
             raise error.__cause__ from None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 from ..system.event_loop import STARTED, StepContext, StepWrapper
@@ -18,8 +18,6 @@ from .state import EpisodeState
 
 
 class RunsEpisodes(Protocol):
-    """Interface of a workflow, see [`Workflow`]."""
-
     async def run(self, episode: LiveEpisode) -> None: ...
 
     def check(self, agents: Sequence[str]) -> None: ...
@@ -34,8 +32,6 @@ class EpisodeError(RuntimeError):
 
 
 class EpisodeGuard:
-    """Runs a workflow, which is users' code, so that its errors name the episode."""
-
     def __init__(
         self,
         workflow: RunsEpisodes,
@@ -45,22 +41,10 @@ class EpisodeGuard:
         make_step_context: Callable[[int], StepContext] | None,
     ):
         self._workflow, self._workflow_timeout, self._limit = workflow, workflow_timeout, limit
-        self._failures, self._make_step_context = failures, make_step_context
-        self.name = type(workflow).__name__
-
-    @property
-    def tolerates(self) -> bool:
-        """Whether the other episodes continue after an episode has failed."""
-        return self._failures is not None
-
-    @property
-    def max_wait_for_episodes(self) -> float | None:
-        return getattr(self._workflow, "max_wait_for_episodes", None)
-
-    @property
-    def failed(self) -> Mapping[int, EpisodeError]:
-        """Errors of failed episodes, by their position."""
-        return self._failures or {}
+        self._make_step_context, self.name = make_step_context, type(workflow).__name__
+        self.max_wait_for_episodes: float | None = getattr(workflow, "max_wait_for_episodes", None)
+        self.tolerates = failures is not None  # whether the other episodes continue after an episode has failed
+        self.failed = {} if failures is None else failures  # errors by position
 
     def watch(self) -> HangDetector:
         return HangDetector(self._workflow, self._workflow_timeout, self._limit)
@@ -74,10 +58,10 @@ class EpisodeGuard:
 
     def note(self, error: EpisodeError, replace: bool = False) -> None:
         """Record the first error of an episode, or the latest with `replace`. Raise it if errors end all episodes."""
-        if self._failures is None or error.episode is None:
+        if not self.tolerates or error.episode is None:
             raise error
-        if replace or error.episode not in self._failures:
-            self._failures[error.episode] = error
+        if replace or error.episode not in self.failed:
+            self.failed[error.episode] = error
 
 
 async def _run_one(workflow: RunsEpisodes, episode: EpisodeState, is_over: asyncio.Event) -> None:
@@ -151,8 +135,7 @@ class HangDetector:
     """Detects episodes that hang. Tool calls are not watched, since they have their own time limit."""
 
     def __init__(self, workflow: RunsEpisodes, workflow_timeout: float | None, limit: TimeLimit | None):
-        self._workflow, self._limit = workflow, limit
-        self._workflow_timeout = workflow_timeout
+        self._workflow, self._workflow_timeout, self._limit = workflow, workflow_timeout, limit
         # Waits by episode and kind, each with the number of turns and the state at which it began
         self._waits: dict[tuple[int, str], tuple[tuple[int, int], Call]] = {}
         self._looked = 0.0  # time of the latest look
@@ -163,10 +146,7 @@ class HangDetector:
             self._limit.restart()
 
     def check(self, episodes: Sequence[EpisodeState], elsewhere: Sequence[int]) -> None:
-        """
-        Raise an [`EpisodeError`] if an episode that waits `elsewhere`, for something other than a turn, has waited for
-        too long. Time in which it waits for a turn neither counts nor restarts a limit, since the turn may be refused.
-        """
+        """Raise for one that waits too long `elsewhere`. A wait for a turn neither counts nor restarts the limit."""
         if self._limit is not None:
             self._limit.restart()  # the event loop is not blocked
         if self._workflow_timeout is None:
@@ -195,8 +175,7 @@ class HangDetector:
         if episode.waits_for is not None:
             yield self._wait(episode, "application"), episode.waits_for, limit
             return
-        # The first limit restarts whenever a call of any episode returns, since this episode may queue for a call of
-        # its own. The second limit bounds the whole wait.
+        # The first restarts when a call of any episode returns: this one may queue. The second bounds the whole wait
         what = "something that is neither a turn nor a tool"
         yield self._wait(episode, "any", answered), what, limit
         yield self._wait(episode, "own", episode.answered_calls), what, limit * count

@@ -14,6 +14,7 @@ from .tools import ToolCall, ToolLimits
 
 # A function that an agent may call, or the JSON schema of one that is called elsewhere
 Function = Callable | dict[str, Any]
+Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +41,6 @@ class RequestedTurn:
 
 
 class TurnRequest(NamedTuple):
-    """A turn that a workflow asks for."""
-
     agent: str
     seen: tuple[Seen, ...]
     functions: tuple[Function, ...] = ()
@@ -61,8 +60,6 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class TeamContext:
-    """What all episodes of a team have in common."""
-
     agents: tuple[str, ...]
     tools: Mapping[str, Sequence[Callable]] = field(default_factory=dict)  # by agent
     limits: ToolLimits = field(default_factory=ToolLimits)
@@ -75,12 +72,7 @@ class TeamContext:
     count_tokens: Callable[..., int] | None = None  # `count_tokens(agent, messages, tools)`, of what it would be shown
 
 
-Messages = list[dict[str, Any]]
-
-
 class SampledBy(NamedTuple):
-    """The server that sampled a turn."""
-
     server: str
     version: int  # state of the adapter, counted by its updates
     seed: int
@@ -177,25 +169,14 @@ class Turn(NearNames):
                 completion calls functions. A turn that calls functions and is not final is shown to its own agent
                 only.
         """
-        waits = bool(completion.tool_calls) and not is_final
         return cls(
             agent,
-            completion.text,
             index=index,
             sees=tuple(item.index for item in completion.seen if isinstance(item, Turn)),
-            observation=completion.observation,
-            prompt_ids=completion.prompt_ids,
-            completion_ids=completion.completion_ids,
-            raw_text=completion.text if completion.raw_text is None else completion.raw_text,
-            truncated=completion.truncated,
             hears=tuple(item.index for item in completion.seen if not isinstance(item, Turn)),
             fed=fed,
-            tool_calls=tuple(completion.tool_calls),
-            without_calls=completion.without_calls,
-            tagged=completion.tagged,
-            audience=agent if waits else None,
-            logps=completion.logps,
-            sampled_by=completion.sampled_by,
+            audience=agent if completion.tool_calls and not is_final else None,
+            **{name: getattr(completion, name) for name in _GENERATED} | {"tool_calls": tuple(completion.tool_calls)},
         )
 
 
@@ -223,6 +204,11 @@ class Feedback:
         return self.text
 
 
+# What a turn takes from its completion as it is
+_GENERATED = (
+    *("text", "raw_text", "observation", "prompt_ids", "completion_ids", "truncated", "tool_calls"),
+    *("without_calls", "tagged", "logps", "sampled_by"),
+)
 # What an agent can be shown: turns of agents, and feedback of an environment.
 Seen = Turn | Feedback
 # Name of the speaker under which tool results are shown to agents other than the one that called the tool.
@@ -265,9 +251,7 @@ class Completion:
     @classmethod
     def of(cls, turn: Turn, seen: Sequence[Seen]) -> Completion:
         """The completion of a recorded turn, for an episode in which `seen` are the items that it was made from."""
-        names = ("text", "raw_text", "observation", "prompt_ids", "completion_ids", "truncated", "tool_calls")
-        fields = {name: getattr(turn, name) for name in (*names, "without_calls", "tagged", "logps", "sampled_by")}
-        return cls(seen=tuple(seen), **fields)
+        return cls(seen=tuple(seen), **{name: getattr(turn, name) for name in _GENERATED})
 
 
 class Horizon(NamedTuple):

@@ -13,8 +13,6 @@ from .records import Completion, Episode, Feedback, RequestedTurn, Seen, Turn, T
 
 
 class RecordedTurn(NamedTuple):
-    """What was recorded for a request."""
-
     completion: Completion | None  # `None` if the agent's reference has to generate it
     seen: tuple[Seen, ...]  # items that the recorded workflow asked to show for it
     origin: int | None  # position of its turn in the recorded episode; `None` for a candidate
@@ -23,10 +21,8 @@ class RecordedTurn(NamedTuple):
 
 class Rerun:
     """
-    Answers the requests of a re-run from a recorded episode.
-
-    A request that shows an agent the same as a recorded one gets its completion, which was drawn from the very same
-    observation. Every other turn, above all those that see the changed one, is left to be generated.
+    Answers requests of a re-run that show an agent the same as a recorded one, with its completion. Every other turn,
+    above all those that see the changed one, is left to be generated.
     """
 
     def __init__(
@@ -53,13 +49,12 @@ class Rerun:
                 completion = Completion("", shown, observation=turn.observation, prompt_ids=turn.prompt_ids)
             if turn.index == changed:
                 completion = None
-            found = RecordedTurn(completion, seen, turn.index, turn.index in (changed, removed))
-            self._recorded[key].append(found)
+            is_other = turn.index in (changed, removed)
+            self._recorded[key].append(RecordedTurn(completion, seen, turn.index, is_other))
         if candidate is not None:
             request, completion = candidate
-            found = RecordedTurn(completion, request.seen, None, True)
             key = observation_key(request.agent, request.seen, request.requested_turn)
-            self._recorded[key] += [*[None] * skip, found]
+            self._recorded[key] += [*[None] * skip, RecordedTurn(completion, request.seen, None, True)]
 
     def find(self, request: TurnRequest) -> RecordedTurn | None:
         """What was recorded for a request of the re-run; `None` if it has to be generated."""
@@ -80,7 +75,6 @@ class Rerun:
         return replace(found.completion, seen=tuple(new for new, old in pairs if id(old) in shown))
 
     def add(self, turn: Turn, found: RecordedTurn) -> None:
-        """Note that a turn of the re-run was taken, for which something was found."""
         self.holds_turn |= found.is_other
         if found.origin is not None:
             self._turns[found.origin] = turn
@@ -89,7 +83,6 @@ class Rerun:
 
 
 def make_keys(episode: Episode) -> list[tuple]:
-    """The [`observation_key`] of each turn of a record."""
     turns = zip(episode.turns, episode.asked, episode.given, strict=True)
     return [observation_key(turn.agent, seen, requested_turn) for turn, seen, requested_turn in turns]
 
@@ -100,10 +93,7 @@ def observation_key(
     requested_turn: RequestedTurn | None = None,
     origins: Mapping[int, int] | None = None,  # recorded positions of turns of a re-run; other turns match no record
 ) -> tuple:
-    """
-    What two requests have in common that show an agent the same. Messages of a program (`requested_turn`) replace what
-    has been seen, which depends on when answers arrived.
-    """
+    """What requests share that show an agent the same: messages of a program, or else what has been seen."""
 
     def key(item: Any) -> Any:
         if isinstance(item, Turn):
@@ -112,12 +102,9 @@ def observation_key(
 
     if requested_turn is None:
         return agent, tuple(map(key, seen))
-    messages = [_without_ids(message) for message in requested_turn.messages]
+    messages = []
+    for message in requested_turn.messages:  # without the ids of calls, which count the turns of an episode
+        calls = [call.get("function") for call in message.get("tool_calls") or ()]
+        messages.append({**message, "tool_calls": calls, "tool_call_id": None})
     shown = [messages, list(requested_turn.tools), list(requested_turn.stop)]
     return agent, json.dumps(shown, sort_keys=True, default=key)
-
-
-def _without_ids(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without the ids of calls, which count the turns of an episode."""
-    calls = [call.get("function") for call in message.get("tool_calls") or ()]
-    return {**message, "tool_calls": calls, "tool_call_id": None}

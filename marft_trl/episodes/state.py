@@ -29,16 +29,13 @@ from .records import (
     TurnRequest,
     unknown_agent,
 )
-from .tools import call_tools, tool_name
+from .tools import ToolResult, call_tools, tool_name
 
 
-# Event-loop iterations that a cancelled task gets to finish
-_CANCELLATION_ITERATIONS = 20
+_CANCELLATION_ITERATIONS = 20  # of the event loop, that a cancelled task gets to finish
 
 
 class EpisodeState:
-    """Internal state of a running episode."""
-
     def __init__(
         self,
         row: dict[str, Any],
@@ -58,11 +55,9 @@ class EpisodeState:
         self.busy = 0  # number of branches that wait for tools or for functions in a thread
         self.calling: list[Call] = []
         self.answered_calls = 0
-        # Name, for messages, of the external program that drives the episode. Only a turn counts as progress of a
-        # program, since it may repeat a rejected request forever.
+        # External program that drives it. Only a turn is progress then: a rejected request may come again forever
         self.waits_for: str | None = None
-        # Whether the limit of running episodes keeps it from starting. Other episodes do not wait for it.
-        self.is_queued = False
+        self.is_queued = False  # whether the limit of running episodes keeps it from starting; others do not wait
         self.step_context: StepContext = contextlib.nullcontext  # around user code. [`EpisodeGuard`] sets it
         self.limits, self._max_turns, self.trains = context.limits, context.max_turns, context.trains
         self.count_tokens = context.count_tokens
@@ -78,8 +73,8 @@ class EpisodeState:
         self.horizons: tuple[Horizon, ...] = ()
         self._counts: Counter[str] = Counter()
         self.chosen_answer: Turn | None = None
-        # Tool results of branches that wait for the other branches; number of requests; final turns
-        self._pending_results: list[tuple[int, int | None, list[Feedback], asyncio.Future]] = []
+        # Of branches that wait for the other branches
+        self._pending_results: list[tuple[int, Callable[[], Any], asyncio.Future]] = []
         self._num_requests = 0
         self._final_turns: dict[int, int] = {}
 
@@ -107,7 +102,6 @@ class EpisodeState:
 
     @property
     def answer(self) -> Turn | None:
-        """The turn that is the answer of the team: the turn that the workflow set, otherwise the last turn."""
         return self.chosen_answer or (self.turns[-1] if self.turns else None)
 
     def request(self, agent: str, requested: Coroutine[Any, Any, Turn]) -> Coroutine[Any, Any, Turn]:
@@ -115,16 +109,11 @@ class EpisodeState:
             self.num_late += 1
             requested.close()
             raise RuntimeError(f"A task requested a turn of {agent!r} after the workflow returned. Await the task.")
-        waiting = [
-            coroutine
-            for coroutine in self._turn_coroutines
-            if inspect.getcoroutinestate(coroutine) != inspect.CORO_CLOSED
-        ]
+        waiting = [item for item in self._turn_coroutines if inspect.getcoroutinestate(item) != inspect.CORO_CLOSED]
         self._turn_coroutines = [*waiting, requested]
         return requested
 
     async def close_unawaited_turns(self) -> int:
-        """Close the turns that were requested but not awaited, and return their number."""
         states = (inspect.CORO_CREATED, inspect.CORO_SUSPENDED)
         for _ in range(_CANCELLATION_ITERATIONS):
             unfinished = any(inspect.getcoroutinestate(value) in states for value in self._turn_coroutines)
@@ -207,46 +196,48 @@ class EpisodeState:
     async def _call_tools(
         self, turn: Turn, functions: Sequence[Callable], environment_tools: Sequence[Callable], left: int, order: int
     ) -> list[Feedback]:
-        """
-        Run the tool calls of a turn and return the results as feedback for its agent. Branches that call tools at the
-        same time continue together, so that results do not depend on how long tools take.
-        """
+        names, of_environment = set(map(tool_name, functions)), set(map(tool_name, environment_tools))
+
+        async def call_all() -> list[ToolResult]:
+            results = await call_tools(functions, turn.tool_calls, self.limits, left, environment_tools)
+            self.count("tools/calls", len(results))
+            for problem in [result.problem for result in results if result.problem is not None]:
+                self.count("tools/failures")
+                self.count(f"tools/{problem}")
+            return results
+
+        def record(results: list[ToolResult]) -> list[Feedback]:
+            if any(result.name in of_environment for result in results):
+                self.fed.append(turn.index)
+            shown = [  # hide invented names, which would be tokenized as template text
+                Feedback(item.text, TOOL, tool=item.name if item.name in names else "unknown", audience=turn.agent)
+                for item in results
+            ]
+            return list(map(self._record_feedback, shown))
+
+        return await self._in_order(order, call_all(), record)
+
+    async def _in_order(self, order: int, job: Awaitable[Any], record: Callable[[Any], Any]) -> Any:
+        """Await a job and return `record(result)`. Branches go on in order: nothing depends on how long jobs take."""
         self.busy += 1
         try:
-            results = await call_tools(functions, turn.tool_calls, self.limits, left, environment_tools)
+            result = await job
         except BaseException:
             self._finish_branch()
             raise
-        self.count("tools/calls", len(results))
-        for result in results:
-            if result.problem is not None:
-                self.count("tools/failures")
-                self.count(f"tools/{result.problem}")
-        names = {tool_name(function) for function in functions}
-        feedback = [  # hide invented names, which would be tokenized as template text
-            Feedback(item.text, TOOL, tool=item.name if item.name in names else "unknown", audience=turn.agent)
-            for item in results
-        ]
-        environment_calls = {tool_name(function) for function in environment_tools} & {
-            result.name for result in results
-        }
-        recorded: asyncio.Future[list[Feedback]] = asyncio.get_running_loop().create_future()
-        self._pending_results.append((order, turn.index if environment_calls else None, feedback, recorded))
+        recorded: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._pending_results.append((order, functools.partial(record, result), recorded))
         self._finish_branch()
         return await recorded
 
     def _finish_branch(self) -> None:
-        """Mark a branch as finished. After the last one, record the tool results in the order of the requests."""
         self.busy -= 1
         if self.busy:
             return
         returned, self._pending_results = sorted(self._pending_results, key=lambda pending: pending[0]), []
-        for _, index, feedback, noted in returned:
-            if index is not None:
-                self.fed.append(index)
-            results = [self._record_feedback(item) for item in feedback]
+        for _, record, recorded in returned:
             # Deferred: otherwise the branch whose tool returned last would continue first
-            asyncio.get_running_loop().call_soon(_set_results, noted, results)
+            asyncio.get_running_loop().call_soon(_set_result, recorded, record())
 
     def _record_feedback(self, feedback: Feedback) -> Feedback:
         feedback = dataclasses.replace(feedback, index=len(self.feedback))
@@ -255,51 +246,35 @@ class EpisodeState:
         return feedback
 
     async def call(self, function: Callable, *arguments: Any, **named: Any) -> Any:
-        """See [`LiveEpisode.call`]."""
         if inspect.iscoroutinefunction(function):
             return await self._await_call(function, function(*arguments, **named))
-        value = await self._await_in_order(
-            self._run_in_thread(function, functools.partial(function, *arguments, **named))
-        )
+        value = await self._await_in_order(self._run_in_thread(function, *arguments, **named))
         if inspect.isawaitable(value):  # an asynchronous function behind a decorator
             return await self._await_call(function, value)
         return value
 
-    async def write(self, function: Callable, *arguments: Any) -> Any:
-        """
-        Call a function that writes a turn. Branches of this episode that wait for asynchronous functions also continue
-        together, so that the order of turns does not depend on the duration of these functions.
-        """
-        return await self._await_in_order(self._run_reply(function, arguments))
+    async def write(self, function: Callable, messages: Messages) -> Any:
+        """Call a function that writes a turn. In order, even if it is asynchronous: a turn has a place."""
+        return await self._await_in_order(self._run_reply(function, messages))
 
     async def _await_in_order(self, outcome: Awaitable[tuple[Any, BaseException | None]]) -> Any:
-        """Return or raise an outcome. Branches that wait concurrently continue in the order of their calls."""
+        """Return or raise an outcome, in the order of the calls."""
         self._num_requests += 1
-        order = self._num_requests
-        self.busy += 1
-        try:
-            value, error = await outcome
-        except BaseException:
-            self._finish_branch()
-            raise
-        noted: asyncio.Future[list[Feedback]] = asyncio.get_running_loop().create_future()
-        self._pending_results.append((order, None, [], noted))
-        self._finish_branch()
-        await noted
+        value, error = await self._in_order(self._num_requests, outcome, lambda result: result)
         if error is not None:
             raise error
         return value
 
-    async def _run_in_thread(self, function: Callable, job: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    async def _run_in_thread(self, function: Callable, *arguments: Any, **named: Any) -> tuple[Any, Any]:
         async with one_at_a_time():
+            job = functools.partial(function, *arguments, **named)
             return await self._await_call(function, in_thread(job, "environments"))
 
-    async def _run_reply(self, function: Callable, arguments: tuple) -> tuple[Any, BaseException | None]:
-        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-        if is_async:
-            job = function(*arguments)
+    async def _run_reply(self, function: Callable, messages: Messages) -> tuple[Any, BaseException | None]:
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            job = function(messages)
         else:
-            job, error = await self._run_in_thread(function, functools.partial(function, *arguments))
+            job, error = await self._run_in_thread(function, messages)
             if error is not None or not inspect.isawaitable(job):
                 return job, error
         try:
@@ -362,6 +337,6 @@ class EpisodeState:
                 )
 
 
-def _set_results(noted: asyncio.Future, results: list[Feedback]) -> None:
-    if not noted.done():  # it is done if the branch was cancelled
-        noted.set_result(results)
+def _set_result(recorded: asyncio.Future, result: Any) -> None:
+    if not recorded.done():  # it is done if the branch was cancelled
+        recorded.set_result(result)

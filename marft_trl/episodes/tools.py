@@ -22,14 +22,11 @@ class ToolCall:
     problem: str | None = None  # "malformed" if the model began a call that cannot be parsed
 
 
-# Stands for a call that cannot be parsed
-MALFORMED = ToolCall("unknown", {}, problem="malformed")
+MALFORMED = ToolCall("unknown", {}, problem="malformed")  # stands for a call that cannot be parsed
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of a tool call."""
-
     name: str
     text: str  # result or error message that is shown to the agent
     problem: str | None = None  # "malformed", "unknown", "arguments", "error", "timeout" or "too_many"
@@ -37,16 +34,13 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """Limits of tool calls."""
-
     calls: int = 16  # before an agent's final turn, over all rounds together; the first beyond it gets an error
     rounds: int | None = None  # number of times that an agent continues after results
     output: int = 4096  # characters of a result that are shown to the agent
     seconds: float = 30.0  # wall-clock time of one call
 
 
-# Number of consecutive timeouts of each function. After `MAX_STRIKES` timeouts the function is not called any more,
-# because every further call would take the full time limit while the other processes wait.
+# Consecutive timeouts of each function. After `MAX_STRIKES` it is not called any more: other processes wait meanwhile
 _STRIKES: weakref.WeakKeyDictionary[Callable, int] = weakref.WeakKeyDictionary()
 MAX_STRIKES = 3
 
@@ -55,10 +49,8 @@ async def call_tool(
     functions: Sequence[Callable], call: ToolCall, limits: ToolLimits, environment_tools: Sequence[Callable] = ()
 ) -> ToolResult:
     """
-    Call one of the functions. Every failure is returned as a text for the model, in TRL's form `{'error': '...'}`.
-
-    A call that takes longer than `limits.seconds` is abandoned: an asynchronous function is cancelled, and a
-    synchronous one keeps running in its thread, which Python cannot stop, while the next call gets a new thread.
+    Call one of the functions. A failure is returned as a text for the model, in TRL's form `{'error': '...'}`. After
+    `limits.seconds`, an asynchronous function is cancelled, and a synchronous one is left behind in its thread.
     """
     known = {tool_name(function): function for function in functions}
     if call.problem is not None:
@@ -147,10 +139,7 @@ async def call_tools(
     left: int,
     environment_tools: Sequence[Callable] = (),
 ) -> list[ToolResult]:
-    """
-    Run several calls and return their results in order. The first call beyond `left` gets an error as its result;
-    further calls are ignored. All methods of an environment, tools or not, run in the same thread.
-    """
+    """Run calls and return the results in order. The first call beyond `left` gets an error; others are ignored."""
     results = await asyncio.gather(*[call_tool(functions, call, limits, environment_tools) for call in calls[:left]])
     refused = [
         _failure(call.name, "too_many", f"No more than {limits.calls} calls are allowed. Answer with what you have.")
@@ -171,7 +160,6 @@ def _failure(name: str, problem: str, text: str) -> ToolResult:
 
 
 def _misfit(function: Callable, arguments: Any) -> str | None:
-    """Return the reason why a function cannot be called with these arguments, or `None` if it can."""
     if not isinstance(arguments, dict) or not all(isinstance(name, str) for name in arguments):
         return "The arguments have to be an object with the parameters' names."
     try:

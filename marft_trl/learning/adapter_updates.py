@@ -41,9 +41,7 @@ _BATCH_SETTINGS = (
 @dataclass(frozen=True)
 class Schedule:
     """
-    Schedule of the adapters that learn in a step, and of the steps that need new episodes.
-
-    A micro-step is one call of `training_step`. An optimizer step has `gradient_accumulation_steps` micro-steps. A
+    Which adapters learn in a step, and which steps need new episodes. A micro-step is one call of `training_step`. A
     phase is the time in which one set of adapters uses a generation batch: `steps_per_generation * num_iterations`
     micro-steps.
     """
@@ -90,12 +88,10 @@ class Schedule:
         return replace(self, critics=tuple(parts))
 
     def is_due(self, micro_step: int) -> bool:
-        """`True` if new episodes are due."""
         return micro_step % self.generate_every == 0
 
     @property
     def phases(self) -> int:
-        """Number of phases of a generation batch."""
         return len(self.adapters) if self.order == "sequential" else 1
 
     @property
@@ -106,7 +102,8 @@ class Schedule:
     def learning(self, micro_step: int, optimizer_step: int) -> frozenset[str]:
         """Return the adapters, and the parts of the critic, that a step trains."""
         policies = self._policies(micro_step, optimizer_step)
-        return policies | frozenset(self.critics) if self.critic_learns(micro_step, optimizer_step) else policies
+        critic_learns = optimizer_step < self.warmup or self._phase_index(micro_step) == 0
+        return policies | frozenset(self.critics) if critic_learns else policies
 
     @property
     def everyone(self) -> frozenset[str]:
@@ -124,10 +121,6 @@ class Schedule:
             return frozenset([self.get_order(micro_step)[self._phase_index(micro_step)]])
         return frozenset(self.adapters)
 
-    def critic_learns(self, micro_step: int, optimizer_step: int) -> bool:
-        """`True` if the critic learns: in the warm-up, and in the first phase of every generation batch."""
-        return optimizer_step < self.warmup or self._phase_index(micro_step) == 0
-
     def just_updated(self, micro_step: int) -> str | None:
         """The adapter whose phase on these episodes ended with the previous micro-step, or `None`."""
         phase = self._phase_index(micro_step)
@@ -144,8 +137,7 @@ class Schedule:
         return micro_step % self.generate_every // self.phase
 
 
-# Effective sample size of the factors of sequential updates, as a share of the joint actions, below which a warning is
-# logged
+# Effective sample size of the factors of sequential updates, per joint action, below which a warning is logged
 _MIN_EFFECTIVE_SHARE = 0.5
 
 
@@ -155,11 +147,7 @@ def after_update(factors: SequentialFactors | None, slices: Sequence[Slice], ada
 
 
 class SequentialFactors:
-    """
-    Multiplies advantages by the policy ratios of agents of the same joint action that were already updated.
-
-    Source: HAPPO (2109.11251), the factor `M`.
-    """
+    """Multiplies advantages by ratios of updated agents of the same joint action: `M` of HAPPO (2109.11251)."""
 
     def __init__(self, team: TeamSetup, run: RunContext, log_probs: LogProbs):
         self._log_probs, self._level, self._clip = log_probs, team.level, run.args.sequential_clip
@@ -180,12 +168,19 @@ class SequentialFactors:
         keys = dict.fromkeys((row.episode, row.joint_action) for row in rows)
         actions = {key: index for index, key in enumerate(keys)}
         updated = [row for row in rows if row.adapter == adapter and row.is_trained and len(row.completion_ids)]
-        new_log_factors = self._log_factors(updated, actions)
+        new_log_factors = torch.zeros(len(actions))
+        if updated:
+            with self._log_probs.scoring():
+                new = self._log_probs.compute_log_probs(updated)
+            pairs = [(row.old_per_token_logps, value) for row, value in zip(updated, new, strict=True)]
+            sums = torch.stack([(new_logps - then).sum() for then, new_logps in pairs if then is not None])
+            places = torch.tensor([actions[row.episode, row.joint_action] for row in updated])
+            divisors = self._level.divisors(updated)
+            new_log_factors = functional.sequential_log_factors(sums / divisors, places, len(actions))
         log_factors = torch.zeros(len(actions), dtype=torch.float64)
         for row in rows:
-            log_factors[actions[row.episode, row.joint_action]] = (
-                row.log_factor + new_log_factors[actions[row.episode, row.joint_action]].item()
-            )
+            index = actions[row.episode, row.joint_action]
+            log_factors[index] = row.log_factor + new_log_factors[index].item()
         factors = functional.clipped_factors(log_factors.float(), self._clip)
         self._log(adapter, factors, functional.clipped_factors(log_factors.float(), None))
         logs, clipped = log_factors.tolist(), factors.tolist()
@@ -196,24 +191,9 @@ class SequentialFactors:
 
         return [replace(slice_, rows=[with_factor(row) for row in slice_.rows]) for slice_ in slices]
 
-    def _log_factors(self, updated: Sequence[Row], actions: dict[tuple[int, int], int]) -> torch.Tensor:
-        """Logarithm of the ratios of an updated adapter's turns, by joint action `(J,)`."""
-        if not updated:
-            return torch.zeros(len(actions))
-        with self._log_probs.scoring():
-            new = self._log_probs.compute_log_probs(updated)
-        pairs = [(row.old_per_token_logps, value) for row, value in zip(updated, new, strict=True)]
-        sums = torch.stack([(new_logps - then).sum() for then, new_logps in pairs if then is not None])
-        places = torch.tensor([actions[row.episode, row.joint_action] for row in updated])
-        return functional.sequential_log_factors(sums / self._level.divisors(updated), places, len(actions))
-
     def _log(self, adapter: str, factors: torch.Tensor, unclipped: torch.Tensor) -> None:
         """Log metrics of the factors of joint actions `(J,)`, and warn if the unclipped factors vary too much."""
-        pair = [value.double() for value in (factors, unclipped)]
-        sums = torch.stack(
-            [torch.stack([torch.tensor(len(item)).double(), item.sum(), (item**2).sum()]) for item in pair]
-        )
-        totals = self._processes.sum(sums)
+        totals = self._processes.sum(torch.stack([functional.moments(item) for item in (factors, unclipped)]))
         count, total, squares = totals[0].tolist()
         mean, share = total / max(count, 1), functional.effective_share(totals[1])
         self._metrics.add("sequential_factor/mean", mean)
@@ -229,117 +209,43 @@ class SequentialFactors:
             )
 
 
-Parameters = Mapping[str, nn.Parameter]
-
 # Maximum number of elements to reduce in one call. It holds whole adapters, but limits copies of a full model.
 _BUCKET = 2**26
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], world_size: int) -> None:
     """Average gradients over processes, in place, in the same order on each. A missing gradient counts as zeros."""
-    bucket: list[torch.Tensor] = []
+    buckets: list[list[torch.Tensor]] = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if bucket and (bucket[0].dtype != parameter.grad.dtype or sum(g.numel() for g in bucket) > _BUCKET):
-            _average(bucket, world_size)
-            bucket = []
-        bucket.append(parameter.grad)
-    if bucket:
-        _average(bucket, world_size)
-
-
-def _average(gradients: list[torch.Tensor], world_size: int) -> None:
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    torch.distributed.all_reduce(flat)
-    flat /= world_size
-    for gradient, averaged in zip(gradients, flat.split([item.numel() for item in gradients]), strict=True):
-        gradient.copy_(averaged.view_as(gradient))
-
-
-def drop_gradients(parameters: Parameters) -> None:
-    """Skip the adapter in the next optimizer step. Its weights and its optimizer state do not change."""
-    for parameter in parameters.values():
-        parameter.grad = None
-
-
-def split_groups(
-    optimizer: torch.optim.Optimizer, adapters: Mapping[str, Parameters], learning_rates: Mapping[str, float | None]
-) -> None:
-    """
-    Split the optimizer's parameter groups by adapter, in place, before its first step. Adapters without a learning
-    rate keep that of the optimizer.
-
-    Groups are sorted by adapter name. The optimizer state is saved by position, so a fixed order lets it find its
-    adapter again, even if the order of the agents changes. The critic's groups come last, because the Trainer logs the
-    learning rate of the first group.
-    """
-    groups = []
-    for adapter in sorted(adapters, key=lambda name: (name.startswith("_"), name)):
-        own = {id(parameter) for parameter in adapters[adapter].values()}
-        for group in optimizer.param_groups:
-            parameters = [parameter for parameter in group["params"] if id(parameter) in own]
-            if parameters:
-                rate = learning_rates.get(adapter)
-                changed = {} if rate is None else {"lr": rate}
-                groups.append({**group, **changed, "params": parameters, "adapter": adapter})
-    optimizer.param_groups[:] = groups
-
-
-def fill_with_zeros(parameters: Iterable[nn.Parameter]) -> None:
-    """Give parameters of which none has a gradient a gradient of 0."""
-    parameters = list(parameters)
-    if all(parameter.grad is None for parameter in parameters):
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-
-
-def untrained(optimizer: torch.optim.Optimizer, adapters: Mapping[str, Parameters]) -> list[str]:
-    """Names of the adapters that have a parameter missing in the optimizer."""
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return [
-        adapter
-        for adapter, parameters in adapters.items()
-        if any(id(parameter) not in known for parameter in parameters.values())
-    ]
+        last = buckets[-1] if buckets else []
+        if not last or last[0].dtype != parameter.grad.dtype or sum(g.numel() for g in last) > _BUCKET:
+            buckets.append([])
+        buckets[-1].append(parameter.grad)
+    for gradients in buckets:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        torch.distributed.all_reduce(flat)
+        flat /= world_size
+        for gradient, averaged in zip(gradients, flat.split([item.numel() for item in gradients]), strict=True):
+            gradient.copy_(averaged.view_as(gradient))
 
 
 # Settings of a parameter group that come from the training arguments. Others may be the optimizer's own state.
 _SETTINGS = ("weight_decay", "betas", "eps", "momentum", "initial_lr")
 
 
-@contextlib.contextmanager
-def checked_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """
-    Context manager: a state that is loaded into an optimizer must belong to its parameter groups, whose settings stay.
-    """
-    settings = [{key: group[key] for key in _SETTINGS if key in group} for group in optimizer.param_groups]
-
-    def check(mine: torch.optim.Optimizer, saved: dict) -> None:
-        check_groups(saved["param_groups"], mine.param_groups)
-
-    hook = optimizer.register_load_state_dict_pre_hook(check)
-    try:
-        yield
-    finally:
-        hook.remove()
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
-
-
-def check_groups(saved: Sequence[dict], current: Sequence[dict]) -> None:
+def _check_groups(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     """Raise `ValueError`, with the adapters of both, if a saved optimizer state belongs to other parameter groups."""
-    saved_sizes = [(group.get("adapter"), len(group["params"])) for group in saved]
-    mine = [(group.get("adapter"), len(group["params"])) for group in current]
-    if saved_sizes != mine:
+    theirs, mine = (
+        ", ".join(f"{group.get('adapter')!r} ({len(group['params'])} tensors)" for group in groups) or "nothing"
+        for groups in (saved["param_groups"], optimizer.param_groups)
+    )
+    if theirs != mine:
         raise ValueError(
-            f"The optimizer state of the checkpoint belongs to {_count(saved_sizes)}, but the team trains "
-            f"{_count(mine)}. Resume with the agents, adapters and `peft_config` that the checkpoint was written with."
+            f"The optimizer state of the checkpoint belongs to {theirs}, but the team trains {mine}. Resume with the "
+            "agents, adapters and `peft_config` that the checkpoint was written with."
         )
-
-
-def _count(groups: Sequence[tuple[str | None, int]]) -> str:
-    return ", ".join(f"{name!r} ({count} tensors)" for name, count in groups) or "nothing"
 
 
 # Elements of a shared adapter that are looked at. More are thinned out evenly
@@ -347,10 +253,7 @@ _ELEMENTS = 2**20
 
 
 class GradientShares:
-    """
-    Logs `agents/<name>/grad_share`: the norm of an agent's gradient, divided by the sum of the norms of all agents.
-    Micro-batches are of one agent, so what a backward pass adds to the gradient of an adapter is that agent's.
-    """
+    """Logs `agents/<name>/grad_share`, a share of the sum of gradient norms. Backward passes are of one agent."""
 
     def __init__(self, policies: Policies, metrics: Metrics, processes: Processes):
         self._policies, self._metrics, self._processes = policies, metrics, processes
@@ -398,23 +301,22 @@ class GradientShares:
         self._settle()
         agent_norms: dict[str, float] = {}
         for adapter, norm in norms.items():
-            agents = self._groups.get(adapter)
-            if agents is None:
-                agent_norms[self._policies.get_agents(adapter)[0]] = norm
+            if adapter in self._groups:
+                agent_norms |= self._within(adapter, scale)
             else:
-                agent_norms |= self._within(adapter, agents, scale)
+                agent_norms[self._policies.get_agents(adapter)[0]] = norm
         total = sum(agent_norms.values())
         if total > 0 and math.isfinite(total):
             for agent, norm in agent_norms.items():
                 self._metrics.add(f"agents/{agent}/grad_share", norm / total)
         self.clear()
 
-    def _within(self, adapter: str, agents: list[str], scale: float) -> dict[str, float]:
+    def _within(self, adapter: str, scale: float) -> dict[str, float]:
         """Norms of the parts of agents in the gradient of their adapter, averaged over processes."""
         nothing = torch.zeros_like(self._look(adapter))
-        parts = torch.stack([self._parts.get(agent, nothing) for agent in agents])
+        parts = torch.stack([self._parts.get(agent, nothing) for agent in self._groups[adapter]])
         norms = self._processes.sum(parts).norm(dim=1) / self._processes.count / scale
-        return dict(zip(agents, (norms * self._stride(adapter) ** 0.5).tolist(), strict=True))
+        return dict(zip(self._groups[adapter], (norms * self._stride(adapter) ** 0.5).tolist(), strict=True))
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that removes everything recorded after this call."""
@@ -423,7 +325,6 @@ class GradientShares:
         return functools.partial(vars(self).update, kept)
 
     def clear(self) -> None:
-        """Begin the next optimizer step."""
         self._parts.clear()
         self._last.clear()
         self._current = []
@@ -451,7 +352,6 @@ class DivergenceSums:
         return self._sums.get(adapter, torch.zeros(4, dtype=torch.float64))
 
     def clear(self) -> None:
-        """Reset the sums for the next optimizer step."""
         self._sums.clear()
 
     def snapshot(self) -> Callable[[], None]:
@@ -489,8 +389,6 @@ class AdapterUpdates:
         self._entropy_control |= {name: tuple(pair) for name, pair in state.get("entropy_control", {}).items()}
         self._skipped_in_a_row.update(state.get("skipped_in_a_row", {}))
 
-    # ---- The optimizer ----
-
     def split_groups(self, optimizer: torch.optim.Optimizer, is_ours: bool) -> None:
         """
         Move every adapter and every part of the critic into a separate parameter group, in place. An optimizer that
@@ -505,8 +403,19 @@ class AdapterUpdates:
                     head = list(self._critic.heads[part].parameters())  # not part of the model
                     optimizer.add_param_group({"params": head, "lr": rate, "weight_decay": 0.0, "adapter": part})
                     rates[part] = rate
-            split_groups(optimizer, adapters, rates)
-        missing = untrained(optimizer, adapters)
+            groups = []
+            # The state is saved by position: sorted by name, it finds its adapter again, even if the order of the
+            # agents changes. The critic's come last, because the Trainer logs the learning rate of the first group
+            for adapter in sorted(adapters, key=lambda name: (name.startswith("_"), name)):
+                own = {id(parameter) for parameter in adapters[adapter].values()}
+                changed = {} if rates.get(adapter) is None else {"lr": rates[adapter]}
+                for group in optimizer.param_groups:
+                    parameters = [parameter for parameter in group["params"] if id(parameter) in own]
+                    if parameters:
+                        groups.append({**group, **changed, "params": parameters, "adapter": adapter})
+            optimizer.param_groups[:] = groups
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        missing = [name for name, own in adapters.items() if any(id(item) not in known for item in own.values())]
         if missing:
             raise ValueError(
                 f"The optimizer passed in `optimizers=` does not have the parameters of {missing}, so these adapters "
@@ -516,21 +425,23 @@ class AdapterUpdates:
 
     @contextlib.contextmanager
     def loading(self, optimizer: Any, scheduler: Any) -> Iterator[None]:
-        """
-        Context manager for loading the states of the optimizer and the scheduler. Learning rates, weight decay and the
-        schedule keep the settings of this run, at the step of the checkpoint.
-        """
+        """Context manager for loading the states of both, while settings and schedule stay those of this run."""
         inner = getattr(optimizer, "optimizer", optimizer)
         rates = [group.get("initial_lr", group["lr"]) for group in inner.param_groups]
-        with checked_groups(inner), schedule_of_any_length(scheduler):
-            yield
+        settings = [{key: group[key] for key in _SETTINGS if key in group} for group in inner.param_groups]
+        hook = inner.register_load_state_dict_pre_hook(_check_groups)
+        try:
+            with schedule_of_any_length(scheduler):
+                yield
+        finally:
+            hook.remove()
+        for group, own in zip(inner.param_groups, settings, strict=True):
+            group.update(own)
         if not restart_schedule(scheduler, rates):
             logger.warning(
                 f"The resumed run takes the learning rate from the saved state of {type(scheduler).__name__}, so a "
                 "changed `learning_rate` has no effect."
             )
-
-    # ---- The beginning and the end of an optimizer step ----
 
     def note_adapters(self, adapters: Iterable[str]) -> None:
         """Record adapters that have rows in the optimizer step on any process."""
@@ -546,10 +457,9 @@ class AdapterUpdates:
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module) -> Iterator[None]:
         """
-        Context manager of a micro-step, without gradient synchronization in backward passes: processes run different
-        numbers of micro-batches, so gradients are reduced once, after the last one. The first micro-step of an
-        optimizer step clears the gradients of the value heads, since the Trainer clears only the gradients of the
-        model.
+        Context manager: gradients are reduced once, after the last micro-batch, of which processes have different
+        numbers. The first micro-step of an optimizer step clears the gradients of the value heads, which the Trainer
+        does not know.
         """
         if not self._is_within_step and self._critic is not None:
             self._critic.zero_grad()
@@ -566,14 +476,13 @@ class AdapterUpdates:
         if not is_update:
             return
         adapters = self.trained_parameters()
+        spoke = [list(adapters[adapter].values()) for adapter in adapters if adapter in self._active_adapters]
         if self._processes.count > 1:
-            spoke = [adapter for adapter in adapters if adapter in self._active_adapters]
-            average_gradients(
-                [parameter for adapter in spoke for parameter in adapters[adapter].values()], self._processes.count
-            )
-        else:  # rows without a gradient skip the backward pass: set the missing gradients to 0
-            for adapter in self._active_adapters:
-                fill_with_zeros(adapters[adapter].values())
+            average_gradients([parameter for parameters in spoke for parameter in parameters], self._processes.count)
+        for parameters in spoke:  # rows without a gradient skip the backward pass: set the missing gradients to 0
+            if all(parameter.grad is None for parameter in parameters):
+                for parameter in parameters:
+                    parameter.grad = torch.zeros_like(parameter)
         self._active_adapters.clear()
         self._is_within_step = False
         if self._args.target_kl is not None or self._args.use_adaptive_entropy:
@@ -582,48 +491,41 @@ class AdapterUpdates:
 
     def _apply_kl_and_entropy_targets(self, adapters: dict[str, dict[str, nn.Parameter]]) -> None:
         """Skip the updates of adapters above `target_kl`, and adapt the entropy bonuses for the next step."""
-        names = self._policies.trained
+        names, args = self._policies.trained, self._args
         totals = self._processes.sum(torch.stack([self.divergence.get_sums(name) for name in names]))
         for name, (kl_sum, kl_count, entropy_sum, tokens) in zip(names, totals.tolist(), strict=True):
-            if self._args.target_kl is not None and kl_count:
+            agents = self._policies.get_agents(name)
+            if args.target_kl is not None and kl_count:
                 kl = kl_sum / kl_count
-                stopped = kl > self._args.target_kl
-                if stopped:
-                    drop_gradients(adapters[name])
-                for agent in self._policies.get_agents(name):
+                stopped = kl > args.target_kl
+                for parameter in adapters[name].values() if stopped else ():
+                    parameter.grad = None  # the optimizer skips the adapter
+                for agent in agents:
                     self._metrics.add(f"agents/{agent}/approx_kl", kl)
                     self._metrics.add(f"agents/{agent}/stopped_updates", float(stopped))
-            if self._args.use_adaptive_entropy and tokens:
-                self._adapt_entropy(name, entropy_sum / tokens)
-        if self._args.use_adaptive_entropy:  # means over the team, under the names of TRL
+            if args.use_adaptive_entropy and tokens:
+                bounds = args.entropy_coef_delta, args.entropy_coef_min, args.entropy_coef_max
+                coefficient, entropy = self._entropy_control[name][0], entropy_sum / tokens
+                coefficient = functional.adapted_entropy_coef(coefficient, entropy, args.entropy_target, *bounds)
+                self._entropy_control[name] = coefficient, entropy
+                for agent in agents:
+                    self._metrics.add(f"agents/{agent}/entropy_coef", coefficient)
+        if args.use_adaptive_entropy:  # means over the team, under the names of TRL
             coefficients, entropies = zip(*self._entropy_control.values(), strict=True)
             coefficient = sum(coefficients) / len(coefficients)
             self._state.set_entropy(coefficient, sum(entropies) / len(entropies))
             self._metrics.add("entropy_coef", coefficient)
 
-    def _adapt_entropy(self, adapter: str, entropy: float) -> None:
-        args = self._args
-        bounds = args.entropy_coef_delta, args.entropy_coef_min, args.entropy_coef_max
-        coefficient, _ = self._entropy_control[adapter]
-        coefficient = functional.adapted_entropy_coef(coefficient, entropy, args.entropy_target, *bounds)
-        self._entropy_control[adapter] = coefficient, entropy
-        for agent in self._policies.get_agents(adapter):
-            self._metrics.add(f"agents/{agent}/entropy_coef", coefficient)
-
     def get_entropy_coef(self, adapter: str) -> float:
-        """Return the coefficient of the entropy bonus of an adapter in the current step."""
         if not self._args.use_adaptive_entropy:
             return self._state.entropy_coef
         coefficient, entropy = self._entropy_control[adapter]
         return coefficient if entropy <= self._args.entropy_target else 0.0
 
-    # ---- Clipping ----
-
     def clip(self, max_norm: float) -> torch.Tensor:
         """
-        Clip the gradient of each adapter by its norm, and skip the update of adapters whose gradient is not finite.
-        Returns the norm over all adapters of agents before clipping. Raises `FloatingPointError` if the gradient of an
-        adapter was not finite several times in a row.
+        Clip the gradient of each adapter by its norm, and skip those that are not finite. Returns the norm over all
+        adapters of agents before. Raises `FloatingPointError` for an adapter that was skipped several times in a row.
         """
         trained = self.trained_parameters()
         if any(parameter.grad is not None for value in trained.values() for parameter in value.values()):
@@ -636,11 +538,12 @@ class AdapterUpdates:
             is_policy = adapter in self._policies.trained
             limit = max_norm if is_policy else self._args.max_grad_norm or math.inf  # 0: no clipping
             norm = nn.utils.clip_grad_norm_(list(present.values()), limit)
+            names = [f"agents/{agent}" for agent in self._policies.get_agents(adapter)] or ["critic"]
             if self._accelerator.scaler is None:  # with fp16, the gradient scaler handles overflow
-                self._skip_if_not_finite(adapter, norm, present)
+                self._skip_if_not_finite(adapter, norm, present, names)
             if is_policy and norm.isfinite():
                 norms[adapter] = norm
-            for name in self._metric_names(adapter):
+            for name in names:
                 self._metrics.add(f"{name}/grad_norm", norm.item())
         scale = 1.0 if self._accelerator.scaler is None else self._accelerator.scaler.get_scale()
         self.shares.report({adapter: norm.item() for adapter, norm in norms.items()}, scale)
@@ -648,16 +551,16 @@ class AdapterUpdates:
             return next(iter(norms.values()))
         return torch.stack(list(norms.values())).norm() if norms else torch.zeros(())
 
-    def _metric_names(self, adapter: str) -> list[str]:
-        return [f"agents/{agent}" for agent in self._policies.get_agents(adapter)] or ["critic"]
-
-    def _skip_if_not_finite(self, adapter: str, norm: torch.Tensor, parameters: dict[str, nn.Parameter]) -> None:
-        for name in self._metric_names(adapter):
+    def _skip_if_not_finite(
+        self, adapter: str, norm: torch.Tensor, parameters: Mapping[str, nn.Parameter], names: Sequence[str]
+    ) -> None:
+        for name in names:
             self._metrics.add(f"{name}/skipped_updates", float(not norm.isfinite()))
         if norm.isfinite():
             self._skipped_in_a_row[adapter] = 0
             return
-        drop_gradients(parameters)
+        for parameter in parameters.values():
+            parameter.grad = None
         self._skipped_in_a_row[adapter] += 1
         agents = ", ".join(map(repr, self._policies.get_agents(adapter)))
         whose = f"of the adapter {adapter!r} (agents {agents})" if agents else f"of the critic ({adapter!r})"

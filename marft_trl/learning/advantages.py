@@ -22,7 +22,7 @@ from ..rewards import environment_reward
 from ..rollout.alternatives import Alternatives, Node
 from ..rollout.reward_scorer import AgentReturns, RewardScorer
 from ..rollout.rollouts import Rollout
-from ..seams.trl import TrlRewards, TrlSettings
+from ..seams.trl import TrlRewards
 from .critic_learner import ValueScale
 
 
@@ -51,9 +51,7 @@ class CreditAssigner:
         return taken
 
     def assign(self, rollout: Rollout, credit: str) -> list[torch.Tensor]:
-        """
-        Compute the credit of turns `(K,)` for each episode of this process, as rewards or returns (`credit_kind`).
-        """
+        """The credit of turns `(K,)` for each episode of this process, as rewards or returns (`credit_kind`)."""
         # Credit rules see one episode; values that need all processes are computed first
         args, as_rewards = self._args, self._args.credit_kind == "rewards"
         episodes, rewards = rollout.episodes, rollout.local_rewards
@@ -73,19 +71,15 @@ class CreditAssigner:
             for reward, item in zip(rewards, episodes, strict=True)
         ]
         if rule.scores_turns:
-            weight = args.own_reward_weight
-            own = self._own_turn_rewards(rollout, as_rewards or self._earns)
-            team = [
-                weight * own_rewards + (1 - weight) * t if weight < 1 else own_rewards
-                for own_rewards, t in zip(own, team, strict=True)
-            ]
+            weight, own = args.own_reward_weight, self._own_turn_rewards(rollout, as_rewards or self._earns)
+            both = zip(own, team, strict=True)
+            team = [weight * scores + (1 - weight) * t if weight < 1 else scores for scores, t in both]
         return [value + gained for value, gained in zip(team, earned, strict=True)]
 
     def streams(self, rollout: Rollout, credit: str) -> list[dict[str, torch.Tensor]]:
         """
-        Return, for each episode of this process and each of its agents, the rewards that the agent received after
-        every turn `(K,)`, whichever agent took the turn: the rewards of the whole team, divided by a credit rule, plus
-        the rewards of this agent alone.
+        For each episode of this process and each of its agents, the rewards that the agent received after every turn
+        `(K,)`, whoever took it: the rewards of the team, divided by a credit rule, plus those of this agent alone.
         """
         rule, args, streams = CREDITS[credit], self._args, []
         scores = self._own_turn_rewards(rollout, is_sum=True) if rule.scores_turns else None
@@ -107,10 +101,7 @@ class CreditAssigner:
         return streams
 
     def own_returns(self, rollout: Rollout, credit: str) -> list[torch.Tensor]:
-        """
-        Return, for each episode of this process, the return of every turn `(K,)`: everything that the turn's agent
-        received in the episode, divided by a credit rule over the turns of this agent.
-        """
+        """For each episode here, the return of every turn `(K,)`: what its agent received, divided by a rule."""
         rule, args = CREDITS[credit], self._args
         weight = args.own_reward_weight if rule.scores_turns else 0.0
         scores = self._own_turn_rewards(rollout, self._earns) if rule.scores_turns else None
@@ -122,10 +113,8 @@ class CreditAssigner:
                 # Pass only the agent's own turns to the rule: otherwise its discount would depend on the turns of
                 # other agents
                 indices = [turn.index for turn in episode.turns if turn.agent == agent]
-                turns, received = (
-                    [episode.turns[k] for k in indices],
-                    self._own.get_agent_reward(earned, episode, agent),
-                )
+                turns = [episode.turns[k] for k in indices]
+                received = self._own.get_agent_reward(earned, episode, agent)
                 total = reward - earned if rule.scores_turns else reward - earned + received
                 agent_returns = rule.share(total, turns, steps[indices], args.credit_discount, False)
                 if scores is not None:
@@ -162,8 +151,8 @@ class CreditAssigner:
             OwnReward(turn.agent, (rollout.first + episode.index, turn.agent), value, function_rewards)
             for (episode, turn), value, function_rewards in zip(pairs, scores.tolist(), by_function, strict=True)
         ]
-        metrics = own_reward_metrics(self._processes.gather(scored), returns=not rollout.has_own_returns)
-        for name, value in metrics.items():
+        returns = not rollout.has_own_returns
+        for name, value in own_reward_metrics(self._processes.gather(scored), returns).items():
             self._metrics.add(name, value)
         if is_sum:  # NaN (unscored) counts as 0, so that it does not erase the other rewards
             sums = [entry.nan_to_num(nan=0.0) for entry in sums]
@@ -197,13 +186,8 @@ def own_reward_metrics(scored: Sequence[OwnReward], returns: bool) -> dict[str, 
     return metrics
 
 
-# ---- Advantages ----
-
-
 class Estimated(NamedTuple):
-    """Rows with advantages."""
-
-    rows: list[list[Row]]
+    rows: list[list[Row]]  # of each episode, with advantages
     std: torch.Tensor | None  # (E,), in the group of each episode, for metrics; `None` with a critic
     credited: set[str]  # agents of this process with an advantage, or with a critic a return, other than 0
     # For each episode, the own rewards of its turns by function; empty if there are none
@@ -256,9 +240,13 @@ class BaselineEstimator:
         """Take the rows of each episode: one per turn, or, with candidates, one per candidate of each node in turn."""
         group_size, scale = self._settings.group_size(training), self._settings.scale_rewards
         rewards = rollout.rewards
-        if rollout.has_own_returns:
-            _check_own_returns(self._settings)
         if self._settings.multi_objective_aggregation == "normalize_then_sum":
+            if rollout.has_own_returns:
+                raise ValueError(
+                    "`multi_objective_aggregation='normalize_then_sum'` normalizes the rewards of whole episodes, but "
+                    "the agents are rewarded by name, and each learns from its own return. Use 'sum_then_normalize', "
+                    "or `returns='team'`."
+                )
             weights = self._rewards.weights.to(rewards.device)
             to_the_bit = not self._args.share_prefixes
             rewards = functional.normalized_objectives(rollout.rewards_per_func, weights, group_size, to_the_bit)
@@ -278,22 +266,16 @@ class BaselineEstimator:
             pairs = zip(rows, own, strict=True)
             filled = [[replace(row, advantage=advantage) for row in its_rows] for its_rows, advantage in pairs]
         else:
-            filled = self._compare(replace(rollout, rewards=rewards), rows, baseline, group_size, scale, training)
+            filled = self._compare(replace(rollout, rewards=rewards), rows, group_size, scale, training)
         # For the warning that no reward reaches an agent; a baseline may make all of them 0
         credited = {row.agent for its_rows in filled for row in its_rows if torch.as_tensor(row.advantage).any()}
         return Estimated(filled, std, credited, self._credit.take_own_rewards())
 
     def _compare(
-        self,
-        rollout: Rollout,
-        rows: Sequence[Sequence[Row]],
-        baseline: Baseline,
-        group_size: int,
-        scale: str,
-        training: bool,
+        self, rollout: Rollout, rows: Sequence[Sequence[Row]], group_size: int, scale: str, training: bool
     ) -> list[list[Row]]:
         """Compare the returns of the turns of all processes."""
-        nodes = _by_episode(rollout)
+        nodes, baseline = _by_episode(rollout), self.baseline(training)
         if baseline.uses_candidates:
             returns = [torch.tensor([worth for node in value for worth in node.returns]) for value in nodes]
         else:
@@ -323,17 +305,14 @@ class BaselineEstimator:
         if rollout.has_own_returns and as_returns and not CREDITS[credit].reruns:
             return self._credit.own_returns(rollout, credit)
         if rollout.has_own_returns and not as_returns:
-            streams = self._credit.streams(rollout, credit)
             # Streams of an agent go on while others act, so its turns are discounted by joint steps
-            return [
-                own_returns_to_go(episode, value, gamma)
-                for episode, value in zip(rollout.episodes, streams, strict=True)
-            ]
+            pairs = zip(rollout.episodes, self._credit.streams(rollout, credit), strict=True)
+            return [own_returns_to_go(episode, streams, gamma) for episode, streams in pairs]
         credits = self._credit.assign(rollout, credit)
         if as_returns:
             return credits
-        pairs = zip(rollout.episodes, credits, strict=True)
-        return [functional.returns_to_go(c, torch.tensor(e.joint_steps()), gamma) for e, c in pairs]
+        steps = [torch.tensor(episode.joint_steps()) for episode in rollout.episodes]
+        return [functional.returns_to_go(*pair, gamma) for pair in zip(credits, steps, strict=True)]
 
     def _samples(
         self,
@@ -344,25 +323,13 @@ class BaselineEstimator:
     ) -> Iterator[tuple[int, int, int, float, str]]:
         """Episode, agent, node and return of each row, and the key of its running baseline."""
         for index, (its_rows, its_returns) in enumerate(zip(rows, returns, strict=True)):
-            places = (
-                [number for number, node in enumerate(nodes[index]) for _ in node.turns]
-                if rollout.nodes
-                else list(range(len(its_rows)))
-            )
+            places = [number for number, node in enumerate(nodes[index]) for _ in node.turns]
+            places = places if rollout.nodes else list(range(len(its_rows)))
             for row, worth, place in zip(its_rows, its_returns.tolist(), places, strict=True):
                 key = ""
                 if self._running is not None:
                     key = self._running.key(row.agent, rollout.episodes[index].row, rollout.has_own_returns)
                 yield rollout.first + index, self._names.index(row.agent), place, worth, key
-
-
-def _check_own_returns(settings: TrlSettings) -> None:
-    if settings.multi_objective_aggregation == "normalize_then_sum":
-        raise ValueError(
-            "`multi_objective_aggregation='normalize_then_sum'` normalizes the rewards of whole episodes, but the "
-            "agents are rewarded by name, and each learns from its own return. Use 'sum_then_normalize', or "
-            "`returns='team'`."
-        )
 
 
 def own_returns_to_go(episode: Episode, streams: Mapping[str, torch.Tensor], gamma: float) -> torch.Tensor:
@@ -390,30 +357,31 @@ class CriticEstimator:
             streams = self._credit.streams(rollout, rule)
             filled = [self._own_gae(*value) for value in zip(rollout.episodes, rows, streams, strict=True)]
             gone = [own_returns_to_go(item, entry, 1.0) for item, entry in zip(rollout.episodes, streams, strict=True)]
-            return self._normalized_all(filled, self._credited(rollout, gone), training)
+            return self._normalized_all(rollout, filled, gone, training)
         if rollout.has_own_returns and not CREDITS[rule].reruns:
             credits = self._credit.own_returns(rollout, rule)
         else:
             credits = self._credit.assign(rollout, rule)
-        filled = []
+        filled, gone = [], []
         for episode, its_rows, credit in zip(rollout.episodes, rows, credits, strict=True):
             steps = torch.tensor(episode.joint_steps())
-            # Returns are worth of turns already: nothing is accumulated over them
-            if not is_stream:  # every turn is the last of an episode of its own
+            if is_stream:
+                filled.append(self._gae(its_rows, credit, steps, its_rows[-1].last_value if its_rows else 0.0))
+                gone.append(functional.returns_to_go(credit.nan_to_num(nan=0.0), steps, 1.0))
+            else:  # nothing is accumulated over returns: every turn is the last of an episode of its own
                 alone = [self._gae([row], credit[k : k + 1], steps[:1] * 0, 0.0) for k, row in enumerate(its_rows)]
                 filled.append([row for single in alone for row in single])
-            else:
-                filled.append(self._gae(its_rows, credit, steps, its_rows[-1].last_value if its_rows else 0.0))
-        if is_stream:
-            pairs = zip(rollout.episodes, credits, strict=True)
-            credits = [
-                functional.returns_to_go(credit.nan_to_num(nan=0.0), torch.tensor(episode.joint_steps()), 1.0)
-                for episode, credit in pairs
-            ]
-        return self._normalized_all(filled, self._credited(rollout, credits), training)
+                gone.append(credit)
+        return self._normalized_all(rollout, filled, gone, training)
 
-    def _normalized_all(self, filled: Sequence[Sequence[Row]], credited: set[str], training: bool) -> Estimated:
-        """Rows with normalized advantages. They are logged before."""
+    def _normalized_all(
+        self, rollout: Rollout, filled: Sequence[Sequence[Row]], returns: Sequence[torch.Tensor], training: bool
+    ) -> Estimated:
+        """Rows with normalized advantages, given also the returns of the turns of each episode `(K,)`."""
+        credited = set()  # advantages do not tell: errors of a critic make them non-zero
+        for episode, value in zip(rollout.episodes, returns, strict=True):
+            pairs = zip(episode.turns, value.nan_to_num(nan=0.0).tolist(), strict=True)
+            credited |= {turn.agent for turn, worth in pairs if worth}
         # Logged before they are standardized: afterwards their mean is 0 by construction
         everything = [row for its_rows in filled for row in its_rows]
         self._log(everything)
@@ -422,14 +390,6 @@ class CriticEstimator:
             self._scale.update(everything)
         rows = [[self._normalized(row, totals) for row in its_rows] for its_rows in filled]
         return Estimated(rows, None, credited, self._credit.take_own_rewards())
-
-    def _credited(self, rollout: Rollout, returns: Sequence[torch.Tensor]) -> set[str]:
-        """Agents with a turn whose return is not 0. Advantages do not tell: errors of a critic make them non-zero."""
-        found = set()
-        for episode, value in zip(rollout.episodes, returns, strict=True):
-            pairs = zip(episode.turns, value.nan_to_num(nan=0.0).tolist(), strict=True)
-            found |= {turn.agent for turn, worth in pairs if worth}
-        return found
 
     def _own_gae(self, episode: Episode, rows: Sequence[Row], streams: Mapping[str, torch.Tensor]) -> list[Row]:
         """Rows of an episode, where every agent goes from each of its turns to its next one."""
@@ -455,10 +415,8 @@ class CriticEstimator:
         # Of the time of sampling, as in PPO: targets must not follow the critic that learns them
         values = [row.old_values for row in rows if row.old_values is not None]
         advantages, targets = self._level.estimate(rewards, values, steps, discounts or self._discounts, last_value)
-        return [
-            replace(row, advantage=advantage, value_targets=target)
-            for row, advantage, target in zip(rows, advantages, targets, strict=True)
-        ]
+        filled = zip(rows, advantages, targets, strict=True)
+        return [replace(row, advantage=advantage, value_targets=target) for row, advantage, target in filled]
 
     def _moments(self, rows: Sequence[Row]) -> torch.Tensor:
         """Moments `(N, 3)` of the advantages that the policy loss counts, of all agents or of each."""

@@ -26,30 +26,24 @@ from ..algorithms.rows import Level, MicroBatch, Row, Slice
 from ..config.marft_config import MARFTConfig
 from ..seams.libraries import get_logger
 from ..seams.sharding import local
-from ..seams.trl import LOSSES, OLD_LOGPS, SAMPLING_WEIGHTS, TrlSettings, TrlState
-from ..shared_prefix.forward import Cluster, clusters, hidden_states, scored_at_once
+from ..seams.trl import CLIP_METRICS, LOSSES, OLD_LOGPS, SAMPLING_WEIGHTS, TrlSettings, TrlState
+from ..shared_prefix.forward import Cluster, clusters, hidden_states, in_mode, scored_at_once
 from .log_probs import ModelPass
 
 
 logger = get_logger(__name__)
 
 # Values of TRL's metrics for a row whose advantage is 0, which are known without a forward pass
-_CLIP_RATIOS = ("low_mean", "high_mean", "region_mean", "low_min", "high_max")
-ZERO_ADVANTAGE_METRICS: dict[str, list[float]] = {
-    **{f"clip_ratio/{name}": [0.0] for name in _CLIP_RATIOS},
-    "cispo_clip_ratio": [0.0],
-}
+ZERO_ADVANTAGE_METRICS: dict[str, list[float]] = {name: [0.0] for name in (*CLIP_METRICS, "cispo_clip_ratio")}
 # Metric: fraction of an agent's rows that were skipped because they have no gradient
 FRACTION_WITHOUT_SIGNAL = "frac_rows_without_signal"
 
 
 class ZeroGradientFilter:
     """
-    Separates rows with a gradient from rows without a gradient.
-
-    TRL's losses (TRL 1.16) multiply each token's term by its advantage and by its mask. If all advantages of a row are
-    0, only the KL to the reference, an entropy bonus and the router loss of a mixture of experts remain. If none of
-    them is used, the gradient of the row is exactly 0. The same applies to a row whose tokens are masked.
+    Separates rows with a gradient from rows without. TRL's losses (1.16) multiply each token's term by its advantage
+    and by its mask. If all of them are 0, only the KL to the reference, an entropy bonus and the router loss of a
+    mixture of experts remain; without them, the gradient of the row is exactly 0.
     """
 
     def __init__(self, args: MARFTConfig, settings: TrlSettings, state: TrlState):
@@ -102,11 +96,9 @@ class MicroBatcher:
 
     def cut(self, rows: Sequence[Row], **options: Any) -> Iterator[MicroBatch]:
         """Cut rows into micro-batches of one agent each. `options` are arguments of [`micro_batches`]."""
-        repeat = None
-        if self.share:
-            repeat = (
-                0.0 if self.cost is None else self.cost.per_repeat / self.cost.bytes_per_token(self.is_checkpointing)
-            )
+        repeat = 0.0 if self.share else None
+        if self.share and self.cost is not None:
+            repeat = self.cost.per_repeat / self.cost.bytes_per_token(self.is_checkpointing)
         # The time of a pass on a GPU hardly depends on the number of rows, so a token limit alone is enough
         limits_rows = not self.joins_slices or self.max_tokens is None
         max_rows = self._args.per_device_train_batch_size if limits_rows else None
@@ -115,9 +107,8 @@ class MicroBatcher:
     @property
     def joins_slices(self) -> bool:
         """
-        `True` if a micro-batch may contain rows of several slices. Slices stay separate with TRL's own forward passes,
-        so that sums have TRL's order; with `top_entropy_quantile`, since TRL computes the quantile per slice; and if
-        the value scale changes between the slices of an optimizer step.
+        `True` if a micro-batch may have rows of several slices: not with TRL's passes, so that sums have TRL's order;
+        not with its quantile, which is per slice; not if the value scale changes within an optimizer step.
         """
         args = self._args
         several_batches = args.steps_per_generation * args.num_iterations < args.gradient_accumulation_steps
@@ -129,11 +120,7 @@ class MicroBatcher:
         return self._passes.is_checkpointing
 
     def fit(self, rows: Sequence[Row]) -> None:
-        """
-        Set the token limit of micro-batches from the free memory, before rows are trained on for the first time. If
-        the longest row does not fit, turn on gradient checkpointing. Limits and checkpointing that the user set are
-        kept.
-        """
+        """Set the token limit from the free memory, or checkpoint gradients if a row does not fit. Settings stay."""
         longest = max((row.length for row in rows), default=0)
         if not longest:
             return
@@ -153,9 +140,8 @@ class MicroBatcher:
 
     def shrink(self, rows: Sequence[Row]) -> str | None:
         """
-        Reduce the memory of these and all later rows after running out of memory: halve the micro-batches, or turn on
-        gradient checkpointing if the longest row does not fit alone. Returns a description for messages, or `None` if
-        nothing is left to change.
+        After running out of memory, halve the micro-batches, or checkpoint gradients if the longest row does not fit
+        alone. Returns a description for messages, or `None` if nothing is left to change.
         """
         longest = max((row.length for row in rows), default=0)
         largest = max((batch.num_tokens for batch in self.cut(rows)), default=0)
@@ -169,20 +155,16 @@ class MicroBatcher:
 
     def measure(self, length: int) -> ActivationCost:
         """Cost per token for rows of this length, measured on short rows. Collective if the base is sharded."""
-        model, base, device = self._passes.model, self._passes.base, self._passes.device
-        was_training = model.training
+        base, device = self._passes.base, self._passes.device
         self._policies.activate_adapter(self._policies.trained[0])  # a frozen adapter saves no activations
-        base.train()
-        try:
+        with (
+            in_mode(base, training=True),
+            self._passes.without_checkpointing(),
+            self._passes.autocast(),
             # Dropout must not advance the random state of training
-            with (
-                self._passes.without_checkpointing(),
-                self._passes.autocast(),
-                torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
-            ):
-                return measure_activations(base, self.share).at(length)
-        finally:
-            base.train(was_training)
+            torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
+        ):
+            return measure_activations(base, self.share).at(length)
 
     def compute_limits(self, longest: int, cost: ActivationCost, free_bytes: float) -> tuple[int, bool]:
         """Return the maximum tokens of a micro-batch, and whether the longest row needs gradient checkpointing."""
@@ -227,23 +209,11 @@ class Pools:
         """Names of the pools. The pools of the critic come last."""
         return [*(self.agents or self.adapters), *self.critics]
 
-    def get_pool(self, row: Row) -> str:
-        return row.agent if self.agents else row.adapter
-
-    def get_adapter(self, pool: str) -> str:
-        return self.agents.get(pool, pool)
-
-    def get_weights(self, num_rows: Mapping[str, int]) -> dict[str, float]:
-        """Weight of each agent in the loss of its adapter: 1 / number of the adapter's agents with rows."""
-        num_agents = Counter(adapter for agent, adapter in self.agents.items() if num_rows[agent])
-        return {agent: 1 / num_agents[adapter] for agent, adapter in self.agents.items() if num_rows[agent]}
-
 
 def count_rows(slices: Sequence[list[Row]], pools: Pools) -> torch.Tensor:
     """
-    Return counts `(S, A, 4)` per slice and pool: rows, loss tokens, rows with at least one token, and value targets.
-    The pools of the critic come last and only have value targets. [`make_slices`] takes the counts summed over
-    processes.
+    Counts `(S, A, 4)` per slice and pool: rows, loss tokens, rows with a token, and value targets. The pools of the
+    critic come last and only have value targets. [`make_slices`] takes the counts summed over processes.
     """
     counts = torch.zeros(len(slices), len(pools.names), 4, dtype=torch.long)
     position = {name: index for index, name in enumerate(pools.names)}
@@ -251,7 +221,8 @@ def count_rows(slices: Sequence[list[Row]], pools: Pools) -> torch.Tensor:
         for row in rows:
             if row.is_trained:
                 has_tokens = len(row.completion_ids) > 0
-                counts[index, position[pools.get_pool(row)], :3] += torch.tensor([1, row.num_loss_tokens, has_tokens])
+                pool = row.agent if pools.agents else row.adapter
+                counts[index, position[pool], :3] += torch.tensor([1, row.num_loss_tokens, has_tokens])
             if row.critic is not None:
                 counts[index, position[row.critic], 3] += row.num_value_targets
     return counts
@@ -262,11 +233,14 @@ def make_slices(slices: Sequence[list[Row]], pools: Pools, counts: torch.Tensor)
     average = counts.double().mean(dim=0).tolist()  # (A, 4)
     num_policy_pools = len(pools.names) - len(pools.critics)
     names, critics = pools.names[:num_policy_pools], pools.critics
-    weights = pools.get_weights(dict(zip(names, counts[:, :, 0].sum(dim=0).tolist(), strict=False)))
+    num_rows = dict(zip(names, counts[:, :, 0].sum(dim=0).tolist(), strict=False))
+    # Of each agent in the loss of its adapter: 1 / number of the adapter's agents with rows
+    num_agents = Counter(adapter for agent, adapter in pools.agents.items() if num_rows[agent])
+    weights = {agent: 1 / num_agents[adapter] for agent, adapter in pools.agents.items() if num_rows[agent]}
     weighted = []
     for s, rows in enumerate(slices):
         num_targets = {critic: int(counts[s, num_policy_pools + c, 3]) for c, critic in enumerate(critics)}
-        with_tokens = [pools.get_adapter(name) for a, name in enumerate(names) if counts[s, a, 2] > 0]
+        with_tokens = [pools.agents.get(name, name) for a, name in enumerate(names) if counts[s, a, 2] > 0]
         weighted.append(
             Slice(
                 rows=rows,
@@ -299,12 +273,10 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """
     Cut rows into micro-batches of one agent (or `key`) each. A row longer than `max_tokens`, which counts padding,
-    gets a micro-batch of its own.
-
-    If all rows of an agent fit into one micro-batch, they keep their order. Otherwise, they are sorted by length to
-    reduce padding. If prefixes are shared (`repeat`: memory of a repeated token, relative to a computed token), rows
-    with a common prefix stay together. Rows without completion tokens have no loss and are left out here (unless
-    `keep_empty`), but they still count in the loss weights.
+    gets one of its own. Rows of an agent that fit into one keep their order; others are sorted by length to reduce
+    padding. If prefixes are shared (`repeat`: memory of a repeated token, relative to a computed one), rows with a
+    common prefix stay together. Rows without completion tokens are left out (unless `keep_empty`), but still count in
+    the loss weights.
     """
     rows_by_key: dict[str, list[Row]] = {}
     for row in rows:
@@ -379,8 +351,8 @@ def collate(
     def padded(tensors: list[torch.Tensor], value: float, side: str) -> torch.Tensor:
         return pad(tensors, padding_value=value, padding_side=side, pad_to_multiple_of=pad_to_multiple_of).to(device)
 
-    prompts = [row.prompt_ids for row in rows]
-    completions = [row.completion_ids for row in rows]
+    prompts, completions = [row.prompt_ids for row in rows], [row.completion_ids for row in rows]
+    advantages: list[Any] = [row.advantage * row.factor for row in rows]
     masks = [torch.full_like(row.completion_ids, int(row.counts)) for row in rows]
     batch = {
         "prompt_ids": padded(prompts, pad_token_id, "left"),
@@ -388,7 +360,9 @@ def collate(
         "completion_ids": padded(completions, pad_token_id, "right"),
         "completion_mask": padded(masks, 0, "right"),
         "completion_attention": padded([torch.ones_like(ids) for ids in completions], 0, "right"),
-        "advantages": _advantages(rows, padded, device),
+        "advantages": padded(advantages, 0.0, "right")
+        if isinstance(rows[0].advantage, torch.Tensor)
+        else torch.tensor(advantages, dtype=torch.float32, device=device),
     }
     optional_fields = {
         OLD_LOGPS: "old_per_token_logps",
@@ -401,12 +375,6 @@ def collate(
         if all(value is not None for value in values):
             batch[name] = padded(values, 0.0, "right")
     return batch
-
-
-def _advantages(rows: Sequence[Row], padded, device: torch.device) -> torch.Tensor:
-    if isinstance(rows[0].advantage, torch.Tensor):
-        return padded([row.advantage * row.factor for row in rows], 0.0, "right")
-    return torch.tensor([row.advantage * row.factor for row in rows], dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True)
@@ -431,17 +399,11 @@ class LossWeights:
 
 
 def loss_weights(
-    batch: MicroBatch,
-    slice_: Slice,
-    loss_type: str,
-    num_processes: int,
-    steps_per_generation: int,
-    level: Level,
+    batch: MicroBatch, slice_: Slice, loss_type: str, num_processes: int, steps_per_generation: int, level: Level
 ) -> LossWeights:
     """
-    Compute the weights of a micro-batch in the loss. With these weights, the losses of an adapter's micro-batches,
-    summed over micro-batches and averaged over processes, equal the loss that TRL would compute on all rows of the
-    adapter at once.
+    Weights with which the losses of an adapter's micro-batches, summed over micro-batches and averaged over processes,
+    equal the loss that TRL would compute on all rows of the adapter at once.
 
     - `grpo`, `sapo`, `luspo` and `dr_grpo` average over rows. Every row of the generation batch has the same weight.
     - `bnpo` averages over the tokens of a slice.
@@ -494,18 +456,14 @@ class MemoryPlan:
 
 def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Size of tensors in bytes. A tensor that occurs several times is counted once."""
-    return sum(
-        tensor.numel() * tensor.element_size() for tensor in {id(tensor): tensor for tensor in tensors}.values()
-    )
+    return sum(item.numel() * item.element_size() for item in {id(item): item for item in tensors}.values())
 
 
 def optimizer_size(trained: Iterable[torch.Tensor], optim: str) -> int:
     """Size of the optimizer state in bytes: two moments per weight, which take one byte each in 8-bit optimizers."""
-    per_weight = 2 if "8bit" in optim else None
-    momentum_free = optim in ("sgd", "adafactor")
-    return sum(
-        0 if momentum_free else tensor.numel() * (per_weight or 2 * tensor.element_size()) for tensor in trained
-    )
+    if optim in ("sgd", "adafactor"):
+        return 0
+    return sum(tensor.numel() * (2 if "8bit" in optim else 2 * tensor.element_size()) for tensor in trained)
 
 
 @dataclass(frozen=True)
@@ -542,23 +500,21 @@ _GRADIENTS = 2 / 3
 
 
 def measure_activations(model: PreTrainedModel, share: bool = True) -> ActivationCost:
-    """
-    Measure what a model in training mode keeps for the backward pass, without checkpointing, on one short pass of two
-    rows, by the shapes of the kept tensors. Attention may keep tensors that grow with the square of the length.
-    """
+    """Measure what a model in training mode keeps for a backward pass, by the shapes of tensors, on one short pass."""
     config = model.config.get_text_config()
     (prefix, rest), *others = _lengths_for(model)
     middle = (prefix + rest) // 2
     sizes = _kept_sizes(model, prefix, rest, share)
     whole = prefix + rest if share else rest
-    joined = _sum_divisible(sizes, [middle], [rest]) / (2 * whole) if share else 0.0
-    linear = _sum_divisible(sizes, [rest], [middle, rest**2]) / (2 * rest) + joined
-    squared = _sum_divisible(sizes, [rest * middle] if share else [rest**2], []) / (2 * rest * whole)
-    fixed = _without(sizes, prefix, rest)
+    joined = _sum_divisible(sizes, middle, [rest]) / (2 * whole) if share else 0.0
+    linear = _sum_divisible(sizes, rest, [middle, rest**2]) / (2 * rest) + joined
+    squared = _sum_divisible(sizes, rest * middle if share else rest**2) / (2 * rest * whole)
+    fixed: float = _sum_divisible(sizes, 1, [prefix, rest, middle])
     if others and fixed > _FIXED * sum(size for _, size in sizes):
         shorter = others[0]
         tokens, fewer = (share * item + 2 * other for item, other in ((prefix, rest), shorter))
-        growth = (fixed - _without(_kept_sizes(model, *shorter, share), *shorter)) / (tokens - fewer)
+        less = _sum_divisible(_kept_sizes(model, *shorter, share), 1, [*shorter, sum(shorter) // 2])
+        growth = (fixed - less) / (tokens - fewer)
         linear, fixed = linear + max(growth, 0.0), max(fixed - max(growth, 0.0) * tokens, 0.0)
     layers = config.num_hidden_layers
     inputs = layers * config.hidden_size * model.get_input_embeddings().weight.element_size()
@@ -581,25 +537,13 @@ def _lengths_for(model: PreTrainedModel) -> list[tuple[int, int]]:
     ] or [_LENGTHS[-1]]
 
 
-def _without(sizes: Sequence[tuple[int, int]], prefix: int, rest: int) -> float:
-    """Bytes of the tensors that grow with none of the lengths."""
-    return sum(size for numel, size in sizes if all(numel % item for item in (prefix, rest, (prefix + rest) // 2)))
-
-
-def _sum_divisible(sizes: Sequence[tuple[int, int]], factors: Sequence[int], without: Sequence[int]) -> int:
-    """Bytes of the tensors whose number of elements is divisible by one of some factors, and by none of others."""
-    return sum(
-        size
-        for numel, size in sizes
-        if any(numel % factor == 0 for factor in factors) and all(numel % factor for factor in without)
-    )
+def _sum_divisible(sizes: Sequence[tuple[int, int]], factor: int, without: Sequence[int] = ()) -> int:
+    """Bytes of the tensors whose number of elements is divisible by a factor, and by none of others."""
+    return sum(size for numel, size in sizes if numel % factor == 0 and all(numel % other for other in without))
 
 
 def _kept_sizes(model: PreTrainedModel, prefix: int, rest: int, share: bool) -> list[tuple[int, int]]:
-    """
-    Elements and bytes of the tensors that autograd keeps, without the model's own, in a pass over two rows, of which
-    one is shorter, so that there is padding.
-    """
+    """Elements and bytes of what autograd keeps in a pass of two rows, the second padded, without the model's own."""
     replies = [[0] * rest, [0] * (rest - 1)]
     prompts = [[0] * (prefix * share + 1)] * 2
     own = {local(tensor).untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
@@ -645,10 +589,7 @@ def free_memory(device: torch.device, cgroups: Path = Path("/sys/fs/cgroup")) ->
 
 
 def memory_of_server(args: Any, device: torch.device) -> float:
-    """
-    Bytes that a sleeping vLLM server on a device will take again when it wakes. They look free, but micro-batches that
-    filled them would leave the server none.
-    """
+    """Bytes that a sleeping vLLM server takes again when it wakes. They look free, but have to be left to it."""
     sleeps = args.use_vllm and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode
     if not sleeps or device.type != "cuda":
         return 0.0

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -25,17 +25,14 @@ from .batching import MicroBatcher
 
 
 _SMALLEST = 0.1  # deviation of targets that differ less: where nothing is earned, they are the noise of the critic
-
 _EARLIER_DECAY = 0.99  # in checkpoints that do not say it
 
 
 class ValueScale:
     """
     Running mean and standard deviation of the value targets of each part of the critic; 0 and 1 if switched off.
-    Values are read as `mean + deviation * output`, and the loss compares outputs with normalized targets.
-
-    Both moments are exponential moving averages over generation batches, divided by `1 - decay^n` as in Adam. The
-    deviation is at least 0.1.
+    Values are read as `mean + deviation * output`, and the loss compares outputs with normalized targets. Both moments
+    are exponential moving averages over generation batches, divided by `1 - decay^n` as in Adam.
 
     Source: `ValueNorm` of MAPPO (2103.01955): the statistics of PopArt (1602.07714) without the correction of the
     head's weights. MAPPO updates them with each minibatch of each epoch.
@@ -47,11 +44,9 @@ class ValueScale:
         self._moments = {part: [0.0, 0.0, 0.0] for part in self._parts}
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a resumed run; JSON-serializable."""
         return {"decay": self._decay, "moments": {part: list(moment) for part, moment in self._moments.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a [`state_dict`]."""
         moments, decay = state.get("moments", state), state.get("decay", _EARLIER_DECAY)
         self._moments |= {part: self._rescaled(moment, decay) for part, moment in moments.items()}
 
@@ -106,7 +101,6 @@ class ValueSums:
         self._sums = torch.zeros(3, dtype=torch.float64)
 
     def add(self, sums: torch.Tensor) -> None:
-        """Add the three sums of a micro-batch."""
         self._sums = self._sums + sums.detach().double().cpu()
 
     def snapshot(self) -> Callable[[], None]:
@@ -118,14 +112,6 @@ class ValueSums:
         loss, clipped, count = processes.sum(self._sums).tolist()
         self._sums = torch.zeros(3, dtype=torch.float64)
         return {"critic/value_loss": loss / count, "critic/clip_ratio": clipped / count} if count else {}
-
-
-class _Kept(NamedTuple):
-    """A pass of the critic that waits for its update: the part, the numbers of its rows, and their values `(B, V)`."""
-
-    part: str
-    numbers: list[int]
-    values: torch.Tensor
 
 
 class CriticLearner:
@@ -145,18 +131,17 @@ class CriticLearner:
         self._batcher, self._runner, self._policies = batcher, runner, team.policies
         self._specs = {agent.name: agent for agent in team.agents}
         self._schedule, self._args, self._processes, self._share = schedule, run.args, run.processes, batcher.share
-        self._kept: list[_Kept] = []
+        # Passes that wait for the update: the part, the numbers of the rows, and their values `(B, V)`
+        self._kept: list[tuple[str, list[int], torch.Tensor]] = []
         # Values of the micro-batches that are about to be trained on, where they were kept
         self._known: dict[MicroBatch, torch.Tensor] = {}
 
     @property
     def may_keep_passes(self) -> bool:
         """
-        Whether the update of the critic may reuse the passes that gave `old_values`. If rows serve one update, the
-        weights are then still the same, so a second pass would give the same values. Passes are not kept if memory is
-        short, or if turns are generated or scored between the values and the update, as between the slices of an
-        optimizer step, or if the base is sharded: a pass would then wait for its backward pass on some of the
-        processes only.
+        Whether the critic's update may reuse the passes that gave `old_values`: if rows serve one update, the weights
+        are still the same. Not if memory is short, if turns are generated or scored between the two, or if the base is
+        sharded: a pass would then wait for its backward pass on some of the processes only.
         """
         rule = CREDITS[self._args.credit]
         if self._critic.num_kept_features(1) or self._batcher.is_checkpointing or self._processes.is_base_sharded:
@@ -169,14 +154,11 @@ class CriticLearner:
         """Number of passes that wait for the critic's update."""
         return len(self._kept)
 
-    # ---- Values of a rollout ----
-
     def with_values(self, rollout: Rollout, rows: Sequence[Row], may_keep: bool = False) -> list[Row]:
         """
         Rows, one for each turn, with `old_values` (and the features of a frozen critic), and with `last_value` where a
-        horizon cut the episode: for the agent that would have acted, at the last turn of the episode, or, if each
-        agent has its own return, for every agent at its own last turn. With `may_keep`, passes may be kept for the
-        critic's update.
+        horizon cut the episode: at the last turn, or, if each agent has its own return, at the last turn of each. With
+        `may_keep`, passes may be kept for the critic's update.
         """
         if self._args.critic_sees == "history":
             rows = self._with_histories(rollout, rows)
@@ -214,10 +196,7 @@ class CriticLearner:
         return self._critic.num_kept_features(len(row.completion_ids)) if is_base else 0
 
     def _rows_beyond_horizons(self, rollout: Rollout, first_number: int) -> dict[tuple[int, str], Row]:
-        """
-        By episode and agent, a row without a completion for what would have been seen next where a horizon cut it: by
-        the agent that would have acted, or by all if each has its own return.
-        """
+        """By episode and agent, rows without a completion of what those who would have acted next would have seen."""
         count = None if rollout.has_own_returns else 1
         cut = [(index, value) for index, episode in enumerate(rollout.episodes) for value in episode.horizons[:count]]
         sees_all = self._args.critic_sees == "history"
@@ -247,9 +226,12 @@ class CriticLearner:
         rows = self._as_seen(rows)
         known = [row for row in rows if row.features is not None]
         unknown = [row for row in rows if row.features is None]
-        batches = [*self._by_part(known, keep_empty=True), *self._by_part(unknown, keep_empty=True)]
-        keeps = may_keep and self._fits(batches)
-        self.forget_passes()
+        batches = [*self._by_part(known), *self._by_part(unknown)]
+        # All activations have to fit into the memory that one micro-batch may take
+        limit = self._batcher.max_tokens
+        keeps = may_keep and limit is not None and sum(batch.num_tokens for batch in batches) <= limit
+        self._kept.clear()
+        self._known.clear()
         filled: dict[int, Row] = {}
         for batch in batches:
             with torch.set_grad_enabled(keeps):
@@ -267,7 +249,7 @@ class CriticLearner:
                     features=states[:count].cpu().clone() if count else row.features,
                 )
             if keeps:
-                self._kept.append(_Kept(batch.agent, [row.number for row in batch.rows], values))
+                self._kept.append((batch.agent, [row.number for row in batch.rows], values))
         return [filled[row.number] for row in rows]
 
     @staticmethod
@@ -277,18 +259,8 @@ class CriticLearner:
             row if row.critic_prompt_ids is None else replace(row, prompt_ids=row.critic_prompt_ids) for row in rows
         ]
 
-    def forget_passes(self) -> None:
-        """Forget the passes that were kept for the critic's update."""
-        self._kept.clear()
-        self._known.clear()
-
-    def _fits(self, batches: Sequence[MicroBatch]) -> bool:
-        """`True` if the activations of all micro-batches fit into the memory that one micro-batch may take."""
-        limit = self._batcher.max_tokens
-        return limit is not None and sum(batch.num_tokens for batch in batches) <= limit
-
-    def _by_part(self, rows: Sequence[Row], keep_empty: bool = False) -> Iterator[MicroBatch]:
-        return self._batcher.cut(rows, key=lambda row: row.critic, keep_empty=keep_empty)
+    def _by_part(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
+        return self._batcher.cut(rows, key=lambda row: row.critic, keep_empty=True)
 
     def _features(self, batch: MicroBatch) -> torch.Tensor:
         """Hidden states `(B, V, H)` of the rows of a micro-batch for the head; kept ones are computed once."""
@@ -299,13 +271,11 @@ class CriticLearner:
         completions = [row.completion_ids.tolist() for row in batch.rows]
         return self._critic.features(batch.agent, prompts, completions, self._share)
 
-    # ---- Learning ----
-
     def batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
         """Micro-batches that the critic learns from, of rows with value targets. Those that were kept stay as cut."""
         with_targets = {row.number: row for row in self._as_seen(rows) if row.num_value_targets}
         kept, self._kept, self._known = self._kept, [], {}
-        if not with_targets or not with_targets.keys() <= {number for item in kept for number in item.numbers}:
+        if not with_targets or not with_targets.keys() <= {number for _, numbers, _ in kept for number in numbers}:
             return list(self._by_part(list(with_targets.values())))
         for part, numbers, values in kept:
             places = [place for place, number in enumerate(numbers) if number in with_targets]
@@ -329,11 +299,7 @@ class CriticLearner:
     def loss(
         self, batch: MicroBatch, values: torch.Tensor, slice_: Slice, accumulation_steps: int, sums: ValueSums
     ) -> torch.Tensor:
-        """
-        Loss of the values `(B, V)` of a micro-batch of one part. Every value target of a part has the same weight,
-        whichever slice or process has it, so that the losses add up to a mean over all of them. `sums` gets the sums
-        of the micro-batch.
-        """
+        """Loss of values `(B, V)` of one part. Losses add up to a mean over all targets. `sums` gets their sums."""
 
         def padded(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
             present = [tensor for tensor in tensors if tensor is not None]
@@ -353,10 +319,7 @@ class CriticLearner:
 
 
 def _with_messages(episode: Episode, seen: Sequence[Seen], turn: Turn | None = None) -> tuple[Seen, ...]:
-    """
-    What happened, with the messages that a program wrote before each turn, each text once. `turn` is the next turn, of
-    which only the messages are added.
-    """
+    """What happened, with each text that a program wrote before turns once; of the next `turn`, only its messages."""
     found: list[Seen] = []
     prompt = [{"content": episode.prompt}] if isinstance(episode.prompt, str) else episode.prompt
     texts = {"", *(message["content"] for message in prompt if isinstance(message["content"], str))}

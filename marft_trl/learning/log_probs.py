@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ..seams.generation import HALF
 from ..seams.libraries import get_logger
 from ..seams.lora_layers import MixedLora
 from ..seams.models import ScoringTemperature, is_checkpointing
+from ..seams.swapping import swapped
 from ..shared_prefix import forward
 from ..system.processes import Processes
 
@@ -33,11 +35,7 @@ logger = get_logger(__name__)
 
 
 class ModelPass:
-    """
-    How rows go through a model: whether they share common prefixes, whether they get positions, and what is kept for
-    the backward pass. `reference` is TRL's reference model, of a team without adapters; `has_aux_loss`: the routers of
-    a mixture of experts have a loss.
-    """
+    """How rows go through a model. `reference` is TRL's, without adapters; `has_aux_loss`: routers have a loss."""
 
     def __init__(
         self,
@@ -84,14 +82,11 @@ class ModelPass:
         """Context manager: the precision of training."""
         return self._accelerator.autocast()
 
-    # ---- What is kept for the backward pass ----
-
     @property
     def is_checkpointing(self) -> bool:
         return bool(self._args.gradient_checkpointing) or is_checkpointing(self.model)
 
     def without_checkpointing(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: gradients are not checkpointed."""
         return disable_gradient_checkpointing(self.model, self._args.gradient_checkpointing_kwargs)
 
     def checkpoint_gradients(self) -> None:
@@ -102,18 +97,6 @@ class ModelPass:
         )
         if self._has_adapters:
             model.enable_input_require_grads()
-
-    @contextlib.contextmanager
-    def without_dropout(self) -> Iterator[None]:
-        """Context manager: the model is in evaluation mode."""
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.train(was_training)
-
-    # ---- What the model can do ----
 
     def _warn_of_two_precisions(self, base: PreTrainedModel) -> None:
         """Warn if a frozen base samples in float32 and scores in mixed precision, as in `GRPOTrainer`."""
@@ -176,10 +159,7 @@ Transform = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Ten
 
 
 class LogProbs:
-    """
-    Scores completions under policies and references. `plain` is TRL's own pass, see [`trl_log_probs`]; `cut` makes
-    micro-batches of rows, and `collate` their tensors.
-    """
+    """Scores completions under policies and references. `plain` is TRL's own pass, see [`trl_log_probs`]."""
 
     def __init__(
         self,
@@ -205,11 +185,9 @@ class LogProbs:
     @contextlib.contextmanager
     def scoring(self, dropout: bool = True) -> Iterator[None]:
         """Context manager: nothing is kept for a backward pass, and gradients are not checkpointed."""
-        apart = contextlib.nullcontext() if dropout else self._passes.without_dropout()
+        apart = contextlib.nullcontext() if dropout else forward.in_mode(self._passes.model, training=False)
         with torch.no_grad(), self._passes.without_checkpointing(), apart:
             yield
-
-    # ---- Steps that fill rows ----
 
     def with_old(self, rows: Sequence[Row]) -> list[Row]:
         """Rows with `old_per_token_logps` by the present policies, where they have none yet and are trained."""
@@ -218,10 +196,7 @@ class LogProbs:
         return [replace(row, old_per_token_logps=found.get(row.number, row.old_per_token_logps)) for row in rows]
 
     def with_reference(self, rows: Sequence[Row], num_features: Callable[[Row], int] = lambda row: 0) -> list[Row]:
-        """
-        Rows with `ref_per_token_logps`, where they are trained. A row keeps `num_features(row)` hidden states of the
-        reference's pass as `features`.
-        """
+        """Rows, where trained, with `ref_per_token_logps` and, as `features`, `num_features(row)` of its states."""
         filled = {}
         for row, logps, hidden in self._score([row for row in rows if row.is_trained], by_reference=True):
             count = num_features(row) if hidden is not None else 0
@@ -267,8 +242,6 @@ class LogProbs:
             for row, value, states in zip(batch.rows, logps.cpu(), hidden, strict=True):
                 yield row, value[: len(row.completion_ids)].clone(), states
 
-    # ---- Passes that several losses read ----
-
     def compute_states(self, batches: Sequence[MicroBatch], lora: MixedLora | None) -> tuple[torch.Tensor, ...]:
         """Hidden states `(B, V, H)` of each micro-batch, all from one pass, for [`~LogProbs.reading`]."""
         rows = [row for batch in batches for row in batch.rows]
@@ -281,25 +254,13 @@ class LogProbs:
             hidden = forward.hidden_states(backbone, prompts, completions, self._passes.share, adapters)
         return hidden.split([len(batch.rows) for batch in batches])
 
-    @contextlib.contextmanager
-    def reading(self, hidden: torch.Tensor) -> Iterator[None]:
+    def reading(self, hidden: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """Context manager: log-probabilities are computed from these states `(B, V, H)` of a pass."""
-        self._hidden = hidden
-        try:
-            yield
-        finally:
-            self._hidden = None
+        return swapped(self, {"_hidden": hidden})
 
-    # ---- Log-probabilities for TRL's loss ----
-
-    @contextlib.contextmanager
-    def transformed(self, transform: Transform) -> Iterator[None]:
+    def transformed(self, transform: Transform) -> contextlib.AbstractContextManager[None]:
         """Context manager: TRL's loss is given what `transform(logps, entropies)` makes of them."""
-        self._transform = transform
-        try:
-            yield
-        finally:
-            self._transform = None
+        return swapped(self, {"_transform": transform})
 
     def for_trl(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         """Log-probabilities, entropies and auxiliary loss, as `_get_per_token_logps_and_entropies` returns them."""
@@ -323,21 +284,18 @@ class LogProbs:
         base, device = self._passes.unwrap_base(model), input_ids.device
         # Read from the device at once: on a GPU, each look would wait for what was launched before
         ids, are_there = input_ids.tolist(), attention_mask.tolist()
-        prompts = [_chosen(row[:-width], value[:-width]) for row, value in zip(ids, are_there, strict=True)]
-        completions = [_chosen(row[-width:], item[-width:]) for row, item in zip(ids, are_there, strict=True)]
+        prompts = [list(compress(row[:-width], item[:-width])) for row, item in zip(ids, are_there, strict=True)]
+        completions = [list(compress(row[-width:], item[-width:])) for row, item in zip(ids, are_there, strict=True)]
         with self._passes.autocast():
             hidden = self._hidden
             if hidden is None:
                 hidden = forward.hidden_states(base.base_model, prompts, completions, self._passes.share)
-            read = [
-                row * hidden.size(1) + place
-                for row, completion in enumerate(completions)
-                for place in range(len(completion))
-            ]
+            size = hidden.size(1)
+            read = [row * size + place for row, item in enumerate(completions) for place in range(len(item))]
             states = hidden.flatten(0, 1).index_select(0, torch.tensor(read, dtype=torch.long, device=hidden.device))
             tokens = [token for completion in completions for token in completion]
             logps, entropies = forward.score(base, states, torch.tensor(tokens, dtype=torch.long, device=device))
-        columns = [_chosen(range(width), entry[-width:]) for entry in are_there]
+        columns = [compress(range(width), entry[-width:]) for entry in are_there]
         written = [row * width + column for row, row_columns in enumerate(columns) for column in row_columns]
         places = torch.tensor(written, dtype=torch.long, device=device)
 
@@ -347,8 +305,6 @@ class LogProbs:
 
         zeros = torch.zeros(len(ids), width, device=device)
         return spread(logps), zeros if entropies is None else spread(entropies), hidden
-
-    # ---- Entropies ----
 
     def entropies(self, batch: MicroBatch) -> torch.Tensor:
         """Entropies of the tokens of a micro-batch that its loss counts `(N,)`."""
@@ -368,11 +324,7 @@ class LogProbs:
     def high_entropy_thresholds(
         self, rows: Sequence[Row], quantile: float, processes: Processes
     ) -> dict[str, torch.Tensor]:
-        """
-        For each agent whose rows of a slice fall into several micro-batches or processes, the entropy above which its
-        tokens are trained (`top_entropy_quantile`), so that the cut into micro-batches changes nothing. It takes
-        another pass.
-        """
+        """Of agents with several micro-batches or processes, the entropy above which tokens are trained."""
         if quantile >= 1.0:
             return {}
         batches: dict[str, list[MicroBatch]] = {name: [] for name in self._samplings}
@@ -388,7 +340,3 @@ class LogProbs:
                 values = torch.tensor(everywhere, device=processes.device)
                 thresholds[agent] = torch.quantile(values, 1 - quantile)
         return thresholds
-
-
-def _chosen(values: Sequence[int], are_there: Sequence[int]) -> list[int]:
-    return [value for value, is_there in zip(values, are_there, strict=True) if is_there]

@@ -25,18 +25,9 @@ from ..seams.trl import LOSSES, OLD_LOGPS, TrlLoss, TrlSettings
 from ..shared_prefix.forward import plan_passes
 from ..system.randomness import RandomStates
 from ..system.run_metrics import StepMetrics
+from . import batching
 from .adapter_updates import AdapterUpdates, DivergenceSums
-from .batching import (
-    FRACTION_WITHOUT_SIGNAL,
-    ZERO_ADVANTAGE_METRICS,
-    Collator,
-    MemoryPlan,
-    MicroBatcher,
-    ZeroGradientFilter,
-    count_bytes,
-    loss_weights,
-    readable,
-)
+from .batching import Collator, MicroBatcher
 from .critic_learner import CriticLearner, ValueSums
 from .log_probs import LogProbs
 
@@ -45,9 +36,8 @@ logger = get_logger(__name__)
 
 # Minimum number of trained adapters for which passes are mixed by default. Fewer adapters gain little
 _MIN_MIXED_ADAPTERS = 4
-# Maximum mean number of tokens per micro-batch of a pass for which passes are mixed by default. Larger micro-batches
-# keep the device busy on their own. Measured on one CPU core (docs/reports/performance.md). A token count, unlike a
-# measured time, is the same on every machine and in every run
+# Maximum mean number of tokens per micro-batch of a pass for which passes are mixed by default, on every machine: more
+# keep the device busy on their own. Measured on one CPU core (docs/reports/performance.md)
 _MAX_MIXED_TOKENS = 512
 # Maximum ratio of the tokens of a mixed pass, including padding, to the tokens of separate passes
 _MAX_PADDING_RATIO = 1.25
@@ -70,8 +60,8 @@ class MixedPass:
         has_shards: bool,
     ) -> MixedPass | None:
         """
-        Return the mixed passes of a run, or `None` if every micro-batch has a separate pass. Raises `ValueError` if
-        `mixed_passes=True` is not possible. `model` has no wrappers; `places_rows`: passes get position ids.
+        The mixed passes of a run, or `None` for separate ones. Raises `ValueError` if `mixed_passes=True` is not
+        possible. `model` has no wrappers; `places_rows`: passes get position ids.
         """
         reason = _reason_not_mixed(model, policies, args, places_rows, has_shards)
         if args.mixed_passes and reason is not None:
@@ -87,7 +77,7 @@ class MixedPass:
             return [[batch] for batch in batches]
         groups: list[tuple[list[MicroBatch], list[_PassShape]]] = []
         for batch in sorted(batches, key=lambda candidate: max(row.length for row in candidate.rows)):
-            shape = _PassShape.from_rows(batch.rows)
+            shape = _pass_shape(batch.rows)
             for group, shapes in groups:
                 if batch.adapter not in [item.adapter for item in group] and self._fit([*shapes, shape]):
                     group.append(batch)
@@ -98,13 +88,11 @@ class MixedPass:
         return [group for group, _ in groups]
 
     def _fit(self, shapes: Sequence[_PassShape]) -> bool:
-        mixed_tokens, separate_tokens = _PassShape.tokens(shapes), sum(_PassShape.tokens([shape]) for shape in shapes)
+        mixed, separate = _count_tokens(shapes), sum(_count_tokens([shape]) for shape in shapes)
         max_tokens = self._batcher.max_tokens
-        if mixed_tokens > _MAX_PADDING_RATIO * separate_tokens or (
-            max_tokens is not None and mixed_tokens > max_tokens
-        ):
+        if mixed > _MAX_PADDING_RATIO * separate or (max_tokens is not None and mixed > max_tokens):
             return False
-        return self._always or separate_tokens <= _MAX_MIXED_TOKENS * len(shapes)
+        return self._always or separate <= _MAX_MIXED_TOKENS * len(shapes)
 
 
 def _reason_not_mixed(
@@ -127,28 +115,23 @@ def _reason_not_mixed(
     return MixedLora.find_obstacle(model, trained)
 
 
-class _PassShape(NamedTuple):
-    """Shape of the pass of a micro-batch; lengths are maxima, in tokens."""
+# Number of shared prefixes, length of the longest, number of rows, and length of the longest after its prefix
+_PassShape = tuple[int, int, int, int]
 
-    prefixes: int  # number of shared prefixes
-    prefix: int
-    rows: int
-    rest: int  # length of what follows the prefix
 
-    @classmethod
-    def from_rows(cls, rows: Sequence[Row]) -> _PassShape:
-        prompts = [row.prompt_ids.tolist() for row in rows]
-        completion_lengths = [max(len(row.completion_ids) - 1, 0) for row in rows]
-        groups = plan_passes(prompts, completion_lengths)
-        starts = dict.fromkeys(range(len(rows)), 0) | {row: group.length for group in groups for row in group.rows}
-        rest = max(len(prompts[row]) + completion_lengths[row] - start for row, start in starts.items())
-        return cls(len(groups), max((group.length for group in groups), default=0), len(rows), rest)
+def _pass_shape(rows: Sequence[Row]) -> _PassShape:
+    prompts = [row.prompt_ids.tolist() for row in rows]
+    completion_lengths = [max(len(row.completion_ids) - 1, 0) for row in rows]
+    groups = plan_passes(prompts, completion_lengths)
+    starts = dict.fromkeys(range(len(rows)), 0) | {row: group.length for group in groups for row in group.rows}
+    rest = max(len(prompts[row]) + completion_lengths[row] - start for row, start in starts.items())
+    return len(groups), max((group.length for group in groups), default=0), len(rows), rest
 
-    @staticmethod
-    def tokens(shapes: Sequence[_PassShape]) -> int:
-        """Return the number of tokens of a pass over several micro-batches, including padding."""
-        prefixes = sum(shape.prefixes for shape in shapes) * max(item.prefix for item in shapes)
-        return prefixes + sum(value.rows for value in shapes) * max(entry.rest for entry in shapes)
+
+def _count_tokens(shapes: Sequence[_PassShape]) -> int:
+    """Tokens of a pass over several micro-batches, including padding."""
+    prefixes, prefix, rows, rest = zip(*shapes, strict=True)
+    return sum(prefixes) * max(prefix) + sum(rows) * max(rest)
 
 
 # Maximum bytes of gradients that are copied before each micro-step after the first, so that it can be retried
@@ -160,23 +143,21 @@ Snapshot = Callable[[], Callable[[], None]]
 class OutOfMemory:
     """
     Retries a training micro-step that ran out of memory: from the start, with the same random states and gradients, in
-    micro-batches of half the size. `plan()` returns the [`MemoryPlan`] that the error message of a second failure
-    shows; `release()` frees the memory that generation keeps for the next call.
+    micro-batches of half the size. `plan()` is shown if that fails; `release()` frees what generation keeps.
     """
 
     def __init__(self, run: RunContext, batcher: MicroBatcher, updates: AdapterUpdates, randomness: RandomStates):
         self._state, self._processes = run.state, run.processes
         self._batcher, self._updates, self._randomness = batcher, updates, randomness
-        self.plan: Callable[[], MemoryPlan] | None = None
+        self.plan: Callable[[], batching.MemoryPlan] | None = None
         self.release: Callable[[], None] | None = None
 
     def guard(
         self, work: Callable[[], torch.Tensor], rows: Sequence[Row], snapshots: Sequence[Snapshot], alone: bool
     ) -> torch.Tensor:
         """
-        Run `work()`, the forward and backward passes of a micro-step, and return the loss. A retry needs `snapshots`
-        of the objects that the passes write to, and no other process in the passes (`alone`). Raises `RuntimeError`,
-        with the memory plan and the measured memory, if no retry is possible or the retry ran out of memory too.
+        Run the passes of a micro-step, and return the loss. A retry needs `snapshots` of the objects that they write
+        to, and no other process in the passes (`alone`). Raises `RuntimeError` if it is not possible or fails, too.
         """
         obstacle = None if alone else "other processes take part in the passes of the step"
         states, undo, problem = self._randomness.capture(), [snapshot() for snapshot in snapshots], ""
@@ -190,9 +171,15 @@ class OutOfMemory:
         # Outside of `except`, because the exception keeps the tensors of the passes alive
         if self.release is not None:
             self.release()
-        if obstacle is None and not self._reduce_memory(rows, problem):
+        change = self._batcher.shrink(rows) if obstacle is None else None
+        if obstacle is None and change is None:
             obstacle = "a single row is too long with the current `gradient_checkpointing` setting"
         elif obstacle is None:
+            logger.warning(
+                f"Step {self._state.optimizer_step + 1} ran out of memory ({problem}). The step is retried from "
+                f"the start; from now on, {change}. Set `max_tokens_per_micro_batch` to choose the limit yourself.",
+                main_process_only=False,
+            )
             clear_device_cache(garbage_collection=True)
             self._randomness.restore(states)
             for parameter, gradient in gradients:
@@ -207,25 +194,11 @@ class OutOfMemory:
 
     def _copy_gradients(self) -> tuple[list[tuple[Any, torch.Tensor | None]], str | None]:
         """Copy the gradients of earlier micro-steps. Return the copies, and the reason if there are none."""
-        trained = [
-            parameter
-            for parameters in self._updates.trained_parameters().values()
-            for parameter in parameters.values()
-        ]
-        if count_bytes([entry.grad for entry in trained if entry.grad is not None]) > _MAX_GRADIENT_COPY_BYTES:
+        adapters = self._updates.trained_parameters().values()
+        trained = [parameter for parameters in adapters for parameter in parameters.values()]
+        if batching.count_bytes([p.grad for p in trained if p.grad is not None]) > _MAX_GRADIENT_COPY_BYTES:
             return [], "the gradients of earlier micro-steps are too large to copy"
         return [(value, None if value.grad is None else value.grad.detach().clone()) for value in trained], None
-
-    def _reduce_memory(self, rows: Sequence[Row], problem: str) -> bool:
-        """Halve micro-batches, or checkpoint gradients if a single row is too long; `False` if neither is possible."""
-        change = self._batcher.shrink(rows)
-        if change is not None:
-            logger.warning(
-                f"Step {self._state.optimizer_step + 1} ran out of memory ({problem}). The step is retried from "
-                f"the start; from now on, {change}. Set `max_tokens_per_micro_batch` to choose the limit yourself.",
-                main_process_only=False,
-            )
-        return change is not None
 
     def _error_message(self, problem: str, obstacle: str | None) -> str:
         device, lines = self._processes.device, []
@@ -234,16 +207,14 @@ class OutOfMemory:
                 lines = ["Memory plan for turns of maximum length:", str(self.plan())]
         if device.type == "cuda":
             peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
-            lines.append(f"Measured peak: {readable(peak)} of {readable(total)}.")
+            lines.append(f"Measured peak: {batching.readable(peak)} of {batching.readable(total)}.")
         outcome = "again with smaller micro-batches" if obstacle is None else f"and cannot be retried: {obstacle}"
-        return "\n".join(
-            [
-                f"Step {self._state.optimizer_step + 1} ran out of memory {outcome} ({problem}). Lower "
-                "`max_tokens_per_micro_batch` or `max_completion_length`, set `gradient_checkpointing=True`, or load "
-                "the base model in 4 bits.",
-                *lines,
-            ]
+        message = (
+            f"Step {self._state.optimizer_step + 1} ran out of memory {outcome} ({problem}). Lower "
+            "`max_tokens_per_micro_batch` or `max_completion_length`, set `gradient_checkpointing=True`, or load the "
+            "base model in 4 bits."
         )
+        return "\n".join([message, *lines])
 
 
 def _first_line(error: BaseException) -> str:
@@ -251,28 +222,19 @@ def _first_line(error: BaseException) -> str:
 
 
 class LossTerm(NamedTuple):
-    """A term of the loss of a slice."""
-
     agents: Sequence[str]  # whose rows the term covers; empty for the critic
     loss: Callable[[], torch.Tensor]
 
 
-class LossRecord:
-    """Metrics and sums that the losses of a step collect."""
-
-    def __init__(self, agents: Sequence[str], divergence: DivergenceSums | None = None, critic: Any = None):
-        self.metrics = StepMetrics(agents)
-        self.divergence = divergence or DivergenceSums()
-        self.values: Any = ValueSums() if critic is not None else None
-
-
 @dataclass(eq=False)
 class _PendingSlice:
-    """A slice whose forward and backward passes are pending."""
+    """A slice whose forward and backward passes are pending, and what its losses collect."""
 
     slice: Slice
     learning: frozenset[str]  # adapters and parts of the critic
-    record: LossRecord
+    metrics: StepMetrics
+    divergence: DivergenceSums
+    values: Any  # [`ValueSums`]; `None` without a critic
     thresholds: Mapping[str, torch.Tensor] = field(default_factory=dict)  # see [`~LogProbs.high_entropy_thresholds`]
 
 
@@ -290,11 +252,7 @@ class _SliceRows(NamedTuple):
 
 
 class TeamLoss(TrainerCallback):
-    """
-    Computes the losses of slices. Where possible, the slices of an optimizer step share forward passes, so that the
-    number of passes does not depend on the number of slices. Each slice still has a separate call of TRL's loss, with
-    separate weights and metrics.
-    """
+    """Computes the losses of slices, which share passes where possible. Each has its own call of TRL's loss."""
 
     def __init__(
         self,
@@ -314,28 +272,21 @@ class TeamLoss(TrainerCallback):
         self._samplings, self._agents = team.samplings, team.names
         self._args, self._state, self._metrics, self._processes = run.args, run.state, run.metrics, run.processes
         self.mixing, self.out_of_memory = mixing, out_of_memory
-        self._settings, self._signal = run.settings, ZeroGradientFilter(run.args, run.settings, run.state)
+        self._settings, self._signal = run.settings, batching.ZeroGradientFilter(run.args, run.settings, run.state)
         self._waiting: list[_PendingSlice] = []  # slices of the current optimizer step whose passes are pending
-        self._unlogged: list[LossRecord] = []
+        self._unlogged: list[_PendingSlice] = []
         has_sequence_ratio = (team.level.ratio or run.args.importance_sampling_level) == "sequence"
-        self._row_metrics = {"vespo/phi_seq_mean", *(ZERO_ADVANTAGE_METRICS if has_sequence_ratio else ())}
+        self._row_metrics = {"vespo/phi_seq_mean", *(batching.ZERO_ADVANTAGE_METRICS if has_sequence_ratio else ())}
 
     def slice_loss(
-        self,
-        model: nn.Module,
-        slice_: Slice,
-        learning: frozenset[str],
-        backward: Callable[[torch.Tensor], None],
+        self, model: nn.Module, slice_: Slice, learning: frozenset[str], backward: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
         """
-        Compute the loss of a slice, or, with the last slice of an optimizer step, the loss of all its slices. The
-        backward passes of the micro-batches are done on return. `learning` has the adapters and parts of the critic
-        that are trained.
+        Compute the loss of a slice, or, with the last slice of an optimizer step, the loss of all its slices, with
+        their backward passes. `learning` has the adapters and parts of the critic that are trained.
         """
         self._updates.note_adapters(slice_.adapters & learning)
-        self._waiting.append(
-            _PendingSlice(slice_, learning, LossRecord(self._agents, self._updates.divergence, self._critic))
-        )
+        self._waiting.append(self._pending(slice_, learning, self._updates.divergence))
         self._policies.has_pending_rows = self._batcher.joins_slices and not self._state.is_update
         if self._policies.has_pending_rows:
             return torch.zeros((), device=self._processes.device, requires_grad=True)
@@ -350,8 +301,8 @@ class TeamLoss(TrainerCallback):
                 total += loss.detach()
             return total.requires_grad_()  # the Trainer calls `backward` on it, which has nothing left to do
 
-        self._unlogged += (records := [item.record for item in waiting])
-        recorders = [part for record in records for part in (record.metrics, record.values) if part is not None]
+        self._unlogged += waiting
+        recorders = [part for item in waiting for part in (item.metrics, item.values) if part is not None]
         snapshots = [recorder.snapshot for recorder in (*recorders, self._updates.divergence, self._updates.shares)]
         # Losses gather thresholds from all processes, and every pass through a sharded model needs all processes
         is_local = not self._processes.is_base_sharded
@@ -372,28 +323,32 @@ class TeamLoss(TrainerCallback):
     @torch.no_grad()
     def evaluation_loss(self, model: nn.Module, slice_: Slice, learning: frozenset[str]) -> torch.Tensor:
         """Compute the loss of an evaluation batch, without an effect on the statistics of training."""
-        record = LossRecord(self._agents, critic=self._critic)
+        pending = self._pending(slice_, learning, DivergenceSums())
         total = torch.zeros((), device=self._processes.device)
-        for term in self._loss_terms(model, [_PendingSlice(slice_, learning, record)]):
+        for term in self._loss_terms(model, [pending]):
             total += term.loss()
-        self._log(record)
+        self._log(pending)
         self._policies.activate_first()
         return total
+
+    def _pending(self, slice_: Slice, learning: frozenset[str], divergence: DivergenceSums) -> _PendingSlice:
+        values = None if self._critic is None else ValueSums()
+        return _PendingSlice(slice_, learning, StepMetrics(self._agents), divergence, values)
 
     def end_step(self, is_update: bool) -> None:
         """End a micro-step and report its metrics. `is_update`: whether it ends an optimizer step."""
         self._updates.shares.begin([])
-        for record in self._unlogged:
-            self._log(record)
+        for pending in self._unlogged:
+            self._log(pending)
         self._unlogged = []
         self._policies.activate_first()  # leave an agent's adapter active, not the critic's
         if self._state.has_entropy_bonus and is_update and not self._args.use_adaptive_entropy:
             self._metrics.add("entropy_coef", self._state.entropy_coef)
 
-    def _log(self, record: LossRecord) -> None:
-        found = record.metrics.join(loss_metrics(self._settings, self._state.has_entropy_bonus), self._processes)
-        if record.values is not None:
-            found |= record.values.metrics(self._processes)
+    def _log(self, pending: _PendingSlice) -> None:
+        found = pending.metrics.join(loss_metrics(self._settings, self._state.has_entropy_bonus), self._processes)
+        if pending.values is not None:
+            found |= pending.values.metrics(self._processes)
         for name, value in found.items():
             self._metrics.add(name, value)
 
@@ -408,7 +363,7 @@ class TeamLoss(TrainerCallback):
                 trained, self._settings.top_entropy_quantile, self._processes
             )
             trained, others = self._signal.split(trained)
-            self._record_skipped_rows(model, item.slice, trained, others, item.record)
+            self._record_skipped_rows(model, item, trained, others)
             rows_by_slice.append((item, trained))
         # An optimizer step may train on the same rows several times
         for slices_by_row in _group_by_key(rows_by_slice, key=lambda row: row):
@@ -417,7 +372,7 @@ class TeamLoss(TrainerCallback):
                 slice_rows = [_split_rows(batch, [slices_by_row[row][1] for row in batch.rows]) for batch in group]
                 loss = functools.partial(self._shared_pass_loss, model, group, slice_rows)
                 if len(group) == len(slice_rows[0]) == 1:  # TRL's loss runs the pass
-                    loss = functools.partial(self._piece_loss, model, slice_rows[0][0])
+                    loss = functools.partial(self._batch_loss, model, slice_rows[0][0].batch, slice_rows[0][0].owner)
                 terms.append(LossTerm([batch.agent for batch in group], loss))
         return terms
 
@@ -434,7 +389,7 @@ class TeamLoss(TrainerCallback):
                 def loss(batch: MicroBatch = batch, slice_rows: Sequence[_SliceRows] = slice_rows) -> torch.Tensor:
                     values = critic.compute_values(batch)
                     losses = [
-                        critic.loss(rows.batch, rows.select(values), rows.owner.slice, steps, rows.owner.record.values)
+                        critic.loss(rows.batch, rows.select(values), rows.owner.slice, steps, rows.owner.values)
                         for rows in slice_rows
                     ]
                     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
@@ -451,46 +406,44 @@ class TeamLoss(TrainerCallback):
         for hidden, batch_pieces in zip(self._log_probs.compute_states(batches, lora), slice_rows, strict=True):
             for piece in batch_pieces:
                 with self._log_probs.reading(piece.select(hidden)):
-                    losses.append(self._piece_loss(model, piece))
+                    losses.append(self._batch_loss(model, piece.batch, piece.owner))
         return torch.stack(losses).sum()
 
-    def _piece_loss(self, model: nn.Module, piece: _SliceRows) -> torch.Tensor:
-        owner, threshold = piece.owner, piece.owner.thresholds.get(piece.batch.agent)
-        return self._batch_loss(model, piece.batch, owner.slice, threshold, owner.record)
-
     def _record_skipped_rows(
-        self, model: nn.Module, slice_: Slice, trained: Sequence[Row], others: Sequence[Row], record: LossRecord
+        self, model: nn.Module, owner: _PendingSlice, trained: Sequence[Row], others: Sequence[Row]
     ) -> None:
         """Count the rows without a gradient, and record their metrics; only `target_kl` needs a forward pass."""
         for rows, value in ((trained, 0.0), (others, 1.0)):
             for agent, count in Counter(row.agent for row in rows if len(row.completion_ids)).items():
-                record.metrics.add(agent, {FRACTION_WITHOUT_SIGNAL: [value]}, count)
+                owner.metrics.add(agent, {batching.FRACTION_WITHOUT_SIGNAL: [value]}, count)
         if others and self._args.target_kl is not None:
             with self._log_probs.scoring():
                 for batch in self._batcher.cut(others):
-                    self._batch_loss(model, batch, slice_, None, record)
+                    self._batch_loss(model, batch, owner)
             return
         for agent in dict.fromkeys(row.agent for row in others):
             skipped = MicroBatch(agent, [row for row in others if row.agent == agent])
-            self._add_metrics(record, skipped, ZERO_ADVANTAGE_METRICS)
+            self._add_metrics(owner.metrics, skipped, batching.ZERO_ADVANTAGE_METRICS)
 
-    def _batch_loss(
-        self,
-        model: nn.Module,
-        batch: MicroBatch,
-        slice_: Slice,
-        threshold: torch.Tensor | None,
-        record: LossRecord,
-    ) -> torch.Tensor:
+    def _batch_loss(self, model: nn.Module, batch: MicroBatch, owner: _PendingSlice) -> torch.Tensor:
         """TRL's loss for the rows of one agent, weighted so that losses add up over micro-batches and processes."""
         args, steps = self._args, self._args.steps_per_generation if self._state.is_training else 1
-        weights = loss_weights(batch, slice_, self._settings.loss_type, self._processes.count, steps, self._level)
+        loss_type, threshold = self._settings.loss_type, owner.thresholds.get(batch.agent)
+        weights = batching.loss_weights(batch, owner.slice, loss_type, self._processes.count, steps, self._level)
         tensors = self._collate(batch.rows)
         if not args.use_policy_ratio:  # TRL then assumes that the current policy sampled: ratio 1
             tensors.pop(OLD_LOGPS, None)
         tensors["num_items_in_batch"] = torch.tensor(weights.num_items_in_batch, device=self._processes.device)
         self._log_probs.activate(batch.agent)
-        transform = functools.partial(self._transform_for_trl, batch, tensors, record.divergence)
+
+        def transform(logps: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """Log-probabilities and entropies `(B, T)` for TRL's loss, at the level of the policy ratio."""
+            seen = self._level.seen_by_loss(logps, entropies, tensors, batch.rows)
+            owner.divergence.add(batch.adapter, seen.log_ratios, entropies[tensors["completion_mask"].bool()])
+            if seen.old_logps is not None:
+                tensors[OLD_LOGPS] = seen.old_logps  # TRL reads them after this
+            return logps, seen.entropies
+
         with self._log_probs.transformed(transform):
             loss, metrics = self._trl_loss(
                 model,
@@ -499,30 +452,15 @@ class TeamLoss(TrainerCallback):
                 max_completion_length=self._samplings[batch.agent].max_completion_length,
                 entropy_mask=None if threshold is None else functools.partial(_mask_above, threshold),
             )
-        self._add_metrics(record, batch, metrics)
+        self._add_metrics(owner.metrics, batch, metrics)
         return loss * weights.loss
 
-    def _add_metrics(self, record: LossRecord, batch: MicroBatch, metrics: Mapping[str, list[float]]) -> None:
+    def _add_metrics(self, found: StepMetrics, batch: MicroBatch, metrics: Mapping[str, list[float]]) -> None:
         """Record metrics, weighted by what TRL's loss averaged over: rows, or tokens and turns."""
         by_rows = {name: values for name, values in metrics.items() if name in self._row_metrics}
         others = {name: values for name, values in metrics.items() if name not in self._row_metrics}
-        record.metrics.add(batch.agent, by_rows, len(batch.rows))
-        record.metrics.add(batch.agent, others, self._level.weight(batch))
-
-    def _transform_for_trl(
-        self,
-        batch: MicroBatch,
-        inputs: dict[str, torch.Tensor],
-        divergence: DivergenceSums,
-        logps: torch.Tensor,
-        entropies: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies `(B, T)` for TRL's loss, at the level of the policy ratio."""
-        seen = self._level.seen_by_loss(logps, entropies, inputs, batch.rows)
-        divergence.add(batch.adapter, seen.log_ratios, entropies[inputs["completion_mask"].bool()])
-        if seen.old_logps is not None:
-            inputs[OLD_LOGPS] = seen.old_logps  # TRL reads them after this
-        return logps, seen.entropies
+        found.add(batch.agent, by_rows, len(batch.rows))
+        found.add(batch.agent, others, self._level.weight(batch))
 
 
 def _group_by_key(
@@ -543,12 +481,8 @@ def _split_rows(batch: MicroBatch, slices_by_row: Sequence[_PendingSlice]) -> li
     places: dict[_PendingSlice, list[int]] = {}
     for place, owner in enumerate(slices_by_row):
         places.setdefault(owner, []).append(place)
-    if len(places) == 1:
-        return [_SliceRows(slices_by_row[0], batch, list(range(len(slices_by_row))))]
-    return [
-        _SliceRows(owner, MicroBatch(batch.agent, [batch.rows[place] for place in value]), value)
-        for owner, value in places.items()
-    ]
+    parts = {owner: MicroBatch(batch.agent, [batch.rows[place] for place in own]) for owner, own in places.items()}
+    return [_SliceRows(owner, batch if len(places) == 1 else parts[owner], own) for owner, own in places.items()]
 
 
 def _mask_above(known: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor, _threshold: float) -> torch.Tensor:
@@ -558,7 +492,7 @@ def _mask_above(known: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor
 
 def loss_metrics(settings: TrlSettings, has_entropy_bonus: bool) -> list[str]:
     """Return the names of the metrics that TRL's loss adds with these settings, the same on every process."""
-    names = ["entropy", FRACTION_WITHOUT_SIGNAL]
+    names = ["entropy", batching.FRACTION_WITHOUT_SIGNAL]
     names += ["kl"] if settings.beta != 0.0 else []
     names += ["policy_loss"] if has_entropy_bonus else []
     names += ["aux_loss"] if settings.aux_loss_enabled else []

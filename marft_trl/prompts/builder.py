@@ -50,16 +50,12 @@ from .views import (
 
 logger = get_logger(__name__)
 
-# Characters per token of the window. Of longer texts, only this many characters are tokenized at first
-_CHARACTERS_PER_TOKEN = 16
-# Maximum number of prompts whose tool schemas are cached
-_MAX_CACHED_PROMPTS = 100_000
+_CHARACTERS_PER_TOKEN = 16  # of the window; of longer texts, only so many are tokenized at first
+_MAX_CACHED_PROMPTS = 100_000  # whose tool schemas are kept
 
 
 @dataclass(eq=False)
 class Observation:
-    """Observation of an agent before a turn."""
-
     content: str | Messages
     ids: list[int]
     seen: list[Seen]
@@ -70,13 +66,10 @@ class Observation:
 
     @property
     def size(self) -> str:
-        """Number of tokens, as text for messages."""
         return f"{'more than ' if self.is_truncated else ''}{len(self.ids)} tokens"
 
 
 class Query(NamedTuple):
-    """Inputs of an observation."""
-
     agent: AgentSpec
     prompt: str | Messages
     seen: Sequence[Seen] = ()
@@ -87,8 +80,6 @@ class Query(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """The context window of a model, and what happens if an observation does not fit."""
-
     size: int | None = None  # number of tokens that the model can attend to; `None`: no limit
     reserved: Mapping[str, int] = field(default_factory=dict)  # tokens that each agent may generate afterwards
     # "raise", "drop_oldest_turn" (the oldest are left out) or "end_episode" (`problem` of the observation is set)
@@ -111,14 +102,11 @@ def make_window(
 
 
 class PromptBuilder:
-    """Builds the observations of agents, including their token ids."""
-
     def __init__(
         self,
         tokenizer,
-        # TRL's tokenization: `tokenize(prompts)`, or `tokenize(prompts, functions)` if the agent may call functions.
-        # It is used for observations of the default view without turns or feedback, so that the prompts of a single
-        # agent equal those of `GRPOTrainer`.
+        # TRL's tokenization, `tokenize(prompts)` or `tokenize(prompts, functions)`, for observations of the default
+        # view without turns or feedback, so that the prompts of a single agent equal those of `GRPOTrainer`
         tokenize: Callable[..., list[list[int]]],
         view: View = team_view,  # the contents of its messages are encoded without control tokens
         chat_template: str | ChatTemplate | None = None,  # instead of the tokenizer's
@@ -128,36 +116,27 @@ class PromptBuilder:
         window: Window | None = None,
         end_token_ids: Collection[int] = (),
         aliases: Mapping[str, str] | None = None,  # names under which agents see each other, by agent name
-        # Whether an agent sees only the prompt, its own turns and the results of its calls. Prompts are then tokenized
-        # as in `GRPOTrainer`, and nothing is quoted. Otherwise, prompts contain no control tokens, and neither prompts
-        # nor results contain lines that look like the name of a speaker.
+        # Whether an agent sees only the prompt, its own turns and the results of its calls, as in `GRPOTrainer`, with
+        # nothing quoted. Otherwise no prompt has control tokens, and no prompt or result the line of a speaker
         is_single_agent: bool = False,
         show_reasoning: bool = False,  # whether earlier turns keep reasoning that the chat template removes
     ):
         if not isinstance(chat_template, ChatTemplate):
             chat_template = ChatTemplate(tokenizer, chat_template)
         self.template = chat_template
-        self.tokenizer = tokenizer
-        self._tokenize = tokenize
-        self.view = view
+        self.tokenizer, self._tokenize, self.view = tokenizer, tokenize, view
         self._keeps_text_prompts = keeps_text_prompts or tokenizer.chat_template is None
         self._encode = PlainEncoder(tokenizer, self.template.source)
         window = window or Window()
         self.window_size, self._reserved, self._overflow = window.size, window.reserved, window.overflow
-        self._without_model = window.without_model
-        self._end_token_ids = frozenset(end_token_ids)
-        self.aliases = aliases or {}
-        self._is_single_agent = is_single_agent
+        self._without_model, self._end_token_ids = window.without_model, frozenset(end_token_ids)
+        self.aliases, self._is_single_agent, self.show_reasoning = aliases or {}, is_single_agent, show_reasoning
         self._folds_system = not self._keeps_text_prompts and not self.template.renders_system
         self._reasoning = None if self._keeps_text_prompts else EarlierReasoning(self.template)
-        self.show_reasoning = show_reasoning
         self._shown: dict[int, str] = {}  # tool schemas of prompts, by the hash of the token ids
 
     def build(self, queries: Iterable[Query | tuple]) -> list[Observation]:
-        """
-        Build observations in the order of the queries; a tuple may leave out the last fields of a [`Query`]. Raise a
-        `ValueError` if the chat template cannot render the messages, or they do not fit the model's window.
-        """
+        """Build observations in order. Raise a `ValueError` if one cannot be rendered, or does not fit the window."""
         restricted: list[Query] = [_as_shown(Query(*query)) for query in queries]
         built = {
             index: self._build_from_messages(query)
@@ -224,7 +203,6 @@ class PromptBuilder:
         return observation if self._fits(agent, observation.ids) else self._mark_too_long(agent, observation)
 
     def _mark_too_long(self, agent: AgentSpec, observation: Observation) -> Observation:
-        """Set the `problem` of an observation of messages that does not fit."""
         observation.is_too_long = True
         observation.problem = (
             f"The messages have {observation.size} and {agent.name!r} may generate "
@@ -233,11 +211,7 @@ class PromptBuilder:
         return observation
 
     def _first_tokens(self, agent: AgentSpec, prompt: str | Messages) -> Observation | None:
-        """
-        Return the first tokens of a prompt that is far too long, or `None`. They are enough to reject the prompt;
-        tokenizing all of it could take minutes. The limit is twice the window, because the last tokens of a prefix may
-        differ from those of the whole text.
-        """
+        """The first tokens of a prompt that is far too long to tokenize it all: twice the window, or `None`."""
         if self.window_size is None or agent.name in self._without_model:
             return None
         contents = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
@@ -249,10 +223,7 @@ class PromptBuilder:
     def _encode_messages(
         self, messages: Messages, turns: Sequence[Turn | None], functions: Sequence[Function]
     ) -> list[int]:
-        """
-        Return the token ids of messages, some of which are turns. If a conversation continues from a turn, the tokens
-        of the turn and its prompt are reused, unless the template now renders them differently.
-        """
+        """Token ids of messages. Those up to a turn keep its tokens, unless the template would now change them."""
         pieces = self._pieces(messages, functions)
         found = {index: turn for index, turn in enumerate(turns) if turn is not None}
         last = max(found, default=0)
@@ -277,9 +248,8 @@ class PromptBuilder:
         self, ids: Sequence[int], before: Pieces, pieces: Pieces, until: Messages, functions: Sequence[Function]
     ) -> Pieces | None:
         """
-        Return the pieces of a conversation that follow a turn with the tokens `ids`, the last of the messages `until`,
-        after the pieces `before`. Return `None` if the conversation does not continue from the turn, because the
-        template shows only part of the turn, or different text before or after it.
+        The pieces of a conversation behind a turn with the tokens `ids`, the last of the messages `until`, after the
+        pieces `before`; `None` if the template shows only part of the turn, or other text before or after it.
         """
         text, ending = until[-1]["content"], self._ending(ids)
         own = [i for i, piece in enumerate(pieces) if isinstance(piece, Part) and piece.message == len(until) - 1]
@@ -299,7 +269,6 @@ class PromptBuilder:
         return [rest.removeprefix(ending), *pieces[start + 1 :]] if rest.startswith(ending) else None
 
     def _pieces(self, messages: Messages, functions: Sequence[Function], add_generation_prompt: bool = True) -> Pieces:
-        """Return the pieces of messages, with reasoning where the template expects it."""
         last = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=0)
         split = messages
         if self._reasoning is not None:
@@ -315,7 +284,6 @@ class PromptBuilder:
         return self.template.pieces(split, functions, add_generation_prompt)
 
     def _as_turn(self, message: dict[str, Any], turn: Turn) -> dict[str, Any]:
-        """Return the message of a turn with its text, and with its tool calls if the template renders them."""
         calls = message.get("tool_calls") or make_message_calls(turn)
         rest = {name: value for name, value in message.items() if name != "tool_calls"}
         if not self._shows(calls):
@@ -350,11 +318,6 @@ class PromptBuilder:
         ids, most = self._encode(text), self._reserved.get(agent)
         return ids[:most], most is not None and len(ids) > most
 
-    @property
-    def lacks_chat_template(self) -> bool:
-        """`True` for a team whose tokenizer has no chat template."""
-        return not self._is_single_agent and self.tokenizer.chat_template is None
-
     def find_protection_gap(self, uses_tools: bool) -> str | None:
         """Return why text can look like other messages to the model although lines are quoted, or `None`."""
         if self._is_single_agent:
@@ -363,10 +326,9 @@ class PromptBuilder:
             return "the tokenizer reads line breaks as spaces, so the names of speakers are not on separate lines"
         if self._keeps_text_prompts:
             return "the tokenizer has no chat template, so only lines with speaker names separate messages"
-        marks = self.template.plain_marks(uses_tools)
+        marks = ", ".join(map(repr, self.template.plain_marks(uses_tools)))
         if marks:
-            marked = ", ".join(map(repr, marks))
-            return f"the chat template marks messages with plain text ({marked}), not with control tokens"
+            return f"the chat template marks messages with plain text ({marks}), not with control tokens"
         return None
 
     def _fit(self, query: Query, observation: Observation) -> Observation:
@@ -398,7 +360,10 @@ class PromptBuilder:
         """Drop as few of the oldest turns as necessary. A binary search finds the number."""
 
         def without(count: int) -> Observation:
-            rest = query._replace(seen=_drop_oldest(observation.seen, count), after=None)
+            seen = list(observation.seen[count:])
+            while seen and isinstance(seen[0], Feedback) and seen[0].tool is not None:  # its call was dropped
+                seen.pop(0)
+            rest = query._replace(seen=seen, after=None)
             content = self._observe(rest)
             shown = Observation(content, self._join(content, query.functions), list(rest.seen))
             shown.dropped = observation.dropped + len(observation.seen) - len(rest.seen)
@@ -421,7 +386,10 @@ class PromptBuilder:
             return [*query.after.observation, *self._own_messages(query, query.after)]
         prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not self._is_single_agent:  # otherwise, messages stay as in `GRPOTrainer`
-            prompt_messages = [_without_empty_fields(message) for message in prompt_messages]
+            prompt_messages = [  # without the empty fields that `datasets` adds
+                {name: value for name, value in message.items() if value is not None or name in ("role", "content")}
+                for message in prompt_messages
+            ]
         if not self._is_single_agent or query.seen:
             self._check(prompt_messages)
         shown = query.seen
@@ -429,7 +397,9 @@ class PromptBuilder:
             shown = self._reasoning.shown(query.seen, query.after)
         if self._get_view(query.agent) is team_view:
             shown = [
-                item if isinstance(item, Feedback) or self._shows(make_message_calls(item)) else _without_calls(item)
+                replace(item, tool_calls=())
+                if isinstance(item, Turn) and item.tool_calls and not self._shows(make_message_calls(item))
+                else item
                 for item in shown
             ]
         agent, seen = renamed(query.agent, shown, self.aliases) if self.aliases else (query.agent, shown)
@@ -441,13 +411,11 @@ class PromptBuilder:
         return fold_system_message(messages) if self._folds_system else messages
 
     def _quoted(self, messages: Messages) -> Messages:
-        """Quote lines that look like the name of a speaker, unless there are no speakers."""
         if self._is_single_agent:
             return messages
         return [message | {"content": quote_speaker_lines(message.get("content") or "")} for message in messages]
 
     def _check(self, prompt: Messages) -> None:
-        """Raise a `ValueError` if a content is not a string, or another field contains a control token."""
         for number, message in enumerate(prompt):
             if not message.get("content") and message.get("tool_calls") and not self.template.renders_calls:
                 raise PromptError(
@@ -470,14 +438,12 @@ class PromptBuilder:
                 )
 
     def _is_safe(self, content: str | Messages) -> bool:
-        """Return `True` if a content cannot form control tokens when it is tokenized together with the template."""
         if self._is_single_agent:
             return True
         texts = [content] if isinstance(content, str) else [message.get("content") or "" for message in content]
         return all(map(self._encode.is_plain, texts))
 
     def _own_messages(self, query: Query, turn: Turn) -> Messages:
-        """Return a turn with tool calls, and the results of the calls, as messages."""
         results = [item for item in query.seen[query.seen.index(turn) + 1 :] if isinstance(item, Feedback)]
         messages = [{"role": "tool", "name": result.tool, "content": result.text} for result in results]
         return [{"role": "assistant", "content": turn.raw_text}, *self._quoted(messages)]
@@ -523,19 +489,19 @@ def is_single_agent(agents: Sequence[AgentSpec], workflow: Workflow) -> bool:
 
 
 def warn_of_unprotected(prompts: PromptBuilder, uses_tools: bool) -> None:
-    """Warn if text from an agent can look like a message from another speaker."""
     reason = prompts.find_protection_gap(uses_tools)
-    if prompts.lacks_chat_template:
+    if reason is None:
+        return
+    if prompts.tokenizer.chat_template is None:
         logger.warning(
             "The tokenizer has no chat template, so the model is probably a base model, which has not learned to "
             "follow system prompts or to end its turns. Use the instruction-tuned model of the family (`-Instruct`, "
             "`-it`, `-Chat`), or set `processing_class.chat_template` to the template that the model was tuned with."
         )
-    if reason is not None:
-        logger.warning(
-            f"An agent can write text that its teammates may mistake for a message from another speaker, because "
-            f"{reason}. This cannot be prevented for this tokenizer. The text still contains no control tokens."
-        )
+    logger.warning(
+        f"An agent can write text that its teammates may mistake for a message from another speaker, because "
+        f"{reason}. This cannot be prevented for this tokenizer. The text still contains no control tokens."
+    )
 
 
 def _as_shown(query: Query) -> Query:
@@ -544,29 +510,9 @@ def _as_shown(query: Query) -> Query:
     if after is None:
         return query
     start = query.seen.index(after)
-    before = [
-        item
-        for item in query.seen[:start]
-        if (item.index in after.sees if isinstance(item, Turn) else item.index in after.hears)
-    ]
-    return query._replace(seen=[*before, *query.seen[start:]])
-
-
-def _without_calls(turn: Turn) -> Turn:
-    return replace(turn, tool_calls=()) if turn.tool_calls else turn
-
-
-def _drop_oldest(seen: Sequence[Seen], count: int) -> list[Seen]:
-    """Drop the `count` oldest items, and then tool results whose call was dropped."""
-    rest = list(seen[count:])
-    while rest and isinstance(rest[0], Feedback) and rest[0].tool is not None:
-        rest.pop(0)
-    return rest
-
-
-def _without_empty_fields(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without the empty fields that `datasets` adds."""
-    return {name: value for name, value in message.items() if value is not None or name in ("role", "content")}
+    before, rest = query.seen[:start], query.seen[start:]
+    kept = [item for item in before if item.index in (after.sees if isinstance(item, Turn) else after.hears)]
+    return query._replace(seen=[*kept, *rest])
 
 
 def _strings(value: Any) -> str:

@@ -23,11 +23,10 @@ from ..episodes.tools import as_plain
 
 # HTML tags that Gemma has as added tokens
 _HTML = re.compile("</?(table|caption|thead|tbody|tfoot|tr|t[hd]|h[1-6]|blockquote|strong|em|b|i|u|s|su[bp]|code)>")
-
-# Number of pieces of templates whose tokens are kept
-_MOST_PIECES = 10_000
-
-
+_MOST_PIECES = 10_000  # of templates, whose tokens are kept
+_TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
+_REASONS, _ANSWER = "REASONS", "ANSWER"
+_USER: dict[str, Any] = {"role": "user", "content": "x"}
 # Fields in which templates take the reasoning of a message
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -45,7 +44,6 @@ Pieces = list[Any]
 
 
 def begins(pieces: Pieces, beginning: Pieces) -> bool:
-    """Whether a conversation begins with the pieces of another."""
     count = len(beginning) - 1
     is_same = len(pieces) > count and pieces[:count] == beginning[:count]
     return is_same and pieces[count].startswith(beginning[count])
@@ -67,21 +65,16 @@ class ChatTemplate:
         return self.source or str(self._tokenizer.chat_template)
 
     def encode(self, piece: str) -> list[int]:
-        """Token ids of template text, with its control tokens."""
         if piece not in self._ids:  # cached, since all observations consist of the same few pieces
             if len(self._ids) >= _MOST_PIECES:  # but for what other programs send
                 self._ids.clear()
-            ids = self._tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
-            self._ids[piece] = ids
+            self._ids[piece] = self._tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
         return self._ids[piece]
 
     def pieces(
         self, messages: Messages, functions: Sequence[Function] = (), add_generation_prompt: bool = True
     ) -> Pieces:
-        """
-        Render the template and split it at the contents and reasoning: template text, [`Part`], template text, ...
-        Raise a `ValueError` if the template does not render each content once.
-        """
+        """Render, and split at contents and reasoning. Raise a `ValueError` unless each content is rendered once."""
         mark, hollow, parts = _hollow(messages)
         pieces = _split(self.render(hollow, functions, add_generation_prompt), mark, parts)
         if pieces is None:
@@ -94,19 +87,14 @@ class ChatTemplate:
         return pieces
 
     def pieces_after(self, messages: Messages, functions: Sequence[Function], ending: str = "") -> Pieces:
-        """
-        As `pieces`, for results of tools that follow the turn that called them, from behind the token that `ending`
-        spells. Raise a `ValueError` if the template changes the text before the results.
-        """
+        """As `pieces`, for results of tools, from behind the token that `ending` spells at the end of the call."""
         name = messages[0]["name"]
         turn = _calling(name)
         mark, hollow, parts = _hollow(messages)
         before = self.render(turn, functions, add_generation_prompt=False)
         whole = self.render([*turn, *hollow], functions)
         end = self._tokenizer.eos_token or ""
-        if (
-            end and end in before[max(before.rfind(name), 0) :]
-        ):  # templates add a line break after it, which was not sampled
+        if end and end in before[max(before.rfind(name), 0) :]:  # a line break after it was not sampled
             before = before[: before.rindex(end) + len(end)]
         # GLM writes the same token at the end of a call and before a result
         pieces = _split(whole[len(before) :].removeprefix(ending), mark, parts)
@@ -144,8 +132,7 @@ class ChatTemplate:
     @functools.cached_property
     def renders_results(self) -> bool:
         """`True` if the template renders tool results after a turn whose tool call is only part of its text."""
-        roles = ["user", "assistant", "tool", "assistant", "user"]
-        return self._render_pieces(*roles) is not None
+        return self._render_pieces("user", "assistant", "tool", "assistant", "user") is not None
 
     def renders_called_results(self, count: int = 1) -> bool:
         """`True` if the template renders the results of tools after a message that calls so many."""
@@ -165,9 +152,8 @@ class ChatTemplate:
     def renders_calls(self) -> bool:
         user: Messages = [{"role": "user", "content": "x"}]
         with contextlib.suppress(ValueError):
-            return self.render([*_calling(), *user]) != self.render(
-                [*user, {"role": "assistant", "content": ""}, *user]
-            )
+            without = self.render([*user, {"role": "assistant", "content": ""}, *user])
+            return self.render([*_calling(), *user]) != without
         return False
 
     @functools.cached_property
@@ -175,14 +161,9 @@ class ChatTemplate:
         return self._render_pieces("system", "user") is not None
 
     def plain_marks(self, results: bool = False) -> list[str]:
-        """
-        Template texts before messages, and before results of tools with `results`, that are marked by plain text
-        alone, e.g. `"USER: "`. Control tokens that begin or end every text do not mark a message.
-        """
-        longest = ["user", "assistant", "user"]
-        shown = next(
-            filter(None, (self._render_pieces(*longest[:count]) for count in range(len(longest), 0, -1))), [""]
-        )
+        """Template texts before messages, and `results`, that are marked by plain text alone, e.g. `"USER: "`."""
+        roles = ("user", "assistant", "user")
+        shown = next(filter(None, (self._render_pieces(*roles[:count]) for count in (3, 2, 1))), [""])
         openings = shown[::2] if shown[-1] else shown[:-1:2]  # no mark follows the last message in some templates
         if results:
             with contextlib.suppress(Exception):  # templates can raise any error
@@ -254,7 +235,7 @@ def _hollow(messages: Messages) -> tuple[str, Messages, list[Part]]:
         if fields:
             reasoning = put(Part(number, next(iter(fields.values())), is_reasoning=True))
             fields = dict.fromkeys(fields, reasoning)
-        if not _is_without_text(message):
+        if message.get("content") or not has_other_content(message):  # many have a line break before a content
             fields["content"] = put(Part(number, message.get("content") or ""))
         hollow.append({**message, **fields})
     return mark, hollow, parts
@@ -271,21 +252,10 @@ def _split(text: str, mark: str, parts: Sequence[Part]) -> Pieces | None:
     return pieces
 
 
-def _is_without_text(message: dict[str, Any]) -> bool:
-    """Whether a template shows a message by its other fields. Many have a line break before a content, if any."""
-    return not message.get("content") and has_other_content(message)
-
-
-_TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
-_REASONS, _ANSWER = "REASONS", "ANSWER"
-_USER: dict[str, Any] = {"role": "user", "content": "x"}
-
-
 class EarlierReasoning:
     """
-    Tells the reasoning of a turn from its answer, in the way in which the chat template writes both, which it is tried
-    on. The template is then given them apart, and shows the reasoning where it does so of any message. Texts do not go
-    through the template themselves, so that they cannot become control tokens.
+    Tells the reasoning of a turn from its answer, as the chat template writes both, which it is tried on. The template
+    then gets them apart, and never the texts themselves, so that they cannot become control tokens.
     """
 
     def __init__(self, template: ChatTemplate):
@@ -350,11 +320,9 @@ class EarlierReasoning:
         )
 
     def answer(self, text: str) -> str:
-        """The text of a turn without its reasoning, if the template shows earlier messages without it."""
         return self._parted(text)[1] if self.removes_reasoning else text
 
     def is_in(self, text: str) -> bool:
-        """Whether a text has reasoning, with the tags of the template."""
         return any(tag and tag in text for tag in (self._opening, self._closing, self._header))
 
     def as_fields(self, message: dict[str, Any], is_earlier: bool) -> dict[str, Any]:
@@ -417,10 +385,7 @@ class PlainEncoder:
         return self._is_clean(self._tokenizer(as_plain(text), add_special_tokens=False)["input_ids"])
 
     def contains_control_token(self, text: str) -> bool:
-        """
-        As not `is_plain`, apart from unknown characters. They become a token that can also be a control token, as the
-        end of a text in GPT-2.
-        """
+        """As not `is_plain`, but an unknown character may become a token that is also a control token, as in GPT-2."""
         ids = self._control.keys() & self._tokenizer(as_plain(text), add_special_tokens=False)["input_ids"]
         return any(index not in self._unknown or self._control[index] in text for index in ids)
 

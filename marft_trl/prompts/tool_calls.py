@@ -25,8 +25,8 @@ from ..workflows import Workflow
 from .chat_template import make_call
 
 
-# Minimum length of the opening of a call. Shorter texts may also occur in turns without calls
-_SHORTEST_OPENING = 4
+_SHORTEST_OPENING = 4  # of a call; shorter texts may also occur in turns without calls
+_TAG = re.compile(r"<[^<>\s]+>")
 
 
 def parse_calls(
@@ -44,14 +44,8 @@ def parse_calls(
         return ()
 
 
-_TAG = re.compile(r"<[^<>\s]+>")
-
-
 def call_opening(tokenizer, chat_template: str | None = None) -> str | None:
-    """
-    Return the text before the function's name with which a chat template begins a call, such as `<tool_call>`, or
-    `None` if it cannot be derived from the template.
-    """
+    """The text before the name with which a template begins a call, such as `<tool_call>`; `None` if unknown."""
     name = "marft-some-function"
     prompt = [{"role": "user", "content": "x"}]
     calling = [*prompt, {"role": "assistant", "content": "", "tool_calls": [make_call(name)]}]
@@ -72,9 +66,8 @@ def call_opening(tokenizer, chat_template: str | None = None) -> str | None:
 
 def call_pattern(tokenizer, chat_template: str | None = None) -> re.Pattern | None:
     """
-    Return a pattern that matches the beginning of a call, including an incomplete one. The opening has to be at the
-    beginning of a line, behind a control token or reasoning, or before the content of a call, so that a text that only
-    mentions the tag does not match. Return `None` if the opening cannot be derived from the template.
+    A pattern of the beginning of a call, including an incomplete one: at the beginning of a line, behind a control
+    token or reasoning, or before the content of a call, so that a mere mention does not match. `None` if unknown.
     """
     opening = call_opening(tokenizer, chat_template)
     if opening is None:
@@ -88,7 +81,6 @@ def call_pattern(tokenizer, chat_template: str | None = None) -> re.Pattern | No
 
 
 def check_functions(functions: Sequence[Callable], whose: str) -> None:
-    """Raise a `ValueError` with the function and the problem if a function has no valid JSON schema."""
     for function in functions:
         try:
             get_json_schema(function)

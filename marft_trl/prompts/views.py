@@ -22,10 +22,12 @@ _SPEAKER_LINE = re.compile(r"(?:\A|(?<=[\n\x85]))\[\x85?[A-Za-z](?:\x85?[A-Za-z0
 _OTHER_LINE_BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 # Characters that a model could read as `[`, the first character of a speaker line, or as `<`, that of a byte token
 _FIRST_CHARACTERS = re.compile("[\\[<\u226e\ufe47\ufe64\uff1c\uff3b]")
-# Some tokenizers decode these words to bytes
-_BYTE_TOKEN = re.compile("<0x([0-9a-f]{2})>")
+_BYTE_TOKEN = re.compile("<0x([0-9a-f]{2})>")  # some tokenizers decode these words to bytes
 # Unicode categories of characters that tokenizers may remove: control, format, unassigned, private use, marks, spaces
 _REMOVED_CATEGORIES = {"Cc", "Cf", "Cn", "Co", "Mc", "Me", "Mn", "Zs"}
+# `view(agent, prompt, seen)` -> messages. `prompt` is always a list of messages, even if the dataset has strings
+View = Callable[[AgentSpec, Messages, Sequence[Seen]], Messages]
+SEPARATOR = "\n\n"
 
 
 def speaker_line(name: str) -> str:
@@ -45,7 +47,6 @@ def quote_speaker_lines(text: str) -> str:
 
 
 def _find_speaker_lines(line: str) -> list[int]:
-    """Return the positions in a line at which a model could read a speaker line."""
     if _FIRST_CHARACTERS.search(line) is None:
         return []
     if line.isascii() and line.rstrip("\r").isprintable() and "<0x" not in line.lower():  # most lines
@@ -56,9 +57,8 @@ def _find_speaker_lines(line: str) -> list[int]:
 
 def _normalize_line(line: str) -> tuple[str, list[int]]:
     """
-    Normalize a line in all ways in which tokenizers may: fold case and compatibility characters, drop characters that
-    may be removed, and replace a sequence of other line breaks by U+0085. Also return, for each character of the
-    result, its position in the line, or that of the characters that were dropped directly before it.
+    Fold case and compatibility characters of a line, drop characters that tokenizers may remove, and replace other
+    line breaks by U+0085. Also return, for each character left, its position, or that of what was dropped before it.
     """
     normalized: list[str] = []
     positions: list[int] = []
@@ -108,12 +108,6 @@ def _decode_byte_tokens(text: str, positions: list[int]) -> tuple[str, list[int]
         decoded_positions += [*positions[end : match.start()], *[start] * len(normalized)]
         end, start = match.end(), None if character else start
     return "".join([*parts, text[end:]]), [*decoded_positions, *positions[end:]]
-
-
-# `view(agent, prompt, seen)` -> messages. `prompt` is always a list of messages, even if the dataset has strings
-View = Callable[[AgentSpec, Messages, Sequence[Seen]], Messages]
-
-SEPARATOR = "\n\n"
 
 
 def said_by(turn: Seen) -> str:

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
     from .reporter import save_learning_curve
     from .transcripts import format_turns
 
-_MODULES = {
-    "format_turns": "transcripts",
-    "save_learning_curve": "reporter",
-    "scores": "evaluation",
-}
+_MODULES = {"format_turns": "transcripts", "save_learning_curve": "reporter", "scores": "evaluation"}
 __all__ = [
     "Interval",
     "avg_at_k",

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 FILE = "evaluations.jsonl"
-# What is compared when samples vote
-Vote = Callable[[str], Hashable | None]
+Vote = Callable[[str], Hashable | None]  # what is compared when samples vote
 _LONGEST_VOTE = 200  # characters in the file
 
 
@@ -39,18 +38,8 @@ def last_box(text: str) -> str | None:
     return (text if inside is None else inside).strip() or None
 
 
-def make_question_id(row: Mapping[str, Any]) -> str:
-    """Name of a question, made from its dataset row: the same in every run, in whatever order rows come."""
-    text = json.dumps(row, sort_keys=True, default=str, ensure_ascii=False)
+def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-
-
-def _brief(vote: str) -> str:
-    """A vote for the file: a long one is cut, and told from others that begin alike by a hash of the whole."""
-    if len(vote) <= _LONGEST_VOTE:
-        return vote
-    digest = hashlib.sha256(vote.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    return f"{vote[:_LONGEST_VOTE]}... ({digest})"
 
 
 def sample_rows(
@@ -64,15 +53,19 @@ def sample_rows(
     counts: dict[str, int] = defaultdict(int)
     rows = []
     for record in records:
-        question = make_question_id(record["row"])
+        # From the dataset row: the same in every run, in whatever order rows come
+        question = _digest(json.dumps(record["row"], sort_keys=True, default=str, ensure_ascii=False))
         score = record["reward"] if right_by is None else record["rewards"][right_by]
         voted = vote(record["answer"])
+        text = None if voted is None else str(voted)
+        if text is not None and len(text) > _LONGEST_VOTE:  # told from others that begin alike
+            text = f"{text[:_LONGEST_VOTE]}... ({_digest(text)})"
         rows.append(
             {
                 "question": question,
                 "sample": counts[question],
                 "right": float(score is not None and score >= right_at),
-                "vote": None if voted is None else _brief(str(voted)),
+                "vote": text,
                 "reward": record["reward"],
                 **{f"rewards/{name}": value for name, value in record["rewards"].items()},
                 "turns": len(record["turns"]),
@@ -105,7 +98,6 @@ def by_question(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, fl
 
 
 def at_k(rows: Sequence[Mapping[str, Any]], values: Sequence[int]) -> dict[str, float]:
-    """Metrics of an evaluation, with the ends of their 95 % intervals over questions."""
     samples = min(Counter(row["question"] for row in rows).values())
     metrics: dict[str, float] = {}
     for name in (f"avg@{samples}", *(f"{kind}@{k}" for k in values for kind in ("pass", "maj"))):
@@ -117,11 +109,8 @@ def at_k(rows: Sequence[Mapping[str, Any]], values: Sequence[int]) -> dict[str, 
 def write_samples(folder: Path, rows: Sequence[Mapping[str, Any]], name: str, step: int, seed: int) -> Path:
     """Add samples to the file of a run. A resumed run evaluates again and replaces those of this step and later."""
     file = folder / FILE
-    kept = (
-        [read_sample for read_sample in read_samples(file) if read_sample["set"] != name or read_sample["step"] < step]
-        if file.exists()
-        else []
-    )
+    before = read_samples(file) if file.exists() else []
+    kept = [sample for sample in before if sample["set"] != name or sample["step"] < step]
     everything = [*kept, *({"set": name, "step": step, "seed": seed, **row} for row in rows)]
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(file, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in everything))
@@ -188,10 +177,7 @@ def is_of_evaluate(metric: object) -> TypeGuard[evaluate.EvaluationModule]:
 
 
 def check_eval_metrics(eval_metrics: object, eval_dataset: Any, column: str) -> list[EvalMetric]:
-    """
-    Return the metrics as a list. Raises `TypeError` for an item that is not a metric, and `ValueError` if an
-    evaluation dataset lacks the `column` that metrics of the `evaluate` package take as references.
-    """
+    """Return the metrics as a list. Raises unless they are metrics, and their references are in `column`."""
     metrics = list(eval_metrics) if isinstance(eval_metrics, (list, tuple)) else [eval_metrics]
     for metric in metrics:
         if not is_of_evaluate(metric) and not callable(metric):
@@ -211,20 +197,15 @@ def check_eval_metrics(eval_metrics: object, eval_dataset: Any, column: str) -> 
 
 
 def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[str, float]:
-    """Compute rewards, lengths and numbers of turns over records with `reward`, `rewards` by function, and `turns`."""
     metrics = {"reward": _mean(record["reward"] for record in records)}
-    metrics["reward_std"] = _std([record["reward"] for record in records if record["reward"] is not None])
+    metrics["reward_std"] = _std([record["reward"] for record in records])
     for name in records[0]["rewards"]:
-        metrics[f"rewards/{name}/mean"] = _mean(record["rewards"][name] for record in records)
-        metrics[f"rewards/{name}/std"] = _std(
-            [record["rewards"][name] for record in records if record["rewards"][name] is not None]
-        )
+        values = [record["rewards"][name] for record in records]
+        metrics |= {f"rewards/{name}/mean": _mean(values), f"rewards/{name}/std": _std(values)}
     turns = [turn for record in records for turn in record["turns"]]
     metrics |= _lengths(turns)
     for agent in agents:
-        agent_turns = [
-            (turn, record["reward"]) for record in records for turn in record["turns"] if turn.agent == agent
-        ]
+        agent_turns = [(turn, item["reward"]) for item in records for turn in item["turns"] if turn.agent == agent]
         if agent_turns:
             metrics[f"agents/{agent}/reward"] = _mean(reward for _, reward in agent_turns)
             lengths = _lengths([turn for turn, _ in agent_turns])
@@ -234,10 +215,7 @@ def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[
 
 
 def question_means(records: Sequence[dict[str, Any]], size: int) -> dict[str, list[float]]:
-    """
-    Mean rewards of each question by metric of [`summarize`], from which intervals are made. The records of a question,
-    `size` of them, are next to each other.
-    """
+    """Mean rewards of each question, whose `size` records are next to each other, by metric of [`summarize`]."""
     scores = {"reward": [record["reward"] for record in records]}
     scores |= {f"rewards/{name}/mean": [item["rewards"][name] for item in records] for name in records[0]["rewards"]}
     means = {
@@ -254,7 +232,6 @@ def _lengths(turns: Sequence[Turn]) -> dict[str, float]:
 def measure_answers(
     metrics: Sequence[EvalMetric], answers: Sequence[str], columns: Mapping[str, list], reference_column: str
 ) -> dict[str, float]:
-    """Compute metrics of the team's answers in all episodes, from `turns` and the columns of the dataset."""
     measured: dict[str, float] = {}
     for metric in metrics:
         if is_of_evaluate(metric):
@@ -283,8 +260,6 @@ def _mean(values) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def _std(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return math.nan
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+def _std(values: Sequence[float | None]) -> float:
+    known, mean = [value for value in values if value is not None], _mean(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in known) / (len(known) - 1)) if len(known) > 1 else math.nan

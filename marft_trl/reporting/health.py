@@ -17,12 +17,9 @@ from ..seams.libraries import get_logger
 
 logger = get_logger(__name__)
 
-# Number of consecutive measurements after which most symptoms are reported
-PATIENCE = 10
-# A policy has collapsed below this token entropy (in nats)
-_MIN_ENTROPY = 0.01
-# A policy is nearly random above this fraction of the maximum token entropy
-_MAX_ENTROPY_FRACTION = 0.9
+PATIENCE = 10  # number of consecutive measurements after which most symptoms are reported
+_MIN_ENTROPY = 0.01  # a policy has collapsed below this token entropy (in nats)
+_MAX_ENTROPY_FRACTION = 0.9  # a policy is nearly random above this fraction of the maximum token entropy
 _MAX_KL = 10.0
 _MAX_CLIPPED_FRACTION = 0.9
 # Largest ratio of a weight norm to its initial value, and of the mean predicted value to the mean target
@@ -78,9 +75,8 @@ class Health(TrainerCallback):
     def on_optimizer_step(self, args, state, control, **kwargs):
         self._norms, before = self._compute_norms(), self._weight_samples
         self._weight_samples = {name: _sample(parameters) for name, parameters in self._get_parameters().items()}
-        self._is_unchanged = {
-            name: name in before and before[name].equal(sample) for name, sample in self._weight_samples.items()
-        }
+        samples = self._weight_samples.items()
+        self._is_unchanged = {name: name in before and before[name].equal(sample) for name, sample in samples}
         for name, norm in self._norms.items():
             if not math.isfinite(norm):
                 raise FloatingPointError(
@@ -95,8 +91,6 @@ class Health(TrainerCallback):
         symptoms = [*self._check_batch(latest), *self._check_agents(latest), *self._check_critic(latest)]
         self._report([*symptoms, *self._check_updates(latest)])
 
-    # ---- Symptoms ----
-
     def _report(self, symptoms: Iterable[Symptom]) -> None:
         for name, is_present, patience, message in symptoms:
             self._num_consecutive[name] = self._num_consecutive.get(name, 0) + 1 if is_present else 0
@@ -105,7 +99,6 @@ class Health(TrainerCallback):
                 logger.warning(message)
 
     def _compute_norms(self) -> dict[str, float]:
-        """Return the weight norm of each adapter and each part of the critic."""
         parameters = self._get_parameters()
         if not parameters:
             return {}
@@ -117,17 +110,13 @@ class Health(TrainerCallback):
         return f"the adapter {adapter!r} (agents {agents})" if agents else f"the critic ({adapter!r})"
 
     def _check_precision(self) -> Iterator[Symptom]:
-        half_precision = {
-            name: dtype
-            for name, parameters in self._get_parameters().items()
-            for dtype in {p.dtype for p in parameters.values()} & {torch.float16, torch.bfloat16}
-        }
-        for name, dtype in half_precision.items():
-            message = (
-                f"The weights of {self._describe(name)} are {dtype}, so updates below this precision are lost. "
-                "Keep trained adapters in float32 unless memory is short."
-            )
-            yield Symptom(f"precision/{name}", self._policies.has_adapters, 1, message)
+        for name, parameters in self._get_parameters().items():
+            for dtype in {p.dtype for p in parameters.values()} & {torch.float16, torch.bfloat16}:
+                message = (
+                    f"The weights of {self._describe(name)} are {dtype}, so updates below this precision are lost. "
+                    "Keep trained adapters in float32 unless memory is short."
+                )
+                yield Symptom(f"precision/{name}", self._policies.has_adapters, 1, message)
 
     def _check_norms(self) -> Iterator[Symptom]:
         for name, norm in self._norms.items():
@@ -141,7 +130,6 @@ class Health(TrainerCallback):
             yield Symptom(f"grown/{name}", norm > _MAX_RATIO * max(initial, 1.0), 1, message)
 
     def _check_updates(self, latest: Mapping[str, float]) -> Iterator[Symptom]:
-        """Check that the weights change in the steps that update them."""
         for name, is_unchanged in self._is_unchanged.items():
             is_policy = name in self._policies.trained
             prefixes = [f"agents/{agent}" for agent in self._policies.get_agents(name)] if is_policy else ["critic"]

@@ -182,7 +182,17 @@ def interval(
 
 def _interval(scores, confidence: float, n_resamples: int, seed: int, bounds, added) -> Interval:
     table = np.atleast_2d(np.asarray(scores, dtype=float))
-    _check(table, np.shape(scores), confidence, bounds)
+    if table.ndim != 2 or not table.size:
+        raise ValueError(f"`scores` must have the shape (seeds, questions), got {np.shape(scores)}.")
+    if np.isnan(table).any():
+        raise ValueError(f"{int(np.isnan(table).sum())} of the {table.size} scores are NaN.")
+    if not 0 < confidence < 1:
+        raise ValueError(f"`confidence` must be between 0 and 1, got {confidence!r}.")
+    if bounds is not None and (table.min() < bounds[0] or table.max() > bounds[1]):
+        raise ValueError(
+            f"Scores range from {table.min():g} to {table.max():g}, outside `bounds` {bounds}. Set `bounds` to the "
+            "smallest and largest possible score, or to `None`."
+        )
     draws = np.random.default_rng(seed)
     seeds, questions = table.shape
     of_seeds = np.zeros(n_resamples)
@@ -209,20 +219,6 @@ def _resampled(values, weights, count: int, draws: np.random.Generator) -> np.nd
         return np.full(count, center)
     drawn = draws.choice(values, size=(count, round(total)), p=np.divide(weights, total))
     return center + (drawn.mean(axis=1) - center) * np.sqrt(total / (total - 1))
-
-
-def _check(table: np.ndarray, shape: tuple[int, ...], confidence: float, bounds) -> None:
-    if table.ndim != 2 or not table.size:
-        raise ValueError(f"`scores` must have the shape (seeds, questions), got {shape}.")
-    if np.isnan(table).any():
-        raise ValueError(f"{int(np.isnan(table).sum())} of the {table.size} scores are NaN.")
-    if not 0 < confidence < 1:
-        raise ValueError(f"`confidence` must be between 0 and 1, got {confidence!r}.")
-    if bounds is not None and (table.min() < bounds[0] or table.max() > bounds[1]):
-        raise ValueError(
-            f"Scores range from {table.min():g} to {table.max():g}, outside `bounds` {bounds}. Set `bounds` to the "
-            "smallest and largest possible score, or to `None`."
-        )
 
 
 def paired_difference(scores, others, bounds: tuple[float, float] | None = (0.0, 1.0), **options) -> Interval:

@@ -7,7 +7,6 @@ import functools
 import html
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Template
@@ -21,8 +20,7 @@ from ..system.hints import brief
 _MARKUP = re.compile(r"[\\`*_{}\[\]()#|~!:@]|(?<=www)\.")
 CARD_NAME = "README.md"
 _PACKAGES = ("marft-trl", "trl", "transformers", "peft")
-# Tags of every model card
-TAGS = ["trl", "marft_trl", "marft", "multi-agent", "grpo"]
+TAGS = ["trl", "marft_trl", "marft", "multi-agent", "grpo"]  # tags of every model card
 PAPER = {
     "title": "MARFT: Multi-Agent Reinforcement Fine-Tuning",
     "id": "2504.16129",
@@ -59,61 +57,40 @@ Workflow: {{ workflow }}
 
 {{ metrics_table }}
 
-{% endif %}{{ usage }}
-## Training
-
-{% if facts_table %}{{ facts_table }}
-
-{% endif %}Trained with MARFT, a method introduced in
-[{{ paper_title }}](https://huggingface.co/papers/{{ paper_id }}).
-
-{{ versions }}
-
-## Citation
-
-```bibtex
-{{ citation }}
-```
-"""
-
-_USE_TEAM = """## Use the team
-
-```python
-from marft_trl import Team
-
-team = Team.from_pretrained("{repo}"{model})
-print(team("..."))  # `team.run(prompts)` returns whole episodes
-```
-
-"""
-
-_USE_APPLICATION = """## Use the agents
+{% endif %}{% if of_application %}## Use the agents
 
 The agents were trained as the models of an application, which is not part of this repository. Serve the agents, and
 use the name of an agent as the model name in the application:
 
 ```bash
-marft serve {repo}{option}
+marft serve {{ repo }}{{ option }}
 ```
 
 ```python
 from openai import OpenAI
 
 client = OpenAI(base_url="http://127.0.0.1:8080/v1", api_key="none")
-client.chat.completions.create(model="{agent}", messages=[...])
+client.chat.completions.create(model="{{ agent }}", messages=[...])
 ```
 
-"""
+{% else %}## Use the team
 
-_USE_ADAPTERS = """## Use one agent with PEFT
+```python
+from marft_trl import Team
+
+team = Team.from_pretrained("{{ repo }}"{{ arguments }})
+print(team("..."))  # `team.run(prompts)` returns whole episodes
+```
+
+{% endif %}{% if has_adapters %}## Use one agent with PEFT
 
 ```python
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-base = AutoModelForCausalLM.from_pretrained("{base}")
-tokenizer = AutoTokenizer.from_pretrained("{repo}")
-{first} = PeftModel.from_pretrained(base, "{repo}", subfolder="{first}")
+base = AutoModelForCausalLM.from_pretrained("{{ base_name }}")
+tokenizer = AutoTokenizer.from_pretrained("{{ repo }}")
+{{ first }} = PeftModel.from_pretrained(base, "{{ repo }}", subfolder="{{ first }}")
 ```
 
 ## Serve the team with vLLM
@@ -123,25 +100,38 @@ workflow: clients send the system prompt of an agent, from `marft_team.json`, an
 the agent.
 
 ```bash
-hf download {repo} --local-dir team
-vllm serve {base} --enable-lora --max-lora-rank {rank} \\
+hf download {{ repo }} --local-dir team
+vllm serve {{ base_name }} --enable-lora --max-lora-rank {{ rank }} \\
   --tokenizer team --chat-template team/chat_template.jinja \\
-  --lora-modules {modules}
+  --lora-modules {{ modules }}
 ```
 
-"""
-
-_USE_POLICY = """## Use the policy alone
+{% else %}## Use the policy alone
 
 All agents share one fully trained policy; `marft_team.json` contains their system prompts and the workflow.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{repo}")
-tokenizer = AutoTokenizer.from_pretrained("{repo}")
+model = AutoModelForCausalLM.from_pretrained("{{ repo }}")
+tokenizer = AutoTokenizer.from_pretrained("{{ repo }}")
 ```
 
+{% endif %}
+## Training
+
+{% if facts_table %}{{ facts_table }}
+
+{% endif %}Trained with MARFT, a method introduced in
+[{{ paper.title }}](https://huggingface.co/papers/{{ paper.id }}).
+
+{{ versions }}
+
+## Citation
+
+```bibtex
+{{ paper.citation }}
+```
 """
 
 
@@ -162,14 +152,11 @@ def team_card(
     repo = repo if is_hub_id(repo) else "path/to/the/team"
     base_name = base or "path/to/the/base/model"
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
-    first = manifest.players[0].adapter
-    modules = " ".join(f"{name}=team/{name}" for name in manifest.adapters)
-    of_application = (manifest.workflow or {}).get("class") == "ExternalApp"
-    use = (_USE_APPLICATION if of_application else _USE_TEAM) + (_USE_ADAPTERS if manifest.adapters else _USE_POLICY)
     arguments = "" if base or not manifest.adapters else f', model="{base_name}"'
-    scripted = manifest.inference.replies
-    if scripted:
-        arguments += f", replies={{{', '.join(f'{name!r}: ...' for name in scripted)}}}"
+    if manifest.inference.replies:
+        arguments += f", replies={{{', '.join(f'{name!r}: ...' for name in manifest.inference.replies)}}}"
+    entries = manifest.workflow.items()
+    settings = ", ".join(f"{key}={value!r}" for key, value in entries if key != "class" and value is not None)
     card_data = ModelCardData(
         base_model=base,
         library_name="peft" if manifest.adapters else "transformers",
@@ -185,22 +172,20 @@ def team_card(
         dataset=", ".join(_link(name, "datasets/") for name in datasets),
         num_agents=len(manifest.agents),
         agents_table=_agents_table(manifest),
-        workflow=_workflow_line(manifest.workflow),
+        workflow=_code(f"{manifest.workflow['class']}({settings})"),
         picture=picture,
         metrics_table=_table("metric", "value", {name: f"{value:.4g}" for name, value in (metrics or {}).items()}),
-        usage=use.format(
-            model=arguments,
-            option="" if base or not manifest.adapters else f" --model {base_name}",
-            agent=manifest.players[0].name,
-            base=base_name,
-            repo=repo,
-            first=first,
-            rank=max_rank,
-            modules=modules,
-        ),
-        paper_title=PAPER["title"],
-        paper_id=PAPER["id"],
-        citation=PAPER["citation"],
+        of_application=(manifest.workflow or {}).get("class") == "ExternalApp",
+        has_adapters=bool(manifest.adapters),
+        arguments=arguments,
+        option="" if base or not manifest.adapters else f" --model {base_name}",
+        agent=manifest.players[0].name,
+        base_name=base_name,
+        repo=repo,
+        first=manifest.players[0].adapter,
+        rank=max_rank,
+        modules=" ".join(f"{name}=team/{name}" for name in manifest.adapters),
+        paper=PAPER,
         facts_table=_table("", "", facts or {}),
         versions="\n".join(f"- {name}: {installed_version(name)}" for name in _PACKAGES),
     )
@@ -234,18 +219,12 @@ def _table(name: str, value: str, rows: Mapping[str, str]) -> str:
     return "\n".join([f"| {name} | {value} |", "|---|---|", *lines])
 
 
-def _workflow_line(workflow: dict[str, Any]) -> str:
-    settings = ", ".join(f"{key}={value!r}" for key, value in workflow.items() if key != "class" and value is not None)
-    return _code(f"{workflow['class']}({settings})")
-
-
 def _link(name: str, kind: str) -> str:
     """Return a link to a repository on the Hub, or the plain name if it cannot be the id of a repository."""
     return f"[{_markdown(name)}](https://huggingface.co/{kind}{name})" if is_hub_id(name) else _markdown(name)
 
 
 def _code(text: str) -> str:
-    """Text in backticks, which shows no markup."""
     text = " ".join(text.split())
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{text}{fence}" if len(fence) == 1 else f"{fence} {text} {fence}"

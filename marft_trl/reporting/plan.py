@@ -20,18 +20,8 @@ from ..config.checks import completes_candidates, uses_candidates
 from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
-from ..learning.batching import (
-    ActivationCost,
-    MemoryPlan,
-    MicroBatcher,
-    cache_size,
-    count_bytes,
-    decoding_size,
-    head_size,
-    kept_size,
-    optimizer_size,
-    readable,
-)
+from ..learning import batching
+from ..learning.batching import ActivationCost, MemoryPlan, MicroBatcher
 from ..learning.critic_learner import CriticLearner
 from ..prompts.builder import Observation, Query
 from ..rollout.runner import EpisodeRunner
@@ -49,8 +39,6 @@ _MAX_REHEARSAL_TURNS = 64
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """An episode with placeholder turns."""
-
     episode: Episode
     shown: dict[str, Observation]  # first observation of each agent
     # of each turn: agent, tokens if all turns in the prompt had maximum length, those before the first such turn
@@ -58,6 +46,7 @@ class Rehearsal:
     generation_calls: list[list[str]]  # agents whose turns are generated together
 
 
+_ONE_PROMPT = "ONE PROMPT per step: increase `per_device_train_batch_size`, for example to 8 prompts per step"
 # Ratio of the activation peak to the activations kept for backward: temporary tensors and fragmentation
 _PEAK_RATIO = 1.05
 
@@ -73,7 +62,6 @@ class Planner:
         batcher: MicroBatcher,
         model: Any,
         tokenizer: PreTrainedTokenizerBase,
-        window: int | None,
         train_dataset: Callable[[], Any],
         learner: CriticLearner | None,
         past_copies: PastCopies | None,
@@ -83,10 +71,9 @@ class Planner:
         self._samplings, self._aliases = team.samplings, team.aliases
         self._args, self._processes = run.args, run.processes
         self._runner, self._learner, self._batcher, self._past_copies = runner, learner, batcher, past_copies
-        self._model, self._tokenizer, self._window, self._dataset = model, tokenizer, window, train_dataset
+        self._model, self._tokenizer, self._dataset = model, tokenizer, train_dataset
 
     def plan(self) -> str:
-        """See [`MARFTTrainer.plan`]."""
         rehearsal = self.rehearse(next(iter(self._dataset())))
         episode, shown = rehearsal.episode, rehearsal.shown
         links = [f"{start} -> {end}" for start, end in self.links(rehearsal)]
@@ -107,8 +94,9 @@ class Planner:
         lines = str(self.memory_plan()).splitlines()
         if self._processes.is_base_sharded:
             sizes = self._shards()
-            held, gathered, count = readable(sizes.held), readable(sizes.gathered), self._processes.count
-            lines.append(f"The base is sharded over {count} processes (FSDP2): {held} on each, and up to {gathered}")
+            held, gathered = batching.readable(sizes.held), batching.readable(sizes.gathered)
+            over = f"{self._processes.count} processes (FSDP2)"
+            lines.append(f"The base is sharded over {over}: {held} on each, and up to {gathered}")
             lines.append("gathered at once. Adapters and critics are not sharded.")
         return lines
 
@@ -118,64 +106,57 @@ class Planner:
         return shard_sizes(self._model, whole, self._processes.count, 2 if is_half else None)
 
     def memory_plan(self) -> MemoryPlan:
-        """See [`MARFTTrainer.memory_plan`]."""
-        adapters = [p for name in self._policies.names for p in self._policies.parameters(name).values()]
-        adapters = adapters if self._policies.has_adapters else []
-        critic = self._critic
+        names = self._policies.names if self._policies.has_adapters else []
+        adapters = [p for name in names for p in self._policies.parameters(name).values()]
+        model, critic = self._model, self._critic
         critic_parameters = [p for part in critic.parts for p in critic.parameters(part).values()] if critic else []
         apart = {id(tensor) for tensor in [*adapters, *critic_parameters]}
-        model = self._model
         base = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in apart]
         trained = [p for p in [*model.parameters(), *critic_parameters] if p.requires_grad]
         trained = list({id(p): p for p in trained}.values())
         config, width = model.config.get_text_config(), 2 if self._args.bf16 or self._args.fp16 else 4
         rehearsal = self.rehearse(next(iter(self._dataset())))
-        prompts = rehearsal.prompts
         read = {agent.name for agent in self._agents if agent.has_policy or critic is not None}  # by a model
-        prompts = [prompt for prompt in prompts if prompt[0] in read]
+        prompts = [prompt for prompt in rehearsal.prompts if prompt[0] in read]
         turn = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
         cost = self._batcher.measure(turn)
         self._processes.wait()  # the number of passes that it takes may differ
         at_once = self._turns_at_once([item[0] for item in prompts], rehearsal.generation_calls)
         keeps = self._runner.generator.keeps_cache
-        cache = cache_size(config, at_once, turn + keeps * (-turn % ROOM), width)
+        copies = self._past_copies.size() if self._past_copies is not None else 0
+        has_ddp = self._processes.count > 1 and not self._processes.is_base_sharded
+        cache = batching.cache_size(config, at_once, turn + keeps * (-turn % ROOM), width)
         return MemoryPlan(
-            base=sum(self._shards()) if self._processes.is_base_sharded else count_bytes(base),
-            adapters=count_bytes(adapters) + (self._past_copies.size() if self._past_copies is not None else 0),
-            critic=count_bytes(critic_parameters),
+            base=sum(self._shards()) if self._processes.is_base_sharded else batching.count_bytes(base),
+            adapters=batching.count_bytes(adapters) + copies,
+            critic=batching.count_bytes(critic_parameters),
             # DDP keeps a second copy of all gradients, in its buckets
-            gradients=count_bytes(trained)
-            * (2 if self._processes.count > 1 and not self._processes.is_base_sharded else 1),
-            optimizer=optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),
+            gradients=batching.count_bytes(trained) * (2 if has_ddp else 1),
+            optimizer=batching.optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),
             activations=self._activations(prompts, turn, cost),
             cache=0 if keeps else cache,
             prefill=max(
                 round(cost.per_token * min(at_once * turn, PREFILL_TOKENS) / config.num_hidden_layers),
-                decoding_size(at_once, config.vocab_size),
+                batching.decoding_size(at_once, config.vocab_size),
             ),
-            kept=kept_size(cache, at_once, config.vocab_size) if keeps else 0,
+            kept=batching.kept_size(cache, at_once, config.vocab_size) if keeps else 0,
         )
 
     def _activations(self, prompts: Sequence[tuple[str, int, int]], longest: int, cost: ActivationCost) -> int:
         """Bytes of the largest micro-batch: of an agent, or of a critic that keeps its passes over all turns."""
         config, needed, limits = self._model.config.get_text_config(), [], []
-        work = [self._count_tokens(*prompt) for prompt in prompts]
+        work: list[tuple[int, ...]] = [self._count_tokens(*prompt) for prompt in prompts]
         if self._batcher.joins_slices:  # a micro-batch may have all turns of an agent
             agents = dict.fromkeys(agent for agent, *_ in prompts)
-            turns = {
-                name: [value for item, value in zip(prompts, work, strict=True) if item[0] == name] for name in agents
-            }
-            work = [
-                (sum(t for t, *_ in turn), sum(r for _, r, _ in turn), sum(s for *_, s in turn))
-                for turn in turns.values()
-            ]
+            pairs = list(zip(prompts, work, strict=True))
+            turns = [[counts for prompt, counts in pairs if prompt[0] == name] for name in agents]
+            work = [tuple(map(sum, zip(*counts, strict=True))) for counts in turns]
         for tokens, repeated, scored in work:
-            limit, checkpointing = self._batcher.compute_limits(
-                longest, cost, self._batcher.free_for_activations(scored, cost.fixed)
-            )
+            free = self._batcher.free_for_activations(scored, cost.fixed)
+            limit, checkpointing = self._batcher.compute_limits(longest, cost, free)
             share = min(limit / tokens, 1.0)
             kept = cost.size(round(share * tokens), round(share * repeated), checkpointing)
-            needed.append(kept + head_size(config.vocab_size, round(share * scored), self._processes.device))
+            needed.append(kept + batching.head_size(config.vocab_size, round(share * scored), self._processes.device))
             limits.append(0 if checkpointing else limit)
         if self._learner is not None and self._learner.may_keep_passes:
             needed.append(self._kept_by_critic(prompts, min(limits), cost))
@@ -203,10 +184,7 @@ class Planner:
         return self._args.per_device_train_batch_size * self._args.steps_per_generation
 
     def _turns_at_once(self, agents: Sequence[str], generation_calls: Sequence[Sequence[str]]) -> int:
-        """
-        Bound the turns that are generated at once: in episodes, candidates and their completions, and re-runs, of
-        which there is one per turn of a trained agent. `agents` are those of the turns of an episode, in order.
-        """
+        """Bound the turns generated at once, candidates and re-runs included. `agents`: of an episode's turns."""
         args, rule = self._args, CREDITS[self._args.credit]
         episodes = max(self._rows_at_once(wave) for wave in generation_calls)
         if rule.reruns:  # removing the last turn generates nothing
@@ -217,7 +195,6 @@ class Planner:
         return episodes * most * (args.candidate_samples if completes else 1)
 
     def _rows_at_once(self, wave: Sequence[str]) -> int:
-        """Return the number of rows of the largest pass that generates turns of these agents in all episodes."""
         policies = {agent.name for agent in self._agents if agent.has_policy}
         adapters = Counter(self._policies.get_adapter(agent) for agent in wave if agent in policies)
         rows = [self._episodes_at_once() * count for count in adapters.values()]
@@ -244,7 +221,8 @@ class Planner:
                 prompts.append((request.agent, self._max_length(observation), shared))
             if len(requests[0].episode.turns) >= _MAX_REHEARSAL_TURNS:
                 return [EndOfEpisode("the rehearsal has the maximum number of turns")] * len(requests)
-            return [item.make_completion(self._placeholder(item.agent)) for item in requests]
+            names = [self._aliases.get(item.agent, item.agent) for item in requests]
+            return [item.make_completion(f"(what {name} says)") for item, name in zip(requests, names, strict=True)]
 
         with self._runner.rehearsal_runner() as runner:
             (episode,) = runner.run([row], answer)
@@ -252,9 +230,6 @@ class Planner:
             alone = runner.observe(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
         shown |= {agent.name: item for agent, item in zip(rest, alone, strict=True)}
         return Rehearsal(episode, shown, prompts, generation_calls)
-
-    def _placeholder(self, agent: str) -> str:
-        return f"(what {self._aliases.get(agent, agent)} says)"
 
     def _max_length(self, observation: Observation) -> int:
         """Return the number of tokens of an observation if all turns in it had maximum length."""
@@ -290,7 +265,6 @@ class Planner:
             return []
 
     def draw_workflow(self) -> str:
-        """Return the workflow as a Mermaid flowchart, or an empty string for the workflow of an external program."""
         if self._workflow.acts_outside:
             return ""
         with self._runner.rehearsal_runner():
@@ -298,10 +272,9 @@ class Planner:
 
     def _describe(self, agent: AgentSpec) -> str:
         sampling = self._samplings[agent.name]
+        most = f"up to {sampling.max_completion_length} tokens"
         if agent.reply is not None:
-            return (
-                f"{agent.name}: turns of {callable_name(agent.reply)}; up to {sampling.max_completion_length} tokens"
-            )
+            return f"{agent.name}: turns of {callable_name(agent.reply)}; {most}"
         adapter = self._policies.get_adapter(agent.name)
         weights = sum(p.numel() for p in self._policies.parameters(adapter).values())
         rate = self._args.learning_rate if agent.learning_rate is None else agent.learning_rate
@@ -310,8 +283,8 @@ class Planner:
             pool = _count(agent.copies, "past copy", "past copies")
             trained = f"up to {pool} of {agent.copy_of}, a new copy every {_count(agent.copy_every, 'step')}"
         where = self._policies.get_origin(adapter)
-        facts = [f"adapter {adapter}, {weights:,} weights, {where}", trained, f"temperature {sampling.temperature:g}"]
-        facts += [f"up to {sampling.max_completion_length} tokens"]
+        facts = [f"adapter {adapter}, {weights:,} weights, {where}", trained]
+        facts += [f"temperature {sampling.temperature:g}", most]
         facts += [f"tools {', '.join(tool.__name__ for tool in agent.functions)}"] if agent.functions else []
         return f"{agent.name}: {'; '.join(facts)}"
 
@@ -322,9 +295,8 @@ class Planner:
         turns = Counter(turn.agent for turn in rehearsal.episode.turns)
         trained = self._trained()
         rows = sum(turns[name] * self._candidates(name) for name in trained)
-        lengths = [
-            (name, prompt + self._samplings[name].max_completion_length) for name, prompt, _ in rehearsal.prompts
-        ]
+        most = {name: sampling.max_completion_length for name, sampling in self._samplings.items()}
+        lengths = [(name, prompt + most[name]) for name, prompt, _ in rehearsal.prompts]
         longest = sum(length * self._candidates(name) for name, length in lengths if name in trained)
         by_agent = ", ".join(f"{name} {count}" for name, count in turns.items())
         return [
@@ -339,7 +311,8 @@ class Planner:
             f"micro-batches of at most {_count(args.per_device_train_batch_size, 'row')}"
             + (f" and {args.max_tokens_per_micro_batch} tokens" if args.max_tokens_per_micro_batch else ""),
             f"each episode is used {_count(args.num_iterations, 'time')}; {self._describe_length()}",
-            *self._describe_single_prompt(episodes),
+            # As with TRL's default batch size of 8
+            *([_ONE_PROMPT] if episodes <= args.num_generations else []),
         ]
 
     def _describe_length(self) -> str:
@@ -351,12 +324,6 @@ class Planner:
         epochs = "1 epoch, which is" if args.num_train_epochs == 1 else f"{args.num_train_epochs:g} epochs, which are"
         return f"{epochs} {steps:,} steps"
 
-    def _describe_single_prompt(self, episodes: int) -> list[str]:
-        """Return a warning if a generation batch has only one prompt, as with TRL's default batch size of 8."""
-        if episodes > self._args.num_generations:
-            return []
-        return ["ONE PROMPT per step: increase `per_device_train_batch_size`, for example to 8 prompts per step"]
-
     def _steps_per_batch(self) -> Fraction:
         """Return the number of optimizer steps per generation batch, which every trained adapter uses in turn."""
         args = self._args
@@ -364,7 +331,6 @@ class Planner:
         return Fraction(args.steps_per_generation * args.num_iterations * phases, args.gradient_accumulation_steps)
 
     def _describe_generation(self, rehearsal: Rehearsal) -> str:
-        """Describe how often the run generates, and the number of consecutive decoding steps."""
         args = self._args
         every = self._steps_per_batch()
         batches = _count(every.denominator, "generation batch", "generation batches")
@@ -378,8 +344,7 @@ class Planner:
         )
 
     def _describe_window(self, lengths: Sequence[tuple[str, int]]) -> list[str]:
-        """Return a warning if an observation and its turn may exceed the model's window."""
-        window = self._window
+        window = self._runner.prompts.window_size
         name, length = max(lengths, key=lambda item: item[1])
         if window is None or length <= window:
             return []

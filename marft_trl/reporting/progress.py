@@ -17,21 +17,15 @@ from transformers.utils import is_rich_available
 
 # Metrics of an agent that are in a log line, with their names in the line
 _OF_AGENTS = {"reward": "reward", "kl": "kl", "completions/mean_length": "length"}
-# Most reward functions, of the team or of an agent, that are in a log line
-_FUNCTIONS = 3
+_FUNCTIONS = 3  # most reward functions, of the team or of an agent, that are in a log line
 # If the relative difference of the agents' rewards is smaller, they come from the same episodes and differ only
 # because agents have different numbers of turns
 _SAME = 0.01
-# Seconds without a line after which an evaluation says how far it is
-_SILENCE = 10.0
+_SILENCE = 10.0  # seconds without a line after which an evaluation says how far it is
 
 
 class LogLine:
-    """
-    Formats a log as one line: the step, the team's reward and its change, two or three reward functions, the seconds
-    of the step, and for each agent the reward (if agents differ), up to three reward functions of its own, the KL and
-    the mean length of its turns.
-    """
+    """Formats a log as one line: the step, the team's rewards and their change, seconds, and numbers of each agent."""
 
     def __init__(self, agents: Sequence[str]):
         self._agents = list(agents)
@@ -88,7 +82,6 @@ def _is_team_reward(key: str) -> bool:
 
 
 def _means(logs: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """Means of reward functions by name, those that are known."""
     names = [key[len(prefix) : -len("/mean")] for key in logs if key.startswith(prefix) and key.endswith("/mean")]
     known = {name: _number(logs[f"{prefix}{name}/mean"]) for name in names}
     return {name: value for name, value in known.items() if value is not None}
@@ -105,14 +98,12 @@ class EvaluationLines:
         self._done, self._last = 0, -math.inf
 
     def step(self, batches: Any) -> None:
-        """Take note of a batch of an evaluation, and print a line if there was none for a while."""
         self._done += 1
         if time.monotonic() - self._last >= _SILENCE:
             of_all = f"/{len(batches)}" if has_length(batches) else ""
             self.say(f"evaluation  batch {self._done}{of_all}")
 
     def end(self) -> None:
-        """The next batch is the first one of another evaluation."""
         self._done = 0
 
     def say(self, line: str) -> None:
@@ -126,8 +117,7 @@ class TeamProgressCallback(ProgressCallback):
     def __init__(self, agents: Sequence[str] = ()):
         super().__init__()
         self._line, self._lines = LogLine(agents), EvaluationLines()
-        # In a file, every movement of a bar would be a line of its own
-        self._has_bars = sys.stderr.isatty()
+        self._has_bars = sys.stderr.isatty()  # in a file, every movement of a bar would be a line of its own
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self._has_bars:
@@ -163,8 +153,6 @@ class TeamProgressCallback(ProgressCallback):
 
 
 class TeamPrinterCallback(PrinterCallback):
-    """Prints one line per log, without a progress bar."""
-
     def __init__(self, agents: Sequence[str] = ()):
         self._line, self._lines = LogLine(agents), EvaluationLines()
 
@@ -195,7 +183,6 @@ def say(line: str) -> None:
 
 
 def _say_going_on(state) -> None:
-    """Print the step that a resumed run continues after, and whether the run is already complete."""
     if state.is_world_process_zero and state.global_step:
         left = state.max_steps - state.global_step
         say(f"Resuming after step {state.global_step}/{state.max_steps}" + ("" if left > 0 else ": nothing to train"))

@@ -26,17 +26,7 @@ from ..seams.trl import TrlRewards
 from ..system.randomness import UserRandomness
 from ..system.redaction import without_secrets
 from ..system.run_metrics import AGENT_METRICS, length_metrics
-from .evaluation import (
-    EvalMetric,
-    Vote,
-    at_k,
-    last_box,
-    measure_answers,
-    question_means,
-    sample_rows,
-    summarize,
-    write_samples,
-)
+from . import evaluation
 from .transcripts import INDEX, Advantage, Transcript, html_page, log_traces, write_index
 
 
@@ -84,8 +74,6 @@ class EpisodeOutcome(NamedTuple):
 
 
 class GameMetrics:
-    """Computes returns and win rates of agents."""
-
     def __init__(self, team: TeamSetup, own: AgentReturns, past_copies: PastCopies | None = None):
         self._agents, self._trained, self._own, self._past_copies = team.names, team.trained, own, past_copies
 
@@ -104,10 +92,7 @@ class GameMetrics:
         ]
 
     def metrics(self, played: Iterable[EpisodeOutcome | None]) -> dict[str, float]:
-        """
-        Mean returns of agents over all processes; win and draw rates of trained agents against each other agent; the
-        number of past copies of an agent, and the rates against each of them, where `copy_1` is the newest.
-        """
+        """Returns of agents; win and draw rates of trained agents, also against copies (`copy_1` is the newest)."""
         scored = [item for item in played if item is not None]
         metrics: dict[str, float] = {}
         if self._past_copies is not None:
@@ -139,22 +124,16 @@ def _win_rates(played: Sequence[EpisodeOutcome], name: str, other: str, prefix: 
     equal = [math.isclose(*pair, rel_tol=1e-5, abs_tol=1e-6) for pair in pairs]  # rewards add up in float32
     wins = sum(mine > value and not same for (mine, value), same in zip(pairs, equal, strict=True))
     draws = sum(equal)
-    return {
-        f"{prefix}/win_rate/{label}": wins / len(played),
-        f"{prefix}/draw_rate/{label}": draws / len(played),
-    }
+    return {f"{prefix}/win_rate/{label}": wins / len(played), f"{prefix}/draw_rate/{label}": draws / len(played)}
 
 
 # Number of episodes per logging step to print and to write as a page, if `num_completions_to_print` is not set.
 MAX_TRANSCRIPTS = 16
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-# Columns of the completions table that identify a turn
-TABLE_COLUMNS = ("mode", "episode", "turn", "agent", "sees")
+TABLE_COLUMNS = ("mode", "episode", "turn", "agent", "sees")  # columns of the completions table that identify a turn
 
 
 class TableRow(NamedTuple):
-    """A turn in the completions table."""
-
     prompt: Any
     completion: str
     rewards: Mapping[str, float | None]
@@ -163,8 +142,6 @@ class TableRow(NamedTuple):
 
 
 class TurnFacts(NamedTuple):
-    """Statistics of a turn, gathered across processes."""
-
     agent: str
     prompt_tokens: int  # of the observation
     tokens: int  # of the turn
@@ -182,8 +159,8 @@ class Reporter:
         rewards: TrlRewards,
         tokenizer: PreTrainedTokenizerBase,
         randomness: UserRandomness,
-        eval_metrics: Sequence[EvalMetric] = (),
-        vote: Vote = last_box,
+        eval_metrics: Sequence[evaluation.EvalMetric] = (),
+        vote: evaluation.Vote = evaluation.last_box,
         games: GameMetrics | None = None,
     ):
         self._games = games
@@ -210,8 +187,6 @@ class Reporter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generated_tokens = state["generated_tokens"]
 
-    # ---- Rollouts of training ----
-
     def rollout(
         self,
         rollout: Rollout,
@@ -221,9 +196,8 @@ class Reporter:
         generated: Mapping[str, int],
     ) -> None:
         """
-        Report a training rollout. `std` (E,) is the standard deviation in the group of each episode. Per episode of
-        this process, `advantages` has `None` for turns without a row, and `own_rewards` may be empty. `generated`
-        counts candidates and re-runs.
+        Report a training rollout. `std` (E,) is the standard deviation in the group of each episode. `advantages` has
+        `None` for turns without a row, `own_rewards` may be empty, and `generated` counts candidates and re-runs.
         """
         all_sampled = rollout.drawn or rollout  # before episodes were selected by reward
         for index, name in enumerate(self._rewards.names):
@@ -246,7 +220,6 @@ class Reporter:
         self._tabulate(rollout, advantages, own_rewards)
 
     def _report_turns(self, rollout: Rollout, generated: Mapping[str, int]) -> None:
-        """Report numbers and lengths of turns, for the team and for each agent."""
         turns = self._processes.gather(
             [
                 TurnFacts(t.agent, len(t.prompt_ids), len(t.completion_ids), t.truncated, rollout.first + e.index)
@@ -303,12 +276,9 @@ class Reporter:
             totals = [value[name] for value in everywhere if name in value]
             self._metrics.add(name, sum(total for total, _ in totals) / sum(count for _, count in totals))
 
-    # ---- Evaluation ----
-
     def begin_evaluation(self) -> None:
-        """Discard the records of earlier evaluations."""
         self._records = []
-        self._metrics.replace({}, "eval")  # the model may still be in training mode
+        self._metrics.clear("eval")  # the model may still be in training mode
         self._clear("eval")
 
     def evaluated(self, rollout: Rollout, rows: Sequence[dict[str, Any]], std: torch.Tensor | None) -> None:
@@ -333,42 +303,37 @@ class Reporter:
         self._records.extend(self._processes.gather(records))
 
     def end_evaluation(self, dataset: Any, name: str = "eval") -> dict[str, float]:
-        """
-        Return the metrics of the evaluation, without a prefix. Rows that processes repeat at the end, to have equal
-        numbers, are dropped, except for a stream, whose length is unknown. The file with the samples has the `name`.
-        """
+        """The metrics, without a prefix and, but for streams, without rows that processes repeat at the end."""
         records = self._records
         with contextlib.suppress(TypeError):  # a stream has no length
             records = records[: len(dataset) * self._settings.group_size(training=False)]
         if not records:
             return {}
-        metrics = summarize(records, self._agents)
-        means = question_means(records, self._settings.group_size(training=False))
+        metrics = evaluation.summarize(records, self._agents)
+        means = evaluation.question_means(records, self._settings.group_size(training=False))
         self.question_means |= {f"{name}_{metric}": values for metric, values in means.items()}
-        self.evaluation_error = _standard_error([record["reward"] for record in records])
+        known = torch.tensor([item["reward"] for item in records if item["reward"] is not None], dtype=torch.float64)
+        self.evaluation_error = known.std().item() / math.sqrt(len(known)) if len(known) > 1 else 0.0
         if self._games is not None:
             metrics |= self._games.metrics(record["played"] for record in records)
         columns = {key: [record["row"].get(key) for record in records] for key in records[0]["row"]}
         columns["turns"] = [record["turns"] for record in records]
-        answers = [record["answer"] for record in records]
+        answers, reference = [record["answer"] for record in records], self._args.eval_reference_column
         with self._randomness.user_states():
-            metrics |= measure_answers(self._eval_metrics, answers, columns, self._args.eval_reference_column)
+            metrics |= evaluation.measure_answers(self._eval_metrics, answers, columns, reference)
             metrics |= self._sample_metrics(records, name)
         metrics |= self._metrics.means("eval")
-        self._metrics.replace({}, "eval")  # TRL would log them as `eval_<name>` for every set
+        self._metrics.clear("eval")  # TRL would log them as `eval_<name>` for every set
         return metrics
 
     def _sample_metrics(self, records: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
-        """Compute metrics over several episodes per question, and write all episodes to a file."""
         if self.k_values is None:
             return {}
-        rows = sample_rows(records, self._vote, self._args.eval_right_at, self._args.eval_right_by)
+        rows = evaluation.sample_rows(records, self._vote, self._args.eval_right_at, self._args.eval_right_by)
         if self._processes.is_main:
             step = self._state.optimizer_step
-            write_samples(Path(self._args.output_dir or "."), rows, name, step, self._args.seed)
-        return at_k(rows, self.k_values)
-
-    # ---- The completions table and transcripts ----
+            evaluation.write_samples(Path(self._args.output_dir or "."), rows, name, step, self._args.seed)
+        return evaluation.at_k(rows, self.k_values)
 
     def _rewards_by_function(self, rollout: Rollout, index: int) -> dict[str, float | None]:
         scores = rollout.rewards_per_func[rollout.first + index]
@@ -385,7 +350,6 @@ class Reporter:
         advantages: Sequence[Sequence[Advantage]] | None = None,
         own_rewards: Sequence[Sequence[Mapping[str, float]]] = (),
     ) -> None:
-        """Add one row per turn to the completions table and one transcript per episode."""
         extra = self._user_columns(len(rollout.episodes))
         if not self._settings.log_completions:
             return
@@ -401,10 +365,10 @@ class Reporter:
                 title = f"step {step}, episode {before + position}"
                 tokens = [self.token_texts(turn.completion_ids) for turn in episode.turns]
                 own = own_rewards[index] if own_rewards else None
-                total, reference_answer = _to_float(rollout.rewards[position]), self._reference_answer(episode.row)
-                transcript = Transcript.of(
-                    episode, rewards, title, turn_advantages, tokens, own, total, reference_answer
-                )
+                known = (episode.row.get(name) for name in (self._args.eval_reference_column, "solution", "answer"))
+                reference = next((item for item in known if isinstance(item, str) and item), "")
+                total = _to_float(rollout.rewards[position])
+                transcript = Transcript.of(episode, rewards, title, turn_advantages, tokens, own, total, reference)
                 transcripts.append(dataclasses.replace(transcript, updates=self._state.optimizer_step))
             for turn in episode.turns:
                 identity = (mode, before + position, turn.index, turn.agent, str(list(turn.sees)))
@@ -444,8 +408,6 @@ class Reporter:
             start = end
         return texts
 
-    # ---- Logs ----
-
     def before_log(self) -> None:
         """Print and write transcripts, and set the completions table that TRL writes."""
         if self._settings.log_completions and self._processes.is_main:
@@ -481,17 +443,6 @@ class Reporter:
         page = html_page(self._transcripts, f"Episodes logged at step {step}", run, INDEX, self._episode_rewards)
         (folder / f"transcripts_{step:05d}.html").write_text(page, encoding="utf-8")
         write_index(folder, run)
-
-    def _reference_answer(self, row: Mapping[str, Any]) -> str:
-        """Return the reference answer of a row, or an empty string if its dataset has none."""
-        known = (row.get(name) for name in (self._args.eval_reference_column, "solution", "answer"))
-        return next((item for item in known if isinstance(item, str) and item), "")
-
-
-def _standard_error(rewards: Sequence[float | None]) -> float:
-    """Return the standard error of the mean of the scored rewards; 0 for fewer than two."""
-    known = torch.tensor([reward for reward in rewards if reward is not None], dtype=torch.float64)
-    return known.std().item() / math.sqrt(len(known)) if len(known) > 1 else 0.0
 
 
 def share_of_zeros(values: torch.Tensor) -> float:

@@ -25,8 +25,6 @@ Returns:
     exact_match_low, exact_match_high (`float`): ends of the interval.
 """
 
-_CITATION = ""
-
 
 @evaluate.utils.file_utils.add_start_docstrings(_DESCRIPTION, _KWARGS)
 class TeamExactMatch(evaluate.Metric):
@@ -35,7 +33,7 @@ class TeamExactMatch(evaluate.Metric):
     def _info(self):
         features = datasets.Features({"predictions": datasets.Value("string"), "references": datasets.Value("string")})
         return evaluate.MetricInfo(
-            description=_DESCRIPTION, citation=_CITATION, inputs_description=_KWARGS, features=features
+            description=_DESCRIPTION, citation="", inputs_description=_KWARGS, features=features
         )
 
     def _compute(self, predictions, references, groups=None, confidence=0.95, n_resamples=2000, seed=0):

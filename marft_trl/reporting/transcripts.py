@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from ..episodes.records import Episode, Feedback, Messages, Turn
+from ..episodes.records import Episode, Messages, Turn
 from ..system.files import write_atomically
 from ..system.redaction import printable
 
@@ -30,8 +30,6 @@ Advantage = float | Sequence[float] | None
 
 @dataclass(frozen=True)
 class Entry:
-    """A turn or a feedback in a transcript."""
-
     speaker: str  # name of the agent, or source of the feedback
     text: str  # with control tokens spelled out
     notes: tuple[str, ...] = ()  # the earlier turns it was shown, tool calls, truncation, rewards
@@ -67,22 +65,15 @@ class Transcript:
     ) -> Transcript:
         """Make a transcript. `advantages`, `tokens` and `own_rewards` have an item for each turn."""
         names, branching = _numbered(episode.turns), _with_several_lineages(episode.turns)
-        entries = [
-            _turn_entry(
-                item,
-                names,
-                item is episode.answer,
-                [
-                    *([f"lineage {item.lineage}"] if item.agent in branching else []),
-                    *_reward_notes(item, episode, own_rewards),
-                ],
-                advantages,
-                tokens,
-            )
-            if isinstance(item, Turn)
-            else _feedback_entry(item)
-            for item in episode.history
-        ]
+        entries = []
+        for item in episode.history:
+            if isinstance(item, Turn):
+                notes = [f"lineage {item.lineage}"] if item.agent in branching else []
+                notes += _reward_notes(item, episode, own_rewards)
+                entries.append(_turn_entry(item, names, item is episode.answer, notes, advantages, tokens))
+            else:
+                note = "feedback" if item.tool is None else f"result of {item.tool}, for {item.audience}"
+                entries.append(Entry(item.agent, item.raw_text, (note,), is_feedback=True))
         return cls(title, messages_as_text(episode.prompt), tuple(entries), dict(rewards or {}), reward, reference)
 
     def as_text(self, width: int = 80) -> str:
@@ -160,11 +151,6 @@ def _reward_notes(turn: Turn, episode: Episode, own_rewards: Sequence[Mapping[st
     return notes + ([f"own reward: {_scores(known)}"] if known else [])
 
 
-def _feedback_entry(item: Feedback) -> Entry:
-    note = "feedback" if item.tool is None else f"result of {item.tool}, for {item.audience}"
-    return Entry(item.agent, item.raw_text, (note,), is_feedback=True)
-
-
 def _with_several_lineages(turns: Sequence[Turn]) -> set[str]:
     """Agents that act in several conversations of an application."""
     lineages: dict[str, set[int | None]] = {}
@@ -208,9 +194,8 @@ def html_page(
     rewards: Sequence[float | None] = (),
 ) -> str:
     """
-    Make a self-contained HTML page. Tokens are blue for positive and orange for negative advantages, stronger for
-    larger ones. Its only script is known by its hash, so that no other one runs. `index` is the file next to it that
-    lists all pages; `rewards` are those of all episodes, if these are the first of more.
+    Make a self-contained HTML page, with blue tokens for positive and orange ones for negative advantages. No script
+    but its own runs, by its hash. `index`: the file that lists all pages; `rewards`: of all episodes, if of more.
     """
     about = f"{len(transcripts)} episodes{_format_mean([transcript.reward for transcript in transcripts])}"
     if len(rewards) > len(transcripts):
@@ -238,11 +223,10 @@ def write_index(folder: Path, run: str = "") -> None:
 
 def _render(**values: Any) -> str:
     script = (_TEMPLATES / "transcripts.js").read_text(encoding="utf-8")
-    values = _plain(values) | {
-        "script": script,
-        "hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-    }
-    return _page().render(strength=_strength, score_rows=_score_rows, advantage_note=_advantage_note, **values)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    values = _plain(values) | {"script": script, "hash": digest}
+    functions = {"score_rows": _score_rows, "advantage_note": _advantage_note}
+    return _page().render(strength=lambda advantage: max(-1.0, min(1.0, advantage)), **functions, **values)
 
 
 def _plain(value: Any) -> Any:
@@ -266,10 +250,6 @@ def _page() -> jinja2.Template:
 
 def _finalized(value: Any) -> Any:
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _strength(advantage: float) -> float:
-    return max(-1.0, min(1.0, advantage))
 
 
 def _score_rows(transcript: Transcript) -> list[tuple[str, str]]:
@@ -304,24 +284,20 @@ def as_trace(transcript: Transcript, adapters: Mapping[str, str]) -> dict[str, A
     for number, entry in enumerate(transcript.entries):
         role = "user" if entry.is_feedback else "assistant"
         messages.append({"role": role, "name": entry.speaker, "content": printable(entry.text)})
-        spans.append(_trace_span(entry, number, transcript.updates, adapters.get(entry.speaker)))
+        values, adapter, updates = entry.advantages, adapters.get(entry.speaker), transcript.updates
+        mean = statistics.fmean(values) if isinstance(values, tuple) and values else values
+        span = {
+            "id": str(number),
+            "name": entry.speaker,
+            "kind": "tool" if entry.is_feedback else "generation",
+            "input": printable(entry.shown),
+            "output": printable(entry.text),
+            **({"model": f"{adapter}@{updates}"} if adapter and updates is not None else {}),
+        }
+        about = {"agent": entry.speaker, "notes": list(entry.notes), "advantage": mean if mean != () else None}
+        spans.append({**span, "metadata": about})
     rewards = {f"reward/{name}": value for name, value in transcript.rewards.items()}
     metadata = {"title": transcript.title, "updates": transcript.updates, "reward": transcript.reward, **rewards}
     if transcript.reference:
         metadata["right answer"] = printable(transcript.reference)
     return {"messages": messages, "metadata": metadata, "spans": spans}
-
-
-def _trace_span(entry: Entry, number: int, updates: int | None, adapter: str | None) -> dict[str, Any]:
-    advantages = entry.advantages
-    mean = statistics.fmean(advantages) if isinstance(advantages, tuple) and advantages else advantages
-    about = {"agent": entry.speaker, "notes": list(entry.notes), "advantage": mean if mean != () else None}
-    return {
-        "id": str(number),
-        "name": entry.speaker,
-        "kind": "tool" if entry.is_feedback else "generation",
-        "input": printable(entry.shown),
-        "output": printable(entry.text),
-        **({"model": f"{adapter}@{updates}"} if adapter and updates is not None else {}),
-        "metadata": about,
-    }

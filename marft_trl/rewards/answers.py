@@ -27,14 +27,12 @@ from typing import Any
 
 # The last number of a text is its answer if there is no box. The number of digits is bounded to keep the time linear.
 _NUMBER = re.compile(r"(?<![\d.,])-?\d{1,40}(?:,\d{3})*(?:\.\d{1,40})?(?![\d])")
-# Time limit to parse or to compare an answer such as "9^9^9^9"
-_SECONDS = 5
+_SECONDS = 5  # to parse or to compare an answer such as "9^9^9^9"
 _STARTUP_SECONDS = 60
 _MOST_CHARACTERS = 1000
 # Address space of the process that compares; without any comparison, it takes about 0.4 GiB
 _MEMORY = 2 << 30
-# Maximum number of cached scores
-_MOST_KNOWN = 4096
+_MOST_KNOWN = 4096  # cached scores
 
 
 def boxed(text: str) -> str | None:
@@ -81,10 +79,7 @@ def _parse(text: str) -> list:
 
 
 class AnswerComparer:
-    """
-    Compares answers with solutions in another process, which starts with the first comparison and ends with this
-    process. Equal pairs are compared once. Threads may share it; a forked process starts its own.
-    """
+    """Compares answers in another process, which starts when needed. Threads may share it; a fork starts its own."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], float | None] = {}
@@ -152,7 +147,6 @@ class AnswerComparer:
         return self._process
 
     def close(self) -> None:
-        """Kill the process. The next comparison starts a new process."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from ..system.redaction import for_log, without_secrets
 
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 # Statuses after which a request is tried again: too many requests, conflicts, and faults of the server
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
-# Longest wait in seconds before a further try
-_LONGEST_WAIT = 30.0
-# Largest number of bytes of an answer
-_MOST_BYTES = 16 << 20
+_LONGEST_WAIT = 30.0  # seconds before a further try
+_MOST_BYTES = 16 << 20  # of an answer
 # Why an answer is truncated, by `finish_reason`
 _CUT = {
     "length": "was truncated at the maximum length",
@@ -55,8 +53,7 @@ class EndpointReply:
         self.base_url, self.model = base_url.rstrip("/"), model
         self._key, self._timeout, self._tries, self._settings = api_key, timeout, tries, settings
         self._at_once, self._allow_cut = at_once, allow_cut
-        self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
-        self._places = weakref.WeakKeyDictionary()
+        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self.__name__ = "endpoint_reply"
 
     def __repr__(self) -> str:
@@ -69,7 +66,7 @@ class EndpointReply:
         return {**vars(self), "_places": None, "_key": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _places=weakref.WeakKeyDictionary())
+        vars(self).update(state, _places=WeakKeyDictionary())
 
     async def __call__(self, messages: Sequence[dict[str, Any]]) -> str:
         """Request the text of the next message. Raises `EndpointError` if the server rejects it or all tries fail."""

@@ -14,6 +14,12 @@ from ..episodes.records import Turn
 from .answers import AnswerComparer, boxed
 
 
+_LANGUAGES = ("python", "python3", "py")
+_COMPARER = AnswerComparer()
+Reward = Callable[..., Sequence["float | None"]]
+_STEP = re.compile(r"^[ \t]{0,20}(?:\d{1,3}[.):]|[Ss]tep \d{1,3}|[-*\u2022][ \t])", re.MULTILINE)
+
+
 def in_background(reward: Callable[..., Sequence[float | None]]) -> Callable[..., Awaitable[Sequence[float | None]]]:
     """
     Make a reward function asynchronous. It runs in a thread, and TRL runs it concurrently with other asynchronous
@@ -37,9 +43,6 @@ def environment_reward(earned: Sequence[float], **kwargs) -> list[float]:
     return list(earned)
 
 
-_LANGUAGES = ("python", "python3", "py")
-
-
 def last_text(completion: str | Sequence[dict[str, Any]]) -> str:
     """The text of a completion. Of a list of messages, it is the content of the last one."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
@@ -61,9 +64,6 @@ def last_python_block(text: str) -> str | None:
     return found
 
 
-_COMPARER = AnswerComparer()
-
-
 def math_reward(completions: Sequence[Any], solution: Sequence[Any], **kwargs: Any) -> list[float | None]:
     """
     Reward of 1 if the answer of a completion equals the solution, else 0; `None` if the solution cannot be parsed. The
@@ -77,17 +77,10 @@ def math_reward(completions: Sequence[Any], solution: Sequence[Any], **kwargs: A
         raise ImportError(
             '`math_reward` needs math-verify, which is not installed. Run `pip install "marft-trl[math]"`.'
         )
-    scores: list[float | None] = [None] * len(completions)
     known = [index for index, right in enumerate(solution) if right is not None]
     pairs = [(last_text(completions[index]), str(solution[index])) for index in known]
-    found = _COMPARER.scores(pairs)
-    for index, score in zip(known, found, strict=True):
-        scores[index] = score
-    return scores
-
-
-Reward = Callable[..., Sequence["float | None"]]
-_STEP = re.compile(r"^[ \t]{0,20}(?:\d{1,3}[.):]|[Ss]tep \d{1,3}|[-*\u2022][ \t])", re.MULTILINE)
+    scores = dict(zip(known, _COMPARER.scores(pairs), strict=True))
+    return [scores.get(index) for index in range(len(completions))]
 
 
 def get_planner_reward(outcome: Reward, steps: int = 2) -> Reward:
@@ -127,20 +120,12 @@ def get_outcome_reward(outcome: Reward) -> Reward:
 
 def get_solver_reward(outcome: Reward, floor: float = 0.1) -> Reward:
     """Make a reward function for solvers: the outcome, at least `floor`, for turns with `\\boxed{}`, else 0."""
-
-    def solver_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
-        return _if_formed(floor, outcome, turn, [boxed(item.text) is not None for item in turn], columns)
-
-    return _with_outcome(solver_reward, outcome)
+    return _if_formed("solver_reward", outcome, floor, boxed)
 
 
 def get_coder_reward(outcome: Reward, floor: float = 0.1) -> Reward:
     """Make a reward function for coders: the outcome, at least `floor`, for turns with a Python block, else 0."""
-
-    def coder_reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
-        return _if_formed(floor, outcome, turn, [last_python_block(item.text) is not None for item in turn], columns)
-
-    return _with_outcome(coder_reward, outcome)
+    return _if_formed("coder_reward", outcome, floor, last_python_block)
 
 
 def get_verifier_reward(outcome: Reward) -> Reward:
@@ -158,11 +143,14 @@ def _with_outcome(reward: Reward, outcome: Reward) -> Reward:
     return reward
 
 
-def _if_formed(floor: float, outcome: Reward, turn: Sequence[Turn], has_form: Sequence[bool], columns: dict) -> list:
-    ends = _outcomes(outcome, _answers_or_own(turn, columns), columns)
-    return [
-        None if end is None else max(end, floor) if holds else 0.0 for end, holds in zip(ends, has_form, strict=True)
-    ]
+def _if_formed(name: str, outcome: Reward, floor: float, find: Callable[[str], str | None]) -> Reward:
+    def reward(turn: Sequence[Turn], **columns: Any) -> list[float | None]:
+        ends, forms = _outcomes(outcome, _answers_or_own(turn, columns), columns), [find(item.text) for item in turn]
+        pairs = zip(ends, forms, strict=True)
+        return [None if end is None else 0.0 if form is None else max(end, floor) for end, form in pairs]
+
+    reward.__name__ = reward.__qualname__ = name
+    return _with_outcome(reward, outcome)
 
 
 def _answers_or_own(turn: Sequence[Turn], columns: dict[str, Any]) -> list[Turn]:
@@ -181,8 +169,5 @@ def _answers(columns: dict[str, Any], whose: str) -> list[Turn]:
 
 
 def _outcomes(outcome: Reward, turns: Sequence[Turn], columns: dict[str, Any]) -> Sequence[float | None]:
-    own = {
-        "completions": [turn.text for turn in turns],
-        "completion_ids": [list(item.completion_ids) for item in turns],
-    }
-    return outcome(**{**columns, **own})
+    ids = [list(turn.completion_ids) for turn in turns]
+    return outcome(**{**columns, "completions": [turn.text for turn in turns], "completion_ids": ids})

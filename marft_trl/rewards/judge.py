@@ -25,8 +25,7 @@ _MARKUP = re.compile(r"\\[A-Za-z]*|[*`$<>\[\](){}\"']")
 _NUMBER = r"[+-]?\d+(?:[.,]\d+)*"
 _SCORE = re.compile(rf"\bscore\s*[:=\uff1a]\s*((?>{_NUMBER}))(?![ \t]*-[ \t]*\d)", re.IGNORECASE)  # no range
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
-# Number of judgments that are remembered
-_REMEMBERED = 20_000
+_REMEMBERED = 20_000  # judgments
 
 
 def judge_reward(
@@ -107,8 +106,6 @@ def _refuse_unused(why: str, rubric: str | None, model: str | None, columns: Seq
 
 
 class _OfAgent:
-    """Reads the score in the last turn of an agent."""
-
     def __init__(self, agent: str, scale: tuple[float, float]):
         self._agent, self._scale = agent, scale
 
@@ -123,8 +120,6 @@ class _OfAgent:
 
 
 class _Judge:
-    """Asks a model, once for each question and answer."""
-
     def __init__(self, ask: EndpointReply | Callable, rubric: str, scale: tuple[float, float], columns: Sequence[str]):
         self._ask, self._rubric, self._scale, self._columns = ask, rubric, scale, tuple(columns)
         self._known: OrderedDict[str, float | None] = OrderedDict()
@@ -151,10 +146,8 @@ class _Judge:
 
     async def _score(self, prompt: str, completion: str, further: dict[str, Any]) -> float | None:
         low, high = self._scale
-        # What is judged cannot end its own frame, since nobody knows the mark
-        mark = secrets.token_hex(4)
-        # A column may be named `task` or `answer`, too
-        columns = [(f"column {name}", text) for name, text in further.items()]
+        mark = secrets.token_hex(4)  # what is judged cannot end its own frame, since nobody knows the mark
+        columns = [(f"column {name}", text) for name, text in further.items()]  # also one named `task`
         parts = [("task", prompt), *columns, ("answer", completion)]
         shown = "\n\n".join(f"<{name} {mark}>\n{text}\n</{name} {mark}>" for name, text in parts)
         system = (
@@ -171,10 +164,7 @@ class _Judge:
 
 
 def score_in(text: str, scale: tuple[float, float]) -> float | None:
-    """
-    Read the last `Score: <number>` of a text and map it to 0 to 1; `None` for a range or a score off the scale. `7,5`
-    is 7.5 and `1,000` is a thousand.
-    """
+    """The last `Score: <number>` as 0 to 1; `None` for a range, or off the scale. `7,5` is 7.5, `1,000` a thousand."""
     plain = _MARKUP.sub("", text).replace("_", " ").replace("\u2212", "-").replace("\u2013", "-")
     found, (low, high) = _SCORE.findall(plain), scale
     score = _as_number(found[-1]) if found else None

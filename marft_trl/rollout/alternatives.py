@@ -29,8 +29,6 @@ class Node:
 
 
 class Alternatives:
-    """Candidates and re-runs."""
-
     def __init__(
         self, team: TeamSetup, run: RunContext, runner: EpisodeRunner, scorer: RewardScorer, own: AgentReturns
     ):
@@ -48,17 +46,13 @@ class Alternatives:
         generated, self._generated = dict(self._generated), Counter()
         return generated
 
-    # ---- Candidates ----
-
     async def answer_with_candidates(self, requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
         """Sample several candidates for each turn of a trained agent and go on from one; all are kept as nodes."""
-        count = self._args.turn_candidates
         learns = [self._policies.is_trained(request.agent) for request in requests]
-        repeated = [
-            request for request, value in zip(requests, learns, strict=True) for _ in range(count if value else 1)
-        ]
+        counts = [self._args.turn_candidates if learn else 1 for learn in learns]
+        repeated = [request for request, count in zip(requests, counts, strict=True) for _ in range(count)]
         completions = iter(await self._runner.answer(repeated, key))
-        drawn = [[next(completions) for _ in range(count if learn else 1)] for learn in learns]
+        drawn = [[next(completions) for _ in range(count)] for count in counts]
         candidates = [[completion for completion in item if isinstance(completion, Completion)] for item in drawn]
         branching = [index for index, entry in enumerate(learns) if entry and candidates[index]]
         turns = {  # scored as if their agents went no further
@@ -103,9 +97,9 @@ class Alternatives:
                 for index, place in jobs
                 for _ in range(samples)
             ]
-            its_key = (*turn_key(requests[0], key), 0)
             rows = [episode.row for episode in episodes for _ in range(samples)]
-            completed = await self._runner.run_again(rows, reruns, its_key, self._counted)
+            rerun_key = (*turn_key(requests[0], key), 0)
+            completed = await self._runner.run_again(rows, reruns, rerun_key, self._counted)
             agents = [requests[index].agent for index, _ in jobs for _ in range(samples)]
             found = self._rewards(completed, agents, reruns).view(len(jobs), samples)
             worth = (1 - own_weight) * (found.squeeze(1) if samples == 1 else found.nanmean(dim=1))
@@ -115,8 +109,6 @@ class Alternatives:
         for (index, _), value in zip(jobs, worth.tolist(), strict=True):
             returns[index].append(value)
         return returns
-
-    # ---- Re-runs ----
 
     def counterfactual_rewards(self, episodes: Sequence[Episode]) -> list[torch.Tensor]:
         """
@@ -135,8 +127,8 @@ class Alternatives:
         keys = [make_keys(episode) for episode in episodes]
         counts = self._processes.gather([len(jobs)])
         first = sum(counts[: self._processes.index])
+        removes = CREDITS[self._args.credit].removes
         for sample in range(samples if sum(counts) else 0):
-            removes = CREDITS[self._args.credit].removes
             reruns = [
                 Rerun(episodes[index], None if removes else k, k if removes else None, keys=keys[index])
                 for index, k in jobs
@@ -170,10 +162,7 @@ class Alternatives:
 
 
 def _pending_before(requests: Sequence[Request]) -> list[int]:
-    """
-    For each request, count the earlier ones of its episode that show the same agent the same. Parallel branches can
-    ask for identical turns.
-    """
+    """For each request, the number of earlier ones, of parallel branches, that show the same agent the same."""
     seen: Counter[tuple] = Counter()
     counts = []
     for request in requests:

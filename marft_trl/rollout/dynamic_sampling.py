@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -21,8 +21,7 @@ from .rollouts import Drawn, Rollout, Rollouts
 from .runner import RunMode
 
 
-# Largest number of prompts that are drawn for a generation batch, as a multiple of its own prompts. Beyond it, groups
-# that teach nothing stay in the batch
+# Prompts drawn for a generation batch at most, by its own prompts. Beyond it, groups that teach nothing stay in it
 MOST_PROMPTS = 3.0
 
 
@@ -58,8 +57,8 @@ class DynamicSampling:
         found = self._have_signal(rollout, size)
         batch.open = [place for place, has in enumerate(found) if not has]
         total = len(found)
-        most, drawn, used, rounds = MOST_PROMPTS * total, total, sum(found), [rollout]
-        while batch.open and (count := self._next_round(len(batch.open), used, drawn, total, most, size)):
+        drawn, used, rounds = total, sum(found), [rollout]
+        while batch.open and (count := self._next_round(len(batch.open), used, drawn, total, size)):
             further = self._rollouts.run(self._rows(count, size), training, further=True)
             columns, has_signal = self._columns(further), self._have_signal(further, size)
             drawn, used = drawn + count, used + sum(has_signal)
@@ -72,10 +71,7 @@ class DynamicSampling:
         return batch.rollout(rounds, used / drawn)
 
     def take_generated(self) -> dict[str, int]:
-        """See [`Alternatives.take_generated`]."""
         return self._rollouts.take_generated()
-
-    # ---- What a batch needs ----
 
     def _have_signal(self, rollout: Rollout, size: int) -> list[bool]:
         """For each group of all processes, whether something can be learned from it."""
@@ -115,11 +111,11 @@ class DynamicSampling:
                 found.setdefault(turn.agent if self._args.advantage == "agent" else "", []).append(value)
         return found
 
-    def _next_round(self, missing: int, used: int, drawn: int, total: int, most: float, size: int) -> int:
+    def _next_round(self, missing: int, used: int, drawn: int, total: int, size: int) -> int:
         """Number of prompts of the next round; 0 if the limit is reached. Episodes divide evenly over processes."""
         unit = self._processes.count // math.gcd(self._processes.count, size)
         wanted = min(math.ceil(missing * drawn / max(used, 1)), total)
-        left = int(most - drawn) // unit * unit
+        left = int(MOST_PROMPTS * total - drawn) // unit * unit
         return min(math.ceil(wanted / unit) * unit, left)
 
     def _rows(self, count: int, size: int) -> list[dict[str, Any]]:
@@ -144,35 +140,24 @@ class DynamicSampling:
             return [{} for _ in range(count)]
         return [{name: values[index] for name, values in columns.items()} for index in range(count)]
 
-    # ---- Replacing ----
-
     def _replace(
         self, batch: _Batch, further: Rollout, columns: Sequence[Mapping[str, Any]], groups: Sequence[int]
     ) -> None:
         pairs = list(zip(groups, batch.open, strict=False))
         batch.open = batch.open[len(pairs) :]
         size, place_of = batch.size, dict(pairs)
-        moved: list[_Moved] = []
+        moved: list[tuple[int, Episode, list[Node], dict[str, Any]]] = []
         for index, episode in enumerate(further.episodes):
             group, member = divmod(further.first + index, size)
             if group in place_of:
                 nodes = [node for node in further.nodes if node.episode == index]
                 if self._processes.count > 1:  # it may be another process that trains on it
                     episode = replace(episode, environment=None)
-                moved.append(_Moved(place_of[group] * size + member, episode, nodes, dict(columns[index])))
+                moved.append((place_of[group] * size + member, episode, nodes, dict(columns[index])))
         for item in self._processes.gather(moved):
-            batch.put(item)
+            batch.put(*item)
         for group, place in pairs:
             batch.score(place, further, group)
-
-
-class _Moved(NamedTuple):
-    """An episode that takes a place of the batch: its position among those of all processes, and what it brings."""
-
-    position: int
-    episode: Episode
-    nodes: list[Node]
-    columns: dict[str, Any]
 
 
 class _Batch:
@@ -185,17 +170,14 @@ class _Batch:
         self._rewards, self._per_func = rollout.rewards.clone(), rollout.rewards_per_func.clone()
         self.open: list[int] = []  # groups without a signal
 
-    def put(self, moved: _Moved) -> None:
-        """Take an episode in, if its position is one of this process."""
-        index = moved.position - self._first.first
-        if not 0 <= index < len(self._episodes):
-            return
-        self._episodes[index] = replace(moved.episode, index=index)
-        self._nodes[index] = [replace(node, episode=index) for node in moved.nodes]
-        self._columns[index] = moved.columns
+    def put(self, position: int, episode: Episode, nodes: Sequence[Node], columns: dict[str, Any]) -> None:
+        index = position - self._first.first
+        if 0 <= index < len(self._episodes):
+            self._episodes[index] = replace(episode, index=index)
+            self._nodes[index] = [replace(node, episode=index) for node in nodes]
+            self._columns[index] = columns
 
     def score(self, place: int, further: Rollout, group: int) -> None:
-        """Take the rewards of a group of a further rollout, for a group of the batch."""
         to, of = (slice(value * self.size, (value + 1) * self.size) for value in (place, group))
         self._rewards[to], self._per_func[to] = further.rewards[of], further.rewards_per_func[of]
 
@@ -206,9 +188,9 @@ class _Batch:
     def rollout(self, rounds: Sequence[Rollout], with_signal: float) -> Rollout:
         """The batch that is trained on. `with_signal` is the share of all sampled groups that have a signal."""
         everything = [episode for item in rounds for episode in item.episodes]
-        tokens = [count(everything) - count(self._episodes) for count in (_tokens, _generated)]
+        spare = [count(everything) - count(self._episodes) for count in (_tokens, _generated)]
         rewards = torch.cat([value.rewards for value in rounds])
-        drawn = Drawn(rewards, torch.cat([entry.rewards_per_func for entry in rounds]), 1 - with_signal, *tokens)
+        drawn = Drawn(rewards, torch.cat([entry.rewards_per_func for entry in rounds]), 1 - with_signal, *spare)
         return replace(
             self._first,
             episodes=self._episodes,
@@ -221,7 +203,7 @@ class _Batch:
 
 
 def _tokens(episodes: Sequence[Episode]) -> int:
-    return sum(len(turn.prompt_ids) + len(turn.completion_ids) for episode in episodes for turn in episode.turns)
+    return _generated(episodes) + sum(len(turn.prompt_ids) for episode in episodes for turn in episode.turns)
 
 
 def _generated(episodes: Sequence[Episode]) -> int:

@@ -17,8 +17,7 @@ from ..episodes.records import Episode
 
 logger = logging.getLogger(__name__)  # on every process, since each has its own failures
 
-# Seconds before a function is called again
-_PAUSE = 1.0
+_PAUSE = 1.0  # seconds before a function is called again
 
 
 class Failures:
@@ -38,7 +37,9 @@ class Failures:
     def note(self, kind: str, error: object, count: int = 1) -> None:
         self.counts[kind] += count
         self.last = str(error)
-        logger.warning(f"{kind}: {_brief(self.last)}")
+        # The beginning, and the end, where tracebacks have the error
+        text = self.last if len(self.last) <= 600 else f"{self.last[:300]} ... {self.last[-300:]}"
+        logger.warning(f"{kind}: {text}")
 
     def add(self, others: Failures) -> None:
         self.counts.update(others.counts)
@@ -57,20 +58,17 @@ async def run_episodes(
     """Run one episode per row with `await run(rows, errors)`, and skip or retry those that fail."""
     errors: dict[int, EpisodeError] = {}
     episodes = await run(rows, errors)
-    for number in range(1, failures.tries):
+    for _ in range(1, failures.tries):
         if not errors:
             break
-        again, errors = sorted(errors.items()), {}
-        for _, error in again:
-            failures.note("episodes/retried", error)
+        places = sorted(errors)
+        for place in places:
+            failures.note("episodes/retried", errors[place])
         inner: dict[int, EpisodeError] = {}
-        places = [index for index, _ in again]
         done = await run([rows[place] for place in places], inner)
         for place, episode in zip(places, done, strict=True):
             episodes[place] = replace(episode, index=place)
         errors = {places[index]: error for index, error in inner.items()}
-        if errors and number == failures.tries - 1:
-            raise next(iter(errors.values()))
     for error in errors.values():
         if not failures.skips:
             raise error
@@ -82,10 +80,12 @@ async def call_reward(
     call: Callable[[Sequence[int]], Awaitable[Sequence[Any]]],
     count: int,
     name: str,
-    failures: Failures,
+    failures: Failures | None,
     sleep: Callable[[float], Awaitable[None]],
 ) -> Sequence[Any]:
     """Score `count` completions with `await call(positions)`, and skip or retry those that fail."""
+    if failures is None:
+        return await call(range(count))
     for number in range(failures.tries):
         try:
             return await call(range(count))
@@ -111,8 +111,3 @@ async def call_reward(
 async def wait_here(seconds: float) -> None:
     """Wait without an event loop."""
     time.sleep(seconds)
-
-
-def _brief(text: str, limit: int = 600) -> str:
-    """Shorten a text to its beginning and its end, where tracebacks have the error."""
-    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"

@@ -16,8 +16,6 @@ from ..shared_prefix.decoding import draw
 
 
 class SampledTurn(NamedTuple):
-    """Sampled completion of one observation."""
-
     ids: list[int]
     logps: list[float] | None = None  # of each token; without a server, only if they equal those that scoring computes
     sampled_by: SampledBy | None = None
@@ -54,8 +52,6 @@ class LiveTurn:
 
 
 class SampleRequest(NamedTuple):
-    """An observation to sample a turn for."""
-
     agent: str
     ids: list[int]
     key: tuple = ()  # place of the turn in the run, for any number of processes; seeds are made from it
@@ -112,10 +108,7 @@ class Generator:
 
 
 class LiveRows(StoppingCriteria):
-    """
-    The followed turns of one call of `generate`: a [`RowFollower`] of our own decoding loop, and a stopping criterion
-    of that of transformers, whose rows keep their places. Tokens are drawn if it `samples`.
-    """
+    """The followed turns of a call of `generate`: a [`RowFollower`] of our loop, a stopping criterion elsewhere."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -40,12 +40,16 @@ from .failures import Failures, call_reward, wait_here
 
 logger = get_logger(__name__)
 
+# Warn if the correlation of two agents' rewards is below this number, over at least this number of episodes
+_MIN_CORRELATION, _MIN_EPISODES = -0.5, 8
+PATIENCE = 5  # generation batches in a row without an advantage, before an agent is warned of
+MAX_REWARD = 1e15  # squares of larger ones overflow in float32, so the deviation of a group would be infinite
+_ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state")  # by TRL
+_BLOCKED_EXTRA_SECONDS = 5.0  # after the limit of a call, until functions that block the event loop are interrupted
+
 
 class AgentReturns:
-    """
-    Rewards given to single agents by name, and whether agents learn from their own returns or all from the sum. A
-    `setting` of `None` becomes `"agent"` with the first batch in which an agent is rewarded by name.
-    """
+    """Rewards of agents by name. A `setting` of `None` becomes `"agent"` with the first batch that has any."""
 
     def __init__(self, setting: str | None, rewards: TrlRewards, processes: Processes):
         self._setting, self._rewards, self._processes = setting, rewards, processes
@@ -99,21 +103,11 @@ class AgentReturns:
         return reward - self.weight * reward_of_others
 
 
-# Warn if the correlation of two agents' rewards is below this number, over at least this number of episodes
-_MIN_CORRELATION, _MIN_EPISODES = -0.5, 8
-# Warn about an agent after this number of generation batches in a row without an advantage
-PATIENCE = 5
-
-
 class RewardReachChecker:
-    """
-    Warns or raises if rewards do not reach the trained agents. With `returns="team"`, opposed rewards of agents cancel
-    in the sum. With `returns="agent"`, an agent that is never rewarded by name learns nothing without team rewards.
-    """
+    """Warns or raises if rewards do not reach trained agents: opposed ones cancel in a sum, or all go to others."""
 
     def __init__(self, agents: Sequence[str]):
-        # By agent: generation batches in a row without an advantage
-        self._batches_without_advantage = dict.fromkeys(agents, 0)
+        self._batches_without_advantage = dict.fromkeys(agents, 0)  # in a row
         self._warned: set[tuple[str, ...]] = set()
         self._num_cancelled = 0  # episodes in a row in which the rewards of the agents cancel
 
@@ -126,7 +120,6 @@ class RewardReachChecker:
         self._warned, self._num_cancelled = {tuple(names) for names in state["warned"]}, state["cancelled"]
 
     def check_acted(self, acted: Collection[str]) -> None:
-        """Warn once if no trained agent took a turn in a batch, on any process."""
         trained = list(self._batches_without_advantage)
         if acted and not set(acted) & set(trained) and ("", *sorted(acted)) not in self._warned:
             self._warned.add(("", *sorted(acted)))
@@ -172,7 +165,6 @@ class RewardReachChecker:
                 )
 
     def check_rewarded_by_name(self, named_rewards: Sequence[Mapping[str, float]], acted: Sequence[str]) -> None:
-        """Warn about trained agents that acted and got no reward, if all rewards are given by name."""
         rewarded = {name for rewards in named_rewards for name in rewards}
         for name in acted:
             is_trained = name in self._batches_without_advantage
@@ -185,7 +177,6 @@ class RewardReachChecker:
                 )
 
     def note_advantages(self, has_advantage: Mapping[str, bool]) -> None:
-        """Warn about agents without a nonzero advantage, on any process, in several batches in a row."""
         if not any(has_advantage.values()):  # no agent learns; other metrics show this
             return
         counts = self._batches_without_advantage
@@ -201,12 +192,7 @@ class RewardReachChecker:
                 )
 
 
-# Squares of larger rewards overflow in float32, so the standard deviation of a group would be infinite
-MAX_REWARD = 1e15
-
-
 def check_reward_functions(reward_funcs: Sequence, train_dataset, eval_dataset=None) -> None:
-    """Check that the datasets and the trainer provide the arguments of all reward functions."""
     if not reward_funcs:
         raise ValueError(
             "No reward source provided. Pass `reward_funcs` (a function such as `trl.rewards.accuracy_reward`, a list "
@@ -238,7 +224,6 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def check_turn_reward_functions(functions: Mapping[str, Sequence[Callable]], train_dataset) -> None:
-    """Check that the dataset and the trainer provide the arguments of all reward functions of single turns."""
     columns = column_names(train_dataset) or []
     for func in itertools.chain.from_iterable(functions.values()):
         _check_arguments(func, "train_dataset", columns, TURN_ARGUMENTS)
@@ -257,7 +242,10 @@ def _check_arguments(
             f"{sorted(columns)} and the trainer passes {list(passed)}. Add the column to the dataset, or "
             "give the argument a default value."
         )
-    rejected = [name for name in _ALWAYS_PASSED if not _accepts(func, name)]
+    parameters = _parameters(func)
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    accepted = {parameter.name for parameter in parameters}
+    rejected = [name for name in _ALWAYS_PASSED if not takes_any and name not in accepted]
     if rejected:
         raise ValueError(
             f"The reward function `{get_callable_name(func)}` does not accept `{rejected[0]}`, but the trainer passes "
@@ -266,28 +254,17 @@ def _check_arguments(
         )
 
 
-# Arguments that TRL passes to every reward function
-_ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state")
-
-
-def _accepts(func: Callable, name: str) -> bool:
+def _parameters(func: Callable) -> list[inspect.Parameter]:
     try:
-        parameters = inspect.signature(func).parameters
+        return list(inspect.signature(func).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature
-        return True
-    return name in parameters or any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
+        return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
 
 
 def _required_arguments(func: Callable) -> list[str]:
     """Return the required arguments of a function, and of its outcome function, see [`get_solver_reward`]."""
-    try:
-        parameters = inspect.signature(func).parameters.values()
-    except (TypeError, ValueError):  # a builtin without a signature
-        return []
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    required = [p.name for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
+    required = [p.name for p in _parameters(func) if p.kind in kinds and p.default is inspect.Parameter.empty]
     wrapper, outcome = getattr(func, "_marft_outcome", (None, func))
     return required + (_required_arguments(outcome) if wrapper is func else [])
 
@@ -300,10 +277,7 @@ def _judging_agent(function: Any) -> str | None:
 
 
 def check_judges(agents: Sequence[AgentSpec], team: Sequence[Any], of_agents: Mapping[str, Sequence[Any]]) -> None:
-    """
-    Raise `ValueError` if a judge is trained on its own scores, or is not an agent of the team. `of_agents` has, for
-    each agent, the functions that score its own turns.
-    """
+    """Raise `ValueError` for a judge that is unknown, or trained on its own scores; `of_agents` score own turns."""
     by_name = {agent.name: agent for agent in agents}
     trained = {agent.adapter for agent in agents if agent.trainable}
     for owner, functions in {"": team, **of_agents}.items():
@@ -326,9 +300,8 @@ def check_judges(agents: Sequence[AgentSpec], team: Sequence[Any], of_agents: Ma
 
 def wrap_reward_function(func, timeout: float | None = None, failures: Failures | None = None):
     """
-    Wrap a reward function with a time limit and a check of its scores. The wrapper keeps its name, gets copies of
-    lists and of the trainer's state, and is asynchronous if it is. Models and their names are returned unchanged.
-    `timeout` is that of a call in seconds; without `failures`, errors are raised.
+    Wrap a reward function, but no model, with a time limit of a call in seconds and a check of its scores. It keeps
+    its name, is asynchronous if it was, and gets copies. Without `failures`, errors are raised.
     """
     if isinstance(func, (str, nn.Module)):
         return func
@@ -349,25 +322,16 @@ def wrap_reward_function(func, timeout: float | None = None, failures: Failures 
                 progress()
             return check_scores(scores, name, len(positions))
 
-        count = len(kwargs["prompts"])
-        if failures is None:
-            return await call(range(count))
-        return await call_reward(call, count, name, failures, asyncio.sleep)
+        return await call_reward(call, len(kwargs["prompts"]), name, failures, asyncio.sleep)
 
     def call_sync(**kwargs):
-        def call(positions):
+        async def call(positions):
             message = functools.partial(_timeout_message, name, timeout)
             with time_limit(timeout, message), naming_function(name):
                 scores = func(**_select_arguments(kwargs, positions))
             return check_scores(scores, name, len(positions))
 
-        async def call_here(positions):
-            return call(positions)
-
-        count = len(kwargs["prompts"])
-        if failures is None:
-            return call(range(count))
-        return finished(call_reward(call_here, count, name, failures, wait_here))
+        return finished(call_reward(call, len(kwargs["prompts"]), name, failures, wait_here))
 
     wrapper: Callable = call_async if is_async_callable(func) else call_sync
     functools.update_wrapper(wrapper, func, assigned=("__doc__", "__module__"), updated=())
@@ -377,10 +341,7 @@ def wrap_reward_function(func, timeout: float | None = None, failures: Failures 
 
 @contextlib.contextmanager
 def naming_function(name: str, is_async: bool = False) -> Iterator[None]:
-    """
-    Context manager that adds the name of a reward function to its errors. `SystemExit` and exceptions that end an
-    iterator or a task become a `RuntimeError`. A forked child process that returns from the function exits here.
-    """
+    """Errors name the reward function. What would end the process, an iterator or a task becomes a `RuntimeError`."""
     try:
         with exiting_forked_children():
             yield
@@ -392,29 +353,19 @@ def naming_function(name: str, is_async: bool = False) -> Iterator[None]:
         # `from None`, since `contextlib` re-raises a `StopIteration` that is the cause of another error
         raise RuntimeError(f"The reward function `{name}` raised {type(error).__name__}.") from None
     except asyncio.CancelledError as error:
-        if _is_being_cancelled():
-            raise
+        with contextlib.suppress(RuntimeError):  # no event loop runs
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
         raise RuntimeError(f"The reward function `{name}` raised {type(error).__name__}.") from error
     except Exception as error:
-        error.add_note(f"Raised by the reward function `{name}`.{_hint(error)}")
+        hint = ""
+        if isinstance(error, TypeError) and "string indices must be integers" in str(error):
+            hint = (
+                " Completions are strings because the dataset's prompts are strings. If the function expects "
+                'messages, write the prompts as `[{"role": "user", "content": question}]`.'
+            )
+        error.add_note(f"Raised by the reward function `{name}`.{hint}")
         raise
-
-
-def _hint(error: Exception) -> str:
-    """Return a hint for functions that expect messages but get strings, or an empty string."""
-    if isinstance(error, TypeError) and "string indices must be integers" in str(error):
-        return (
-            " Completions are strings because the dataset's prompts are strings. If the function expects messages, "
-            'write the prompts as `[{"role": "user", "content": question}]`.'
-        )
-    return ""
-
-
-def _is_being_cancelled() -> bool:
-    with contextlib.suppress(RuntimeError):  # no event loop runs
-        task = asyncio.current_task()
-        return task is not None and task.cancelling() > 0
-    return False
 
 
 def _timeout_message(name: str, seconds: float | None, where: str) -> str:
@@ -433,7 +384,7 @@ def _select_arguments(kwargs: dict[str, Any], positions: Sequence[int]) -> dict[
             if isinstance(value, list) and len(value) == count:
                 arguments[key] = [value[index] for index in positions]
             elif key in ("log_extra", "log_metric"):  # a call must log one value per completion
-                arguments[key] = _log_nothing
+                arguments[key] = lambda *args, **kwargs: None
     for key in ("prompts", "completions", "completion_ids", "turns"):
         if key in arguments:
             arguments[key] = [_copy(item) for item in arguments[key]]
@@ -442,18 +393,13 @@ def _select_arguments(kwargs: dict[str, Any], positions: Sequence[int]) -> dict[
     return arguments
 
 
-def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """Replacement for `log_extra` and `log_metric`."""
-
-
 class ReadOnlyState(TrainerState):
-    """Read-only copy of the trainer's state for reward functions."""
-
     @classmethod
     def from_state(cls, state: TrainerState) -> ReadOnlyState:
         copy = cls.__new__(cls)
-        values = {key: list(value) if isinstance(value, list) else value for key, value in vars(state).items()}
-        copy.__dict__.update(values)
+        copy.__dict__.update(
+            {key: list(item) if isinstance(item, list) else item for key, item in vars(state).items()}
+        )
         return copy
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -522,17 +468,10 @@ class TurnRewards(NamedTuple):
     """Rewards of `N` turns by the functions of their agents."""
 
     sums: torch.Tensor  # (N,), sum over the functions, NaN if none of them applied
-    # for each turn, NaN if a function did not apply; empty without functions or a final turn
-    by_function: list[dict[str, float]]
-
-
-# Seconds on top of the time limit of a call after which functions that block the event loop are interrupted
-_BLOCKED_EXTRA_SECONDS = 5.0
+    by_function: list[dict[str, float]]  # of each turn, NaN if one did not apply; empty if none is to
 
 
 class RewardScorer:
-    """Scores episodes, and single turns with the reward functions of their agents."""
-
     def __init__(
         self,
         run: RunContext,
@@ -564,7 +503,8 @@ class RewardScorer:
         if not indices:
             return torch.full((len(episodes), len(self._rewards.weights)), torch.nan)
         completed = [episodes[index] for index in indices]
-        scores = self._score([as_row(episode) for episode in completed], [_get_answer(item) for item in completed])
+        answers = [cast(Turn, episode.answer) for episode in completed]
+        scores = self._score([as_row(episode) for episode in completed], answers)
         rewards = scores.new_full((len(episodes), scores.size(1)), torch.nan)
         rewards[indices] = scores
         return rewards
@@ -581,10 +521,7 @@ class RewardScorer:
             return self.combine_rewards(self._score_completed(episodes)).cpu()
 
     def score_turns(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> TurnRewards:
-        """
-        Sum the rewards of one turn of each episode, or of a candidate for its next turn, over the functions of the
-        agent. A turn that called tools gets the reward of the final turn, with which the agent ended after the calls.
-        """
+        """Sum the rewards of a turn or candidate of each episode. One that called tools gets its final turn's."""
         rewards = TurnRewards(torch.full((len(turns),), torch.nan), [{} for _ in turns])
         finals = [episode.final_turn_of(turn) for episode, turn in zip(episodes, turns, strict=True)]
         for agent, functions in self._turn_functions.items():
@@ -627,7 +564,6 @@ class RewardScorer:
 
 
 def as_row(episode: Episode) -> dict[str, Any]:
-    """Return the dataset row of an episode with `turns`, `earned` and `environments` for reward functions."""
     columns = {"turns": list(episode.turns), "earned": sum(episode.earned, 0.0), "environments": episode.environment}
     return {**episode.row, **columns}
 
@@ -636,12 +572,6 @@ def _turn_row(episode: Episode, turn: Turn) -> dict[str, Any]:
     is_candidate = turn not in episode.turns
     turns = [*episode.turns, turn] if is_candidate else list(episode.turns)
     return {**as_row(episode), "turns": turns, "turn": turn, "answer_turn": None if is_candidate else episode.answer}
-
-
-def _get_answer(episode: Episode) -> Turn:
-    if episode.answer is None:
-        raise ValueError(f"Episode {episode.index} has no turn to score.")
-    return episode.answer
 
 
 def _blocked_message(seconds: float | None, where: str) -> str:

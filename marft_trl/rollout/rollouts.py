@@ -59,7 +59,6 @@ class Rollout:
 
     @property
     def local_rewards(self) -> list[float]:
-        """Rewards of the episodes of this process."""
         return self.rewards[self.first : self.first + len(self.episodes)].tolist()
 
 
@@ -88,8 +87,7 @@ class Rollouts:
         self._metrics, self._processes = run.metrics, run.processes
         self._unscored_in_a_row = 0
         self._has_told_of_unscored = False
-        # Names that workflows have counted so far
-        self._counted: dict[str, set[str]] = {"train": set(), "eval": set()}
+        self._counted: dict[str, set[str]] = {"train": set(), "eval": set()}  # by workflows
 
     def state_dict(self) -> dict[str, Any]:
         counted = {mode: sorted(names) for mode, names in self._counted.items()}
@@ -112,10 +110,10 @@ class Rollouts:
         self._runner.dropped_turns = 0
         runner = self._runner if mode is None else self._runner.changed(mode)
         others = self._alternatives
+        answer: Any = None
         if others is not None:
             others.take_nodes()
-        branches = others is not None and self._uses_candidates and training
-        answer = others.answer_with_candidates if others is not None and branches else None
+            answer = others.answer_with_candidates if self._uses_candidates and training else None
         if training and self._ahead is not None:
             episodes = self._ahead.episodes(rows)
         else:
@@ -134,7 +132,6 @@ class Rollouts:
         return Rollout(episodes, per_func, self._scorer.combine_rewards(per_func), first, nodes, has_own_returns)
 
     def take_generated(self) -> dict[str, int]:
-        """See [`Alternatives.take_generated`]."""
         return self._alternatives.take_generated() if self._alternatives is not None else {}
 
     def close(self) -> None:
@@ -153,7 +150,6 @@ class Rollouts:
         return finished(run_episodes(run, rows, self._failures))
 
     def _check_skipped(self, failures: Failures, count: int, most: float) -> None:
-        """Log skipped and retried episodes and calls, and raise if too many were skipped."""
         everywhere = self._processes.gather([failures.take()])
         total: Counter[str] = Counter()
         for counts, _ in everywhere:
@@ -185,9 +181,8 @@ class Rollouts:
         if self._own.are_per_agent:
             own = [{name: sum(value) for name, value in episode.own.items()} for episode in episodes]
             has_more = bool(others) or any(self._own.shared_rewards(item).any() for item in episodes)
-            everywhere = self._processes.gather(
-                [(own, has_more, {turn.agent for item in episodes for turn in item.turns})]
-            )
+            agents = {turn.agent for item in episodes for turn in item.turns}
+            everywhere = self._processes.gather([(own, has_more, agents)])
             if not any(has_more for _, has_more, _ in everywhere):
                 acted = sorted({name for *_, names in everywhere for name in names})
                 self._reach.check_rewarded_by_name([entry for own, *_ in everywhere for entry in own], acted)
@@ -196,7 +191,6 @@ class Rollouts:
         self._reach.check_opposed(earned, no_other_rewards=not others)
 
     def _log(self, episodes: Sequence[Episode], dropped_turns: int, training: bool) -> None:
-        """Log what workflows counted, which turns did not fit the window, and who acted."""
         counts: Counter[str] = Counter()
         for episode in episodes:
             counts.update({f"workflow/{name}": value for name, value in episode.counts.items()})  # type: ignore[arg-type]
@@ -204,8 +198,7 @@ class Rollouts:
         if self._runner.uses_tools:
             counts.update({"workflow/tools/calls": 0, "workflow/tools/failures": 0})
         acted = sorted({turn.agent for episode in episodes for turn in episode.turns})
-        own = (dict(counts), dropped_turns, ended, acted, len(episodes))
-        everywhere = self._processes.gather([own])
+        everywhere = self._processes.gather([(dict(counts), dropped_turns, ended, acted, len(episodes))])
         self._metrics.add("context/dropped_turns", float(sum(dropped for _, dropped, *_ in everywhere)))
         if self._args.context_overflow == "end_episode":
             self._metrics.add("context/ended_episodes", float(sum(ended for _, _, ended, *_ in everywhere)))

@@ -50,21 +50,15 @@ class TurnListener(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of an episode."""
-
     tools: ToolLimits
-    # seconds that a workflow may wait for something that is neither a turn nor a tool
-    workflow_timeout: float | None = None
+    workflow_timeout: float | None = None  # seconds to wait for something that is neither a turn nor a tool
     max_turns: int | None = None
     vocabulary: int | None = None  # number of tokens that the model has
 
 
 @dataclasses.dataclass(frozen=True)
 class RunMode:
-    """How a runner runs episodes."""
-
-    # extra keyword arguments of `Generator.generate`
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further arguments of `Generator.generate`
     trains: bool = False  # whether the trainer trains on the turns
     is_rehearsal: bool = False  # with placeholder turns, and without servers
     is_concurrent: bool = False  # whether other threads or tasks use the random states of user code at the same time
@@ -111,9 +105,8 @@ class EpisodeRunner:
         self._workflow, self._reader, self._limits, self.past_copies = workflow, reader, limits, past_copies
         self.prompts, self.generator, self.randomness = prompts, generator, randomness
         self._users = users or UserState({})
-        self.mode, self.keys = RunMode(), SeedKeys(seed)
-        # Cache of first observations, by query
-        self._first_observations: list[tuple[Query, Observation | PromptError]] = []
+        self.mode, self.keys, self.uses_tools = RunMode(), SeedKeys(seed), reader.uses_tools
+        self._first_observations: list[tuple[Query, Observation | PromptError]] = []  # a cache
         self.device_lock = threading.RLock()  # held while the model generates
         self._tokenizer_lock = threading.RLock()  # for code that is not thread-safe: tokenizers, and TRL's use of them
         self.dropped_turns = 0  # turns left out of observations because they did not fit the context window
@@ -142,11 +135,6 @@ class EpisodeRunner:
             _limits=dataclasses.replace(self._limits, max_turns=min(limits, default=None)),
         )
         return other
-
-    @property
-    def uses_tools(self) -> bool:
-        """`True` if the tokenizer was prepared for tools."""
-        return self._reader.uses_tools
 
     @property
     def _has_user_views(self) -> bool:
@@ -203,10 +191,7 @@ class EpisodeRunner:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-        """
-        Like [`~EpisodeRunner.connected`], for several tasks of one event loop. Each call of [`~EpisodeRunner.collect`]
-        needs a new context manager from the function that this one yields.
-        """
+        """As `connected`, for several tasks of a loop: each `collect` needs a context manager from what it yields."""
         limiting = limit_blocking_code(self._workflow, self._limits.workflow_timeout)
         async with self._connected_servers(), limiting as limit:
             yield functools.partial(apply_time_limit, limit)
@@ -223,7 +208,7 @@ class EpisodeRunner:
         failures: dict[int, EpisodeError] | None = None,
     ) -> list[Episode]:
         """Like [`~EpisodeRunner.run`], with a key from [`~SeedKeys.next`]."""
-        answer_requests, workflow_timeout = answer or self.answer, self._limits.workflow_timeout
+        answer_requests = answer or self.answer
 
         async def answer_all(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
             with self.randomness.trainer_states() if self._batches_episodes else contextlib.nullcontext():
@@ -239,7 +224,7 @@ class EpisodeRunner:
             self._team_context(key),
             answer_all,
             reruns,
-            workflow_timeout,
+            self._limits.workflow_timeout,
             failures,
             make_step_context=None if self._batches_episodes else make_step_context,
             together=self._batches_episodes,
@@ -248,18 +233,15 @@ class EpisodeRunner:
     def _team_context(self, key: tuple) -> TeamContext:
         is_rehearsal = self.mode.is_rehearsal
         scripts = {} if is_rehearsal else {name: self._run_reply for name, spec in self._specs.items() if spec.reply}
-        limits, aliases = self._limits, self.prompts.aliases
-        draw = functools.partial(self._draw_copies, key)
-        trains = self.mode.trains and not is_rehearsal
         return TeamContext(
             tuple(self._specs),
             self._tools,
-            limits.tools,
-            aliases,
-            limits.max_turns,
+            self._limits.tools,
+            self.prompts.aliases,
+            self._limits.max_turns,
             scripts,
-            draw,
-            trains,
+            functools.partial(self._draw_copies, key),
+            self.mode.trains and not is_rehearsal,
             self.count_tokens,
         )
 
@@ -288,9 +270,9 @@ class EpisodeRunner:
         """Build observations. Views are user code, so they run with the random states of user code."""
         user_states = contextlib.nullcontext() if self.mode.is_concurrent else self.randomness.user_states()
         with self._tokenizer_lock, user_states:
-            return (
-                self.prompts.build(queries) if self.mode.listener is None else list(map(self._observe_cached, queries))
-            )
+            if self.mode.listener is None:
+                return self.prompts.build(queries)
+            return list(map(self._observe_cached, queries))
 
     def _observe_cached(self, query: Query | tuple) -> Observation:
         """Return an observation. First ones are cached, since all samples of a question share them."""
@@ -319,11 +301,9 @@ class EpisodeRunner:
     def query(self, request: Request) -> Query:
         agent = self._specs[request.agent]
         messages = request.requested_turn.messages if request.requested_turn is not None else None
-        after = request.turn_request.after
-        return Query(agent, request.episode.prompt, request.seen, request.functions, after, messages)
+        return Query(agent, request.episode.prompt, request.seen, request.functions, request.after, messages)
 
     async def answer(self, requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
-        """Complete pending requests of the run with this key: build observations, generate and decode."""
         undeclared = next((value for value in requests if value.functions and not self.uses_tools), None)
         if undeclared is not None:
             raise ValueError(
@@ -362,9 +342,8 @@ class EpisodeRunner:
         groups: dict[tuple, list[int]] = {}  # by sampling settings of requests, which training ignores
         for index in inputs:
             requested_turn = requests[index].requested_turn
-            groups.setdefault(
-                tuple(requested_turn.sampling.items()) if requested_turn and not mode.trains else (), []
-            ).append(index)
+            own = tuple(requested_turn.sampling.items()) if requested_turn and not mode.trains else ()
+            groups.setdefault(own, []).append(index)
         for sampling, indices in groups.items():
             options, group = dict(mode.options), [inputs[index] for index in indices]
             if sampling:
@@ -375,7 +354,6 @@ class EpisodeRunner:
         return [sampled_by_index.get(index, SampledTurn([])) for index in range(len(requests))]
 
     def _finish_completion(self, request: Request, completion: Completion | EndOfEpisode) -> Completion | EndOfEpisode:
-        """Pass a completion to the listener, and remove its text if the agent is silent."""
         if self.mode.listener is not None:
             self.mode.listener.turn_ended(request, completion)
         if request.agent not in self.mode.silent or isinstance(completion, EndOfEpisode):

@@ -33,12 +33,12 @@ from .turn_reader import StopStringCriterion, StopStrings
 
 logger = get_logger(__name__)
 
+# Rows per agent up to which the turns of several are decoded together: as long as there are few, more cost little more
+MIXED_ROWS = 16
+
 
 class ModelEngine:
-    """
-    Runs `generate` of a model with its active adapter, in the precision `autocast` if it is not that of its weights.
-    `generation` has the settings that all agents share, including `do_sample` and `eos_token_id`.
-    """
+    """Runs `generate` of a model under its active adapter. `generation` has the settings that all agents share."""
 
     def __init__(
         self,
@@ -59,7 +59,6 @@ class ModelEngine:
     def generate(
         self, prompt_ids: list[list[int]], settings: Mapping[str, Any], options: Mapping[str, Any]
     ) -> list[list[int]]:
-        """Sample a completion for each prompt, up to and including its end-of-sequence token."""
         device, width = self.model.device, max(map(len, prompt_ids))
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in prompt_ids], device=device)
@@ -79,11 +78,6 @@ class ModelEngine:
         return ids[: next((index for index, token in enumerate(ids) if token in self.end_token_ids), len(ids)) + 1]
 
 
-# Rows per agent up to which the turns of several agents are decoded together. A step of decoding costs little more for
-# more rows as long as there are few
-MIXED_ROWS = 16
-
-
 class _Group(NamedTuple):
     """What the rows of one call of `generate` have in common. The adapter is empty if they differ in it."""
 
@@ -93,18 +87,13 @@ class _Group(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """How turns are decoded."""
-
     share: bool  # compute the common prefix of several observations only once
     records: bool = False  # record the log-probabilities of sampled tokens, where prefixes are shared
-    # decodes a few rows each of several agents with the same sampling settings together
-    mixed: MixedLora | None = None
+    mixed: MixedLora | None = None  # decodes few rows each of several agents with the same sampling together
     captures: bool = True  # a GPU may replay steps from graphs, which needs weights that stay where they are
 
 
 class TransformersGenerator(Generator):
-    """Generates turns with `generate` of transformers, under the adapters of the agents."""
-
     def __init__(
         self,
         engine: ModelEngine | TrlEngine,
@@ -115,14 +104,11 @@ class TransformersGenerator(Generator):
     ):
         self._share, self._mixed, self._past = decoding.share, decoding.mixed, past
         self.records = decoding.share and decoding.records
-        self._engine = engine
-        self._policies = policies
-        self._samplings = samplings
+        self._engine, self._policies, self._samplings = engine, policies, samplings
         self._captures, self._is_noted = decoding.captures, False
         self._store: StepStore | None = None  # made when steps keep their shapes
         self._layers = DecodingLayers(lambda: engine.model)
-        # A tokenizer of its own: turns may be sampled in another thread than texts are tokenized in, and a tokenizer
-        # refuses to be used by two
+        # A tokenizer of its own: two threads cannot use one, and turns may be sampled in another than texts are read
         stops = {sampling.stop for sampling in samplings.values()}
         self._stops = {stop: StopStrings(copy.deepcopy(engine.tokenizer) if stop else None, stop) for stop in stops}
 
@@ -217,19 +203,17 @@ class TransformersGenerator(Generator):
         return LiveRows(turns, ends, settings["max_new_tokens"], bool(settings["do_sample"]), device)
 
     def _joined(self, groups: dict[_Group, list[int]]) -> dict[_Group, list[int]]:
-        """Groups with the same settings, and few rows each, in one."""
         joined: dict[_Group, list[int]] = {}
         for group, indices in groups.items():
             alike = [value for item, value in groups.items() if item[1:] == group[1:]]
             is_small = sum(map(len, alike)) <= MIXED_ROWS * len(alike)
             may_be = self._mixed is not None and group.copied is None and len(alike) > 1 and is_small
-            if may_be and self._can_decode(group.sampling):
+            if may_be and self._can_decode(self._engine.settings(group.sampling)):
                 group = group._replace(adapter="")
             joined.setdefault(group, []).extend(indices)
         return joined
 
-    def _can_decode(self, sampling: Sampling) -> bool:
-        settings = self._engine.settings(sampling)
+    def _can_decode(self, settings: Mapping[str, Any]) -> bool:
         return self._share and can_decode(GenerationConfig(**settings))
 
     def settings(self, agent: str) -> dict[str, Any]:
@@ -243,11 +227,10 @@ class TransformersGenerator(Generator):
         adapters: Sequence[str] | None = None,
         live: LiveRows | None = None,
     ) -> dict[str, Any]:
-        """Arguments of `generate` that make it stop at stop strings and decode the fast way."""
         options: dict[str, Any] = {}
         if sampling.stop:
             options["stopping_criteria"] = [StopStringCriterion(self._stops[sampling.stop])]
-        if self._share and can_decode(GenerationConfig(**settings)):
+        if self._can_decode(settings):
             # `generation_kwargs` may set a sampling temperature that differs from the temperature of scoring
             sampled_at = settings["temperature"] if settings["do_sample"] else None
             recorder = recorder if sampled_at == sampling.temperature else None

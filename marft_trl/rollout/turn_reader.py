@@ -22,8 +22,7 @@ from ..shared_prefix.decoding import LateCriterion
 from .generator import Generator, SampledTurn
 
 
-# Maximum number of tokens per character, and number of additional tokens to decode before a stop string. The margin is
-# needed because a tokenizer may decode the first token of a sequence differently.
+# Most tokens per character, and more to decode before a stop string, since the first may be decoded differently
 _TOKENS_PER_CHARACTER, _MARGIN = 4, 8
 
 
@@ -105,7 +104,6 @@ class TurnReader:
         completions: Sequence[SampledTurn],
         generator: Generator,
     ) -> list[Completion | EndOfEpisode]:
-        """Return the completion of each request, or the end of its episode."""
         completions = [self._truncate(*pair) for pair in zip(requests, completions, strict=True)]
         texts = self._tokenizer.batch_decode([sampled.ids for sampled in completions], skip_special_tokens=True)
         return [
@@ -140,7 +138,6 @@ class TurnReader:
         )
 
     def _truncate(self, request: Request, sampled: SampledTurn) -> SampledTurn:
-        """Truncate a completion at the token limit of its request and after its first stop string."""
         requested_turn, ids = request.requested_turn, sampled.ids
         if requested_turn is None:
             return sampled

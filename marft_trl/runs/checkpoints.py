@@ -65,19 +65,15 @@ def save_rollouts(
         slice_data.append({**vars(slice_), "rows": rows, "adapters": sorted(slice_.adapters)})
     stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
     save_file(tensors, stem.with_suffix(".safetensors"))
-    saved_slices = slice_data if slices is not None else None
-    state = {"world_size": world_size, "step": step, "slices": saved_slices, "extra": extra or {}}
+    saved = slice_data if slices is not None else None
+    state = {"world_size": world_size, "step": step, "slices": saved, "extra": extra or {}}
     stem.with_suffix(".json").write_text(json.dumps(state), encoding="utf-8")
 
 
 def load_rollouts(
     folder: str | Path, rank: int, world_size: int, has_changes: bool = False
 ) -> tuple[int, list[Slice] | None, dict[str, Any]] | None:
-    """
-    Return the step, the slices and the additional state, or `None` if the checkpoint has none. Raises `ValueError` if
-    another number of processes wrote it, unless it `has_changes`: additional processes then load the state of the
-    first.
-    """
+    """Return step, slices and further state. With `has_changes`, additional processes load the first one's."""
     first_path = Path(folder) / (ROLLOUTS_NAME.format(rank=0) + ".json")
     if not first_path.is_file():
         return None
@@ -161,8 +157,6 @@ class BestAdapters:
                 device = current[key].device if isinstance(current.get(key), torch.Tensor) else parameter.device
                 current[key] = value.to(device, copy=True) if is_tensor else value
 
-    # ---- Saving ----
-
     def save(self, folder: str | Path) -> None:
         tensors, scalars = {}, {}
         for name, weights in self._weights.items():
@@ -200,10 +194,7 @@ def _copy_to_cpu(value: Any) -> Any:
 
 
 class Checkpoints:
-    """
-    Writes checkpoints that are valid only if they are complete, and loads the state that the `Trainer` does not save:
-    the training rows, the position in them, the reference weights, and the JSON state of every object in `stateful`.
-    """
+    """Writes checkpoints that are valid only if they are complete, and loads what the `Trainer` does not save."""
 
     def __init__(
         self,
@@ -229,14 +220,9 @@ class Checkpoints:
         self._recorded_step: dict[str, Any] | None = None
         self._log_window: dict[str, Any] | None = None
 
-    # ---- Writing ----
-
     @contextlib.contextmanager
     def saving(self, folder: Path) -> Iterator[None]:
-        """
-        Context manager around the saving code of the `Trainer`. The checkpoint becomes valid once all processes have
-        written their files. Raises `CheckpointError` if it cannot be written, or weights are not finite.
-        """
+        """Context manager around saving: the checkpoint is valid once all processes have written their files."""
         run_folder = self.folder if folder.parent == self.folder.path else RunFolder(folder.parent)
         run_folder.run = self.folder.run or "unnamed"
         is_open = False
@@ -254,27 +240,19 @@ class Checkpoints:
         except Exception as error:
             if is_open:
                 run_folder.abandon(folder)
-            raise self._save_error(folder, run_folder, error) from error
-        if self._args.should_save:
-            self._rotate(run_folder)
-
-    def _rotate(self, run_folder: RunFolder) -> None:
+            newest_complete = run_folder.newest_complete()
+            next_start = "No checkpoint of this run is complete, so the run starts from the beginning"
+            if newest_complete is not None:
+                next_start = f"The run resumes from {newest_complete}"
+            raise CheckpointError(
+                f"Could not write {folder}: {type(error).__name__}: {error}. {next_start} if you start the same "
+                "command again with `resume_from_checkpoint=True`. The incomplete checkpoint was removed."
+            ) from error
         try:
-            run_folder.rotate(self._args.save_total_limit, self._state.best_checkpoint)
+            if self._args.should_save:
+                run_folder.rotate(self._args.save_total_limit, self._state.best_checkpoint)
         except OSError as error:  # the new checkpoint is complete
             logger.warning(f"Could not remove an older checkpoint: {error}.")
-
-    def _save_error(self, folder: Path, run_folder: RunFolder, error: Exception) -> CheckpointError:
-        newest_complete = run_folder.newest_complete()
-        next_start = (
-            f"The run resumes from {newest_complete}"
-            if newest_complete is not None
-            else "No checkpoint of this run is complete, so the run starts from the beginning"
-        )
-        return CheckpointError(
-            f"Could not write {folder}: {type(error).__name__}: {error}. {next_start} if you start the same command "
-            "again with `resume_from_checkpoint=True`. The incomplete checkpoint was removed."
-        )
 
     def _check_weights(self) -> None:
         for name in self._policies.trained:
@@ -307,8 +285,6 @@ class Checkpoints:
             "extra": {**extra, "window": self._state.capture_log_window()},
         }
 
-    # ---- Saving the last complete step after a failure ----
-
     def record_step(self) -> None:
         """Record the state, but not weights and optimizer, which do not change before the next update."""
         with undisturbed():
@@ -329,7 +305,6 @@ class Checkpoints:
         return self.best.num_restored if self.best is not None else 0
 
     def record_after_log(self) -> None:
-        """Record the step again after logging, which changes the state."""
         if self._recorded_step is not None and self._recorded_step["step"] == self._state.optimizer_step:
             self.record_step()
 
@@ -343,7 +318,6 @@ class Checkpoints:
         return newest_complete is not None and newest_complete.name == f"checkpoint-{self._state.optimizer_step}"
 
     def discard_recorded_step(self) -> None:
-        """Discard the recorded step, because the weights are about to change."""
         self._recorded_step = None
 
     def save_recorded_step(self, save: Callable[[], None]) -> bool:
@@ -364,13 +338,8 @@ class Checkpoints:
         save()
         return True
 
-    # ---- Resuming ----
-
     def choose(self, resume_from_checkpoint: str | bool | Path | None) -> str | None:
-        """
-        Choose the checkpoint to resume from (`True`: the newest complete one), the same on all processes. Raises if it
-        is damaged, or if the run differs from that of the checkpoint in a way that `resume_changes` does not accept.
-        """
+        """Choose the checkpoint (`True`: the newest complete one), the same everywhere. Raises if it does not fit."""
         with self._processes.failing_together():
             for item in self.stateful.values():
                 item.state_dict()  # fail before the first generation if a state cannot be saved
@@ -405,7 +374,13 @@ class Checkpoints:
                     f"The checkpoint {folder} does not exist. Pass `True` for the newest checkpoint in "
                     f"{self.folder.path}, or the path of a `checkpoint-<step>` folder."
                 )
-            commit = self._verify(folder)
+            has_commit = any((folder / name).exists() for name in (commits.COMMIT_NAME, commits.OPEN_NAME))
+            commit = commits.verify(folder) if has_commit else Commit("", -1)
+            if not has_commit:
+                logger.warning(
+                    f"{folder} has no {commits.COMMIT_NAME}, like checkpoints of earlier versions, so its files "
+                    "cannot be verified."
+                )
         self.check_settings(commit, folder)
         is_own = folder.resolve().parent == self.folder.path.resolve()
         if is_own and commit.run:
@@ -414,25 +389,17 @@ class Checkpoints:
             self.folder.start()
         return str(folder)
 
-    @staticmethod
-    def _verify(folder: Path) -> Commit:
-        if not (folder / commits.COMMIT_NAME).exists() and not (folder / commits.OPEN_NAME).exists():
-            logger.warning(
-                f"{folder} has no {commits.COMMIT_NAME}, like checkpoints of earlier versions, so its files cannot be "
-                "verified."
-            )
-            return Commit("", -1)
-        return commits.verify(folder)
-
     def check_settings(self, commit: Commit, folder: Path) -> None:
         """Raise if the structure of the run has changed since a checkpoint, and warn about all other changes."""
         saved, current = commit.settings, self._settings.collect()
         if not saved:
             return
         check_same_team(_collect_names(saved), _collect_names(current), folder)
-        if self.accepted and _same_structure(saved, current):
-            logger.warning(f"{folder.name} already has the changes in `resume_changes`, so they are ignored.")
-            self.accepted = ()
+        with contextlib.suppress(ValueError):
+            if self.accepted:
+                check_structure(saved, current, (), "")
+                logger.warning(f"{folder.name} already has the changes in `resume_changes`, so they are ignored.")
+                self.accepted = ()
         for line in check_structure(saved, current, self.accepted, folder):
             logger.warning(f"Changed since {folder.name}: {line}. The resumed run will not be bit-exact.")
         for name, old, now in tunables(saved, current):
@@ -477,14 +444,6 @@ class Checkpoints:
             self._critic.load(folder)
 
 
-def _same_structure(saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
-    try:
-        check_structure(saved, current, (), "")
-    except ValueError:
-        return False
-    return True
-
-
 def _collect_names(settings: Mapping[str, Any]) -> set[str]:
     return {*settings.get("agents", {}), *settings.get("adapters", {})}
 
@@ -500,16 +459,9 @@ def raise_failed_push(jobs: Sequence[Any], repo: str | None, folder: str | None)
 
 
 def load_team_adapters(
-    model: PeftModel,
-    policies: Policies,
-    agents: Sequence[AgentSpec],
-    folder: str | Path,
-    anonymous: str | None = None,
+    model: PeftModel, policies: Policies, agents: Sequence[AgentSpec], folder: str | Path, anonymous: str | None = None
 ) -> None:
-    """
-    Load every adapter of the team from a checkpoint, in place. Raises `ValueError` if the team or `anonymous` differs
-    from that of the checkpoint, or if weights are not finite.
-    """
+    """Load all adapters, in place. Raises `ValueError` if the team differs, or weights are not finite."""
     manifest = TeamManifest.load(folder)
     if manifest.anonymous != anonymous:
         raise ValueError(
@@ -520,15 +472,11 @@ def load_team_adapters(
     check_same_team(saved, {agent.name for agent in agents} | set(policies.names), folder)
     for name in policies.names:
         load_adapter_weights(model, name, Path(folder) / name)
-        _check_finite(policies, name, folder)
+        if not all(torch.isfinite(value.detach()).all() for value in policies.parameters(name).values()):
+            raise ValueError(
+                f"The weights of the adapter {name!r} in {folder} are not finite. Resume from an earlier checkpoint."
+            )
     policies.restore_requires_grad()
-
-
-def _check_finite(policies: Policies, name: str, folder: str | Path) -> None:
-    if not all(torch.isfinite(value.detach()).all() for value in policies.parameters(name).values()):
-        raise ValueError(
-            f"The weights of the adapter {name!r} in {folder} are not finite. Resume from an earlier checkpoint."
-        )
 
 
 def _check_is_checkpoint(folder: Path) -> None:

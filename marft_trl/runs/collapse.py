@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 from ..adapters.copies import PastCopies
 from ..adapters.policies import Policies
@@ -25,10 +25,9 @@ DROP, ERRORS = 0.1, 5.0
 
 class Collapse(TrainerCallback):
     """
-    Compares `eval_reward` of the trainer's own evaluation set with its best during training. The team has collapsed
-    when it is below the best by more than [`DROP`] of it and by more than [`ERRORS`] standard errors. That logs one
-    warning. With `adapters`, all of them and their optimizer state are restored as they were at the best evaluation
-    (`on_collapse="restore"`): before the next episodes are sampled, or at once after the last evaluation.
+    Compares `eval_reward` of the trainer's own set with its best. The team has collapsed when it is below the best by
+    more than [`DROP`] of it and by more than [`ERRORS`] standard errors. That logs one warning. With `adapters`, all
+    are restored as they were at the best evaluation, before the next episodes or after the last evaluation.
     """
 
     def __init__(
@@ -97,19 +96,17 @@ class Collapse(TrainerCallback):
                 self._adapters.capture()
                 self._best_step, self._found = self._state.optimizer_step, ""
         elif best - reward > max(DROP * abs(best), ERRORS * math.hypot(error, best_error)):
-            self._handle_collapse(f"`eval_reward` is {reward:.4g}, but the best was {best:.4g}", state)
-
-    def _handle_collapse(self, found: str, state: TrainerState) -> None:
-        if self._adapters is not None:
-            self._found = found
-            if state.global_step >= state.max_steps:
-                self._restore()
-        elif not self._was_logged:
-            self._was_logged = True
-            logger.warning(
-                f"THE TEAM HAS COLLAPSED: {found}. Lower the learning rate, resume from an earlier checkpoint, or set "
-                "`on_collapse='restore'`, which restores the adapters of the best evaluation."
-            )
+            found = f"`eval_reward` is {reward:.4g}, but the best was {best:.4g}"
+            if self._adapters is not None:
+                self._found = found
+                if state.global_step >= state.max_steps:
+                    self._restore()
+            elif not self._was_logged:
+                self._was_logged = True
+                logger.warning(
+                    f"THE TEAM HAS COLLAPSED: {found}. Lower the learning rate, resume from an earlier checkpoint, or "
+                    "set `on_collapse='restore'`, which restores the adapters of the best evaluation."
+                )
 
     def _restore(self) -> None:
         if self._adapters is None:

@@ -46,8 +46,7 @@ def fields_about(*what: str) -> frozenset[str]:
 
 # What does not change what is trained
 _NOT_RECORDED = fields_about("files", "evaluations", "machines") | ALWAYS_UNUSED
-# Rows of a dataset that are hashed; of a larger one, so many or more, evenly spaced
-_SAMPLED_ROWS = 20_000
+_SAMPLED_ROWS = 20_000  # rows of a dataset that are hashed; of a larger one, so many or more, evenly spaced
 _OF_LORA = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "bias", "target_modules", "modules_to_save"),
     *("rank_pattern", "alpha_pattern", "layers_to_transform", "lora_dropout", "target_parameters"),
@@ -76,56 +75,34 @@ class RunSettings:
         self._slow: dict[str, Any] | None = None
         # Now, as the files may be edited during the run
         self._workflow_code = compute_fingerprint(team.workflow) if is_of_user(team.workflow) else None
-        self._code = {
-            **{
-                f"agents.{agent.name}.reply": compute_fingerprint(agent.reply)
-                for agent in team.agents
-                if agent.reply is not None
-            },
-            **{
-                f"{owner or 'team'}.rewards[{position}]": compute_fingerprint(function)
-                for owner, functions in rewards.items()
-                for position, function in enumerate(functions)
-            },
-        }
+        functions = {f"agents.{agent.name}.reply": agent.reply for agent in team.agents if agent.reply is not None}
+        for owner, of_owner in rewards.items():
+            functions |= {f"{owner or 'team'}.rewards[{index}]": item for index, item in enumerate(of_owner)}
+        self._code = {name: compute_fingerprint(function) for name, function in functions.items()}
         # Now, because no process may have whole weights later
         self._base_weights = hash_of_weights(model) if team.policies.has_adapters else None
 
     def collect(self) -> dict[str, Any]:
-        """Settings by part, JSON-serializable."""
-        args = self._args
+        args, has_critic = self._args, self._critic is not None
+        code = {"code": self._workflow_code} if self._workflow_code is not None else {}
         parts: dict[str, Any] = {
             "agents": {agent.name: self._policies.get_adapter(agent.name) for agent in self._agents},
             "adapters": self._adapters(),
-            "critic": {name: getattr(args, name) for name in _OF_CRITIC}
-            if self._critic is not None
-            else {"critic": None},
+            "critic": {name: getattr(args, name) for name in _OF_CRITIC} if has_critic else {"critic": None},
             "optimizer": {"optim": str(getattr(args.optim, "value", args.optim))},
             "seed": {name: getattr(args, name, None) for name in _OF_ORDER},
-            "workflow": {**self._describe_workflow(), "team": [agent.name for agent in self._agents]},
+            "workflow": {**self._workflow.describe(), **code, "team": [agent.name for agent in self._agents]},
             "batch": {name: getattr(args, name) for name in _OF_BATCHES},
             "processes": {"count": self._num_processes},
             "versions": {name: installed_version(name) for name in _PACKAGES},
             "tunable": without_secrets(self._tunables()),
         }
         if self._slow is None:
-            self._slow = self._describe_base_and_data()
+            base = self._base()
+            kind = {"config": base.config_hash, "quantization": base.quantization, "weights": self._base_weights}
+            tokenizer = {"vocabulary": base.tokenizer_hash, "chat_template": base.chat_template_hash}
+            self._slow = {"base": kind, "tokenizer": tokenizer, "dataset": dataset_hash(self._dataset)}
         return json.loads(json.dumps({**parts, **self._slow}, default=str))
-
-    def _describe_base_and_data(self) -> dict[str, Any]:
-        base = self._base()
-        return {
-            "base": {"config": base.config_hash, "quantization": base.quantization, "weights": self._base_weights},
-            "tokenizer": {"vocabulary": base.tokenizer_hash, "chat_template": base.chat_template_hash},
-            "dataset": dataset_hash(self._dataset),
-        }
-
-    def _describe_workflow(self) -> dict[str, Any]:
-        """Its description, and for a class outside of this package a hash of its source."""
-        described = dict(self._workflow.describe())
-        if self._workflow_code is not None:
-            described["code"] = self._workflow_code
-        return described
 
     def _adapters(self) -> dict[str, Any]:
         if not self._policies.has_adapters:
@@ -146,10 +123,9 @@ class RunSettings:
             if item.name not in (*_NOT_RECORDED, *_OF_BATCHES, *_OF_ORDER, *_OF_CRITIC, "optim")
         }
         for agent in self._agents:
-            spec = {
-                name: value for name, value in agent.to_dict().items() if name not in ("name", "adapter", "trainable")
-            }
-            recorded |= {f"agents.{agent.name}.{name}": plain(value) for name, value in spec.items()}
+            for name, value in agent.to_dict().items():
+                if name not in ("name", "adapter", "trainable"):
+                    recorded[f"agents.{agent.name}.{name}"] = plain(value)
         recorded |= self._code
         recorded["reward_weights"] = self._weights
         recorded["view"] = callable_name(self._view())
@@ -179,8 +155,7 @@ def plain(value: Any) -> Any:
 def compute_fingerprint(function: Any) -> str:
     """
     Name of a function with a hash of its source and of what it was made with: defaults, arguments of
-    `functools.partial`, variables of the function that returned it, as far as these are plain values or functions.
-    Models have a name alone.
+    `functools.partial`, variables of the function that returned it (plain values, functions). Models: the name alone.
     """
     if isinstance(function, (str, nn.Module)):
         return function if isinstance(function, str) else type(function).__name__
@@ -241,8 +216,7 @@ ACCEPTABLE = {
     "batch": "the position in the dataset is stored as a number of batches of a different size",
     "processes": "random states and rows in use cannot be redistributed to a different number of processes",
 }
-# Parts that cannot be accepted: the state would not fit
-_FIXED = ("agents", "adapters", "critic", "optimizer")
+_FIXED = ("agents", "adapters", "critic", "optimizer")  # parts that cannot be accepted: the state would not fit
 _UNKNOWN = "(not recorded)"
 
 
@@ -288,10 +262,7 @@ def check_same_team(saved: Collection[str], present: Collection[str], folder: An
 def check_structure(
     saved: Mapping[str, Any], present: Mapping[str, Any], accept: Collection[str], folder: Any
 ) -> list[str]:
-    """
-    Compare what gives the state of a checkpoint its meaning. Returns a line for each accepted difference. Raises
-    `ValueError` with a table of then and now for differences that the user has not announced.
-    """
+    """Return a line for each accepted difference. Raises `ValueError` with a table of the others, then and now."""
     refused, accepted = [], []
     for part in (*_FIXED, *ACCEPTABLE, "versions"):
         differences = list(_differences(part, saved.get(part), present.get(part)))

@@ -94,10 +94,7 @@ class Signals:
 
 
 class Run(TrainerCallback):
-    """
-    The course of a run, from the choice of a checkpoint to its end. `try_out` raises for what could not be saved,
-    `checkpoint_size` is in bytes, and `clean_up` is called when training ends, in whatever way.
-    """
+    """The course of a run. `try_out` raises for what could not be saved; `clean_up` is called when training ends."""
 
     def __init__(
         self,
@@ -105,19 +102,16 @@ class Run(TrainerCallback):
         args: MARFTConfig,
         processes: Processes,
         save: Callable[[], None],
-        checkpoint_size: Callable[[], int],
+        checkpoint_size: int,
         try_out: Callable[[], None],
-        clean_up: Callable[[], None] = lambda: None,
+        clean_up: Callable[[], None],
     ):
         self._checkpoints, self._args, self._processes, self._save = checkpoints, args, processes, save
         self._checkpoint_size, self._try_out, self._clean_up = checkpoint_size, try_out, clean_up
-        self._signals = Signals(args.save_strategy != SaveStrategy.NO)
+        self._saves = args.save_strategy != SaveStrategy.NO
+        self._signals = Signals(self._saves)
         self._stopped_by, self._resumes = 0, False
         self._began: float | None = None  # when the present step began
-
-    @property
-    def _saves(self) -> bool:
-        return self._args.save_strategy != SaveStrategy.NO
 
     @contextlib.contextmanager
     def training(self, resume_from_checkpoint: str | bool | Path | None) -> Iterator[str | None]:
@@ -130,7 +124,7 @@ class Run(TrainerCallback):
             with self._processes.failing_together():
                 if self._args.should_save:
                     stack.enter_context(folder.held())
-                    folder.check_space(self._checkpoint_size())
+                    folder.check_space(self._checkpoint_size)
                     self._check_can_save()
             self._check_shared()
             checkpoint = self._checkpoints.choose(resume_from_checkpoint)
@@ -138,7 +132,9 @@ class Run(TrainerCallback):
             try:
                 with exiting_forked_children():
                     yield checkpoint
-                self._end_after_all()
+                # For a signal after the last step, for example while a checkpoint was pushed
+                if received := self._agreed_signal():
+                    raise RunInterrupted(received, f"Received {signal.Signals(received).name} after the last step.")
             except Exception as error:
                 if self._processes.is_shared(error):
                     self._save_after(error)
@@ -167,13 +163,6 @@ class Run(TrainerCallback):
             with processes.failing_together():
                 folder.check_mark(name)
 
-    def _end_after_all(self) -> None:
-        """Raise for a signal that came after the last step, for example while a checkpoint was pushed."""
-        received = self._agreed_signal()
-        if received:
-            name = signal.Signals(received).name
-            raise RunInterrupted(received, f"Received {name} after the last step.")
-
     def _agreed_signal(self) -> int:
         received = torch.tensor([self._signals.received], dtype=torch.float64)
         return int(self._processes.max(received).item())
@@ -193,19 +182,9 @@ class Run(TrainerCallback):
             logger.warning(note)
             error.add_note(note)
 
-    def _how_to_go_on(self, newest_complete: Path | None) -> str:
-        if newest_complete is None:
-            return (
-                "Nothing was saved (`save_strategy='no'`), so the next run starts at step 1. Set "
-                "`save_strategy='steps'` to be able to resume."
-            )
-        way = "Run the same command again" if self._resumes else "Call `train(resume_from_checkpoint=True)`"
-        return f"It is saved in {newest_complete}. {way} to resume from it."
-
     # ---- Called by the Trainer ----
 
     def is_over(self, state: TrainerState) -> bool:
-        """Whether all steps are done, before a pass over the data."""
         if state.global_step >= state.max_steps:
             logger.info(f"All {state.max_steps} steps are already done; there is nothing to train.")
         return state.global_step >= state.max_steps
@@ -229,10 +208,6 @@ class Run(TrainerCallback):
             control.should_save = self._saves
             control.should_training_stop = True
 
-    def after_log(self) -> None:
-        """The metrics of the step have been logged. An evaluation, which comes next, may fail."""
-        self._checkpoints.record_after_log()
-
     def after_step(self) -> None:
         """The step is complete, with logs, evaluation and checkpoint. Raises `RunInterrupted` after a signal."""
         if self._stopped_by:
@@ -240,9 +215,14 @@ class Run(TrainerCallback):
             if self._saves and not self._checkpoints.has_current_checkpoint():
                 self._save()  # an evaluation has decided against it
             newest = self._checkpoints.folder.newest_complete() if self._args.should_save else None
-            message = (
-                f"Training was stopped by {name} after step {self._checkpoints.step}. {self._how_to_go_on(newest)}"
-            )
+            way = "Run the same command again" if self._resumes else "Call `train(resume_from_checkpoint=True)`"
+            next_start = f"It is saved in {newest}. {way} to resume from it."
+            if newest is None:
+                next_start = (
+                    "Nothing was saved (`save_strategy='no'`), so the next run starts at step 1. Set "
+                    "`save_strategy='steps'` to be able to resume."
+                )
+            message = f"Training was stopped by {name} after step {self._checkpoints.step}. {next_start}"
             if self._processes.is_main:
                 logger.warning(message)
             raise RunInterrupted(self._stopped_by, message)

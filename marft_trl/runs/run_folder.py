@@ -27,8 +27,7 @@ from ..system.files import sync_folder, write_atomically
 logger = logging.getLogger(__name__)
 
 COMMIT_NAME = "marft_commit.json"
-# The commit of a checkpoint that is being written or removed
-OPEN_NAME = "marft_commit.json.open"
+OPEN_NAME = "marft_commit.json.open"  # the commit of a checkpoint that is being written or removed
 FORMAT = 1
 
 
@@ -42,8 +41,6 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Commit:
-    """Contents of the commit of a checkpoint."""
-
     run: str  # id of the run that wrote the checkpoint
     step: int
     files: dict[str, list] = field(default_factory=dict)  # size in bytes and SHA-256, by path in the checkpoint
@@ -61,7 +58,8 @@ def commit(folder: str | Path, run: str, step: int, settings: Mapping[str, Any])
     """Complete a checkpoint of all processes. Its files are made durable before the commit appears under its name."""
     folder = Path(folder)
     files = {}
-    for path in _list_files(folder):
+    own = {folder / COMMIT_NAME, folder / OPEN_NAME}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path not in own):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         files[path.relative_to(folder).as_posix()] = [path.stat().st_size, _sha256(path)]
@@ -84,33 +82,25 @@ def verify(folder: str | Path) -> Commit:
     folder = Path(folder)
     commit_ = read_commit(folder)
     try:
-        _check_files(folder, commit_)
+        for name, (size, digest) in commit_.files.items():
+            path = folder / name
+            if not path.is_file():
+                raise DamagedCheckpoint(f"{folder}: {name} is missing.")
+            actual = path.stat().st_size
+            if actual != size:
+                raise DamagedCheckpoint(f"{folder}: {name} has {actual} bytes, but {size} were written.")
+            if _sha256(path) != digest:
+                raise DamagedCheckpoint(f"{folder}: {name} has changed since it was written (its SHA-256 differs).")
     except OSError as error:
         raise DamagedCheckpoint(f"{folder}: a file cannot be read ({error}).") from error
     return commit_
 
 
-def _check_files(folder: Path, commit_: Commit) -> None:
-    for name, (size, digest) in commit_.files.items():
-        path = folder / name
-        if not path.is_file():
-            raise DamagedCheckpoint(f"{folder}: {name} is missing.")
-        actual = path.stat().st_size
-        if actual != size:
-            raise DamagedCheckpoint(f"{folder}: {name} has {actual} bytes, but {size} were written.")
-        if _sha256(path) != digest:
-            raise DamagedCheckpoint(f"{folder}: {name} has changed since it was written (its SHA-256 differs).")
-
-
 def is_remainder(folder: str | Path, run: str) -> bool:
     """`True` for what a killed run has left of a checkpoint that it was writing or removing."""
-    folder = Path(folder)
-    if (folder / COMMIT_NAME).exists():
-        return False
-    try:
-        return _read(folder / OPEN_NAME).run == run
-    except DamagedCheckpoint:
-        return False
+    with contextlib.suppress(DamagedCheckpoint):
+        return not Path(folder, COMMIT_NAME).exists() and _read(Path(folder, OPEN_NAME)).run == run
+    return False
 
 
 def remove(folder: str | Path) -> None:
@@ -119,15 +109,9 @@ def remove(folder: str | Path) -> None:
     if (folder / COMMIT_NAME).exists():
         os.replace(folder / COMMIT_NAME, folder / OPEN_NAME)
         sync_folder(folder)
-    later = [path for path in folder.iterdir() if path.name != OPEN_NAME]
-    for path in later:
+    for path in [path for path in folder.iterdir() if path.name != OPEN_NAME]:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     shutil.rmtree(folder)
-
-
-def _list_files(folder: Path) -> list[Path]:
-    own = {folder / COMMIT_NAME, folder / OPEN_NAME}
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path not in own)
 
 
 def _sha256(path: Path) -> str:
@@ -170,16 +154,14 @@ def _read(path: Path) -> Commit:
         raise DamagedCheckpoint(f"{path.parent}: {path.name} cannot be read ({type(error).__name__}).") from error
 
 
-# Names that begin with `_` are not uploaded to the Hub
-RUN_NAME = "_marft_run.json"
+RUN_NAME = "_marft_run.json"  # names that begin with `_` are not uploaded to the Hub
 LOCK_NAME = "_marft_run.lock"
 # Seconds after which a file that one node has written is seen by another, on slow network file systems
 _SEEN_WITHIN = 10.0
 _PREFIX = "checkpoint-"
 # A checkpoint that is written again keeps the previous folder under this name until the new one is complete
 _KEPT = "_previous-checkpoint-"
-# A checkpoint after the step that the run has resumed from
-_ASIDE = "_aside-"
+_ASIDE = "_aside-"  # a checkpoint after the step that the run has resumed from
 
 
 # A lock that is only a file would stay after a kill; versions of filelock that know of it can do without
@@ -196,14 +178,9 @@ class RunFolder:
         self._lock: FileLock | None = None
         self._held: tuple[int, int] | None = None  # device and inode of the locked file
 
-    # ---- The run ----
-
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """
-        Context manager: no other process trains into the folder. The system releases it when the process ends. Raises
-        `CheckpointError` if another run uses the folder, or if it cannot be written to.
-        """
+        """Context manager: no other process trains into the folder. The system releases it when the process ends."""
         self.probe()
         self._take_lock()
         try:
@@ -217,9 +194,11 @@ class RunFolder:
             self._lock.acquire(timeout=0)
             self._held = self._locked_file()
         except Timeout:
+            facts = self._facts()
+            holder = f"process {facts.get('pid')} on {facts.get('host')}, since {facts.get('since')}"
             raise CheckpointError(
-                f"{self.path} is in use by another run ({self._holder()}). Two runs in one folder would overwrite "
-                "each other's checkpoints: wait for it, end it, or set another `output_dir`."
+                f"{self.path} is in use by another run ({holder if facts else 'unknown'}). Two runs in one folder "
+                "would overwrite each other's checkpoints: wait for it, end it, or set another `output_dir`."
             ) from None
         except (OSError, NotImplementedError) as error:  # a file system without locks
             logger.warning(f"Could not lock {self.path} ({error}). Make sure that no other run writes into it.")
@@ -295,10 +274,7 @@ class RunFolder:
             )
 
     def start(self, is_intended: bool = True) -> None:
-        """
-        Begin a new run, as the user has asked (`is_intended`), or else because there was nothing to resume from.
-        Checkpoints of other runs stay.
-        """
+        """Begin a new run, as the user asked (`is_intended`) or because there was nothing to resume from."""
         others = [folder.name for folder in self.checkpoints()]
         if others and is_intended:
             logger.warning(
@@ -334,14 +310,6 @@ class RunFolder:
         except (OSError, ValueError):
             return {}
 
-    def _holder(self) -> str:
-        facts = self._facts()
-        if not facts:
-            return "unknown"
-        return f"process {facts.get('pid')} on {facts.get('host')}, since {facts.get('since')}"
-
-    # ---- Checkpoints ----
-
     def checkpoints(self) -> list[Path]:
         """Folders of checkpoints, complete or not, in the order of their steps."""
         folders = [path for path in self.path.glob(f"{_PREFIX}*") if path.is_dir() and _parse_step(path) is not None]
@@ -370,9 +338,10 @@ class RunFolder:
         """Restore the previous folder of a checkpoint that was being written again when the run was killed."""
         for kept in self.path.glob(f"{_KEPT}*"):
             folder = kept.with_name(kept.name.replace(_KEPT, _PREFIX, 1))
-            if _is_intact(folder):
+            try:
+                verify(folder)
                 shutil.rmtree(kept, ignore_errors=True)
-            else:
+            except DamagedCheckpoint:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.replace(kept, folder)
 
@@ -416,16 +385,12 @@ class RunFolder:
         return next((folder for folder in reversed(self.checkpoints()) if self._is_own(folder)), None)
 
     def _is_own(self, folder: Path) -> bool:
-        try:
+        with contextlib.suppress(DamagedCheckpoint):
             return read_commit(folder).run == self.run
-        except DamagedCheckpoint:
-            return False
+        return False
 
     def rotate(self, limit: int | None, best: str | Path | None = None) -> None:
-        """
-        Remove the oldest complete checkpoints of this run, and what killed runs have left of others. `limit`
-        checkpoints stay, and always the best and the newest.
-        """
+        """Remove remainders, and the oldest checkpoints of this run but for `limit`, the best and the newest."""
         for folder in self.checkpoints():
             if is_remainder(folder, self.run):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -437,14 +402,6 @@ class RunFolder:
         for folder in spare[: max(len(spare) - max(limit - len(kept), 0), 0)]:
             logger.info(f"Removing {folder}: `save_total_limit` is {limit}.")
             remove(folder)
-
-
-def _is_intact(folder: Path) -> bool:
-    try:
-        verify(folder)
-    except DamagedCheckpoint:
-        return False
-    return True
 
 
 def _parse_step(folder: Path) -> int | None:

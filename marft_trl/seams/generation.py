@@ -43,10 +43,8 @@ def find_capture_obstacle(model: Any) -> str | None:
 
 def captured(run: Callable[[], torch.Tensor], memory: GraphMemory) -> Callable[[], torch.Tensor]:
     """
-    Capture the kernels of a function as a graph (PyTorch 2.13), and return a function that replays them.
-
-    The result has the same address each time. The function must not wait for the device. Raises a `RuntimeError` if it
-    does, or if memory runs out.
+    Capture the kernels of a function as a graph (PyTorch 2.13), and return a function that replays them, with a result
+    at the same address. Raises a `RuntimeError` if the function waits for the device, or memory runs out.
     """
     graph, stream = torch.cuda.CUDAGraph(), memory.stream
     # A thread may have another device than that of the model, where nothing would be captured
@@ -111,11 +109,8 @@ def forward_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[None
 def generating_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[None]:
     """
     Context manager: `generate` of a PEFT model (0.21) computes in the precision of training (`dtype`), if the base has
-    this precision.
-
-    `generate` bypasses the forward pass that accelerate (1.15) casts, so adapters would compute in float32, and every
-    layer would cast back and forth for every token. A base in float32 is left alone, as in `GRPOTrainer`: it would be
-    cast again for every token.
+    it. `generate` bypasses the forward pass that accelerate (1.15) casts, so adapters would compute in float32. A base
+    in float32 is left alone, as in `GRPOTrainer`: it would be cast again for every token.
     """
     is_meant = dtype is not None and isinstance(model, PeftModel) and model.get_base_model().dtype == dtype
     with torch.autocast(model.device.type, dtype=dtype) if is_meant else contextlib.nullcontext():
@@ -138,13 +133,11 @@ def get_pad_token(config: GenerationConfig) -> torch.Tensor | None:
 class TrlEngine:
     """
     Generation by `GRPOTrainer._generate_single_turn` (TRL 1.16), which reads settings from attributes of the trainer,
-    so those of an agent are set for each call.
-
-    With a sharded base, `synced_gpus` of `generate` (transformers 5.23) is off, because processes call it unequally
-    often; [`~marft_trl.extras.engines.fsdp2.LockStep`] keeps their passes in step.
+    so those of an agent are set for each call. `general` are settings for an agent that sets none itself. With a
+    sharded base, `synced_gpus` of `generate` (transformers 5.23) is off, because processes call it unequally often;
+    [`~marft_trl.extras.engines.fsdp2.LockStep`] keeps their passes in step.
     """
 
-    # `general`: settings for an agent that sets none itself
     def __init__(self, trainer: GRPOTrainer, general: Mapping[str, Any]):
         self._trainer, self._general = trainer, dict(general)
         self._wrapped, self._unwrapped = None, None

@@ -59,7 +59,6 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 logger = get_logger(__name__)
 
-
 # The lowest version that works, and the newest that the tests have run with.
 TESTED = {
     "trl": ("1.16", "1.16"),

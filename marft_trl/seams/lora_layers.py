@@ -23,11 +23,9 @@ PLAIN_LORAS = ("Linear", "Linear4bit", "Linear8bitLt")
 
 class MixedLora:
     """
-    Passes in which each row goes through the LoRA of its own adapter.
-
-    PEFT (0.21) refuses `adapter_names` in training mode, and runs the LoRAs of a layer one after the other. Here the
-    matrices of all adapters are stacked, padded with zeros to the largest rank, and multiplied at once. This does not
-    work with gradient checkpointing, which runs forward passes again later.
+    Passes in which each row goes through the LoRA of its own adapter. PEFT (0.21) refuses `adapter_names` in training
+    mode, and runs the LoRAs of a layer one after the other. Here the matrices of all adapters are stacked, padded to
+    the largest rank, and multiplied at once. Not with gradient checkpointing, which runs forward passes again.
     """
 
     def __init__(self, model: PeftModel):
@@ -96,7 +94,10 @@ class MixedLora:
 
     def _forward(self, layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         result = layer.base_layer(x, *args, **kwargs)
-        matrices = self._matrices(layer)
+        kept = self._stacked.get(id(layer))
+        if kept is None or kept[0] != self._names:  # only the latest are kept, as their order changes often
+            kept = self._stacked[id(layer)] = (self._names, self._stack(layer))
+        matrices = kept[1]
         if matrices is None:
             return result
         if self._which is None or x.dim() != 3 or x.size(0) != len(self._which):
@@ -109,16 +110,12 @@ class MixedLora:
             dropped = dropped.to(down.dtype)
         return (result + self._change(dropped, down, up)).to(result.dtype)
 
-    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Adapter and place of each row, copied to a device once for all layers and tokens of a pass."""
-        if device not in self._placed:
-            which, slots = cast(torch.Tensor, self._which), self._slots
-            self._placed[device] = which.to(device), None if slots is None else slots.to(device)
-        return self._placed[device]
-
     def _change(self, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """What LoRAs add to the rows `(B, S, in)` of a layer, `(B, S, out)`."""
-        (count, length), (which, slots) = x.shape[:2], self._on(x.device)
+        if x.device not in self._placed:  # once for all layers and tokens of a pass
+            which, slots = cast(torch.Tensor, self._which), self._slots
+            self._placed[x.device] = which.to(x.device), None if slots is None else slots.to(x.device)
+        (count, length), (which, slots) = x.shape[:2], self._placed[x.device]
         if slots is None:  # equally many rows of each adapter stand together
             together = x.reshape(len(self._names), -1, x.size(-1))
             return torch.bmm(torch.bmm(together, down), up).view(count, length, -1)
@@ -129,14 +126,8 @@ class MixedLora:
         found = torch.bmm(torch.bmm(together, down), up).view(spread.size(0), length, -1)
         return found.index_select(0, slots)
 
-    def _matrices(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """LoRAs of a layer, `(K, in, r)` and `(K, r, out)`; only the latest are kept, as their order changes often."""
-        kept = self._stacked.get(id(layer))
-        if kept is None or kept[0] != self._names:
-            kept = self._stacked[id(layer)] = (self._names, self._stack(layer))
-        return kept[1]
-
     def _stack(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """LoRAs of a layer, `(K, in, r)` and `(K, r, out)`; `None` if it has none."""
         present = [name for name in self._names if name in layer.lora_A]
         if not present:
             return None
@@ -171,15 +162,12 @@ _ROUNDING = 4.0
 
 class DecodingLayers:
     """
-    LoRAs and norms of a model, computed with fewer kernels while tokens are decoded without gradients.
+    LoRAs and norms of a model, computed with fewer kernels while tokens are decoded without gradients: for a few rows,
+    launching kernels takes most of a GPU's time. PEFT (0.21) takes six for a LoRA. Here adapters are copied in the
+    precision of the activations with their scale multiplied in, layers with the same input share the first product,
+    and the second adds to the output in place. A norm of transformers (5.23) takes eight kernels, and `rms_norm` one.
 
-    For a few rows, launching kernels takes most of a GPU's time. PEFT (0.21) takes six for a LoRA. Here adapters are
-    copied in the precision of the activations with their scale multiplied in, layers with the same input share the
-    first product, and the second adds to the output in place. A norm of transformers (5.23) takes eight kernels, and
-    `rms_norm` one.
-
-    The copies keep their addresses, so a captured graph stays valid when an adapter changes. Results differ from
-    PEFT's by rounding.
+    The copies keep their addresses, so a captured graph stays valid when an adapter changes.
     """
 
     def __init__(self, model: Callable[[], Any]):
@@ -192,8 +180,7 @@ class DecodingLayers:
         """Context manager: use these layers. Yields a key of the addresses of weights; `None` if they may change."""
         patched: list[nn.Module] = []
         try:
-            key = self._patch(patched)
-            yield key
+            yield self._patch(patched)
         finally:
             for module in patched:
                 del module.forward
@@ -272,12 +259,10 @@ class _Pack:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the current weights."""
         torch._foreach_copy_(self._targets, self._weights())
         torch._foreach_mul_(self._targets[1::2], [float(layer.scaling[self._adapter]) for layer in self._order])
 
     def forget(self) -> None:
-        """Drop the product of the latest inputs."""
         for group in self._groups:
             group.source = group.product = None
 

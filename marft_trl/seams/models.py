@@ -28,8 +28,6 @@ from .swapping import swapped, swapped_in_module
 
 logger = get_logger(__name__)
 
-# ---- TRL: the head ----
-
 
 class ScoringTemperature:
     """Switches the temperature that TRL's fused LM head (1.16) builds into the forward pass of a model."""
@@ -62,10 +60,7 @@ class ScoringTemperature:
 
 
 def fused_head(model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tensor) -> Any:
-    """
-    Output of TRL's fused LM head (1.16) for hidden states `(N, H)` and the tokens `(N,)` that they predict. The
-    backbone returns these states during the call, and hooks of passes do not run.
-    """
+    """TRL's fused LM head (1.16) on hidden states `(N, H)` of tokens `(N,)`. The backbone returns them, no hooks."""
     with _with_states(model, hidden):
         return model(shift_labels=tokens.unsqueeze(0), fused_lm_head=True)
 
@@ -107,11 +102,9 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
     """
-    Compare TRL's fused LM head (1.16) with the model's own logits for the same hidden states.
-
-    The fused head knows a product, a scale and a cap of the logits. A model with another head, such as RoBERTa's,
-    would be trained on other log-probabilities than those that it samples with. Raises a `ValueError` if they differ
-    by more than the precision of the weights explains, or if the model has no backbone.
+    Compare TRL's fused LM head (1.16), which knows a product, a scale and a cap, with the model's own logits. A model
+    with another head, such as RoBERTa's, would be trained on other log-probabilities than those that it samples with.
+    Raises a `ValueError` if they differ by more than the precision explains, or if the model has no backbone.
     """
     if model.base_model is model:
         raise ValueError(
@@ -144,9 +137,6 @@ def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
         )
 
 
-# ---- transformers ----
-
-
 @contextlib.contextmanager
 def checkpointing_with_caches(backbone: nn.Module) -> Iterator[None]:
     """
@@ -168,9 +158,6 @@ def get_commit(config: Any) -> str | None:
     return getattr(config, "_commit_hash", None)
 
 
-# ---- PEFT and bitsandbytes ----
-
-
 def is_checkpointing(model: Any) -> bool:
     """Whether a model checkpoints gradients. transformers renamed the property in 5.23."""
     name = "is_activation_checkpointing"
@@ -181,8 +168,7 @@ class AdapterLayers:
     """
     The layers of a model that hold its adapters, used instead of the model for `set_adapter`, `set_requires_grad` and
     `disable_adapter` of PEFT (0.21), which visit every module and parameter: 20 to 60 ms for 28 layers, several times
-    a pass. Here, only what changes is set. Layers that do more than hold adapters, such as whole trained modules, are
-    left to PEFT.
+    a pass. Layers that do more than hold adapters, such as whole trained modules, are left to PEFT.
     """
 
     def __init__(self, model: PeftModel):
@@ -214,10 +200,9 @@ class AdapterLayers:
         if not self._are_plain or any(layer.merged_adapters for layer in layers):
             set_adapter(self, adapter, inference_mode=True, layer_cls=tuner.tuner_layer_cls)
             return
-        active = [adapter]
         for layer in layers:
-            if layer._active_adapter != active:
-                layer._active_adapter = list(active)
+            if layer._active_adapter != [adapter]:
+                layer._active_adapter = [adapter]
 
     def set_requires_grad(self, adapters: Sequence[str], requires_grad: bool) -> None:
         layers = list(self.modules())
@@ -272,9 +257,7 @@ def _places(layer: Any, adapter: str) -> Iterator[tuple[dict[str, Any], str]]:
             yield holder._parameters, adapter
             continue
         for module in holder[adapter].modules():
-            yield from (
-                (module._parameters, name) for name, parameter in module._parameters.items() if parameter is not None
-            )
+            yield from ((module._parameters, name) for name, p in module._parameters.items() if p is not None)
 
 
 def expert_parameters(base: PreTrainedModel) -> set[str]:
@@ -286,10 +269,7 @@ def expert_parameters(base: PreTrainedModel) -> set[str]:
 
 @contextlib.contextmanager
 def without_adapter_name_warning() -> Iterator[None]:
-    """
-    Context manager: silence the warning of PEFT (0.21) about adapter names that are part of "lora_", such as "a". They
-    are saved and loaded correctly; [`add_adapters`] refuses names that are not.
-    """
+    """Silence the warning of PEFT (0.21) about names within "lora_", such as "a"; [`add_adapters`] checks names."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Adapter name .* should not be contained in the prefix")
         yield
@@ -310,12 +290,9 @@ def without_bitsandbytes(model: Any) -> Iterator[None]:
 
 def keep_4bit_weights(model: nn.Module) -> None:
     """
-    Keep the 4-bit layers of a model on the CPU as they were loaded.
-
-    On a CPU with AVX512-BF16, bitsandbytes (0.50, since bitsandbytes#1804) repacks the weights of a `Linear4bit` at
-    its first pass in evaluation mode without gradients. From then on the layer computes in bfloat16, whatever its
-    compute dtype, also in training mode, so log-probabilities would depend on the machine. The layer's own switch
-    turns this off.
+    Keep the 4-bit layers of a model on the CPU as they were loaded. With AVX512-BF16, bitsandbytes (0.50, since
+    bitsandbytes#1804) repacks the weights of a `Linear4bit` at its first pass in evaluation mode without gradients.
+    From then on it computes in bfloat16, so log-probabilities would depend on the machine.
     """
     if not getattr(model, "is_loaded_in_4bit", False):
         return

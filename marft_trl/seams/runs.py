@@ -22,14 +22,8 @@ from trl.trainer.utils import RepeatSampler
 from .swapping import swapped, swapped_in_module
 
 
-# ---- The order of the rows ----
-
-
 class EpochSampler(RepeatSampler):
-    """
-    TRL's `RepeatSampler` (1.16) whose order depends on the epoch alone, so that a resumed run finds the order of its
-    epoch (transformers#40691). An uninterrupted run gets upstream's order.
-    """
+    """TRL's `RepeatSampler` (1.16), whose order depends on the epoch alone: for resumed runs (transformers#40691)."""
 
     @classmethod
     def from_sampler(cls, sampler: RepeatSampler, phases: int) -> EpochSampler:
@@ -53,10 +47,8 @@ class EpochSampler(RepeatSampler):
 
 
 def begin_pass(order: EpochSampler | None, epoch: int) -> None:
-    """
-    Set the epoch of an `EpochSampler`, if there is one. `Trainer._run_epoch` (transformers 5.24) does not reach the
-    sampler where several processes resume within an epoch (accelerate#4071, accelerate#4233).
-    """
+    # `Trainer._run_epoch` (transformers 5.24) does not reach the sampler where several processes resume within an
+    # epoch (accelerate#4071, accelerate#4233)
     if order is not None:
         order.set_epoch(epoch)
 
@@ -84,9 +76,6 @@ class EndlessStream(torch.utils.data.IterableDataset):
                 )
 
 
-# ---- Saving and resuming ----
-
-
 def checkpoint_folder(trainer: GRPOTrainer, trial: Any) -> Path:
     """Folder that `Trainer._save_checkpoint` (transformers 5.23) is about to write. It has no public name."""
     return Path(trainer._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
@@ -94,9 +83,7 @@ def checkpoint_folder(trainer: GRPOTrainer, trial: Any) -> Path:
 
 @contextlib.contextmanager
 def saving_only(trainer: GRPOTrainer) -> Iterator[None]:
-    """
-    `Trainer._save_checkpoint` (transformers 5.23) only saves: its checkpoint may be incomplete on other processes.
-    """
+    """`Trainer._save_checkpoint` (transformers 5.23) only saves: other processes may not be ready yet."""
     args = trainer.args
     # With a best metric, upstream waits for all processes in the middle, where one may have failed already
     alone = swapped_in_module(torch.distributed, {"barrier": lambda *arguments, **named: None})
@@ -117,10 +104,7 @@ def saving_adapters_alone(trainer: GRPOTrainer, names: Sequence[str]) -> context
 
 
 def keeping_checkpoints(trainer: GRPOTrainer) -> contextlib.AbstractContextManager[None]:
-    """
-    Context manager: `Trainer._finalize_training` (transformers 5.23) removes no checkpoint. With a limit of 1 it would
-    keep only the best one (transformers#35070), and a restarted run would repeat the steps after it.
-    """
+    """`Trainer._finalize_training` (transformers 5.23) keeps all checkpoints, also the newest (transformers#35070)."""
     return swapped(trainer.args, {"save_total_limit": None})
 
 
@@ -157,9 +141,6 @@ def restart_schedule(scheduler: Any, rates: Sequence[float]) -> bool:
     return True
 
 
-# ---- Processes ----
-
-
 class _PartialStateWithTimeout(PartialState):
     def __init__(self, cpu: bool = False, **kwargs: Any):
         super().__init__(cpu, **{**_TIMEOUT, **kwargs})
@@ -185,10 +166,7 @@ def use_one_device(args: TrainingArguments) -> None:
 
 
 def step_without_gradients(scaler: Any) -> None:
-    """
-    Let a gradient scaler (PyTorch 2.13) accept a step in which no parameter has a gradient, which it takes for an
-    error. `target_kl` may stop all adapters, and on a process no agent may have spoken.
-    """
+    """Let a gradient scaler (PyTorch 2.13) accept a step without gradients, as if `target_kl` stops all adapters."""
     step, update = scaler.step, scaler.update
     had_gradients = True
 

@@ -35,16 +35,22 @@ class WholeAdapters:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, adapters: Iterable[nn.Parameter]):
         self._accelerator, plugin = accelerator, accelerator.state.fsdp_plugin
-        plugin.ignored_modules = _owners(model, [*adapters, *_between_layers(model)])
+        whole = {id(parameter) for parameter in [*adapters, *_between_layers(model)]}
+        plugin.ignored_modules = [
+            module for module in model.modules() if any(id(item) in whole for item in module.parameters(recurse=False))
+        ]
         if plugin.cpu_ram_efficient_loading:
-            _send(model, accelerator.device)
+            with torch.no_grad():  # from the first process, in place and one by one
+                for tensor in [*model.parameters(), *model.buffers()]:
+                    sent = tensor.data.to(accelerator.device)
+                    torch.distributed.broadcast(sent, src=0)
+                    tensor.data.copy_(sent)
             plugin.cpu_ram_efficient_loading = False
         self._whole = plugin.ignored_modules
         self._shard, self._prepare = accelerator._prepare_fsdp2, accelerator.prepare
         accelerator._prepare_fsdp2, accelerator.prepare = self._shard_model, self.prepare
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace `Accelerator.prepare`."""
         if len(args) == 1 and isinstance(args[0], nn.Module):
             return self._shard_model(*args)[0]
         return self._prepare(*args, **kwargs)
@@ -71,7 +77,6 @@ def names_of_layers(model: nn.Module) -> list[str]:
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model, which become FSDP units."""
     names = set(model._no_split_modules)
     return [module for module in model.modules() if any(kind.__name__ in names for kind in type(module).__mro__)]
 
@@ -81,25 +86,6 @@ def _between_layers(model: nn.Module) -> list[nn.Parameter]:
     units = [*_layers(model), model.get_input_embeddings()]
     within = {id(parameter) for unit in units for parameter in unit.parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in within]
-
-
-def _owners(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Module]:
-    """Modules that hold the parameters themselves."""
-    wanted = {id(parameter) for parameter in parameters}
-    return [
-        module
-        for module in model.modules()
-        if any(id(parameter) in wanted for parameter in module.parameters(recurse=False))
-    ]
-
-
-@torch.no_grad()
-def _send(model: nn.Module, device: torch.device) -> None:
-    """Broadcast the weights and buffers of the first process, in place and one by one."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        sent = tensor.data.to(device)
-        torch.distributed.broadcast(sent, src=0)
-        tensor.data.copy_(sent)
 
 
 class ShardSizes(NamedTuple):
@@ -112,10 +98,7 @@ class ShardSizes(NamedTuple):
 def shard_sizes(
     model: nn.Module, adapters: Iterable[nn.Parameter], world: int, width: int | None = None
 ) -> ShardSizes:
-    """
-    Sizes of a base, sharded or not yet, that FSDP2 (torch 2.13) shards as in [`WholeAdapters`]. FSDP2 splits tensors
-    along the first dimension and pads the last shards.
-    """
+    """Sizes of a base that FSDP2 (torch 2.13) shards as in [`WholeAdapters`], along the first dimension, padded."""
     # `width`: bytes of a gathered element, if mixed precision changes it. Adapters do not count
     apart = {id(parameter) for parameter in adapters}
     whole = apart | {id(parameter) for parameter in _between_layers(model)}
@@ -143,13 +126,13 @@ def shard_sizes(
 
 def constants(model: nn.Module) -> int:
     """Bytes that bitsandbytes (0.50) stores with the 4-bit weights, whole on every process."""
-    tensors = []
+    size = 0
     for module in model.modules():
         state = getattr(module, "quant_state", None)  # sharded weights have none themselves
         while state is not None:
-            tensors += [item for item in (state.absmax, state.code, state.offset) if isinstance(item, torch.Tensor)]
-            state = state.state2
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            tensors = [item for item in (state.absmax, state.code, state.offset) if isinstance(item, torch.Tensor)]
+            size, state = size + sum(item.numel() * item.element_size() for item in tensors), state.state2
+    return size
 
 
 def storage_of_4bit(model: nn.Module) -> torch.dtype | None:
@@ -171,11 +154,8 @@ def is_sharded(model: nn.Module) -> bool:
 
 def with_all_layers(hidden: torch.Tensor, earlier: torch.Tensor, backbone: nn.Module) -> torch.Tensor:
     """
-    Return the hidden states `(B, S, H)` of a pass that reads keys and values of an earlier pass `(G, W, H)`, so that
-    the backward pass goes through all layers of both.
-
-    FSDP2 (torch 2.13) gathers a layer when a gradient of its output arrives, and the last layer of the earlier pass
-    gets none: here, it gets zeros. Without sharding, nothing changes.
+    Hidden states `(B, S, H)` of a pass that reads keys and values of an `earlier` one `(G, W, H)`, whose last layer
+    gets zeros as a gradient: FSDP2 (torch 2.13) gathers a layer when one arrives. Without sharding, nothing changes.
     """
     if not any(isinstance(module, FSDPModule) for module in backbone.modules()):
         return hidden
@@ -197,11 +177,8 @@ class _WithZeros(torch.autograd.Function):
 def gather_in_one_order(model: nn.Module) -> None:
     """
     Gather the units of a sharded model (torch 2.13) in an order that depends on the model alone: each layer prefetches
-    the next one, or in a backward pass the one before it.
-
-    By default, a unit prefetches by the order of the latest pass, so processes whose passes differ would gather
-    different units. Input embeddings with their own weights are not gathered in backward passes, which do not read
-    them.
+    the next one, or in a backward pass the one before it. By default, a unit prefetches by the order of the latest
+    pass, so processes whose passes differ would gather different units.
     """
     layers = [layer for layer in _layers(model) if isinstance(layer, FSDPModule)]
     before, after = dict(zip(layers[1:], layers, strict=False)), dict(itertools.pairwise(layers))
@@ -211,15 +188,15 @@ def gather_in_one_order(model: nn.Module) -> None:
         if isinstance(unit, FSDPModule):
             unit.set_modules_to_backward_prefetch([before.get(unit, unit)])
     embeddings = model.get_input_embeddings()
-    if isinstance(embeddings, FSDPModule):  # of their own; a head that reads them too would be the unit
+    # Backward passes do not read those with weights of their own; a head that reads them too would be the unit
+    if isinstance(embeddings, FSDPModule):
         embeddings.set_unshard_in_backward(False)
 
 
 def keep_what_is_gathered(model: nn.Module) -> None:
     """
     Let `state_dict` and `load_state_dict` leave the units of a sharded model (torch 2.13) as they are, after its first
-    pass. By default, they free gathered weights on the process that calls them, or take them for shards. Only one
-    process saves and compares adapters, and would gather more than the others in its next pass.
+    pass. By default, they free gathered weights on the one process that saves, which would gather more than others.
     """
     for module in model.modules():
         when = module._state_dict_pre_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks

@@ -24,7 +24,7 @@ from .swapping import swapped
 
 logger = get_logger(__name__)
 
-_CLIP_METRICS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"))
+CLIP_METRICS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"))
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,21 @@ class LossType:
     """Properties of a loss type of TRL."""
 
     is_row_mean: bool = False  # over the rows of a micro-batch; otherwise, the loss is divided by a number of tokens
-    supports_actions: bool = (
-        False  # whose weight in the loss does not depend on the number of tokens (but for `luspo`)
-    )
+    supports_actions: bool = False  # with weights in the loss that do not depend on lengths (but for `luspo`)
     needs_same_advantage: bool = False  # for all tokens of a turn
     metrics: tuple[str, ...] = ()  # that the loss logs
 
 
 LOSSES = {
-    "grpo": LossType(is_row_mean=True, supports_actions=True, metrics=_CLIP_METRICS),
-    "dr_grpo": LossType(is_row_mean=True, metrics=_CLIP_METRICS),
-    "dapo": LossType(metrics=_CLIP_METRICS),
-    "bnpo": LossType(metrics=_CLIP_METRICS),
+    "grpo": LossType(is_row_mean=True, supports_actions=True, metrics=CLIP_METRICS),
+    "dr_grpo": LossType(is_row_mean=True, metrics=CLIP_METRICS),
+    "dapo": LossType(metrics=CLIP_METRICS),
+    "bnpo": LossType(metrics=CLIP_METRICS),
     "cispo": LossType(metrics=("cispo_clip_ratio",)),
     "sapo": LossType(is_row_mean=True, supports_actions=True),
-    "luspo": LossType(is_row_mean=True, supports_actions=True, metrics=_CLIP_METRICS),
+    "luspo": LossType(is_row_mean=True, supports_actions=True, metrics=CLIP_METRICS),
     "vespo": LossType(needs_same_advantage=True, metrics=("vespo/phi_seq_mean",)),
 }
-
-
-# ---- TRL: the constructor ----
 
 
 def without_vllm(args: Any) -> contextlib.AbstractContextManager[None]:
@@ -62,8 +57,7 @@ def without_vllm(args: Any) -> contextlib.AbstractContextManager[None]:
 def without_reference(args: Any, enabled: bool) -> contextlib.AbstractContextManager[None]:
     """
     Context manager: `beta` is 0 and `sync_ref_model` is `False`, if enabled. `GRPOTrainer.__init__` (TRL 1.16)
-    requires an adapter named `default` for its reference, and cannot sync it (trl#4723). References of agents are the
-    initial weights of their adapters.
+    requires an adapter named `default` for its reference, and cannot sync it (trl#4723).
     """
     beta, sync = (0.0, False) if enabled else (args.beta, args.sync_ref_model)
     return swapped(args, {"beta": beta, "sync_ref_model": sync})
@@ -90,19 +84,13 @@ def without_init_kwargs_warning(enabled: bool) -> contextlib.AbstractContextMana
 
 
 def without_unscored_row_warnings() -> contextlib.AbstractContextManager[None]:
-    """
-    Context manager that drops the warnings of `GRPOTrainer._calculate_rewards` (TRL 1.16) about rows without a reward,
-    which quote the row. The metric `frac_unscored` has their fraction.
-    """
+    """Drop warnings of `GRPOTrainer._calculate_rewards` (TRL 1.16), which quote rows; `frac_unscored` counts them."""
     return _without_messages("All reward functions returned None")
 
 
 @contextlib.contextmanager
 def accepting_one_generation(config: Any) -> Iterator[None]:
-    """
-    Context manager: `GRPOConfig.__post_init__` (TRL 1.16) accepts `num_generations=1`, which is enough with a critic.
-    The checks that this skips are only about vLLM.
-    """
+    """Let `GRPOConfig.__post_init__` (TRL 1.16) accept `num_generations=1`; what this skips is only about vLLM."""
     try:
         yield
     except ValueError as error:
@@ -145,9 +133,6 @@ def configure_grpo_trainer(trainer: GRPOTrainer, beta: float, ratio: str | None)
     trainer.eos_token_ids = list(dict.fromkeys([*trainer.eos_token_ids, *end_ids]))
     if not trainer.use_vllm:
         trainer.generation_kwargs["eos_token_id"] = trainer.eos_token_ids
-
-
-# ---- TRL: the state of a run ----
 
 
 class TrlState:
@@ -230,10 +215,7 @@ class TrlState:
         self._trainer.entropy_coef, self._trainer._last_world_entropy = coefficient, entropy
 
     def capture_log_window(self) -> dict[str, Any]:
-        """
-        Return the metrics and losses since the last log, JSON-serializable. transformers (5.23) and TRL do not save
-        them, so a resumed run's first log would lack the steps before the checkpoint.
-        """
+        """Metrics and losses since the last log, JSON-serializable, which transformers (5.23) and TRL do not save."""
         trainer, metrics = self._trainer, self.metrics.items()
         return {
             "metrics": {mode: {name: list(value) for name, value in names.items()} for mode, names in metrics},
@@ -268,10 +250,7 @@ class TrlState:
         self._trainer._pending_extra_logs.update(columns)
 
     def fill_table(self, prompts, completions, advantages, rewards: Mapping, extra: Mapping) -> None:
-        """
-        Set the rows of the completions table of `GRPOTrainer.log`, one value per turn in each column. TRL's own deques
-        have a fixed length, but the number of turns depends on the workflow.
-        """
+        """Set the table of `GRPOTrainer.log`, a value per turn in each column; TRL's deques have a fixed length."""
         self._trainer._logs = {
             "images": deque(),
             "prompt": deque(prompts),
@@ -304,7 +283,6 @@ class TrlSettings:
         return getattr(self._trainer, name)
 
     def group_size(self, training: bool) -> int:
-        """Number of episodes per prompt."""
         return self._trainer.num_generations if training else self._trainer.num_generations_eval
 
     def override_eval_group_size(self, num_samples: int | None) -> contextlib.AbstractContextManager[None]:
@@ -318,9 +296,6 @@ def without_printed_table(trainer: GRPOTrainer) -> contextlib.AbstractContextMan
     return swapped(trainer, {"num_completions_to_print": 0})
 
 
-# ---- TRL: prompts and generation ----
-
-
 class TrlPrompts:
     """Tokenizes prompts with `GRPOTrainer._tokenize_prompts` (TRL 1.16) and the tools of the agent."""
 
@@ -331,9 +306,6 @@ class TrlPrompts:
     def tokenize(self, prompts: list, functions: Sequence[Callable] = ()) -> list[list[int]]:
         with swapped(self._trainer, {"tools": list(functions)}):
             return self._trainer._tokenize_prompts(prompts)[0]
-
-
-# ---- TRL: rewards ----
 
 
 class TrlRewards:
@@ -372,28 +344,21 @@ class TrlRewards:
         score different numbers of turns and re-runs. Values that functions log are dropped: they belong to no episode
         of the batch.
         """
-        trainer = self._trainer
-        metrics, extra = trainer._pending_metrics, trainer._pending_extra_logs
-        overrides: dict[str, Any] = {
-            "_pending_metrics": type(metrics)(list),
-            "_pending_extra_logs": type(extra)(list),
-        }
+        overrides: dict[str, Any] = {}
+        for name in ("_pending_metrics", "_pending_extra_logs"):
+            overrides[name] = type(getattr(self._trainer, name))(list)
         if functions is not None:
             overrides["reward_funcs"] = list(functions)
             overrides["reward_func_names"] = [get_callable_name(function) for function in functions]
             overrides["reward_processing_classes"] = [None] * len(functions)
-        with self.without_gathering(), swapped(trainer, overrides):
+        with self.without_gathering(), swapped(self._trainer, overrides):
             yield
-
-
-# ---- TRL: log-probabilities and the loss ----
 
 
 class LocalAccelerator:
     """
-    Accelerator whose collectives return the tensors of this process. TRL gathers metrics inside the loss, but
-    processes run different numbers of micro-batches, so a collective would hang or mix rows of different agents.
-    [`StepMetrics`] joins the metrics afterwards.
+    Accelerator whose collectives return the tensors of this process: TRL gathers metrics inside the loss, of which
+    processes run different numbers for different agents. [`StepMetrics`] joins the metrics afterwards.
     """
 
     def __init__(self, accelerator):
@@ -423,12 +388,10 @@ SAMPLING_WEIGHTS = "importance_sampling_ratio"
 
 class TrlLoss:
     """
-    Computes the loss of a micro-batch, which has rows of one agent on one process, with `GRPOTrainer._compute_loss`
-    (TRL 1.16), which reads settings from the trainer and adds metrics to it. These attributes are replaced for each
-    call.
-
-    `_compute_loss` calls `_get_per_token_logps_and_entropies` before it reads `inputs["old_per_token_logps"]`, so this
-    function may still change the inputs. The action level relies on it.
+    Computes the loss of a micro-batch with `GRPOTrainer._compute_loss` (TRL 1.16), which reads settings and adds
+    metrics in attributes of the trainer, which are replaced for each call. It calls
+    `_get_per_token_logps_and_entropies` before it reads `inputs["old_per_token_logps"]`, so this function may still
+    change the inputs. The action level relies on it.
     """
 
     def __init__(self, trainer: GRPOTrainer):
@@ -442,10 +405,7 @@ class TrlLoss:
         max_completion_length: int,
         entropy_mask: Callable[..., torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, dict[str, list[float]]]:
-        """
-        Return the loss and the metrics of the tensors of [`collate`], with the active adapter of the model.
-        `entropy_mask` replaces TRL's `get_high_entropy_mask`.
-        """
+        """Loss and metrics of the tensors of [`collate`]. `entropy_mask` replaces TRL's `get_high_entropy_mask`."""
         trainer = self._trainer
         metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
         overrides: dict[str, Any] = {

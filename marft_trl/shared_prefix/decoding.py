@@ -15,21 +15,15 @@ Differences from the loop of transformers, none of which changes the sampling di
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple, Protocol, cast
+from functools import partial
+from itertools import compress
+from typing import Protocol, cast
 
 import torch
 from torch import nn
-from transformers import (
-    Cache,
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
-from transformers.generation import GenerationMode, logits_process
+from transformers.generation import GenerationMode, StoppingCriteria, logits_process
 
 from ..seams.generation import GraphMemory, captured, find_capture_obstacle, get_pad_token, masks_what_comes_later
 from ..seams.libraries import get_logger
@@ -37,7 +31,6 @@ from .forward import Cluster, KeptLayer, RepeatedLayer, RowAdapters, plan_passes
 
 
 logger = get_logger(__name__)
-
 
 # Numbers of rows that steps of a fixed shape are taken with. Finished rows stay until the next smaller one is enough
 SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -52,8 +45,7 @@ ROOM, _WIDEST = 64, 2
 class GrowingSteps:
     """
     Steps that attend to what is in the cache so far, with the mask `(B, size)` and the lengths `(B,)` of prompts.
-    Finished rows leave once they are at least 1/32 of the batch: on a CPU, moving rows costs as much as computing
-    several rows of a step.
+    Finished rows leave once they are at least 1/32 of the batch: on a CPU, moving rows costs as much as several rows.
     """
 
     every = 1  # steps from one look whether rows have finished to the next
@@ -61,8 +53,12 @@ class GrowingSteps:
 
     def __init__(self, model: PreTrainedModel, size: int, mask: torch.Tensor, lengths: torch.Tensor, is_padded: bool):
         self._model, self._is_padded, self._mask = model, is_padded, mask
-        rows, layers = mask.size(0), model.config.get_text_config().num_hidden_layers
-        self.cache = Cache(layers=[self._layer(rows, size) for _ in range(layers)])
+        layers = model.config.get_text_config().num_hidden_layers
+        self.cache = Cache(layers=[PreallocatedLayer(mask.size(0), size) for _ in range(layers)])
+        for layer in self.cache.layers:
+            # With padding there is always a mask. transformers (5.23) would look in every step whether it is needed,
+            # and wait for the device
+            layer.is_compileable = is_padded
         self._positions = (lengths - 1).unsqueeze(1)
         self._end = size
 
@@ -72,15 +68,9 @@ class GrowingSteps:
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits `(R, V)` after the next tokens `(R, 1)` of the rows."""
-        output = self._model(
-            input_ids=tokens,
-            attention_mask=self._mask[:, : self._end] if self._is_padded else None,
-            position_ids=self._positions,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        logits = self._pass(tokens, self._mask[:, : self._end] if self._is_padded else None)
         self._positions, self._end = self._positions + 1, self._end + 1
-        return output.logits[:, -1]
+        return logits
 
     def count_after(self, count: int, finished: int) -> int:
         """How many of `count` rows stay when some have finished."""
@@ -92,22 +82,17 @@ class GrowingSteps:
             layer.keep_rows(len(stay), free, moved)
         self._mask, self._positions = self._mask[stay], self._positions[stay]
 
-    def _layer(self, rows: int, size: int) -> PreallocatedLayer:
-        layer = PreallocatedLayer(rows, size)
-        # With padding there is always a mask. transformers (5.23) would look in every step whether it is needed, and
-        # wait for the device
-        layer.is_compileable = self._is_padded
-        return layer
+    def _pass(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        state = {"position_ids": self._positions, "past_key_values": self.cache, "use_cache": True}
+        return self._model(input_ids=tokens, attention_mask=mask, **state).logits[:, -1]
 
 
 class FixedSteps(GrowingSteps):
     """
     Steps whose shapes and addresses stay the same until rows leave, so that a GPU can replay them from a captured
     graph: launching a step kernel by kernel takes longer than a small batch takes to compute. Finished rows are
-    checked every eighth step, and rows leave only in the steps of `SIZES`. Tokens are those of [`GrowingSteps`]. A
-    step that cannot be captured runs kernel by kernel.
-
-    The memory, for at most `rows` rows, and the graphs can be used for many calls of `generate`, see [`StepStore`].
+    checked every eighth step, and rows leave only in the steps of `SIZES`. The memory, for at most `rows` rows, and
+    the graphs can be used for many calls of `generate`, see [`StepStore`].
     """
 
     every = 8
@@ -167,23 +152,16 @@ class FixedSteps(GrowingSteps):
         self._taken = 0  # steps with the present rows
 
     def _forward(self) -> torch.Tensor:
-        output = self._model(
-            input_ids=self._tokens,
-            attention_mask=self._mask,
-            position_ids=self._positions,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        return output.logits[:, -1]
+        return self._pass(self._tokens, self._mask)
 
     def _run(self) -> torch.Tensor:
         key = (self._key, len(self._tokens))
         graph = self._graphs.pop(key, None)
         if graph is not None:
             self._graphs[key] = graph
-        if graph is not None and (self._taken or key not in self._kept):
-            return graph()
-        if graph is None and (self._taken < _BEFORE_CAPTURE or self.obstacle is not None):
+            if self._taken or key not in self._kept:
+                return graph()
+        elif self._taken < _BEFORE_CAPTURE or self.obstacle is not None:
             return self._forward()
         # A graph is compared with the step that it stands for when it is new, and once in each later call
         expected = self._forward().clone()
@@ -228,7 +206,6 @@ class StepStore:
         return kept
 
     def clear(self) -> None:
-        """Give the memory back."""
         if self._kept is not None:
             self._obstacle = self._obstacle or self._kept.obstacle
         self._kept = None
@@ -260,10 +237,7 @@ def can_decode(config: GenerationConfig) -> bool:
 
 
 class Recorder:
-    """
-    Records the log-probabilities of sampled tokens if the sampling distribution equals the scoring distribution
-    (temperature only, float32).
-    """
+    """Records log-probabilities of sampled tokens if those of scoring are the same (temperature only, float32)."""
 
     def __init__(self):
         self.logps: torch.Tensor | None = None  # (B, T), or `None` if they have to be computed later
@@ -314,15 +288,12 @@ def decode(
 ) -> torch.Tensor:
     """
     Decoding loop, called by `generate` with prompts `(B, P)` padded on the left. `watch` may end rows, `is_fixed`
-    selects [`FixedSteps`], and `kwargs` has the `attention_mask` `(B, P)` if there is padding; other arguments are
-    ignored.
-
-    Returns prompts followed by completions `(B, P + T)`, padded on the right. Raises `ValueError` if logits are not
-    finite.
+    selects [`FixedSteps`]; of `kwargs`, only the `attention_mask` `(B, P)` is read. Returns prompts and completions
+    `(B, P + T)`, padded on the right. Raises `ValueError` if logits are not finite.
     """
     (batch, width), size = input_ids.shape, generation_config.max_length
     mask = torch.ones_like(input_ids) if kwargs.get("attention_mask") is None else kwargs["attention_mask"]
-    prompts = _prompts(input_ids, mask)
+    prompts = [list(compress(*pair)) for pair in zip(input_ids.tolist(), mask.tolist(), strict=True)]
     longest = max(map(len, prompts))
     first = width - longest  # all columns before it are padding and are not in the cache
     rows, lengths = torch.arange(batch, device=input_ids.device), mask.sum(dim=1)
@@ -332,7 +303,11 @@ def decode(
         steps = (store or StepStore()).start(model, seen, lengths, key)
     else:
         steps = GrowingSteps(model, size - first, seen, lengths, is_padded=int(lengths.min()) < longest)
-    stopping_criteria, late = _split(stopping_criteria, width, is_late=steps.every > 1)
+    # Those that wait until the host looks at the tokens anyway
+    late = [item for item in stopping_criteria if steps.every > 1 and isinstance(item, LateCriterion)]
+    for criterion in late:
+        criterion.begin(width)
+    stopping_criteria = StoppingCriteriaList([item for item in stopping_criteria if item not in late])
     fill(steps.cache, model.base_model, prompts, adapters)
     steps.begin(longest - 1)
     _use(adapters, rows)
@@ -367,7 +342,10 @@ def decode(
             looked = end + 1
         finished, has_failed = torch.stack([done.sum(), failed[0].long()]).tolist()  # waits for the device once
         if has_failed:
-            raise ValueError(_NOT_FINITE)
+            raise ValueError(
+                "The model's logits are NaN or infinite, so no token can be sampled. The weights have diverged, or "
+                "the precision overflows. Lower the learning rate, or use bfloat16 instead of float16."
+            )
         if finished == len(rows):
             return result[:, : end + 1]
         count = steps.count_after(len(rows), finished) if can_leave else len(rows)
@@ -379,35 +357,12 @@ def decode(
     return result
 
 
-_NOT_FINITE = (
-    "The model's logits are NaN or infinite, so no token can be sampled. The weights have diverged, or the precision "
-    "overflows. Lower the learning rate, or use bfloat16 instead of float16."
-)
-
-
-def _split(
-    criteria: StoppingCriteriaList, width: int, is_late: bool
-) -> tuple[StoppingCriteriaList, list[LateCriterion]]:
-    """Criteria of every step, and those that wait until the host looks at the tokens anyway."""
-    late = [item for item in criteria if is_late and isinstance(item, LateCriterion)]
-    for criterion in late:
-        criterion.begin(width)
-    return StoppingCriteriaList([value for value in criteria if value not in late]), late
-
-
-def _prompts(input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
-    pairs = zip(input_ids.tolist(), mask.tolist(), strict=True)
-    return [[token for token, is_there in zip(*pair, strict=True) if is_there] for pair in pairs]
-
-
 def _use(adapters: RowAdapters | None, rows: torch.Tensor) -> None:
     if adapters is not None:
         adapters.use([adapters.names[row] for row in rows.tolist()])
 
 
-def _choose(
-    scores: torch.Tensor, do_sample: bool, draws: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _choose(scores: torch.Tensor, do_sample: bool, draws: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose a token for each row. Returns the tokens and their log-probabilities, each `(B,)`."""
     logps = scores.log_softmax(dim=-1)
     chosen = draw(logps.exp(), draws) if do_sample else scores.argmax(dim=-1, keepdim=True)
@@ -417,9 +372,8 @@ def _choose(
 def draw(probabilities: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
     """
     Draw one token `(B, 1)` from each row of probabilities `(B, V)`, by inverse transform sampling with `draws` `(B,
-    1)` or torch's generator. It needs one random number per row, while `torch.multinomial` needs one per token of the
-    vocabulary, which would dominate the time of a step on a CPU. Double precision keeps the sums exact enough for rare
-    tokens.
+    1)` or torch's generator: one random number per row, while `torch.multinomial` needs one per token of the
+    vocabulary. Double precision keeps the sums exact enough for rare tokens.
     """
     sums = probabilities.double().cumsum(dim=-1)
     if draws is None:
@@ -432,16 +386,15 @@ def _leave(
     processors: LogitsProcessorList, done: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Let finished rows leave, until `count` remain. The last unfinished rows take the places of finished rows, so that
-    only these rows are copied. Returns indices of the remaining rows in their new order, and the places and rows of
-    which some move.
+    Let finished rows leave, until `count` remain: the last unfinished ones take their places, and only these are
+    copied. Returns indices of the remaining rows in their new order, and the places and rows of which some move.
     """
     stay = torch.arange(count, device=done.device)
     moved = (~done[count:]).nonzero().squeeze(1) + count
     free = done[:count].nonzero().squeeze(1)[: len(moved)]
     stay[free] = moved
     for processor in processors:
-        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+        if isinstance(processor, logits_process.RepetitionPenaltyLogitsProcessor):
             ignored = processor.prompt_ignore_length
             processor.prompt_ignore_length = ignored[stay] if isinstance(ignored, torch.Tensor) else ignored
     return stay, free, moved
@@ -450,8 +403,7 @@ def _leave(
 # ---- The cache: memory for all tokens from the start, filled with the keys and values of prompts ----
 
 
-# Tokens that go through the model together while a cache is filled. More do not make a device faster, and what a layer
-# computes of them is in memory at once.
+# Tokens that go through the model together while a cache is filled: more take memory and do not make a device faster
 PREFILL_TOKENS = 2**14
 
 
@@ -544,55 +496,40 @@ class FixedLayer(PreallocatedLayer):
 
 
 class _Storing(KeptLayer):
-    """Layer of a pass over whole prompts: stores its keys and values in the room, and keeps nothing."""
+    """Layer of a pass over whole prompts: hands its keys and values to `store`, and keeps nothing."""
 
-    def __init__(self, room: PreallocatedLayer, rows: torch.Tensor, end: int):
+    def __init__(self, store: Callable[[torch.Tensor, torch.Tensor], None]):
         super().__init__()
-        self._room, self._rows, self._end = room, rows, end
+        self._store = store
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        self._room.put(self._rows, self._end - key_states.size(2), key_states, value_states)
+        self._store(key_states, value_states)
         return key_states, value_states
 
 
 class _Joining(RepeatedLayer):
     """
-    Layer of a pass over what follows a shared prefix: stores the joined keys and values in the room. In the pass,
+    Layer of a pass over what follows a shared prefix: hands the joined keys and values to `store`. In the pass,
     padding is in front of the prefix and after the rest of a row; `source` `(R, W)` moves all of it to the left.
     """
 
-    def __init__(
-        self,
-        kept: KeptLayer,
-        index: torch.Tensor,
-        room: PreallocatedLayer,
-        rows: torch.Tensor,
-        end: int,
-        source: torch.Tensor,
-    ):
+    def __init__(self, kept: KeptLayer, index: torch.Tensor, store: Callable[..., None], source: torch.Tensor):
         super().__init__(kept, index)
-        self._room, self._rows, self._end, self._source = room, rows, end, source
+        self._store, self._source = store, source
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         joined = super().update(key_states, value_states)
         source = self._source.to(key_states.device)[:, None, :, None]
-        aligned = [item.gather(2, source.expand(-1, item.size(1), -1, item.size(3))) for item in joined]
-        self._room.put(self._rows, self._end - self._source.size(1), *aligned)
+        self._store(*(item.gather(2, source.expand(-1, item.size(1), -1, item.size(3))) for item in joined))
         return joined
 
 
-class _Part(NamedTuple):
-    """Prompts that go through the model together."""
-
-    rows: list[int]
-    groups: list[Cluster]  # shared prefixes, by place in `rows`; empty if that gains nothing
+# Prompts that go through the model together, and their shared prefixes by place among them; none if that gains nothing
+_Part = tuple[list[int], list[Cluster]]
 
 
 def fill(cache: Cache, backbone: nn.Module, prompts: Sequence[list[int]], adapters: RowAdapters | None = None) -> None:
-    """
-    Fill a cache with the keys and values of all but the last token of non-empty prompts, padded on the left. Every
-    layer stores its own at once, so that no copy of a whole cache is in memory.
-    """
+    """Fill a cache with all but the last tokens of prompts, padded on the left, each layer at once, without copies."""
     rows = [prompt[:-1] for prompt in prompts]
     width = max(map(len, rows))
     if width == 0:
@@ -609,11 +546,9 @@ def _parts(prompts: Sequence[list[int]], kinds: Sequence[str] | None) -> Iterato
     if not groups:
         count = max(PREFILL_TOKENS // max(map(len, prompts)), 1)
         for start in range(0, len(prompts), count):
-            yield _Part(list(range(start, min(start + count, len(prompts)))), [])
+            yield list(range(start, min(start + count, len(prompts)))), []
         return
-    rows: list[int] = []
-    taken: list[Cluster] = []
-    tokens = 0
+    rows, taken, tokens = list[int](), list[Cluster](), 0
     for group in groups:
         rest = max(len(prompts[row]) - 1 - group.length for row in group.rows)
         most = max(PREFILL_TOKENS // max(rest, 1), 1)
@@ -621,48 +556,45 @@ def _parts(prompts: Sequence[list[int]], kinds: Sequence[str] | None) -> Iterato
             part_rows = group.rows[start : start + most]
             size = group.length + rest * len(part_rows)
             if rows and tokens + size > PREFILL_TOKENS:
-                yield _Part(rows, taken)
+                yield rows, taken
                 rows, taken, tokens = [], [], 0
             taken = [*taken, Cluster(group.length, tuple(range(len(rows), len(rows) + len(part_rows))))]
             rows, tokens = [*rows, *part_rows], tokens + size
-    yield _Part(rows, taken)
+    yield rows, taken
 
 
 def _fill_part(
-    cache: Cache,
-    backbone: nn.Module,
-    all_rows: Sequence[list[int]],
-    part: _Part,
-    end: int,
-    adapters: RowAdapters | None,
+    cache: Cache, backbone: nn.Module, given: Sequence[list[int]], part: _Part, end: int, adapters: RowAdapters | None
 ) -> None:
-    rows, groups = [all_rows[row] for row in part.rows], part.groups
-    where, width = torch.tensor(part.rows), max(map(len, rows))
-    row_adapters = None if adapters is None else adapters._replace(names=[adapters.names[row] for row in part.rows])
+    numbers, groups = part
+    rows = [given[row] for row in numbers]
+    width = max(map(len, rows))
+    row_adapters = None if adapters is None else adapters._replace(names=[adapters.names[row] for row in numbers])
     if width == 0:
         return
+    stores = [partial(room.put, torch.tensor(numbers), end - width) for room in cache.layers]
     if not groups:
         if row_adapters is not None:
             row_adapters.use(row_adapters.names)
-        prefill(backbone, rows, Cache(layers=[_Storing(room, where, end) for room in cache.layers]))
+        prefill(backbone, rows, Cache(layers=[_Storing(store) for store in stores]))
         return
     if all(len(rows[row]) == group.length for group in groups for row in group.rows):  # nothing follows the prefixes
         if row_adapters is not None:
             row_adapters.use([row_adapters.names[group.rows[0]] for group in groups])
         kept, *_ = prefill(backbone, [rows[group.rows[0]] for group in groups])
         which = torch.tensor([number for number, group in enumerate(groups) for _ in group.rows])
-        for room, layer in zip(cache.layers, kept.layers, strict=False):  # the last layers may keep nothing
+        for store, layer in zip(stores, kept.layers, strict=False):  # the last layers may keep nothing
             index = which.to(layer.keys.device)
-            room.put(where, end - width, layer.keys.index_select(0, index), layer.values.index_select(0, index))
+            store(layer.keys.index_select(0, index), layer.values.index_select(0, index))
         return
     shared = max(group.length for group in groups)
     starts = [group.length for group in groups for _ in group.rows]
     ends = [shared + len(row) - start for row, start in zip(rows, starts, strict=True)]
     source = (torch.tensor(ends).unsqueeze(1) + torch.arange(-width, 0)).clamp(min=0)
     source = source.to(next(backbone.parameters()).device)
-    rooms = iter(cache.layers)
+    following = iter(stores)
 
     def joining(kept: KeptLayer, index: torch.Tensor) -> RepeatedLayer:
-        return _Joining(kept, index, next(rooms), where, end, source)
+        return _Joining(kept, index, next(following), source)
 
     shared_pass(backbone, rows, groups, joining, row_adapters)

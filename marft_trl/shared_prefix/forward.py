@@ -1,7 +1,7 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
 Fast forward pass. A prefix that several rows share is computed once, and only positions whose log-probability is used
-reach the LM head.
+reach the LM head, which is TRL's.
 
 Why it is exact: in a causal transformer, the hidden state of a token depends only on the tokens up to it, on their
 positions and on the weights. Rows that begin with the same tokens have the same hidden states there, and later tokens
@@ -10,14 +10,13 @@ repeated for every row, in front of the row's own keys and values. Positions con
 between is masked. The gradients of all rows add up in the shared keys and values. The results differ from those of a
 plain pass only in the order of summation, that is, by rounding. With dropout, rows that share a prefix also share its
 dropout mask.
-
-The LM head is TRL's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,14 +45,11 @@ class Cluster:
 def clusters(sequences: Sequence[Sequence[int]]) -> list[Cluster]:
     """
     Partition non-empty sequences into clusters with a common prefix, sorted by their first row, so that many tokens
-    are shared.
+    are shared. The last token of a sequence is never shared, so that every row has a token left to compute. A sequence
+    that shares nothing is a cluster of its own.
 
-    The last token of a sequence is never shared, so that every row has a token left to compute. A sequence that shares
-    nothing is a cluster of its own, whose prefix is all but its last token.
-
-    After sorting, sequences with a common prefix are neighbours, and the prefixes form a tree. From the leaves to the
-    root, the clusters below a node are joined at the node's prefix if this saves more tokens than the clusters save by
-    themselves.
+    After sorting, the prefixes form a tree. From the leaves to the root, the clusters below a node are joined at the
+    node's prefix if this saves more tokens than the clusters save by themselves.
     """
     order = sorted(range(len(sequences)), key=lambda row: tuple(sequences[row]))
     nodes: list[tuple[int, list[Cluster]]] = [(0, [])]  # from the root down: depth, and the clusters below so far
@@ -89,10 +85,8 @@ def _clusters_by_kind(sequences: Sequence[Sequence[int]], kinds: Sequence[str]) 
     found = []
     for kind in dict.fromkeys(kinds):
         places = [place for place, value in enumerate(kinds) if value == kind]
-        its_clusters = clusters([sequences[place] for place in places])
-        found += [
-            Cluster(its_cluster.length, tuple(places[row] for row in its_cluster.rows)) for its_cluster in its_clusters
-        ]
+        for cluster in clusters([sequences[place] for place in places]):
+            found.append(Cluster(cluster.length, tuple(places[row] for row in cluster.rows)))
     return sorted(found, key=lambda cluster: cluster.rows)
 
 
@@ -107,15 +101,11 @@ def _close(nodes: list[tuple[int, list[Cluster]]], depth: int) -> None:
 
 def _joined(depth: int, below: list[Cluster]) -> list[Cluster]:
     """Join the clusters that save more tokens with the prefix of a node than with their own."""
-
-    def gains(cluster: Cluster) -> bool:
-        return cluster.saved < len(cluster.rows) * depth
-
-    joining = [cluster for cluster in below if gains(cluster)]
+    joining = [cluster for cluster in below if cluster.saved < len(cluster.rows) * depth]
     whole = Cluster(depth, tuple(sorted(row for cluster in joining for row in cluster.rows)))
     if whole.saved <= sum(cluster.saved for cluster in joining):
         return below
-    return [whole, *(cluster for cluster in below if not gains(cluster))]
+    return [whole, *(cluster for cluster in below if cluster.saved >= len(cluster.rows) * depth)]
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -174,10 +164,8 @@ def hidden_states(
     """
     device = next(backbone.parameters()).device
     counts = [max(len(completion), 1) for completion in completions]
-    rows = [
-        [*prompt, *completion[: count - 1]]
-        for prompt, completion, count in zip(prompts, completions, counts, strict=True)
-    ]
+    parts = zip(prompts, completions, counts, strict=True)
+    rows = [[*prompt, *completion[: count - 1]] for prompt, completion, count in parts]
     kinds = None if adapters is None else adapters.names
     groups = plan_passes(prompts, [count - 1 for count in counts], kinds) if share else []
     if groups:
@@ -237,8 +225,8 @@ def prefill(
     backbone: nn.Module, prefixes: Sequence[Sequence[int]], cache: Cache | None = None
 ) -> tuple[Cache, torch.Tensor, torch.Tensor]:
     """
-    Compute the keys and values of prefixes, padded on the left, their mask `(G, W)`, which is 0 for padding and 1
-    elsewhere, and their last hidden states `(G, W, H)`. By default, the layers of the cache keep what they are given.
+    Compute the keys and values of prefixes, padded on the left, their mask `(G, W)`, 0 for padding, and their last
+    hidden states `(G, W, H)`. By default, the layers of the cache keep what they are given.
     """
     ids, mask = padded(prefixes, next(backbone.parameters()).device, side="left")
     cache = Cache(layer_class_to_replicate=KeptLayer) if cache is None else cache
@@ -252,15 +240,14 @@ def padded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad rows of token ids with 0 to a batch `(B, S)`, and return it with its mask: 0 for padding, else 1."""
     width = max(map(len, rows))
-    gaps = [[0] * (width - len(row)) for row in rows]
-    ones = [[1] * len(row) for row in rows]
 
     def joined(parts: Sequence[Sequence[int]]) -> torch.Tensor:
+        gaps = [[0] * (width - len(part)) for part in parts]
         pairs = zip(parts, gaps, strict=True)
         lists = [[*part, *gap] if side == "right" else [*gap, *part] for part, gap in pairs]
         return torch.tensor(lists, dtype=torch.long, device=device)
 
-    return joined(rows), joined(ones)
+    return joined(rows), joined([[1] * len(row) for row in rows])
 
 
 # Number of logits that TRL's head holds at once on a CPU. More do not fit into its caches and take twice the time.
@@ -275,10 +262,7 @@ def scored_at_once(vocabulary: int, device: torch.device) -> int:
 def score(
     model: PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """
-    Compute log-probabilities `(N,)` and, if the head gives them, entropies `(N,)` of tokens `(N,)` from the hidden
-    states `(N, H)` that predict them, with TRL's fused LM head.
-    """
+    """Log-probabilities and, if the head gives them, entropies `(N,)` of tokens `(N,)` from hidden states `(N, H)`."""
     if not len(tokens):  # an empty result that is connected to the model, so that backward runs
         nothing = hidden.sum(dim=-1).float()
         return nothing, nothing
@@ -290,12 +274,21 @@ def score(
     return logps, torch.cat([part.entropy[0] for part in parts]).float()
 
 
+@contextlib.contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Context manager: a model is in training or in evaluation mode. Each module's own mode is restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 @torch.no_grad()
 def find_obstacle(model: PreTrainedModel) -> str | None:
-    """
-    Return the reason why the fast forward does not work for a model, or `None` if it works. A trial on a few tokens
-    detects models with another kind of cache or positions, whatever their family.
-    """
+    """Reason why the fast forward does not work for a model, by a trial on a few tokens; `None` if it works."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
@@ -309,30 +302,25 @@ def find_obstacle(model: PreTrainedModel) -> str | None:
         return "its router logits are part of the loss"
     ids = [token % config.vocab_size for token in range(5, 14)]
     prompts, completions = [ids, [*ids[:7], ids[0]], ids[3:]], [ids[:1], ids[2:6], ids[:3]]
-    was_training, device = model.training, next(model.parameters()).device
-    model.eval()
+    device = next(model.parameters()).device
     try:
-        shared = hidden_states(model.base_model, prompts, completions)
-        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            alone = torch.tensor([[*prompt, *completion[:-1]]], device=device)
-            states = model.base_model(input_ids=alone, use_cache=False).last_hidden_state[0]
-            found, expected = shared[row, : len(completion)], states[-len(completion) :]
-            error = max(_error(found, expected), _typical_error(found, expected, states))
-            if not error < (1e-3 if states.dtype == torch.float32 else 0.1):
-                return f"its hidden states differ by {error:.1e} when rows share a prefix"
+        with in_mode(model, training=False):
+            shared = hidden_states(model.base_model, prompts, completions)
+            for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+                alone = torch.tensor([[*prompt, *completion[:-1]]], device=device)
+                states = model.base_model(input_ids=alone, use_cache=False).last_hidden_state[0]
+                found, expected = shared[row, : len(completion)], states[-len(completion) :]
+                error = max(_error(found, expected), _typical_error(found, expected, states))
+                if not error < (1e-3 if states.dtype == torch.float32 else 0.1):
+                    return f"its hidden states differ by {error:.1e} when rows share a prefix"
     except Exception as problem:
         return f"it cannot run with cached keys and values ({type(problem).__name__}: {problem})"
-    finally:
-        model.train(was_training)
     return None
 
 
 @torch.no_grad()
 def needs_positions(model: PreTrainedModel) -> bool:
-    """
-    `True` if left-padded rows need explicit `position_ids`, e.g. because positions are learned (GPT-2), by comparing a
-    padded row with the row alone. Raises `ValueError` if the model reads padding as text (RWKV, xLSTM).
-    """
+    """`True` if left-padded rows need `position_ids` (GPT-2). Raises `ValueError` if padding is text (RWKV)."""
     backbone, device = model.base_model, next(model.parameters()).device
     takes_positions = "position_ids" in inspect.signature(type(backbone).forward).parameters
     row = [token % model.config.get_text_config().vocab_size for token in range(5, 14)]
@@ -342,17 +330,14 @@ def needs_positions(model: PreTrainedModel) -> bool:
     def last(ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
         return backbone(input_ids=ids, use_cache=False, **inputs).last_hidden_state[0, -len(row) :]
 
-    was_training = model.training
-    model.eval()
     try:
-        alone = last(ids[:1, -len(row) :])
-        left_out = _error(last(ids, attention_mask=mask), alone)
-        extra = {"position_ids": positions} if takes_positions else {}
-        rounding = _error(last(ids, attention_mask=mask, **extra), alone)
+        with in_mode(model, training=False):
+            alone = last(ids[:1, -len(row) :])
+            left_out = _error(last(ids, attention_mask=mask), alone)
+            extra = {"position_ids": positions} if takes_positions else {}
+            rounding = _error(last(ids, attention_mask=mask, **extra), alone)
     except Exception:  # the model needs other inputs than tokens, which TRL's pass may provide
         return False
-    finally:
-        model.train(was_training)
     if not min(left_out, rounding) < 0.1:  # in half precision, the error is about 0.01
         raise ValueError(
             f"`{type(model).__name__}` reads padding as text: padding a prompt changes its hidden states by "
@@ -368,9 +353,6 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _typical_error(found: torch.Tensor, expected: torch.Tensor, states: torch.Tensor) -> float:
-    """
-    Error of the median dimension, relative to how much it varies over the tokens of a row `(S, H)`. In many models, a
-    few dimensions are so large that in half precision nothing else shows in the norm: not even another prefix.
-    """
+    """Error of the median dimension, relative to how much it varies over a row `(S, H)`: a few may hide all else."""
     spread = states.float().std(dim=0) + 1e-6
     return ((found - expected).float().pow(2).mean(dim=0).sqrt() / spread).median().item()

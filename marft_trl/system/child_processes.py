@@ -22,8 +22,7 @@ from typing import IO, Any
 class ChildProcesses:
     """
     Starts processes, and ends them with SIGTERM, at which a trainer saves a checkpoint, if the block is left by an
-    exception, by Ctrl+C or by SIGTERM, or if this process is killed. They would otherwise go on and keep their
-    folders.
+    exception, Ctrl+C or SIGTERM, or if this process is killed. They would otherwise go on and keep their folders.
     """
 
     def __init__(self) -> None:
@@ -46,10 +45,7 @@ class ChildProcesses:
     def run(
         self, command: Sequence[str], environment: Mapping[str, str] | None = None, log: IO[str] | None = None
     ) -> int:
-        """
-        Run a command to its end, and return the exit status, negative for a signal. Threads may call it. `environment`
-        replaces that of this process, and `log` gets the output. Raises a `RuntimeError` if the block has been left.
-        """
+        """Run a command, from any thread. Returns its exit status, negative for a signal. `log` gets the output."""
         stderr = None if log is None else subprocess.STDOUT
         with self._lock:
             if self._has_ended:
@@ -86,23 +82,20 @@ class ChildProcesses:
 
 # Seconds between two looks at whether the owner has ended: a forked child of it may hold its end of the pipe
 _LOOK = 1.0
-# Most rounds in which processes that start others all the time are ended
-_ROUNDS = 20
+_ROUNDS = 20  # most rounds in which processes that start others all the time are ended
 _LOCK = threading.Lock()
 _KEEPERS: dict[int, subprocess.Popen] = {}  # by process: a fork has one of its own
 
 
 def keep(key: str, pid: int = 0, gently: bool = False) -> None:
     """
-    End programs when this process has ended: the process `pid` with its group, or if it is 0, all processes that have
-    `key` (without spaces) in their environment. `gently` sends SIGTERM, and with a `pid` to this process alone, so
-    that it can save what it has.
+    End programs when this process has ended: the process `pid` with its group, or if it is 0, all that have `key`
+    (without spaces) in their environment. `gently` sends SIGTERM, and to `pid` alone, so that it can save.
     """
     _tell(f"{key} {pid} {int(gently)}")
 
 
 def let_go(key: str) -> None:
-    """The programs of this key have ended."""
     _tell(f"{key} -1 0")
 
 

@@ -77,24 +77,19 @@ def _run(function: Callable[..., Coroutine[Any, Any, Result]], arguments: tuple)
             "same loop, and `asyncio.all_tasks()` includes them. Cancel only your own tasks, and end by returning."
         ) from error
     finally:
-        _cancel_the_rest(loop)
-
-
-def _cancel_the_rest(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel tasks that were started but never awaited, so that they do not continue in the next run."""
-    rest = asyncio.all_tasks(loop)
-    for task in rest:
-        task.cancel()
-    if rest:
-        loop.run_until_complete(asyncio.wait(rest, timeout=1.0))
+        # Tasks that were started but never awaited would continue in the next run
+        rest = asyncio.all_tasks(loop)
+        for task in rest:
+            task.cancel()
+        if rest:
+            loop.run_until_complete(asyncio.wait(rest, timeout=1.0))
 
 
 @contextlib.asynccontextmanager
 async def one_at_a_time() -> AsyncIterator[None]:
     """
-    Context manager: wait until no function runs in a thread, then allow [`in_thread`]. An abandoned function gets a
-    few seconds to finish. After that its lane gets a new thread, and the old thread, which Python cannot stop, keeps
-    running.
+    Context manager: wait until no function runs in a thread, then allow [`in_thread`]. An abandoned function gets some
+    seconds to finish; then its lane gets a new thread, and the old one, which Python cannot stop, keeps running.
     """
     loop = asyncio.get_running_loop()
     async with _ONE_AT_A_TIME.setdefault(loop, asyncio.Lock()):

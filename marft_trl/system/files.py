@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import Any
 
 
-# Limits of open files that are tried, in this order; the second one is macOS's largest
-_MOST_OPEN = (65_536, 10_240)
+_MOST_OPEN = (65_536, 10_240)  # limits of open files that are tried, in this order; the second one is macOS's largest
 
 
 def spare_files() -> int:
@@ -83,9 +82,8 @@ def import_file(file: Path) -> ModuleType:
 
 def read_source(function: Any) -> str:
     """
-    Source of a function or class. Garbage collection is off meanwhile: `inspect` parses the file, and CPython 3.11
-    raises a `SystemError` if a finalizer parses at the same time (https://github.com/python/cpython/issues/106905).
-    Raises an `OSError` or a `TypeError` if there is no source.
+    Source of a function or class; an `OSError` or `TypeError` if there is none. Garbage collection is off meanwhile:
+    CPython 3.11 fails if a finalizer parses at the same time (https://github.com/python/cpython/issues/106905).
     """
     collects = gc.isenabled()
     gc.disable()

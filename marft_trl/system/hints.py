@@ -17,17 +17,12 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """`" Did you mean 'solver'?"`, the end of an error message; empty where no known name is near."""
     known = list(known)
     # As an abbreviation (`lr`) or a part of the name (`dataset`), else misspelt
-    near = [item for item in known if str(name) in (_initials(item), *item.split("_"))]
+    near = [item for item in known if str(name) in ("".join(part[:1] for part in item.split("_")), *item.split("_"))]
     near = near or difflib.get_close_matches(str(name), known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def _initials(name: str) -> str:
-    return "".join(part[:1] for part in name.split("_"))
-
-
 def brief(text: str, limit: int) -> str:
-    """The beginning of a text, with at most `limit` characters."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -53,9 +48,8 @@ def checked_names(
     what: str, example: str = "", elsewhere: Mapping[str, str] | None = None
 ) -> Callable[[Function], Function]:
     """
-    Decorator of a method, called `what` in messages, whose unknown arguments raise a `TypeError` that names the
-    argument that is probably meant. `example` shows how to write required keyword arguments, and `elsewhere` has a
-    sentence for names that are set in another way.
+    Decorator of a method, called `what` in messages: an unknown argument raises a `TypeError` with the probable one.
+    `example` shows how to write required ones; `elsewhere` has a sentence for names that are set in another way.
     """
 
     def decorate(init: Function) -> Function:

@@ -30,12 +30,10 @@ logger = get_logger(__name__)
 
 
 def device_map_kwargs(device: torch.device) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that load a whole model onto a device (none for CPU and MPS)."""
     return {} if device.type in ("cpu", "mps") else {"device_map": {"": device}}
 
 
 def is_model_parallel(model: nn.Module) -> bool:
-    """Return `True` if a model was loaded onto several devices, for example with `device_map="auto"`."""
     return len(set(getattr(model, "hf_device_map", {}).values())) > 1
 
 
@@ -50,10 +48,7 @@ def other_devices(model: nn.Module, device: torch.device) -> list[torch.device]:
 
 
 def restrict_to_one_device(args: TrainingArguments, model: nn.Module) -> None:
-    """
-    Let a single process on a machine with several GPUs use only its own. The `Trainer` would use `nn.DataParallel`,
-    which `GRPOTrainer` (TRL 1.16) rejects. A model-parallel model stays on its devices.
-    """
+    """Let a lone process use one GPU: `GRPOTrainer` (TRL 1.16) rejects the `Trainer`'s `nn.DataParallel`."""
     device = args.device
     if args.n_gpu > 1 and not is_model_parallel(model):
         logger.warning(
@@ -63,17 +58,12 @@ def restrict_to_one_device(args: TrainingArguments, model: nn.Module) -> None:
         use_one_device(args)
 
 
-# Seconds between two reads of the store
-_POLL_SECONDS = 1.0
-# Seconds to find out what happened to a process after its connection was lost
-_DIAGNOSIS_SECONDS = 5.0
-# Seconds after which a process exits if it is stuck since another process failed
-_STUCK_SECONDS = 20.0
+_POLL_SECONDS = 1.0  # seconds between two reads of the store
+_DIAGNOSIS_SECONDS = 5.0  # seconds to find out what happened to a process after its connection was lost
+_STUCK_SECONDS = 20.0  # seconds after which a process exits if it is stuck since another process failed
 
 
 class ProcessInfo(NamedTuple):
-    """Host name and process id of a process."""
-
     host: str
     pid: int
     # Random id of the run: stores outlive runs, over restarts of torchrun (PyTorch 2.13) or several calls of `train()`
@@ -108,8 +98,7 @@ class PeerMonitor:
         self._is_stopped.set()
 
     def report_failure(self, message: str) -> None:
-        """Tell the other processes why this process fails."""
-        _call_with_timeout(_DIAGNOSIS_SECONDS, lambda: self._store.set(self._failure_key(self._index), message))
+        _call_with_timeout(_DIAGNOSIS_SECONDS, lambda: self._store.set(self._key("failure", self._index), message))
 
     def diagnose(self) -> str:
         """Return why the connection was lost, after a few seconds at most."""
@@ -138,7 +127,8 @@ class PeerMonitor:
                 failure = self._read_first_failure(store)
                 if failure is not None:
                     return failure
-                heartbeats = self._read_heartbeats(store)
+                keys = {other: self._key("alive", other) for other in self._others}
+                heartbeats = {other: store.get(key) for other, key in keys.items() if store.check([key])}
                 first_heartbeats = heartbeats if first_heartbeats is None else first_heartbeats
                 if time.monotonic() >= deadline:
                     same = [item for item in self._others if heartbeats.get(item) == first_heartbeats.get(item)]
@@ -156,24 +146,17 @@ class PeerMonitor:
         )
 
     def _read_failure(self, store: Any, other: int) -> str | None:
-        if not store.check([self._failure_key(other)]):
+        if not store.check([self._key("failure", other)]):
             return None
         host = self._processes[other].host
         on_host = "" if host == socket.gethostname() else f" on {host}"
-        return f"Process {other} of the run{on_host} failed: {store.get(self._failure_key(other)).decode()}"
+        return f"Process {other} of the run{on_host} failed: {store.get(self._key('failure', other)).decode()}"
 
     def _read_first_failure(self, store: Any) -> str | None:
         return next((text for other in self._others if (text := self._read_failure(store, other))), None)
 
-    def _read_heartbeats(self, store: Any) -> dict[int, bytes]:
-        keys = {other: self._heartbeat_key(other) for other in self._others}
-        return {other: store.get(key) for other, key in keys.items() if store.check([key])}
-
-    def _failure_key(self, index: int) -> str:
-        return f"{self._prefix}/failure/{index}"
-
-    def _heartbeat_key(self, index: int) -> str:
-        return f"{self._prefix}/alive/{index}"
+    def _key(self, kind: str, index: int) -> str:
+        return f"{self._prefix}/{kind}/{index}"
 
     # ---- In the thread ----
 
@@ -181,7 +164,7 @@ class PeerMonitor:
         with contextlib.suppress(Exception):  # without the store, the processes have no connections, either
             store, count = _clone(self._store), 0
             while not self._is_stopped.wait(_POLL_SECONDS if count else 0.0):
-                store.set(self._heartbeat_key(self._index), str(count := count + 1))
+                store.set(self._key("alive", self._index), str(count := count + 1))
                 failure = self._read_first_failure(store)
                 if failure is not None:
                     self._exit_if_stuck(failure)
@@ -203,7 +186,6 @@ class PeerMonitor:
                 os._exit(1)
 
     def _position(self) -> tuple[int, int] | None:
-        """Frame and instruction that the monitored thread is at."""
         frame = sys._current_frames().get(self._monitored_thread)
         return None if frame is None else (id(frame), frame.f_lasti)
 
@@ -241,7 +223,6 @@ def _is_alive(pid: int) -> bool:
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
-# Words in the messages of connection errors
 _CONNECTION_WORDS = ("connection", "peer", "socket", "broken pipe", "timed out", "nccl", "gloo", "remote process")
 
 
@@ -271,7 +252,8 @@ class Processes:
     def __init__(self, accelerator: Accelerator):
         self._accelerator = accelerator
         self._shared_error: BaseException | None = None
-        self._wait: Callable[[], None] = lambda: None
+        # With a sharded base, waits for the other processes and takes part in their passes
+        self.wait: Callable[[], None] = lambda: None
         self._are_others_blocked: Callable[[], bool] = lambda: False
 
     @property
@@ -284,7 +266,6 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """`True` on the main process, which writes files and logs."""
         return self._accelerator.is_main_process
 
     @property
@@ -297,15 +278,8 @@ class Processes:
         return self._accelerator.is_fsdp2
 
     def set_hooks(self, wait: Callable[[], None], are_others_blocked: Callable[[], bool]) -> None:
-        """
-        Set functions for a sharded base: `wait` is called before every collective, and `are_others_blocked` returns
-        `True` if a failure of this process would block the others before the next collective.
-        """
-        self._wait, self._are_others_blocked = wait, are_others_blocked
-
-    def wait(self) -> None:
-        """With a sharded base, wait for the other processes and take part in their passes."""
-        self._wait()
+        """Hooks of a sharded base: called before each collective; whether a failure here would block the others."""
+        self.wait, self._are_others_blocked = wait, are_others_blocked
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over processes, in double precision on the CPU."""
@@ -317,21 +291,19 @@ class Processes:
 
     def gather(self, items: list[Any]) -> list[Any]:
         """Concatenate the lists of all processes, in the order of the processes. Items are pickled."""
-        self._wait()
+        self.wait()
         return gather_object(items)
 
     def gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate the rows of all processes, in the order of the processes. All must have the same number."""
         if self.count == 1:
             return tensor
-        self._wait()
+        self.wait()
         return self._accelerator.gather(tensor.to(self.device))
 
     def broadcast(self, item: Any) -> Any:
         """Return the item of the main process on all processes. It is pickled."""
         return item if self.count == 1 else self.gather([item])[0]
-
-    # ---- Failures ----
 
     def mark_shared(self, error: ErrorT) -> ErrorT:
         """Mark an error as raised on all processes, so that it is not reported again. Return the error."""
@@ -340,10 +312,7 @@ class Processes:
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """
-        Context manager for code without collectives: if one process fails, all raise an error at the end of the
-        context. Those that have not failed raise an [`OtherProcessError`].
-        """
+        """Context manager without collectives: if a process fails, all raise (others [`OtherProcessError`])."""
         error: Exception | None = None
         try:
             yield
@@ -372,10 +341,7 @@ class Processes:
 
     @contextlib.contextmanager
     def reporting_failures(self) -> Iterator[None]:
-        """
-        Context manager that reports an error of this process to the others, and replaces connection errors by an
-        [`OtherProcessError`] that says what happened to the other process.
-        """
+        """Context manager: errors reach the others; lost connections raise an [`OtherProcessError`] with the cause."""
         if self.count == 1 or not torch.distributed.is_initialized():
             yield
             return
@@ -387,7 +353,9 @@ class Processes:
         except Exception as error:
             if self._shared_error is error:
                 raise
-            if not _is_connection_error(error):
+            is_of_torch = isinstance(error, torch.distributed.DistError)
+            says_so = any(word in str(error).lower() for word in _CONNECTION_WORDS)
+            if not is_of_torch and not (type(error) is RuntimeError and says_so):
                 monitor.report_failure(describe_error(error))
                 raise
             raise OtherProcessError(monitor.diagnose()) from error
@@ -395,18 +363,10 @@ class Processes:
             ON_EXIT.remove(monitor.report_failure)
 
     def _gather_stacked(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._wait()
+        self.wait()
         dtype = torch.float32 if self.device.type == "mps" else torch.float64  # sums of squares need double precision
         return self._accelerator.gather(tensor.to(self.device, dtype).unsqueeze(0)).cpu()
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type, the message and the notes of an error."""
     return ". ".join([f"{type(error).__name__}: {error}".rstrip("."), *getattr(error, "__notes__", [])])
-
-
-def _is_connection_error(error: BaseException) -> bool:
-    if isinstance(error, torch.distributed.DistError):
-        return True
-    text = str(error).lower()
-    return type(error) is RuntimeError and any(word in text for word in _CONNECTION_WORDS)

@@ -21,9 +21,8 @@ from .hints import brief
 
 class UserState:
     """
-    Saves and loads the state of users' objects that have `state_dict` and `load_state_dict`, by the names that they
-    have in checkpoints and messages. Each process has its own. An object with only one of the methods raises a
-    `TypeError`.
+    Saves and loads the states of users' objects with `state_dict` and `load_state_dict`, by their names in messages.
+    Each process has its own. An object with only one of the methods raises a `TypeError`.
     """
 
     def __init__(self, objects: Mapping[str, Any]):
@@ -126,15 +125,13 @@ class RandomStates:
 # Held while the states of the process are those of users' code, if episodes run beside training in another thread.
 # Without such a thread it is not held: re-runs collect their episodes in another thread while the caller waits.
 _USERS = threading.RLock()
-# Added to the seed of users' code, so that it does not draw the same numbers as sampling
-_APART = 1_000_003
+_APART = 1_000_003  # added to the seed of users' code, so that it does not draw the same numbers as sampling
 
 
 class UserRandomness:
     """
-    Random states for users' code, which advance from call to call. Many reward functions call `torch.manual_seed(0)`,
-    after which every batch would sample the same tokens. Pass a different `seed` on every process; devices as in
-    [`RandomStates`].
+    Random states for users' code: many reward functions call `torch.manual_seed(0)`, after which every batch would
+    sample the same tokens. Pass a different `seed` on every process; devices as in [`RandomStates`].
     """
 
     def __init__(self, seed: int, device: torch.device, others: Sequence[torch.device] = ()):
@@ -178,7 +175,6 @@ class UserRandomness:
         self._other, self._is_theirs = present, not self._is_theirs
 
     def state_dict(self) -> dict[str, Any]:
-        """The users' random states as JSON-serializable data."""
         states = self._other
         kind, keys, *rest = states["numpy"]
         version, internal, gauss = states["python"]
@@ -209,10 +205,7 @@ class UserRandomness:
 
 
 class EpisodeRandomness:
-    """
-    Random states of the users' code of one episode. Episodes that do not wait for one another would otherwise draw
-    from common states, in an order that depends on how long servers take.
-    """
+    """Random states of the users' code of one episode: common ones would depend on how long servers take."""
 
     # `is_concurrent`: another thread trains meanwhile. Then torch has no state of the episode, and code of the episode
     # waits while that thread runs users' code
@@ -223,7 +216,6 @@ class EpisodeRandomness:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Context manager: the states of the process are those of the episode."""
         # Otherwise the thread that waits for these episodes holds the lock already
         with _USERS if self._is_concurrent else contextlib.nullcontext():
             before = self._states.capture()

@@ -30,10 +30,8 @@ _FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
-# Environment variables that hold secrets, besides those with a secret key
-_VARIABLE = re.compile("(KEY|PASS|AUTH)$")
-# Secrets that are shorter are taken for words where they are looked for in a text
-_SHORTEST = 8
+_VARIABLE = re.compile("(KEY|PASS|AUTH)$")  # environment variables that hold secrets, besides those with a secret key
+_SHORTEST = 8  # secrets that are shorter are taken for words where they are looked for in a text
 _QUERY = re.compile(r"(?i)(?<=[?&])([\w-]*(?:token|key|secret|password))=[^&\s'\"]*")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,9 +14,6 @@ from .processes import Processes
 
 # TRL's metrics that are joined over micro-batches by minimum or maximum. All others are averaged over tokens.
 _JOINS = {"clip_ratio/low_min": "min", "clip_ratio/high_max": "max"}
-
-
-# TRL's metrics that are also reported for each agent.
 AGENT_METRICS = frozenset(
     {
         "frac_rows_without_signal",
@@ -49,7 +46,6 @@ class Metrics:
         return taken
 
     def set(self, name: str, value: float) -> None:
-        """Replace the values of a name."""
         self._store[self.mode][name] = [value]
 
     def means(self, mode: str) -> dict[str, float]:
@@ -57,10 +53,8 @@ class Metrics:
         known = {name: [value for value in item if value == value] for name, item in self._store[mode].items()}
         return {name: sum(values) / len(values) for name, values in known.items() if values}
 
-    def replace(self, values: Mapping[str, float], mode: str) -> None:
-        """Replace all names and values."""
+    def clear(self, mode: str) -> None:
         self._store[mode].clear()
-        self._store[mode].update({name: [value] for name, value in values.items()})
 
 
 class StepMetrics:
@@ -88,10 +82,7 @@ class StepMetrics:
         return take_back
 
     def join(self, names: Sequence[str], processes: Processes) -> dict[str, float]:
-        """
-        Join the metrics `names`, the same on every process, over micro-batches and processes. Return `name` for the
-        team and `agents/<agent>/name` for each agent that had tokens.
-        """
+        """Join metrics, of the same `names` on every process: those of the team, and of agents that had tokens."""
         sums = torch.zeros(len(self._agents), len(names), 2, dtype=torch.float64)
         extremes = torch.full((len(self._agents), len(names)), -math.inf, dtype=torch.float64)
         for a, agent in enumerate(self._agents):

@@ -16,16 +16,11 @@ from types import FrameType
 from typing import cast
 
 
-# Seconds that interrupted code has to come to an end, before the process is ended
-GRACE = 20.0
-# Interruptions of code that goes on after each, before the process is ended
-_PATIENCE = 3
-# Seconds between two attempts to end a thread: the first, and at most
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
-# Exit code of a process that was ended because code could not be interrupted
-EXIT_CODE = 124
-# Called with the message before the process is ended
-ON_EXIT: list[Callable[[str], None]] = []
+GRACE = 20.0  # seconds that interrupted code has to come to an end, before the process is ended
+_PATIENCE = 3  # interruptions of code that goes on after each, before the process is ended
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two attempts to end a thread: the first, and at most
+EXIT_CODE = 124  # exit code of a process that was ended because code could not be interrupted
+ON_EXIT: list[Callable[[str], None]] = []  # called with the message before the process is ended
 _SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
 _INTERNAL = (os.sep + "marft_trl" + os.sep, os.sep + "asyncio" + os.sep, os.sep + "threading.py")
 
@@ -49,7 +44,6 @@ class TimeLimit:
         self.error: TookTooLong | None = None
 
     def restart(self) -> None:
-        """Restart the limit: the code has made progress."""
         self._deadline = time.monotonic() + self._seconds
 
     @contextlib.contextmanager
@@ -63,7 +57,6 @@ class TimeLimit:
             self.restart()
 
     def left(self) -> float:
-        """Seconds left."""
         if self._is_paused:
             self.restart()
         return self._deadline - time.monotonic()

@@ -137,10 +137,8 @@ def _pairs(scored: list[tuple[float, Episode]], names: Sequence[str]) -> list[di
         high, chosen = max(whole, key=lambda pair: pair[0])
         low, rejected = min(turns, key=lambda pair: pair[0])
         if high > low and chosen.completion_ids != rejected.completion_ids:
-            good, bad = _to_prompt_completion(chosen), _to_prompt_completion(rejected)
-            pairs.append(
-                {"prompt": good["prompt"], "chosen": good["completion"], "rejected": bad["completion"], "agent": agent}
-            )
+            good, bad = _to_prompt_completion(chosen), _to_prompt_completion(rejected)["completion"]
+            pairs.append({"prompt": good["prompt"], "chosen": good["completion"], "rejected": bad, "agent": agent})
     return pairs
 
 

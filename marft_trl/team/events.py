@@ -34,14 +34,12 @@ SET_ELSEWHERE = {
 def questions(
     prompts: Any, num_samples: int, greedy: bool, sampling: Mapping[str, float] | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """
-    Return the dataset rows, each prompt `num_samples` times, and the options of the generator. Raises a `TypeError`
-    for a single prompt, and a `ValueError` for an empty or invalid prompt or sampling setting.
-    """
+    """Return checked dataset rows, each prompt `num_samples` times, and the options of the generator."""
     check_count("num_samples", num_samples)
     if greedy and sampling:
         raise ValueError("`greedy=True` and `sampling` were both passed. Leave one of them out.")
-    rows = [_as_row(prompt) for prompt in _as_list(prompts) for _ in range(num_samples)]
+    checked = [dict(item) if isinstance(item, Mapping) else {"prompt": item} for item in _as_list(prompts)]
+    rows = [dict(row) for row in checked for _ in range(num_samples)]
     empty = [index for index, row in enumerate(rows) if _is_blank(row.get("prompt", "?"))]
     if empty:
         raise ValueError(
@@ -54,7 +52,6 @@ def questions(
 
 
 def check_single_question(question: Any, where: str) -> None:
-    """Raise a `TypeError` if what is passed to the method `where` is not a single question."""
     if not isinstance(question, (str, Mapping)) and not (question and is_conversational({"prompt": question})):
         raise TypeError(
             f"`{where}` answers one question, a string or a list of messages, got {str(question)[:80]}. For several "
@@ -64,7 +61,6 @@ def check_single_question(question: Any, where: str) -> None:
 
 
 def check_count(name: str, number: Any) -> None:
-    """Raise a `ValueError` if `number` is not a positive integer."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"`{name}` must be an integer of at least 1, got {number!r}.")
 
@@ -83,10 +79,6 @@ def _as_list(prompts: Any) -> list:
 
 def _is_blank(prompt: Any) -> bool:
     return prompt is None or (isinstance(prompt, str) and not prompt.strip())
-
-
-def _as_row(prompt: Any) -> dict[str, Any]:
-    return dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
 
 
 @dataclass(frozen=True)
@@ -166,7 +158,6 @@ class GrowingText:
         self.text = ""
 
     def add(self, ids: list[int]) -> str:
-        """The text that further tokens add."""
         self._ids += ids
         before = self._decode(self._ids[self._from : self._shown])
         after = self._decode(self._ids[self._from :])
@@ -185,10 +176,7 @@ class GrowingText:
 
 
 class Narrator:
-    """
-    A [`TurnListener`] that emits the turns of an episode as events. Without `on_event`, it only ends the turns of a
-    canceled episode. `limit` is the maximum number of tokens of a turn.
-    """
+    """A [`TurnListener`] that emits turns as events, if there is `on_event`. `limit` is the most tokens of a turn."""
 
     def __init__(
         self,
@@ -202,7 +190,6 @@ class Narrator:
         self._count = 0
 
     def turn_started(self, request: Request, seed: int) -> LiveTurn:
-        """A turn will be sampled."""
         on_event, on_tokens = self._on_event, None
         if on_event is not None:
             number, text = self._count, GrowingText(self._tokenizer)
@@ -218,7 +205,6 @@ class Narrator:
         return self._turns[-1]
 
     def turn_ended(self, request: Request, completion: Completion | EndOfEpisode) -> None:
-        """A turn was sampled, or written by a function."""
         if self._on_event is None or isinstance(completion, EndOfEpisode):
             return
         if request.waiter not in self._begun:  # a function has written it

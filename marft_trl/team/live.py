@@ -24,15 +24,11 @@ from ..workflows import Workflow
 from .events import Answer, Event, Narrator
 
 
-# Seconds that the thread waits for further turns when it has had nothing to do
-_PAUSE = 0.002
-# Of questions that are answered at the same time
-_ASKED = RunMode(is_concurrent=True)
+_PAUSE = 0.002  # seconds that the thread waits for further turns when it has had nothing to do
+_ASKED = RunMode(is_concurrent=True)  # of questions that are answered at the same time
 
 
 class _Job(NamedTuple):
-    """A turn that is waited for."""
-
     observed: SampleRequest
     greedy: bool
     sampling: Mapping[str, float] | None
@@ -124,12 +120,10 @@ class DeviceThread(Generator):
     def _next_batch(self, jobs: Sequence[_Job]) -> list[_Job]:
         """The longest waiting turn, and as many others of its kind as there is memory for."""
         alike = [job for job in jobs if job.kind == jobs[0].kind]
-        lengths = [self._longest(job) for job in alike]
+        limits = [self._generator.settings(job.observed.agent)["max_new_tokens"] for job in alike]
+        lengths = [len(job.observed.ids) + int(limit) for job, limit in zip(alike, limits, strict=True)]
         count = next((n for n in range(len(alike), 1, -1) if n <= self._most(max(lengths[:n]))), 1)
         return alike[:count]
-
-    def _longest(self, job: _Job) -> int:
-        return len(job.observed.ids) + int(self._generator.settings(job.observed.agent)["max_new_tokens"])
 
     def _sample(self, batch: Sequence[_Job]) -> None:
         batch = [job for job in batch if not job.is_gone]
@@ -213,7 +207,6 @@ class LiveTeam:
                 await connection.stack.aclose()
 
     async def count_tokens(self, agent: str, messages: Messages, tools: Sequence[Any] = ()) -> int:
-        """Count the tokens of messages as an agent would be shown them, in a thread."""
         return await asyncio.to_thread(self._runner.count_tokens, agent, messages, tools)
 
     async def run(self, question: Question, on_event: Callable[[Event], None] | None = None) -> list[Episode]:

@@ -6,14 +6,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import CommitInfo, HfApi
 from peft import PeftModel
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import is_conversational
@@ -51,8 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)  # accelerate's logger needs the state of a trainer
 
-# Fraction of the free memory that turns may use
-_MEMORY_FRACTION = 0.5
+_MEMORY_FRACTION = 0.5  # fraction of the free memory that turns may use
 # Bytes per logit during sampling: the logit and its probability in float32, and sums in double precision
 _BYTES_PER_LOGIT = 24
 
@@ -130,10 +127,8 @@ def attach_replies(
             f"The function `{inference.replies[missing[0]]}` wrote the turns of agent {missing[0]!r} in training. "
             f"Pass it, or another function, as `replies={{{missing[0]!r}: ...}}`."
         )
-    # Settings that only agents with a policy may have
-    unset: dict[str, Any] = dict.fromkeys(
-        ("adapter", "tools", "stop", "copy_of", "copy_every", "copies", "learning_rate")
-    )
+    of_policies = ("adapter", "tools", "stop", "copy_of", "copy_every", "copies", "learning_rate")
+    unset: dict[str, Any] = dict.fromkeys(of_policies)
     return [
         dataclasses.replace(agent, reply=replies[agent.name], **unset) if agent.name in replies else agent
         for agent in agents
@@ -142,9 +137,8 @@ def attach_replies(
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, padding_side="left", truncation_side="left", trust_remote_code=False
-        )
+        options = {"padding_side": "left", "truncation_side": "left", "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         tokenizer("x")
         str(tokenizer.chat_template).encode()  # fails for unpaired surrogates
         return tokenizer
@@ -159,7 +153,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def load_base(
     manifest: TeamManifest, folder: Path, model: Any, quantization_config: Any, device: torch.device
 ) -> PreTrainedModel:
-    """Load the base model onto a device, with the data type and the quantization of training."""
     base = manifest.base
     if model is not None and not manifest.adapters:
         raise ValueError(
@@ -209,23 +202,33 @@ class SavedTeam:
     view: View  # of agents without their own
     servers: Servers | None = None  # that sample the turns; `None`: this process does
 
-    @property
-    def inference(self) -> Inference:
-        return self.manifest.inference
-
     def make_runner(self, agents: Sequence[AgentSpec], workflow: Workflow, model: PreTrainedModel) -> EpisodeRunner:
-        """Return a runner for episodes of the agents, whose adapters are in `model`."""
-        inference, tokenizer = self.inference, self.tokenizer
+        inference, tokenizer = self.manifest.inference, self.tokenizer
         uses_tools = workflow.uses_tools or any(agent.tools for agent in agents)
         chat_template = prepare_tools(tokenizer, agents, workflow) if uses_tools else None
         autocast = HALF.get(inference.mixed_precision)
         engine = ModelEngine(model, tokenizer, make_generate_settings(inference, model, tokenizer), autocast)
         samplings = {agent.name: _get_sampling(agent, inference) for agent in agents}
         without_model = [agent.name for agent in agents if not agent.has_policy]
+
+        def tokenize(prompts: list, functions: Sequence[Callable] = ()) -> list[list[int]]:
+            """Like `GRPOTrainer._tokenize_prompts` (TRL 1.16)."""
+            if not is_conversational({"prompt": prompts[0]}):
+                return tokenizer(text=prompts)["input_ids"]
+            return tokenizer.apply_chat_template(
+                conversation=prompts,
+                tools=list(functions) or None,
+                chat_template=chat_template,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **inference.chat_template_kwargs,
+            )["input_ids"]
+
         max_model_len = None if self.servers is None else self.servers.find_max_model_len()
         prompts = PromptBuilder(
             tokenizer,
-            tokenize=_make_tokenize(tokenizer, inference, chat_template),
+            tokenize=tokenize,
             view=self.view,
             chat_template=ChatTemplate(tokenizer, chat_template, inference.chat_template_kwargs),
             keeps_text_prompts=is_plain(agents, uses_tools),
@@ -236,26 +239,22 @@ class SavedTeam:
             show_reasoning=inference.show_reasoning,
         )
         warn_of_unprotected(prompts, uses_tools)
-        generator = self._make_generator(agents, Policies(model, agents), samplings, engine)
+        policies = Policies(model, agents)
+        if self.servers is not None:
+            generator: Generator = self.servers.generator(agents, policies, samplings, engine)
+        else:
+            base = model.get_base_model() if isinstance(model, PeftModel) else model
+            share = inference.share_prefixes and find_obstacle(base) is None
+            mixed = MixedLora(model) if share and MixedLora.find_obstacle(model, policies.names) is None else None
+            generator = TransformersGenerator(engine, policies, samplings, Decoding(share, mixed=mixed))
         reader = TurnReader(tokenizer, engine.end_token_ids, prompts.template, uses_tools, is_lone=len(agents) == 1)
         limits = Limits(ToolLimits(**inference.tool_limits), inference.workflow_timeout)
         return EpisodeRunner(agents, workflow, prompts, generator, reader, UserRandomness(0, model.device), limits)
 
-    def _make_generator(
-        self, agents: Sequence[AgentSpec], policies: Policies, samplings: Mapping[str, Sampling], engine: ModelEngine
-    ) -> Generator:
-        if self.servers is not None:
-            return self.servers.generator(agents, policies, samplings, engine)
-        model = engine.model
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
-        share = self.inference.share_prefixes and find_obstacle(base) is None
-        mixed = MixedLora(model) if share and MixedLora.find_obstacle(model, policies.names) is None else None
-        return TransformersGenerator(engine, policies, samplings, Decoding(share, mixed=mixed))
-
     def with_agents(self, agents: Sequence[AgentSpec], workflow: Workflow, old_names: Mapping[str, str]) -> SavedTeam:
         """Return the saved team with other agents. `old_names` has the old names of renamed agents, by new name."""
         specs = {agent.name: agent for agent in self.manifest.agents}
-        defaults, settings = SimpleNamespace(), self.inference.sampling
+        defaults, settings = SimpleNamespace(), self.manifest.inference.sampling
         for name, value in vars(_DEFAULT_SAMPLING).items():  # agents that do not set it have the trainer's value
             of_trainer = [settings[agent][name] for agent in settings if getattr(specs[agent], name) is None]
             setattr(defaults, name, of_trainer[0] if of_trainer else value)
@@ -265,7 +264,7 @@ class SavedTeam:
             new = own_settings(Sampling.from_agent(agent, defaults).as_generation_kwargs())
             sampling[agent.name] = saved if saved is not None else new
         inference = dataclasses.replace(
-            self.inference,
+            self.manifest.inference,
             sampling=sampling,
             tools={agent.name: list(map(tool_name, agent.functions)) for agent in agents if agent.functions},
             agent_views={agent.name: callable_name(agent.view) for agent in agents if agent.view is not None},
@@ -275,11 +274,7 @@ class SavedTeam:
         if self.manifest.adapters:
             adapters = {a.adapter: {"folder": a.adapter, "trained": a.trainable} for a in agents if a.has_policy}
         manifest = dataclasses.replace(
-            self.manifest,
-            agents=list(agents),
-            workflow=workflow.describe(),
-            adapters=adapters,
-            inference=inference,
+            self.manifest, agents=list(agents), workflow=workflow.describe(), adapters=adapters, inference=inference
         )
         return dataclasses.replace(self, manifest=manifest)
 
@@ -307,45 +302,21 @@ class SavedTeam:
         card = team_card(manifest, folder.name, tags=TAGS, max_rank=max_rank, facts=facts)
         card.save(folder / CARD_NAME)
 
-    def push(
-        self,
-        model: PreTrainedModel,
-        hub: HfApi,
-        repo_id: str,
-        private: bool | None,
-        revision: str | None,
-        commit_message: str,
-    ) -> CommitInfo:
-        name = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        with tempfile.TemporaryDirectory() as parent:
-            folder = Path(parent) / name.rpartition("/")[2]  # the model card has the name of the folder
-            self.save(folder, model)
-            return hub.upload_folder(
-                repo_id=name,
-                folder_path=folder,
-                revision=revision,
-                commit_message=commit_message,
-                delete_patterns=["*/adapter_*"],  # of agents that are no longer in the team
-            )
-
 
 def _load_quantization_config(quantization: Mapping[str, Any]) -> BitsAndBytesConfig | None:
-    if str(quantization.get("quant_method", "")).endswith("bitsandbytes"):
-        try:
-            return BitsAndBytesConfig.from_dict({k: v for k, v in quantization.items() if not k.startswith("_")})
-        except TypeError as error:
-            raise ValueError(
-                f"The quantization of the base in the manifest is not supported: {error} Pass "
-                "`quantization_config=`, or `quantization_config=False` for no quantization."
-            ) from error
-    return None  # checkpoints quantized with other methods contain their quantization config
+    if not str(quantization.get("quant_method", "")).endswith("bitsandbytes"):
+        return None  # checkpoints quantized with other methods contain their quantization config
+    try:
+        return BitsAndBytesConfig.from_dict({k: v for k, v in quantization.items() if not k.startswith("_")})
+    except TypeError as error:
+        raise ValueError(
+            f"The quantization of the base in the manifest is not supported: {error} Pass `quantization_config=`, or "
+            "`quantization_config=False` for no quantization."
+        ) from error
 
 
 def check_base_matches(manifest: TeamManifest, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """
-    Warn if the base, the tokenizer or the chat template differs from training. Raises a `ValueError` if the base
-    differs and its vocabulary is smaller than that of the tokenizer. Loading the adapters checks shapes.
-    """
+    """Warn if base, tokenizer or template differ from training. Raises if the base's vocabulary is too small."""
     current = describe_base(base, tokenizer, tokenizer.chat_template)
     kinds = {"config_hash": "base", "tokenizer_hash": "tokenizer", "chat_template_hash": "chat template"}
     different = [kind for name, kind in kinds.items() if getattr(current, name) != getattr(manifest.base, name)]
@@ -374,9 +345,7 @@ def _get_sampling(agent: AgentSpec, inference: Inference) -> Sampling:
 
 
 # Settings of `generate` that would change the format of its output or override the length limits of agents
-_EXCLUDED_SETTINGS = frozenset(
-    {"num_return_sequences", "num_beams", "return_dict_in_generate", "max_length", "max_new_tokens"}
-)
+_EXCLUDED_SETTINGS = {"num_return_sequences", "num_beams", "return_dict_in_generate", "max_length", "max_new_tokens"}
 
 
 def make_generate_settings(
@@ -389,24 +358,3 @@ def make_generate_settings(
     end_ids = [end_ids] if isinstance(end_ids, int) else list(end_ids or [])
     end_ids = [*dict.fromkeys([tokenizer.eos_token_id, *end_ids])]
     return {"do_sample": True, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": end_ids, **settings}
-
-
-def _make_tokenize(
-    tokenizer: PreTrainedTokenizerBase, inference: Inference, chat_template: str | None
-) -> Callable[..., list[list[int]]]:
-    """Return a function that tokenizes prompts like `GRPOTrainer._tokenize_prompts` (TRL 1.16)."""
-
-    def tokenize(prompts: list, functions: Sequence[Callable] = ()) -> list[list[int]]:
-        if not is_conversational({"prompt": prompts[0]}):
-            return tokenizer(text=prompts)["input_ids"]
-        return tokenizer.apply_chat_template(
-            conversation=prompts,
-            tools=list(functions) or None,
-            chat_template=chat_template,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            **inference.chat_template_kwargs,
-        )["input_ids"]
-
-    return tokenize

@@ -10,6 +10,7 @@ import functools
 import os
 import random
 import secrets
+import tempfile
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,46 +24,28 @@ from peft import PeftConfig, PeftModel
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..adapters.files import (
-    add_adapter,
-    alone,
-    drop_adapters,
-    has_own_adapter,
-    load_onto_base,
-    merged,
-    renaming,
-    replaced,
-    team_folder,
-)
+from ..adapters import files
 from ..adapters.manifest import TeamManifest
 from ..agents import AgentSpec, check_team
 from ..episodes.records import Episode, Messages, unknown_agent
 from ..prompts.views import View, team_view
 from ..rollout.runner import EpisodeRunner, RunMode, SeedKeys
+from ..shared_prefix.forward import in_mode
 from ..system.hints import checked_names
 from ..system.randomness import UserRandomness
 from ..workflows import Workflow, rebuild
+from . import saved_team
 from .as_dataset import to_dataset
 from .events import SET_ELSEWHERE, Event, check_count, check_single_question, questions
 from .live import DeviceThread, LiveTeam, Question, from_thread
-from .saved_team import (
-    SavedTeam,
-    attach_functions,
-    attach_replies,
-    check_base_matches,
-    load_base,
-    load_tokenizer,
-    max_concurrent_turns,
-    resolve_views,
-)
+from .saved_team import SavedTeam
 
 
 if TYPE_CHECKING:
     from ..extras.engines.setup import Servers
 
 
-# Number of episodes above which a progress bar is shown
-_PROGRESS_BAR_ABOVE = 20
+_PROGRESS_BAR_ABOVE = 20  # number of episodes above which a progress bar is shown
 
 
 class Team:
@@ -166,24 +149,25 @@ class Team:
         """
         if workflow is not None and not isinstance(workflow, Workflow):
             raise TypeError(f"`workflow` must be a `Workflow` object, got {workflow!r}.")
-        folder = team_folder(team, revision, token)
+        folder = files.team_folder(team, revision, token)
         manifest = TeamManifest.load(folder)
         inference = manifest.inference
         if workflow is None:
             workflow = rebuild(manifest.workflow, environment_factory)
         elif environment_factory is not None:
             raise ValueError("`workflow` and `environment_factory` were both passed. Pass only `workflow`.")
-        views = resolve_views(inference, view)
-        agents = attach_replies(attach_functions(manifest.agents, inference, tools, views), inference, replies or {})
+        views = saved_team.resolve_views(inference, view)
+        agents = saved_team.attach_functions(manifest.agents, inference, tools, views)
+        agents = saved_team.attach_replies(agents, inference, replies or {})
         workflow.check([agent.name for agent in agents])
-        tokenizer = processing_class or load_tokenizer(folder)
+        tokenizer = processing_class or saved_team.load_tokenizer(folder)
         if tokenizer.pad_token is None:  # as in training
             tokenizer.pad_token = tokenizer.eos_token
         servers = _connect_servers(engine)
         device = torch.device("cpu") if servers is not None else PartialState().device
-        base = load_base(manifest, folder, model, quantization_config, device)
-        check_base_matches(manifest, base, tokenizer)
-        loaded = load_onto_base(base, folder) if manifest.adapters else base
+        base = saved_team.load_base(manifest, folder, model, quantization_config, device)
+        saved_team.check_base_matches(manifest, base, tokenizer)
+        loaded = files.load_onto_base(base, folder) if manifest.adapters else base
         loaded.requires_grad_(False)
         saved = SavedTeam(manifest, tokenizer, views.get(None, team_view), servers)
         runner = saved.make_runner(agents, workflow, loaded)
@@ -353,7 +337,7 @@ class Team:
     def live(self) -> LiveTeam:
         """The [`LiveTeam`] that runs episodes in event loops."""
         if self._live is None:
-            generator, most = self._runner.generator, functools.partial(max_concurrent_turns, self.model)
+            generator, most = self._runner.generator, functools.partial(saved_team.max_concurrent_turns, self.model)
             generator = DeviceThread(generator, self._reserve_model, most) if generator.batches else generator
             self._live = LiveTeam(self._runner, generator)
         return self._live
@@ -369,7 +353,7 @@ class Team:
             return len(rows)
         lengths = [self._runner.generator.settings(agent.name)["max_new_tokens"] for agent in self.agents]
         longest = max(len(str(row.get("prompt", ""))) for row in rows)  # a token has at least one character
-        return max_concurrent_turns(self.model, longest + sum(lengths))
+        return saved_team.max_concurrent_turns(self.model, longest + sum(lengths))
 
     def to_dataset(
         self,
@@ -418,8 +402,6 @@ class Team:
         template = self._runner.prompts.template.options
         return to_dataset(episodes, kind, names, agent, rewards, best, threshold, template)
 
-    # ---- Agents of the team ----
-
     def __getitem__(self, agent: str) -> PreTrainedModel:
         """
         Return an agent as a PEFT model with only its adapter: `team["solver"].generate(...)`. The adapter is a copy,
@@ -427,7 +409,7 @@ class Team:
         """
         adapter = self._find_agent(agent).adapter
         with self._reserve_model():
-            return alone(self.model, adapter) if isinstance(self.model, PeftModel) else self.model
+            return files.alone(self.model, adapter) if isinstance(self.model, PeftModel) else self.model
 
     def merge(self, agent: str) -> PreTrainedModel:
         """
@@ -436,7 +418,8 @@ class Team:
         """
         adapter = self._find_agent(agent).adapter
         with self._reserve_model():
-            return merged(self.model, adapter) if isinstance(self.model, PeftModel) else copy.deepcopy(self.model)
+            has_adapters = isinstance(self.model, PeftModel)
+            return files.merged(self.model, adapter) if has_adapters else copy.deepcopy(self.model)
 
     def add_agent(
         self,
@@ -473,7 +456,7 @@ class Team:
         with self._reserve_model():
             known = set(self.model.peft_config) if isinstance(self.model, PeftModel) else set()
             if known and agent.has_policy:
-                add_adapter(self.model, agent, weights, peft_config)
+                files.add_adapter(self.model, agent, weights, peft_config)
             try:
                 self._replace_agents(agents, workflow, saved.with_agents(agents, workflow, {}))
             except Exception:  # for example, the template cannot show a tool
@@ -491,12 +474,13 @@ class Team:
             workflow ([`Workflow`], *optional*): workflow of the new team, if the current workflow names the agent.
         """
         saved, old = self._require_loaded("rename_agent"), self._find_agent(agent)
-        owns_adapter = isinstance(self.model, PeftModel) and has_own_adapter(old, self.agents)
-        new = dataclasses.replace(old, name=name, adapter=name if owns_adapter else old.adapter)
-        agents = check_team(replaced(self.agents, old, new))
+        owns_adapter = isinstance(self.model, PeftModel) and files.has_own_adapter(old, self.agents)
+        adapter = name if owns_adapter else old.adapter
+        new = dataclasses.replace(old, name=name, adapter=adapter)
+        agents = check_team(files.replaced(self.agents, old, new))
         workflow = workflow or self.workflow
         workflow.check([item.name for item in agents])
-        with self._reserve_model(), renaming(self.model, str(old.adapter), name if owns_adapter else str(old.adapter)):
+        with self._reserve_model(), files.renaming(self.model, str(old.adapter), str(adapter)):
             self._replace_agents(agents, workflow, saved.with_agents(agents, workflow, {name: agent}))
 
     def drop_agent(self, agent: str, workflow: Workflow | None = None) -> None:
@@ -516,7 +500,7 @@ class Team:
         with self._reserve_model():
             self._replace_agents(agents, workflow, saved.with_agents(agents, workflow, {}))
             if isinstance(self.model, PeftModel):
-                drop_adapters(self.model, agents)
+                files.drop_adapters(self.model, agents)
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """
@@ -547,9 +531,18 @@ class Team:
             revision (`str`, *optional*): branch to push to.
             commit_message (`str`, *optional*, defaults to `"Upload team"`): message of the commit.
         """
-        saved = self._require_loaded("push_to_hub")
-        with self._reserve_model():
-            return saved.push(self.model, HfApi(token=token), repo_id, private, revision, commit_message)
+        saved, hub = self._require_loaded("push_to_hub"), HfApi(token=token)
+        with self._reserve_model(), tempfile.TemporaryDirectory() as parent:
+            name = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            folder = Path(parent) / name.rpartition("/")[2]  # the model card has the name of the folder
+            saved.save(folder, self.model)
+            return hub.upload_folder(
+                repo_id=name,
+                folder_path=folder,
+                revision=revision,
+                commit_message=commit_message,
+                delete_patterns=["*/adapter_*"],  # of agents that are no longer in the team
+            )
 
     def _find_agent(self, name: str) -> AgentSpec:
         found = next((agent for agent in self.agents if agent.name == name), None)
@@ -589,13 +582,8 @@ class Team:
     @contextlib.contextmanager
     def _reserve_model(self) -> Iterator[None]:
         """Context manager that reserves the model for this thread and turns dropout off."""
-        with self._runner.device_lock:
-            was_training = self.model.training
-            self.model.eval()
-            try:
-                yield
-            finally:
-                self.model.train(was_training)
+        with self._runner.device_lock, in_mode(self.model, training=False):
+            yield
 
 
 def _connect_servers(engine: str | Sequence[str] | Servers | None) -> Servers | None:

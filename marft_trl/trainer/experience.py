@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..algorithms.rows import Row, Slice
 from ..config.marft_config import check_k, check_sampling
 from ..config.team_setup import RunContext, TeamSetup, decoding
-from ..episodes.records import Turn, unknown_agent
+from ..episodes.records import unknown_agent
 from ..learning.adapter_updates import Schedule
 from ..learning.advantages import Estimated, Estimator
 from ..learning.batching import MicroBatcher, Pools, count_rows, cut_slices, make_groups_adjacent, make_slices
@@ -26,6 +26,7 @@ from ..rollout.reward_scorer import RewardReachChecker
 from ..rollout.rollouts import Rollout, Rollouts
 from ..rollout.runner import RunMode
 from ..runs.collapse import Collapse
+from ..team.events import check_count
 
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 class EvaluationOptions:
     """Settings of evaluation, from the training arguments or from a call of `evaluate`."""
 
-    def __init__(self, run: RunContext, agents: Sequence[str], reporter: Reporter, collapse: Collapse | None = None):
+    def __init__(self, run: RunContext, agents: Sequence[str], reporter: Reporter, collapse: Collapse | None):
         self._args, self._settings, self._agents, self._reporter = run.args, run.settings, agents, reporter
         self._collapse = collapse
         self._silent: frozenset[str] = frozenset()
@@ -48,23 +49,27 @@ class EvaluationOptions:
         num_samples: int | None,
         sampling: Mapping[str, float] | None,
         k: Sequence[int] | None,
-        is_other_set: bool = False,
+        is_other_set: bool,
     ) -> Iterator[None]:
-        """
-        Context manager that overrides settings; `None` keeps one. `is_other_set` means a set that is not the trainer's
-        own. Raises `ValueError` if a setting is not valid, or if a batch would split the samples of a question.
-        """
+        """Context manager: other settings (`None` keeps one). `is_other_set`: a set that is not the trainer's."""
         check_sampling(sampling, "sampling")
-        self._check_samples(num_samples)
-        self._check_size("num_samples" if num_samples else "num_generations_eval", num_samples)
+        if num_samples is not None:
+            check_count("num_samples", num_samples)
+        count = num_samples or self._settings.group_size(training=False)
+        batch_size = self._args.per_device_eval_batch_size * self._args.world_size
+        if batch_size % count:  # pass@k needs all samples of a question in one batch
+            raise ValueError(
+                f"`{'num_samples' if num_samples else 'num_generations_eval'}` ({count}) must divide the number of "
+                f"episodes in an evaluation batch ({batch_size}), which is `per_device_eval_batch_size` times the "
+                f"number of processes. Set `per_device_eval_batch_size` to a multiple of {count}."
+            )
         values = self._reporter.k_values if k is None else k
-        check_k(values, num_samples or self._settings.group_size(training=False), "eval_k" if k is None else "k")
+        check_k(values, count, "eval_k" if k is None else "k")
         # `evaluate` calls itself for each of several sets. The inner calls keep the settings of the outer call
         outer = self._sampling, self._reporter.k_values
         is_other = is_other_set or num_samples is not None or sampling is not None
-        watch = (
-            self._collapse.ignoring_evaluations(is_other) if self._collapse is not None else contextlib.nullcontext()
-        )
+        collapse = self._collapse
+        watch = collapse.ignoring_evaluations(is_other) if collapse is not None else contextlib.nullcontext()
         self._sampling = self._sampling if sampling is None else sampling
         self._reporter.k_values = values
         try:
@@ -83,25 +88,7 @@ class EvaluationOptions:
             self._with_losses = True
 
     def loss(self, losses: TeamLoss, *batch: Any) -> torch.Tensor | None:
-        """Return the loss of an evaluation batch, or `None` without losses."""
         return losses.evaluation_loss(*batch) if self._with_losses else None
-
-    def _check_samples(self, num_samples: int | None) -> None:
-        if num_samples is None:
-            return
-        if not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 1:
-            raise ValueError(f"`num_samples` must be an integer of at least 1, got {num_samples!r}.")
-
-    def _check_size(self, name: str, num_samples: int | None) -> None:
-        size = self._args.per_device_eval_batch_size * self._args.world_size
-        num_samples = num_samples or self._settings.group_size(training=False)
-        # pass@k needs all samples of a question in one batch
-        if size % num_samples:
-            raise ValueError(
-                f"`{name}` ({num_samples}) must divide the number of episodes in an evaluation batch ({size}), which "
-                "is `per_device_eval_batch_size` times the number of processes. Set `per_device_eval_batch_size` to a "
-                f"multiple of {num_samples}."
-            )
 
     @contextlib.contextmanager
     def silence_agents(self, *names: str) -> Iterator[None]:
@@ -120,63 +107,7 @@ class EvaluationOptions:
         return RunMode(decoding(self._sampling), silent=self._silent)
 
     def metrics(self, dataset: Any, prefix: str) -> dict[str, float]:
-        """Return the metrics of the evaluation that just ran, with a prefix such as `"eval"`."""
         return {f"{prefix}_{name}": value for name, value in self._reporter.end_evaluation(dataset, prefix).items()}
-
-
-# `output_step(rollout, rows, training)` returns the rows with more model outputs, such as log-probabilities or values
-OutputStep = Callable[[Rollout, list[Row], bool], list[Row]]
-
-
-def make_output_steps(
-    run: RunContext,
-    log_probs: LogProbs,
-    learner: CriticLearner | None,
-    correction: SamplingCorrection | None,
-    needs_old: bool,
-) -> list[OutputStep]:
-    """
-    Return the functions that add model outputs to the rows of a run, in order. Later ones may use outputs of earlier
-    ones: importance weights of turns from servers need the old log-probabilities, and a frozen critic reuses the
-    forward pass of the reference.
-    """
-
-    def old(rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
-        if not training:
-            return rows
-        with log_probs.scoring(dropout=correction is None):  # servers sample without dropout
-            rows = log_probs.with_old(rows)
-        return rows if correction is None else correction.corrected(rows)
-
-    def reference(rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
-        with log_probs.scoring():
-            if learner is None:
-                return log_probs.with_reference(rows)
-            return log_probs.with_reference(rows, learner.num_features_of_reference)
-
-    def values(rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
-        if learner is None:
-            return rows
-        may_keep = training and learner.may_keep_passes  # read before `scoring` turns checkpointing off
-        with log_probs.scoring():
-            return learner.with_values(rollout, rows, may_keep)
-
-    output_steps: list[OutputStep] = []
-    if needs_old:
-        output_steps.append(old)
-    if run.settings.beta != 0.0:
-        output_steps.append(reference)
-    if learner is not None:
-        output_steps.append(values)
-    return output_steps
-
-
-class EvaluationBatch(NamedTuple):
-    """An evaluation batch."""
-
-    rollout: Rollout
-    slice: Slice  # rows of the episodes, for the loss
-    std: torch.Tensor | None  # (E,), of the rewards in each episode's group
 
 
 _WEIGHTS_ADVICE = (
@@ -196,20 +127,24 @@ class BatchMaker:
         run: RunContext,
         schedule: Schedule,
         rollouts: Rollouts | DynamicSampling,
-        output_steps: Sequence[OutputStep],
+        log_probs: LogProbs,
+        needs_old: bool,
+        learner: CriticLearner | None,
+        correction: SamplingCorrection | None,
         estimator: Estimator,
         batcher: MicroBatcher,
         reporter: Reporter,
         reach: RewardReachChecker,
-        collapse: Collapse | None = None,
+        collapse: Collapse | None,
     ):
         self._policies, self._critic, self._schedule = team.policies, team.critic, schedule
         self._args, self._settings, self._metrics, self._processes = run.args, run.settings, run.metrics, run.processes
-        self._rollouts, self._output_steps, self._estimator, self._batcher = rollouts, output_steps, estimator, batcher
+        self._rollouts, self._estimator, self._batcher = rollouts, estimator, batcher
+        self._log_probs, self._needs_old, self._needs_reference = log_probs, needs_old, run.settings.beta != 0.0
+        self._learner, self._correction = learner, correction
         self._reporter, self._reach, self._collapse = reporter, reach, collapse
 
     def for_training(self, inputs: Sequence[dict[str, Any]]) -> list[Slice]:
-        """Sample episodes for the dataset rows of a generation batch, and return slices of training rows."""
         if self._collapse is not None:
             self._collapse.undo()
         rollout = self._rollouts.run(inputs, training=True)
@@ -224,23 +159,23 @@ class BatchMaker:
             order = make_groups_adjacent(order, [(first + index) // size for index in range(len(rows))])
         return self._make_slices(cut_slices(rows, order, self._args.per_device_train_batch_size))
 
-    def for_evaluation(self, inputs: Sequence[dict[str, Any]], mode: RunMode) -> EvaluationBatch:
-        """Sample episodes for the dataset rows of an evaluation batch, with one slice of rows, as in training."""
+    def for_evaluation(
+        self, inputs: Sequence[dict[str, Any]], mode: RunMode
+    ) -> tuple[Rollout, Slice, torch.Tensor | None]:
+        """As in training, in one slice, with the standard deviation `(E,)` of the rewards in each episode's group."""
         rollout = self._rollouts.run(inputs, training=False, mode=mode)
         rows, std, *_ = self._estimate_rows(rollout, training=False)
         (slice_,) = self._make_slices([[row for episode_rows in rows for row in episode_rows]])
-        return EvaluationBatch(rollout, slice_, std if self._settings.group_size(training=False) > 1 else None)
+        return rollout, slice_, std if self._settings.group_size(training=False) > 1 else None
 
     def _estimate_rows(self, rollout: Rollout, training: bool) -> Estimated:
-        """Make the rows of each episode, and add the model outputs and advantages that the losses need."""
         # Baselines that compare candidates need the rows of all candidates, other baselines only those of the turns
         turns = self._estimator.turns(rollout, training)
         rows = self._rows(rollout, turns, training)
         if training:
             # Before the first pass over the rows, so that no pass needs more memory than is free
             self._batcher.fit([row for row in rows if row.is_trained or row.critic is not None])
-        for output_step in self._output_steps:
-            rows = output_step(rollout, rows, training)
+        rows = self._with_outputs(rollout, rows, training)
         # Forward passes take all rows in one list, but estimators need them by episode
         filled = iter(rows)
         by_episode = [[next(filled) for _ in episode_turns] for episode_turns in turns]
@@ -254,14 +189,32 @@ class BatchMaker:
             check_finite([row for value in estimated.rows for row in value], {"advantage": _ADVANTAGES_ADVICE})
         return estimated
 
+    def _with_outputs(self, rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
+        """In this order: a server's turns need old log-probabilities, a frozen critic the reference's pass."""
+        log_probs, learner, correction = self._log_probs, self._learner, self._correction
+        if training and self._needs_old:
+            with log_probs.scoring(dropout=correction is None):  # servers sample without dropout
+                rows = log_probs.with_old(rows)
+            rows = rows if correction is None else correction.corrected(rows)
+        if self._needs_reference:
+            kept = [] if learner is None else [learner.num_features_of_reference]
+            with log_probs.scoring():
+                rows = log_probs.with_reference(rows, *kept)
+        if learner is not None:
+            may_keep = training and learner.may_keep_passes  # read before `scoring` turns checkpointing off
+            with log_probs.scoring():
+                rows = learner.with_values(rollout, rows, may_keep)
+        return rows
+
     def _rows(self, rollout: Rollout, turns: Sequence[Sequence[Any]], training: bool) -> list[Row]:
-        """Make a training row for each turn or candidate, in the order of the episodes."""
         rows: list[Row] = []
         for index, (episode, episode_turns) in enumerate(zip(rollout.episodes, turns, strict=True)):
             # Turns of a joint action share an importance factor in sequential updates
             joint_actions = episode.joint_actions()
             for turn in episode_turns:
                 is_episode_turn = turn.index < len(episode.turns) and episode.turns[turn.index] is turn
+                has_logps = training and turn.logps is not None
+                field = "old_per_token_logps" if turn.sampled_by is None else "sampling_logps"
                 rows.append(
                     Row(
                         agent=turn.agent,
@@ -276,7 +229,7 @@ class BatchMaker:
                         words=max(len(turn.text.split()), 1),
                         critic=self._critic.get_part(turn.agent) if self._critic is not None else None,
                         sampled_by=turn.sampled_by,
-                        **_recorded_logps(turn, training),
+                        **({field: torch.tensor(turn.logps, dtype=torch.float32)} if has_logps else {}),
                     )
                 )
         return rows
@@ -297,14 +250,6 @@ class BatchMaker:
         # One collective for all slices. Processes without rows take part in it too
         counts = self._processes.sum(count_rows(slices, pools))
         return make_slices(slices, pools, counts)
-
-
-def _recorded_logps(turn: Turn, training: bool) -> dict[str, torch.Tensor]:
-    """Return the log-probabilities recorded when a turn was sampled, under their field name in [`Row`]."""
-    if not training or turn.logps is None:
-        return {}
-    logps = torch.tensor(turn.logps, dtype=torch.float32)
-    return {"old_per_token_logps": logps} if turn.sampled_by is None else {"sampling_logps": logps}
 
 
 def check_finite(rows: Sequence[Row], fields: Mapping[str, str]) -> None:
@@ -331,9 +276,6 @@ def advantages_by_turn(rollout: Rollout, rows: Sequence[Sequence[Row]]) -> list[
             key = row.agent, tuple(row.prompt_ids.tolist()), tuple(row.completion_ids.tolist())
             remaining.setdefault(key, []).append(row)
         found = [remaining.get((t.agent, tuple(t.prompt_ids), tuple(t.completion_ids)), []) for t in episode.turns]
-        by_turn.append([_to_python(rows.pop(0).advantage) if rows else None for rows in found])
+        advantages = [rows.pop(0).advantage if rows else None for rows in found]
+        by_turn.append([item.tolist() if isinstance(item, torch.Tensor) else item for item in advantages])
     return by_turn
-
-
-def _to_python(advantage: float | torch.Tensor) -> float | list[float]:
-    return advantage.tolist() if isinstance(advantage, torch.Tensor) else advantage

@@ -32,16 +32,8 @@ from ..reporting.progress import announce, team_callbacks
 from ..rollout.failures import Failures
 from ..rollout.reward_scorer import wrap_reward_function
 from ..runs.checkpoints import raise_failed_push
+from ..seams import runs
 from ..seams.libraries import get_logger, hush, warn_of_newer_versions
-from ..seams.runs import (
-    EndlessStream,
-    EpochSampler,
-    begin_pass,
-    checkpoint_folder,
-    keeping_checkpoints,
-    saving_adapters_alone,
-    saving_only,
-)
 from ..seams.sharding import as_if_not_sharded
 from ..seams.trl import configure_grpo_trainer, constructing_grpo_trainer, without_printed_table
 from ..system.hints import checked_names
@@ -50,7 +42,7 @@ from ..team import Team
 from ..workflows import Workflow
 from ..workflows.base import alias_names, anonymity
 from . import setup
-from .parts import UserCode, assemble
+from .parts import Parts, UserCode
 from .setup import load_base, stays_frozen
 
 
@@ -121,7 +113,7 @@ class MARFTTrainer(GRPOTrainer):
     _tag_names = TAGS
     _name = "MARFT"
     _paper = PAPER
-    _order: EpochSampler | None = None  # of the rows of a map-style dataset
+    _order: runs.EpochSampler | None = None  # of the rows of a map-style dataset
 
     @checked_names("MARFTTrainer", "agents=[AgentSpec('planner'), AgentSpec('solver')]")
     def __init__(
@@ -208,14 +200,12 @@ class MARFTTrainer(GRPOTrainer):
         who = (self.agents, self.workflow, self.policies, self.critic, level)
         team = TeamSetup(*who, samplings, alias_names(self.agents) if self.anonymous else {}, self.anonymous)
         code = UserCode(view, turn_rewards, eval_metrics or [], eval_vote or last_box, failures)
-        self.parts = assemble(self, args, team, self.schedule, code, engine)
+        self.parts = Parts(self, team, self.schedule, code, engine)
         if sharding is not None:
             sharding.keep_in_step(self, self.parts.processes)
         # In this order: what a step has shown, what is undone, and then what is saved
         for callback in filter(None, (self.parts.health, self.parts.collapse, self.parts.run)):
             self.add_callback(callback)
-
-    # ---- What users call ----
 
     @property
     def workflow(self) -> Workflow:
@@ -310,10 +300,8 @@ class MARFTTrainer(GRPOTrainer):
         return optimizer
 
     def _get_train_sampler(self, dataset: Dataset | None = None):
-        self._order = EpochSampler.from_sampler(super()._get_train_sampler(dataset), self.schedule.phases)
+        self._order = runs.EpochSampler.from_sampler(super()._get_train_sampler(dataset), self.schedule.phases)
         return self._order
-
-    # ---- Evaluation and logs ----
 
     def evaluate(
         self,
@@ -366,9 +354,7 @@ class MARFTTrainer(GRPOTrainer):
         with without_printed_table(self):
             super().log(logs, start_time)
         self.parts.reporter.after_log()
-        self.parts.run.after_log()
-
-    # ---- Saving, resuming and pushing ----
+        self.parts.checkpoints.record_after_log()  # an evaluation, which comes next, may fail
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         with self.parts.run.training(resume_from_checkpoint) as checkpoint:
@@ -378,7 +364,7 @@ class MARFTTrainer(GRPOTrainer):
 
     def _get_dataloader(self, dataset, *args, is_training: bool = False, **kwargs):
         if is_training and isinstance(dataset, IterableDataset):
-            dataset = EndlessStream(dataset)
+            dataset = runs.EndlessStream(dataset)
         return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
@@ -386,7 +372,7 @@ class MARFTTrainer(GRPOTrainer):
         self.parts.run.after_step()
 
     def _finalize_training(self, *args, **kwargs):
-        with keeping_checkpoints(self):
+        with runs.keeping_checkpoints(self):
             return super()._finalize_training(*args, **kwargs)
 
     def _run_epoch(self, *args, epoch: int, **kwargs) -> None:
@@ -394,7 +380,7 @@ class MARFTTrainer(GRPOTrainer):
         if self.parts.run.is_over(self.state):
             self.control.should_training_stop = True
         else:
-            begin_pass(self._order, epoch)
+            runs.begin_pass(self._order, epoch)
             super()._run_epoch(*args, epoch=epoch, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -402,14 +388,14 @@ class MARFTTrainer(GRPOTrainer):
             super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        with published(), saving_adapters_alone(self, self.policies.saved_adapters):
+        with published(), runs.saving_adapters_alone(self, self.policies.saved_adapters):
             super()._save(output_dir, state_dict)
         if self.args.should_save:
             self.parts.files.save(Path(output_dir or self.args.output_dir), self.state.log_history)
 
     def _save_checkpoint(self, model, trial) -> None:
-        folder = checkpoint_folder(self, trial)
-        with self.parts.checkpoints.saving(folder), saving_only(self), as_if_not_sharded(self):
+        folder = runs.checkpoint_folder(self, trial)
+        with self.parts.checkpoints.saving(folder), runs.saving_only(self), as_if_not_sharded(self):
             super()._save_checkpoint(model, trial)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))

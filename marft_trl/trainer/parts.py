@@ -7,17 +7,15 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from ..adapters.copies import PastCopies, PastCopiesCallback
-from ..adapters.manifest import BaseModel, describe_base
+from ..adapters.manifest import describe_base
 from ..agents import AgentSpec
-from ..algorithms.baselines import BASELINES, CREDITS, RunningBaselines
+from ..algorithms.baselines import BASELINES, CREDITS
 from ..config.checks import uses_candidates
-from ..config.marft_config import MARFTConfig
 from ..config.options import warn_of_unused
 from ..config.team_setup import RunContext, Sampling, TeamSetup
 from ..learning.adapter_updates import AdapterUpdates, Schedule, SequentialFactors
@@ -56,16 +54,14 @@ from ..system.processes import Processes, other_devices
 from ..system.randomness import RandomStates, UserRandomness, UserState
 from ..system.run_metrics import Metrics
 from . import setup
-from .experience import BatchMaker, EvaluationOptions, make_output_steps
+from .experience import BatchMaker, EvaluationOptions
 from .team_files import TeamFiles
 
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-    from ..extras.engines.prefetch import UpcomingRows
     from ..extras.engines.setup import Engine
-    from ..extras.engines.vllm_generator import SamplingCorrection
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,460 +75,290 @@ class UserCode:
     failures: Failures | None  # what they have failed in, unless that ends the run
 
 
-@dataclass(frozen=True, eq=False)
 class Parts:
-    """The objects of a trainer, in the order in which a step uses them. A feature that is off has none."""
+    """The objects of a trainer, in the order in which they need one another. A feature that is off has none."""
 
-    state: TrlState
-    processes: Processes
-    metrics: Metrics
-    runner: EpisodeRunner  # runs episodes; has the prompts and the generator
-    rollouts: Rollouts
-    experience: BatchMaker  # from dataset rows to training data
-    batcher: MicroBatcher  # micro-batches that fit into memory
-    passes: ModelPass  # how rows go through the model
-    log_probs: LogProbs
-    critic: CriticLearner | None  # values and their loss
-    loss: TeamLoss
-    updates: AdapterUpdates
-    sequential: SequentialFactors | None
-    reporter: Reporter  # metrics, tables, transcripts
-    evaluations: EvaluationOptions
-    make_planner: Callable[[], Planner]  # see `planner`
-    files: TeamFiles  # manifest and model card
-    checkpoints: Checkpoints  # state of a resumed run
-    run: Run
-    look_ahead: UpcomingRows | None  # reads rows of later generation batches
-    health: Health  # warns when a run learns nothing
-    collapse: Collapse | None  # compares evaluations, and may restore adapters
-    seeds: random.Random  # of samples without a seed
+    def __init__(
+        self, trainer: GRPOTrainer, team: TeamSetup, schedule: Schedule, code: UserCode, engine: Engine | None = None
+    ):
+        self._trainer, self._team, self._schedule, self._code, self._engine = trainer, team, schedule, code, engine
+        self._args, self._model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+        self.state, self.processes = TrlState(trainer), Processes(trainer.accelerator)
+        metrics = Metrics(self.state.metrics, lambda: self.state.is_training)
+        self._context = RunContext(self._args, TrlSettings(trainer), self.state, metrics, self.processes)
+        self._make_scoring()
+        self._make_episodes()
+        self._make_rollouts()
+        self._make_learning()
+        self._make_reports()
+        self._make_experience()
+        self._make_checkpoints()
+        self.seeds = random.Random(self._args.seed)  # noqa: S311  # of samples without a seed
 
     @functools.cached_property
     def planner(self) -> Planner:
-        """Describes the run before it starts."""
-        return self.make_planner()
+        return Planner(
+            self._team,
+            self._context,
+            self.runner,
+            self.batcher,
+            self._model,
+            self._trainer.processing_class,
+            train_dataset=lambda: self._trainer.train_dataset,
+            learner=self.critic,
+            past_copies=self._past_copies,
+        )
 
+    def _make_scoring(self) -> None:
+        """How rows go through the model."""
+        trainer, args, policies = self._trainer, self._args, self._team.policies
+        accelerator = trainer.accelerator
+        base = self._base = self._model.get_base_model() if policies.has_adapters else self._model
+        # Before anything is scored: the head is compared with the model's own once
+        temperature = ScoringTemperature(
+            [base] if trainer.ref_model is None else [base, trainer.ref_model],
+            [sampling.temperature for sampling in self._team.samplings.values()],
+            default=trainer.temperature,
+            head={"cast_lm_head_to_fp32": args.cast_lm_head_to_fp32, "outputs": ("log_probs", "entropy")},
+        )
+        check_fused_head(base, trainer.temperature)
+        model, ref_model, has_aux_loss = trainer.model, trainer.ref_model, trainer.aux_loss_enabled
+        self.passes = ModelPass(model, policies.has_adapters, args, accelerator, ref_model, has_aux_loss)
+        warn_of_unused(args, self.passes.share)
+        self.updates = AdapterUpdates(self._team, self._context, accelerator)
 
-def assemble(
-    trainer: GRPOTrainer,
-    args: MARFTConfig,
-    team: TeamSetup,
-    schedule: Schedule,
-    code: UserCode,
-    engine: Engine | None = None,
-) -> Parts:
-    """The parts of a trainer whose parent's constructor has run."""
-    state, processes = TrlState(trainer), Processes(trainer.accelerator)
-    metrics = Metrics(state.metrics, functools.partial(getattr, state, "is_training"))
-    run = RunContext(args, TrlSettings(trainer), state, metrics, processes)
-    # In the order in which they need one another. Only what a retry after running out of memory shows and frees is set
-    # afterwards.
-    scoring = _scoring_parts(trainer, team, run, schedule)
-    acting = _acting_parts(trainer, team, run, code, scoring, engine)
-    rolling = _rollout_parts(trainer, team, run, schedule, code, acting)
-    learning = _learning_parts(trainer, team, run, schedule, scoring, acting, rolling)
-    telling = _reporting_parts(trainer, team, run, code, scoring, acting, rolling, learning)
-    # Copies of all adapters and of their moments: only where they may be put back
-    best = BestAdapters(team.policies, lambda: trainer.optimizer) if args.on_collapse == "restore" else None
-    has_evaluations = args.on_collapse != "ignore" and trainer.eval_dataset is not None
-    collapse = _collapse(team, run, telling.reporter, best, acting.past_copies) if has_evaluations else None
-    further = (run, rolling.rollouts, lambda: trainer.train_dataset, rolling.own)
-    sampling = DynamicSampling(*further) if args.dynamic_sampling else None
-    source, reporter = sampling or rolling.rollouts, telling.reporter
-    output_steps = make_output_steps(run, scoring.log_probs, learning.critic, learning.correction, scoring.needs_old)
-    experience = BatchMaker(
-        *(team, run, schedule, source, output_steps, learning.estimator, scoring.batcher, reporter, rolling.reach),
-        collapse=collapse if best is not None else None,  # without copies, there is nothing to go back to
-    )
-    owners: dict[str, Stateful | None] = {
-        "user_randomness": acting.randomness,
-        "rollouts": rolling.rollouts,
-        "dynamic_sampling": sampling,
-        "collapse": collapse,
-        "reach": rolling.reach,
-        "own_returns": rolling.own,
-        "running_baselines": learning.running,
-        "value_scale": learning.scale if args.normalize_values else None,
-        "updates": scoring.updates,
-        "sequential": learning.sequential,
-        "health": telling.health,
-        "users": acting.users,
-        "copies": acting.past_copies,
-        "runner": acting.runner.keys,
-        "reporter": telling.reporter,
-    }
-    # By name: checkpoints of earlier versions have the same names
-    stateful = {name: owner for name, owner in owners.items() if owner is not None}
-    template = trainer.chat_template or trainer.processing_class.chat_template
-    revision = (args.model_init_kwargs or {}).get("revision")
-    base = functools.partial(describe_base, scoring.base, trainer.processing_class, template, revision=revision)
-    settings = _settings(trainer, team, run, code, acting, rolling, base)
-    checkpoints = Checkpoints(
-        team, run, stateful, schedule, trainer.model, trainer.ref_model, settings, acting.past_copies, best
-    )
-    files = _files(trainer, team, args, acting.runner, telling.make_planner, scoring, base())
-    return Parts(
-        state=state,
-        processes=processes,
-        metrics=metrics,
-        runner=acting.runner,
-        rollouts=rolling.rollouts,
-        experience=experience,
-        batcher=scoring.batcher,
-        passes=scoring.passes,
-        log_probs=scoring.log_probs,
-        critic=learning.critic,
-        loss=learning.loss,
-        updates=scoring.updates,
-        sequential=learning.sequential,
-        reporter=telling.reporter,
-        evaluations=EvaluationOptions(run, [agent.name for agent in team.agents], telling.reporter, collapse),
-        make_planner=telling.make_planner,
-        files=files,
-        checkpoints=checkpoints,
-        run=_run(trainer, run, checkpoints, rolling.rollouts, files),
-        look_ahead=rolling.look_ahead,
-        health=telling.health,
-        collapse=collapse,
-        seeds=random.Random(args.seed),  # noqa: S311
-    )
+        def trained():
+            return [parameter for part in self.updates.trained_parameters().values() for parameter in part.values()]
 
+        def has_optimizer_state():
+            return trainer.optimizer is not None and bool(trainer.optimizer.state)
 
-class _Scoring(NamedTuple):
-    """How rows go through the model."""
+        self.batcher = MicroBatcher(self.passes, policies, args, trained, has_optimizer_state)
+        self._collate = Collator(trainer.processing_class.pad_token_id, trainer.pad_to_multiple_of, accelerator.device)
+        of_trl, cut = trl_log_probs(trainer), self.batcher.cut
+        self.log_probs = LogProbs(self._team, temperature, of_trl, self.passes, cut, self._collate)
+        # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
+        needs_old = args.gradient_accumulation_steps % self._schedule.generate_every != 0
+        needs_old &= args.use_policy_ratio or args.update_order == "sequential"
+        self._needs_old = needs_old | args.use_vllm  # what servers have sampled is compared with them
+        if self._needs_old:
+            self.passes.warn_of_dropout(policies)
 
-    base: PreTrainedModel
-    passes: ModelPass
-    updates: AdapterUpdates
-    batcher: MicroBatcher
-    collate: Collator
-    log_probs: LogProbs
-    needs_old: bool  # rows need log-probabilities of the policy that sampled them
+    def _make_episodes(self) -> None:
+        """How the team acts, with the random states and the objects of users' code."""
+        trainer, team, args, code = self._trainer, self._team, self._args, self._code
+        tokenizer, device = trainer.processing_class, trainer.accelerator.device
+        uses_tools = team.workflow.uses_tools or any(agent.tools for agent in team.agents)
+        if uses_tools:
+            trainer.chat_template = prepare_tools(tokenizer, team.agents, team.workflow)
+        # Places of copies are filled now, so that the first batch has opponents
+        self._past_copies = None
+        if any(agent.copy_of is not None for agent in team.agents):
+            self._past_copies = PastCopies(team.policies, team.agents)
+            self._past_copies.take(0)
+            trainer.add_callback(PastCopiesCallback(self._past_copies))
+        without_model = [agent.name for agent in team.agents if team.critic is None and not agent.has_policy]
+        longest = self._engine.max_model_len if self._engine is not None else None
+        prompts = PromptBuilder(
+            tokenizer,
+            tokenize=TrlPrompts(trainer).tokenize,
+            view=code.view,
+            chat_template=ChatTemplate(tokenizer, trainer.chat_template, trainer.chat_template_kwargs),
+            keeps_text_prompts=is_plain(team.agents, uses_tools),
+            window=make_window(trainer.model, team.samplings, args.context_overflow, without_model, longest),
+            end_token_ids=trainer.eos_token_ids,
+            aliases=team.aliases,
+            is_single_agent=is_single_agent(team.agents, team.workflow),
+            show_reasoning=args.show_reasoning,
+        )
+        warn_of_unprotected(prompts, uses_tools)
+        seed = args.seed + args.process_index
+        self._randomness = UserRandomness(seed, device, other_devices(trainer.model, device))
+        # Functions were wrapped to name the one that fails; their state is that of the users' own
+        functions = [getattr(function, "__wrapped__", function) for function in TrlRewards(trainer).functions]
+        self._users = UserState(setup.user_objects(functions, code.turn_rewards, team.workflow, team.agents))
+        self._vocabulary = self._base.get_input_embeddings().weight.size(0)
+        generator = self._generator()
+        reader = TurnReader(tokenizer, trainer.eos_token_ids, prompts.template, uses_tools, len(team.agents) == 1)
+        limits = Limits(setup.tool_limits(args), args.workflow_timeout, args.max_episode_turns, self._vocabulary)
+        parts = (prompts, generator, reader, self._randomness, limits, self._users, args.seed, self._past_copies)
+        self.runner = EpisodeRunner(team.agents, team.workflow, *parts).changed(RunMode(trains=True))
 
+    def _generator(self) -> Generator:
+        """
+        What samples turns. A further generator gets its line here. One whose log-probabilities differ from those of
+        scoring also sets `needs_old` and needs a [`SamplingCorrection`], as vLLM does.
+        """
+        trainer, passes, is_sharded = self._trainer, self.passes, self.processes.is_base_sharded
+        # Settings that no agent has are those of an agent without any
+        settings = Sampling.from_agent(AgentSpec("solo"), self._args).as_generation_kwargs()
+        calls, policies = TrlEngine(trainer, settings), self._team.policies
+        is_exact = passes.sample_what_they_score()
+        if self._engine is None:
+            may_mix = self._args.mixed_passes is not False and not is_sharded and passes.share
+            may_mix = may_mix and MixedLora.find_obstacle(self._model, policies.names) is None
+            mixed = MixedLora(self._model) if may_mix else None
+            decoding = Decoding(passes.share, self._needs_old and is_exact, mixed, captures=not is_sharded)
+            return TransformersGenerator(calls, policies, self._team.samplings, decoding, self._past_copies)
+        from ..extras.engines.setup import make_vllm_generator
 
-def _scoring_parts(trainer: GRPOTrainer, team: TeamSetup, run: RunContext, schedule: Schedule) -> _Scoring:
-    args, accelerator, policies = run.args, trainer.accelerator, team.policies
-    model = accelerator.unwrap_model(trainer.model)
-    base = model.get_base_model() if policies.has_adapters else model
-    # Before anything is scored: the head is compared with the model's own once
-    temperature = ScoringTemperature(
-        [base] if trainer.ref_model is None else [base, trainer.ref_model],
-        [sampling.temperature for sampling in team.samplings.values()],
-        default=trainer.temperature,
-        head={"cast_lm_head_to_fp32": args.cast_lm_head_to_fp32, "outputs": ("log_probs", "entropy")},
-    )
-    check_fused_head(base, trainer.temperature)
-    has_aux_loss = trainer.aux_loss_enabled
-    passes = ModelPass(trainer.model, policies.has_adapters, args, accelerator, trainer.ref_model, has_aux_loss)
-    warn_of_unused(args, passes.share)
-    updates = AdapterUpdates(team, run, accelerator)
+        return make_vllm_generator(
+            self._team,
+            self._context,
+            self._engine.servers,
+            self._model,
+            calls.settings,
+            trainer.processing_class,
+            end_token_ids=trainer.eos_token_ids,
+            vocabulary=self._vocabulary,
+            is_exact=is_exact,
+            next_token=self.log_probs.next_token,
+            past=self._past_copies,
+        )
 
-    def trained():
-        return [parameter for part in updates.trained_parameters().values() for parameter in part.values()]
+    def _make_rollouts(self) -> None:
+        """Episodes with rewards, and what they are made with."""
+        team, run, args, failures = self._team, self._context, self._args, self._code.failures
+        rewards = self._rewards = TrlRewards(self._trainer)
+        # Whether agents learn from their own returns may be known with the first batch only
+        own = self._own_returns = AgentReturns(args.returns, rewards, self.processes)
+        reach = self._reach = RewardReachChecker(team.trained)
+        scorer = self._scorer = RewardScorer(run, rewards, self._code.turn_rewards, self._randomness, failures)
+        branches = uses_candidates(args) or CREDITS[args.credit].reruns
+        self._alternatives = Alternatives(team, run, self.runner, scorer, own) if branches else None
+        self.look_ahead, ahead = None, None  # what reads rows of later generation batches, and samples them
+        if args.max_staleness:
+            from ..extras.engines.prefetch import Prefetcher, UpcomingRows
 
-    def has_optimizer_state():
-        return trainer.optimizer is not None and bool(trainer.optimizer.state)
+            self.look_ahead = UpcomingRows(self.state, self._schedule, args.max_staleness)
+            ahead = Prefetcher(run, self.runner, self.look_ahead, failures)
+        self.rollouts = Rollouts(
+            run, self.runner, team.workflow, scorer, rewards, own, reach, failures, self._alternatives, ahead
+        )
 
-    batcher = MicroBatcher(passes, policies, args, trained, has_optimizer_state)
-    collate = Collator(trainer.processing_class.pad_token_id, trainer.pad_to_multiple_of, accelerator.device)
-    log_probs = LogProbs(team, temperature, trl_log_probs(trainer), passes, batcher.cut, collate)
-    # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
-    needs_old = args.gradient_accumulation_steps % schedule.generate_every != 0
-    needs_old &= args.use_policy_ratio or args.update_order == "sequential"
-    needs_old |= args.use_vllm  # what servers have sampled is compared with them
-    if needs_old:
-        passes.warn_of_dropout(policies)
-    return _Scoring(base, passes, updates, batcher, collate, log_probs, needs_old)
+    def _make_learning(self) -> None:
+        """From rows to losses."""
+        trainer, team, run, args, batcher = self._trainer, self._team, self._context, self._args, self.batcher
+        scored = (self._scorer, self._rewards, self._own_returns)
+        credit = CreditAssigner(run, *scored, team.workflow.earns, self._alternatives)
+        self.critic = self._running = self._scale = None
+        if team.critic is not None:
+            # The heads are no part of the base, so accelerate does not move them
+            team.critic.heads.to(trainer.accelerator.device)
+            self._scale = ValueScale(args.normalize_values, team.critic.parts, self.processes)
+            self.critic = CriticLearner(team, run, self._schedule, batcher, self.runner, self._scale)
+            self._estimator: Estimator = CriticEstimator(team, run, credit, self._scale)
+        else:
+            make_state = BASELINES[args.advantage].state
+            self._running = make_state(args) if make_state is not None else None
+            self._estimator = BaselineEstimator(team, run, credit, self._rewards, self._running)
+        places, shards = self.passes.give_positions, self.processes.is_base_sharded
+        mixing = MixedPass.create(self._model, team.policies, args, batcher, places, shards)
+        device = self.processes.device
+        random_states = RandomStates(device, others=other_devices(self._model, device))
+        again = OutOfMemory(run, batcher, self.updates, random_states)
+        scoring = (self.log_probs, batcher, self._collate)
+        self.loss = TeamLoss(team, run, TrlLoss(trainer), *scoring, self.critic, self.updates, mixing, again)
+        trainer.add_callback(self.loss)
+        is_sequential = args.update_order == "sequential"
+        self.sequential = SequentialFactors(team, run, self.log_probs) if is_sequential else None
+        self._correction = None
+        if args.use_vllm:
+            from ..extras.engines.setup import sampling_correction
 
+            is_exact = self.passes.sample_what_they_score()
+            self._correction = sampling_correction(run, self.runner.generator, is_exact)
 
-class _Acting(NamedTuple):
-    """How the team acts, with the random states and the objects of users' code."""
+    def _make_reports(self) -> None:
+        """What users are told: metrics, tables, transcripts, and warnings when a run learns nothing."""
+        team, run, code, copies = self._team, self._context, self._code, self._past_copies
+        # Agents have returns of their own only where a workflow rewards them by name, or the setting says so
+        has_games = team.workflow.earns or copies is not None or self._args.returns == "agent"
+        games = GameMetrics(team, self._own_returns, copies) if has_games else None
+        episodes = (self._rewards, self._trainer.processing_class, self._randomness)
+        self.reporter = Reporter(team, run, *episodes, code.eval_metrics, code.vote, games)
+        self.loss.out_of_memory.plan = lambda: self.planner.memory_plan()
+        self.loss.out_of_memory.release = self.runner.generator.drop_cache
+        vocabulary = self._base.config.get_text_config().vocab_size
+        self.health = Health(team, run, self.updates.trained_parameters, vocabulary)
+        # Copies of all adapters and of their moments: only where they may be put back
+        restores = self._args.on_collapse == "restore"
+        self._best = BestAdapters(team.policies, lambda: self._trainer.optimizer) if restores else None
+        self.collapse = None  # compares evaluations, and may restore adapters
+        if self._args.on_collapse != "ignore" and self._trainer.eval_dataset is not None:
+            error = functools.partial(getattr, self.reporter, "evaluation_error")
+            self.collapse = Collapse(run, error, team.policies, self._best, copies)
+        self.evaluations = EvaluationOptions(run, team.names, self.reporter, self.collapse)
 
-    runner: EpisodeRunner
-    randomness: UserRandomness
-    users: UserState
-    past_copies: PastCopies | None
+    def _make_experience(self) -> None:
+        run, further = self._context, (lambda: self._trainer.train_dataset, self._own_returns)
+        self._sampling = DynamicSampling(run, self.rollouts, *further) if self._args.dynamic_sampling else None
+        self.experience = BatchMaker(
+            self._team,
+            run,
+            self._schedule,
+            self._sampling or self.rollouts,
+            self.log_probs,
+            self._needs_old,
+            self.critic,
+            self._correction,
+            self._estimator,
+            self.batcher,
+            self.reporter,
+            self._reach,
+            collapse=self.collapse if self._best is not None else None,  # else there is nothing to go back to
+        )
 
-
-def _acting_parts(
-    trainer: GRPOTrainer,
-    team: TeamSetup,
-    run: RunContext,
-    code: UserCode,
-    scoring: _Scoring,
-    engine: Engine | None,
-) -> _Acting:
-    args, tokenizer, trl = run.args, trainer.processing_class, TrlPrompts(trainer)
-    uses_tools = team.workflow.uses_tools or any(agent.tools for agent in team.agents)
-    if uses_tools:
-        trainer.chat_template = prepare_tools(tokenizer, team.agents, team.workflow)
-    # Places of copies are filled now, so that the first batch has opponents
-    past_copies = None
-    if any(agent.copy_of is not None for agent in team.agents):
-        past_copies = PastCopies(team.policies, team.agents)
-        past_copies.take(0)
-        trainer.add_callback(PastCopiesCallback(past_copies))
-    without_model = [agent.name for agent in team.agents if team.critic is None and not agent.has_policy]
-    longest = engine.max_model_len if engine is not None else None
-    prompts = PromptBuilder(
-        tokenizer,
-        tokenize=trl.tokenize,
-        view=code.view,
-        chat_template=ChatTemplate(tokenizer, trainer.chat_template, trainer.chat_template_kwargs),
-        keeps_text_prompts=is_plain(team.agents, uses_tools),
-        window=make_window(trainer.model, team.samplings, args.context_overflow, without_model, longest),
-        end_token_ids=trainer.eos_token_ids,
-        aliases=team.aliases,
-        is_single_agent=is_single_agent(team.agents, team.workflow),
-        show_reasoning=args.show_reasoning,
-    )
-    warn_of_unprotected(prompts, uses_tools)
-    device = trainer.accelerator.device
-    randomness = UserRandomness(args.seed + args.process_index, device, other_devices(trainer.model, device))
-    # Functions were wrapped to name the one that fails; their state is that of the users' own
-    functions = [getattr(function, "__wrapped__", function) for function in TrlRewards(trainer).functions]
-    users = UserState(setup.user_objects(functions, code.turn_rewards, team.workflow, team.agents))
-    generator = _generator(trainer, team, run, scoring, past_copies, engine)
-    reader = TurnReader(tokenizer, trainer.eos_token_ids, prompts.template, uses_tools, len(team.agents) == 1)
-    vocabulary = scoring.base.get_input_embeddings().weight.size(0)
-    limits = Limits(setup.tool_limits(args), args.workflow_timeout, args.max_episode_turns, vocabulary)
-    runner = EpisodeRunner(
-        team.agents, team.workflow, prompts, generator, reader, randomness, limits, users, args.seed, past_copies
-    ).changed(RunMode(trains=True))
-    return _Acting(runner, randomness, users, past_copies)
-
-
-def _generator(
-    trainer: GRPOTrainer,
-    team: TeamSetup,
-    run: RunContext,
-    scoring: _Scoring,
-    past_copies: PastCopies | None,
-    engine: Engine | None,
-) -> Generator:
-    """
-    What samples turns. A further generator gets its line here. One whose log-probabilities differ from those of
-    scoring also sets `needs_old` and needs a [`SamplingCorrection`], as vLLM does.
-    """
-    args, passes, model = run.args, scoring.passes, trainer.accelerator.unwrap_model(trainer.model)
-    # Settings that no agent has are those of an agent without any
-    calls = TrlEngine(trainer, Sampling.from_agent(AgentSpec("solo"), args).as_generation_kwargs())
-    is_exact = passes.sample_what_they_score()
-    if engine is None:
-        may_mix = args.mixed_passes is not False and not run.processes.is_base_sharded and passes.share
-        mixed = MixedLora(model) if may_mix and MixedLora.find_obstacle(model, team.policies.names) is None else None
-        records = scoring.needs_old and is_exact
-        decoding = Decoding(passes.share, records, mixed, captures=not run.processes.is_base_sharded)
-        return TransformersGenerator(calls, team.policies, team.samplings, decoding, past_copies)
-    from ..extras.engines.setup import make_vllm_generator
-
-    return make_vllm_generator(
-        team,
-        run,
-        engine.servers,
-        model,
-        calls.settings,
-        trainer.processing_class,
-        end_token_ids=trainer.eos_token_ids,
-        vocabulary=scoring.base.get_input_embeddings().weight.size(0),
-        is_exact=is_exact,
-        next_token=scoring.log_probs.next_token,
-        past=past_copies,
-    )
-
-
-class _Rolling(NamedTuple):
-    """Episodes with rewards, and what they are made with."""
-
-    rollouts: Rollouts
-    rewards: TrlRewards
-    scorer: RewardScorer
-    own: AgentReturns
-    reach: RewardReachChecker
-    alternatives: Alternatives | None
-    look_ahead: UpcomingRows | None
-
-
-def _rollout_parts(
-    trainer: GRPOTrainer, team: TeamSetup, run: RunContext, schedule: Schedule, code: UserCode, acting: _Acting
-) -> _Rolling:
-    args, rewards = run.args, TrlRewards(trainer)
-    # Whether agents learn from their own returns may be known with the first batch only
-    own, reach = AgentReturns(args.returns, rewards, run.processes), RewardReachChecker(team.trained)
-    scorer = RewardScorer(run, rewards, code.turn_rewards, acting.randomness, code.failures)
-    branches = uses_candidates(args) or CREDITS[args.credit].reruns
-    alternatives = Alternatives(team, run, acting.runner, scorer, own) if branches else None
-    look_ahead, ahead = None, None
-    if args.max_staleness:
-        from ..extras.engines.prefetch import Prefetcher, UpcomingRows
-
-        look_ahead = UpcomingRows(run.state, schedule, args.max_staleness)
-        ahead = Prefetcher(run, acting.runner, look_ahead, code.failures)
-    rollouts = Rollouts(
-        run, acting.runner, team.workflow, scorer, rewards, own, reach, code.failures, alternatives, ahead
-    )
-    return _Rolling(rollouts, rewards, scorer, own, reach, alternatives, look_ahead)
-
-
-class _Learning(NamedTuple):
-    """From rows to losses."""
-
-    estimator: Estimator
-    critic: CriticLearner | None
-    loss: TeamLoss
-    sequential: SequentialFactors | None
-    correction: SamplingCorrection | None
-    running: RunningBaselines | None
-    scale: ValueScale | None
-
-
-def _learning_parts(
-    trainer: GRPOTrainer,
-    team: TeamSetup,
-    run: RunContext,
-    schedule: Schedule,
-    scoring: _Scoring,
-    acting: _Acting,
-    rolling: _Rolling,
-) -> _Learning:
-    args, processes = run.args, run.processes
-    credit = CreditAssigner(
-        run, rolling.scorer, rolling.rewards, rolling.own, team.workflow.earns, rolling.alternatives
-    )
-    learner = running = scale = None
-    if team.critic is not None:
-        # The heads are no part of the base, so accelerate does not move them
-        team.critic.heads.to(trainer.accelerator.device)
-        scale = ValueScale(args.normalize_values, team.critic.parts, processes)
-        learner = CriticLearner(team, run, schedule, scoring.batcher, acting.runner, scale)
-        estimator: Estimator = CriticEstimator(team, run, credit, scale)
-    else:
-        make_state = BASELINES[args.advantage].state
-        running = make_state(args) if make_state is not None else None
-        estimator = BaselineEstimator(team, run, credit, rolling.rewards, running)
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    places, shards = scoring.passes.give_positions, processes.is_base_sharded
-    mixing = MixedPass.create(model, team.policies, args, scoring.batcher, places, shards)
-    scores, batcher, collate, updates = scoring.log_probs, scoring.batcher, scoring.collate, scoring.updates
-    randomness = RandomStates(processes.device, others=other_devices(model, processes.device))
-    again = OutOfMemory(run, batcher, updates, randomness)
-    loss = TeamLoss(team, run, TrlLoss(trainer), scores, batcher, collate, learner, updates, mixing, again)
-    trainer.add_callback(loss)
-    is_sequential = args.update_order == "sequential"
-    sequential = SequentialFactors(team, run, scoring.log_probs) if is_sequential else None
-    correction = None
-    if args.use_vllm:
-        from ..extras.engines.setup import sampling_correction
-
-        correction = sampling_correction(run, acting.runner.generator, scoring.passes.sample_what_they_score())
-    return _Learning(estimator, learner, loss, sequential, correction, running, scale)
-
-
-class _Telling(NamedTuple):
-    """Reports for users."""
-
-    reporter: Reporter
-    make_planner: Callable[[], Planner]  # made when a plan is asked for
-    health: Health
-
-
-def _reporting_parts(
-    trainer: GRPOTrainer,
-    team: TeamSetup,
-    run: RunContext,
-    code: UserCode,
-    scoring: _Scoring,
-    acting: _Acting,
-    rolling: _Rolling,
-    learning: _Learning,
-) -> _Telling:
-    tokenizer, runner = trainer.processing_class, acting.runner
-    # Agents have returns of their own only where a workflow rewards them by name, or the setting says so
-    has_games = team.workflow.earns or acting.past_copies is not None or run.args.returns == "agent"
-    games = GameMetrics(team, rolling.own, acting.past_copies) if has_games else None
-    reporter = Reporter(team, run, rolling.rewards, tokenizer, acting.randomness, code.eval_metrics, code.vote, games)
-    model, window = trainer.accelerator.unwrap_model(trainer.model), runner.prompts.window_size
-    make_planner = functools.partial(
-        Planner,
-        team,
-        run,
-        runner,
-        scoring.batcher,
-        model,
-        tokenizer,
-        window,
-        train_dataset=lambda: trainer.train_dataset,
-        learner=learning.critic,
-        past_copies=acting.past_copies,
-    )
-    learning.loss.out_of_memory.plan = lambda: make_planner().memory_plan()
-    learning.loss.out_of_memory.release = runner.generator.drop_cache
-    vocabulary = scoring.base.config.get_text_config().vocab_size
-    return _Telling(reporter, make_planner, Health(team, run, scoring.updates.trained_parameters, vocabulary))
-
-
-def _settings(
-    trainer: GRPOTrainer,
-    team: TeamSetup,
-    run: RunContext,
-    code: UserCode,
-    acting: _Acting,
-    rolling: _Rolling,
-    base: Callable[[], BaseModel],
-) -> RunSettings:
-    return RunSettings(
-        team,
-        run.args,
-        trainer.model,
-        base,
-        rewards={"": rolling.rewards.functions, **code.turn_rewards},
-        weights=rolling.rewards.weights.tolist(),
-        view=lambda: acting.runner.prompts.view,
-        dataset=trainer.train_dataset,
-        num_processes=run.processes.count,
-    )
-
-
-def _collapse(
-    team: TeamSetup, run: RunContext, reporter: Reporter, best: BestAdapters | None, past_copies: PastCopies | None
-) -> Collapse:
-    error = functools.partial(getattr, reporter, "evaluation_error")
-    return Collapse(run, error, team.policies, best, past_copies)
-
-
-def _run(trainer: GRPOTrainer, run: RunContext, checkpoints: Checkpoints, rollouts: Rollouts, files: TeamFiles) -> Run:
-    trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    # Weights and both moments; a warning compares it with the room on the disk
-    size = 3 * sum(parameter.numel() * parameter.element_size() for parameter in trained)  # with Adam's moments
-    save = functools.partial(save_checkpoint_now, trainer)
-    try_out = functools.partial(files.try_out, getattr(trainer.model, "peft_config", {}))
-    return Run(checkpoints, run.args, run.processes, save, lambda: size, try_out, clean_up=rollouts.close)
-
-
-def _files(
-    trainer: GRPOTrainer,
-    team: TeamSetup,
-    args: MARFTConfig,
-    runner: EpisodeRunner,
-    make_planner: Callable[[], Planner],
-    scoring: _Scoring,
-    base: BaseModel,
-) -> TeamFiles:
-    has_adapters = team.policies.has_adapters
-    configs = [trainer.model.peft_config[name] for name in team.policies.names] if has_adapters else []
-    return TeamFiles(
-        team,
-        args,
-        runner,
-        base,
-        make_planner,
-        max_rank=max((getattr(config, "r", 0) for config in configs), default=0),
-        repo=lambda: trainer.hub_model_id,
-        inference={
+    def _make_checkpoints(self) -> None:
+        """The state of a resumed run, and the files of the team."""
+        trainer, team, args = self._trainer, self._team, self._args
+        owners: dict[str, Stateful | None] = {
+            "user_randomness": self._randomness,
+            "rollouts": self.rollouts,
+            "dynamic_sampling": self._sampling,
+            "collapse": self.collapse,
+            "reach": self._reach,
+            "own_returns": self._own_returns,
+            "running_baselines": self._running,
+            "value_scale": self._scale if args.normalize_values else None,
+            "updates": self.updates,
+            "sequential": self.sequential,
+            "health": self.health,
+            "users": self._users,
+            "copies": self._past_copies,
+            "runner": self.runner.keys,
+            "reporter": self.reporter,
+        }
+        # By name: checkpoints of earlier versions have the same names
+        stateful = {name: owner for name, owner in owners.items() if owner is not None}
+        template = trainer.chat_template or trainer.processing_class.chat_template
+        revision = (args.model_init_kwargs or {}).get("revision")
+        base = functools.partial(describe_base, self._base, trainer.processing_class, template, revision=revision)
+        settings = RunSettings(
+            team,
+            args,
+            trainer.model,
+            base,
+            rewards={"": self._rewards.functions, **self._code.turn_rewards},
+            weights=self._rewards.weights.tolist(),
+            view=lambda: self.runner.prompts.view,
+            dataset=trainer.train_dataset,
+            num_processes=self.processes.count,
+        )
+        models = (trainer.model, trainer.ref_model)
+        self.checkpoints = Checkpoints(
+            team, self._context, stateful, self._schedule, *models, settings, self._past_copies, self._best
+        )
+        inference = {
             "chat_template_kwargs": dict(trainer.chat_template_kwargs),
-            "share_prefixes": scoring.passes.share,
+            "share_prefixes": self.passes.share,
             # Adapters generate outside of the wrapper that casts
-            "mixed_precision": "no" if has_adapters else trainer.accelerator.mixed_precision,
-        },
-        dataset=lambda: trainer.train_dataset,
-    )
+            "mixed_precision": "no" if team.policies.has_adapters else trainer.accelerator.mixed_precision,
+        }
+        self.files = TeamFiles(team, trainer, self.runner, base(), lambda: self.planner.draw_workflow(), inference)
+        # Weights and both moments of Adam; a warning compares it with the room on the disk
+        trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+        size = 3 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        save = functools.partial(save_checkpoint_now, trainer)
+        try_out = functools.partial(self.files.try_out, getattr(trainer.model, "peft_config", {}))
+        self.run = Run(self.checkpoints, args, self.processes, save, size, try_out, self.rollouts.close)

@@ -35,7 +35,7 @@ from ..config.checks import (
     environment_flag_is_set,
     uses_candidates,
 )
-from ..config.dataset_checks import check_datasets, column_names, named_sets
+from ..config.dataset_checks import PLACEHOLDER, check_datasets, column_names, named_sets
 from ..config.marft_config import MARFTConfig
 from ..episodes.tools import ToolLimits
 from ..rewards import environment_reward
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
-_NO_PROMPT = [{"role": "user", "content": ""}]
 
 
 def as_marft_config(args: GRPOConfig | None, model: str | PreTrainedModel | PeftModel) -> MARFTConfig:
@@ -73,7 +72,6 @@ def as_marft_config(args: GRPOConfig | None, model: str | PreTrainedModel | Peft
 def load_tokenizer(
     processing_class: PreTrainedTokenizerBase | None, model: PreTrainedModel | PeftModel, args: MARFTConfig
 ) -> PreTrainedTokenizerBase:
-    """Return `processing_class`, checked. If it is `None`, load the tokenizer of the model."""
     if processing_class is None:
         processing_class = AutoProcessor.from_pretrained(
             get_config_model_id(model.config),
@@ -151,10 +149,7 @@ def named_apart(names: Sequence[str]) -> list[str]:
 
 
 def user_objects(
-    reward_funcs: Sequence[Any],
-    turn_rewards: Mapping[str, Sequence[Any]],
-    workflow: Workflow,
-    agents: Sequence[AgentSpec] = (),
+    reward_funcs: Sequence, turn_rewards: Mapping[str, Sequence], workflow: Workflow, agents: Sequence[AgentSpec]
 ) -> dict[str, Any]:
     """Users' objects that may have state, by the names that they have in checkpoints and messages."""
     objects: dict[str, Any] = {}
@@ -179,7 +174,6 @@ def tool_limits(args: MARFTConfig) -> ToolLimits:
 
 
 def with_tools(agents: Sequence[AgentSpec], tools: Any) -> list[AgentSpec]:
-    """Return the agents. Those without tools of their own get those of the trainer."""
     # As in TRL, tools of the trainer are everybody's; an agent's own replace them
     general = as_tools(tools, "the trainer")
     return [
@@ -203,15 +197,13 @@ def choose_workflow(
             "`workflow` and `environment_factory` were both passed. Pass only "
             "`workflow=EnvironmentLoop(environment_factory, ...)`."
         )
-    # As in TRL, rows choose among several by a column
-    if isinstance(environment_factory, Mapping):
+    if isinstance(environment_factory, Mapping):  # as in TRL, rows choose among several by a column
         loops = {name: EnvironmentLoop(factory) for name, factory in environment_factory.items()}
         return check_workflow(ByColumn(loops), agents)
     return check_workflow(EnvironmentLoop(environment_factory), agents)
 
 
 def check_votes(args: MARFTConfig, vote: Any, rewards: Sequence[str]) -> None:
-    """Check what decides whether an answer is right in evaluations, and what is compared of it."""
     if vote is not None and not callable(vote):
         raise TypeError(f"`eval_vote` must be a function that takes the text of an answer, got {vote!r}.")
     if args.eval_right_by is not None and args.eval_right_by not in rewards:
@@ -223,11 +215,19 @@ def check_votes(args: MARFTConfig, vote: Any, rewards: Sequence[str]) -> None:
 
 def prepare_datasets(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
     """Return both datasets after all checks. Where environments own the data, missing prompts are empty."""
+    prompts_per_generation = args.generation_batch_size // args.num_generations
     if train_dataset is None and isinstance(workflow, EnvironmentLoop):
-        train_dataset = placeholder_prompts(args)
+        if args.max_steps <= 0:
+            raise ValueError(
+                "When training without a `train_dataset` (the environment owns the data and returns the prompt from "
+                "`reset()`), `max_steps` must be set to a positive value to define the training length. Set it via "
+                "`MARFTConfig(max_steps=...)`."
+            )
+        # As in `GRPOTrainer` (1.16). The environment gives the prompts, so any number of rows would do
+        train_dataset = Dataset.from_dict({"prompt": [PLACEHOLDER] * prompts_per_generation})
     train_dataset, eval_dataset = with_prompts(workflow, train_dataset), with_prompts(workflow, eval_dataset)
     check_best_metric(args, eval_dataset)
-    check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
+    check_datasets(train_dataset, eval_dataset, prompts_per_generation)
     check_column(args, workflow, train_dataset, eval_dataset)
     check_stream(args, train_dataset)
     return train_dataset, eval_dataset
@@ -241,11 +241,8 @@ def with_prompts(workflow: Workflow, dataset: Any) -> Any:
     have_environments = all(isinstance(item, EnvironmentLoop) for item in played)
     if not have_environments or not isinstance(dataset, (Dataset, IterableDataset)):
         return dataset
-    return dataset if "prompt" in (column_names(dataset) or ["prompt"]) else dataset.map(_with_no_prompt)
-
-
-def _with_no_prompt(row: dict[str, Any]) -> dict[str, Any]:
-    return {"prompt": _NO_PROMPT}
+    has_prompts = "prompt" in (column_names(dataset) or ["prompt"])
+    return dataset if has_prompts else dataset.map(lambda row: {"prompt": PLACEHOLDER})
 
 
 def prepare_rewards(
@@ -286,8 +283,7 @@ def check_best_metric(args: MARFTConfig, eval_dataset: Any) -> None:
         return
     names = [f"{name}_" for name in eval_dataset]
     if not metric.removeprefix("eval_").startswith(tuple(names)):
-        # With several sets, the Trainer looks for `eval_<set>_<name>`
-        own = metric.removeprefix("eval_")
+        own = metric.removeprefix("eval_")  # with several sets, the Trainer looks for `eval_<set>_<name>`
         raise ValueError(
             f"`metric_for_best_model={metric!r}` is not a metric of the evaluation sets "
             f"{', '.join(map(repr, eval_dataset))}: each metric starts with the name of a set. Set e.g. "
@@ -327,7 +323,6 @@ def check_eval_set(dataset: Any, known: Any) -> None:
 
 
 def check_workflow(workflow: Workflow, agents: Sequence[AgentSpec]) -> Workflow:
-    """Return the workflow after a check that it can run with these agents, and that one of them is trained."""
     if not isinstance(workflow, Workflow):
         hint = " Pass an object: `workflow=MyWorkflow()`." if isinstance(workflow, type) else ""
         if hasattr(workflow, "reset"):
@@ -384,7 +379,6 @@ def team_reward_funcs(reward_funcs: Any, args: MARFTConfig, workflow: Workflow) 
 
 
 def prompted(agents: Sequence[AgentSpec], workflow: Workflow, anonymous: str | None = None) -> list[AgentSpec]:
-    """Return the agents with the workflow's system prompts where they have none, or with anonymous prompts."""
     for agent in agents:
         if without_secrets(agent.system_prompt) != agent.system_prompt:
             logger.warning(
@@ -396,8 +390,7 @@ def prompted(agents: Sequence[AgentSpec], workflow: Workflow, anonymous: str | N
         aliases = alias_names(agents)
         prompts = workflow.system_prompts([dataclasses.replace(agent, description=None) for agent in agents], aliases)
         return anonymize(agents, anonymous, prompts)
-    # An agent's own prompt goes before that of its role
-    prompts = workflow.system_prompts(agents)
+    prompts = workflow.system_prompts(agents)  # an agent's own prompt goes before that of its role
     return [
         dataclasses.replace(agent, system_prompt=prompts[agent.name])
         if agent.system_prompt is None and agent.name in prompts
@@ -427,21 +420,7 @@ def turn_reward_funcs(
     return functions
 
 
-def placeholder_prompts(args: MARFTConfig) -> Dataset:
-    """Make a batch of empty prompts, like `GRPOTrainer` (1.16), for an environment that owns its data."""
-    if args.max_steps <= 0:
-        raise ValueError(
-            "When training without a `train_dataset` (the environment owns the data and returns the prompt from "
-            "`reset()`), `max_steps` must be set to a positive value to define the training length. Set it via "
-            "`MARFTConfig(max_steps=...)`."
-        )
-    # The environment gives the prompts, so any number of rows would do
-    count = args.generation_batch_size // args.num_generations
-    return Dataset.from_dict({"prompt": [_NO_PROMPT] * count})
-
-
 def check_stream(args: MARFTConfig, train_dataset: Any) -> None:
-    """Raise if updates use a batch of a stream more often than TRL repeats its rows, or need rows out of order."""
     if args.dynamic_sampling and isinstance(train_dataset, IterableDataset):
         raise ValueError(
             "`dynamic_sampling=True` draws further prompts at random, which a streamed `train_dataset` does not "
@@ -458,7 +437,6 @@ def check_stream(args: MARFTConfig, train_dataset: Any) -> None:
 def check_learning(
     args: MARFTConfig, policies: Policies, base: PreTrainedModel | PeftModel, sharding: ModuleType | None
 ) -> None:
-    """Raise if a setting, or a sharded base, needs adapters but there are none, or does not go with them."""
     if sharding is not None:
         sharding.check_team(policies.has_adapters)
     if not policies.has_adapters:
@@ -503,35 +481,37 @@ def make_critic(
     return kind(policies, model, level, agents, peft_config, autocast)
 
 
-# ---- The base model: how it is loaded, in which precision, and on which device ----
-
-
 def load_base(
     model: str | PreTrainedModel | PeftModel, args: MARFTConfig, quantization_config: Any, is_frozen: bool
 ) -> PreTrainedModel | PeftModel:
     """
     Return the base model. A name is loaded like in `GRPOTrainer`, but for the precision of a frozen base, see
     [`choose_dtype`], and for its device: one process has one, and TRL's `device_map="auto"` would spread the base over
-    all that the machine shows. The adapters are added before `GRPOTrainer.__init__` runs, so the model has to be
-    loaded before it, too.
+    all that the machine shows.
     """
     make_output_dir(args)
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
-    if not isinstance(model, str):
-        if not isinstance(model, (PreTrainedModel, PeftModel)):
-            raise TypeError(
-                f"`model` must be the name or folder of a model, a `PreTrainedModel` or a `PeftModel`, got "
-                f"{type(model).__name__}."
-            )
+    if isinstance(model, str):
+        base = _load_by_name(model, args, quantization_config, is_frozen)
+    elif isinstance(model, (PreTrainedModel, PeftModel)):
+        base = model
         if quantization_config is not None:
             logger.warning(
                 "You passed `quantization_config` to the trainer, but your model is already instantiated. The "
                 "`quantization_config` will be ignored."
             )
-        keep_4bit_weights(model)
-        _warn_of_generation_config(model, args)
-        restrict_to_one_device(args, model)
-        return model
+    else:
+        raise TypeError(
+            f"`model` must be the name or folder of a model, a `PreTrainedModel` or a `PeftModel`, got "
+            f"{type(model).__name__}."
+        )
+    keep_4bit_weights(base)
+    _warn_of_generation_config(base, args)
+    restrict_to_one_device(args, base)
+    return base
+
+
+def _load_by_name(model: str, args: MARFTConfig, quantization_config: Any, is_frozen: bool) -> PreTrainedModel:
     if (Path(model) / MANIFEST_NAME).is_file():
         raise ValueError(
             f"`model={model!r}` is the folder of a saved team. To continue training, load its adapters onto the base: "
@@ -561,11 +541,7 @@ def load_base(
             model_init_kwargs["quantization_config"] = computing_in(quantization, dtype)
     model_init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
     with loading_model(model):
-        base = create_model_from_path(model, **model_init_kwargs)
-    keep_4bit_weights(base)
-    _warn_of_generation_config(base, args)
-    restrict_to_one_device(args, base)
-    return base
+        return create_model_from_path(model, **model_init_kwargs)
 
 
 def make_output_dir(args: Any) -> None:
@@ -612,9 +588,8 @@ def choose_dtype(args: MARFTConfig, is_frozen: bool) -> torch.dtype | None:
 
 def computing_in(quantization_config: Any, dtype: torch.dtype | None) -> Any:
     """
-    The config of a 4-bit base that computes in the precision that the base is loaded in. The default of bitsandbytes
-    (0.50), float32, casts the inputs and the weights of every layer in every pass, and cannot be told from a choice:
-    for float32, set the `dtype` of the base. Another precision stays.
+    The config of a 4-bit base that computes in the precision that it is loaded in. The default of bitsandbytes (0.50),
+    float32, casts inputs and weights in every pass, and cannot be told from a choice (for it, set `dtype`).
     """
     if isinstance(quantization_config, dict):
         follows = dtype is not None and quantization_config.get("load_in_4bit")
@@ -628,15 +603,13 @@ def computing_in(quantization_config: Any, dtype: torch.dtype | None) -> Any:
 
 
 # Settings of a generation config that training arguments replace, and those that do not say what is sampled
-_REPLACED = frozenset(
-    {
-        *("temperature", "top_p", "top_k", "repetition_penalty", "do_sample", "max_length", "max_new_tokens"),
-        *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "cache_implementation"),
-        *("use_cache", "cache_config", "disable_compile", "compile_config", "transformers_version"),
-        *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"),
-        "prefill_chunk_size",
-    }
-)
+_REPLACED = {
+    *("temperature", "top_p", "top_k", "repetition_penalty", "do_sample", "max_length", "max_new_tokens"),
+    *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "cache_implementation"),
+    *("use_cache", "cache_config", "disable_compile", "compile_config", "transformers_version"),
+    *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"),
+    "prefill_chunk_size",
+}
 
 
 def _warn_of_generation_config(base: PreTrainedModel | PeftModel, args: MARFTConfig) -> None:

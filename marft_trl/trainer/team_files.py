@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCard
 from peft import PeftConfig
+from trl import GRPOTrainer
 
 from ..adapters.files import forget_local_base, warn_of_leftovers
 from ..adapters.manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
 from ..algorithms.critics import CRITIC_NAME
-from ..config.marft_config import MARFTConfig
 from ..config.team_setup import TeamSetup, general_settings, own_settings
 from ..episodes.tools import tool_name
 from ..prompts.views import team_view
 from ..reporting.model_card import CARD_NAME, TAGS, team_card
-from ..reporting.plan import Planner
 from ..reporting.progress import differ
 from ..rollout.runner import EpisodeRunner
 from ..system.redaction import without_secrets
@@ -31,77 +30,68 @@ from ..workflows.base import callable_name
 from .setup import tool_limits
 
 
-# Settings that name the method of a run
 _OF_METHOD = ("preset", "advantage", "critic", "credit", "level", "loss_type", "num_generations")
 _CARD_METRICS = ("reward", "eval_reward")
 _CARD_AGENT_METRICS = ("/reward", "/return", "/kl", "/mean_length")
 
 
 class TeamFiles:
-    """Writes what makes adapters a team. A late push sets `repo()`, the Hub id. `max_rank` is 0 without LoRA."""
+    """Writes what makes adapters a team."""
 
     def __init__(
         self,
         team: TeamSetup,
-        args: MARFTConfig,
+        trainer: GRPOTrainer,
         runner: EpisodeRunner,
         base: BaseModel,
-        make_planner: Callable[[], Planner],
-        max_rank: int,
-        repo: Callable[[], str | None],
+        draw_workflow: Callable[[], str],
         inference: Mapping[str, Any],
-        dataset: Callable[[], Any],
     ):
-        self._agents, self._workflow, self._policies = team.agents, team.workflow, team.policies
-        self._critic, self._anonymous = team.critic, team.anonymous
-        self._args, self._runner, self._base, self._make_planner = args, runner, base, make_planner
-        self._max_rank, self._repo, self._dataset = max_rank, repo, dataset
-        self._found = without_secrets(dict(inference))
+        self._team, self._trainer, self._args, self._runner = team, trainer, trainer.args, runner
+        self._base, self._draw_workflow, self._inference = base, draw_workflow, without_secrets(dict(inference))
+        self._adapters = team.policies.names if team.policies.has_adapters else []
+        # 0 without LoRA
+        self._max_rank = max((getattr(trainer.model.peft_config[name], "r", 0) for name in self._adapters), default=0)
 
     def manifest(self) -> TeamManifest:
-        """The manifest: what the team needs to be run again with the settings it acts by."""
-        names = self._policies.names if self._policies.has_adapters else []
-        return TeamManifest(
-            agents=self._agents,
-            workflow=self._workflow.describe(),
-            adapters={name: {"folder": name, "trained": name in self._policies.trained} for name in names},
-            base=self._base,
-            inference=self._inference(),
-            anonymous=self._anonymous,
-        )
-
-    def _inference(self) -> Inference:
+        agents, trained = self._team.agents, self._team.policies.trained
         view, settings = self._runner.prompts.view, self._runner.generator.settings
-        return Inference(
-            sampling={agent.name: own_settings(settings(agent.name)) for agent in self._agents},
-            generation=without_secrets(general_settings(settings(self._agents[0].name))),
-            **self._found,
-            context_overflow=self._args.context_overflow,
-            tools={agent.name: list(map(tool_name, agent.functions)) for agent in self._agents if agent.functions},
-            tool_limits=asdict(tool_limits(self._args)),
-            view=None if view is team_view else callable_name(view),
-            agent_views={item.name: callable_name(item.view) for item in self._agents if item.view is not None},
-            workflow_timeout=self._args.workflow_timeout,
-            replies={value.name: callable_name(value.reply) for value in self._agents if value.reply is not None},
-            show_reasoning=self._args.show_reasoning,
+        return TeamManifest(
+            agents=agents,
+            workflow=self._team.workflow.describe(),
+            adapters={name: {"folder": name, "trained": name in trained} for name in self._adapters},
+            base=self._base,
+            inference=Inference(
+                sampling={agent.name: own_settings(settings(agent.name)) for agent in agents},
+                generation=without_secrets(general_settings(settings(agents[0].name))),
+                **self._inference,
+                context_overflow=self._args.context_overflow,
+                tools={agent.name: list(map(tool_name, agent.functions)) for agent in agents if agent.functions},
+                tool_limits=asdict(tool_limits(self._args)),
+                view=None if view is team_view else callable_name(view),
+                agent_views={agent.name: callable_name(agent.view) for agent in agents if agent.view is not None},
+                workflow_timeout=self._args.workflow_timeout,
+                replies={agent.name: callable_name(agent.reply) for agent in agents if agent.reply is not None},
+                show_reasoning=self._args.show_reasoning,
+            ),
+            anonymous=self._team.anonymous,
         )
 
     def _writers(self) -> dict[str, Callable[[Path], object]]:
         """Writers of the files next to the adapters. The model card is apart: it bears the name of its folder."""
         writers: dict[str, Callable[[Path], object]] = {MANIFEST_NAME: lambda folder: self.manifest().save(folder)}
-        if self._critic is not None:
-            writers[CRITIC_NAME] = self._critic.save
+        if self._team.critic is not None:
+            writers[CRITIC_NAME] = self._team.critic.save
         return writers
 
     def save(self, folder: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
-        """Write the files of the team next to its weights, which must exist."""
         for write in self._writers().values():
             write(folder)
         # A folder may be that of a run whose team had other agents
-        warn_of_leftovers(folder, self._policies.saved_adapters if self._policies.has_adapters else [])
+        warn_of_leftovers(folder, self._team.policies.saved_adapters if self._adapters else [])
         # A folder of this machine says nothing to others, and may tell more than is meant
         if self.manifest().base_model is None:
-            for name in self._policies.names if self._policies.has_adapters else []:
+            for name in self._adapters:
                 forget_local_base(folder / name)
         self.save_card(folder, log_history, folder.name)  # PEFT's own names a local base, which the Hub refuses
 
@@ -150,22 +140,21 @@ class TeamFiles:
         return team_card(
             self.manifest(),
             model_name,
-            repo=self._repo(),
+            repo=self._trainer.hub_model_id,
             dataset_name=dataset_name,
             tags=[*tags, *TAGS],
             metrics=shown,
             max_rank=self._max_rank,
             facts=self._facts(latest, dataset_name),
-            picture=self._make_planner().draw_workflow(),
+            picture=self._draw_workflow(),
         )
 
     def _facts(self, latest: Mapping[str, float], dataset_name: str | None) -> dict[str, str]:
-        """How the team was trained, as far as the run knows."""
         args, names = self._args, [key.split("/")[1] for key in latest if key.startswith("rewards/")]
-        rates = {agent.learning_rate or args.learning_rate for agent in self._agents if agent.trainable}
+        rates = {agent.learning_rate or args.learning_rate for agent in self._team.agents if agent.trainable}
         facts = {
             "base model": self._base.name or "",
-            "data": _described(self._dataset(), dataset_name),
+            "data": _described(self._trainer.train_dataset, dataset_name),
             "reward functions": ", ".join(dict.fromkeys(names)),
             "method": ", ".join(f"{name}={getattr(args, name)!r}" for name in _OF_METHOD if getattr(args, name)),
             "optimizer steps": f"{latest['step']:.0f}" if "step" in latest else "",
@@ -176,9 +165,8 @@ class TeamFiles:
     def copy_checkpoint(self, source: Path, target: Path) -> None:
         """Copy the files of the team to the folder that is pushed. The parent copies only those of one model."""
         # With the critic, as `save` does. The Hub does not get it: transformers uploads no name that begins with "_"
-        adapters = self._policies.names if self._policies.has_adapters else []
-        parts = self._critic.parts if self._critic is not None else []
-        for name in dict.fromkeys([*self._writers(), *adapters, *parts]):
+        parts = self._team.critic.parts if self._team.critic is not None else []
+        for name in dict.fromkeys([*self._writers(), *self._adapters, *parts]):
             if (source / name).is_dir():
                 shutil.copytree(source / name, target / name, dirs_exist_ok=True)
             elif (source / name).exists():
@@ -186,7 +174,6 @@ class TeamFiles:
 
 
 def _described(dataset: Any, dataset_name: str | None) -> str:
-    """A dataset in words: its id on the Hub, where it is known, and its number of rows."""
     # `datasets` keeps no id; the addresses of the files that were downloaded have it
     sources = getattr(getattr(dataset, "info", None), "download_checksums", None) or {}
     found = [re.match(r"hf://datasets/([^@]+)@", source) for source in sources]

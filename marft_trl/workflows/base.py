@@ -21,10 +21,9 @@ from ..system.files import read_source
 from ..system.hints import did_you_mean
 
 
-# Maximum number of turns in the flowchart of a loop
-_LONGEST_PICTURE = 24
-# Allowed names of speakers that are not agents. Prompts quote such names in the text of agents, so that no agent can
-# pretend to be one of these speakers.
+_LONGEST_PICTURE = 24  # turns in the flowchart of a loop
+KINDS = ("numbered", "none")  # of anonymity
+# Names of speakers that are no agents. Prompts quote them in the text of agents, so that none can pretend to be one
 SPEAKER_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,47}")
 
 
@@ -163,7 +162,10 @@ class Workflow(ABC):
         Return the workflow as JSON-serializable data for the team's manifest: the `class` and, for a ready-made
         workflow, the arguments from which [`rebuild`] creates it again.
         """
-        return {"class": self.class_name}
+        return self._described()
+
+    def _described(self, *names: str, **others: Any) -> dict[str, Any]:
+        return {"class": self.class_name, **{name: getattr(self, name) for name in names}, **others}
 
     @classmethod
     def from_description(cls, arguments: Mapping[str, Any], environment_factory: Any = None) -> Workflow:
@@ -226,7 +228,6 @@ def rebuild(
 
 
 def _ready_made() -> dict[str, type[Workflow]]:
-    """The workflows of this package, by name."""
     kinds: list[Any] = [Workflow]
     found: dict[str, type[Workflow]] = {}
     while kinds:
@@ -278,7 +279,6 @@ async def together(turns: Iterable[Awaitable[Turn]]) -> list[Turn]:
 
 
 def check_names(field: str, names: object, workflow: Workflow) -> list[str]:
-    """Return the names of agents as a list, or raise unless they are a list of strings that is not empty."""
     where = f"`{field}` of `{type(workflow).__name__}`"
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{where} must be a list of agent names, got {names!r}.")
@@ -288,21 +288,14 @@ def check_names(field: str, names: object, workflow: Workflow) -> list[str]:
 
 
 def check_count(field: str, count: object, workflow: Workflow) -> int:
-    """Return `count`, or raise a `ValueError` unless it is an integer of at least 1."""
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         name = type(workflow).__name__
         raise ValueError(f"`{field}` of `{name}` must be an integer of at least 1, got {count!r}.")
     return count
 
 
-KINDS = ("numbered", "none")
-
-
 def anonymity(value: bool | str) -> str | None:
-    """
-    Return the kind of anonymity that the trainer's `anonymous=` selects: `"numbered"`, `"none"`, or `None` for named
-    agents. Raise a `ValueError` for other values.
-    """
+    """The kind that `anonymous=` selects: `"numbered"`, `"none"`, or `None` for named agents; else a `ValueError`."""
     if isinstance(value, bool):
         return "numbered" if value else None
     if value in KINDS:
@@ -313,17 +306,14 @@ def anonymity(value: bool | str) -> str | None:
 
 
 def alias_names(agents: Sequence[AgentSpec]) -> dict[str, str]:
-    """Return a generic name for each agent: `agent_1`, `agent_2`, ... in the order of the team."""
     return {agent.name: f"agent_{number}" for number, agent in enumerate(agents, start=1)}
 
 
 def anonymize(agents: Sequence[AgentSpec], kind: str, needed: Mapping[str, str] | None = None) -> list[AgentSpec]:
     """
-    Return the agents with generic role prompts. Names and adapters are unchanged, but are not shown to any agent.
-
-    With the kind `"numbered"`, the role prompt states the agent's number and the size of the team, as in the code of
-    MARFT v2. With `"none"`, there is no role prompt, as described in the README of MARFT v2. Both keep the prompts
-    that the workflow cannot run without (`needed`), such as that of an orchestrator.
+    Return the agents with generic role prompts. Of the kind `"numbered"`, they state the agent's number and the size
+    of the team, as in the code of MARFT v2; of `"none"`, there are none, as in its README. Both keep prompts that the
+    workflow cannot run without (`needed`), such as that of an orchestrator.
     """
     count = len(agents)
     generic = {
@@ -338,8 +328,6 @@ def anonymize(agents: Sequence[AgentSpec], kind: str, needed: Mapping[str, str] 
 
 def renamed(agent: AgentSpec, seen: Sequence[Seen], aliases: Mapping[str, str]) -> tuple[AgentSpec, list[Seen]]:
     """Return an agent, and the turns and feedback shown to it, with names replaced by aliases for the view."""
-    if not aliases:
-        return agent, list(seen)
     shown = [
         dataclasses.replace(
             item, agent=aliases.get(item.agent, item.agent), audience=aliases.get(item.audience or "", item.audience)

@@ -19,8 +19,7 @@ from .base import SPEAKER_PATTERN, Workflow, callable_name, check_count, check_n
 
 logger = logging.getLogger(__name__)
 
-# Methods that the loop calls; agents cannot call them as tools
-_OWN_METHODS = ("reset", "step", "get_reward", "whose_turn")
+_OWN_METHODS = ("reset", "step", "get_reward", "whose_turn")  # which agents cannot call as tools
 
 
 class Environment(Protocol):
@@ -124,8 +123,7 @@ class EnvironmentLoop(Workflow):
                 f"`{type(example).__name__}` needs `whose_turn()`, which returns the name of an agent, and "
                 "`step(turns)`. `side_by_side` requires `turns='all'`."
             )
-        self.side_by_side = side_by_side
-        self.source = source
+        self.side_by_side, self.source = side_by_side, source
         self._in_use: set[int] = set()  # ids of the environments of episodes under way
 
     async def run(self, episode: LiveEpisode) -> None:
@@ -153,7 +151,10 @@ class EnvironmentLoop(Workflow):
         is_done = False
         for number in range(self.horizon):
             try:
-                turns = await self._round(episode, await self._next(episode, agents, environment), environment)
+                acting = await self._next(episode, agents, environment)
+                tools = [getattr(environment, name) for name in self.tools]
+                requested = (episode.turn(name, self._seen(episode, name), tools=tools) for name in acting)
+                turns = await together(requested) if self.side_by_side else [await turn for turn in requested]
             except EndOfEpisode:
                 await self._finish(episode, environment, number)
                 raise
@@ -169,15 +170,15 @@ class EnvironmentLoop(Workflow):
         if not is_done:
             (following, *_) = await self._next(episode, agents, environment)
             sees = {name: self._seen(episode, name) for name in agents}
-            episode.cut(following, sees, tools=[getattr(environment, name) for name in self.tools])
+            episode.cut(following, sees, tools=tools)
         await self._finish(episode, environment, number + 1)
 
     async def _finish(self, episode: LiveEpisode, environment: Environment, rounds: int) -> None:
         episode.count("rounds", rounds)
         if hasattr(environment, "get_reward") and episode.turns:
             episode.earn(episode.turns[-1], await episode.call(environment.get_reward))
-        close = _find_close(environment) if self.has_steps and "close" not in self.tools else None
-        if close is not None:
+        close = getattr(environment, "close", None) if self.has_steps and "close" not in self.tools else None
+        if close is not None and not inspect.signature(close).parameters:  # with arguments, it means something else
             try:
                 await episode.call(close)
             except Exception as error:  # the episode is whole
@@ -190,16 +191,6 @@ class EnvironmentLoop(Workflow):
         if name not in agents:
             raise ValueError(unknown_agent(name, agents, f"`{type(environment).__name__}.whose_turn`"))
         return [name]
-
-    async def _round(self, episode: LiveEpisode, agents: Sequence[str], environment: Environment) -> list[Turn]:
-        tools = [getattr(environment, name) for name in self.tools]
-
-        def turn(agent: str) -> Any:
-            return episode.turn(agent, self._seen(episode, agent), tools=tools)
-
-        if self.side_by_side:
-            return await together(turn(agent) for agent in agents)
-        return [await turn(agent) for agent in agents]
 
     def _seen(self, episode: LiveEpisode, agent: str) -> list[Seen] | None:
         if self.shows == "all":
@@ -291,21 +282,10 @@ def _check_choice(name: str, value: str, known: Sequence[str]) -> str:
     return value
 
 
-def _public_methods(environment: Any) -> list[str]:
-    """Return the public methods of the class, as TRL does. Inspecting the object itself could run its properties."""
-    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
-    return [name for name in names if not name.startswith("_") and name not in _OWN_METHODS]
-
-
-def _find_close(environment: Any) -> Callable | None:
-    """The method `close`, if it takes no arguments: others mean something else."""
-    close = getattr(environment, "close", None)
-    return close if close is not None and not inspect.signature(close).parameters else None
-
-
 def _tool_names(environment: Any, tools: Sequence[str] | None) -> list[str]:
-    """Return the names of the methods that agents may call. Raise if `tools` is a string, or names no method."""
-    methods = _public_methods(environment)
+    # Those of the class, as TRL does: inspecting the object itself could run its properties
+    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
+    methods = [name for name in names if not name.startswith("_") and name not in _OWN_METHODS]
     if isinstance(tools, str):
         raise TypeError(f"`tools` of `EnvironmentLoop` must be a list of method names, got {tools!r}.")
     if tools is None:

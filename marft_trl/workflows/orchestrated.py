@@ -13,8 +13,7 @@ from ..episodes.records import Turn
 from .base import Workflow, check_count, check_names
 
 
-# The repetition is bounded, and there are no nested or overlapping alternatives. Matching is therefore linear in the
-# length of the text for every text.
+# The repetition is bounded and no alternatives are nested or overlap, so matching is linear in the length of any text
 _TAG = re.compile(r"<call>([^<>]{0,64})</call>|<done ?/>")
 
 PROMPT = """You lead a team. Decide who acts next. Your teammates:
@@ -25,8 +24,6 @@ is solved, write <done/>. Write exactly one tag."""
 
 @dataclass(frozen=True)
 class Route:
-    """Decision of an orchestrator."""
-
     agent: str | None = None  # who acts next; `None` ends the episode
     problem: str | None = None  # why the text has no valid decision: "no_tag", "several_tags" or "unknown_agent"
 
@@ -101,7 +98,10 @@ class Orchestrated(Workflow):
             if route.agent is not None:
                 route = Route(known[route.agent])
             if route.problem is not None:
-                route = self._fall_back(episode, decision, route.problem)
+                episode.count(f"routing/{route.problem}")
+                if self.penalty:
+                    episode.earn(decision, self.penalty)
+                route = Route() if self.fallback == "finish" else Route(self.fallback)
             if route.agent is None or self._is_over(episode):
                 break
             episode.answer = await self._turn(episode, route.agent)
@@ -111,12 +111,6 @@ class Orchestrated(Workflow):
     async def _turn(self, episode: LiveEpisode, agent: str) -> Turn:
         """Request a turn. Turns with tool calls count towards `max_turns`, which limits the rounds of calls."""
         return await episode.turn(agent, rounds=self.max_turns - len(episode.turns) - 1)
-
-    def _fall_back(self, episode: LiveEpisode, decision: Turn, problem: str) -> Route:
-        episode.count(f"routing/{problem}")
-        if self.penalty:
-            episode.earn(decision, self.penalty)
-        return Route() if self.fallback == "finish" else Route(self.fallback)
 
     def _is_over(self, episode: LiveEpisode) -> bool:
         if len(episode.turns) >= self.max_turns:
@@ -159,12 +153,5 @@ class Orchestrated(Workflow):
         return [pair for name in called for pair in ((self.orchestrator, name), (name, self.orchestrator))]
 
     def describe(self) -> dict:
-        return {
-            "class": self.class_name,
-            "orchestrator": self.orchestrator,
-            "agents": self.agents,
-            "max_turns": self.max_turns,
-            "max_tokens": self.max_tokens,
-            "fallback": self.fallback,
-            "penalty": self.penalty or None,
-        }
+        names = ("orchestrator", "agents", "max_turns", "max_tokens", "fallback")
+        return self._described(*names, penalty=self.penalty or None)

@@ -41,7 +41,7 @@ class Sequential(Workflow):
         return list(self.agents or [])
 
     def describe(self) -> dict:
-        return {"class": self.class_name, "agents": self.agents, "rounds": self.rounds}
+        return self._described("agents", "rounds")
 
 
 class Graph(Workflow):
@@ -71,10 +71,7 @@ class Graph(Workflow):
     """
 
     def __init__(
-        self,
-        sees: Mapping[str, Sequence[str]],
-        agents: Mapping[str, str] | None = None,
-        answer: str | None = None,
+        self, sees: Mapping[str, Sequence[str]], agents: Mapping[str, str] | None = None, answer: str | None = None
     ):
         self.sees = {node: _names(node, others) for node, others in _mapping("sees", sees).items()}
         self.agents = {node: node for node in self.sees} | dict(_mapping("agents", agents or {}))
@@ -114,8 +111,6 @@ class Graph(Workflow):
     def describe(self) -> dict:
         renamed = {node: agent for node, agent in self.agents.items() if node != agent}
         return {"class": self.class_name, "sees": self.sees, "agents": renamed or None, "answer": self.answer}
-
-    # ---- Problems of a graph ----
 
     def _unknown_nodes(self) -> list[str]:
         named = [(f"the node {node!r} sees", other) for node, others in self.sees.items() for other in others]
@@ -185,7 +180,6 @@ def _cycles(sees: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _ancestors(sees: Mapping[str, Sequence[str]], node: str) -> set[str]:
-    """Return the node and all nodes that it depends on."""
     found, waiting = {node}, [node]
     while waiting:
         fresh = [other for other in sees.get(waiting.pop(), ()) if other not in found]
@@ -240,13 +234,8 @@ class Debate(Workflow):
         return [*self.agents, *([self.judge] if self.judge else [])]
 
     def describe(self) -> dict:
-        return {
-            "class": self.class_name,
-            "agents": self.agents,
-            "rounds": self.rounds,
-            "judge": self.judge,
-            "vote_function": None if self.vote is None else callable_name(self.vote),
-        }
+        vote = None if self.vote is None else callable_name(self.vote)
+        return self._described("agents", "rounds", "judge", vote_function=vote)
 
 
 class MixtureOfAgents(Workflow):
@@ -277,7 +266,7 @@ class MixtureOfAgents(Workflow):
         return list(dict.fromkeys([*(agent for layer in self.layers for agent in layer), self.aggregator]))
 
     def describe(self) -> dict:
-        return {"class": self.class_name, "layers": self.layers, "aggregator": self.aggregator}
+        return self._described("layers", "aggregator")
 
 
 class UntilApproved(Workflow):
@@ -315,14 +304,9 @@ class UntilApproved(Workflow):
         return [self.writer, self.reviewer]
 
     def describe(self) -> dict:
-        return {
-            "class": self.class_name,
-            "writer": self.writer,
-            "reviewer": self.reviewer,
-            "rounds": self.rounds,
-            "approves": self.approves if isinstance(self.approves, str) else None,
-            "approves_function": None if isinstance(self.approves, str) else callable_name(self.approves),
-        }
+        text = self.approves if isinstance(self.approves, str) else None
+        function = None if isinstance(self.approves, str) else callable_name(self.approves)
+        return self._described("writer", "reviewer", "rounds", approves=text, approves_function=function)
 
 
 def most_frequent(turns: Sequence[Turn], vote: Callable[[str], str | None] | None = None) -> Turn:
@@ -401,8 +385,5 @@ class ByColumn(Workflow):
         return cls(workflows, arguments["column"])
 
     def describe(self) -> dict:
-        return {
-            "class": self.class_name,
-            "column": self.column,
-            "workflows": {name: workflow.describe() for name, workflow in self.workflows.items()},
-        }
+        workflows = {name: workflow.describe() for name, workflow in self.workflows.items()}
+        return self._described("column", workflows=workflows)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .requests import (
+    ROLES,
     ChatReply,
     ChatRequest,
     RequestError,
@@ -17,20 +18,18 @@ from .requests import (
     read_call,
     read_content,
     read_object,
+    read_role,
     with_names,
 )
 
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_ROLES = {**ROLES, "tool": "tool"}
 
 
 def read(body: bytes, models: Sequence[str]) -> ChatRequest:
     """Read a request. A [`RequestError`] names the field, its value and what is accepted."""
-
-    def function(tool: dict[str, Any], where: str) -> tuple[Any, str]:
-        return tool.get("function"), f"{where}.function"
-
-    return ChatRequest.from_body(read_object(body), models, ("messages", "response_format"), _messages, function)
+    own = ("messages", "response_format")
+    return ChatRequest.from_body(read_object(body), models, own, _messages, nested_functions=True)
 
 
 def _messages(request: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -43,10 +42,7 @@ def _messages(request: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    role = check_object(message, where).get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        known = ", ".join(map(repr, _ROLES))
-        raise RequestError(f"`{where}.role` must be one of {known}, got {str(role)[:80]!r}.", field=f"{where}.role")
+    role = read_role(check_object(message, where), where, _ROLES)
     calls, content = message.get("tool_calls"), message.get("content")
     if calls and (role != "assistant" or not isinstance(calls, list)):
         raise RequestError(
@@ -54,10 +50,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         )
     if content is None and role == "assistant":
         content = ""
-    shown: dict[str, Any] = {
-        "role": _ROLES[role],
-        "content": read_content(content, f"{where}.content", ("text", "refusal")),
-    }
+    text = read_content(content, f"{where}.content", ("text", "refusal"))
+    shown: dict[str, Any] = {"role": role, "content": text}
     if calls:
         shown["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]
     if role == "tool":
@@ -68,13 +62,6 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = check_object(check_object(call, where).get("function"), f"{where}.function")
     return read_call(call.get("id"), function.get("name"), function.get("arguments"), where)
-
-
-# ---- Answers ----
-
-
-def models(names: Sequence[str]) -> dict[str, Any]:
-    return {"object": "list", "data": [model(name) for name in names]}
 
 
 def model(name: str) -> dict[str, Any]:
@@ -115,9 +102,8 @@ class Stream:
     def end(self, reply: ChatReply) -> list[dict[str, Any]]:
         """Return the last chunks, with the text if none of it was sent."""
         parts = self.delta(reply.text) if reply.text and not self._has_text else []
-        parts += [
-            self._part({"tool_calls": [{"index": i, **call}]}) for i, call in enumerate(_format_tool_calls(reply))
-        ]
+        calls = enumerate(_format_tool_calls(reply))
+        parts += [self._part({"tool_calls": [{"index": index, **call}]}) for index, call in calls]
         shown = {"marft": [reply.turns]} if reply.turns is not None else {}
         parts.append({**self._part({}, _reason(reply)), **shown})
         return [*parts, {**self._head, "choices": [], "usage": _usage([reply])}] if self._with_usage else parts
@@ -131,7 +117,6 @@ END = b"data: [DONE]\n\n"
 
 
 def encoded(part: Mapping[str, Any]) -> bytes:
-    """Write a chunk as a server-sent event."""
     return b"data: " + json.dumps(part, default=str).encode() + b"\n\n"
 
 

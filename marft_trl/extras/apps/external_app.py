@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from ...episodes.live import LiveEpisode
@@ -123,11 +123,10 @@ class ExternalApp(Workflow):
         return self.app is not None and not callable(self.app)
 
     def check(self, agents: Sequence[str]) -> None:
+        known = ", ".join(map(repr, agents))
         if self.answer is not None and self.answer not in agents:
-            known = ", ".join(map(repr, agents))
             raise ValueError(f"`answer` of `ExternalApp` must be an agent of the team ({known}), got {self.answer!r}.")
         if unknown := [name for name in named_agents(self.agent_of) if name not in agents]:
-            known = ", ".join(map(repr, agents))
             raise ValueError(
                 f"`agent_of` of `ExternalApp` must choose agents of the team ({known}), got {unknown[0]!r}."
             )
@@ -157,12 +156,6 @@ class ExternalApp(Workflow):
         from .server import Endpoint
 
         server = Endpoint.get_or_start()
-        async with self._place(episode, server):
-            await self._run(episode, server)
-
-    @contextlib.asynccontextmanager
-    async def _place(self, episode: LiveEpisode, server: Any) -> AsyncIterator[None]:
-        """Wait until the limit on open files allows another episode."""
         places = server.places()
         if places.locked():
             self.say_once(
@@ -172,7 +165,7 @@ class ExternalApp(Workflow):
         episode.state.is_queued = True
         async with places:
             episode.state.is_queued = False
-            yield
+            await self._run(episode, server)
 
     async def _run(self, episode: LiveEpisode, server: Any) -> None:
         count = episode.state.count_tokens
@@ -229,22 +222,18 @@ class ExternalApp(Workflow):
             episode.answer = answers[-1]
         for reward, turn in session.rewards:
             episode.earn(turn or episode.turns[-1], reward)
-        if result.value is not None:
-            self._take_value(episode, result.value)
-        if self.earns and result.value is None and not session.rewards:
+        value = result.value
+        if self.earns and value is not None:
+            if not isinstance(value, (int, float, Mapping)) or isinstance(value, bool):
+                raise TypeError(f"With `earns=True`, {self.name} must return a reward or `None`, got {value!r}.")
+            episode.earn(episode.turns[-1], value)
+        elif self.earns and not session.rewards:
             raise RuntimeError(
                 "the application reported no reward, which `earns=True` requires. Post it to `{base_url}/reward`, "
                 "even if it is 0, or return it."
             )
         if result.said:
             episode.observe(result.said, source=OUTPUT)
-
-    def _take_value(self, episode: LiveEpisode, value: Any) -> None:
-        is_reward = isinstance(value, (int, float, Mapping)) and not isinstance(value, bool)
-        if self.earns and not is_reward:
-            raise TypeError(f"With `earns=True`, {self.name} must return a reward or `None`, got {value!r}.")
-        if self.earns:
-            episode.earn(episode.turns[-1], value)
 
     def check_keys(self, cause: BaseException | None = None) -> None:
         """
@@ -264,7 +253,6 @@ class ExternalApp(Workflow):
             ) from cause
 
     def say_once(self, text: str) -> None:
-        """Log a warning once."""
         if text not in self._told:
             self._told.add(text)
             logger.warning(text)
@@ -291,7 +279,8 @@ class _Conversation:
     async def hold(self, running: asyncio.Future) -> None:
         """Answer requests until the application has ended."""
         self._episode.state.waits_for = self._app.name
-        arrival = asyncio.ensure_future(self._session.inbox.get())
+        inbox = self._session.inbox
+        arrival = asyncio.ensure_future(inbox.get())
         try:
             while not running.done():
                 await asyncio.wait({running, arrival, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -306,9 +295,8 @@ class _Conversation:
                 batch = [arrival.result()]
                 if self._app.together:
                     await asyncio.sleep(self._app.together)
-                while not self._session.inbox.empty():
-                    batch.append(self._session.inbox.get_nowait())
-                arrival = asyncio.ensure_future(self._session.inbox.get())
+                batch += [inbox.get_nowait() for _ in range(inbox.qsize())]
+                arrival = asyncio.ensure_future(inbox.get())
                 self._open = [item for item in self._open if not item.is_settled] + batch
                 for waiting in sorted(batch, key=lambda request: request.order):
                     if not waiting.is_gone:
@@ -317,8 +305,7 @@ class _Conversation:
                         waiting.task.add_done_callback(self._tasks.discard)
         finally:
             left = [arrival.result()] if arrival.done() and not arrival.cancelled() else []
-            while not self._session.inbox.empty():
-                left.append(self._session.inbox.get_nowait())
+            left += [inbox.get_nowait() for _ in range(inbox.qsize())]
             tasks = [arrival, *self._tasks]
             for task in tasks:
                 task.cancel()
@@ -373,10 +360,9 @@ class _Conversation:
                 rank = (_has_ids(answer, reply), count)
                 if rank >= best:
                     best, lineage = rank, turn.lineage
-        if lineage is not None:
-            return lineage
-        self._num_lineages += 1
-        return self._num_lineages - 1
+        if lineage is None:
+            lineage, self._num_lineages = self._num_lineages, self._num_lineages + 1
+        return lineage
 
     def _with_turns(self, agent: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages, with those that are unchanged earlier turns of the agent replaced by these turns."""
@@ -409,15 +395,12 @@ def _says(message: Mapping[str, Any], reply: ChatReply) -> bool:
     """Whether a message of a conversation is a reply: its text and its calls."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [(function["name"], json.dumps(function["arguments"], sort_keys=True)) for function in functions]
-    return reply.text == message["content"] and [(call.name, _sorted(call.arguments)) for call in reply.calls] == calls
+    own = ((call.name, json.dumps(json.loads(call.arguments), sort_keys=True)) for call in reply.calls)
+    return reply.text == message["content"] and list(own) == calls
 
 
 def _has_ids(message: Mapping[str, Any], reply: ChatReply) -> bool:
     return [call.get("id") for call in message.get("tool_calls") or ()] == [call.id for call in reply.calls]
-
-
-def _sorted(arguments: str) -> str:
-    return json.dumps(json.loads(arguments), sort_keys=True)
 
 
 async def _in_own_thread(function: Callable[[], Any]) -> Any:

@@ -108,7 +108,8 @@ class HTTPApplication:
             self._backend.ended(request, client, outcome)
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response(chat.models(get_client(request).models))
+        models = [chat.model(name) for name in get_client(request).models]
+        return web.json_response({"object": "list", "data": models})
 
     async def _model(self, request: web.Request) -> web.Response:
         name, known = request.match_info["name"], get_client(request).models
@@ -166,9 +167,8 @@ class HTTPApplication:
     ) -> web.StreamResponse:
         """Send server-sent events. Generation does not wait for a client that reads slowly."""
         texts: asyncio.Queue[tuple[str, bool, str, int] | None] = asyncio.Queue()
-        work = asyncio.ensure_future(
-            get_client(request).answer(chat_request, body, is_retry, lambda *text: texts.put_nowait(text))
-        )
+        answer = get_client(request).answer(chat_request, body, is_retry, lambda *text: texts.put_nowait(text))
+        work = asyncio.ensure_future(answer)
         work.add_done_callback(lambda _: texts.put_nowait(None))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         if self._backend.closes_connections:

@@ -12,6 +12,7 @@ from typing import Any
 from .requests import (
     ChatReply,
     ChatRequest,
+    ReplyCall,
     RequestError,
     check_fields,
     check_object,
@@ -119,11 +120,8 @@ def _read_blocks(content: Any, where: str) -> list[dict[str, Any]]:
 
 def _read_texts(content: Any, where: str) -> str:
     """Return the text of a content that may only have text blocks."""
-    texts = [
-        _read_text(block, f"{where}[{number}]")
-        for number, block in enumerate(_read_blocks("" if content is None else content, where))
-    ]
-    return "\n\n".join(texts)
+    blocks = _read_blocks("" if content is None else content, where)
+    return "\n\n".join(_read_text(block, f"{where}[{number}]") for number, block in enumerate(blocks))
 
 
 def _read_text(block: Mapping[str, Any], where: str) -> str:
@@ -201,13 +199,10 @@ def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     return read_tools(fields, read_function, choice)
 
 
-# ---- Answers ----
-
-
 def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:
     (reply,) = messages
     content: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
-    content += [_tool_use(reply, number, json.loads(call.arguments)) for number, call in enumerate(reply.calls)]
+    content += [_tool_use(call, json.loads(call.arguments)) for call in reply.calls]
     return {**_message(identity, chat_request), "content": content, **_ending(reply), "usage": _usage(reply)}
 
 
@@ -236,22 +231,18 @@ class Stream:
         for number, call in enumerate(reply.calls):
             index, delta = number + self._has_text, {"type": "input_json_delta", "partial_json": call.arguments}
             found += [
-                {"type": "content_block_start", "index": index, "content_block": _tool_use(reply, number, {})},
+                {"type": "content_block_start", "index": index, "content_block": _tool_use(call, {})},
                 {"type": "content_block_delta", "index": index, "delta": delta},
                 {"type": "content_block_stop", "index": index},
             ]
-        return [
-            *found,
-            {"type": "message_delta", "delta": _ending(reply), "usage": _usage(reply)},
-            {"type": "message_stop"},
-        ]
+        ending = {"type": "message_delta", "delta": _ending(reply), "usage": _usage(reply)}
+        return [*found, ending, {"type": "message_stop"}]
 
 
 END = b""
 
 
 def encoded(event: Mapping[str, Any]) -> bytes:
-    """Write an event as a server-sent event."""
     return f"event: {event['type']}\ndata: {json.dumps(event, default=str)}\n\n".encode()
 
 
@@ -270,8 +261,7 @@ def _message(identity: str, chat_request: ChatRequest) -> dict[str, Any]:
     return {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
 
 
-def _tool_use(reply: ChatReply, number: int, arguments: Any) -> dict[str, Any]:
-    call = reply.calls[number]
+def _tool_use(call: ReplyCall, arguments: Any) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 

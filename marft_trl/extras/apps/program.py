@@ -72,11 +72,14 @@ class AppResult:
 def make_arguments(command: str | Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint) -> list[str]:
     """Fill in a command. No shell parses it: a value of the row is one argument or a part of it."""
     parts = split_command(command)
-    row = {**row, "prompt": _last_text(row["prompt"])}
-    values = {**row, "base_url": endpoint.base_url, "api_key": endpoint.api_key}
-    texts = {name: _as_text(name, value) for name, value in values.items()}
+    prompt = row["prompt"]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
+        prompt = prompt[-1].get("content")
+    values = {**row, "prompt": prompt, "base_url": endpoint.base_url, "api_key": endpoint.api_key}
+    texts = {name: item if isinstance(item, str) else json.dumps(item, default=str) for name, item in values.items()}
+    plain = {name: text.replace("\0", "") for name, text in texts.items()}
     try:
-        return [_Plain().vformat(part, (), texts) for part in parts]
+        return [_Plain().vformat(part, (), plain) for part in parts]
     except KeyError as error:
         known = ", ".join(map(repr, row))
         raise ValueError(
@@ -118,12 +121,6 @@ def _check_fields(command: str | Sequence[str], parts: Sequence[str]) -> None:
                 "or let the program read the row from standard input."
             )
         are_values = part == "--" or (are_values and is_of_row)  # `--` of a launcher ends before its program
-
-
-def _last_text(prompt: Any) -> Any:
-    """Return the text of the last message if the prompt is a list of messages."""
-    is_conversation = isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict)
-    return prompt[-1].get("content") if is_conversation else prompt
 
 
 class _Plain(string.Formatter):
@@ -201,8 +198,3 @@ async def _end(pid: int, heard: _Listener, secret: str) -> int:
     kill_group(pid)
     await heard.has_ended.wait()
     return 0 if was_running else len(left)
-
-
-def _as_text(name: str, value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text.replace("\0", "") if isinstance(text, str) else str(text)

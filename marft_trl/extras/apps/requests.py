@@ -47,6 +47,7 @@ _ASIDE = {
 _LOGPROBS = "Log-probabilities are recorded with each turn, but not sent to the client."
 _POLICY = "Agents sample from their policies. Remove this field."
 _TEXTS = "Agents generate text only. Remove this field."
+_FORMAT = "Constrained decoding would change the policy. Describe the format in a message instead."
 _KEPT = "The server stores nothing between requests. Send the whole conversation."
 # Unsupported fields: the values that have no effect, and what to do
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -124,8 +125,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=refuse)
-        json.dumps(value, ensure_ascii=False).encode("utf-8")  # no halves of characters
-        check_depth(value)
+        _check_value(value)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The body is not valid JSON in UTF-8: {str(error)[:200]}.") from error
     if not isinstance(value, dict):
@@ -133,8 +133,9 @@ def read_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def check_depth(value: Any) -> None:
-    """Raise a `ValueError` if later code could not walk through a value, because it is nested too deeply."""
+def _check_value(value: Any) -> None:
+    """Raise a `ValueError` for halves of characters, and if a value is nested too deeply to be walked through."""
+    json.dumps(value, ensure_ascii=False).encode("utf-8")
     level = [value]
     for _ in range(_DEEPEST):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
@@ -231,15 +232,26 @@ def read_flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
 def read_content(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
     """Read the text of a message's content: a string, or a list of parts of these kinds."""
     if isinstance(content, list):
-        texts = [
-            item.get("text") if isinstance(item, dict) and item.get("type") in kinds else None for item in content
-        ]
-        if not all(isinstance(text, str) for text in texts):
+        parts = [item.get("text") for item in content if isinstance(item, dict) and item.get("type") in kinds]
+        texts = [text for text in parts if isinstance(text, str)]
+        if len(texts) < len(content):
             raise RequestError(f"`{where}` may only have parts of type 'text'.", field=where)
-        content = "".join(texts)  # type: ignore[arg-type]
+        content = "".join(texts)
     if not isinstance(content, str):
         raise RequestError(f"`{where}` must be a string.", field=where)
     return content
+
+
+# Roles of messages, as chat templates have them
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+def read_role(message: Mapping[str, Any], where: str, roles: Mapping[str, str]) -> str:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in roles:
+        known = ", ".join(map(repr, roles))
+        raise RequestError(f"`{where}.role` must be one of {known}, got {str(role)[:80]!r}.", field=f"{where}.role")
+    return roles[role]
 
 
 def check_object(value: Any, where: str) -> dict[str, Any]:
@@ -260,12 +272,7 @@ def read_name(value: Any, where: str) -> str:
     return value
 
 
-_REFUSED_FORMAT = "Constrained decoding would change the policy. Describe the format in a message instead."
-
-
 class ReplyCall(NamedTuple):
-    """A call of a function."""
-
     id: str
     name: str
     arguments: str
@@ -273,8 +280,6 @@ class ReplyCall(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request for one message of a model."""
-
     model: str
     messages: list[dict[str, Any]]  # for chat templates: calls have mappings as `arguments`, results have a `name`
     tools: tuple[dict[str, Any], ...] = ()  # JSON schemas
@@ -295,14 +300,14 @@ class ChatRequest:
         models: Sequence[str] | None,
         own: Collection[str],
         messages: Callable[[Mapping[str, Any]], list[dict[str, Any]]],
-        tool: Callable[[dict[str, Any], str], tuple[Any, str]],
+        nested_functions: bool = False,
     ) -> ChatRequest:
         """Read a request of OpenAI's API, whose forms differ in their fields (`own`), messages and tools."""
 
-        def read_function(item: dict[str, Any], where: str) -> tuple[Any, str]:
-            if item.get("type") != "function":
+        def read_function(tool: dict[str, Any], where: str) -> tuple[Any, str]:
+            if tool.get("type") != "function":
                 raise RequestError(f"`{where}.type` must be 'function'.", field=where)
-            return tool(item, where)
+            return (tool.get("function"), f"{where}.function") if nested_functions else (tool, where)
 
         model = read_model(body, models)
         check_fields(body, {*_READ, *own}, _ASIDE, _REFUSED)
@@ -340,8 +345,6 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class ChatReply:
-    """A message of a model."""
-
     text: str
     calls: tuple[ReplyCall, ...] = ()
     is_truncated: bool = False
@@ -388,7 +391,7 @@ def _as_json(arguments: Any) -> str | None:
 
 def _check_format(value: Any, where: str) -> None:
     if value is not None and check_object(value, where).get("type") != "text":
-        raise RequestError(f"`{where}` is not supported. {_REFUSED_FORMAT}", field=where, code="unsupported_parameter")
+        raise RequestError(f"`{where}` is not supported. {_FORMAT}", field=where, code="unsupported_parameter")
 
 
 def read_tools(
@@ -429,8 +432,7 @@ def read_call(identity: Any, name: Any, arguments: Any, where: str) -> dict[str,
     """Return a call within a message in the format of chat templates."""
     try:
         known = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
-        json.dumps(known, ensure_ascii=False).encode("utf-8")  # no halves of characters
-        check_depth(known)
+        _check_value(known)
     except (ValueError, RecursionError):  # what a model wrote need not be JSON
         known = str(arguments)
     function = {"name": read_name(name, f"{where}.name"), "arguments": known}

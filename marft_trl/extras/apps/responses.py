@@ -10,6 +10,7 @@ from typing import Any
 from . import chat
 from .messages import encoded as encoded  # in the same form
 from .requests import (
+    ROLES,
     ChatReply,
     ChatRequest,
     RequestError,
@@ -17,18 +18,17 @@ from .requests import (
     read_call,
     read_content,
     read_object,
+    read_role,
     with_names,
 )
 
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
 def read(body: bytes, models: Sequence[str]) -> ChatRequest:
     """Read a request, like `read` of `chat.py`."""
-    own = ("input", "instructions", "text")
-    chat_request = ChatRequest.from_body(read_object(body), models, own, _messages, lambda tool, where: (tool, where))
+    chat_request = ChatRequest.from_body(read_object(body), models, ("input", "instructions", "text"), _messages)
     if chat_request.count > 1:
         raise RequestError(
             f"`n` must be 1 for a response, got {chat_request.count}. Send a request for each answer.", field="n"
@@ -49,7 +49,8 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         where = f"input[{number}]"
         kind = check_object(item, where).get("type", "message")
         if kind == "message":
-            messages.append(_message(item, where))
+            role, text = read_role(item, where, ROLES), read_content(item.get("content"), f"{where}.content", _TEXTS)
+            messages.append({"role": role, "content": text})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -63,17 +64,6 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not messages:
         raise RequestError("`input` must contain at least one message.", field="input")
     return with_names(messages, "input")
-
-
-def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
-    role = item.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        known = ", ".join(map(repr, _ROLES))
-        raise RequestError(f"`{where}.role` must be one of {known}, got {str(role)[:80]!r}.", field=f"{where}.role")
-    return {"role": _ROLES[role], "content": read_content(item.get("content"), f"{where}.content", _TEXTS)}
-
-
-# ---- Answers ----
 
 
 def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:
@@ -121,9 +111,8 @@ class Stream:
                 found.append(self._event("response.output_item.added", output_index=index, item=begun))
                 name, arguments = item["name"], item["arguments"]
                 found.append(self._event("response.function_call_arguments.delta", **place, delta=arguments))
-                found.append(
-                    self._event("response.function_call_arguments.done", **place, name=name, arguments=arguments)
-                )
+                done = {"name": name, "arguments": arguments}
+                found.append(self._event("response.function_call_arguments.done", **place, **done))
             found.append(self._event("response.output_item.done", output_index=index, item=item))
         whole_answer = answer(self._identity, self._chat_request, [reply])
         return [*found, self._event("response.completed", response=whole_answer)]
@@ -167,17 +156,10 @@ def _response(
 
 
 def _output(identity: str, reply: ChatReply) -> list[dict[str, Any]]:
-    calls = [
-        {
-            "type": "function_call",
-            "id": f"fc_{identity}_{number}",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-            "status": "completed",
-        }
-        for number, call in enumerate(reply.calls)
-    ]
+    calls: list[dict[str, Any]] = []
+    for number, call in enumerate(reply.calls):
+        head = {"type": "function_call", "id": f"fc_{identity}_{number}", "call_id": call.id}
+        calls.append({**head, "name": call.name, "arguments": call.arguments, "status": "completed"})
     return [_message_item(identity, reply.text), *calls] if reply.text or not calls else calls
 
 

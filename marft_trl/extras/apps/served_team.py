@@ -125,13 +125,11 @@ class RequestQueue:
                 code="overloaded",
             )
         self.waiting += 1
-        taken = 0
-        try:
+        async with contextlib.AsyncExitStack() as slots:
             try:
                 async with self._queue_lock:
-                    while taken < answers:
-                        await self._free.acquire()
-                        taken += 1
+                    for _ in range(answers):
+                        await slots.enter_async_context(self._free)
             finally:
                 self.waiting -= 1
             self.running += 1
@@ -139,9 +137,6 @@ class RequestQueue:
                 yield
             finally:
                 self.running -= 1
-        finally:
-            for _ in range(taken):
-                self._free.release()
 
 
 class ServerMetrics:
@@ -279,11 +274,9 @@ class _RequestedTurnWorkflow(Workflow):
         self._chat_request = chat_request
 
     async def run(self, episode: LiveEpisode) -> None:
-        chat_request = self._chat_request
+        request = self._chat_request
         try:
-            await episode.turn_on(
-                chat_request.model, RequestedTurn(chat_request.messages, chat_request.tools, chat_request.stop)
-            )
+            await episode.turn_on(request.model, RequestedTurn(request.messages, request.tools, request.stop))
         except EndOfEpisode as end:
             raise PromptError(str(end), end.is_too_long) from end
 
@@ -391,15 +384,12 @@ class _TeamBackend:
                 raise RequestError("The team was not trained with `tools` in requests.", 400, "tools", _UNSUPPORTED)
         else:
             _check_question(chat_request)
-        chat_request = dataclasses.replace(
-            chat_request, show_turns=chat_request.show_turns and self._settings.show_turns
-        )
+        shows = chat_request.show_turns and self._settings.show_turns
+        chat_request = dataclasses.replace(chat_request, show_turns=shows)
         live = None if on_text is None or is_direct else self._event_handler(chat_request, on_text)
         workflow = _RequestedTurnWorkflow(chat_request) if is_direct else self._workflows[chat_request.model]
         episodes = await self._run_episodes(chat_request, workflow, live)
         return ChatReplies([_message(episode, chat_request, is_direct) for episode in episodes])
-
-    # ---- Routes ----
 
     async def _show_page(self, request: web.Request) -> web.Response:
         rules = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
@@ -412,8 +402,6 @@ class _TeamBackend:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=self._counters.text(self._queue))
-
-    # ---- Answers ----
 
     async def _run_episodes(
         self, chat_request: ChatRequest, workflow: Workflow | None, on_event: Callable[[Event], None] | None

@@ -55,7 +55,10 @@ class Endpoint:
             return cls._process_endpoint[1]
 
     def __init__(self) -> None:
-        _go_directly()
+        for name in ("NO_PROXY", "no_proxy"):  # requests of functions and programs go to it directly
+            known = os.environ.get(name, "")
+            if "127.0.0.1" not in known.split(","):
+                os.environ[name] = ",".join(filter(None, [known, "127.0.0.1"]))
         keep(mark_of_process())  # programs that functions start, too, since they have a key
         self._sessions: dict[str, Session] = {}
         files = (spare := spare_files()) - max(_RESERVE, spare // 8)
@@ -93,10 +96,8 @@ class Endpoint:
         from aiohttp import web
 
         async def start() -> int:
-            app = self._application()
-            runner = web.AppRunner(
-                app, handler_cancellation=True, access_log=None, auto_decompress=False, logger=logger
-            )
+            settings: dict[str, Any] = {"access_log": None, "auto_decompress": False, "logger": logger}
+            runner = web.AppRunner(self._application(), handler_cancellation=True, **settings)
             await runner.setup()
             listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
             listening.setblocking(False)
@@ -185,11 +186,3 @@ class Endpoint:
     def ended(self, request: web.Request, client: Session | None, outcome: Outcome) -> None:
         if client is not None and outcome.error is not None:
             client.refuse(outcome.error)
-
-
-def _go_directly() -> None:
-    """Bypass proxies for requests to this machine, from functions and from programs."""
-    for name in ("NO_PROXY", "no_proxy"):
-        known = os.environ.get(name, "")
-        if "127.0.0.1" not in known.split(","):
-            os.environ[name] = ",".join(filter(None, [known, "127.0.0.1"]))

@@ -128,10 +128,8 @@ class Waiting:
     @property
     def order(self) -> str:
         """Sort key of requests that arrive together, so that their order does not depend on which came first."""
-        chat_request = self.chat_request
-        return json.dumps(
-            [chat_request.model, chat_request.messages, chat_request.tools, chat_request.stop], sort_keys=True
-        )
+        request = self.chat_request
+        return json.dumps([request.model, request.messages, request.tools, request.stop], sort_keys=True)
 
     def settle(self, result: tuple[ChatReply, Turn] | BaseException) -> None:
         """Answer the request once, from the event loop of the episode."""

@@ -33,13 +33,19 @@ COMMANDS = {
 }
 # The others are in `teams.py`, as functions named `<name>_options` and `run_<name>`
 _ON_A_TRAINER = ("train", "plan", "rehearse", "eval")
+_HELP = (
+    "`marft COMMAND --help` lists the options of a command. All options can also be set in a YAML file:\n"
+    "`--config FILE`. Command-line options take precedence over the file."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command with its arguments, `sys.argv[1:]` by default, and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
+        width = max(map(len, COMMANDS))
+        rows = (f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
+        print("usage: marft COMMAND [arguments]", "", *rows, "", _HELP, sep="\n")
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"marft_trl {installed_version('marft-trl')}")
@@ -66,7 +72,8 @@ def _run(name: str, argv: Sequence[str]) -> int | None:
     module = importlib.import_module(".scripts" if name in _ON_A_TRAINER else ".teams", __name__)
     if name in _ON_A_TRAINER:
         return module.run_on_trainer(name, sentence, argv)
-    parser, key = Parser(prog=f"marft {name}", description=sentence), name.replace("-", "_")
+    parser = Parser(prog=f"marft {name}", description=sentence, allow_abbrev=False)
+    key = name.replace("-", "_")
     getattr(module, f"{key}_options", lambda parser: None)(parser)
     parser.add_argument("--config", metavar="FILE", help="YAML file with options; the command line wins")
     config, rest = read_config(argv)
@@ -78,55 +85,34 @@ def _run(name: str, argv: Sequence[str]) -> int | None:
     return outcome() if callable(outcome) else outcome
 
 
-def _usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
-    return (
-        f"usage: marft COMMAND [arguments]\n\n{lines}\n\n"
-        "`marft COMMAND --help` lists the options of a command. All options can also be set in a YAML file:\n"
-        "`--config FILE`. Command-line options take precedence over the file."
-    )
-
-
-# ---- Options ----
-
-
 class UsageError(ValueError):
     """Raised when a command is called with invalid arguments."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises [`UsageError`] where argparse ends the process, and that takes no abbreviations."""
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(allow_abbrev=False, **kwargs)
+    """A parser that raises [`UsageError`] where argparse ends the process."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}. See `--help` for the options.")
 
 
 @contextlib.contextmanager
-def as_usage_errors(
-    *kinds: type[Exception], unless: Callable[[Exception], bool] = lambda error: False
-) -> Iterator[None]:
+def as_usage_errors(*kinds: type[Exception], unless: Callable[[Exception], bool] | None = None) -> Iterator[None]:
     """Convert errors of these kinds to [`UsageError`]s, except with `MARFT_TRACEBACK`."""
     try:
         yield
     except kinds as error:
         is_done = isinstance(error, (UsageError, BrokenPipeError))
-        if is_done or os.environ.get("MARFT_TRACEBACK") or unless(error):
+        if is_done or os.environ.get("MARFT_TRACEBACK") or (unless is not None and unless(error)):
             raise
         raise UsageError(f"{error} (Set `MARFT_TRACEBACK=1` for the traceback.)") from error
-
-
-# ---- Options in YAML files ----
 
 
 def read_config(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Read the YAML file of `--config`. Returns its options and the other arguments."""
     if argv and argv[-1] == "--config":
         raise UsageError("`--config` needs the name of a YAML file.")
-    finder = Parser(add_help=False)
+    finder = Parser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     found, rest = finder.parse_known_args(argv)
     return {} if found.config is None else read_yaml(found.config), rest
@@ -185,10 +171,9 @@ def as_tokens(
 
 def _reads_json(action: argparse.Action) -> bool:
     """Return `False` for options of transformers (5.23) that are mappings, which no text of a command line becomes."""
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         return not callable(action.type) or isinstance(action.type("{}"), (dict, str))
-    except (TypeError, ValueError):
-        return False
+    return False
 
 
 def check_unknown(unknown: Iterable[str], parser: argparse.ArgumentParser, others: Iterable[str] = ()) -> None:

@@ -9,7 +9,7 @@ import inspect
 import re
 import subprocess
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -59,12 +59,6 @@ class Recipe:
     code: str | None = None  # the script, if it defines `TEAM`, which loading the trained team needs
     others: Sequence[str] = ()  # options of the launcher
 
-    def trainer(self, tokens: Sequence[str]) -> MARFTTrainer:
-        """Make the trainer from options as on a command line."""
-        parsed = self.parse(tokens)
-        with as_usage_errors(ValueError, TypeError, OSError, ImportError, unless=_is_of_the_user):
-            return self.make(parsed)
-
     def parse(self, tokens: Sequence[str]) -> Sequence[Any]:
         own = as_tokens(self.settings, self.parser, tokens, self.others, self.where)
         *parsed, unknown = self.parser.parse_args_into_dataclasses([*own, *tokens], return_remaining_strings=True)
@@ -73,7 +67,6 @@ class Recipe:
 
     @classmethod
     def read(cls, path: str) -> Recipe:
-        """Read the team of a script (`.py`) or a YAML file."""
         if not Path(path).is_file():
             raise UsageError(f"There is no file {path!r}. `marft init duo` writes a starter script.")
         if Path(path).suffix in (".yaml", ".yml"):
@@ -82,12 +75,8 @@ class Recipe:
 
 
 def _is_of_the_user(error: BaseException) -> bool:
-    """Whether an error was raised in the user's own file."""
     name = traceback.extract_tb(error.__traceback__)[-1].filename
     return "site-packages" not in name and not Path(name).is_relative_to(Path(__file__).parents[2])
-
-
-# ---- Scripts ----
 
 
 def load_module(path: str) -> Any:
@@ -127,28 +116,22 @@ def _as_dataclass(parameters: Sequence[inspect.Parameter], path: str) -> type:
     """Make a dataclass of the further parameters of `make`, which are options as well."""
     fields = []
     for parameter in parameters:
+        name, default, problem = parameter.name, parameter.default, ""
         # The default of a parameter without one is a class, `Parameter.empty`
-        if not isinstance(parameter.default, (str, int, float, bool, type(None))):
-            raise UsageError(
-                f"The parameter `{parameter.name}` of `make` in {path} is a command-line option, so its default must "
-                "be a string, a number, a boolean or `None`."
-            )
-        kind = str if parameter.default is None else type(parameter.default)
-        if parameter.name in MARFTConfig.__dataclass_fields__:
-            raise UsageError(
-                f"The parameter `{parameter.name}` of `make` in {path} is a setting of `MARFTConfig`. Rename it."
-            )
-        help_text = {"help": "Parameter of `make` in the script."}
-        fields.append((parameter.name, kind, dataclasses.field(default=parameter.default, metadata=help_text)))
+        if not isinstance(default, (str, int, float, bool, type(None))):
+            problem = "a command-line option, so its default must be a string, a number, a boolean or `None`."
+        elif name in MARFTConfig.__dataclass_fields__:
+            problem = "a setting of `MARFTConfig`. Rename it."
+        if problem:
+            raise UsageError(f"The parameter `{name}` of `make` in {path} is {problem}")
+        field = dataclasses.field(default=default, metadata={"help": "Parameter of `make` in the script."})
+        fields.append((name, str if default is None else type(default), field))
     return dataclasses.make_dataclass("ScriptOptions", fields)
 
 
 def base_named(name: str | None) -> str | None:
     """Resolve the name of a base model; `tiny` is the embedded model."""
     return tiny_team_model() if name == "tiny" else name
-
-
-# ---- YAML files ----
 
 
 def _make_yaml_recipe(config: dict[str, Any]) -> Recipe:
@@ -188,14 +171,12 @@ def _make_yaml_recipe(config: dict[str, Any]) -> Recipe:
 
 
 def _agent(value: Any, number: int) -> AgentSpec:
-    if isinstance(value, str):
-        return AgentSpec(value)
-    if not isinstance(value, dict):
+    if not isinstance(value, (str, dict)):
         raise UsageError(
             f"Agent {number} of the YAML file must be a name or a mapping of `AgentSpec` fields, got {value!r}."
         )
     try:
-        return AgentSpec(**value)
+        return AgentSpec(value) if isinstance(value, str) else AgentSpec(**value)
     except (TypeError, ValueError) as error:
         raise UsageError(f"Agent {number} of the YAML file: {error}") from error
 
@@ -230,9 +211,7 @@ def reward_named(name: Any) -> Callable:
     if ":" in name:
         return _named(name)
     every = {item: getattr(place, item) for place in (trl.rewards, rewards, sandbox) for item in place.__all__}
-    known = {
-        value: entry for value, entry in every.items() if value.endswith("_reward") and not value.startswith("get_")
-    }
+    known = {key: every[key] for key in every if key.endswith("_reward") and not key.startswith("get_")}
     if name not in known:
         hint = did_you_mean(name, known) or f" Available functions: {', '.join(sorted(known))}."
         raise UsageError(f"Unknown reward function {name!r}.{hint} Pass your own as 'file.py:function'.")
@@ -263,13 +242,10 @@ def _datasets(data: ScriptArguments, evaluates: bool) -> tuple[Any, Any]:
     return splits[data.dataset_train_split], splits[data.dataset_test_split] if evaluates else None
 
 
-# ---- Commands ----
-
-
 class Launcher:
     """The options of `accelerate launch` that are not also training arguments."""
 
-    def __init__(self, taken: Sequence[str]):
+    def __init__(self, taken: Iterable[str]):
         self._parser = launch_command_parser()
         others = {*taken, "help", "module", "no_python"}
         self.options = {name: item for name, item in get_options(self._parser).items() if name not in others}
@@ -336,7 +312,7 @@ def run_on_trainer(name: str, sentence: str, argv: Sequence[str]) -> int | None:
     recipe = Recipe.read(path)
     recipe.parser.prog = f"marft {name} {path}"
     config, rest = read_config(rest)
-    launcher = Launcher(list(get_options(recipe.parser)))
+    launcher = Launcher(get_options(recipe.parser))
     in_file, config = launcher.split_config(config, rest)
     in_script, recipe.settings = launcher.split_config(recipe.settings, [*in_file, *rest])
     on_line, rest = launcher.split_command_line(rest)
@@ -347,7 +323,9 @@ def run_on_trainer(name: str, sentence: str, argv: Sequence[str]) -> int | None:
         return launcher.launch(options, [name, path, _LAUNCHED, *tokens])
     if on_line and not is_launched:
         raise UsageError(f"{on_line[0]!r} is an option of `accelerate launch`, which `marft {name}` does not use.")
-    trainer = recipe.trainer(tokens)
+    parsed = recipe.parse(tokens)
+    with as_usage_errors(ValueError, TypeError, OSError, ImportError, unless=_is_of_the_user):
+        trainer = recipe.make(parsed)
     with as_usage_errors(EpisodeError, unless=lambda error: launches):  # whose authors need the traceback
         if name == "train":
             _train(trainer, recipe.code)

@@ -7,7 +7,6 @@ import argparse
 import ast
 import contextlib
 import dataclasses
-import functools
 import html
 import importlib.util
 import json
@@ -26,7 +25,7 @@ from peft import PeftConfig
 
 from ...adapters.files import team_folder
 from ...adapters.manifest import TeamManifest
-from ...seams.libraries import installed_version
+from ...seams.libraries import TESTED, installed_version
 from ...system.redaction import for_log, printable
 from ...team import Answer, Team, TextDelta, TurnEnded, TurnStarted
 from ..engines.own_server import vllm_command
@@ -79,25 +78,26 @@ def chat_options(parser: Parser) -> None:
 
 
 def run_chat(args: argparse.Namespace) -> Callable[[], int]:
-    return functools.partial(_chat, load_team(args), args)
+    team = load_team(args)
 
+    def chat() -> int:
+        greedy, seed = args.greedy, args.seed
+        with team:
+            if args.question is not None:
+                return _ask(team, args.question, greedy, seed)
+            print(f"{team!r}. Each question starts a new conversation. {_HELP}")
+            with contextlib.suppress(EOFError):
+                while (question := input("\n> " if sys.stdin.isatty() else "").strip()) not in ("/quit", "/exit"):
+                    if question in ("/greedy", "/sample"):
+                        greedy = question == "/greedy"
+                    elif question.startswith("/"):
+                        print(_HELP)
+                    elif question:
+                        _ask(team, question, greedy, seed)
+                        seed = None if seed is None else seed + 1
+        return 0
 
-def _chat(loaded: Team, args: argparse.Namespace) -> int:
-    greedy, seed = args.greedy, args.seed
-    with loaded as team:
-        if args.question is not None:
-            return _ask(team, args.question, greedy, seed)
-        print(f"{team!r}. Each question starts a new conversation. {_HELP}")
-        with contextlib.suppress(EOFError):
-            while (question := input("\n> " if sys.stdin.isatty() else "").strip()) not in ("/quit", "/exit"):
-                if question in ("/greedy", "/sample"):
-                    greedy = question == "/greedy"
-                elif question.startswith("/"):
-                    print(_HELP)
-                elif question:
-                    _ask(team, question, greedy, seed)
-                    seed = None if seed is None else seed + 1
-    return 0
+    return chat
 
 
 def _ask(team: Team, question: str, greedy: bool, seed: int | None) -> int:
@@ -216,18 +216,13 @@ def _as_text(page: str) -> str:
     return printable(html.unescape(re.sub(r"<[^>]*>", "", body))).strip()
 
 
-# ---- Commands without a trained team ----
-
-
-_READ: dict[str, Any] = {"settings": json.loads, "seeds": int, "workers": int, "margin": float}
-
-
 def report_options(parser: Parser) -> None:
+    read: dict[str, Any] = {"settings": json.loads, "seeds": int, "workers": int, "margin": float}
     defaults = vars(ReportArguments(experiment=""))
     for field in dataclasses.fields(ReportArguments):
         name, nargs = field.name, "+" if field.name in ("seeds", "arms") else None
         options = {"default": defaults[name], "required": name == "experiment", "help": field.metadata["help"]}
-        parser.add_argument(f"--{name}", type=_READ.get(name, str), nargs=nargs, **options)
+        parser.add_argument(f"--{name}", type=read.get(name, str), nargs=nargs, **options)
 
 
 def run_report(args: argparse.Namespace) -> None:
@@ -259,20 +254,15 @@ def run_init(args: argparse.Namespace) -> None:
     print(f"{path}: {about}\nNext:\n  marft plan{name}\n  marft train{name}")
 
 
-_PACKAGES = (
-    *("marft-trl", "trl", "transformers", "peft", "accelerate", "datasets", "bitsandbytes", "evaluate", "torch"),
-    *("aiohttp", "vllm", "math-verify"),
-)
-
-
 def run_env(args: argparse.Namespace) -> None:
     import psutil
     import torch
 
+    packages = ("marft-trl", *TESTED, "aiohttp", "vllm", "math-verify")
     kinds = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     rows = {
         **{"platform": platform.platform(), "python": platform.python_version()},
-        **{name: installed_version(name) or "not installed" for name in _PACKAGES},
+        **{name: installed_version(name) or "not installed" for name in packages},
         "processors": f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads",
         "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
         "devices": ", ".join(kinds) or "CPU only",

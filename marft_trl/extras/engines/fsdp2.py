@@ -84,8 +84,6 @@ class LockStep:
 
         return in_step
 
-    # ---- Agreement ----
-
     def _until(self, wanted: int, passes: int = 0) -> int:
         """
         Return when all processes are about to do what this one wants. `passes` is the number of forward passes that
@@ -127,8 +125,6 @@ class LockStep:
             self._model(input_ids=self._token(), use_cache=False)
         keep_what_is_gathered(self._model)
 
-    # ---- Lending ----
-
     @contextlib.contextmanager
     def _lending(self) -> Iterator[None]:
         self._is_lending = True
@@ -163,68 +159,37 @@ class LockStep:
             self._lent.append((hidden, starts[0]))
 
 
-_OTHER_DIMENSIONS = [f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("TP", "CP", "SP")]
-
-
-def _is_on_above_one(variable: str) -> bool:
-    return os.environ.get(variable, "1").isdecimal() and int(os.environ.get(variable, "1")) > 1
-
-
 def check_plugin(args: MARFTConfig) -> None:
     """Raise a `ValueError` before the base is loaded if FSDP2 would shard it in a way that suits one adapter only."""
     plugin = FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}))
-    for holds, message in _refused(plugin, args):
-        if holds:
+    dimensions = (f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("DP_REPLICATE", "TP", "CP", "SP"))
+    sizes, version = [os.environ.get(name, "1") for name in dimensions], plugin.fsdp_version
+    conflicts = {
+        f"MARFTTrainer does not support FSDP{version}, which joins the parameters of several adapters into "
+        "one. Set `fsdp_version: 2` in the accelerate config, or pass `--fsdp_version 2`.": version != 2,
+        "MARFTTrainer shards the base by its layers, so FSDP2 needs `fsdp_auto_wrap_policy: "
+        "TRANSFORMER_BASED_WRAP`.": plugin.auto_wrap_policy is not transformer_auto_wrap_policy,
+        "`fsdp_activation_checkpointing` renames the layers that the adapters belong to. Set it to false, and set "
+        "`MARFTConfig(gradient_checkpointing=True)` to save the same memory.": plugin.activation_checkpointing,
+        "`fsdp_offload_params` is not supported: adapters stay on the GPU, and passes would mix both devices. Set it "
+        "to false. A base in 4 bits takes a quarter of the memory.": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "MARFTTrainer sets `fsdp_ignored_modules` to the adapters itself. Remove the setting.": plugin.ignored_modules,
+        "MARFTTrainer does not support reentrant gradient checkpointing with FSDP2: only parts of the passes that "
+        "keep processes in step have gradients. Remove `use_reentrant` from `gradient_checkpointing_kwargs`.": (
+            (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+        ),
+        "MARFTTrainer shards the base over all processes. Hybrid sharding, tensor parallelism and context parallelism "
+        "are not supported: remove `parallelism_config`.": any(size.isdecimal() and int(size) > 1 for size in sizes),
+        "MARFTTrainer does not support `torch_compile=True` with FSDP2, because hooks keep the passes of processes "
+        "in step. Remove the setting.": args.torch_compile,
+        "FSDP is enabled, but accelerate has no device to shard a model on: on the CPU, it runs plain data "
+        "parallelism. Turn FSDP off, or run on GPUs with `accelerate launch`.": (
+            args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
+        ),
+    }
+    for message, applies in conflicts.items():
+        if applies:
             raise ValueError(message)
-    if args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
-        raise ValueError(
-            "FSDP is enabled, but accelerate has no device to shard a model on: on the CPU, it runs plain data "
-            "parallelism. Turn FSDP off, or run on GPUs with `accelerate launch`."
-        )
-
-
-def _refused(plugin: FullyShardedDataParallelPlugin, args: MARFTConfig) -> list[tuple[bool, str]]:
-    return [
-        (
-            plugin.fsdp_version != 2,
-            f"MARFTTrainer does not support FSDP{plugin.fsdp_version}, which joins the parameters of several adapters "
-            "into one. Set `fsdp_version: 2` in the accelerate config, or pass `--fsdp_version 2`.",
-        ),
-        (
-            plugin.auto_wrap_policy is not transformer_auto_wrap_policy,
-            "MARFTTrainer shards the base by its layers, so FSDP2 needs `fsdp_auto_wrap_policy: "
-            "TRANSFORMER_BASED_WRAP`.",
-        ),
-        (
-            plugin.activation_checkpointing,
-            "`fsdp_activation_checkpointing` renames the layers that the adapters belong to. Set it to false, and "
-            "set `MARFTConfig(gradient_checkpointing=True)` to save the same memory.",
-        ),
-        (
-            isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-            "`fsdp_offload_params` is not supported: adapters stay on the GPU, and passes would mix both devices. Set "
-            "it to false. A base in 4 bits takes a quarter of the memory.",
-        ),
-        (
-            bool(plugin.ignored_modules),
-            "MARFTTrainer sets `fsdp_ignored_modules` to the adapters itself. Remove the setting.",
-        ),
-        (
-            bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
-            "MARFTTrainer does not support reentrant gradient checkpointing with FSDP2: only parts of the passes that "
-            "keep processes in step have gradients. Remove `use_reentrant` from `gradient_checkpointing_kwargs`.",
-        ),
-        (
-            any(_is_on_above_one(name) for name in ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", *_OTHER_DIMENSIONS)),
-            "MARFTTrainer shards the base over all processes. Hybrid sharding, tensor parallelism and context "
-            "parallelism are not supported: remove `parallelism_config`.",
-        ),
-        (
-            bool(args.torch_compile),
-            "MARFTTrainer does not support `torch_compile=True` with FSDP2, because hooks keep the passes of "
-            "processes in step. Remove the setting.",
-        ),
-    ]
 
 
 def check_team(has_adapters: bool) -> None:
@@ -239,8 +204,7 @@ def check_team(has_adapters: bool) -> None:
 def keep_adapters_whole(trainer: GRPOTrainer, policies: Policies) -> None:
     """Let accelerate shard only the base when it prepares the model, after the constructor of the trainer."""
     if trainer.accelerator.is_fsdp2:
-        _check_layers(trainer)
-        _check_4bit(trainer)
+        _check_base(trainer)
         WholeAdapters(trainer.accelerator, trainer.model, policies.all_parameters())
         if not trainer.model.get_base_model().config.get_text_config().tie_word_embeddings:
             in_the_precision_of_the_head(trainer.model)
@@ -249,26 +213,21 @@ def keep_adapters_whole(trainer: GRPOTrainer, policies: Policies) -> None:
         logger.info("FSDP2 shards the base over the processes. Each process has whole adapters and critics.")
 
 
-def _check_layers(trainer: GRPOTrainer) -> None:
-    names = trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
-    layers = names_of_layers(trainer.model)
+def _check_base(trainer: GRPOTrainer) -> None:
+    plugin, layers = trainer.accelerator.state.fsdp_plugin, names_of_layers(trainer.model)
+    names = plugin.transformer_cls_names_to_wrap
     if names is not None and sorted(names) != layers:
         raise ValueError(
             f"`fsdp_transformer_layer_cls_to_wrap` names {', '.join(names)}, but the layers of this base are "
             f"{', '.join(layers)}. Remove the setting."
         )
-
-
-def _check_4bit(trainer: GRPOTrainer) -> None:
-    """FSDP2 casts gathered weights to the type of mixed precision, which would change the bytes of 4-bit weights."""
-    stored, policy = storage_of_4bit(trainer.model), trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
-    computes = getattr(policy, "param_dtype", None)
-    if stored is None or not stored.is_floating_point or computes in (None, stored):
-        return
-    raise ValueError(
-        f"The 4-bit base is stored as {stored}, and mixed precision would cast its shards to {computes}, which "
-        f"changes the bytes. Set `BitsAndBytesConfig(bnb_4bit_quant_storage={computes})`."
-    )
+    # FSDP2 casts gathered weights to the type of mixed precision, which would change the bytes of 4-bit weights
+    stored, computes = storage_of_4bit(trainer.model), getattr(plugin.mixed_precision_policy, "param_dtype", None)
+    if stored is not None and stored.is_floating_point and computes not in (None, stored):
+        raise ValueError(
+            f"The 4-bit base is stored as {stored}, and mixed precision would cast its shards to {computes}, which "
+            f"changes the bytes. Set `BitsAndBytesConfig(bnb_4bit_quant_storage={computes})`."
+        )
 
 
 def keep_in_step(trainer: GRPOTrainer, processes: Processes) -> None:

@@ -180,8 +180,6 @@ class AdapterLibrary:
         run_coroutine(self._make_all_ready)
         run_coroutine(self._unload, [version for name, version in before.items() if name not in self._live])
 
-    # ---- Publishing ----
-
     def publish(self, keep: Iterable[Version] = ()) -> dict[str, Version]:
         """
         Give every server the current weights, and return the current state of each entry. Only what has changed is
@@ -190,10 +188,17 @@ class AdapterLibrary:
         Raises a `FloatingPointError` if a weight is not finite, a [`MismatchError`] if a server computes something
         else than the trainer, and a [`RefusedError`] with the flag to set if a server cannot load an adapter.
         """
-        self._delete_retired()
+        for version in self._retired:  # unloaded since the last time, so no server reads them again
+            shutil.rmtree(version.folder, ignore_errors=True)
+        self._retired.clear()
         before = dict(self._live)
-        for entry in self._entries:
-            self._write_if_changed(entry)
+        for entry, source in self._entries.items():
+            known = self._current.get(entry)
+            if known is None or not source.is_fixed:
+                tensors = self._tensors(entry)
+                digest = hash_tensors(tensors)
+                if known is None or digest != known.digest:
+                    self._write(entry, tensors, digest)
         self.adopt(self._current, keep)
         try:
             run_coroutine(self._make_all_ready)
@@ -216,15 +221,6 @@ class AdapterLibrary:
         self._retired.clear()
         if its_files:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _write_if_changed(self, entry: str) -> None:
-        known = self._current.get(entry)
-        if known is not None and self._entries[entry].is_fixed:
-            return
-        tensors = self._tensors(entry)
-        digest = hash_tensors(tensors)
-        if known is None or digest != known.digest:
-            self._write(entry, tensors, digest)
 
     def _tensors(self, entry: str) -> dict[str, torch.Tensor]:
         found = self._entries[entry].tensors()
@@ -254,13 +250,6 @@ class AdapterLibrary:
         probes = tuple(Probe.from_log_probs(ids, source.next_token(ids)) for ids in self._probes)
         self._current[entry] = Version(entry, number, name, str(folder), digest, probes)
 
-    def _delete_retired(self) -> None:
-        for version in self._retired:  # unloaded since the last time, so no server reads them again
-            shutil.rmtree(version.folder, ignore_errors=True)
-        self._retired.clear()
-
-    # ---- Servers ----
-
     async def _make_all_ready(self) -> None:
         async with self._servers.connected() as servers:
             found = await asyncio.gather(*map(self.make_ready, servers), return_exceptions=True)
@@ -271,10 +260,7 @@ class AdapterLibrary:
                 raise error
 
     async def make_ready(self, server: VLLMServer) -> None:
-        """
-        Load what a server lacks, and compare it with the trainer. Errors: `ServerDownError`, `MismatchError`,
-        `RefusedError`.
-        """
+        """Load what a server lacks, and compare. Errors: `ServerDownError`, `MismatchError`, `RefusedError`."""
         known, live = await server.models(self._servers.health_timeout), list(self._live.values())
         is_new = not any(version.name in known for version in live)
         for version in live:

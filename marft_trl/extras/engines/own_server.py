@@ -21,7 +21,7 @@ from ...agents import AgentSpec
 from ...config.marft_config import MARFTConfig
 from ...system.child_processes import keep, kill_group, let_go
 from ...system.event_loop import run_coroutine
-from .server import EngineDownError, ServerDownError, VLLMServer
+from .server import EngineDownError, ServerDownError, ServerSettings
 
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -86,7 +86,7 @@ def server_flags(
     device: str = "cuda",
 ) -> list[str]:
     """Flags of a server. `adapters` has their ranks, and `max_model_len` counts prompt and turn together."""
-    most = max_loras(len(adapters), args.max_staleness)
+    most = len(adapters) * (args.max_staleness + 1) + 1  # all versions that turns are sampled from, and the base
     return [
         *("--model", model, "--host", host, "--port", str(port), "--enable-lora"),
         *("--max-loras", str(most), "--max-cpu-loras", str(2 * most)),
@@ -98,11 +98,6 @@ def server_flags(
         *(("--trust-remote-code",) if args.trust_remote_code else ()),
         *(_ON_CPU if device == "cpu" else ()),
     ]
-
-
-def max_loras(num_adapters: int, max_staleness: int = 0) -> int:
-    """Number of adapters that a server needs room for: all versions that turns are sampled from, and the base."""
-    return num_adapters * (max_staleness + 1) + 1
 
 
 def adapter_ranks(agents: Sequence[AgentSpec], peft_config: PeftConfig | None = None) -> Mapping[str, int]:
@@ -136,7 +131,9 @@ class OwnServer:
         log: Path,  # to which the output is appended
         variables: Mapping[str, str] | None = None,
     ):
-        port = _free_port()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
         # Every request needs the key
         self.url, self.key, self._log = f"http://127.0.0.1:{port}", secrets.token_hex(16), log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -168,27 +165,18 @@ class OwnServer:
             )
 
     async def _is_well(self) -> bool:
-        from aiohttp import ClientSession
-
-        async with ClientSession() as session:
+        async with ServerSettings((self.url,), own=self).connected() as (server,):
             try:
-                await VLLMServer(self.url, session, _LOOK, self.key).check_health(_LOOK)
+                await server.check_health(_LOOK)
             except ServerDownError:
                 return False
             return True
 
 
-def _free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return opened.getsockname()[1]
-
-
 def _inherited() -> dict[str, str]:
+    left_out = (*_OF_LAUNCHERS, *_OF_PYTHON)
     return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in (*_OF_LAUNCHERS, *_OF_PYTHON) and not name.startswith(_PREFIXES)
+        name: value for name, value in os.environ.items() if name not in left_out and not name.startswith(_PREFIXES)
     }
 
 

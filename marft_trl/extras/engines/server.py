@@ -97,7 +97,7 @@ class VLLMServer:
             if on_tokens is None:
                 answer = await self._post("/v1/completions", request.body(), self._timeout)
             else:
-                answer = await self._streamed("/v1/completions", request.body(), on_tokens)
+                answer = await self._streamed(request.body(), on_tokens)
         except RefusedError as error:
             if error.status == 404:
                 raise UnknownAdapterError(f"{self.url} does not have the adapter {request.adapter!r}.") from error
@@ -144,22 +144,19 @@ class VLLMServer:
 
     async def models(self, timeout: float) -> dict[str, dict[str, Any]]:
         """The base and the adapters that the server has, by name."""
-        answer = await self._get("/v1/models", timeout)
+        answer = await self._request("GET", "/v1/models", None, timeout)
         return {model["id"]: model for model in json.loads(answer)["data"]}
 
     async def max_loras(self, timeout: float) -> int | None:
         """Maximum number of adapters in a batch; `None` before the first request to an adapter."""
-        for line in (await self._get("/metrics", timeout)).splitlines():
+        for line in (await self._request("GET", "/metrics", None, timeout)).splitlines():
             if line.startswith("vllm:lora_requests_info{") and 'max_lora="' in line:
                 return int(line.partition('max_lora="')[2].partition('"')[0])
         return None
 
     async def check_health(self, timeout: float) -> None:
         """Raise a [`ServerDownError`] unless the server responds that it is healthy."""
-        await self._get("/health", timeout)
-
-    async def _get(self, path: str, timeout: float) -> str:
-        return await self._request("GET", path, None, timeout)
+        await self._request("GET", "/health", None, timeout)
 
     async def _post(self, path: str, body: dict[str, Any], timeout: float, down: int = 500) -> dict[str, Any]:
         text = await self._request("POST", path, body, timeout, down)
@@ -168,14 +165,12 @@ class VLLMServer:
         except ValueError:
             return {"message": text}
 
-    async def _streamed(
-        self, path: str, body: dict[str, Any], on_tokens: Callable[[list[int]], None]
-    ) -> dict[str, Any]:
+    async def _streamed(self, body: dict[str, Any], on_tokens: Callable[[list[int]], None]) -> dict[str, Any]:
         """Stream the tokens of an answer, and return it like an answer that arrives as a whole."""
         ids: list[int] = []
         logps: list[float] = []
         reason = None
-        async with self._answer("POST", path, {**body, "stream": True}, self._timeout) as answer:
+        async with self._answer("POST", "/v1/completions", {**body, "stream": True}, self._timeout) as answer:
             async for line in answer.content:
                 data = line.decode().strip().removeprefix("data:").strip()
                 if not data or data == "[DONE]":
@@ -213,7 +208,12 @@ class VLLMServer:
                 method, self._address + path, json=body, headers=self._headers, timeout=ClientTimeout(total=timeout)
             ) as answer:
                 if answer.status >= 400:
-                    self._refuse(answer.status, path, await answer.text(), down)
+                    said = f"{self.url}{path} answered {answer.status}: {_message(await answer.text())}"
+                    if answer.status >= down:
+                        raise ServerDownError(said)
+                    if answer.status == 401:
+                        said = f"{self.url} requires an API key. Set the environment variable `VLLM_API_KEY`."
+                    raise RefusedError(said, answer.status)
                 yield answer
         except ServerDownError:
             raise
@@ -221,13 +221,6 @@ class VLLMServer:
             raise ServerDownError(f"{self.url}{path} did not answer within {timeout:g} seconds.") from error
         except (ClientError, OSError) as error:
             raise ServerDownError(f"{self.url}{path}: {type(error).__name__}: {for_log(str(error))}") from error
-
-    def _refuse(self, status: int, path: str, text: str, down: int) -> NoReturn:
-        if status >= down:
-            raise ServerDownError(f"{self.url}{path} answered {status}: {_message(text)}")
-        if status == 401:
-            raise RefusedError(f"{self.url} requires an API key. Set the environment variable `VLLM_API_KEY`.", 401)
-        raise RefusedError(f"{self.url}{path} answered {status}: {_message(text)}", status)
 
 
 def whole_turn(answer: Mapping[str, Any], request: GenerateRequest, url: str) -> GeneratedTurn:
@@ -400,11 +393,10 @@ class ServerPool:
 
     async def _is_healthy(self, server: VLLMServer) -> bool:
         try:
-            await server.check_health(self._settings.health_timeout)
+            with contextlib.suppress(RefusedError):  # from a proxy that does not forward health checks
+                await server.check_health(self._settings.health_timeout)
         except ServerDownError:
             return False
-        except RefusedError:  # from a proxy that does not forward health checks
-            return True
         return True
 
     async def _wait_until_ready(self, server: VLLMServer) -> None:

@@ -54,9 +54,8 @@ class Engine:
 
 def choose_tolerance(tolerance: float | None, is_exact: bool) -> float:
     """Largest mean difference between log-probabilities of servers and ours. `is_exact`: both are float32."""
-    if tolerance is not None:
-        return tolerance
-    return _EXACT if is_exact else _ROUGH
+    default = _EXACT if is_exact else _ROUGH
+    return default if tolerance is None else tolerance
 
 
 def sampling_correction(run: RunContext, generator: Any, is_exact: bool) -> SamplingCorrection:
@@ -89,15 +88,14 @@ def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
     if args.vllm_mode == "colocate":
         ranks = {name: model.peft_config[item.adapter].r for item in served for name in served_entries(item)}
         own = start_own_server(args, model, ranks)
-    elif is_quantized(model):
-        logger.warning(
-            "The base is quantized. Servers that load it in another precision sample from a different distribution "
-            "than the trained one; `sampling/sampling_logp_difference/mean` logs the difference."
-        )
-    if own is None:
-        urls = parse_addresses(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
+        urls: tuple[str, ...] = (own.url,)
     else:
-        urls = (own.url,)
+        if is_quantized(model):
+            logger.warning(
+                "The base is quantized. Servers that load it in another precision sample from a different "
+                "distribution than the trained one; `sampling/sampling_logp_difference/mean` logs the difference."
+            )
+        urls = parse_addresses(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
     servers = ServerSettings(
         urls=urls,
         request_timeout=args.vllm_request_timeout,
@@ -131,13 +129,9 @@ def make_vllm_generator(
     entries = _entries(args, served, team.policies, model, next_token)
     for agent in served:
         entries |= _copies(agent, past, model, next_token) if past is not None and agent.copy_of is not None else {}
-    library = AdapterLibrary(
-        folder=args.vllm_adapter_dir or Path(args.output_dir or ".") / "_adapters",
-        entries=entries,
-        servers=servers,
-        vocabulary=vocabulary,
-        tolerance=choose_tolerance(args.fidelity_tolerance, is_exact),
-    )
+    folder = args.vllm_adapter_dir or Path(args.output_dir or ".") / "_adapters"
+    tolerance = choose_tolerance(args.fidelity_tolerance, is_exact)
+    library = AdapterLibrary(folder, entries, servers, vocabulary, tolerance)
     generator = VLLMGenerator(
         team.policies, team.samplings, library, servers, settings, tokenizer, end_token_ids, run.processes, past
     )
@@ -216,9 +210,6 @@ def _reference_tensors(policies: Policies, model: PeftModel, agent: AgentSpec) -
         return {name: tensor.clone() for name, tensor in adapter_tensors(model, agent.adapter).items()}
 
 
-# ---- The server of a process ----
-
-
 def start_own_server(args: MARFTConfig, model: Any, adapters: Mapping[str, int]) -> OwnServer:
     """Start a server on the device of this process, and wait until it runs."""
     base, device = model.get_base_model(), args.device
@@ -240,8 +231,9 @@ def start_own_server(args: MARFTConfig, model: Any, adapters: Mapping[str, int])
             "from the Hub or a folder. Save it with `save_pretrained`, and pass the folder as `model`."
         )
     variables = {UPDATES: "True"}
-    if device.type == "cuda":
-        variables["CUDA_VISIBLE_DEVICES"] = _visible(device.index or 0)
+    if device.type == "cuda":  # that of this process
+        index, visible = device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES")
+        variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
     if args.vllm_enable_sleep_mode:
         variables["VLLM_SERVER_DEV_MODE"] = "1"  # has the routes by which it sleeps and wakes
     share = [] if device.type == "cpu" else ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
@@ -275,12 +267,6 @@ def _interpreter(args: MARFTConfig) -> str:
     if found is None:
         raise ValueError(f"`vllm_python` must be a Python interpreter, got {path!r}, which is not an executable.")
     return found
-
-
-def _visible(index: int) -> str:
-    """The device of this process, as `CUDA_VISIBLE_DEVICES` of the server."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[index] if visible else str(index)
 
 
 @dataclass(frozen=True)
@@ -364,13 +350,10 @@ class Servers:
             return torch.log_softmax(engine.next_logits(ids), dim=-1)
 
         is_exact = model.get_base_model().dtype == torch.float32 and engine.autocast is None
-        library = AdapterLibrary(
-            folder=self.adapter_dir or tempfile.mkdtemp(prefix="marft-adapters-"),
-            entries=adapter_entries(served, model, next_token),
-            servers=self.settings,
-            vocabulary=model.get_input_embeddings().weight.size(0),
-            tolerance=choose_tolerance(self.fidelity_tolerance, is_exact),
-        )
+        folder = self.adapter_dir or tempfile.mkdtemp(prefix="marft-adapters-")
+        tolerance = choose_tolerance(self.fidelity_tolerance, is_exact)
+        entries, vocabulary = adapter_entries(served, model, next_token), model.get_input_embeddings().weight.size(0)
+        library = AdapterLibrary(folder, entries, self.settings, vocabulary, tolerance)
         return VLLMGenerator(
             policies, samplings, library, self.settings, engine.settings, engine.tokenizer, engine.end_token_ids
         )

@@ -121,7 +121,6 @@ class SamplingCorrection:
                 logger.warning(f"{finding}. An average above `fidelity_tolerance={self._tolerance:g}` stops the run.")
 
     def _report(self, rows: Sequence[Row], weights: Sequence[torch.Tensor]) -> None:
-        """Log differences and weights over all processes."""
         differences: dict[str, tuple[int, float, float]] = {}
         for agent in {row.agent for row in rows}:
             found = torch.cat([_differences(row).abs() for row in rows if row.agent == agent])
@@ -312,7 +311,9 @@ class VLLMGenerator(Generator):
     ) -> SampledTurn:
         agent, ids, key, by_reference, past_copy, live = observed
         agent_sampling = self._samplings[agent]
-        entry = self.reference_entry(agent) if by_reference else self._policies.get_adapter(agent)
+        entry = self._policies.get_adapter(agent)
+        if by_reference:
+            entry = BASE if self._policies.base_is_reference(agent) else make_reference_name(entry)
         if past_copy is not None and self._past is not None:
             entry = self._past.entry(agent, past_copy)
         version, seed = (_PINNED.get() or self.library.current)[entry], make_seed(key)
@@ -328,11 +329,6 @@ class VLLMGenerator(Generator):
         is_scored = not (greedy or sampling or by_reference) and self.samples_scored_distribution(agent)
         logps = generated.logps[: len(ids)] if is_scored else None
         return SampledTurn(ids, logps, SampledBy(server, version.number, seed))
-
-    def reference_entry(self, agent: str) -> str:
-        """Return the library entry of the reference of an agent."""
-        adapter = self._policies.get_adapter(agent)
-        return BASE if self._policies.base_is_reference(agent) else make_reference_name(adapter)
 
     def _request_settings(self, agent: str) -> dict[str, Any]:
         """Return the settings that all requests for an agent share, under vLLM's names."""
@@ -351,5 +347,4 @@ class VLLMGenerator(Generator):
 
 
 def make_reference_name(adapter: str) -> str:
-    """Return the library entry of the reference of an adapter."""
     return f"={adapter}-reference"

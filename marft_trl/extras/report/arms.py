@@ -58,7 +58,6 @@ class Arm:
 
 
 def make_folder_name(name: str) -> str:
-    """Return the name of the folder of an arm, without the seed."""
     return name.replace(":", "-")
 
 
@@ -80,9 +79,11 @@ def make_arms(experiment: Experiment, names: Sequence[str] | None = None) -> lis
 
 def _team_arms(experiment: Experiment) -> list[Arm]:
     def solo(experiment: Experiment) -> Experiment:
-        return experiment.changed(
-            agents=[experiment.solo_agent()], workflow=_solo_workflow(experiment)[0], solo=None, solo_workflow=None
-        )
+        agents, workflow = [experiment.solo_agent()], _solo_workflow(experiment)[0]
+        return experiment.changed(agents=agents, workflow=workflow, solo=None, solo_workflow=None)
+
+    def nameless(experiment: Experiment) -> Experiment:
+        return experiment.changed(options={**experiment.options, "anonymous": True})
 
     is_alone = len(experiment.agents) == 1
     alone = "the team is one agent" if is_alone else _solo_workflow(experiment)[1]
@@ -92,7 +93,7 @@ def _team_arms(experiment: Experiment) -> list[Arm]:
         Arm("untrained", "the team, untrained", evaluation="start", of="team"),
         Arm("solo", "one agent, trained with as many generated tokens", solo, is_budgeted=True, skip_reason=alone),
         Arm("solo_untrained", "one agent, untrained", evaluation="start", of="solo", skip_reason=alone),
-        Arm("anonymous", "no names and no roles", _anonymous, skip_reason=anonymous),
+        Arm("anonymous", "no names and no roles", nameless, skip_reason=anonymous),
         *_adapter_arms(experiment),
     ]
 
@@ -131,17 +132,11 @@ def _solo_workflow(experiment: Experiment) -> tuple[Workflow | None, str | None]
     return None, f"`{type(workflow).__name__}` needs a `solo_workflow` in the `Experiment`"
 
 
-def _anonymous(experiment: Experiment) -> Experiment:
-    return experiment.changed(options={**experiment.options, "anonymous": True})
-
-
 def _adapter_arms(experiment: Experiment) -> list[Arm]:
     """Make the arms with a shared adapter and with separate adapters, where that is a change."""
     adapters = [agent.adapter for agent in _trained(experiment)]
-    if not _has_adapters(experiment):
-        alone: str | None = "there are no adapters"
-    else:
-        alone = "only one agent is trained" if len(adapters) < 2 else None
+    alone = "only one agent is trained" if len(adapters) < 2 else None
+    alone = alone if _has_adapters(experiment) else "there are no adapters"
     arms = []
     if len({*adapters}) > 1 or alone:
         change = partial(_with_adapters, lambda agent: "team")
@@ -213,9 +208,7 @@ def _without(name: str, experiment: Experiment) -> Experiment:
 
 def check_arms(experiment: Experiment, arms: Sequence[Arm]) -> None:
     """Check before the first run that all arms can run."""
-    for arm in arms:
-        if arm.skip_reason is not None:
-            continue
+    for arm in (item for item in arms if item.skip_reason is None):
         try:
             changed = arm.changed(experiment)
             agents = check_team(changed.agents)

@@ -59,8 +59,7 @@ class Cell:
             raise OtherExperimentError(
                 f"{self.folder} contains a run without {SETTINGS}. Delete the folder, or set another `output_dir`."
             )
-        changes = differences(json.loads(file.read_text(encoding="utf-8")), settings)
-        if changes:
+        if changes := differences(json.loads(file.read_text(encoding="utf-8")), settings):
             shown = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
             raise OtherExperimentError(
                 f"The run in {self.folder} belongs to a different experiment: {shown}. Set another `output_dir`, or "
@@ -143,8 +142,9 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
     _evaluate(trainer, "end")
     if cell.arm == "team":
         trainer.save_model()
-        for name in emptied:
-            _evaluate_emptied(trainer, name)
+        for name in emptied:  # what it says, for teammates, for environments and as the answer
+            with trainer.parts.evaluations.silence_agents(name):
+                _evaluate(trainer, f"emptied:{name}")
     result = {
         "tokens": trainer.parts.reporter.generated_tokens,
         "seconds": round(seconds, 1),
@@ -185,9 +185,3 @@ def _evaluate(trainer: MARFTTrainer, name: str) -> None:
     set_seed(trainer.args.seed)
     with trainer.parts.evaluations.without_losses():  # a report does not use them
         trainer.evaluate(metric_key_prefix=name)
-
-
-def _evaluate_emptied(trainer: MARFTTrainer, name: str) -> None:
-    """Evaluate the team with an agent's messages empty, for teammates, environments and as the answer."""
-    with trainer.parts.evaluations.silence_agents(name):
-        _evaluate(trainer, f"emptied:{name}")

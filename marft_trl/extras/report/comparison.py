@@ -111,11 +111,8 @@ def classify(difference: Interval, margin: float) -> str:
 def make_verdicts(results: dict[str, ArmResult], agents: Sequence[str], margin: float) -> list[str]:
     sentences = [_describe_unreached_threshold(results)]
     sentences += [_make_sentence(results, arm, margin, subject, predicates) for arm, subject, predicates in _SENTENCES]
-    sentences += [
-        _make_sentence(results, name, margin, "The team", _predicates(name))
-        for name, result in results.items()
-        if result.arm.is_variant
-    ]
+    variants = [name for name, result in results.items() if result.arm.is_variant]
+    sentences += [_make_sentence(results, name, margin, "The team", _predicates(name)) for name in variants]
     sentences.append(_describe_smaller_budget(results))
     for agent in agents:
         of_agent = (
@@ -260,15 +257,8 @@ def as_csv(comparison: Comparison) -> str:
     for result in comparison.results:
         accuracy, difference = result.accuracy, result.difference
         counts = [accuracy.seeds, accuracy.questions] if accuracy else ["", ""]
-        table.writerow(
-            [
-                result.arm.name,
-                *counts,
-                *_as_percent(accuracy),
-                *_as_percent(difference),
-                *("" if value is None else value for value in (result.tokens, result.seconds, result.arm.skip_reason)),
-            ]
-        )
+        cost = ["" if value is None else value for value in (result.tokens, result.seconds, result.arm.skip_reason)]
+        table.writerow([result.arm.name, *counts, *_as_percent(accuracy), *_as_percent(difference), *cost])
     return text.getvalue()
 
 

@@ -70,11 +70,8 @@ EVALUATION = (
 
 def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     # Another version may have other fields of the configuration
-    compared = {
-        name
-        for name in {*recorded, *current}
-        if not name.startswith("args.") or (name in recorded and name in current)
-    }
+    both = recorded.keys() & current.keys()
+    compared = both | {name for name in {*recorded, *current} if not name.startswith("args.")}
     names = sorted(name for name in compared if recorded.get(name) != current.get(name))
     return [f"{name} was {recorded.get(name)!r}, is {current.get(name)!r}" for name in names]
 
@@ -83,11 +80,10 @@ def _workflow(workflow: Workflow | None) -> Any:
     """Describe a workflow, its code and its plain attributes: custom workflows need not describe their settings."""
     if workflow is None:
         return None
-    attributes = {name: _value(value) for name, value in vars(workflow).items() if not name.startswith("_")}
     return {
         "describes": _value(dict(workflow.describe())),
         "code": compute_fingerprint(workflow) if is_of_user(workflow) else None,
-        "attributes": attributes,
+        "attributes": {name: _value(value) for name, value in vars(workflow).items() if not name.startswith("_")},
     }
 
 
@@ -285,7 +281,9 @@ def load_experiment(place: str, settings: Mapping[str, Any] | None = None) -> Ex
     source, _, name = place.rpartition(":")
     if not source:
         raise ValueError(f"`experiment` must be 'file.py:function' or 'module:function', got {place!r}.")
-    module = _module(source)
+    if source.endswith(".py") and not Path(source).exists():
+        raise ValueError(f"There is no file {os.fspath(Path(source).absolute())!r}.")
+    module: Any = import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     make: Callable | None = getattr(module, name, None)
     if make is None:
         known = [var for var, value in vars(module).items() if callable(value) and not var.startswith("_")]
@@ -301,12 +299,3 @@ def load_experiment(place: str, settings: Mapping[str, Any] | None = None) -> Ex
     if not isinstance(made, Experiment):
         raise ValueError(f"`{name}` in {source} must return an `Experiment`, got {type(made).__name__}.")
     return made
-
-
-def _module(source: str) -> Any:
-    if not source.endswith(".py"):
-        return importlib.import_module(source)
-    path = Path(source)
-    if not path.exists():
-        raise ValueError(f"There is no file {os.fspath(path.absolute())!r}.")
-    return import_file(path)

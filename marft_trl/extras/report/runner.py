@@ -72,11 +72,14 @@ def report(
             f"`workers={workers}` needs an experiment that other processes can load: `experiment='file.py:function'`."
         )
     folder, chosen = Path(output_dir), make_arms(made, arms)
-    _check_arguments(seeds, margin, workers)
-    _check_runs(chosen)
+    _check_arguments(seeds, margin, workers, chosen)
     check_arms(made, chosen)
     _check_schedule(made, chosen)
-    _tell_of_overlap(made)
+    if count := made.questions_in_both():
+        logger.warning(
+            f"{count} of the {len(made.eval_dataset)} evaluation questions are also training questions, so the "
+            "report partly measures memorization. Remove them from `train_dataset`."
+        )
     cells = _cells(chosen, seeds, folder)
     _check_runs_before(made, chosen, cells)
     waiting = [cell for cell in cells if not cell.is_done]
@@ -104,22 +107,17 @@ def _cells(arms: Sequence[Arm], seeds: Sequence[int], folder: Path) -> list[Cell
     return [Cell(arm.name, seed, folder / "runs" / f"{arm.folder}-{seed}") for arm in ran for seed in seeds]
 
 
-def _check_arguments(seeds: Sequence[int], margin: float, workers: int) -> None:
+def _check_arguments(seeds: Sequence[int], margin: float, workers: int, arms: Sequence[Arm]) -> None:
     if isinstance(seeds, int) or not seeds or len({*seeds}) < len(seeds):
         raise ValueError(f"`seeds` must be distinct integers, such as (0, 1, 2), got {seeds!r}.")
     if not 0 <= margin < 1:
         raise ValueError(f"`margin` must be at least 0 and below 1, got {margin!r}.")
     if workers < 1:
         raise ValueError(f"`workers` must be at least 1, got {workers!r}.")
-
-
-def _tell_of_overlap(experiment: Experiment) -> None:
-    count = experiment.questions_in_both()
-    if count:
-        logger.warning(
-            f"{count} of the {len(experiment.eval_dataset)} evaluation questions are also training questions, so the "
-            "report partly measures memorization. Remove them from `train_dataset`."
-        )
+    names = {arm.name for arm in arms}
+    for arm in arms:
+        if arm.of and arm.of not in names:
+            raise ValueError(f"The arm {arm.name!r} is evaluated in the run of {arm.of!r}. Add {arm.of!r} to `arms`.")
 
 
 def _tell_of_work(experiment: Experiment, arms: Sequence[Arm], cells: Sequence[Cell], waiting: Sequence[Cell]) -> None:
@@ -135,13 +133,6 @@ def _tell_of_work(experiment: Experiment, arms: Sequence[Arm], cells: Sequence[C
         f"episodes{minutes}. Repeat the call to resume an interrupted report.",
         flush=True,
     )
-
-
-def _check_runs(arms: Sequence[Arm]) -> None:
-    names = {arm.name for arm in arms}
-    for arm in arms:
-        if arm.of and arm.of not in names:
-            raise ValueError(f"The arm {arm.name!r} is evaluated in the run of {arm.of!r}. Add {arm.of!r} to `arms`.")
 
 
 def _check_schedule(experiment: Experiment, arms: Sequence[Arm]) -> None:
@@ -177,10 +168,8 @@ def _check_runs_before(experiment: Experiment, arms: Sequence[Arm], cells: Seque
     for cell in cells:
         cell.check_settings(settings[cell.arm])
         _check_budget(cell)
-        missing = []
-        if cell.arm == "team" and cell.is_done:
-            missing = [name for name in _emptied(arms) if name not in cell.result()["emptied"]]
-        if missing:
+        emptied = _emptied(arms) if cell.arm == "team" and cell.is_done else []
+        if missing := [name for name in emptied if name not in cell.result()["emptied"]]:
             raise ValueError(
                 f"The run in {cell.folder} was not evaluated with empty messages of {', '.join(missing)}. Set another "
                 "`output_dir`, leave the arm `emptied` out of `arms`, or delete that folder."

@@ -27,11 +27,7 @@ _MOST_KNOWN = 4096
 
 
 def get_code_reward(
-    seconds: float = 10.0,
-    memory: int = 1 << 30,
-    workers: int = 4,
-    strict: bool = True,
-    total_seconds: float = 60.0,
+    seconds: float = 10.0, memory: int = 1 << 30, workers: int = 4, strict: bool = True, total_seconds: float = 60.0
 ) -> Callable[..., list[float | None]]:
     """
     Make a reward function that runs the last Python block of a completion on the tests of its row, in sandboxed
@@ -155,9 +151,7 @@ def same_output(printed: str, expected: str) -> bool:
 
 
 def _same_word(got: str, wanted: str) -> bool:
-    if got == wanted:
-        return True
-    return all(map(_DECIMAL.fullmatch, (got, wanted))) and Decimal(got) == Decimal(wanted)
+    return got == wanted or (all(map(_DECIMAL.fullmatch, (got, wanted))) and Decimal(got) == Decimal(wanted))
 
 
 def _equals(got: Any, wanted: Any) -> bool:

@@ -130,8 +130,7 @@ def fence_files(libc, folder: str, readable: list) -> bool:
 
 def _allowed_with() -> list:
     """Return system calls that are allowed with some arguments: name, and comparisons `(argument, operator, a, b)`."""
-    own = os.getpid()
-    truncates, how = os.O_TRUNC, os.O_ACCMODE
+    own, truncates, how = os.getpid(), os.O_TRUNC, os.O_ACCMODE
     rules = [
         ("clone", (0, _MASKED, _CLONE_THREAD, _CLONE_THREAD)),  # threads, no processes
         # Writes to a shared mapping of a file are not counted

@@ -337,19 +337,15 @@ def _bubblewrap(folder: Path, disk: int) -> list[str]:
     if not command:
         return []
     if _has_sized_folders(command):  # files are kept in memory, limited in size, and removed with the process
-        return [*command, *_sized(disk, inside), "--ro-bind", program, program, "--chdir", inside]
+        return [*command, "--size", str(disk), "--tmpfs", inside, "--ro-bind", program, program, "--chdir", inside]
     return [*command, "--bind", inside, inside, "--chdir", inside]
-
-
-def _sized(size: int, folder: str) -> list[str]:
-    return ["--size", str(size), "--tmpfs", folder]
 
 
 @functools.cache
 def _has_sized_folders(command: tuple[str, ...]) -> bool:
     """Return `True` if bubblewrap supports folders of limited size (0.7 and later)."""
     with tempfile.TemporaryDirectory(prefix="marft-jail-") as folder:  # not a parent, which may hold the interpreter
-        trial = [*command, *_sized(1 << 20, folder), sys.executable, "-I", "-c", ""]
+        trial = [*command, "--size", str(1 << 20), "--tmpfs", folder, sys.executable, "-I", "-c", ""]
         return subprocess.run(trial, capture_output=True).returncode == 0  # noqa: S603
 
 

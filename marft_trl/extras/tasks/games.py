@@ -102,11 +102,12 @@ def expected_returns(game: Node, policy: Policy) -> tuple[float, ...]:
     if isinstance(game, End):
         return game.returns
     if isinstance(game, Chance):
-        branches = [(probability, following) for probability, following in game.outcomes]
+        branches = list(game.outcomes)
     else:
         branches = [(policy[game.information_set][move], following) for move, following in game.moves.items()]
     weighted = [(weight, expected_returns(following, policy)) for weight, following in branches]
-    return tuple(math.fsum(weight * gain for weight, gain in column) for column in _by_player(weighted))
+    players = range(len(weighted[0][1]))
+    return tuple(math.fsum(weight * gains[player] for weight, gains in weighted) for player in players)
 
 
 def best_return(game: Node, policy: Policy, player: int) -> float:
@@ -202,9 +203,8 @@ def average_policy(game: Node, policies: Sequence[Policy]) -> dict[str, dict[str
             own = weights.get(node.player, [1.0] * len(policies))
             reach[node.information_set] = own
             for move, following in node.moves.items():
-                moved = [
-                    weight * policy[node.information_set][move] for weight, policy in zip(own, policies, strict=True)
-                ]
+                likely = (policy[node.information_set][move] for policy in policies)
+                moved = [weight * probability for weight, probability in zip(own, likely, strict=True)]
                 walk(following, {**weights, node.player: moved})
 
     walk(game, {})
@@ -216,11 +216,6 @@ def average_policy(game: Node, policies: Sequence[Policy]) -> dict[str, dict[str
             for move in position.moves
         }
     return averaged
-
-
-def _by_player(weighted: list[tuple[float, tuple[float, ...]]]) -> list[list[tuple[float, float]]]:
-    """Weights and returns by player."""
-    return [[(weight, gains[player]) for weight, gains in weighted] for player in range(len(weighted[0][1]))]
 
 
 def _check_sum(probabilities: Sequence[float], place: str) -> None:

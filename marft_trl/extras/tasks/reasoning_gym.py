@@ -107,9 +107,8 @@ def reasoning_gym(
     load("reasoning_gym", "reasoning-gym", "`reasoning_gym`")
     family = json.dumps({"name": name, **settings}, sort_keys=True)
     # Of entries, since prompts may have been changed, as by a hint at the format
-    known = {str(parse_entry(entry)["question"]) for entry in _entries(without)}
-    arguments: dict[str, Any] = {"family": family, "size": size, "seed": seed, "distinct": distinct}
-    arguments["known"] = sorted(known)
+    known = sorted({str(parse_entry(entry)["question"]) for entry in _entries(without)})
+    arguments: dict[str, Any] = {"family": family, "size": size, "seed": seed, "known": known, "distinct": distinct}
     if is_fixed() or not _names_in(family) & _HASHED:
         return Dataset.from_list(draw(**arguments))
     return Dataset.from_list(call_with_fixed_hashes(__name__, "draw", arguments))
@@ -128,21 +127,15 @@ def _entries(questions: Dataset | None) -> Sequence[str]:
 def draw(family: str, size: int, seed: int, known: Sequence[str], distinct: bool) -> list[dict[str, Any]]:
     """Return rows of [`reasoning_gym`]. `family`: name and settings as JSON. `known` questions are left out."""
     seen = {*known}
-    choose = bool(seen) or distinct
-    entries = load_family(family, size * (_MOST_DRAWS if choose else 1), seed * _SEED_STEP % (2**31 - 1))
+    entries = load_family(family, size * (_MOST_DRAWS if seen or distinct else 1), seed * _SEED_STEP % (2**31 - 1))
     rows: list[dict[str, Any]] = []
     for index in range(len(entries)):
         entry = entries[index]
         question = str(entry["question"])
         if question not in seen:
-            rows.append(
-                {
-                    "prompt": [{"role": "user", "content": question}],
-                    "answer": "" if entry["answer"] is None else str(entry["answer"]),
-                    "family": family,
-                    "entry": _to_text(entry, entries),
-                }
-            )
+            prompt = [{"role": "user", "content": question}]
+            answer = "" if entry["answer"] is None else str(entry["answer"])
+            rows.append({"prompt": prompt, "answer": answer, "family": family, "entry": _to_text(entry, entries)})
             if distinct:
                 seen.add(question)
         if len(rows) == size:
