@@ -1,6 +1,7 @@
 """A team so small that all of its episodes can be listed: the exact policy gradient, and what an estimator expects."""
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -10,10 +11,11 @@ from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import tiny_model
 
 import torch
+from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from .helpers import by_hand, lora, team_trainer
+from .helpers import by_hand, shake, team_trainer
 
 
 END = 0  # the token that ends a turn; "a" and "b" are the others
@@ -21,8 +23,6 @@ TEAM = ["one", "two"]
 
 
 class Parallel(Workflow):
-    """Neither agent sees the other."""
-
     def __repr__(self):
         return "parallel"
 
@@ -45,7 +45,6 @@ def view(agent, prompt, seen):
 
 
 def turns_of(length: int) -> list[tuple[int, ...]]:
-    """Every turn of at most `length` tokens."""
     whole = [(END,)]
     open_ended: list[tuple[int, ...]] = [()]
     for _ in range(length):
@@ -63,21 +62,9 @@ def reward(completions, turns, **kwargs):
 
 
 class World:
-    """
-    The team, its trainer and its exact gradient.
-
-    Args:
-        folder: where the trainer may write.
-        length (`int`): longest turn.
-        workflow: a chain unless given.
-        agents (`list[AgentSpec]`): the team.
-        reward_funcs: of the team.
-        settings: of the trainer.
-    """
+    """The team, a chain unless a workflow is given, its trainer and its exact gradient. `length` is of a turn."""
 
     def __init__(self, folder, length=1, workflow=None, agents=None, reward_funcs=reward, **settings):
-        from datasets import Dataset
-
         self.is_chain = workflow is None
         model = tiny_model(3, hidden_size=16, intermediate_size=32, head_dim=8, eos_token_id=END, pad_token_id=END)
         with torch.no_grad():
@@ -85,22 +72,12 @@ class World:
                 parameter.mul_(3)  # far from uniform
         defaults = {"per_device_train_batch_size": 4096, "max_completion_length": length, "num_generations": 2}
         defaults |= {"gradient_checkpointing": False, "max_tokens_per_micro_batch": None, "max_steps": 1}
-        self.trainer = team_trainer(
-            model,
-            folder,
-            agents=agents or [AgentSpec(name) for name in TEAM],
-            workflow=workflow,
-            reward_funcs=reward_funcs,
-            processing_class=tokenizer(),
-            train_dataset=Dataset.from_dict({"prompt": ["a"] * 4096}),
-            view=view,
-            peft_config=lora(),
-            settings={**defaults, **settings},
-        )
+        given = {"agents": agents or [AgentSpec(name) for name in TEAM], "workflow": workflow, "view": view}
+        given |= {"reward_funcs": reward_funcs, "train_dataset": Dataset.from_dict({"prompt": ["a"] * 4096})}
+        settings = {**defaults, **settings}
+        self.trainer = team_trainer(model, folder, processing_class=tokenizer(), settings=settings, **given)
         torch.manual_seed(5)
-        for name, parameter in self.trainer.model.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_(std=0.3)
+        shake(self.trainer.model, 0.3)
         if self.trainer.critic is not None:
             # Values as large as rewards, however wide a layer is: rounding of larger ones would be a difference
             for parameter in self.trainer.critic.heads.parameters():
@@ -108,7 +85,7 @@ class World:
         self.trainer.model.train()
         self.trainer.current_gradient_accumulation_steps = 1
         self.turns = turns_of(length)
-        self.episodes = list(itertools.product(self.turns, self.turns))
+        self.episodes = list(itertools.product(self.turns, repeat=2))
 
     def log_prob(self, agent: str, seen: tuple[int, ...], turn: tuple[int, ...]) -> torch.Tensor:
         """Log-probability of a turn, with gradient, by a plain forward pass of the model."""
@@ -121,10 +98,8 @@ class World:
         rows = [torch.tensor([*prompt, *turn]) for prompt, (_, turn) in zip(prompts, pairs, strict=True)]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         scores = torch.log_softmax(self.trainer.model(input_ids=ids).logits, dim=-1)
-        return [
-            its[range(len(prompt) - 1, len(prompt) - 1 + len(turn)), list(turn)].sum()
-            for its, prompt, (_, turn) in zip(scores, prompts, pairs, strict=True)
-        ]
+        found = zip(scores, prompts, (turn for _, turn in pairs), strict=True)
+        return [its[range(len(seen) - 1, len(seen) - 1 + len(turn)), list(turn)].sum() for its, seen, turn in found]
 
     def log_probs(self) -> tuple[dict, dict]:
         first = self.of_agent("one", [((), turn) for turn in self.turns])
@@ -142,52 +117,51 @@ class World:
     def probabilities(self) -> tuple[dict, dict]:
         with torch.no_grad():
             first, second = self.log_probs()
-        return {k: v.exp().item() for k, v in first.items()}, {k: v.exp().item() for k, v in second.items()}
+        return tuple({turn: its.exp().item() for turn, its in found.items()} for found in (first, second))
 
     def expected(self, outcomes, replies, times: int = 1) -> torch.Tensor:
         """
-        Minus the gradient of the trainer's loss, in expectation, per episode.
-
-        Args:
-            outcomes (`list[float]`): probability of each episode of the batch (of its whole group).
-            replies (`Callable`): `replies(call, agents)` is what the generator says in its n-th call.
-            times (`int`): episodes for which an outcome's probability counts.
+        Minus the gradient of the trainer's loss, in expectation, per episode. `outcomes` has the probability of each
+        episode of the batch (of its whole group), which counts for so many episodes as `times` says;
+        `replies(call, agents, prompt_ids, options)` is what the generator says in its n-th call.
         """
         trainer, calls = self.trainer, itertools.count()
-        trainer.parts.runner.generator.generate = by_hand(
-            lambda agents, prompt_ids, **options: [
-                SampledTurn(list(turn)) for turn in replies(next(calls), agents, prompt_ids, options)
-            ]
-        )
+
+        def generate(agents, prompt_ids, **options):
+            return [SampledTurn(list(turn)) for turn in replies(next(calls), agents, prompt_ids, options)]
+
+        trainer.parts.runner.generator.generate = by_hand(generate)
         trainer.args.per_device_train_batch_size = len(outcomes)
         (slice_,) = trainer.parts.experience.for_training([{"prompt": "a"} for _ in outcomes])
         trainer.model.zero_grad()
         trainer.args.per_device_train_batch_size = 10**6
-        trainer.schedule = replace(
-            trainer.schedule, batches=Schedule.from_args(trainer.args, trainer.schedule.adapters).batches
-        )
-        rows = [
-            replace(row, factor=outcomes[row.episode], critic=None, value_targets=None)  # the policy's gradient alone
-            for row in slice_.rows
-            if row.is_trained
-        ]
+        schedule = Schedule.from_args(trainer.args, trainer.schedule.adapters)
+        trainer.schedule = replace(trainer.schedule, batches=schedule.batches)
+        rows = [replace(row, factor=outcomes[row.episode]) for row in slice_.rows if row.is_trained]
+        rows = [replace(row, critic=None, value_targets=None) for row in rows]  # the policy's gradient alone
         slice_ = replace(slice_, rows=rows)
         trainer.compute_loss(trainer.model, slice_).backward()
         sizes = slice_.tokens if trainer.args.level == "token" else slice_.rows_per_slice
         return -self._gradient(sizes) / times
 
     def of_groups(self, size: int) -> torch.Tensor:
-        """Expectation over all groups of `size` episodes."""
+        return self.expected_of_groups(self.chances(), size)
+
+    def chances(self) -> dict:
         first, second = self.probabilities()
+        return {(a, b): first[a] * second[a, b] for a, b in self.episodes}
+
+    def expected_of_groups(self, chances: dict, size: int, replies=None) -> torch.Tensor:
+        """`replies(call, *rest)` is what the generator says after the turns of the episodes."""
         groups = list(itertools.product(self.episodes, repeat=size))
         episodes = [episode for group in groups for episode in group]
-        outcomes = []
-        for group in groups:
-            chance = 1.0
-            for a, b in group:
-                chance *= first[a] * second[a, b]
-            outcomes += [chance] * size
-        return self.expected(outcomes, lambda call, *_: [episode[call] for episode in episodes], times=size)
+        outcomes = [math.prod(chances[one] for one in group) for group in groups for _ in group]
+
+        def said(call, *rest):
+            in_episodes = replies is None or call < len(TEAM)
+            return [episode[call] for episode in episodes] if in_episodes else replies(*rest)
+
+        return self.expected(outcomes, said, times=size)
 
     def _gradient(self, sizes) -> torch.Tensor:
         parts = []
@@ -199,24 +173,12 @@ class World:
 
 def with_branches(world: World) -> torch.Tensor:
     """As `of_groups(2)`, for counterfactual credit: the reference's replies depend on the observation alone."""
-    first, second = world.probabilities()
-    size = world.trainer.num_generations
-    groups = list(itertools.product(world.episodes, repeat=size))
-    episodes = [episode for group in groups for episode in group]
-    chances = []
-    for group in groups:
-        chance = 1.0
-        for a, b in group:
-            chance *= first[a] * second[a, b]
-        chances += [chance] * size
 
-    def replies(call, agents, prompt_ids, options):
-        if call < len(TEAM):
-            return [episode[call] for episode in episodes]
+    def replies(agents, prompt_ids, options):
         draws = [random.Random(repr((agent, list(ids)))) for agent, ids in zip(agents, prompt_ids, strict=True)]
         return [draw.choice(world.turns) for draw in draws]
 
-    return world.expected(chances, replies, times=size)
+    return world.expected_of_groups(world.chances(), world.trainer.num_generations, replies)
 
 
 def of_candidates(world: World) -> torch.Tensor:
@@ -224,12 +186,8 @@ def of_candidates(world: World) -> torch.Tensor:
     first, second = world.probabilities()
     best = world.trainer.args.continue_from == "best"
     trees, chances = [], []
-    for a1, a2 in itertools.product(world.turns, repeat=2):
-        for b1, b2 in itertools.product(world.turns, repeat=2):
-            on = a2 if best and reward_of(a2, b2) > reward_of(a1, b1) else a1
-            for c1, c2 in itertools.product(world.turns, repeat=2):
-                trees.append(((a1, a2), (b1, b2), (c1, c2)))
-                chances.append(
-                    first[a1] * first[a2] * second[a1, b1] * second[a2, b2] * second[on, c1] * second[on, c2]
-                )
+    for a1, a2, b1, b2, c1, c2 in itertools.product(world.turns, repeat=6):
+        on = a2 if best and reward_of(a2, b2) > reward_of(a1, b1) else a1
+        trees.append(((a1, a2), (b1, b2), (c1, c2)))
+        chances.append(first[a1] * first[a2] * second[a1, b1] * second[a2, b2] * second[on, c1] * second[on, c2])
     return world.expected(chances, lambda call, *_: [turn for tree in trees for turn in tree[call]])

@@ -14,13 +14,12 @@ from marft_trl.workflows import Graph, Orchestrated, Sequential
 import torch
 from safetensors.torch import load_file
 
-from .helpers import StopAt, lora, team_trainer
+from .helpers import StopAt, lora, team_trainer, varied_reward
 
 
 STEPS = 12
-AGENTS = [
-    AgentSpec(name, max_completion_length=length) for name, length in (("planner", 4), ("solver", 5), ("judge", 3))
-]
+LENGTHS = {"planner": 4, "solver": 5, "judge": 3}
+AGENTS = [AgentSpec(name, max_completion_length=length) for name, length in LENGTHS.items()]
 WORKFLOWS = {
     "sequential": lambda: Sequential(["planner", "solver", "judge"]),
     "graph": lambda: Graph({"planner": [], "solver": [], "judge": ["planner", "solver"]}),
@@ -36,53 +35,29 @@ SETTINGS = list(itertools.product(METHODS, WORKFLOWS, (1, 2), (1, 4), (1, 3)))
 _TIMES = ("time", "runtime", "per_second", "duration")
 
 
-def length_reward(completions, log_metric=None, **kwargs):
-    """A reward that differs between the completions of an untrained model."""
-    return [float(sum(map(ord, str(completion))) % 7) for completion in completions]
+length_reward = varied_reward  # of the scripts
 
 
 def trainer_of(setting, model, folder, callbacks=None, **changes):
     """A trainer for one of the [`SETTINGS`]. Every third step is logged, so resumes cut windows of logs."""
     method, workflow, iterations, per_generation, passes = setting
-    settings = {
-        **METHODS[method],
-        "max_steps": STEPS,
-        "num_train_epochs": 100,
-        "per_device_train_batch_size": 4,
-        "num_iterations": iterations,
-        "steps_per_generation": per_generation,
-        "logging_steps": 3,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "beta": 0.02,
-        "lr_scheduler_type": "cosine",
-        "learning_rate": 1e-2,
-    }
+    settings = {"max_steps": STEPS, "num_train_epochs": 100, "per_device_train_batch_size": 4, "beta": 0.02}
+    settings |= {"num_iterations": iterations, "steps_per_generation": per_generation, "logging_steps": 3}
+    settings |= {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosine", "learning_rate": 1e-2}
+    settings |= METHODS[method]
     prompts = 4 // settings["num_generations"]
     # `num_iterations` steps for each `prompts` prompts
     rows = max(STEPS // passes * prompts // iterations, prompts * per_generation)
-    defaults = {
-        "agents": AGENTS,
-        "workflow": WORKFLOWS[workflow](),
-        "train_dataset": tiny_dataset(rows),
-        "reward_funcs": length_reward,
-        "peft_config": lora(2, lora_dropout=0.1),  # draws random numbers in every pass
-        "settings": {**settings, **changes.pop("settings", {})},
-    }
+    defaults = {"agents": AGENTS, "workflow": WORKFLOWS[workflow](), "train_dataset": tiny_dataset(rows)}
+    defaults["peft_config"] = lora(2, lora_dropout=0.1)  # draws random numbers in every pass
+    defaults["settings"] = {**settings, **changes.pop("settings", {})}
     return team_trainer(model, folder, callbacks=callbacks, **{**defaults, **changes})
 
 
 def inexact_points(make, folder: Path, points, ahead: int | None = None) -> list[str]:
     """
-    Resumes a run from checkpoints of one that was not interrupted.
-
-    Args:
-        make: `make(folder, callbacks, settings=)` makes a trainer.
-        folder: an empty folder.
-        points: steps to resume from.
-        ahead: number of steps after which checkpoints are compared; `None` for the last one of the run.
-
-    Returns: a line for each point at which the runs differ.
+    Resumes a run, of `make(folder, callbacks, settings=)`, from steps of one that was not interrupted, and compares
+    checkpoints so many steps `ahead`, or the last ones. Returns a line for each point at which the runs differ.
     """
     whole = folder / "whole"
     make(whole, None).train()
@@ -100,7 +75,6 @@ def inexact_points(make, folder: Path, points, ahead: int | None = None) -> list
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What differs between the contents of two checkpoints, apart from times."""
     mine, theirs = contents(one), contents(other)
     return sorted({name for name in mine.keys() | theirs.keys() if not _same(mine.get(name), theirs.get(name))})
 
@@ -141,9 +115,8 @@ def _flat(name, value) -> dict:
 
 def _same(one, other) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return (
-            one.dtype == other.dtype and one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()
-        )
+        is_alike = one.dtype == other.dtype and one.shape == other.shape
+        return is_alike and one.numpy().tobytes() == other.numpy().tobytes()
     if hasattr(one, "tobytes") and hasattr(other, "tobytes"):  # NumPy
         return one.tobytes() == other.tobytes()
     return type(one) is type(other) and (one == other or (one != one and other != other))

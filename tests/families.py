@@ -7,18 +7,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
+from .helpers import shake
+
 
 VOCABULARY = 64
 COMMON = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 256},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 # Windows are shorter than the rows, so that what slides is seen
 FAMILIES = {
@@ -27,18 +22,13 @@ FAMILIES = {
     "qwen3": {"head_dim": 8},
     "mistral": {"sliding_window": 6},
     "gemma3_text": {
-        "head_dim": 8,
-        "sliding_window": 6,
-        "final_logit_softcapping": 5.0,
+        **{"head_dim": 8, "sliding_window": 6, "final_logit_softcapping": 5.0},
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "gemma4_text": {  # the last layers read the keys and values of the first
-        "head_dim": 8,
-        "global_head_dim": 8,
-        "sliding_window": 6,
-        "num_kv_shared_layers": 1,
+        **dict.fromkeys(("head_dim", "global_head_dim", "hidden_size_per_layer_input"), 8),
+        **{"sliding_window": 6, "num_kv_shared_layers": 1},
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-        "hidden_size_per_layer_input": 8,
     },
     "phi3": {},
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
@@ -62,19 +52,11 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 MIXTURES = {
-    "qwen3_moe": EXPERTS,
-    "mixtral": EXPERTS,
-    "qwen2_moe": EXPERTS,
+    **dict.fromkeys(("qwen3_moe", "mixtral", "qwen2_moe"), EXPERTS),
     "qwen3_next": {**EXPERTS, **LINEAR},
-    "olmoe": EXPERTS,
-    "glm4_moe": EXPERTS,
-    "deepseek_v2": {**EXPERTS, **LATENT},
-    "deepseek_v3": {**EXPERTS, **LATENT},
-    "gpt_oss": EXPERTS,
-    "granitemoe": EXPERTS,
-    "dots1": EXPERTS,
-    "ernie4_5_moe": EXPERTS,
-    "hunyuan_v1_moe": EXPERTS,
+    **dict.fromkeys(("olmoe", "glm4_moe"), EXPERTS),
+    **{name: {**EXPERTS, **LATENT} for name in ("deepseek_v2", "deepseek_v3")},
+    **dict.fromkeys(("gpt_oss", "granitemoe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe"), EXPERTS),
 }
 # Only the table of docs/reference/models.md tries these
 OTHERS = {
@@ -92,7 +74,6 @@ TARGETS = {"gpt2": ["c_attn", "c_fc"], "phi3": ["qkv_proj", "down_proj"]}
 
 
 def family_base(family, vocabulary=VOCABULARY):
-    """A model of a family, randomly initialized."""
     common = COMMON if family != "gpt2" else {k: v for k, v in COMMON.items() if k.endswith("_id")}
     sizes = {"vocab_size": vocabulary, "vocab_size_per_layer_input": vocabulary}
     config = AutoConfig.for_model(family, **{**common, **{**FAMILIES, **MIXTURES, **OTHERS}[family], **sizes})
@@ -105,18 +86,13 @@ def family_model(family, temperature=0.7):
     model = family_base(family)
     add_fused_lm_head(model, temperature=temperature, outputs=("log_probs", "entropy"))
     targets = TARGETS.get(family, ["q_proj", "v_proj", "down_proj"])
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model.train()
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=targets)).train()
+    shake(model, 0.1)
+    return model
 
 
 def ragged_rows(seed, others_words=False):
-    """
-    Prompts and completions of three ragged groups that share a system prompt; with `others_words` the prompts of a
-    group differ in their ends, as those of later agents do. One completion is empty.
-    """
+    """Of three groups that share a system prompt; with `others_words` their prompts have other ends. One is empty."""
     draw = random.Random(seed)
 
     def tokens(low, high):

@@ -14,6 +14,7 @@ import random
 import re
 import sys
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 
 
@@ -25,13 +26,8 @@ import atheris  # noqa: E402
 
 
 # Coverage is also that of the libraries that read for us
-LIBRARIES = [
-    "trl.chat_template_utils",
-    "transformers.tokenization_utils_base",
-    "transformers.utils.chat_parsing_utils",
-    "transformers.utils.response_parsing",
-    "peft.config",
-]
+LIBRARIES = ["trl.chat_template_utils", "transformers.tokenization_utils_base", "peft.config"]
+LIBRARIES += ["transformers.utils.chat_parsing_utils", "transformers.utils.response_parsing"]
 with atheris.instrument_imports(include=["marft_trl", *LIBRARIES]):
     from marft_trl import AgentSpec, MARFTConfig
     from marft_trl.adapters.files import check_adapter
@@ -49,6 +45,7 @@ from tests.tokenizers_and_templates import tokenizer_of  # noqa: E402
 
 import yaml  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
+from trl import GRPOConfig  # noqa: E402
 
 
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-"))
@@ -99,11 +96,8 @@ class Calls:
             prepare_template(tokenizer, "the fuzzer")
         self.patterns = [call_pattern(tokenizer) for tokenizer in self.tokenizers]
         call = b'<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>'
-        self.seeds = [
-            b"\x00" + call,
-            b"\x01" + call * 2,
-            b"\x02<tool_call>f\n<arg_key>a</arg_key><arg_value>1</arg_value>",
-        ]
+        by_keys = b"\x02<tool_call>f\n<arg_key>a</arg_key><arg_value>1</arg_value>"
+        self.seeds = [b"\x00" + call, b"\x01" + call * 2, by_keys]
         parameters = {"type": "object", "properties": {"query": {"type": "string"}}}
         self.schemas = [{"type": "function", "function": {"name": "search", "parameters": parameters}}]
 
@@ -176,10 +170,6 @@ class Settings:
     seeds = [b'{"credit": "per_step", "gamma": 0.9}', b'{"critic": "shared", "level": "token", "preset": "mappo"}']
 
     def __call__(self, data):
-        from dataclasses import fields
-
-        from trl import GRPOConfig
-
         own = {item.name for item in fields(MARFTConfig) if item.init} - {item.name for item in fields(GRPOConfig)}
         try:
             given = yaml.safe_load(data)
@@ -195,24 +185,8 @@ class Settings:
 
 
 # Values that a mutation puts into a JSON document
-_ODD = [
-    None,
-    True,
-    -1,
-    0,
-    1e999,
-    float("nan"),
-    10**400,
-    "",
-    "x" * 300,
-    "../x",
-    "solver",
-    [],
-    [[]],
-    {},
-    {"": {}},
-    ["a"],
-]
+_ODD = [None, True, -1, 0, 1e999, float("nan"), 10**400, "", "x" * 300, "../x", "solver"]
+_ODD += [[], [[]], {}, {"": {}}, ["a"]]
 
 
 def mutate(data, max_size, seed):
@@ -221,15 +195,13 @@ def mutate(data, max_size, seed):
     try:
         tree = json.loads(data)
         assert draw.random() < 0.8 and isinstance(tree, (dict, list))
+        for _ in range(draw.randrange(1, 4)):
+            _change(tree, draw)
+        changed = json.dumps(tree).encode()
+        assert len(changed) <= max_size
     except (ValueError, RecursionError, AssertionError):
         return atheris.Mutate(data, max_size)
-    for _ in range(draw.randrange(1, 4)):
-        _change(tree, draw)
-    try:
-        changed = json.dumps(tree).encode()
-    except (ValueError, RecursionError):
-        return atheris.Mutate(data, max_size)
-    return changed if len(changed) <= max_size else atheris.Mutate(data, max_size)
+    return changed
 
 
 def _change(tree, draw):
@@ -272,11 +244,8 @@ def main():
     options = [f"-max_total_time={arguments.seconds}", "-max_len=4096", "-timeout=20", "-rss_limit_mb=4096"]
     dictionary = FOLDER / "words"
     dictionary.write_text("\n".join(f'"{word}"' for word in _WORDS))
-    atheris.Setup(
-        [sys.argv[0], str(corpus), *options, f"-dict={dictionary}", f"-artifact_prefix={FOLDER}/"],
-        target,
-        custom_mutator=mutate,
-    )
+    options += [f"-dict={dictionary}", f"-artifact_prefix={FOLDER}/"]
+    atheris.Setup([sys.argv[0], str(corpus), *options], target, custom_mutator=mutate)
     atheris.Fuzz()
 
 

@@ -15,6 +15,7 @@ from marft_trl.system.event_loop import finished
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
 import pytest
+import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
@@ -158,6 +159,14 @@ def grows_linearly(work, size: int) -> bool:
     return large < 25 * max(small, 1e-4)
 
 
+def eventually(condition, seconds: float = 60) -> bool:
+    """Whether a condition comes true within this time."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
 class StopAt(TrainerCallback):
     """Ends training after a step."""
 
@@ -176,6 +185,45 @@ def weights(trainer) -> dict:
 def moved(before: dict, after: dict) -> set[str]:
     """Names of weights that are not bitwise the same."""
     return {name for name in before if not before[name].equal(after[name])}
+
+
+def moved_by_training(trainer) -> set[str]:
+    """Names of weights that training changes."""
+    before = weights(trainer)
+    trainer.train()
+    return moved(before, weights(trainer))
+
+
+def logged_steps(trainer) -> list[dict]:
+    """What was logged of the steps of training."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def shake(model, std: float, part: str = "lora_B") -> None:
+    """Draws the weights with this in their names: fresh adapters change nothing."""
+    for name, parameter in model.named_parameters():
+        if part in name:
+            parameter.data.normal_(std=std)
+
+
+def only_slice(trainer, rows):
+    """The slice of a generation batch that is one, as a step of training gets it."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    (slice_,) = trainer.parts.experience.for_training(rows)
+    return slice_
+
+
+def plain_scores(trainer, row):
+    """Log-probabilities of all tokens at each place of a row's completion, by a plain pass on this row alone."""
+    trainer.policies.activate(row.agent)
+    ids = torch.cat([row.prompt_ids, row.completion_ids]).unsqueeze(0)
+    return trainer.model(input_ids=ids).logits[0, len(row.prompt_ids) - 1 : -1].float().log_softmax(-1)
+
+
+def plain_logps(trainer, row):
+    """The same of the completion's own tokens, connected to the adapter."""
+    return plain_scores(trainer, row).gather(1, row.completion_ids.unsqueeze(1)).squeeze(1)
 
 
 def add(a: int, b: int) -> int:

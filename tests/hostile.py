@@ -44,67 +44,40 @@ _NUMBERS_X86_64 = {  # for attempts that the C library has no function for, or m
 
 
 def _files():
-    outside = [
-        "BAIT + '/new'",
-        "BAIT + '/open'",
-        "os.__file__",
-        "'/usr/lib/x'",
-        "'/tmp/marft-new'",
-        "'/proc/self/comm'",
-    ]
-    yield from (f"open({path}, 'w')" for path in outside)
+    outside = ["BAIT + '/new'", "BAIT + '/open'", "os.__file__", "'/usr/lib/x'", "'/tmp/marft-new'"]
+    yield from (f"open({path}, 'w')" for path in [*outside, "'/proc/self/comm'"])
     yield from (f"open(BAIT + '/open', {mode!r})" for mode in ("a", "r+", "ab+"))
-    yield "open(BAIT + '/new', 'x')"
-    yield "os.open(BAIT + '/open', os.O_RDONLY | os.O_TRUNC)"
-    yield "os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)"
-    yield "os.open(BAIT, os.O_TMPFILE | os.O_RDWR)"
+    yield from ("open(BAIT + '/new', 'x')", "os.open(BAIT + '/open', os.O_RDONLY | os.O_TRUNC)")
+    yield from ("os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)", "os.open(BAIT, os.O_TMPFILE | os.O_RDWR)")
     yield from (f"os.truncate({path}, 0)" for path in ("BAIT + '/open'", "os.__file__"))
     yield from ("os.unlink(BAIT + '/open')", "os.rmdir(BAIT + '/folder')", "os.mkdir(BAIT + '/new')")
     yield from ("os.rename(BAIT + '/open', 'x')", "os.rename('main.py', BAIT + '/new')")
     yield from ("os.replace('main.py', BAIT + '/open')", "os.symlink('/etc', BAIT + '/new')")
     yield from ("os.link(BAIT + '/open', 'x')", "os.link('main.py', BAIT + '/new')")
     yield f"done(libc.renameat2(-100, {_B} + b'/open', -100, b'main.py', 2))"
-    yield "os.symlink(BAIT + '/open', 'l'); open('l', 'w')"
-    yield "os.symlink(BAIT, 'l'); open('l/new', 'w')"
-    yield "open('/proc/self/root' + BAIT + '/new', 'w')"
-    yield "open('/proc/self/cwd/../new', 'w')"
+    yield from ("os.symlink(BAIT + '/open', 'l'); open('l', 'w')", "os.symlink(BAIT, 'l'); open('l/new', 'w')")
+    yield from ("open('/proc/self/root' + BAIT + '/new', 'w')", "open('/proc/self/cwd/../new', 'w')")
     yield "os.chdir(BAIT); open('new', 'w')"
     yield "d = os.open(BAIT, os.O_PATH); os.open('new', os.O_CREAT | os.O_WRONLY, dir_fd=d)"
     yield from ("os.chmod(BAIT + '/open', 0)", "os.chmod(BAIT, 0)", "os.chown(BAIT + '/open', 1, 1)")
     yield from ("os.lchown(BAIT + '/open', 1, 1)", "os.utime(BAIT + '/open', (1, 1))", "os.utime(BAIT)")
-    yield from (
-        "f = open(os.__file__); os.fchmod(f.fileno(), 0)",
-        "f = open(os.__file__); os.fchown(f.fileno(), 1, 1)",
-    )
-    yield "os.symlink(BAIT + '/open', 'l'); os.chmod('l', 0)"
-    yield "os.setxattr(BAIT + '/open', 'user.x', b'1')"
+    yield "f = open(os.__file__); os.fchmod(f.fileno(), 0)"
+    yield "f = open(os.__file__); os.fchown(f.fileno(), 1, 1)"
+    yield from ("os.symlink(BAIT + '/open', 'l'); os.chmod('l', 0)", "os.setxattr(BAIT + '/open', 'user.x', b'1')")
     yield "os.removexattr(BAIT + '/open', 'user.kept')"
     yield f"os.setxattr(BAIT + '/open', 'system.posix_acl_access', {ACL})"
     yield f"os.setxattr(BAIT, 'system.posix_acl_default', {ACL})"
     yield "import fcntl, array; fcntl.ioctl(open(os.__file__), 0x40086602, array.array('l', [16]))"
     yield "import mmap; mmap.mmap(os.open(os.__file__, os.O_RDONLY), 4096, access=mmap.ACCESS_WRITE)[0] = 0"
-    yield "os.posix_fallocate(os.open(BAIT + '/open', os.O_RDWR), 0, 10)"
-    yield from ("os.chroot('.')", "done(libc.mount(b'none', BAIT.encode(), b'tmpfs', 0, None))")
-    yield "done(libc.umount2(b'/proc', 2))"
+    yield from ("os.posix_fallocate(os.open(BAIT + '/open', os.O_RDWR), 0, 10)", "os.chroot('.')")
+    yield from ("done(libc.mount(b'none', BAIT.encode(), b'tmpfs', 0, None))", "done(libc.umount2(b'/proc', 2))")
     yield "done(libc.fallocate(os.open(os.__file__, os.O_RDONLY), 3, 0, 10))"
 
 
 def _reads():
-    secret = [
-        "BAIT + '/secret'",
-        "'/etc/passwd'",
-        "'/etc/shadow'",
-        "'/etc/hostname'",
-        "'/proc/1/environ'",
-        "'/dev/mem'",
-    ]
-    secret += [
-        "f'/proc/{PARENT}/environ'",
-        "f'/proc/{PARENT}/maps'",
-        "'/proc/net/tcp'",
-        "'/proc/kcore'",
-        "'/dev/kmsg'",
-    ]
+    secret = ["BAIT + '/secret'", "'/etc/passwd'", "'/etc/shadow'", "'/etc/hostname'", "'/proc/1/environ'"]
+    secret += ["f'/proc/{PARENT}/environ'", "f'/proc/{PARENT}/maps'", "'/proc/net/tcp'", "'/proc/kcore'"]
+    secret += ["'/dev/mem'", "'/dev/kmsg'"]
     secret += ["'/proc/self/root/etc/passwd'", "'/sys/kernel/notes'", "'/etc/machine-id'", "'/dev/ptmx'", "'/dev/tty'"]
     yield from (f"open({path}, 'rb').read(1)" for path in secret)
     yield "os.symlink(BAIT + '/secret', 'l'); open('l').read()"
@@ -120,94 +93,52 @@ def _devices():
     yield from ("os.mknod('x', 0o20600, os.makedev(1, 1))", "os.mknod('x', 0o60600, os.makedev(8, 0))")
     yield from ("os.mkfifo('x')", "os.mknod('x', 0o140600)", "os.open('/dev/fuse', os.O_RDWR)")
     yield from ("os.open('/dev/loop-control', os.O_RDWR)", "os.openpty()", "open('/dev/shm/marft', 'w')")
-    yield "import fcntl; fcntl.ioctl(0, 0x5412, b'x')"
-    yield "done(libc.iopl(3))"
-    yield "done(libc.ioperm(0, 1, 1))"
+    yield from ("import fcntl; fcntl.ioctl(0, 0x5412, b'x')", "done(libc.iopl(3))", "done(libc.ioperm(0, 1, 1))")
 
 
 def _sockets():
     families = ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG"]
     yield from (f"socket.socket(socket.{family}, socket.SOCK_STREAM)" for family in families)
     yield from (f"socket.socket(socket.{family}, socket.SOCK_DGRAM)" for family in families[:3])
-    yield "socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)"
-    yield "socket.create_connection(('127.0.0.1', PORT))"
+    yield from ("socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)", "socket.create_connection(('127.0.0.1', PORT))")
     yield "import urllib.request; urllib.request.urlopen(f'http://127.0.0.1:{PORT}')"
-    yield "socket.getaddrinfo('example.com', 80)"
-    yield from ("socket.socketpair(type=socket.SOCK_DGRAM)", "socket.socketpair(type=socket.SOCK_SEQPACKET)")
+    yield from ("socket.getaddrinfo('example.com', 80)", "socket.socketpair(type=socket.SOCK_DGRAM)")
+    yield "socket.socketpair(type=socket.SOCK_SEQPACKET)"
     yield "a, b = socket.socketpair(); a.connect(BAIT + '/socket')"
     yield "a, b = socket.socketpair(); a.sendto(b'x', BAIT + '/socket')"
-    yield "a, b = socket.socketpair(); a.bind(BAIT + '/new')"
-    yield "a, b = socket.socketpair(); a.listen()"
+    yield from ("a, b = socket.socketpair(); a.bind(BAIT + '/new')", "a, b = socket.socketpair(); a.listen()")
     yield "a, b = socket.socketpair(); a.setsockopt(socket.SOL_SOCKET, 26, b'\\0' * 16)"  # attach a filter
     yield "import fcntl; fcntl.flock(open(os.__file__), fcntl.LOCK_EX)"
 
 
 def _ipc():
-    yield from (
-        "done(libc.shmget(0, 4096, 0o1666))",
-        "done(libc.semget(0, 1, 0o1666))",
-        "done(libc.msgget(0, 0o1666))",
-    )
-    yield from ("done(libc.shmctl(0, 0, None))", "done(libc.semctl(0, 0, 0))", "done(libc.msgctl(0, 0, None))")
+    yield from ("done(libc.shmget(0, 4096, 0o1666))", "done(libc.semget(0, 1, 0o1666))")
+    yield from ("done(libc.msgget(0, 0o1666))", "done(libc.shmctl(0, 0, None))", "done(libc.semctl(0, 0, 0))")
+    yield "done(libc.msgctl(0, 0, None))"
     yield "from multiprocessing.shared_memory import SharedMemory; SharedMemory('marft', True, 10)"
-    yield "import multiprocessing; multiprocessing.Lock()"
-    yield "from multiprocessing import Manager; Manager()"
+    yield from ("import multiprocessing; multiprocessing.Lock()", "from multiprocessing import Manager; Manager()")
 
 
 def _processes():
-    yield from (
-        "os.fork()",
-        "done(libc.vfork())",
-        "os.execv('/bin/true', ['true'])",
-        "os.posix_spawn('/bin/true', ['x'], {})",
-    )
-    yield from (
-        "sys.exit(os.system('true') and 9)",
-        "os.popen('true').close()",
-        "import subprocess; subprocess.run(['true'])",
-    )
-    yield from (
-        "import pty; pty.fork()",
-        "os.forkpty()",
-        "import multiprocessing as m; m.Process(target=print).start()",
-    )
+    yield from ("os.fork()", "done(libc.vfork())", "os.execv('/bin/true', ['true'])")
+    yield from ("os.posix_spawn('/bin/true', ['x'], {})", "sys.exit(os.system('true') and 9)")
+    yield from ("os.popen('true').close()", "import subprocess; subprocess.run(['true'])", "import pty; pty.fork()")
+    yield from ("os.forkpty()", "import multiprocessing as m; m.Process(target=print).start()")
     yield "import multiprocessing as m; m.get_context('spawn').Process(target=print).start()"
-    yield from (
-        "done(libc.unshare(0x10000000))",
-        "done(libc.unshare(0x20000))",
-        "done(libc.setns(0, 0))",
-        "os.setsid()",
-    )
-    yield from ("os.setpgid(0, 0)", "done(libc.personality(0x40000))", "done(libc.prctl(1, 0, 0, 0, 0))")
-    yield from (
-        "done(libc.prctl(4, 1, 0, 0, 0))",
-        "done(libc.prctl(22, 1, 0, 0, 0))",
-        "os.setuid(0)",
-        "os.setgroups([])",
-    )
-    yield from (
-        "os.setgid(0)",
-        "os.setresuid(0, 0, 0)",
-        "done(libc.prctl(47, 2, 0, 0, 0))",
-        "done(libc.ptrace(0, 0, 0, 0))",
-    )
+    yield from ("done(libc.unshare(0x10000000))", "done(libc.unshare(0x20000))", "done(libc.setns(0, 0))")
+    yield from ("os.setsid()", "os.setpgid(0, 0)", "done(libc.personality(0x40000))")
+    yield from ("done(libc.prctl(1, 0, 0, 0, 0))", "done(libc.prctl(4, 1, 0, 0, 0))")
+    yield from ("done(libc.prctl(22, 1, 0, 0, 0))", "os.setuid(0)", "os.setgroups([])", "os.setgid(0)")
+    yield from ("os.setresuid(0, 0, 0)", "done(libc.prctl(47, 2, 0, 0, 0))", "done(libc.ptrace(0, 0, 0, 0))")
     yield "import resource; resource.prlimit(PARENT, resource.RLIMIT_NOFILE, (9, 9))"
     yield "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))"
-    yield "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))"
-    yield from ("os.nice(-5)", "os.setpriority(os.PRIO_PROCESS, PARENT, 19)", "os.sched_setaffinity(PARENT, {0})")
+    yield from ("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))", "os.nice(-5)")
+    yield from ("os.setpriority(os.PRIO_PROCESS, PARENT, 19)", "os.sched_setaffinity(PARENT, {0})")
     yield from ("os.sched_setscheduler(PARENT, os.SCHED_IDLE, os.sched_param(0))", "done(libc.sethostname(b'x', 1))")
     yield from ("time.clock_settime(time.CLOCK_REALTIME, 0)", "done(libc.settimeofday(bytes(16), None))")
-    yield from (
-        "done(libc.adjtimex(bytes(400)))",
-        "done(libc.acct(None))",
-        "done(libc.reboot(0))",
-        "done(libc.swapoff(b'x'))",
-    )
-    yield from (
-        "done(libc.mlockall(1))",
-        "done(libc.capset(bytes(8), bytes(24)))",
-        "done(libc.pivot_root(b'.', b'.'))",
-    )
+    yield from ("done(libc.adjtimex(bytes(400)))", "done(libc.acct(None))", "done(libc.reboot(0))")
+    yield from ("done(libc.swapoff(b'x'))", "done(libc.mlockall(1))", "done(libc.capset(bytes(8), bytes(24)))")
+    yield "done(libc.pivot_root(b'.', b'.'))"
 
 
 def _numbers():
@@ -220,96 +151,88 @@ def _signals():
     yield from ("os.killpg(os.getpgid(PARENT), 9)", "os.killpg(0, 9)", "call(234, PARENT, PARENT, 9)")
     yield from ("done(libc.sigqueue(PARENT, 9, 0))", "import fcntl; fcntl.fcntl(0, 8, PARENT)")
     yield from ("import fcntl; fcntl.fcntl(0, 10, 9)", "import fcntl; fcntl.fcntl(os.open('.', 0), 1026, 1)")
-    yield from (
-        "import fcntl; fcntl.fcntl(open(os.__file__), 1024, 0)",
-        "signal.pidfd_send_signal(os.pidfd_open(PARENT), 9)",
-    )
+    yield "import fcntl; fcntl.fcntl(open(os.__file__), 1024, 0)"
+    yield "signal.pidfd_send_signal(os.pidfd_open(PARENT), 9)"
 
 
 # Programs that exceed a limit, and how they may end
 LIMITS = {
     "memory": {
-        "blocks": ("x = []\nwhile True: x.append(bytearray(1 << 24))", ["error"]),
-        "a list": ("x = [0]\nwhile True: x = x + x", ["error", "timeout"]),
-        "a text": ("x = 'x' * (1 << 40)", ["error"]),
-        "a mapping": ("import mmap; mmap.mmap(-1, 1 << 34)", ["error"]),
-        "a number": ("x = 1 << (1 << 36)", ["error"]),
-        "deep recursion": ("def f(): f()\nf()", ["error"]),
-        "recursion without a limit": (
-            "sys.setrecursionlimit(10**8)\ndef f(): f()\nf()",
-            ["error", "killed", "timeout"],
-        ),
-        "nested lists": ("import json; json.loads('[' * 10**6)", ["error"]),
+        "blocks": ("x = []\nwhile True: x.append(bytearray(1 << 24))", "error"),
+        "a list": ("x = [0]\nwhile True: x = x + x", "error timeout"),
+        "a text": ("x = 'x' * (1 << 40)", "error"),
+        "a mapping": ("import mmap; mmap.mmap(-1, 1 << 34)", "error"),
+        "a number": ("x = 1 << (1 << 36)", "error"),
+        "deep recursion": ("def f(): f()\nf()", "error"),
+        "recursion without a limit": ("sys.setrecursionlimit(10**8)\ndef f(): f()\nf()", "error killed timeout"),
+        "nested lists": ("import json; json.loads('[' * 10**6)", "error"),
     },
     "disk": {
-        "a large file": ("open('f', 'w').write('x' * 10_000_000)", ["error"]),
-        "a sparse file": ("os.ftruncate(os.open('f', 65), 1 << 40)", ["error", "killed"]),
-        "many open files": ("x = [open('f', 'w') for _ in range(100)]", ["error"]),
-        "many files": ("for i in range(10**7): open(str(i), 'w').close()", ["error", "killed", "timeout"]),
+        "a large file": ("open('f', 'w').write('x' * 10_000_000)", "error"),
+        "a sparse file": ("os.ftruncate(os.open('f', 65), 1 << 40)", "error killed"),
+        "many open files": ("x = [open('f', 'w') for _ in range(100)]", "error"),
+        "many files": ("for i in range(10**7): open(str(i), 'w').close()", "error killed timeout"),
         "many large files": (
             "for i in range(10**4): open(str(i), 'w').write('x' * 1_000_000)\ntime.sleep(9)",
-            ["error", "killed"],
+            "error killed",
         ),
-        "nested folders": (
-            "for _ in range(10**7): os.mkdir('x'); os.chdir('x')",
-            ["error", "killed", "timeout"],
-        ),
-        "links": ("for i in range(10**7): os.symlink('/', str(i))", ["error", "killed", "timeout"]),
-        "hard links": ("for i in range(10**7): os.link('main.py', str(i))", ["error", "killed", "timeout"]),
+        "nested folders": ("for _ in range(10**7): os.mkdir('x'); os.chdir('x')", "error killed timeout"),
+        "links": ("for i in range(10**7): os.symlink('/', str(i))", "error killed timeout"),
+        "hard links": ("for i in range(10**7): os.link('main.py', str(i))", "error killed timeout"),
     },
     "threads": {
         "five thousand": (
             "import threading; threading.stack_size(32768)\n"
             "for _ in range(5000): threading.Thread(target=time.sleep, args=(9,)).start()\ntime.sleep(9)",
-            ["error", "killed"],
+            "error killed",
         ),
         "threads of threads": (
             "import threading\ndef f():\n    threading.Thread(target=f).start(); time.sleep(9)\nf()",
-            ["error", "killed", "timeout"],
+            "error killed timeout",
         ),
-        "that never end": ("import threading; threading.Thread(target=time.sleep, args=(60,)).start()", ["timeout"]),
+        "that never end": ("import threading; threading.Thread(target=time.sleep, args=(60,)).start()", "timeout"),
     },
     "time": {
-        "a loop": ("while True: pass", ["timeout"]),
-        "a sleeper": ("time.sleep(60)", ["timeout"]),
-        "no alarm": ("signal.setitimer(signal.ITIMER_REAL, 0); time.sleep(60)", ["timeout"]),
-        "an ignored alarm": ("signal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True: pass", ["timeout"]),
-        "blocked signals": ("signal.pthread_sigmask(0, range(1, 65))\nwhile True: pass", ["timeout"]),
+        "a loop": ("while True: pass", "timeout"),
+        "a sleeper": ("time.sleep(60)", "timeout"),
+        "no alarm": ("signal.setitimer(signal.ITIMER_REAL, 0); time.sleep(60)", "timeout"),
+        "an ignored alarm": ("signal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True: pass", "timeout"),
+        "blocked signals": ("signal.pthread_sigmask(0, range(1, 65))\nwhile True: pass", "timeout"),
         "a caught alarm": (
             "def f(*_): raise ValueError\nsignal.signal(signal.SIGALRM, f)\n"
             "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
-            ["timeout", "error"],
+            "timeout error",
         ),
-        "a pattern": ("import re; re.match('(a+)+$', 'a' * 50 + 'b')", ["timeout"]),
-        "a power": ("9 ** 9 ** 9", ["timeout", "error"]),
-        "a sleeper in C": ("libc.sleep(60)", ["timeout"]),
-        "a lock": ("import threading; l = threading.Lock(); l.acquire(); l.acquire()", ["timeout"]),
-        "standard input": ("r, w = os.pipe(); os.read(r, 1)", ["timeout"]),
+        "a pattern": ("import re; re.match('(a+)+$', 'a' * 50 + 'b')", "timeout"),
+        "a power": ("9 ** 9 ** 9", "timeout error"),
+        "a sleeper in C": ("libc.sleep(60)", "timeout"),
+        "a lock": ("import threading; l = threading.Lock(); l.acquire(); l.acquire()", "timeout"),
+        "standard input": ("r, w = os.pipe(); os.read(r, 1)", "timeout"),
     },
     "floods": {
-        "output": ("while True: print('x' * 1_000_000)", ["error"]),
-        "errors": ("while True: print('x' * 1_000_000, file=sys.stderr)", ["error", "timeout", "killed"]),
-        "raw output": ("while True: os.write(1, b'x' * 1_000_000)", ["error", "killed", "timeout"]),
+        "output": ("while True: print('x' * 1_000_000)", "error"),
+        "errors": ("while True: print('x' * 1_000_000, file=sys.stderr)", "error timeout killed"),
+        "raw output": ("while True: os.write(1, b'x' * 1_000_000)", "error killed timeout"),
         "every file": (
             "while True:\n  for n in range(32):\n    try: os.write(n, b'x' * 4096)\n    except OSError: pass",
-            ["timeout", "killed", "error"],
+            "timeout killed error",
         ),
-        "no output": ("os.close(1); os.close(2); raise SystemExit(3)", ["error"]),
+        "no output": ("os.close(1); os.close(2); raise SystemExit(3)", "error"),
     },
     "ends": {
-        "a crash": ("ctypes.string_at(0)", ["killed"]),
-        "an abort": ("os.abort()", ["killed"]),
-        "a kill": ("os.kill(os.getpid(), 9)", ["timeout", "killed"]),
-        "an exit": ("os._exit(7)", ["error"]),
-        "an endless end": ("import atexit; atexit.register(time.sleep, 60)", ["timeout"]),
-        "no such program": ("print(", ["error"]),
+        "a crash": ("ctypes.string_at(0)", "killed"),
+        "an abort": ("os.abort()", "killed"),
+        "a kill": ("os.kill(os.getpid(), 9)", "timeout killed"),
+        "an exit": ("os._exit(7)", "error"),
+        "an endless end": ("import atexit; atexit.register(time.sleep, 60)", "timeout"),
+        "no such program": ("print(", "error"),
         # Stopped if it is looked at before it ends, by a user who may not list such a folder
         "a folder that is locked": (
             "os.mkdir('d', 0); os.mkdir('e'); open('e/f', 'w'); os.mkdir('e/d', 0)",
-            ["ok", "killed"],
+            "ok killed",
         ),
-        "odd names": ("[open(n, 'w') for n in ('-rf', '\\n', ' ', '*', b'\\xff', '$(touch x)', 'a' * 255)]", ["ok"]),
-        "no folder": ("os.unlink('main.py'); os.rmdir(os.getcwd())", ["ok", "error"]),
+        "odd names": ("[open(n, 'w') for n in ('-rf', '\\n', ' ', '*', b'\\xff', '$(touch x)', 'a' * 255)]", "ok"),
+        "no folder": ("os.unlink('main.py'); os.rmdir(os.getcwd())", "ok error"),
     },
 }
 # What right programs do
@@ -352,34 +275,33 @@ def programs() -> list[dict]:
             continue
         found += [{"kind": kind, "name": code, "code": code, "ends": ["error"]} for code in attempts()]
     for kind, its in LIMITS.items():  # on a busy machine, a program may reach the limit of time before its own
-        found += [
-            {"kind": kind, "name": name, "code": code, "ends": [*ends, "timeout"]}
-            for name, (code, ends) in its.items()
-        ]
+        for name, (code, ends) in its.items():
+            found.append({"kind": kind, "name": name, "code": code, "ends": [*ends.split(), "timeout"]})
     return found + [{"kind": "harmless", "name": n, "code": code, "ends": ["ok"]} for n, code in HARMLESS.items()]
 
 
-def main() -> None:
-    """
-    Run every program, four at a time, and print a JSON line of each that did not end as it has to, then their number.
-    Arguments: the folder of the package, `bubblewrap` or the empty string, the bait, a port of this machine, and
-    `5` for every fifth program.
-    """
-    package, walls, bait, port, every = sys.argv[1:6]
-    sys.modules["marft_trl"] = types.ModuleType("marft_trl")  # without the trainer, which takes long to import
-    sys.modules["marft_trl"].__path__ = [package]
-    sys.modules["marft_trl.rewards"] = types.ModuleType("marft_trl.rewards")
-    sys.modules["marft_trl.rewards"].__path__ = [f"{package}/rewards"]
+def load_jail(package: str, walls: str):
+    """The module, of this folder of the package, without the trainer, which takes long to import."""
+    for name, path in (("marft_trl", package), ("marft_trl.rewards", f"{package}/rewards")):
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [path]
     from marft_trl.extras.sandbox import jail
 
-    if not walls:
+    if walls != "bubblewrap":
         jail._working_bubblewrap = lambda: ()
-    elif not jail._working_bubblewrap():
+    return jail
+
+
+def main() -> None:
+    """Print a JSON line of each program, or every fifth, that did not end as it has to, then their number."""
+    package, walls, bait, port, every = sys.argv[1:6]
+    jail = load_jail(package, walls)
+    if walls and not jail._working_bubblewrap():
         print(json.dumps({"bubblewrap": "does not work"}))
         return
     prelude = PRELUDE.format(bait=bait, parent=os.getpid(), port=int(port))
 
-    def run(program: dict) -> jail.Outcome:
+    def run(program: dict):
         # Only programs that exceed a limit do not end by themselves
         limits = jail.Limits(seconds=1 if program["kind"] in LIMITS else 20, memory=1 << 28)
         return jail.run_python(prelude + program["code"], limits=limits)
@@ -388,13 +310,10 @@ def main() -> None:
     with ThreadPoolExecutor(4) as pool:
         for program, outcome in zip(listed, pool.map(run, listed), strict=True):
             says = (outcome.stderr.strip().splitlines() or [""])[-1]
-            refused = program["kind"] not in _REFUSED or re.search(
-                NUMBER if program["kind"] == "numbers" else SAYS, says
-            )
+            kind, said = program["kind"], {"status": outcome.status, "stderr": says, "stdout": outcome.stdout[:200]}
+            refused = kind not in _REFUSED or re.search(NUMBER if kind == "numbers" else SAYS, says)
             if outcome.status not in program["ends"] or not refused:
-                print(
-                    json.dumps({**program, "status": outcome.status, "stderr": says, "stdout": outcome.stdout[:200]})
-                )
+                print(json.dumps(program | said))
     print(json.dumps({"programs": len(listed)}))
 
 

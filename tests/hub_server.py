@@ -41,11 +41,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not isinstance(body, bytes):
             body = json.dumps(body).encode()
         self.send_response(status)
-        for name, value in {
-            "Content-Length": str(len(body)),
-            "Content-Type": "application/json",
-            **(headers or {}),
-        }.items():
+        usual = {"Content-Length": str(len(body)), "Content-Type": "application/json"}
+        for name, value in (usual | (headers or {})).items():
             self.send_header(name, value)
         self.end_headers()
         if not head:
@@ -74,23 +71,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.files.setdefault(repo, {})
             self._send(409 if known else 200, {"url": f"{self.hub.url}/{repo}", "id": repo})
         elif match := re.fullmatch(r"/api/models/(.+)/preupload/.+", path):
-            files = [
-                {
-                    "path": f["path"],
-                    "uploadMode": "lfs" if f["path"].endswith((".safetensors", ".bin")) else "regular",
-                    "shouldIgnore": False,
-                }
-                for f in json.loads(body)["files"]
-            ]
-            self._send(200, {"files": files})
+            modes = {True: "lfs", False: "regular"}
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            files = [(path, modes[path.endswith((".safetensors", ".bin"))]) for path in paths]
+            said = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in files]
+            self._send(200, {"files": said})
         elif path.endswith(".git/info/lfs/objects/batch"):
-            objects = [
-                {"oid": o["oid"], "size": o["size"], "actions": {"upload": {"href": f"{self.hub.url}/lfs/{o['oid']}"}}}
-                for o in json.loads(body)["objects"]
-            ]
-            self._send(
-                200, {"objects": objects, "transfer": "basic"}, {"Content-Type": "application/vnd.git-lfs+json"}
-            )
+            objects = json.loads(body)["objects"]
+            for one in objects:
+                one["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{one['oid']}"}}
+            kind = {"Content-Type": "application/vnd.git-lfs+json"}
+            self._send(200, {"objects": objects, "transfer": "basic"}, kind)
         elif match := re.fullmatch(r"/api/models/(.+)/commit/.+", path):
             self._commit(match[1], body)
         else:
@@ -121,10 +112,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlparse(self.path).path)
         if path == "/api/whoami-v2":
             return self._send(200, {"name": "user", "type": "user", "orgs": [], "auth": {"type": "access_token"}})
-        if match := re.fullmatch(r"/api/models/(.+?)/(tree|revision)/([^/]+)(/.*)?", path):
-            return self._tree(match[1]) if match[2] == "tree" else self._info(match[1])
-        if match := re.fullmatch(r"/api/models/(.+)", path):
-            return self._info(match[1])
+        if match := re.fullmatch(r"/api/models/(.+?)(?:/(tree|revision)/([^/]+)(/.*)?)?", path):
+            return self._info(match[1], match[2] == "tree")
         if match := re.fullmatch(r"/(.+?)/resolve/([^/]+)/(.+)", path):
             return self._resolve(match[1], match[3], head)
         return self._send(404, {"error": path}, {"X-Error-Code": "RepoNotFound"}, head)
@@ -132,20 +121,16 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self):
         self.do_GET(head=True)
 
-    def _info(self, repo):
+    def _info(self, repo, is_tree):
         if repo not in self.hub.files:
             return self._send(404, {"error": "no repo"}, {"X-Error-Code": "RepoNotFound"})
-        siblings = [{"rfilename": path} for path in self.hub.files[repo]]
+        files = self.hub.files[repo].items()
+        if is_tree:
+            ids = {path: hashlib.sha1(data).hexdigest() for path, data in files}  # noqa: S324
+            found = [{"type": "file", "path": path, "size": len(data), "oid": ids[path]} for path, data in files]
+            return self._send(200, found)
+        siblings = [{"rfilename": path} for path, _ in files]
         self._send(200, {"id": repo, "sha": self.hub.sha(repo), "siblings": siblings, "tags": [], "private": False})
-
-    def _tree(self, repo):
-        if repo not in self.hub.files:
-            return self._send(404, {"error": "no repo"}, {"X-Error-Code": "RepoNotFound"})
-        entries = [
-            {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}  # noqa: S324
-            for path, data in self.hub.files[repo].items()
-        ]
-        self._send(200, entries)
 
     def _resolve(self, repo, path, head):
         data = self.hub.files.get(repo, {}).get(path)

@@ -37,20 +37,9 @@ SECONDS = 1800  # for the tests of one change
 
 @dataclass(frozen=True)
 class Change:
-    """
-    One line of a file, changed.
-
-    Args:
-        kind (`str`): what was changed.
-        path (`str`): file, from the root of the tree.
-        line (`int`): its line, from 1.
-        before (`str`): the line as it was.
-        after (`str`): the line as it is changed.
-    """
-
     kind: str
-    path: str
-    line: int
+    path: str  # from the root of the tree
+    line: int  # from 1
     before: str
     after: str
 
@@ -66,20 +55,11 @@ class Change:
         return place + 1
 
 
-# ---- Drawing ----
-
 SIGNS = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*")}
 COMPARED = {
-    ast.Lt: ("<", "<="),
-    ast.LtE: ("<=", "<"),
-    ast.Gt: (">", ">="),
-    ast.GtE: (">=", ">"),
-    ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="),
-    ast.Is: ("is", "is not"),
-    ast.IsNot: ("is not", "is"),
-    ast.In: ("in", "not in"),
-    ast.NotIn: ("not in", "in"),
+    **{ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")},
+    **{ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is")},
+    **{ast.In: ("in", "not in"), ast.NotIn: ("not in", "in")},
 }
 
 
@@ -93,11 +73,14 @@ class Finder(ast.NodeVisitor):
 
     def add(self, kind: str, node_line: int, start: int, end: int, new: str) -> None:
         line = self.lines[node_line - 1]
-        # Columns of the syntax tree count bytes
-        raw = line.encode()
+        raw = line.encode()  # columns of the syntax tree count bytes
         changed = (raw[:start] + new.encode() + raw[end:]).decode()
         if changed != line:
             self.found.setdefault(kind, []).append(Change(kind, self.path, node_line, line, changed))
+
+    def replace(self, kind: str, node: ast.AST, new: str) -> None:
+        if node.lineno == node.end_lineno:
+            self.add(kind, node.lineno, node.col_offset, node.end_col_offset, new)
 
     def between(self, kind: str, left: ast.AST, right: ast.AST, old: str, new: str) -> None:
         """Replace an operator between two nodes of one line."""
@@ -122,18 +105,15 @@ class Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Constant(self, node):
-        if type(node.value) is int and node.lineno == node.end_lineno:
-            self.add("off by one", node.lineno, node.col_offset, node.end_col_offset, str(node.value + 1))
+        if type(node.value) is int:
+            self.replace("off by one", node, str(node.value + 1))
 
     def visit_Expr(self, node):
-        if isinstance(node.value, (ast.Call, ast.Await)) and node.lineno == node.end_lineno:
-            self.add("dropped line", node.lineno, node.col_offset, node.end_col_offset, "pass")
+        if isinstance(node, ast.AugAssign) or isinstance(node.value, (ast.Call, ast.Await)):
+            self.replace("dropped line", node, "pass")
         self.generic_visit(node)
 
-    def visit_AugAssign(self, node):
-        if node.lineno == node.end_lineno:
-            self.add("dropped line", node.lineno, node.col_offset, node.end_col_offset, "pass")
-        self.generic_visit(node)
+    visit_AugAssign = visit_Expr
 
     def visit_JoinedStr(self, node):
         """Numbers within texts are not changed."""
@@ -154,18 +134,14 @@ class Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def default(self, node) -> None:
-        if not isinstance(node, ast.Constant) or node.lineno != node.end_lineno:
+        if not isinstance(node, ast.Constant):
             return
-        value = node.value
+        value, wrong = node.value, "1"
         if isinstance(value, bool):
             wrong = str(not value)
-        elif isinstance(value, (int, float)):
-            wrong = repr(value + 1)
-        elif isinstance(value, str):
-            wrong = repr(value + "x")
-        else:
-            wrong = "1"
-        self.add("wrong default", node.lineno, node.col_offset, node.end_col_offset, wrong)
+        elif isinstance(value, (int, float, str)):
+            wrong = repr(value + ("x" if isinstance(value, str) else 1))
+        self.replace("wrong default", node, wrong)
 
 
 def draw(seed: int, count: int, tree: Path = ROOT) -> list[Change]:
@@ -179,9 +155,6 @@ def draw(seed: int, count: int, tree: Path = ROOT) -> list[Change]:
     while len(drawn) < count:
         drawn[chance.choice(kinds[chance.choice(sorted(kinds))])] = None
     return list(drawn)
-
-
-# ---- Which tests run a line ----
 
 
 def environment(tree: Path) -> dict[str, str]:
@@ -225,19 +198,13 @@ class Contexts:
 
     def tests(self, path: str, line: int) -> list[str]:
         lines = self._data.contexts_by_lineno(str(self._tree / path))
-        contexts = {one for one in lines.get(line, []) if one}
-        if not contexts:
-            contexts = {one for those in lines.values() for one in those if one}
-        found = set()
-        for context in contexts:
+        contexts, found = set(lines.get(line, [])) - {""}, set()
+        for context in contexts or set().union(*lines.values()) - {""}:
             name, _, phase = context.rpartition("|")
             # What a fixture has run may be looked at by every test of the file
             of_file = name.split("::")[0]
             found |= {one for one in self._seconds if one.split("::")[0] == of_file} if phase == "setup" else {name}
         return sorted(found & self._seconds.keys(), key=lambda name: self._seconds[name])
-
-
-# ---- Running ----
 
 
 def run_tests(copy: Path, names: Path) -> tuple[bool, str]:
@@ -255,28 +222,24 @@ def run_tests(copy: Path, names: Path) -> tuple[bool, str]:
 
 
 def noticed(change: Change, tree: Path, contexts: Contexts) -> dict:
-    """
-    Make a change in a copy of a tree and run the tests of its line until one fails. A failure counts if the same tests
-    pass without the change: some test may depend on the order.
-    """
+    """Whether a test of its line fails, which passes without the change: some test may depend on the order."""
     with tempfile.TemporaryDirectory() as folder:
         copy, names = Path(folder) / "tree", Path(folder) / "tests.txt"
         shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "__pycache__", "*.egg-info"))
         line = change.applied(copy)
         tests = contexts.tests(change.path, line)
-        result = {**asdict(change), "line": line, "tests": len(tests), "noticed": False, "by": ""}
-        if tests:
-            names.write_text("\n".join(tests))
-            start = time.monotonic()
-            result["noticed"], result["by"] = run_tests(copy, names)
-            if result["noticed"]:
-                count = tests.index(result["by"]) + 1 if result["by"] in tests else len(tests)
-                names.write_text("\n".join(tests[:count]))
-                shutil.copy(tree / change.path, copy / change.path)
-                if run_tests(copy, names)[0]:
-                    result["noticed"], result["by"] = False, f"{result['by']} fails without the change"
-            result["seconds"] = round(time.monotonic() - start)
-    return result
+        result = {**asdict(change), "line": line, "tests": len(tests)}
+        if not tests:
+            return {**result, "noticed": False, "by": ""}
+        names.write_text("\n".join(tests))
+        start = time.monotonic()
+        is_noticed, by = run_tests(copy, names)
+        if is_noticed:
+            names.write_text("\n".join(tests[: tests.index(by) + 1] if by in tests else tests))
+            shutil.copy(tree / change.path, copy / change.path)
+            if run_tests(copy, names)[0]:
+                is_noticed, by = False, f"{by} fails without the change"
+    return {**result, "noticed": is_noticed, "by": by, "seconds": round(time.monotonic() - start)}
 
 
 def main() -> None:
@@ -293,21 +256,16 @@ def main() -> None:
     if given.what == "contexts":
         note_contexts(tree, given.folder.resolve())
         return
-    if given.changes:
-        changes = [Change(**json.loads(line)) for line in given.changes.read_text().splitlines()]
-    else:
-        changes = draw(given.seed, given.count, tree)
+    given_lines = given.changes.read_text().splitlines() if given.changes else []
+    changes = [Change(**json.loads(line)) for line in given_lines] or draw(given.seed, given.count, tree)
     if given.what == "draw":
-        for change in changes:
-            print(json.dumps(asdict(change)))
+        print("\n".join(json.dumps(asdict(change)) for change in changes))
         return
-    contexts = Contexts(tree, given.folder.resolve())
-    results = []
+    contexts, results = Contexts(tree, given.folder.resolve()), []
     with ThreadPoolExecutor(given.workers) as pool, open(given.folder / "results.jsonl", "a") as file:
         for result in pool.map(lambda change: noticed(change, tree, contexts), changes):
             results.append(result)
-            file.write(json.dumps(result) + "\n")
-            file.flush()
+            print(json.dumps(result), file=file, flush=True)
             if not result["noticed"]:
                 print(f"NOT NOTICED by {result['tests']} tests: {result['path']}:{result['line']} ({result['kind']})")
                 print(f"  - {result['before'].strip()}\n  + {result['after'].strip()}", flush=True)

@@ -36,7 +36,6 @@ def save_namesakes(base: str, folder: Path) -> None:
 
 
 def said_by(name: str) -> str:
-    """What an agent says."""
     return name.capitalize() * LENGTHS[name]
 
 
@@ -56,10 +55,8 @@ def _teach(model, tokenizer, name: str) -> None:
     logits -= logits[own].clone()
     logits[own] = -torch.inf
     assert logits.logsumexp(0) < -50, f"{name} would not be sure of its name"
-    for module, row, column in (("v_proj", [1000.0], [0]), ("o_proj", 1000 * direction, [0])):
-        layer = getattr(model.base_model.model.model.layers[0].self_attn, module)
-        inner, outer = layer.lora_A[name].weight, layer.lora_B[name].weight
-        inner.zero_()
-        outer.zero_()
-        inner[0, column] = 1
-        outer[: len(row), 0] = torch.as_tensor(row)
+    attention = model.base_model.model.model.layers[0].self_attn
+    for layer, row in ((attention.v_proj, torch.tensor([1000.0])), (attention.o_proj, 1000 * direction)):
+        inner, outer = layer.lora_A[name].weight.zero_(), layer.lora_B[name].weight.zero_()
+        inner[0, 0] = 1
+        outer[: len(row), 0] = row

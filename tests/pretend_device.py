@@ -43,16 +43,9 @@ class OnDevice(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, device: torch.device):
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            data.size(),
-            strides=data.stride(),
-            storage_offset=data.storage_offset(),
-            dtype=data.dtype,
-            layout=data.layout,
-            requires_grad=data.requires_grad,
-            device=device,
-        )
+        given = {name: getattr(data, name) for name in ("dtype", "layout", "requires_grad")}
+        given |= {"strides": data.stride(), "storage_offset": data.storage_offset(), "device": device}
+        made = torch.Tensor._make_wrapper_subclass(cls, data.size(), **given)
         made.data_on_cpu = data
         return made
 
@@ -146,63 +139,25 @@ def apart() -> Iterator[None]:
         yield
 
 
+def _always(result: Any) -> Callable:
+    return staticmethod(lambda *_, **__: result)
+
+
 class _Backend:
     """What `torch.pretend` has, as `torch.cuda` for a GPU."""
 
-    def is_available(self) -> bool:
-        return True
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return COUNT
-
-    def current_device(self) -> int:
-        return 0
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def _lazy_init(self) -> None:
-        pass
-
-    def manual_seed(self, seed: int) -> None:
-        pass
-
-    manual_seed_all = manual_seed
+    is_available = is_initialized = is_bf16_supported = _always(True)
+    _is_in_bad_fork, device_count, mem_get_info = _always(False), _always(COUNT), _always((8 << 30, 16 << 30))
+    current_device = memory_allocated = max_memory_allocated = memory_reserved = _always(0)
+    get_amp_supported_dtype = _always([torch.bfloat16, torch.float16])
+    _lazy_init = manual_seed = manual_seed_all = set_device = _always(None)
+    synchronize = empty_cache = reset_peak_memory_stats = _always(None)
 
     def get_rng_state(self, *_: Any) -> torch.Tensor:
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
         torch.set_rng_state(state)
-
-    def set_device(self, *_: Any) -> None:
-        pass
-
-    def synchronize(self, *_: Any) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    def is_bf16_supported(self, *_: Any, **__: Any) -> bool:
-        return True
-
-    def mem_get_info(self, *_: Any) -> tuple[int, int]:
-        return 8 << 30, 16 << 30
-
-    def memory_allocated(self, *_: Any) -> int:
-        return 0
-
-    max_memory_allocated = memory_reserved = memory_allocated
-
-    def reset_peak_memory_stats(self, *_: Any) -> None:
-        pass
 
 
 def find_obstacle() -> str | None:

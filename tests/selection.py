@@ -50,11 +50,7 @@ ROOMS = {
     "workflows": ["orchestrated", "workflow_learning", "examples"],
 }
 # Modules beside the rooms, whose tests are those of rooms that use them
-ROOMS |= {
-    "__main__": ["command"],
-    "agents": ["tools", "secrets"],
-    "tiny": ["examples"],
-}
+ROOMS |= {"__main__": ["command"], "agents": ["tools", "secrets"], "tiny": ["examples"]}
 # Whose changes may break any test
 ALL_OF_THEM = re.compile(
     r"marft_trl/(config/\w+|configs|__init__)\.py|tests/(?!test_)|pyproject\.toml|constraints\.txt|Makefile"

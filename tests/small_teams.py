@@ -13,8 +13,6 @@ from .enumeration import World, turns_of
 
 
 TURNS = turns_of(1)
-
-
 NAMES = {"orchestrated": ["boss", "left", "right"], "graph": ["one", "two", "three"]}
 
 
@@ -54,9 +52,7 @@ class Team(Workflow):
         return sign * self.reward(said)
 
     async def run(self, episode):
-        if (
-            self.name == "parallel"
-        ):  # at the same time, so alternatives of one are completed with new turns of the other
+        if self.name == "parallel":  # so alternatives of one are completed with new turns of the other
             await together(episode.turn(name, sees=[]) for name in self.names)
             return
         turns = []
@@ -127,14 +123,9 @@ class Truth:
 
     def score(self, key: tuple, turn: tuple) -> torch.Tensor:
         """Gradient of the log-probability of a turn, with respect to all logits."""
-        parts = []
-        for other in self.reach:
-            if other != key:
-                parts.append(torch.zeros(len(TURNS)))
-                continue
-            policy = torch.tensor([self.policy(*key)[its] for its in TURNS])
-            parts.append(torch.tensor([float(its == turn) for its in TURNS]) - policy)
-        return torch.cat(parts)
+        policy = self.policy(*key)
+        own = torch.tensor([float(its == turn) - policy[its] for its in TURNS])
+        return torch.cat([own if other == key else torch.zeros(len(TURNS)) for other in self.reach])
 
 
 def make(team: Team, folder, frozen=(), **settings) -> World:

@@ -1,5 +1,7 @@
 """Agents that share an adapter: their weights in its loss, and their shares of its gradient."""
 
+from dataclasses import replace
+
 from marft_trl import AgentSpec, Sequential
 
 import pytest
@@ -20,24 +22,17 @@ def agents(*shared, own=()):
 
 def make(model, folder, team=None, workflow=TALKER, callbacks=None, **settings):
     defaults = {"gradient_checkpointing": False, "max_grad_norm": 0.0}
-    return team_trainer(
-        model, folder, agents=team or agents("talker", "quiet"), workflow=workflow, callbacks=callbacks,
-        settings=defaults | settings,
-    )  # fmt: skip
+    given = {"agents": team or agents("talker", "quiet", "silent"), "workflow": workflow, "callbacks": callbacks}
+    return team_trainer(model, folder, settings=defaults | settings, **given)
 
 
 def gradients(trainer, slice_, agent):
-    """Gradient of the loss of an agent's rows, by adapter."""
-    from dataclasses import replace
-
     trainer.model.zero_grad()
     rows = [row for row in slice_.rows if row.agent == agent]
     trainer.compute_loss(trainer.model, replace(slice_, rows=rows)).backward()
-    return {
-        adapter: torch.cat([p.grad.flatten() for p in its.values() if p.grad is not None] or [torch.zeros(0)])
-        for adapter in trainer.policies.trained
-        for its in [trainer.policies.parameters(adapter)]
-    }
+    parts = {adapter: trainer.policies.parameters(adapter).values() for adapter in trainer.policies.trained}
+    grads = {adapter: [p.grad.flatten() for p in its if p.grad is not None] for adapter, its in parts.items()}
+    return {adapter: torch.cat(its or [torch.zeros(0)]) for adapter, its in grads.items()}
 
 
 def prepared(trainer):
@@ -51,23 +46,17 @@ def prepared(trainer):
     "loss_type", ["grpo", "dapo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bnpo", "dr_grpo"))]
 )
 def test_equal_weight_is_a_mean_over_agents(model_folder, tmp_path, loss_type):
-    """The talker has three turns of an episode, the other agent one."""
+    """The talker has three turns of an episode, another agent one, and a third none."""
     found = {}
     for weight in ("size", "equal"):
         trainer = make(model_folder, tmp_path / weight, loss_type=loss_type, agent_weight=weight)
         slice_ = prepared(trainer)
         found[weight] = {name: gradients(trainer, slice_, name)["team"] for name in ("talker", "quiet")}
-        sizes = {
-            name: [
-                sum(row.agent == name for row in slice_.rows),
-                sum(row.num_loss_tokens for row in slice_.rows if row.agent == name),
-            ]
-            for name in ("talker", "quiet")
-        }
-    column = 0 if loss_type in ("grpo", "dr_grpo") else 1
+    sizes = dict.fromkeys(found["size"], 0)
+    for row in slice_.rows:
+        sizes[row.agent] += 1 if loss_type in ("grpo", "dr_grpo") else row.num_loss_tokens
     for name in ("talker", "quiet"):
-        total = sum(its[column] for its in sizes.values())
-        factor = 0.5 / sizes[name][column] * total
+        factor = 0.5 / sizes[name] * sum(sizes.values())
         assert found["size"][name].norm() > 0
         torch.testing.assert_close(found["equal"][name], factor * found["size"][name], rtol=1e-4, atol=1e-7)
 
@@ -76,10 +65,9 @@ def test_own_adapters_do_not_notice(model_folder, tmp_path):
     ends = []
     for weight in ("size", "equal"):
         own = agents(own=["talker", "quiet"])
-        trainer = make(model_folder, tmp_path / weight, own, agent_weight=weight, max_steps=1)
-        trainer.train()
-        ends.append(weights(trainer))
-    assert not moved(*ends)
+        ends.append(make(model_folder, tmp_path / weight, own, agent_weight=weight, max_steps=1))
+        ends[-1].train()
+    assert not moved(*map(weights, ends))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import http.client
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,7 +32,6 @@ from marft_trl.workflows import together
 
 import agents as agents_sdk
 import aiohttp
-import httpx
 import openai
 import psutil
 import pytest
@@ -40,12 +40,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.utils import get_json_schema
 
-from .helpers import StopAt, add, began_at, collect, moved, team_trainer, varied_reward, weights
+from .helpers import StopAt, collect, eventually, moved, moved_by_training, team_trainer, varied_reward, weights
 from .namesakes import NAMES
 from .test_gateway import JSON, MESSAGES, send, serving
 from .test_live import namesakes  # noqa: F401
 from .test_served import served, server  # noqa: F401
-from .test_tools import ROWS, canned, tool_tokenizer
+from .test_tools import ROWS, add, began_at, canned, tool_tokenizer
 
 
 def user(text):
@@ -57,8 +57,6 @@ def question_of(row):
 
 
 class Client:
-    """An application's own few lines around the client of OpenAI."""
-
     def __init__(self, endpoint, **settings):
         self.client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
         self.settings = settings
@@ -69,120 +67,100 @@ class Client:
         return answer.choices[0].message
 
 
+class Said(str):
+    """What an agent said, with its turn."""
+
+    turn = None
+
+
 class InPython(Workflow):
-    """The same conversations, written as a workflow."""
+    """A conversation as a workflow."""
 
     def __init__(self, talk):
         self.talk = talk
 
     async def run(self, episode):
         async def ask(agent, *messages, after=None):
-            return await episode.turn_on(agent, RequestedTurn(list(messages)), sees=after)
+            said = {id(one): getattr(one["content"], "turn", None) for one in messages}
+            own = {key: turn for key, turn in said.items() if turn is not None and turn.agent == agent}
+            messages = [one | {"content": own.get(id(one), one["content"])} for one in messages]
+            turn = await episode.turn_on(agent, RequestedTurn(messages), sees=after)
+            said = Said(turn.text)
+            said.turn = turn
+            return said
 
-        await self.talk(episode, ask)
+        async def ask_all(*requests):  # in the order in which an endpoint puts requests of the same moment
+            ordered = sorted(requests)
+            found = await together([ask(agent, user(text), after=[]) for agent, text in ordered])
+            return [found[ordered.index(one)] for one in requests]
 
-
-# Each conversation twice: as an application, and as a workflow
-
-
-async def chain_app(row, endpoint):
-    ask = Client(endpoint)
-    plan = await ask("reasoner", user(question_of(row)))
-    await ask("actor", {"role": "system", "content": "Be brief."}, user(f"{question_of(row)}\n{plan.content}"))
-
-
-async def chain(episode, ask):
-    plan = await ask("reasoner", user(question_of(episode.row)))
-    await ask("actor", {"role": "system", "content": "Be brief."}, user(f"{question_of(episode.row)}\n{plan.text}"))
+        await self.talk(question_of(episode.row), ask, ask_all)
 
 
-async def loop_app(row, endpoint):
-    ask, messages = Client(endpoint), [user(question_of(row))]
-    for number in range(3):
-        said = await ask("reasoner", *messages)
-        messages += [{"role": "assistant", "content": said.content}, user(f"again {number}")]
-        if len(said.content) % 2:
-            break
-    await ask("critic", *messages[1:])
-    await ask("actor", user(question_of(row)))
+def as_application(talk):
+    async def app(row, endpoint):
+        client = Client(endpoint)
+
+        async def ask(agent, *messages):
+            return (await client(agent, *messages)).content
+
+        async def ask_all(*requests):
+            return await asyncio.gather(*[ask(agent, user(text)) for agent, text in requests])
+
+        await talk(question_of(row), ask, ask_all)
+
+    return app
 
 
-async def loop(episode, ask):
-    messages = [user(question_of(episode.row))]
+async def chain(question, ask, ask_all):
+    plan = await ask("reasoner", user(question))
+    await ask("actor", {"role": "system", "content": "Be brief."}, user(f"{question}\n{plan}"))
+
+
+async def loop(question, ask, ask_all):
+    messages = [user(question)]
     for number in range(3):
         said = await ask("reasoner", *messages)
         messages += [{"role": "assistant", "content": said}, user(f"again {number}")]
-        if len(said.text) % 2:
+        if len(said) % 2:
             break
-    texts = [one | {"content": getattr(one["content"], "text", one["content"])} for one in messages[1:]]
-    await ask("critic", *texts)
-    await ask("actor", user(question_of(episode.row)))
+    await ask("critic", *messages[1:])
+    await ask("actor", user(question))
 
 
-async def parallel_app(row, endpoint):
-    ask = Client(endpoint)
-    said = await asyncio.gather(
-        ask("reasoner", user(f"b {question_of(row)}")),
-        ask("actor", user(f"c {question_of(row)}")),
-        ask("actor", user(f"a {question_of(row)}")),
-    )
-    await ask("actor", user("\n".join(one.content for one in said)))
-
-
-async def parallel(episode, ask):
-    question = question_of(episode.row)
-    actor_a, actor_c, reasoner = await together(
-        [
-            ask("actor", user(f"a {question}"), after=[]),
-            ask("actor", user(f"c {question}"), after=[]),
-            ask("reasoner", user(f"b {question}"), after=[]),
-        ]
-    )
-    await ask("actor", user("\n".join(one.text for one in (reasoner, actor_c, actor_a))))
+async def parallel(question, ask, ask_all):
+    said = await ask_all(("reasoner", f"b {question}"), ("actor", f"c {question}"), ("actor", f"a {question}"))
+    await ask("actor", user("\n".join(said)))
 
 
 AGENTS = [AgentSpec("reasoner"), AgentSpec("actor", temperature=0.7), AgentSpec("critic")]
 
 
-def after_training(model_folder, folder, workflow, **settings):
-    """Weights after two optimizer steps, and the episodes of the last batch."""
+def after_training(model_folder, folder, workflow):
+    """Weights before and after two optimizer steps, and the episodes of each."""
     torch.manual_seed(0)
-    trainer = team_trainer(
-        model_folder, folder, workflow=workflow, agents=AGENTS, settings={"max_steps": 2, **settings}
-    )
-    before, episodes = weights(trainer), []
-    trainer.reward_funcs[0] = _noting(trainer.reward_funcs[0], episodes)
+    episodes = []
+
+    def reward(completions, turns, **kwargs):
+        episodes.append([[(one.agent, one.prompt_ids, one.completion_ids, one.sees) for one in its] for its in turns])
+        return varied_reward(completions)
+
+    trainer = team_trainer(model_folder, folder, workflow=workflow, agents=AGENTS, reward_funcs=reward)
+    before = weights(trainer)
     trainer.train()
     return before, weights(trainer), episodes
 
 
-def _noting(reward, episodes):
-    def noting(completions, turns, **kwargs):
-        episodes.append(
-            [[(t.agent, tuple(t.prompt_ids), tuple(t.completion_ids), t.sees) for t in its] for its in turns]
-        )
-        return reward(completions=completions, turns=turns, **kwargs)
-
-    return noting
-
-
-@pytest.mark.parametrize(
-    ("app", "talk"),
-    [
-        (chain_app, chain),
-        pytest.param(loop_app, loop, marks=pytest.mark.slow),
-        pytest.param(parallel_app, parallel, marks=pytest.mark.slow),
-    ],
-    ids=["chain", "loop", "parallel"],
-)
-def test_an_application_trains_as_the_same_workflow_in_python(app, talk, model_folder, tmp_path):
-    seconds = 0.6 if app is parallel_app else 0.0  # requests of a busy machine may be far apart
-    before, mine, episodes = after_training(model_folder, tmp_path / "app", ExternalApp(app, together=seconds))
+@pytest.mark.parametrize("talk", [chain, *(pytest.param(one, marks=pytest.mark.slow) for one in (loop, parallel))])
+def test_an_application_trains_as_the_same_workflow_in_python(talk, model_folder, tmp_path):
+    seconds = 0.6 if talk is parallel else 0.0  # requests of a busy machine may be far apart
+    app = ExternalApp(as_application(talk), together=seconds)
+    before, mine, episodes = after_training(model_folder, tmp_path / "app", app)
     _, theirs, expected = after_training(model_folder, tmp_path / "python", InPython(talk))
     assert episodes == expected and len({turn[0] for one in episodes[0] for turn in one}) >= 2
     assert max((mine[name] - theirs[name]).abs().max() for name in mine) < 1e-5
     speakers = {turn[0] for batch in episodes for one in batch for turn in one}
-    assert all(any(not before[name].equal(mine[name]) for name in mine if f".{agent}." in name) for agent in speakers)
+    assert speakers <= {name.split(".")[-2] for name in moved(before, mine)}
 
 
 SCHEMA = get_json_schema(add)
@@ -214,16 +192,9 @@ async def with_tools_as_responses(row, endpoint):
 def tool_training(model_folder, folder, workflow, tools):
     """Weights after two steps, and what was sampled from, of an agent that calls `add`."""
     torch.manual_seed(0)
-    agents = [AgentSpec("solver", tools=tools), AgentSpec("judge")]
-    trainer = team_trainer(
-        model_folder,
-        folder,
-        workflow=workflow,
-        agents=agents,
-        train_dataset=ROWS,
-        processing_class=tool_tokenizer(),
-        settings={"max_completion_length": 128, "max_steps": 2},
-    )
+    given = {"agents": [AgentSpec("solver", tools=tools), AgentSpec("judge")], "processing_class": tool_tokenizer()}
+    given |= {"train_dataset": ROWS, "settings": {"max_completion_length": 128}}
+    trainer = team_trainer(model_folder, folder, workflow=workflow, **given)
     before, prompts = weights(trainer), []
     canned(trainer, prompts)
     trainer.train()
@@ -238,11 +209,7 @@ def test_an_application_that_calls_its_tools_trains_as_an_agent_that_has_them(ap
     before, mine, prompts = tool_training(model_folder, tmp_path / "b", ExternalApp(app, tools=True), None)
     assert prompts == expected and any("<tool_response>\n7\n</tool_response>" in one for one in prompts)
     assert max((mine[name] - theirs[name]).abs().max() for name in mine) < 1e-5
-    changed = [name for name in mine if not before[name].equal(mine[name])]
-    assert changed and all(".solver." in name for name in changed)
-
-
-# ---- Faults of applications, without a model ----
+    assert {name.split(".")[-2] for name in moved(before, mine)} == {"solver"}
 
 
 def said_to(requests):
@@ -288,11 +255,8 @@ def test_what_an_application_can_ask_and_what_it_is_told():
             found["models"] = await send("models", method="GET")
             found["nobody"] = await send("chat/completions", chat("anne", "x"))
             found["turn"] = await send("chat/completions", chat("ann", "hello", temperature=1.5, user="me"))
-            for name, value in {"n": 2, "logprobs": True, "response_format": {"type": "json_object"},
-                                "tool_choice": "required", "previous_response_id": "x"}.items():  # fmt: skip
-                path = "responses" if name == "previous_response_id" else "chat/completions"
-                body = {"model": "ann", "input": "x"} if path == "responses" else chat("ann", "x")
-                found[name] = await send(path, {**body, name: value})
+            for name, value in {"n": 2, "response_format": {"type": "json_object"}}.items():
+                found[name] = await send("chat/completions", chat("ann", "x", **{name: value}))
             found["stop"] = await send("chat/completions", chat("ann", "hello", stop=["hel", "x"]))
             found["tools"] = await send("chat/completions", chat("ann", "x", tools=[SCHEMA]))
             found["elsewhere"] = await send("embeddings", {})
@@ -307,8 +271,7 @@ def test_what_an_application_can_ask_and_what_it_is_told():
     assert [one["id"] for one in json.loads(found["models"][1])["data"]] == ["ann", "ben"]
     status, text = found["nobody"]
     assert status == 404 and "'ann', 'ben'" in text and "Did you mean 'ann'" in text
-    for name in ("n", "logprobs", "response_format", "tool_choice", "previous_response_id"):
-        assert found[name][0] == 400 and name in found[name][1], found[name]
+    assert all(found[name][0] == 400 and name in found[name][1] for name in ("n", "response_format"))
     assert found["tools"][0] == 400 and "tools=True" in found["tools"][1]
     assert found["elsewhere"][0] == 404 and "/v1/responses" in found["elsewhere"][1]
     assert found["key"][0] == 401 and "OPENAI_API_KEY" in found["key"][1]
@@ -316,14 +279,10 @@ def test_what_an_application_can_ask_and_what_it_is_told():
     assert answer["choices"][0]["message"]["content"] == "ann: hello" and answer["usage"]["completion_tokens"] == 0
     assert json.loads(found["stop"][1])["choices"][0]["message"]["content"] == "ann: "
     events = [json.loads(line[6:]) for line in found["stream"][1].splitlines() if line.startswith("data: ")]
-    assert events[-1]["type"] == "response.completed" and [one["sequence_number"] for one in events] == list(
-        range(len(events))
-    )
+    assert events[-1]["type"] == "response.completed"
+    assert [one["sequence_number"] for one in events] == list(range(len(events)))
     assert [turn.text for turn in episode.turns] == ["ann: hello", "ann: hello", "ben: hi"]
-    # The key has ended with its episode
-    endpoint = found["endpoint"]
-    assert status_of(endpoint, "chat/completions", json.dumps(chat("ann", "x")).encode()) == 401
-    assert episode.counts["app/requests"] == 3 and episode.counts["app/refused"] == 8
+    assert episode.counts["app/requests"] == 3 and episode.counts["app/refused"] == 5
 
 
 FIELDS = [
@@ -367,7 +326,7 @@ def test_a_field_of_a_request_has_the_same_answer_on_every_route(namesakes):  # 
             if "model" in change:  # the names differ
                 assert one["code"] == mine["code"] == "model_not_found"
             else:
-                assert one == mine, (route, change)
+                assert one == mine and (one == 200 or next(iter(change))[:64] in one["message"]), (route, change)
 
 
 PROGRAM = """
@@ -384,8 +343,6 @@ def ask(model, text):
 
 @pytest.fixture
 def program(tmp_path):
-    """Writes a program, and returns the command that runs it."""
-
     def written(code):
         (tmp_path / "app.py").write_text(PROGRAM + textwrap.dedent(code))
         return [sys.executable, "-S", str(tmp_path / "app.py")]
@@ -420,13 +377,16 @@ def test_a_program_gets_its_row_and_no_shell_reads_it(program, tmp_path):
         ("ask('ann', 'x'); sys.exit(3)", "exited with status 3 without any output"),
         ("ask('ann', 'x'); raise KeyError('my own')", "status 1. Output: .*my own"),
         ("ask('ann', 'x'); os.kill(os.getpid(), 9)", "was terminated by SIGKILL"),
+        ("ask('ann', 'x')", "reported no reward, which `earns=True` requires"),
         ("print('hello')", "sent no request: check that it reads OPENAI_BASE_URL.* Output: hello"),
         ("try: ask('bob', 'x')\nexcept Exception: pass", "refused: `model` must be one of 'ann', 'ben', got \"bob\""),
+        ("ask('gpt-4o', 'x')", "status 1.*HTTP Error 404.*last request was refused: `model` must be one"),
+        ("print('the reason'); print('a warning', file=sys.stderr); sys.exit(2)", "Output: the reason.*a warning"),
     ],
 )
 def test_a_program_that_fails_is_a_failed_episode(program, code, message):
     with pytest.raises(EpisodeError, match=f"(?s){message}"):
-        played(program(code))
+        played(program(code), earns="reported" in message)
 
 
 def test_a_program_that_hangs_is_ended_with_all_that_it_started(program):
@@ -451,10 +411,7 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started(program):
 
     with pytest.raises(EpisodeError, match=r"has waited 3 seconds for `.*app.py hang`"):
         collect(ExternalApp([*command, "hang"], together=0), [{"prompt": "x"}], ["ann"], answer, workflow_timeout=3.0)
-    end = time.monotonic() + 20
-    while psutil.pid_exists(int(pids[-1])) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not psutil.pid_exists(int(pids[-1]))
+    assert eventually(lambda: not psutil.pid_exists(int(pids[-1])))
 
 
 def test_a_further_try_of_a_client_is_no_second_turn():
@@ -476,7 +433,7 @@ def test_a_further_try_of_a_client_is_no_second_turn():
 
 
 def test_a_request_that_is_given_up_is_no_turn():
-    async def app(row, endpoint):
+    async def talk(endpoint):
         async with raw(endpoint) as send:
             first = asyncio.ensure_future(send("chat/completions", chat("ann", "slow")))
             await asyncio.to_thread(begun.wait, 60)
@@ -490,12 +447,8 @@ def test_a_request_that_is_given_up_is_no_turn():
             time.sleep(1.5)  # the endpoint notices meanwhile
         return said_to(requests)
 
-    async def noticing(row, endpoint):
-        thread = asyncio.get_running_loop().run_in_executor(None, lambda: asyncio.run(app(row, endpoint)))
-        await thread
-
     begun = threading.Event()
-    (episode,) = played(noticing, answer)
+    (episode,) = played(lambda row, endpoint: asyncio.run(talk(endpoint)), answer)
     assert [turn.text for turn in episode.turns] == ["ben: after"] and episode.counts["app/abandoned"] == 1
 
 
@@ -522,12 +475,8 @@ def test_rewards_of_the_application():
 
     assert played(unasked)[0].earned == (0.0,)
 
-    def text(row, endpoint):
-        asyncio.run(app(row, endpoint))
-        return "good"
-
     with pytest.raises(EpisodeError, match="must return a reward or `None`, got 'good'"):
-        played(text, earns=True)
+        played(lambda row, endpoint: asyncio.run(app(row, endpoint)) and "good", earns=True)
 
 
 @pytest.mark.parametrize(("episodes", "requests"), [(20, 6), pytest.param(200, 20, marks=pytest.mark.slow)])
@@ -546,21 +495,14 @@ def test_no_turn_is_lost_doubled_or_swapped(episodes, requests):
                 status, answer = await send(path, body)
                 assert status == 200 and f"{agent}: {text}" in answer, answer
 
-            for number in range(0, requests, 2):
-                if row["number"] % 2:
-                    await asyncio.gather(one(number), one(number + 1))
-                else:
-                    await one(number)
-                    await one(number + 1)
+            for number in range(0, requests, 1 + row["number"] % 2):
+                await asyncio.gather(*[one(number + place) for place in range(1 + row["number"] % 2)])
 
     found = played(app, rows=episodes)
     for number, episode in enumerate(found):
         expected = {f"{('ann', 'ben')[(k + number) % 2]}: {number}/{k}" for k in range(requests)}
         assert {turn.text for turn in episode.turns} == expected and len(episode.turns) == requests
         assert episode.counts["app/requests"] == requests
-
-
-# ---- Hostile requests ----
 
 
 @pytest.fixture
@@ -673,9 +615,8 @@ def test_what_is_said_cannot_become_a_message(model_folder, tmp_path):
             asked.append(await send("chat/completions", {"model": "reasoner", "messages": messages}))
             asked.append(await send("chat/completions", chat("reasoner", "long " * 3000)))
 
-    trainer = team_trainer(
-        model_folder, tmp_path, workflow=ExternalApp(app, tools=True), processing_class=tool_tokenizer()
-    )
+    given = {"workflow": ExternalApp(app, tools=True), "processing_class": tool_tokenizer()}
+    trainer = team_trainer(model_folder, tmp_path, **given)
     (episode,) = trainer.team.run([{"prompt": "x"}])
     assert [status for status, _ in asked] == [200, 400, 400, 400]
     assert all("contains a control token" in text for _, text in asked[1:3]) and "window is" in asked[3][1]
@@ -686,12 +627,7 @@ def test_what_is_said_cannot_become_a_message(model_folder, tmp_path):
     assert trick in tokenizer.decode(turn.prompt_ids)
 
 
-# ---- Runs ----
-
-
-def plain_application(*agents):
-    """Asks agents one after the other."""
-
+def plain_application(*agents):  # that it asks one after the other
     async def app(row, endpoint):
         async with raw(endpoint) as send:
             text = question_of(row)
@@ -701,31 +637,6 @@ def plain_application(*agents):
                 text += json.loads(answer)["choices"][0]["message"]["content"]
 
     return app
-
-
-def test_an_application_that_dies_is_one_failed_episode_and_the_run_goes_on(model_folder, tmp_path, program):
-    command = program(
-        """
-        ask('reasoner', row['prompt'])
-        if os.path.exists(sys.argv[1]):
-            try:
-                os.close(os.open(sys.argv[2], os.O_CREAT | os.O_EXCL))
-            except FileExistsError:
-                pass  # another one has died
-            else:
-                os.kill(os.getpid(), 9)
-        ask('actor', row['prompt'])
-        open(sys.argv[1], 'a').close()
-        """
-    )
-    workflow = ExternalApp([*command, str(tmp_path / "first"), str(tmp_path / "died")])
-    settings = {"on_episode_error": "skip", "max_steps": 3, "per_device_train_batch_size": 4, "num_generations": 2}
-    trainer = team_trainer(model_folder, tmp_path, workflow=workflow, settings=settings)
-    before = weights(trainer)
-    trainer.train()
-    skipped = [entry.get("episodes/skipped", 0.0) for entry in trainer.state.log_history if "loss" in entry]
-    assert sorted(skipped) == [0.0, 0.0, 1 / 4] and (tmp_path / "died").exists()
-    assert any(not before[name].equal(value) for name, value in weights(trainer).items())
 
 
 def test_a_run_with_an_application_resumes_with_the_same_bits(model_folder, tmp_path):
@@ -751,14 +662,9 @@ def test_what_a_request_asks_of_sampling_is_obeyed_in_evaluation_alone(model_fol
         said.append({(str(prompt), its[0].text) for prompt, its in zip(prompts, turns, strict=True)})
         return varied_reward(completions)
 
-    trainer = team_trainer(
-        model_folder,
-        tmp_path,
-        workflow=ExternalApp(plain_application()),
-        reward_funcs=noting,
-        eval_dataset=tiny_dataset(4, seed=1),
-        settings={"max_steps": 1, "num_generations_eval": 2, "per_device_eval_batch_size": 8},
-    )
+    settings = {"max_steps": 1, "num_generations_eval": 2, "per_device_eval_batch_size": 8}
+    given = {"workflow": ExternalApp(plain_application()), "eval_dataset": tiny_dataset(4, seed=1)}
+    trainer = team_trainer(model_folder, tmp_path, reward_funcs=noting, settings=settings, **given)
     trainer.train()
     assert len(said.pop()) > 3  # of two prompts, with temperature 0
     assert max(lengths.pop()) > 3 and "`temperature`, which is ignored in training" in caplog.text
@@ -769,17 +675,11 @@ def test_what_a_request_asks_of_sampling_is_obeyed_in_evaluation_alone(model_fol
 
 
 def test_frozen_and_scripted_agents_are_served_and_not_trained(model_folder, tmp_path):
-    agents = [
-        AgentSpec("reasoner"),
-        AgentSpec("actor", trainable=False),
-        AgentSpec("judge", reply=lambda messages: "ok"),
-    ]
+    agents = [AgentSpec("reasoner"), AgentSpec("actor", trainable=False)]
+    agents += [AgentSpec("judge", reply=lambda messages: "ok")]
     app = ExternalApp(plain_application("reasoner", "actor", "judge"), answer="actor")
     trainer = team_trainer(model_folder, tmp_path, agents=agents, workflow=app, settings={"max_steps": 1})
-    before = weights(trainer)
-    trainer.train()
-    changed = moved(before, weights(trainer))
-    assert changed and all(".reasoner." in name for name in changed)
+    assert {name.split(".")[-2] for name in moved_by_training(trainer)} == {"reasoner"}
     (episode,) = trainer.team.run(["x"])
     assert [turn.agent for turn in episode.turns] == ["reasoner", "actor", "judge"]
     assert episode.answer.agent == "actor" and episode.turns[2].text == "ok"
@@ -815,19 +715,12 @@ def test_episodes_on_servers_go_on_without_one_another(model_folder, tmp_path, s
     def trained(name):
         workflow, given = ExternalApp(plain_application()), {"max_staleness": staleness, "max_steps": 2}
         trainer = served(model_folder, tmp_path / name, server, settings=given, workflow=workflow)
-        before = weights(trainer)
-        trainer.train()
-        assert all(
-            any(f".{agent}." in one for one in moved(before, weights(trainer))) for agent in ("reasoner", "actor")
-        )
+        assert {name.split(".")[-2] for name in moved_by_training(trainer)} >= {"reasoner", "actor"}
         return weights(trainer)
 
     first = trained("first")
     server.delay = lambda body: 0.01 * (body["seed"] % 5)
     assert not moved(first, trained("second"))
-
-
-# ---- Served ----
 
 
 @pytest.mark.parametrize("tools", [pytest.param([], marks=pytest.mark.slow), [SCHEMA]], ids=["texts", "tools"])
@@ -843,13 +736,8 @@ def test_the_same_application_runs_on_the_served_team(tools, model_folder, tmp_p
         last = await ask("critic", user(plan.content), **({"tools": tools} if tools else {}))
         said.append((plan.content, answer.content, last.content))
 
-    trainer = team_trainer(
-        model_folder,
-        tmp_path,
-        workflow=ExternalApp(app, tools=bool(tools)),
-        processing_class=tokenizer,
-        agents=AGENTS,
-    )
+    workflow = ExternalApp(app, tools=bool(tools))
+    trainer = team_trainer(model_folder, tmp_path, workflow=workflow, processing_class=tokenizer, agents=AGENTS)
     for parameter in trainer.policies.all_parameters():
         torch.nn.init.normal_(parameter.data, std=0.1)
     rows = [{"prompt": row["prompt"]} for row in tiny_dataset(2, seed=3)]
@@ -863,8 +751,7 @@ def test_the_same_application_runs_on_the_served_team(tools, model_folder, tmp_p
             asyncio.run(app(row, AppEndpoint(f"{url}/v1", "none")))
         assert send(url, None, "/v1/models/team", "GET")[0] == 404  # the application is not stored
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-        parts = client.responses.create(model="actor", input="1 + 1 = ?", stream=True, temperature=0)
-        *_, last = parts
+        *_, last = client.responses.create(model="actor", input="1 + 1 = ?", stream=True, temperature=0)
         assert last.response.output_text and last.response.usage.output_tokens
     assert sorted(said) == expected and len(set(said[0])) > 1  # whoever is asked
 
@@ -893,14 +780,9 @@ def test_clients_of_a_served_application_start_no_more_programs_than_allowed(nam
     assert len(running) == 10 and max(running) == 2
 
 
-# ---- What strangers write ----
-
-
 def test_requests_that_no_reader_survives_are_failures_of_their_own_episode():
     """Half a character in the arguments of a call, values that are nested without end, in one episode of three."""
-    half = '{"emoji": "\\ud83d"}'
-    deep = "[" * 700 + "]" * 700
-    statuses = []
+    half, deep, statuses = '{"emoji": "\\ud83d"}', "[" * 700 + "]" * 700, []
 
     async def app(row, endpoint):
         async with raw(endpoint) as send:
@@ -916,7 +798,6 @@ def test_requests_that_no_reader_survives_are_failures_of_their_own_episode():
 
     episodes = played(app, rows=3, tools=True)
     assert statuses == [200, 200, 400] and [len(one.turns) for one in episodes] == [1, 3, 1]
-    assert all(isinstance(one.counts, dict) for one in episodes)
 
 
 def test_episodes_share_threads_and_limits_without_waiting_for_one_another_for_good(caplog):
@@ -956,9 +837,8 @@ def test_of_turns_that_say_the_same_each_stands_where_it_was(model_folder, tmp_p
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    trainer = team_trainer(
-        model_folder, tmp_path, agents=[AgentSpec("solo")], workflow=ExternalApp(app), processing_class=tokenizer
-    )
+    given = {"agents": [AgentSpec("solo")], "workflow": ExternalApp(app), "processing_class": tokenizer}
+    trainer = team_trainer(model_folder, tmp_path, **given)
     said = [[5, 6, end], [7, 8], [5, 6, end]]  # the second one was cut
 
     async def generate(observed, **options):
@@ -983,12 +863,11 @@ def test_of_the_same_answers_each_is_the_turn_of_its_place():
         return [one.make_completion("ok") for one in requests]
 
     async def app(row, endpoint):
-        async with raw(endpoint) as send:
-            messages = []
-            for number in range(3):
-                messages += [user(f"q{number}")]
-                await send("chat/completions", {"model": "ann", "messages": messages})
-                messages += [{"role": "assistant", "content": "ok"}]
+        ask, messages = Client(endpoint), []
+        for number in range(3):
+            messages += [user(f"q{number}")]
+            await ask("ann", *messages)
+            messages += [{"role": "assistant", "content": "ok"}]
 
     (episode,) = played(app, answer)
     shown = [one["content"] for one in turns[2].requested_turn.messages if one["role"] == "assistant"]
@@ -1078,17 +957,6 @@ def test_commands_that_cannot_be_meant_are_refused_at_once(command, message):
         ExternalApp(command)
 
 
-def test_what_was_refused_is_told_with_what_failed(program):
-    with pytest.raises(
-        EpisodeError, match="(?s)status 1.*HTTP Error 404.*last request was refused: `model` must be one"
-    ):
-        played(program("ask('gpt-4o', 'x')"))
-    with pytest.raises(EpisodeError, match="reported no reward, which `earns=True` requires"):
-        played(program("ask('ann', 'x')"), earns=True)
-    with pytest.raises(EpisodeError, match="(?s)Output: the reason.*a warning"):
-        played(program("print('the reason'); print('a warning', file=sys.stderr); sys.exit(2)"))
-
-
 LEFT = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -1121,16 +989,12 @@ def test_programs_end_with_their_run_in_whatever_way_it_ends(kind, by, tmp_path)
     (tmp_path / "app.py").write_text(LEFT)
     command = [sys.executable, "-S", str(tmp_path / "app.py"), str(tmp_path / "pids")]
     run = subprocess.Popen([sys.executable, "-c", RUN, kind, *command], stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 60
-    while not (tmp_path / "pids").exists() and time.monotonic() < end:
-        time.sleep(0.02)
+    assert eventually((tmp_path / "pids").exists)
     pids = [int(one) for one in (tmp_path / "pids").read_text().split()][: 2 if kind == "program" else 1]
     assert all(map(_runs, pids))
     run.send_signal(by)
     run.wait(60)
-    while any(map(_runs, pids)) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not any(map(_runs, pids))
+    assert eventually(lambda: not any(map(_runs, pids)))
 
 
 FEW_FILES = """
@@ -1213,50 +1077,33 @@ def test_an_application_that_asks_again_after_each_refusal_is_ended(why, rows):
         return said_to(requests)
 
     most, together = 1 if why == "by the episode" else None, 0.5 if why == "given up" else 0.0
-    setting, given = (
-        TeamContext(("ann",), max_turns=most),
-        [{"prompt": "x", "number": number} for number in range(rows)],
-    )
+    setting = TeamContext(("ann",), max_turns=most)
+    given = [{"prompt": "x", "number": number} for number in range(rows)]
     began = time.monotonic()
     with pytest.raises(EpisodeError, match="has waited 0.5 seconds for `.*app`|sent 1000 requests in a row without"):
         collector.collect(ExternalApp(app, together=together), given, setting, answer, workflow_timeout=0.5)
     assert time.monotonic() - began < 20
 
 
-def test_a_function_whose_episode_has_ended_does_not_go_on_in_its_thread():
-    def app(row, endpoint):
-        while True:
-            with contextlib.suppress(Exception):
-                status_of(endpoint, "chat/completions", json.dumps(chat("eve", "x")).encode())
-
-    with pytest.raises(EpisodeError, match="has waited 0.2 seconds for"):
-        collect(ExternalApp(app, together=0), [{"prompt": "x"}], ["ann"], said_to, workflow_timeout=0.2)
-    end = time.monotonic() + 20
-    while any(one.name == "marft-app" for one in threading.enumerate()) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert time.monotonic() < end
-
-
 def test_a_function_that_catches_its_end_is_ended_again():
     """As does Python itself, where the end reaches a callback of a weak reference."""
     caught = []
 
-    def app(row, endpoint):
-        while len(caught) < 1:
-            try:
-                while True:
-                    time.sleep(0.001)
-            except SystemExit as error:
-                caught.append(error)
+    def ask_for_ever(endpoint):
         while True:
-            time.sleep(0.001)
+            with contextlib.suppress(Exception):
+                status_of(endpoint, "chat/completions", json.dumps(chat("eve", "x")).encode())
+
+    def app(row, endpoint):
+        try:
+            ask_for_ever(endpoint)
+        except SystemExit as error:
+            caught.append(error)
+        ask_for_ever(endpoint)
 
     with pytest.raises(EpisodeError, match="has waited 0.2 seconds for"):
         collect(ExternalApp(app, together=0), [{"prompt": "x"}], ["ann"], said_to, workflow_timeout=0.2)
-    end = time.monotonic() + 20
-    while any(one.name == "marft-app" for one in threading.enumerate()) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert time.monotonic() < end and len(caught) == 1
+    assert eventually(lambda: not any(one.name == "marft-app" for one in threading.enumerate())) and len(caught) == 1
 
 
 def in_variables(endpoint):
@@ -1305,26 +1152,6 @@ def test_an_endpoint_that_all_episodes_share_is_an_error(passed_on, place, puts_
     assert [len(one.turns) for one in played(mended, rows=3)] == [1] * 3
 
 
-def test_episodes_share_a_client_and_end_at_different_times():
-    """As `ChatOpenAI` of LangChain keeps one for a process."""
-    shared, waves = [], []
-
-    async def app(row, endpoint):
-        shared[:] = shared or [httpx.AsyncClient(limits=httpx.Limits(max_connections=1000))]
-        for number in range(1 + row["number"] % 4):
-            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-            body = chat("ann", str(number))
-            answer = await shared[0].post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers)
-            assert answer.status_code == 200, answer.text
-
-    def answer(requests):
-        waves.append(len(requests))
-        return said_to(requests)
-
-    episodes = played(app, answer, rows=24)
-    assert waves == [24, 18, 12, 6] and not any(one.counts.get("app/abandoned") for one in episodes)
-
-
 def test_equal_requests_that_are_tried_again_stay_two_turns():
     """Both are given up while they wait; then both are tried again."""
 
@@ -1345,15 +1172,19 @@ def test_equal_requests_that_are_tried_again_stay_two_turns():
     assert len(episode.turns) == 2
 
 
-def test_an_application_that_leaves_by_exit_is_one_failed_episode():
+@pytest.mark.parametrize("how", [r"called `sys.exit\(3\)`", "was terminated by SIGKILL"])
+def test_an_application_that_dies_is_one_failed_episode_and_the_others_go_on(how, program):
     async def app(row, endpoint):
-        async with raw(endpoint) as send:
-            await send("chat/completions", chat("ann", "x"))
+        await Client(endpoint)("ann", user("x"))
         if row["number"] == 1:
             sys.exit(3)
 
-    with pytest.raises(EpisodeError, match=r"episode 1 .*called `sys.exit\(3\)`"):
-        played(app, rows=3)
+    command = program("ask('ann', 'x')\nif row['number'] == 1: os.kill(os.getpid(), 9)\nask('ann', 'y')")
+    workflow = ExternalApp(command if "SIGKILL" in how else app, together=0)
+    rows, failures = [{"prompt": "x", "number": number} for number in range(3)], {}
+    episodes = collector.collect(workflow, rows, TeamContext(("ann",)), said_to, failures=failures)
+    assert failures.keys() == {1} and re.search(f"episode 1 .*{how}", str(failures[1]))
+    assert [len(episodes[number].turns) for number in (0, 2)] == [2 if "SIGKILL" in how else 1] * 2
 
 
 def test_the_others_wait_for_one_that_is_stuck_once():

@@ -19,7 +19,6 @@ CUT = (1, 6)
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory, model_folder):
-    """A trainer, its episodes, and their rewards."""
     trainer = team_trainer(model_folder, tmp_path_factory.mktemp("played"))
     rows = list(tiny_dataset(3))
     episodes = ended(trainer.team.run(rows, num_samples=4, seed=0), cut=CUT)
@@ -31,6 +30,14 @@ def settings(cls, folder, **given):
     return cls(str(folder), max_steps=1, report_to="none", use_cpu=True, bf16=False, save_strategy="no", **given)
 
 
+def trains(cls, model_folder, args, dataset, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    trainer = cls(model, args=args, train_dataset=dataset, processing_class=tokenizer, peft_config=lora())
+    trainer.train()
+    assert trainer.state.global_step == 1
+    return trainer
+
+
 def turns_of(episodes, agent):
     return [turn for one in episodes for turn in one.turns if turn.agent == agent and not turn.truncated]
 
@@ -38,30 +45,19 @@ def turns_of(episodes, agent):
 def test_sft_learns_the_sampled_tokens_after_what_the_agent_was_shown(played, model_folder, tmp_path, tokenizer):
     team, episodes, rewards = played
     dataset = team.to_dataset(episodes, agent="actor", rewards=rewards, best=2)
-    kept = [
-        index
-        for start in range(0, 12, 4)
-        for index in sorted(range(start, start + 4), key=lambda index: -rewards[index])[:2]
-    ]
+    groups = [range(start, start + 4) for start in range(0, 12, 4)]
+    kept = [index for group in groups for index in sorted(group, key=lambda index: -rewards[index])[:2]]
     turns = turns_of([episodes[index] for index in kept], "actor")
     assert len(dataset) == len(turns) > 0 and set(dataset["agent"]) == {"actor"}
     assert list(dataset["reward"]) == [rewards[index] for index in kept if index not in CUT]
-    trainer = SFTTrainer(
-        AutoModelForCausalLM.from_pretrained(model_folder),
-        settings(SFTConfig, tmp_path),
-        train_dataset=dataset,
-        processing_class=tokenizer,
-        peft_config=lora(),
-    )
+    trainer = trains(SFTTrainer, model_folder, settings(SFTConfig, tmp_path), dataset, tokenizer)
     for row, turn in zip(trainer.train_dataset, turns, strict=True):
         ids, length = [*turn.prompt_ids, *turn.completion_ids], len(turn.prompt_ids)
         assert row["input_ids"][: len(ids)] == ids
         assert row["labels"][:length] == [-100] * length and row["labels"][length : len(ids)] == ids[length:]
-    trainer.train()
     trainer.save_model(str(tmp_path / "actor"))
-    model = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / "actor", adapter_name="actor", is_trainable=True
-    )
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    model = PeftModel.from_pretrained(base, tmp_path / "actor", adapter_name="actor", is_trainable=True)
     again = team_trainer(model, tmp_path / "again")
     assert again.policies.get_origin("actor") == "loaded" and again.policies.get_origin("reasoner") == "fresh"
     learnt = [one for name, one in trainer.model.named_parameters() if "lora_B" in name]
@@ -73,21 +69,10 @@ def test_sft_learns_the_sampled_tokens_after_what_the_agent_was_shown(played, mo
 def test_conversations_and_texts(played):
     team, episodes, rewards = played
     dataset = team.to_dataset(episodes, "sft", rewards=rewards, threshold=2.0)
-    turns = [
-        turn
-        for one, reward in zip(episodes, rewards, strict=True)
-        for turn in one.turns
-        if reward >= 2.0 and not turn.truncated
-    ]
-    assert sorted(row["messages"][-1]["content"] for row in dataset) == sorted(turn.raw_text for turn in turns)
-    assert all(
-        row["messages"][:-1] == turn.observation for row, turn in zip(_in_order(dataset, turns), turns, strict=True)
-    )
-
-
-def _in_order(dataset, turns):
-    by_text = {row["messages"][-1]["content"] + str(row["messages"][:-1]): row for row in dataset}
-    return [by_text[turn.raw_text + str(turn.observation)] for turn in turns]
+    good = [one for one, reward in zip(episodes, rewards, strict=True) if reward >= 2.0]
+    turns = [turn for agent in NAMES for turn in turns_of(good, agent)]
+    found = [(row["messages"][-1]["content"], row["messages"][:-1]) for row in dataset]
+    assert sorted(found, key=str) == sorted(((turn.raw_text, turn.observation) for turn in turns), key=str)
 
 
 def test_dpo_pairs_turns_that_answer_the_same(played, model_folder, tmp_path, tokenizer):
@@ -105,15 +90,7 @@ def test_dpo_pairs_turns_that_answer_the_same(played, model_folder, tmp_path, to
         assert scores[good] == max(reward for reward, turn in group if not turn.truncated)
         assert min(reward for reward, turn in group if turn.raw_text == bad) == min(reward for reward, _ in group)
     assert len(dataset) <= 3
-    trainer = DPOTrainer(
-        AutoModelForCausalLM.from_pretrained(model_folder),
-        args=settings(DPOConfig, tmp_path, per_device_train_batch_size=2),
-        train_dataset=dataset,
-        processing_class=tokenizer,
-        peft_config=lora(),
-    )
-    trainer.train()
-    assert trainer.state.global_step == 1
+    trains(DPOTrainer, model_folder, settings(DPOConfig, tmp_path, per_device_train_batch_size=2), dataset, tokenizer)
 
 
 def test_kto_labels_turns_by_their_prompt_s_mean_or_a_threshold(played, model_folder, tmp_path, tokenizer):
@@ -130,15 +107,7 @@ def test_kto_labels_turns_by_their_prompt_s_mean_or_a_threshold(played, model_fo
     assert dataset["label"] == expected and len(set(expected)) == 2
     above = team.to_dataset(episodes, "kto", "actor", rewards=rewards, threshold=0.0)
     assert set(above["label"]) == {True}
-    trainer = KTOTrainer(
-        AutoModelForCausalLM.from_pretrained(model_folder),
-        args=settings(KTOConfig, tmp_path, per_device_train_batch_size=4),
-        train_dataset=dataset,
-        processing_class=tokenizer,
-        peft_config=lora(),
-    )
-    trainer.train()
-    assert trainer.state.global_step == 1
+    trains(KTOTrainer, model_folder, settings(KTOConfig, tmp_path, per_device_train_batch_size=4), dataset, tokenizer)
 
 
 def test_what_episodes_earned_is_their_reward_and_agents_without_a_model_are_left_out(model_folder, tmp_path):
@@ -165,6 +134,8 @@ def test_what_episodes_earned_is_their_reward_and_agents_without_a_model_are_lef
         ({"rewards": [1.0] * 12, "threshold": 2.0}, "lower `threshold`"),
         ({}, "all 24 were truncated at their length limit.*Raise `max_completion_length`"),
         ({"kind": "dpo", "rewards": [1.0] * 12}, "No pair is left"),
+        ({"episodes": []}, r"`episodes` must be episodes that `team.run\(...\)` returned"),
+        ({"episodes": ["an answer"]}, r"`episodes` must be episodes that `team.run\(...\)` returned"),
     ],
     ids=str,
 )
@@ -172,13 +143,7 @@ def test_what_makes_no_dataset(played, arguments, message):
     team, episodes, _ = played
     episodes = episodes if arguments else ended(episodes, cut=range(12))
     with pytest.raises(ValueError, match=message):
-        team.to_dataset(episodes, **arguments)
-
-
-def test_what_is_no_episode(played):
-    for wrong in ([], ["an answer"]):
-        with pytest.raises(ValueError, match=r"`episodes` must be episodes that `team.run\(...\)` returned"):
-            played[0].to_dataset(wrong)
+        team.to_dataset(**{"episodes": episodes, **arguments})
 
 
 def test_episodes_that_earned_the_same_are_not_desirable_and_options_of_the_template_stand_in_rows(played):

@@ -1,17 +1,8 @@
 """No row is lost, none is mixed with another agent's, and the weights add up."""
 
 from marft_trl.algorithms.rows import TokenLevel
-from marft_trl.learning.batching import (
-    MicroBatch,
-    Pools,
-    Row,
-    collate,
-    count_rows,
-    cut_slices,
-    loss_weights,
-    make_slices,
-    micro_batches,
-)
+from marft_trl.learning import batching
+from marft_trl.learning.batching import Pools, Row
 
 import pytest
 import torch
@@ -19,14 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
+ADAPTERS = {"x1": "left", "x2": "left", "x3": "right"}
 rows_lists = st.lists(
     st.builds(
         lambda agent, prompt, completion, counts: Row(
-            agent,
-            {"x1": "left", "x2": "left", "x3": "right"}[agent],
-            torch.arange(prompt),
-            torch.arange(completion),
-            counts=counts,
+            agent, ADAPTERS[agent], torch.arange(prompt), torch.arange(completion), counts=counts
         ),
         st.sampled_from(["x1", "x2", "x3"]),
         st.integers(1, 30),
@@ -39,7 +27,7 @@ rows_lists = st.lists(
 
 @given(rows=rows_lists, max_rows=st.integers(1, 8), max_tokens=st.one_of(st.none(), st.integers(10, 200)))
 def test_micro_batches_hold_every_row_once_with_one_agent_within_the_bounds(rows, max_rows, max_tokens):
-    batches = list(micro_batches(rows, max_rows, max_tokens))
+    batches = list(batching.micro_batches(rows, max_rows, max_tokens))
     held = [row for batch in batches for row in batch.rows]
     assert sorted(map(id, held)) == sorted(id(row) for row in rows if len(row.completion_ids))
     for batch in batches:
@@ -51,14 +39,14 @@ def test_micro_batches_hold_every_row_once_with_one_agent_within_the_bounds(rows
 
 def test_rows_that_fit_keep_their_order():
     rows = [Row("x1", "left", torch.arange(n), torch.arange(2)) for n in (5, 1, 3)]
-    (batch,) = micro_batches(rows, 8, None)
+    (batch,) = batching.micro_batches(rows, 8, None)
     assert batch.rows == rows
 
 
 @given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=12), per_slice=st.integers(1, 5))
 def test_slices_hold_whole_episodes_and_every_one(sizes, per_slice):
     episodes = [[Row("x1", "left", torch.arange(1), torch.arange(1)) for _ in range(size)] for size in sizes]
-    slices = cut_slices(episodes, torch.randperm(len(episodes)), per_slice)
+    slices = batching.cut_slices(episodes, torch.randperm(len(episodes)), per_slice)
     assert sorted(id(row) for rows in slices for row in rows) == sorted(id(row) for rows in episodes for row in rows)
     for rows in slices:
         held = set(map(id, rows))
@@ -71,65 +59,41 @@ def test_weights_add_up_over_micro_batches_and_processes(loss_type, first, secon
     """Two processes with one slice each: an adapter's weights, divided by their number, add up to 1."""
     adapters = ["left", "right"]
     pools = Pools(adapters)
-    counts = count_rows([first], pools) + count_rows([second], pools)
+    counts = batching.count_rows([first], pools) + batching.count_rows([second], pools)
     rows_total, tokens_total = torch.zeros(2), torch.zeros(2)
     for rows in (first, second):
-        (slice_,) = make_slices([rows], pools, counts)
+        (slice_,) = batching.make_slices([rows], pools, counts)
         assert slice_.adapters == {a for i, a in enumerate(adapters) if counts[0, i, 2]}
-        for batch in micro_batches(rows, 3, 60):
-            w = loss_weights(batch, slice_, loss_type, num_processes=2, steps_per_generation=1, level=TokenLevel())
+        for batch in batching.micro_batches(rows, 3, 60):
+            w = batching.loss_weights(
+                batch, slice_, loss_type, num_processes=2, steps_per_generation=1, level=TokenLevel()
+            )
             index = adapters.index(batch.adapter)
             rows_total[index] += w.loss / 2
             tokens_total[index] += w.loss * w.entropy / 2
             if loss_type == "dapo" and batch.num_loss_tokens:
                 # TRL: sum over tokens / (num_items / processes); times w.loss / processes: sum / all tokens
                 assert w.loss / w.num_items_in_batch == pytest.approx(1 / counts[0, index, 1].item())
-    with_tokens = torch.tensor(
-        [[len(r.completion_ids) > 0 for r in first + second if r.adapter == a].count(True) for a in adapters]
-    )
-    for index in range(2):
+    for index, adapter in enumerate(adapters):
         assert tokens_total[index].item() == pytest.approx(1.0 if counts[0, index, 1] else 0.0, abs=1e-5)
         if loss_type == "grpo":
-            share = with_tokens[index].item() / max(counts[0, index, 0].item(), 1)
+            with_tokens = sum(len(row.completion_ids) > 0 for row in first + second if row.adapter == adapter)
+            share = with_tokens / max(counts[0, index, 0].item(), 1)
             assert rows_total[index].item() == pytest.approx(share, abs=1e-5)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_agents_of_an_adapter_have_equal_weight(loss_type):
-    """Three turns of one agent and one of another: each agent's turns, or tokens, have half of the weight."""
-    lengths = {"talker": (1, 2, 3), "quiet": (4,)}
-    rows = [Row(agent, "team", torch.arange(1), torch.arange(n)) for agent, its in lengths.items() for n in its]
-    pools = Pools(["team"], agents={"talker": "team", "quiet": "team", "silent": "team"})
-    (slice_,) = make_slices([rows], pools, count_rows([rows], pools))
-    assert slice_.weights == {"talker": 0.5, "quiet": 0.5} and slice_.adapters == {"team"}
-    for batch in micro_batches(rows, 8, None):
-        w = loss_weights(batch, slice_, loss_type, num_processes=1, steps_per_generation=1, level=TokenLevel())
-        assert w.loss == 0.5
-        if loss_type == "dapo":  # TRL divides the sum over tokens by this
-            assert w.loss / w.num_items_in_batch == 0.5 / sum(lengths[batch.agent])
-
-
 def test_collate_by_hand():
-    rows = [
-        Row(
-            "x1", "left", torch.tensor([5]), torch.tensor([6, 7]), 0.5, ref_per_token_logps=torch.tensor([-1.0, -2.0])
-        ),
-        Row(
-            "x1",
-            "left",
-            torch.tensor([8, 9]),
-            torch.tensor([4]),
-            -0.5,
-            False,
-            ref_per_token_logps=torch.tensor([-3.0]),
-        ),
-    ]
-    batch = collate(rows, pad_token_id=0, pad_to_multiple_of=None, device=torch.device("cpu"))
+    def row(prompt, completion, logps, **fields):
+        ids = torch.tensor(prompt), torch.tensor(completion)
+        return Row("x1", "left", *ids, ref_per_token_logps=torch.tensor(logps), **fields)
+
+    rows = [row([5], [6, 7], [-1.0, -2.0], advantage=0.5), row([8, 9], [4], [-3.0], advantage=-0.5, counts=False)]
+    batch = batching.collate(rows, pad_token_id=0, pad_to_multiple_of=None, device=torch.device("cpu"))
     assert batch["prompt_ids"].tolist() == [[0, 5], [8, 9]] and batch["prompt_mask"].tolist() == [[0, 1], [1, 1]]
     assert batch["completion_ids"].tolist() == [[6, 7], [4, 0]]
     assert batch["completion_mask"].tolist() == [[1, 1], [0, 0]]  # the second turn does not count
     assert batch["advantages"].tolist() == [0.5, -0.5]
     assert batch["ref_per_token_logps"].tolist() == [[-1.0, -2.0], [-3.0, 0.0]]
     assert "old_per_token_logps" not in batch
-    assert collate(rows, 0, 4, torch.device("cpu"))["prompt_ids"].shape == (2, 4)
-    assert MicroBatch("x1", rows).num_loss_tokens == 2
+    assert batching.collate(rows, 0, 4, torch.device("cpu"))["prompt_ids"].shape == (2, 4)
+    assert batching.MicroBatch("x1", rows).num_loss_tokens == 2

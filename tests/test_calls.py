@@ -12,7 +12,7 @@ from marft_trl import Workflow
 from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.tools import ToolCall, ToolLimits
 from marft_trl.system import event_loop
-from marft_trl.workflows import EnvironmentLoop, together
+from marft_trl.workflows import EnvironmentLoop, Sequential, together
 
 import pytest
 from datasets import Dataset
@@ -27,9 +27,7 @@ def _little_grace(monkeypatch):
     monkeypatch.setattr(event_loop, "_GRACE", 0.5)
 
 
-class Frozen(Countdown):
-    """Never comes back from what the row names."""
-
+class Frozen(Countdown):  # in what the row names
     def reset(self, stuck=None, **row):
         self.stuck = stuck
         if stuck == "reset":
@@ -106,15 +104,15 @@ def test_what_is_slow_does_not_hang():
         assert [len(episode.turns) for episode in episodes] == [1] * 4
 
 
-def tool_calls(calls):
-    """Lets agents call functions: the names of what each agent calls in its first turn."""
+def calling(name, agent="a", with_number=False):
+    """Lets an agent call a function in its first turn, with the number of its episode."""
 
     def answer(requests):
         turns = echo()(requests)
-        made = [tuple(ToolCall(name) for name in calls.get(request.agent, ())) for request in requests]
+        made = [ToolCall(name, {"number": one.episode.index} if with_number else {}) for one in requests]
         return [
-            replace(turn, tool_calls=its) if request.functions and request.after is None else turn
-            for request, turn, its in zip(requests, turns, made, strict=True)
+            replace(turn, tool_calls=(its,)) if one.agent == agent and one.functions and one.after is None else turn
+            for one, turn, its in zip(requests, turns, made, strict=True)
         ]
 
     return answer
@@ -171,11 +169,12 @@ def test_what_hangs_is_noticed_though_others_call_for_ever():
 
 def test_a_hang_is_noticed_while_tools_wait_behind_it():
     rows = [{"prompt": f"question {index}", "stuck": "step" if index == 0 else None} for index in range(2)]
-    tools = {"a": [lambda: "fine"]}
-    tools["a"][0].__name__ = "look"
+
+    def look():
+        return "fine"
 
     def answer(requests):  # the second episode's call comes when the first one hangs
-        return tool_calls({"a": ["look"]} if requests[0].episode.index == 1 else {})(requests)
+        return calling("look", agent="a" if requests[0].episode.index == 1 else "nobody")(requests)
 
     class Late(EnvironmentLoop):
         async def run(self, episode):
@@ -185,7 +184,7 @@ def test_a_hang_is_noticed_while_tools_wait_behind_it():
 
     start = time.monotonic()
     with pytest.raises(EpisodeError, match="hangs in episode 0 .* waited 0.5 seconds for `Frozen.step`"):
-        collect(Late(Frozen), rows, ["a"], answer, tools=tools, workflow_timeout=0.5)
+        collect(Late(Frozen), rows, ["a"], answer, tools={"a": [look]}, workflow_timeout=0.5)
     assert time.monotonic() - start < 30
 
 
@@ -204,17 +203,8 @@ def test_a_tool_that_hangs_leaves_environments_in_their_thread():
             threads.append(threading.get_ident())
             return super().step(turns)
 
-    limits = ToolLimits(seconds=0.2)
-    answer = tool_calls({"a": ["sleep"]})
-    (episode,) = collect(
-        EnvironmentLoop(Noted),
-        [{"prompt": "q"}],
-        ["a"],
-        answer,
-        tools={"a": [sleep]},
-        limits=limits,
-        workflow_timeout=30,
-    )
+    given = {"tools": {"a": [sleep]}, "limits": ToolLimits(seconds=0.2), "workflow_timeout": 30}
+    (episode,) = collect(EnvironmentLoop(Noted), [{"prompt": "q"}], ["a"], calling("sleep"), **given)
     assert episode.counts["tools/timeout"] == 2 and len(threads) == 3 and len(set(threads)) == 1
 
 
@@ -231,25 +221,16 @@ def test_functions_run_one_at_a_time_though_a_wait_for_one_ends():
         async def run(self, episode):
             if episode.index == 0:
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(episode.call(work, 0.5), 0.1)
+                    await asyncio.wait_for(episode.call(given_up, *arguments), 0.1)
             else:
                 await asyncio.sleep(0.05)
             await episode.call(work, 0.1)
             await episode.turn("a")
 
+    given_up, arguments = work, [0.5]
     collect(Impatient(), [{"prompt": "q"}] * 3, ["a"], echo(), workflow_timeout=30)
     assert most == [1] * 4
-
-
-def test_one_may_stop_waiting_for_what_hangs():
-    class Impatient(Workflow):
-        async def run(self, episode):
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(episode.call(time.sleep, 600), 0.1)
-            assert await episode.call(lambda: "quick") == "quick"
-            await episode.turn("a")
-
-    start = time.monotonic()
+    given_up, arguments, start = time.sleep, [600], time.monotonic()  # it hangs
     (episode,) = collect(Impatient(), [{"prompt": "q"}], ["a"], echo(), workflow_timeout=20)
     assert len(episode.turns) == 1 and time.monotonic() - start < 10
 
@@ -275,7 +256,7 @@ def test_what_depends_on_what_does_not_depend_on_time(seconds):
 
             await asyncio.gather(first(), second())
 
-    (episode,) = collect(Branches(), [{"prompt": "q"}], ["a", "b", "c"], tool_calls({"a": ["look"]}))
+    (episode,) = collect(Branches(), [{"prompt": "q"}], ["a", "b", "c"], calling("look"))
     assert [said.text for said in episode.feedback] == ["seen", "env says"]
     assert [(turn.agent, turn.fed) for turn in episode.turns] == [("a", 0), ("b", 0), ("a", 1), ("c", 2)]
 
@@ -315,22 +296,21 @@ def test_context_variables_stay_with_the_episode():
             return "", float(variable.get()), True
 
     loop, rows = EnvironmentLoop(Remembers, tools=["look"]), [{"prompt": "q", "number": number} for number in range(3)]
-    episodes = collect(loop, rows, ["a"], tool_calls({"a": ["look"]}))
+    episodes = collect(loop, rows, ["a"], calling("look"))
     assert [earned(episode) for episode in episodes] == [{}, {1: 1.0}, {1: 2.0}]
     assert [episode.feedback[1].text for episode in episodes] == ["0", "1", "2"]
 
 
 def test_what_a_function_raises_is_said_with_its_episode():
+    class Fails(Countdown):
+        def step(self, turns):
+            raise error
+
+    class FailsLater(Countdown):
+        async def step(self, turns):
+            raise error
+
     for error in (asyncio.CancelledError(), StopIteration(), ValueError("no")):
-
-        class Fails(Countdown):
-            def step(self, turns, error=error):
-                raise error
-
-        class FailsLater(Countdown):
-            async def step(self, turns, error=error):
-                raise error
-
         for environment in (Fails, FailsLater):
             with pytest.raises(EpisodeError, match=rf"failed in episode 0 after 1 turns.*(no|{type(error).__name__})"):
                 play(EnvironmentLoop(environment), ["a"], [{"prompt": "q"}])
@@ -356,9 +336,6 @@ def test_episodes_may_be_run_within_episodes_in_a_notebook():
         return echo()(requests)
 
     async def notebook():
-        return play_with(answer)
-
-    def play_with(answer):
         return collect(EnvironmentLoop(Countdown), [{"prompt": "outer"}], ["a"], answer)
 
     assert len(asyncio.run(notebook())[0].turns) == 2
@@ -398,9 +375,8 @@ def test_an_environment_lives_in_one_thread():
     ],
 )
 def test_training_does_not_wait_for_ever(model_folder, tmp_path, settings, problem):
-    workflow = EnvironmentLoop(Frozen)
     rows = Dataset.from_list([{"prompt": "q", "stuck": "step"}] * 8)
-    arguments = {"workflow": workflow, "train_dataset": rows, "reward_funcs": None}
+    arguments = {"workflow": EnvironmentLoop(Frozen), "train_dataset": rows, "reward_funcs": None}
     with pytest.raises((EpisodeError, ValueError), match=problem):
         team_trainer(model_folder, tmp_path, settings=settings, **arguments).train()
 
@@ -421,22 +397,9 @@ def test_tools_run_side_by_side_where_they_are_asynchronous(parallel):
     async def slow_beside_others(number: int) -> int:
         return await asyncio.to_thread(slow, number)
 
-    class Asks(Workflow):
-        async def run(self, episode):
-            await episode.turn("a")
-
-    def answer(requests):
-        call = {one.episode.index: (ToolCall(tool.__name__, {"number": one.episode.index}),) for one in requests}
-        return [
-            one.make_completion("done")
-            if one.after is not None
-            else one.make_completion("?", tool_calls=call[one.episode.index])
-            for one in requests
-        ]
-
-    rows = [{"prompt": str(index)} for index in range(6)]
     tool = slow_beside_others if parallel else slow
-    episodes = collect(Asks(), rows, ["a"], answer, tools={"a": (tool,)})
+    answer = calling(tool.__name__, with_number=True)
+    episodes = collect(Sequential(["a"]), [{"prompt": "q"}] * 6, ["a"], answer, tools={"a": (tool,)})
     said = [episode.feedback[0].text for episode in episodes]
     assert [*said[:3], *said[4:]] == ["0", "10", "20", "40", "50"] and "three" in said[3]
     assert (max(most) > 1) == parallel
@@ -447,20 +410,8 @@ def test_a_tool_that_hangs_beside_others_is_given_up():
         await asyncio.sleep(600 if number == 1 else 0.01)
         return number
 
-    class Asks(Workflow):
-        async def run(self, episode):
-            await episode.turn("a")
-
-    def answer(requests):
-        return [
-            one.make_completion("done")
-            if one.after is not None
-            else one.make_completion("?", tool_calls=(ToolCall("tool", {"number": one.episode.index}),))
-            for one in requests
-        ]
-
-    rows = [{"prompt": str(index)} for index in range(3)]
-    limits = ToolLimits(seconds=0.3)
-    episodes = collect(Asks(), rows, ["a"], answer, tools={"a": (tool,)}, limits=limits)
+    given = {"tools": {"a": (tool,)}, "limits": ToolLimits(seconds=0.3)}
+    answer = calling("tool", with_number=True)
+    episodes = collect(Sequential(["a"]), [{"prompt": "q"}] * 3, ["a"], answer, **given)
     said = [episode.feedback[0].text for episode in episodes]
     assert said[0] == "0" and "did not answer within 0.3 seconds" in said[1] and said[2] == "2"

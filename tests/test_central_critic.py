@@ -33,11 +33,8 @@ def test_the_scale_of_values_by_hand():
     assert scale.get_moments("one") == (0.0, 1.0) and scale.read("one", outputs) is outputs
     scale.update([row("one", [100.0, 104.0]), row("one", [102.0]), row("two", [float("nan")])])
     mean, deviation = scale.get_moments("one")
-    assert (
-        mean == 102.0
-        and math.isclose(deviation, (8 / 3) ** 0.5, rel_tol=1e-6)
-        and scale.get_moments("two") == (0.0, 1.0)
-    )
+    assert mean == 102.0 and math.isclose(deviation, (8 / 3) ** 0.5, rel_tol=1e-6)
+    assert scale.get_moments("two") == (0.0, 1.0)
     assert scale.read("one", outputs).tolist() == pytest.approx([102.0, 102 + (8 / 3) ** 0.5])
     torch.testing.assert_close(scale.normalized("one", scale.read("one", outputs)), outputs, atol=1e-4, rtol=1e-4)
     scale.update([row("one", [110.0])])
@@ -57,10 +54,8 @@ def test_the_scale_is_no_smaller_than_the_noise_of_a_critic():
     assert scale.get_moments("one") == (0.0, pytest.approx(0.1))
     for _ in range(3):
         scale.update([row("one", [10.0, 12.0])])
-    mean, deviation = scale.get_moments("one")
-    assert mean == pytest.approx(33 / 4, rel=1e-4) and deviation == pytest.approx(
-        (366 / 4 - (33 / 4) ** 2) ** 0.5, rel=1e-3
-    )
+    expected = pytest.approx(33 / 4, rel=1e-4), pytest.approx((366 / 4 - (33 / 4) ** 2) ** 0.5, rel=1e-3)
+    assert scale.get_moments("one") == expected
 
 
 def test_a_scale_of_an_earlier_version_goes_on_as_if_it_had_been_this_one():
@@ -88,7 +83,7 @@ def test_the_clip_of_values_is_about_the_head_alone(model_folder, tmp_path):
         return [middle + (10 if sum(map(ord, str(one))) % 2 else -10) for one in completions]
 
     settings = {**PPO, "critic": "shared", "level": "action", "normalize_values": True, "value_clip": 0.2}
-    settings |= {"max_steps": 3, "logging_steps": 1}
+    settings |= {"max_steps": 3}
     trainer = team_trainer(model_folder, tmp_path, reward_funcs=reward, settings=settings)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "critic/clip_ratio" in entry]
@@ -100,8 +95,7 @@ def test_normalized_values_take_large_rewards(model_folder, tmp_path, size=1e3):
 
     class Sized(Alternating):
         def pay(self, is_done):
-            s = size * (20 + worth(self.turns)) if is_done else 0.0
-            return {"left": s, "right": s}
+            return dict.fromkeys(("left", "right"), size * (20 + worth(self.turns)) if is_done else 0.0)
 
     workflow = EnvironmentLoop(Sized, turns="one")
     settings = {**PPO, "critic": "per_agent", "level": "action", "normalize_values": True, "gae_lambda": 1.0}

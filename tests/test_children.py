@@ -14,6 +14,8 @@ from marft_trl.system.child_processes import ChildProcesses
 
 import pytest
 
+from .helpers import eventually
+
 
 CHILD = """
 import signal, sys, time
@@ -35,23 +37,19 @@ with ThreadPoolExecutor(2) as pool, ChildProcesses() as children:
 """
 
 
-def wait_for(files):
-    limit = time.monotonic() + 60
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < limit, files
-        time.sleep(0.02)
+def all_there(files):
+    return eventually(lambda: all(file.exists() for file in files))
 
 
 @pytest.mark.parametrize(("by", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_children_are_told_to_end(by, status, tmp_path):
     names = [tmp_path / "one", tmp_path / "two"]
     process = subprocess.Popen([sys.executable, "-c", PARENT, CHILD, *map(str, names)])
-    wait_for(names)
+    assert all_there(names)
     process.send_signal(by)
     assert process.wait(60) == status
-    if by == signal.SIGKILL:  # else they have been waited for
-        wait_for([Path(f"{name}.ended") for name in names])
-    assert all(Path(f"{name}.ended").exists() for name in names)
+    ended = [Path(f"{name}.ended") for name in names]
+    assert all_there(ended) if by == signal.SIGKILL else all(file.exists() for file in ended)  # it has waited for them
 
 
 @pytest.mark.parametrize("by", ["number", "key"])

@@ -5,7 +5,7 @@ import logging
 
 from marft_trl import AgentSpec
 from marft_trl.seams.trl import TrlState
-from marft_trl.tiny import tiny_dataset
+from marft_trl.tiny import tiny_agents, tiny_dataset
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from .helpers import StopAt, config, moved, team_trainer, weights
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1}
+RESTORED = {"on_collapse": "restore", **EVALUATED}
 
 
 class Evaluations(TrainerCallback):
@@ -31,17 +32,13 @@ class Evaluations(TrainerCallback):
             self.trainer.callback_handler.on_evaluate(args, state, control, metrics)
 
 
-def make(model, folder, rewards=None, callbacks=(), **settings):
+def make(model, folder, rewards=None, callbacks=(), agents=None, **settings):
     given = Evaluations(rewards or {})
     # The evaluations of the trainer itself come after training
-    defaults = {"max_steps": 4, "learning_rate": 1e-3, "on_collapse": "restore", "num_generations_eval": 1}
-    defaults |= {"eval_strategy": "steps", "eval_steps": 1000}
-    trainer = team_trainer(
-        model, folder, settings=defaults | settings, train_dataset=tiny_dataset(64), eval_dataset=tiny_dataset(8),
-        callbacks=[given, *callbacks],
-    )  # fmt: skip
-    given.trainer = trainer
-    return trainer, given
+    settings = {"max_steps": 4, "on_collapse": "restore", **EVALUATED, "eval_steps": 1000, **settings}
+    arguments = {"agents": agents or tiny_agents(), "eval_dataset": tiny_dataset(8), "callbacks": [given, *callbacks]}
+    given.trainer = team_trainer(model, folder, settings=settings, **arguments)
+    return given.trainer, given
 
 
 def collapse_warnings(caplog):
@@ -69,10 +66,15 @@ def test_all_adapters_and_moments_go_back_to_the_best_evaluation(model_folder, t
     assert [entry["collapse/restored"] for entry in trainer.state.log_history if "collapse/restored" in entry] == [1.0]
 
 
-def test_a_fall_in_the_last_evaluation_ends_the_run_with_the_best(model_folder, tmp_path, caplog):
-    trainer, given = make(model_folder, tmp_path, {1: 0.5, 2: 0.7, 3: 0.2}, max_steps=3)
+@pytest.mark.parametrize(("max_steps", "callbacks"), [(3, []), (8, [StopAt(3)])], ids=["last step", "callback"])
+def test_a_fall_in_the_last_evaluation_ends_the_run_with_the_best(
+    model_folder, tmp_path, caplog, max_steps, callbacks
+):
+    """Also where a callback ends the run, of a budget of tokens for example: no evaluation and no episodes follow."""
+    trainer, given = make(model_folder, tmp_path, {1: 0.5, 2: 0.7, 3: 0.2}, callbacks, max_steps=max_steps)
     with caplog.at_level(logging.WARNING):
         trainer.train()
+    assert trainer.state.global_step == 3 and moved(given.weights[2], given.weights[3])
     assert len(collapse_warnings(caplog)) == 1 and not moved(given.weights[2], weights(trainer))
 
 
@@ -122,14 +124,8 @@ def test_luck_is_no_collapse(model_folder, tmp_path, caplog):
     [
         ({"on_collapse": "undo"}, "`on_collapse` must be one of 'warn', 'restore', 'ignore'"),
         ({"on_collapse": "restore"}, "restores the adapters of the best evaluation, but this run has none"),
-        (
-            {"on_collapse": "restore", "sync_ref_model": True, "beta": 0.1, **EVALUATED},
-            "but not the references that follow them",
-        ),
-        (
-            {"use_vllm": True, "max_staleness": 1, "on_collapse": "restore", **EVALUATED},
-            "that `on_collapse='restore'` may discard",
-        ),
+        ({**RESTORED, "sync_ref_model": True, "beta": 0.1}, "but not the references that follow them"),
+        ({**RESTORED, "use_vllm": True, "max_staleness": 1}, "that `on_collapse='restore'` may discard"),
     ],
     ids=str,
 )
@@ -138,15 +134,19 @@ def test_what_does_not_go(tmp_path, settings, message):
         config(tmp_path, **settings)
 
 
-def test_a_base_that_is_trained_cannot_be_restored(model_folder, tmp_path):
-    with pytest.raises(ValueError, match="`on_collapse='restore'` needs a frozen base"):
-        team_trainer(model_folder, tmp_path, peft_config=None, settings={"on_collapse": "restore", **EVALUATED})
-
-
-def test_several_evaluation_sets_have_no_reward_to_compare(model_folder, tmp_path):
-    sets = {"easy": tiny_dataset(4), "hard": tiny_dataset(4)}
-    with pytest.raises(ValueError, match="`eval_reward`, which is not logged with several evaluation sets"):
-        team_trainer(model_folder, tmp_path, settings={"on_collapse": "restore", **EVALUATED}, eval_dataset=sets)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"peft_config": None}, "`on_collapse='restore'` needs a frozen base"),
+        (
+            {"eval_dataset": {"easy": tiny_dataset(4), "hard": tiny_dataset(4)}},
+            "`eval_reward`, which is not logged with several evaluation sets",
+        ),
+    ],
+)
+def test_what_cannot_be_restored_or_compared(model_folder, tmp_path, given, message):
+    with pytest.raises(ValueError, match=message):
+        team_trainer(model_folder, tmp_path, settings=RESTORED, **given)
 
 
 def test_evaluation_sets_are_no_series(model_folder, tmp_path, caplog):
@@ -163,12 +163,10 @@ def test_evaluation_sets_are_no_series(model_folder, tmp_path, caplog):
             trainer.evaluate(rows(0.9) if state.global_step % 2 else rows(0.1))
             trainer.evaluate(sampling={"temperature": 0.0})
 
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2, "num_generations_eval": 2}
+    given = {"train_dataset": rows(0.5), "eval_dataset": {"easy": rows(0.9), "hard": rows(0.1)}}
+    given |= {"reward_funcs": by_row, "callbacks": [Elsewhere()], "settings": {**EVALUATED, "num_generations_eval": 2}}
     with caplog.at_level(logging.WARNING):
-        trainer = team_trainer(
-            model_folder, tmp_path, reward_funcs=by_row, train_dataset=rows(0.5), settings=settings,
-            eval_dataset={"easy": rows(0.9), "hard": rows(0.1)}, callbacks=[Elsewhere()],
-        )  # fmt: skip
+        trainer = team_trainer(model_folder, tmp_path, **given)
         trainer.train()
     assert not collapse_warnings(caplog)
     assert trainer.parts.collapse.state_dict()["best_evaluation"] is None
@@ -192,12 +190,7 @@ def test_a_step_from_before_adapters_went_back_is_not_saved(model_folder, tmp_pa
 
 def test_copies_of_collapsed_policies_leave_the_pool(model_folder, tmp_path):
     agents = [AgentSpec("left"), AgentSpec("right", copy_of="left", copy_every=1, copies=8, trainable=False)]
-    given = Evaluations({1: 0.7, 3: 0.2})
-    settings = {"max_steps": 3, "on_collapse": "restore", "eval_strategy": "steps", "eval_steps": 1000}
-    trainer = team_trainer(
-        model_folder, tmp_path, agents=agents, settings=settings, callbacks=[given], eval_dataset=tiny_dataset(8)
-    )
-    given.trainer = trainer
+    trainer, _ = make(model_folder, tmp_path, {1: 0.7, 3: 0.2}, agents=agents, max_steps=3)
     trainer.train()
     steps = trainer.parts.checkpoints.past_copies.steps("right")
     assert 1 in steps and 2 not in steps  # the copy of step 3 is taken after the adapters went back
@@ -217,16 +210,3 @@ def test_gradients_of_collapsed_policies_are_not_applied_to_restored_ones(model_
     watch.undo()
     watch.undo()
     assert best.num_restored == len(trainer.policies.trained)
-
-
-def test_what_is_due_is_restored_where_a_callback_ends_the_run(model_folder, tmp_path):
-    """A budget of tokens, for example: no evaluation and no episodes follow."""
-
-    class Ends(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 3
-
-    trainer, given = make(model_folder, tmp_path, {1: 100.0, 3: 0.2}, [Ends()], max_steps=8)
-    trainer.train()
-    assert trainer.state.global_step == 3
-    assert moved(given.weights[1], given.weights[3]) and not moved(given.weights[1], weights(trainer))

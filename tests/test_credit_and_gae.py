@@ -2,24 +2,7 @@
 
 import math
 
-from marft_trl.algorithms.functional import (
-    action_log_ratios,
-    adapted_entropy_coef,
-    approximate_kl,
-    clipped_factors,
-    counterfactual_credit,
-    effective_share,
-    equal_credit,
-    explained_variance,
-    gae,
-    moments,
-    returns_to_go,
-    sequential_log_factors,
-    standardized,
-    step_discount_credit,
-    token_gae,
-    value_losses,
-)
+from marft_trl.algorithms import functional as F
 from marft_trl.episodes import Turn, joint_steps
 
 import pytest
@@ -28,27 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-CHAIN = torch.tensor([0, 1, 2])
-
-
-# ---- Reference vectors ----
-
-
-def test_credit_reference_vectors():
-    assert equal_credit(1.0, CHAIN, as_rewards=True).tolist() == [0, 0, 1]
-    assert equal_credit(1.0, CHAIN, as_rewards=False).tolist() == [1, 1, 1]
-    assert step_discount_credit(1.0, 3, 0.5).tolist() == [0.25, 0.5, 1]
-    assert step_discount_credit(2.0, 2, 0.0).tolist() == [0, 2]
-    assert returns_to_go(equal_credit(1.0, CHAIN, True), CHAIN, 1.0).tolist() == [1, 1, 1]
-    assert returns_to_go(equal_credit(1.0, CHAIN, True), CHAIN, 0.5).tolist() == [0.25, 0.5, 1]
-    assert returns_to_go(step_discount_credit(1.0, 3, 0.5), CHAIN, 1.0).tolist() == [1.75, 1.5, 1]
+def test_counterfactual_credit_by_hand():
     others = torch.tensor([[0.0, 1.0], [1.0, math.nan], [math.nan, math.nan]])
-    credit = counterfactual_credit(1.0, others)
+    credit = F.counterfactual_credit(1.0, others)
     assert credit[:2].tolist() == [0.5, 0.0] and credit[2].isnan()
 
 
 def test_gae_reference_vector_of_a_chain():
-    advantages, targets = gae(torch.tensor([0.0, 1.0]), torch.tensor([0.2, 0.6]), CHAIN[:2], 0.99, 0.95)
+    advantages, targets = F.gae(torch.tensor([0.0, 1.0]), torch.tensor([0.2, 0.6]), torch.tensor([0, 1]), 0.99, 0.95)
     assert advantages.tolist() == pytest.approx([0.7702, 0.4], abs=1e-6)
     assert targets.tolist() == pytest.approx([0.9702, 1.0], abs=1e-6)
 
@@ -60,9 +30,6 @@ def test_joint_steps_follow_what_turns_see():
     assert steps((), (0,), (0, 1)) == [0, 1, 2]
     assert steps((), (0,), (0,), (1, 2)) == [0, 1, 1, 2]
     assert steps((), (), (1,), (0,), (2, 3)) == [0, 0, 1, 1, 2]
-
-
-# ---- Brute force ----
 
 
 @st.composite
@@ -129,7 +96,7 @@ def test_action_gae_equals_the_formula(episode):
     steps, rewards, values, (gamma, lam, _, _), last = episode
     first = [row[0] for row in values]
     rewards_, first_ = torch.tensor(rewards, dtype=torch.float64), torch.tensor(first, dtype=torch.float64)
-    advantages, targets = gae(rewards_, first_, torch.tensor(steps), gamma, lam, last)
+    advantages, targets = F.gae(rewards_, first_, torch.tensor(steps), gamma, lam, last)
     want = brute_action(steps, rewards, first, gamma, lam, last)
     assert advantages.tolist() == pytest.approx(want, abs=1e-6)
     assert targets.tolist() == pytest.approx([a + v for a, v in zip(want, first, strict=True)], abs=1e-6)
@@ -140,7 +107,7 @@ def test_token_gae_equals_the_formula(episode):
     steps, rewards, values, factors, last = episode
     lengths = torch.tensor([len(row) for row in values])
     arguments = torch.tensor(rewards, dtype=torch.float64), padded(values), lengths, torch.tensor(steps)
-    advantages, targets = token_gae(*arguments, *factors, last)
+    advantages, targets = F.token_gae(*arguments, *factors, last)
     want = brute_token(steps, rewards, values, factors, last)
     for k, row in enumerate(want):
         assert advantages[k, : len(row)].tolist() == pytest.approx(row, abs=1e-6)
@@ -149,41 +116,27 @@ def test_token_gae_equals_the_formula(episode):
 
 
 @given(episodes())
-def test_without_discount_and_decay_the_advantage_is_return_minus_value(episode):
-    steps, rewards, values, _, _ = episode
-    returns = [sum(r for r, s in zip(rewards, steps, strict=True) if s >= t) for t in steps]
-    rewards_, steps_ = torch.tensor(rewards, dtype=torch.float64), torch.tensor(steps)
-    first = padded(values)[:, 0]
-    assert gae(rewards_, first, steps_, 1.0, 1.0)[1].tolist() == pytest.approx(returns, abs=1e-6)
-    lengths = torch.tensor([len(row) for row in values])
-    targets = token_gae(rewards_, padded(values), lengths, steps_, 1.0, 1.0, 1.0, 1.0)[1]
-    for k, length in enumerate(lengths.tolist()):
-        assert targets[k, :length].tolist() == pytest.approx([returns[k]] * length, abs=1e-6)
-    assert returns_to_go(rewards_, steps_, 1.0).tolist() == pytest.approx(returns, abs=1e-6)
-
-
-@given(episodes())
 def test_returns_to_go_equal_a_loop(episode):
     steps, rewards, _, (gamma, *_), _ = episode
     want = [sum(gamma ** (s - t) * r for r, s in zip(rewards, steps, strict=True) if s >= t) for t in steps]
     rewards_ = torch.tensor(rewards, dtype=torch.float64)
-    assert returns_to_go(rewards_, torch.tensor(steps), gamma).tolist() == pytest.approx(want, abs=1e-6)
+    assert F.returns_to_go(rewards_, torch.tensor(steps), gamma).tolist() == pytest.approx(want, abs=1e-6)
 
 
 @given(reward=st.floats(-5, 5), count=st.integers(1, 8), discount=st.floats(0, 1))
 def test_step_discount_equals_a_loop(reward, count, discount):
     want = [reward * discount ** (count - 1 - k) for k in range(count)]
-    assert step_discount_credit(reward, count, discount).tolist() == pytest.approx(want, abs=1e-5)
-    assert equal_credit(reward, torch.arange(count), True).tolist() == pytest.approx([0.0] * (count - 1) + [reward])
-    assert equal_credit(reward, torch.arange(count), False).tolist() == pytest.approx([reward] * count)
+    assert F.step_discount_credit(reward, count, discount).tolist() == pytest.approx(want, abs=1e-5)
+    assert F.equal_credit(reward, torch.arange(count), True).tolist() == pytest.approx([0.0] * (count - 1) + [reward])
+    assert F.equal_credit(reward, torch.arange(count), False).tolist() == pytest.approx([reward] * count)
 
 
 @given(episodes(), st.floats(-5, 5))
 def test_the_teams_reward_reaches_every_turn_of_every_graph(episode, reward):
     # also where the turn that was spoken last is not in the last joint step
     steps = torch.tensor(episode[0])
-    credit = equal_credit(reward, steps, as_rewards=True)
-    assert gae(credit, torch.zeros(len(steps)), steps, 1.0, 1.0)[0].tolist() == pytest.approx([reward] * len(steps))
+    credit = F.equal_credit(reward, steps, as_rewards=True)
+    assert F.gae(credit, torch.zeros(len(steps)), steps, 1.0, 1.0)[0].tolist() == pytest.approx([reward] * len(steps))
 
 
 ragged = st.lists(st.lists(st.floats(-1, 1), min_size=1, max_size=5), min_size=1, max_size=4)
@@ -193,14 +146,13 @@ ragged = st.lists(st.lists(st.floats(-1, 1), min_size=1, max_size=5), min_size=1
 def test_log_ratios_of_actions_equal_a_loop(rows, words):
     mask = padded([[1.0] * len(row) for row in rows])
     noise = padded(rows) + 7 * (1 - mask)  # what lies beyond a turn's end does not count
-    divisors = {
-        "sum": [1] * len(rows),
-        "token": [len(row) for row in rows],
-        "word": words[: len(rows)],
-    }
-    for its in divisors.values():
+    for its in (
+        [1] * len(rows),
+        [len(row) for row in rows],
+        words[: len(rows)],
+    ):  # sums, and means by tokens and words
         want = [sum(row) / by for row, by in zip(rows, its, strict=True)]
-        got = action_log_ratios(noise, mask, torch.tensor(its, dtype=torch.float64))
+        got = F.action_log_ratios(noise, mask, torch.tensor(its, dtype=torch.float64))
         assert got.tolist() == pytest.approx(want, abs=1e-6)
 
 
@@ -219,12 +171,12 @@ def test_value_loss_equals_the_originals(rows, clip, kind):
         near = value if clip is None else old + max(-clip, min(clip, value - old))
         want.append(max(loss(target - value), loss(target - near)))
     tensors = [torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True)]
-    assert value_losses(*tensors, clip, kind).tolist() == pytest.approx(want, abs=1e-6)
+    assert F.value_losses(*tensors, clip, kind).tolist() == pytest.approx(want, abs=1e-6)
 
 
 def test_a_clipped_value_has_no_gradient():
     value = torch.tensor([0.5, 0.1], requires_grad=True)
-    value_losses(value, torch.zeros(2), torch.ones(2), 0.2, "squared").sum().backward()
+    F.value_losses(value, torch.zeros(2), torch.ones(2), 0.2, "squared").sum().backward()
     assert value.grad.tolist() == pytest.approx([0.0, -0.9])  # 0.5 has moved beyond 0.2 towards its target
 
 
@@ -232,8 +184,8 @@ def test_a_clipped_value_has_no_gradient():
 def test_standardized_over_processes_equals_one(parts):
     tensors = [torch.tensor(part, dtype=torch.float64) for part in parts]
     everything = torch.cat(tensors)
-    total = sum(moments(part) for part in tensors)
-    got = torch.cat([standardized(part, total) for part in tensors])
+    total = sum(F.moments(part) for part in tensors)
+    got = torch.cat([F.standardized(part, total) for part in tensors])
     std = everything.std(correction=0)
     if std > 1e-3:
         torch.testing.assert_close(got, (everything - everything.mean()) / (std + 1e-8), rtol=1e-5, atol=1e-5)
@@ -241,22 +193,22 @@ def test_standardized_over_processes_equals_one(parts):
 
 def test_explained_variance_by_hand():
     targets = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert explained_variance(moments(targets), moments(targets - targets)) == 1.0
-    assert explained_variance(moments(targets), moments(targets - targets.mean())) == pytest.approx(0.0)
-    assert explained_variance(moments(targets), moments(2 * targets)) == pytest.approx(-3.0)
-    assert math.isnan(explained_variance(moments(torch.ones(3)), moments(torch.ones(3))))
+    assert F.explained_variance(F.moments(targets), F.moments(targets - targets)) == 1.0
+    assert F.explained_variance(F.moments(targets), F.moments(targets - targets.mean())) == pytest.approx(0.0)
+    assert F.explained_variance(F.moments(targets), F.moments(2 * targets)) == pytest.approx(-3.0)
+    assert math.isnan(F.explained_variance(F.moments(torch.ones(3)), F.moments(torch.ones(3))))
 
 
 def test_divergence_factors_and_entropy_control_by_hand():
-    assert approximate_kl(torch.tensor([0.0, math.log(2)])).tolist() == pytest.approx([0.0, 1 - math.log(2)])
-    assert approximate_kl(torch.tensor([500.0])).isfinite().all()
+    assert F.approximate_kl(torch.tensor([0.0, math.log(2)])).tolist() == pytest.approx([0.0, 1 - math.log(2)])
+    assert F.approximate_kl(torch.tensor([500.0])).isfinite().all()
     log_ratios = torch.tensor([math.log(2), math.log(3), math.log(0.5)])
-    factors = sequential_log_factors(log_ratios, torch.tensor([0, 0, 2]), 3)
+    factors = F.sequential_log_factors(log_ratios, torch.tensor([0, 0, 2]), 3)
     assert factors.exp().tolist() == pytest.approx([6.0, 1.0, 0.5])
-    assert clipped_factors(factors, None).tolist() == pytest.approx([6.0, 1.0, 0.5])
-    assert clipped_factors(factors, 0.2).tolist() == pytest.approx([1.2, 1.0, 0.8])
+    assert F.clipped_factors(factors, None).tolist() == pytest.approx([6.0, 1.0, 0.5])
+    assert F.clipped_factors(factors, 0.2).tolist() == pytest.approx([1.2, 1.0, 0.8])
     weights = torch.tensor([3.0, 7.5, 6.0**2 + 1 + 0.25])  # number, sum, sum of squares
-    assert effective_share(weights) == pytest.approx(7.5**2 / (3 * 37.25))
-    assert effective_share(torch.tensor([4.0, 8.0, 16.0])) == 1.0
-    assert adapted_entropy_coef(0.1, entropy=0.3, target=0.3, delta=0.05, low=0, high=0.12) == 0.12
-    assert adapted_entropy_coef(0.1, entropy=0.4, target=0.3, delta=0.05, low=0.08, high=1) == 0.08
+    assert F.effective_share(weights) == pytest.approx(7.5**2 / (3 * 37.25))
+    assert F.effective_share(torch.tensor([4.0, 8.0, 16.0])) == 1.0
+    assert F.adapted_entropy_coef(0.1, entropy=0.3, target=0.3, delta=0.05, low=0, high=0.12) == 0.12
+    assert F.adapted_entropy_coef(0.1, entropy=0.4, target=0.3, delta=0.05, low=0.08, high=1) == 0.08

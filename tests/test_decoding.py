@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 from marft_trl.seams.generation import GraphMemory, captured, find_capture_obstacle, masks_what_comes_later
 from marft_trl.shared_prefix import decoding, forward
-from marft_trl.shared_prefix import decoding as steps
 from marft_trl.shared_prefix.decoding import PreallocatedLayer, Recorder, can_decode, decode
 
 import pytest
@@ -23,15 +22,22 @@ ENDS = list(range(3, 14))
 COMMON = {"pad_token_id": 0, "top_k": 0}
 
 
-def generate(model, prompts, own=True, recorder=None, is_fixed=False, **settings):
+def generate(model, prompts, own=True, recorder=None, is_fixed=False, padding=0, **settings):
     ids, mask = forward.padded(prompts, "cpu", side="left")
+    ids, mask = (torch.nn.functional.pad(one, (padding, 0)) for one in (ids, mask))
     config = GenerationConfig(**{**COMMON, "eos_token_id": ENDS, "max_new_tokens": 20, **settings})
     assert can_decode(config)
     options = {"custom_generate": functools.partial(decode, recorder=recorder, is_fixed=is_fixed)} if own else {}
     with torch.no_grad():
-        return model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **options)[
-            :, ids.size(1) :
-        ]
+        tokens = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **options)
+    return tokens[:, ids.size(1) :]
+
+
+def noted_sizes(model):
+    """The rows and columns of each pass."""
+    sizes = []
+    model.get_base_model().model.layers[0].register_forward_hook(lambda *args: sizes.append(tuple(args[2].shape[:2])))
+    return sizes
 
 
 @pytest.mark.parametrize("others_words", [False, True], ids=["one_prompt", "others_words"])
@@ -61,13 +67,7 @@ def test_padding_in_front_of_all_rows_changes_nothing(others_words):
     """As `pad_to_multiple_of` puts it there."""
     model = family_model("qwen3")
     prompts, _ = ragged_rows(int(others_words), others_words)
-    ids, mask = forward.padded(prompts, "cpu", side="left")
-    ids, mask = (torch.nn.functional.pad(one, (5, 0)) for one in (ids, mask))
-    config = GenerationConfig(**{**COMMON, "eos_token_id": ENDS, "max_new_tokens": 20, "do_sample": False})
-    with torch.no_grad():
-        tokens = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, custom_generate=decode)[
-            :, ids.size(1) :
-        ]
+    tokens = generate(model, prompts, padding=5, do_sample=False)
     assert tokens.tolist() == generate(model, prompts, own=False, do_sample=False).tolist()
 
 
@@ -79,19 +79,18 @@ def test_logits_that_are_not_numbers_are_reported():
 
 
 def test_a_common_beginning_goes_through_the_model_once():
-    model, widths = family_model("qwen3"), []
-    model.get_base_model().model.layers[0].register_forward_hook(lambda *args: widths.append(args[2].shape[:2]))
+    model = family_model("qwen3")
+    sizes = noted_sizes(model)
     generate(model, [list(range(20, 50))] * 8, do_sample=False, max_new_tokens=1)
-    assert widths == [(1, 29), (8, 1)]
+    assert sizes == [(1, 29), (8, 1)]
 
 
 def test_finished_rows_leave_the_batch():
-    model, sizes = family_model("llama"), []
-    model.get_base_model().model.layers[0].register_forward_hook(lambda *args: sizes.append(args[2].size(0)))
-    prompts = [[5, 6, 7, 8, 20 + index] for index in range(32)]
+    model = family_model("llama")
+    sizes = noted_sizes(model)
     torch.manual_seed(0)
-    tokens = generate(model, prompts, do_sample=True, max_new_tokens=60)
-    steps = sizes[-tokens.size(1) :]
+    tokens = generate(model, [[5, 6, 7, 8, 20 + index] for index in range(32)], do_sample=True, max_new_tokens=60)
+    steps = [rows for rows, _ in sizes[-tokens.size(1) :]]
     has_ended = torch.isin(tokens, torch.tensor(ENDS))
     useful = [(~has_ended[:, :step].any(dim=1)).sum().item() for step in range(tokens.size(1))]
     assert steps[0] == 32 and steps[-1] < 10 and steps == sorted(steps, reverse=True)
@@ -111,13 +110,10 @@ def test_rows_in_the_places_of_finished_ones_go_on_as_they_would_have(settings):
         assert mine[:, : theirs.size(1)].tolist() == theirs.tolist() and not mine[:, theirs.size(1) :].any()
 
 
-# ---- Steps of fixed shapes ----
-
-
 def steps_taken(monkeypatch, model, **settings):
     """Tokens of steps of fixed shapes, and for each of them the rows and the addresses that it reads and writes."""
     taken = []
-    forward_ = steps.FixedSteps._forward
+    forward_ = decoding.FixedSteps._forward
 
     def noting(self):
         memory = [self._tokens, self._mask, self._positions, self._place]
@@ -125,7 +121,7 @@ def steps_taken(monkeypatch, model, **settings):
         taken.append((len(self._tokens), [(one.data_ptr(), one.shape) for one in memory]))
         return forward_(self)
 
-    monkeypatch.setattr(steps.FixedSteps, "_forward", noting)
+    monkeypatch.setattr(decoding.FixedSteps, "_forward", noting)
     prompts = [[5, 6, 7, 8, 20 + index][index % 3 :] for index in range(40)]
     torch.manual_seed(0)
     return generate(model, prompts, is_fixed=True, max_new_tokens=60, **settings), taken
@@ -134,7 +130,7 @@ def steps_taken(monkeypatch, model, **settings):
 def test_shapes_and_addresses_stay_until_rows_leave(monkeypatch):
     _, taken = steps_taken(monkeypatch, family_model("llama"), do_sample=True)
     sizes = [count for count, _ in taken]
-    assert sizes[0] == 40 and set(sizes) <= {40, *steps.SIZES} and len(set(sizes)) > 1
+    assert sizes[0] == 40 and set(sizes) <= {40, *decoding.SIZES} and len(set(sizes)) > 1
     assert sizes == sorted(sizes, reverse=True)
     for count in set(sizes):
         first, *others = [memory for its, memory in taken if its == count]
@@ -154,23 +150,6 @@ def test_masks_what_comes_later_where_attention_is_told_of_columns(monkeypatch):
     assert not steps_taken(monkeypatch, model, do_sample=False)[1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_fixed_and_growing_steps_sample_the_same_tokens(family, monkeypatch):
-    """If rows leave at the same time, they get the same random numbers."""
-    monkeypatch.setattr(steps.FixedSteps, "every", 1)
-    monkeypatch.setattr(steps.FixedSteps, "count_after", steps.GrowingSteps.count_after)
-    model, draw = family_model(family), random.Random(0)
-    prompts = [[draw.randrange(20, VOCABULARY) for _ in range(draw.randint(1, 9))] for _ in range(20)]
-    found = []
-    for is_fixed in (False, True):
-        torch.manual_seed(1)
-        recorder = Recorder()
-        tokens = generate(model, prompts, is_fixed=is_fixed, recorder=recorder, do_sample=True, temperature=0.7)
-        found.append((tokens.tolist(), recorder.logps))
-    assert found[0][0] == found[1][0]
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=1e-4)
-
-
 class Graph:
     """In place of a captured graph (`captured`): runs the function, in the memory that it was captured with."""
 
@@ -184,8 +163,8 @@ class Graph:
 
 
 def with_graphs(monkeypatch, capture):
-    monkeypatch.setattr(steps, "find_capture_obstacle", lambda model: None)
-    monkeypatch.setattr(steps, "captured", capture)
+    monkeypatch.setattr(decoding, "find_capture_obstacle", lambda model: None)
+    monkeypatch.setattr(decoding, "captured", capture)
 
 
 def test_steps_are_replayed_until_rows_leave(monkeypatch):
@@ -239,21 +218,23 @@ def test_captured():
 
 def test_a_team_samples_with_fixed_steps(model_folder, tmp_path):
     """`cache_implementation="static"`, TRL's name for it."""
-    found = []
-    for settings in ({}, {"cache_implementation": "static"}):
-        trainer = team_trainer(model_folder, tmp_path, settings=settings)
-        generate_, seen = trainer.model.get_base_model().generate, []
-        trainer.model.get_base_model().generate = lambda *args, seen=seen, own=generate_, **kwargs: (
-            seen.append(kwargs["custom_generate"].keywords["is_fixed"]),
-            own(*args, **kwargs),
-        )[1]
-        answers = calling(functools.partial(trainer.parts.runner.generator.generate, greedy=True))
-        found.append((answers(["reasoner"] * 3, [[5, 6, 7], [5, 6], [9]]), seen))
-    (plain, growing), (static, fixed) = found
-    assert plain == static and growing == [False] and fixed == [True]
+    plain, growing = sampled(team_trainer(model_folder, tmp_path))
+    static, fixed = sampled(team_trainer(model_folder, tmp_path, settings={"cache_implementation": "static"}))
+    assert plain == static and not growing.keywords["is_fixed"] and fixed.keywords["is_fixed"]
 
 
-# ---- Filling the cache ----
+def sampled(trainer):
+    """Greedy turns, and what they were decoded by."""
+    base, used = trainer.model.get_base_model(), []
+    generate = base.generate
+
+    def noting(*args, **kwargs):
+        used.append(kwargs["custom_generate"])
+        return generate(*args, **kwargs)
+
+    base.generate = noting
+    answers = calling(functools.partial(trainer.parts.runner.generator.generate, greedy=True))
+    return answers(["reasoner"] * 3, [[5, 6, 7], [5, 6], [9]]), *used
 
 
 @pytest.mark.parametrize("others_words", [False, True], ids=["one_prompt", "others_words"])
@@ -303,29 +284,27 @@ def test_the_last_rows_take_the_places_of_finished_ones():
 
 
 def test_a_processor_that_may_know_the_batch_keeps_all_rows():
-    model, sizes = family_model("llama"), []
-    model.get_base_model().model.layers[0].register_forward_hook(lambda *args: sizes.append(args[2].size(0)))
+    model = family_model("llama")
+    sizes = noted_sizes(model)
     prompts = [[5, 6, 7, 8, 20 + index] for index in range(32)]
     generate(model, prompts, do_sample=True, exponential_decay_length_penalty=(40, 1.1))
-    assert set(sizes[1:]) == {32}
+    assert {rows for rows, _ in sizes[1:]} == {32}
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("is_fixed", "settings"),
     [
-        {"temperature": 0.8, "is_fixed": True},
-        {"top_k": 5, "temperature": 1.3},
-        {"top_p": 0.7},
-        {"min_p": 0.05, "repetition_penalty": 1.5},
+        (True, {"temperature": 0.8}),
+        (False, {"top_k": 5, "temperature": 1.3}),
+        (False, {"top_p": 0.7}),
+        (False, {"min_p": 0.05, "repetition_penalty": 1.5}),
     ],
     ids=str,
 )
-def test_samples_follow_the_same_distribution(settings):
+def test_samples_follow_the_same_distribution(is_fixed, settings):
     """Chi-square over 5,000 pairs of tokens against the exact probabilities, with rows that leave."""
     model = family_model("qwen3")
     base, ends = model.get_base_model(), list(range(3, 40))
-    is_fixed = settings.get("is_fixed", False)
-    settings = {name: value for name, value in settings.items() if name != "is_fixed"}
     settings = {"do_sample": True, "max_new_tokens": 2, "eos_token_id": ends, **settings}
     prompt = [5, 6, 7, 8, 50]
 
@@ -365,16 +344,14 @@ def test_tokens_of_no_probability_are_never_drawn(monkeypatch):
     assert abs(counts[1] - 6000) < 4 * (20_000 * 0.3 * 0.7) ** 0.5
 
 
-# ---- Log-probabilities of what is sampled ----
-
-
-def test_recorded_log_probabilities_are_the_scored_ones():
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_recorded_log_probabilities_are_the_scored_ones(is_fixed):
     model = family_model("qwen3", temperature=0.7)
     base = model.get_base_model()
     prompts, _ = ragged_rows(1, others_words=True)
     recorder = Recorder()
     torch.manual_seed(0)
-    drawn = generate(model, prompts, recorder=recorder, do_sample=True, temperature=0.7)
+    drawn = generate(model, prompts, is_fixed=is_fixed, recorder=recorder, do_sample=True, temperature=0.7)
     completions = [its[: 1 + next((i for i, t in enumerate(its) if t in ENDS), len(its))] for its in drawn.tolist()]
     with torch.no_grad():
         hidden = forward.hidden_states(base.base_model, prompts, completions)
@@ -414,13 +391,7 @@ def test_several_updates_need_no_pass_for_old_log_probabilities(model_folder, tm
 
 
 @pytest.mark.parametrize(
-    ("settings", "exact"),
-    [
-        ({}, True),
-        ({"attention_dropout": 0.1}, False),
-        ({"dtype": "bfloat16"}, False),
-    ],
-    ids=str,
+    ("settings", "exact"), [({}, True), ({"attention_dropout": 0.1}, False), ({"dtype": "bfloat16"}, False)], ids=str
 )
 def test_what_is_sampled_with_noise_or_roughly_is_scored_anew(model_folder, tmp_path, settings, exact):
     model = AutoModelForCausalLM.from_pretrained(model_folder, **settings)
@@ -431,15 +402,8 @@ def test_what_is_sampled_with_noise_or_roughly_is_scored_anew(model_folder, tmp_
 def test_nothing_of_the_model_s_own_config_turns_fast_decoding_off(model_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     model.generation_config.num_beams = 2
-    trainer = team_trainer(model, tmp_path)
-    calls = []
-    generate = trainer.model.get_base_model().generate
-    trainer.model.get_base_model().generate = lambda *args, **kwargs: (
-        calls.append(kwargs.get("custom_generate")),
-        generate(*args, **kwargs),
-    )[1]
-    calling(trainer.parts.runner.generator.generate)(["reasoner"], [[5, 6, 7]])
-    assert len(calls) == 1 and calls[0].func is decoding.decode
+    _, used = sampled(team_trainer(model, tmp_path))
+    assert used.func is decoding.decode
 
 
 @pytest.mark.parametrize(
@@ -448,13 +412,3 @@ def test_nothing_of_the_model_s_own_config_turns_fast_decoding_off(model_folder,
 )
 def test_what_the_loop_cannot_do_is_left_to_transformers(settings):
     assert not can_decode(GenerationConfig(**settings))
-
-
-def test_room_for_more_is_there_from_the_start():
-    layer = PreallocatedLayer(1, 5)
-    first = torch.arange(4.0).reshape(1, 1, 2, 2)
-    layer.update(first, -first)
-    place = layer.keys.data_ptr()
-    keys, values = layer.update(first + 10, first + 20)
-    assert keys.shape == (1, 1, 4, 2) and layer.keys.data_ptr() == place and layer.get_seq_length() == 4
-    assert keys[0, 0, 2].tolist() == [10.0, 11.0] and values[0, 0, 0].tolist() == [0.0, -1.0]

@@ -4,9 +4,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 import torch
@@ -16,23 +14,18 @@ from .scripts import train_canned
 
 
 ROOT = Path(__file__).parent.parent
+KINDS = ["orchestrated", "chain", "counterfactual", "tools", "opponents", "application", "dynamic"]
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
-def launch(
-    processes: int,
-    script: str,
-    *arguments: str,
-    timeout: int = 280,
-    environment: Mapping[str, str] = MappingProxyType({}),
-) -> subprocess.CompletedProcess:
+def launch(processes: int, script: str, *arguments: str, timeout: int = 280, environment=None):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **environment}
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     command = [sys.executable, *(launcher if processes > 1 else []), script, *arguments]
-    whole = {**os.environ, **own}
+    whole = {**os.environ, **own, **(environment or {})}
     done = subprocess.run(command, cwd=ROOT, env=whole, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-20000:]  # of all processes
     return done
@@ -42,19 +35,9 @@ def launch(
     ("kind", "loss_type"),
     [
         ("ppo", "dapo"),
-        pytest.param("uneven", "dapo", marks=pytest.mark.slow),
-        pytest.param("full", "grpo", marks=pytest.mark.slow),
-        pytest.param("sequential", "grpo", marks=pytest.mark.slow),
-        pytest.param("orchestrated", "dapo", marks=pytest.mark.slow),
-        pytest.param("chain", "dapo", marks=pytest.mark.slow),
-        pytest.param("uneven", "grpo", marks=pytest.mark.slow),
-        pytest.param("uneven", "bnpo", marks=pytest.mark.slow),
-        pytest.param("counterfactual", "dapo", marks=pytest.mark.slow),
-        pytest.param("candidates", "grpo", marks=pytest.mark.slow),
-        pytest.param("tools", "dapo", marks=pytest.mark.slow),
-        pytest.param("opponents", "dapo", marks=pytest.mark.slow),
-        pytest.param("application", "dapo", marks=pytest.mark.slow),
-        pytest.param("dynamic", "dapo", marks=pytest.mark.slow),
+        *(pytest.param("uneven", name, marks=pytest.mark.slow) for name in ("dapo", "grpo", "bnpo")),
+        *(pytest.param(kind, "grpo", marks=pytest.mark.slow) for kind in ("full", "sequential", "candidates")),
+        *(pytest.param(kind, "dapo", marks=pytest.mark.slow) for kind in KINDS),
     ],
 )
 def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):
@@ -90,8 +73,8 @@ def test_sharded_launchers_are_refused_before_anything_is_loaded(tmp_path):
         "             train_dataset=Dataset.from_dict({'prompt': ['x'] * 99}))\n"
     )
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp", "--num_processes", "1"]
-    command += ["--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", str(script)]
+    flags = "--use_fsdp --num_processes 1 --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
+    command = [sys.executable, "-m", "accelerate.commands.launch", *flags.split(), str(script)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert done.returncode != 0
     assert "accelerate has no device to shard a model on" in done.stderr, done.stderr[-2000:]

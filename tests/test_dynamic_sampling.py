@@ -1,27 +1,25 @@
 """Groups that teach nothing are replaced by groups of further prompts."""
 
+import math
+
 from marft_trl import Workflow
 from marft_trl.rollout import dynamic_sampling
-from marft_trl.tiny import tiny_agents, tiny_dataset
+from marft_trl.tiny import tiny_dataset
 
 import pytest
-import torch
 from datasets import Dataset, IterableDataset
 
-from .helpers import StopAt, by_hand, calling, config, moved, team_trainer, varied_reward, weights
+from .helpers import StopAt, config, logged_steps, moved, moved_by_training, team_trainer, varied_reward, weights
 
 
 def reward_of(*names):
     """Only questions about these people earn a reward, which differs between completions."""
 
     def some_reward(prompts, completions, log_extra=None, **kwargs):
-        scores = varied_reward(completions)
         if log_extra is not None:
             log_extra("asked", [str(prompt) for prompt in prompts])
-        return [
-            score if any(name in str(prompt) for name in names) else 0.0
-            for prompt, score in zip(prompts, scores, strict=True)
-        ]
+        counts = [any(name in str(prompt) for name in names) for prompt in prompts]
+        return [score * it for it, score in zip(counts, varied_reward(completions), strict=True)]
 
     return some_reward
 
@@ -32,17 +30,14 @@ def _as_in_the_package(monkeypatch):
     monkeypatch.setattr(dynamic_sampling, "MOST_PROMPTS", dynamic_sampling.MOST_PROMPTS)
 
 
-def trainer_with(model, folder, reward, callbacks=None, dataset=None, most=3.0, **settings):
+def trainer_with(model, folder, reward, callbacks=None, dataset=None, most=3.0, workflow=None, **settings):
     dynamic_sampling.MOST_PROMPTS = most
-    defaults = {"dynamic_sampling": True, "per_device_train_batch_size": 16, "max_steps": 3, "report_to": []}
-    return team_trainer(
-        model, folder, settings=defaults | settings, reward_funcs=reward, callbacks=callbacks,
-        train_dataset=dataset or tiny_dataset(64),
-    )  # fmt: skip
+    settings = {"dynamic_sampling": True, "per_device_train_batch_size": 16, "max_steps": 3, **settings}
+    given = {"train_dataset": dataset or tiny_dataset(64), "callbacks": callbacks, "workflow": workflow}
+    return team_trainer(model, folder, settings=settings, reward_funcs=reward, **given)
 
 
 def trained_rollouts(trainer):
-    """Notes the rollouts that are trained on."""
     found, inner = [], trainer.parts.reporter.rollout
 
     def noting(rollout, *args):
@@ -73,23 +68,20 @@ def test_batches_are_filled_with_groups_that_differ(model_folder, tmp_path):
             assert len(set(rollout.rewards[start : start + 4].tolist())) > 1
         for episode, reward in zip(rollout.episodes, rollout.rewards.tolist(), strict=True):
             assert reward == pytest.approx(scores[str(episode.prompt), episode.answer.text])
-    for entry in (entry for entry in trainer.state.log_history if "loss" in entry):
+    for entry in logged_steps(trainer):
         assert entry["dynamic_sampling/filled"] == 1
-        assert entry["dynamic_sampling/prompts"] >= 1
         # metrics are those of all that was drawn, not of what was chosen
         assert entry["frac_reward_zero_std"] == pytest.approx(1 - entry["dynamic_sampling/with_signal"])
-    drawn = [entry["dynamic_sampling/prompts"] for entry in trainer.state.log_history if "loss" in entry]
-    assert max(drawn) > 1
+    drawn = [entry["dynamic_sampling/prompts"] for entry in logged_steps(trainer)]
+    assert min(drawn) >= 1 and max(drawn) > 1
 
 
 def test_it_stops_at_its_limit(model_folder, tmp_path):
     trainer = trainer_with(model_folder, tmp_path, reward_of(), most=2.5, max_steps=1)
-    before = weights(trainer)
-    trainer.train()
-    assert not moved(before, weights(trainer))
-    for entry in (entry for entry in trainer.state.log_history if "loss" in entry):
-        assert entry["dynamic_sampling/prompts"] == 2.5 and entry["dynamic_sampling/filled"] == 0
-        assert entry["frac_rows_without_signal"] == 1
+    assert not moved_by_training(trainer)
+    (entry,) = logged_steps(trainer)
+    assert entry["dynamic_sampling/prompts"] == 2.5 and entry["dynamic_sampling/filled"] == 0
+    assert entry["frac_rows_without_signal"] == 1
 
 
 def test_nothing_more_is_drawn_where_all_groups_differ(model_folder, tmp_path):
@@ -101,8 +93,7 @@ def test_nothing_more_is_drawn_where_all_groups_differ(model_folder, tmp_path):
     off = trainer_with(model_folder, tmp_path / "off", different, dynamic_sampling=False, max_steps=2)
     off.train()
     assert not moved(weights(on), weights(off))
-    logs = [[entry for entry in one.state.log_history if "loss" in entry] for one in (on, off)]
-    for mine, theirs in zip(*logs, strict=True):
+    for mine, theirs in zip(logged_steps(on), logged_steps(off), strict=True):
         assert mine["dynamic_sampling/prompts"] == 1
         same = {name for name in theirs if "time" not in name and "second" not in name}
         assert {name: mine[name] for name in same} == {name: theirs[name] for name in same}
@@ -111,21 +102,21 @@ def test_nothing_more_is_drawn_where_all_groups_differ(model_folder, tmp_path):
 def test_columns_of_reward_functions_stay_with_their_episodes_and_all_tokens_are_counted(model_folder, tmp_path):
     trainer = trainer_with(model_folder, tmp_path, reward_of("Ann", "Ben"), log_completions=True, max_steps=1)
     rollouts, tables, sampled = trained_rollouts(trainer), [], []
-    fill_table, generate = trainer.parts.state.fill_table, calling(trainer.parts.runner.generator.generate)
+    fill_table, generate = trainer.parts.state.fill_table, trainer.parts.runner.generator.generate
 
     def noting(prompts, completions, advantages, rewards, extra):
         tables.append(extra)
         return fill_table(prompts, completions, advantages, rewards, extra)
 
-    def counting(agents, prompt_ids, **options):
-        found = generate(agents, prompt_ids, **options)
-        sampled.append(sum(map(len, prompt_ids)) + sum(len(one.ids) for one in found))
+    async def counting(observed, **options):
+        found = await generate(observed, **options)
+        sampled.append(sum(len(one.ids) for one in [*observed, *found]))
         return found
 
     trainer.parts.state.fill_table = noting
-    trainer.parts.runner.generator.generate = by_hand(counting)
+    trainer.parts.runner.generator.generate = counting
     trainer.train()
-    entry = next(entry for entry in trainer.state.log_history if "num_tokens" in entry)
+    (entry,) = logged_steps(trainer)
     assert entry["num_tokens"] == sum(sampled) and entry["dynamic_sampling/prompts"] > 1
     (rollout,) = rollouts
     asked = next(table["asked"] for table in tables if table.get("asked"))
@@ -147,7 +138,7 @@ def test_candidates_move_with_their_episodes(model_folder, tmp_path, advantage):
             for turn, node in zip(episode.turns, nodes, strict=True):
                 assert turn.completion_ids in [one.completion_ids for one in node.turns]
                 assert {turn.prompt_ids} == {one.prompt_ids for one in node.turns}
-    assert any(entry.get("dynamic_sampling/prompts", 0) > 1 for entry in trainer.state.log_history)
+    assert any(entry["dynamic_sampling/prompts"] > 1 for entry in logged_steps(trainer))
 
 
 @pytest.mark.slow
@@ -164,20 +155,14 @@ def test_a_resumed_run_draws_the_same_prompts(model_folder, tmp_path):
     resumed = make("cut")
     resumed.train(resume_from_checkpoint=True)
     assert not moved(weights(whole), weights(resumed))
-    assert whole.parts.run is not resumed.parts.run
-    numbers = [
-        [entry["dynamic_sampling/prompts"] for entry in one.state.log_history if "loss" in entry]
-        for one in (whole, resumed)
-    ]
+    numbers = [[entry["dynamic_sampling/prompts"] for entry in logged_steps(one)] for one in (whole, resumed)]
     assert numbers[0] == numbers[1] and max(numbers[0]) > 1
 
 
 def test_further_prompts_are_not_repeated_before_all_were_drawn(model_folder, tmp_path):
     dataset = Dataset.from_dict({"prompt": [f"Question {number}" for number in range(8)]})
     trainer = trainer_with(model_folder, tmp_path, reward_of(), dataset=dataset, max_steps=1)
-    asked = []
-
-    inner = trainer.parts.rollouts.run
+    asked, inner = [], trainer.parts.rollouts.run
 
     def noting(rows, training, further=False, mode=None):
         asked.append([row["prompt"] for row in rows])
@@ -224,17 +209,11 @@ def test_own_returns_are_a_signal(model_folder, tmp_path):
             gain = float(len(turns[0].text) % 3)
             episode.earn(turns[1], {"reasoner": gain, "actor": -gain})
 
-    settings = {"dynamic_sampling": True, "max_steps": 1, "returns": "agent"}
-    dynamic_sampling.MOST_PROMPTS = 4.0
-    trainer = team_trainer(
-        model_folder, tmp_path, settings=settings, workflow=Rivals(), reward_funcs=None, agents=tiny_agents()
-    )
-    before = weights(trainer)
-    trainer.train()
-    assert moved(before, weights(trainer))
-    entry = next(entry for entry in trainer.state.log_history if "dynamic_sampling/with_signal" in entry)
-    assert entry["dynamic_sampling/with_signal"] > 0
-    assert torch.isfinite(torch.tensor(entry["loss"]))
+    settings = {"max_steps": 1, "returns": "agent", "per_device_train_batch_size": 8}
+    trainer = trainer_with(model_folder, tmp_path, None, workflow=Rivals(), most=4.0, **settings)
+    assert moved_by_training(trainer)
+    (entry,) = logged_steps(trainer)
+    assert entry["dynamic_sampling/with_signal"] > 0 and math.isfinite(entry["loss"])
 
 
 def test_limits_of_a_batch_are_not_those_of_its_rounds(model_folder, tmp_path):
@@ -246,9 +225,8 @@ def test_limits_of_a_batch_are_not_those_of_its_rounds(model_folder, tmp_path):
         calls[step] = calls.get(step, 0) + 1
         return [0.0 if calls[step] == 1 else None for _ in completions]
 
-    few = {"max_steps": 2, "per_device_train_batch_size": 8}
-    trainer = trainer_with(model_folder, tmp_path, reward, most=6.0, max_unscored_batches=2, **few)
-    trainer.train()
+    settings = {"most": 6.0, "max_unscored_batches": 2, "max_steps": 2, "per_device_train_batch_size": 8}
+    trainer_with(model_folder, tmp_path, reward, **settings).train()
     assert len(calls) == 2 and min(calls.values()) > 3
 
 
@@ -262,12 +240,10 @@ def test_sums_that_were_earned_at_different_turns_teach_something(model_folder, 
             Earning.count += 1
             episode.earn(turns[Earning.count % 2], 1.0)
 
-    trainer = team_trainer(
-        model_folder, tmp_path, workflow=Earning(), reward_funcs=None,
-        settings={"dynamic_sampling": True, "credit_kind": "rewards", "max_steps": 1},
-    )  # fmt: skip
+    settings = {"credit_kind": "rewards", "max_steps": 1, "per_device_train_batch_size": 8}
+    trainer = trainer_with(model_folder, tmp_path, None, workflow=Earning(), **settings)
     trainer.train()
-    (entry,) = (one for one in trainer.state.log_history if "dynamic_sampling/prompts" in one)
+    (entry,) = logged_steps(trainer)
     assert entry["dynamic_sampling/prompts"] == entry["dynamic_sampling/with_signal"] == 1.0
 
 
@@ -290,10 +266,8 @@ def test_equal_rewards_of_episodes_of_other_lengths_teach_nothing(model_folder, 
     def same(completions, **kwargs):
         return [0.3] * len(completions)
 
-    settings = {"dynamic_sampling": True, "credit_kind": "rewards", "max_steps": 1}
-    settings |= {"advantage": advantage, "gamma": gamma}
-    dynamic_sampling.MOST_PROMPTS = 1.0
-    trainer = team_trainer(model_folder, tmp_path, workflow=Lengths(), reward_funcs=same, settings=settings)
+    settings = {"credit_kind": "rewards", "advantage": advantage, "gamma": gamma, "per_device_train_batch_size": 8}
+    trainer = trainer_with(model_folder, tmp_path, same, workflow=Lengths(), most=1.0, max_steps=1, **settings)
     trainer.train()
-    (entry,) = (one for one in trainer.state.log_history if "dynamic_sampling/with_signal" in one)
+    (entry,) = logged_steps(trainer)
     assert entry["dynamic_sampling/with_signal"] == signal == 1 - entry["frac_rows_without_signal"]

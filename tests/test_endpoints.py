@@ -9,7 +9,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from marft_trl import AgentSpec, Sequential, endpoint_reply
+from marft_trl import AgentSpec, endpoint_reply
 from marft_trl.adapters.manifest import TeamManifest
 from marft_trl.rewards import judge_reward
 from marft_trl.rewards.endpoint import EndpointError
@@ -18,7 +18,7 @@ from marft_trl.rollout.reward_scorer import check_judges
 
 import pytest
 
-from .helpers import moved, team_trainer, weights
+from .helpers import logged_steps, moved_by_training, team_trainer
 
 
 QUESTION = [{"role": "user", "content": "x"}]
@@ -106,16 +106,9 @@ def test_no_more_than_so_many_requests_at_a_time(model):
 def test_a_teammate_on_another_server_is_asked_and_not_trained(model, model_folder, tmp_path):
     model.answers = [lambda body: f"seen {len(body['messages'])}"]
     rival = AgentSpec("rival", system_prompt="Disagree.", reply=endpoint_reply(model.url, "m", api_key="secret"))
-    trainer = team_trainer(
-        model_folder,
-        tmp_path,
-        agents=[AgentSpec("reasoner"), rival, AgentSpec("actor")],
-        workflow=Sequential(),
-        settings={"max_steps": 1},
-    )
-    before = weights(trainer)
-    trainer.train()
-    assert {name.split(".")[-2] for name in moved(before, weights(trainer))} <= {"reasoner", "actor"}
+    agents = [AgentSpec("reasoner"), rival, AgentSpec("actor")]
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, settings={"max_steps": 1})
+    assert {name.split(".")[-2] for name in moved_by_training(trainer)} == {"reasoner", "actor"}
     assert len(model.asked) == 8 and model.asked[0][2]["messages"][0] == {"role": "system", "content": "Disagree."}
     trainer.save_model()
     files = [file.read_text(errors="replace") for file in tmp_path.rglob("*") if file.suffix in (".json", ".md")]
@@ -124,10 +117,8 @@ def test_a_teammate_on_another_server_is_asked_and_not_trained(model, model_fold
 
 def test_a_judge_is_asked_once_for_each_answer_and_its_scores_are_mapped(model, caplog):
     def judged(body):
-        answer = body["messages"][1]["content"]
-        return (
-            "Fine.\nScore: **7.5**" if "good" in answer else "I give it 3 of 10" if "none" in answer else "score = 0"
-        )
+        says = {"good": "Fine.\nScore: **7.5**", "none": "I give it 3 of 10", "bad": "score = 0"}
+        return next(text for word, text in says.items() if word in body["messages"][1]["content"])
 
     model.answers = [judged]
     reward = judge_reward(model.url, "Is it good?", model="judge", columns=["solution"], name="quality")
@@ -165,20 +156,12 @@ def test_a_judge_is_shown_columns_of_any_name_beside_the_answer():
     [
         *[(f"Score: {form}", 0.8) for form in ("<8>", "8", "$8$", "+8", "`8`", "[8]", "8/10", "8.0", r"\boxed{8}")],
         *[(text, 0.8) for text in ("**Score**: 8", "**Score: 8**", "score\uff1a8", '{"score": 8}', "_Score_ = 8")],
-        *[
-            ("Score: 7,5", 0.75),
-            ("Score: 10\n\n- 2 typos", 1.0),
-            ("Score: 8\n- 2 facts", 0.8),
-            ("Score: 3, then\nScore: 8", 0.8),
-            ("final_score: 8", 0.8),
-            ("Score: -0.0", 0.0),
-        ],
+        *[(text, 0.8) for text in ("Score: 8\n- 2 facts", "Score: 3, then\nScore: 8", "final_score: 8")],
+        *[("Score: 7,5", 0.75), ("Score: 10\n\n- 2 typos", 1.0), ("Score: -0.0", 0.0)],
         # Nothing on the scale, no score, or two
-        *[
-            (f"Score: {form}", None)
-            for form in ("1,000", "11", "-1", "\u22128", "8-9", "8 \u2013 9", "10-9", "0.5-1", "1.2.3", "eight")
-        ],
-        *[("Underscore: 4", None), ("8 of 10", None), ("", None)],
+        *[(f"Score: {form}", None) for form in ("1,000", "11", "-1", "\u22128", "8-9", "8 \u2013 9", "10-9")],
+        *[(f"Score: {form}", None) for form in ("0.5-1", "1.2.3", "eight")],
+        *[(text, None) for text in ("Underscore: 4", "8 of 10", "")],
     ],
 )
 def test_a_score_is_read_in_every_form_or_not_at_all(text, score):
@@ -186,21 +169,21 @@ def test_a_score_is_read_in_every_form_or_not_at_all(text, score):
 
 
 def test_a_judge_is_not_trained_on_its_own_scores():
-    frozen, score = AgentSpec("judge", trainable=False), judge_reward("judge")
-    solver = AgentSpec("solver")
+    solver, trained, frozen = AgentSpec("solver"), AgentSpec("judge"), AgentSpec("judge", trainable=False)
+    score = judge_reward("judge")
     wrapped = functools.partial(functools.wraps(score)(lambda **columns: score(**columns)), x=1)
     for agents, team, of_agents in (
-        ([solver, AgentSpec("judge")], [wrapped], {}),
-        ([solver, AgentSpec("judge")], [score], {}),
+        ([solver, trained], [wrapped], {}),
+        ([solver, trained], [score], {}),
         ([solver, AgentSpec("judge", trainable=False, adapter="solver")], [score], {}),
-        ([solver, AgentSpec("judge")], [], {"judge": [score]}),
+        ([solver, trained], [], {"judge": [score]}),
     ):
         with pytest.raises(ValueError, match="would train 'judge' on its own scores"):
             check_judges(agents, team, of_agents)
     check_judges([solver, frozen], [score], {})
     check_judges([solver, AgentSpec("judge", reply=lambda messages: "")], [score], {})
     check_judges([solver, AgentSpec("judge", copy_of="solver")], [score], {})
-    check_judges([solver, AgentSpec("judge")], [], {"solver": [score]})
+    check_judges([solver, trained], [], {"solver": [score]})
     with pytest.raises(ValueError, match="'jugde'.* names an unknown agent.*Did you mean 'judge'"):
         check_judges([solver, frozen], [judge_reward("jugde")], {})
 
@@ -220,20 +203,12 @@ def test_what_is_judged_cannot_end_its_frame_or_score_itself():
 
 
 def test_an_agent_of_the_team_judges(model_folder, tmp_path):
-    agents = [
-        AgentSpec("actor"),
-        AgentSpec("judge", reply=lambda messages: f"Score: {len(messages[-1]['content']) % 11}"),
-    ]
-    trainer = team_trainer(
-        model_folder, tmp_path, agents=agents, reward_funcs=judge_reward("judge"), settings={"max_steps": 2}
-    )
-    before = weights(trainer)
-    trainer.train()
-    assert moved(before, weights(trainer))
-    assert all(
-        "rewards/judge_reward/mean" in entry and entry["judge_reward/unread"] == 0
-        for entry in trainer.state.log_history[:2]
-    )
+    judge = AgentSpec("judge", reply=lambda messages: f"Score: {len(messages[-1]['content']) % 11}")
+    agents = [AgentSpec("actor"), judge]
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, reward_funcs=judge_reward("judge"))
+    assert moved_by_training(trainer)
+    for entry in logged_steps(trainer):
+        assert "rewards/judge_reward/mean" in entry and entry["judge_reward/unread"] == 0
     trained = [AgentSpec("actor"), AgentSpec("judge")]
     with pytest.raises(ValueError, match="would train 'judge'"):
         team_trainer(model_folder, tmp_path, agents=trained, reward_funcs=judge_reward("judge"))
@@ -253,10 +228,9 @@ def test_an_agent_of_the_team_judges(model_folder, tmp_path):
         (("judge",), {"model": "m"}, "`model='m'` has no effect"),
         (("judge",), {"columns": ["answer"]}, "`columns=.* has no effect"),
         (("judge",), {"temperature": 0}, "`temperature=0` has no effect"),
+        (("localhost:8000", "m"), {}, "must begin with http"),
     ],
 )
 def test_what_a_judge_needs(arguments, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        judge_reward(*arguments, **options)
-    with pytest.raises(ValueError, match="must begin with http"):
-        endpoint_reply("localhost:8000", "m")
+        (endpoint_reply if "http" in message else judge_reward)(*arguments, **options)

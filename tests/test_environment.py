@@ -1,6 +1,6 @@
 """Teams in an environment: rounds, feedback, rewards where they were earned, horizons."""
 
-from marft_trl import AgentSpec, Turn, Workflow
+from marft_trl import AgentSpec, Workflow
 from marft_trl.episodes import EndOfEpisode, LiveEpisode, joint_steps
 from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.records import TeamContext
@@ -13,7 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from .helpers import by_hand, calling, collect, config, earned, echo, moved, team_trainer, weights
+from .helpers import by_hand, calling, collect, config, earned, echo, moved_by_training, only_slice, team_trainer
 
 
 class Countdown:
@@ -183,34 +183,25 @@ def test_nonsense_is_refused():
         EnvironmentLoop(Countdown, horizon=0)
     with pytest.raises(ValueError, match="`source` 'environment' of the environment is also the name of an agent"):
         EnvironmentLoop(Countdown).check(["environment"])
-
-
-# ---- In the trainer ----
+    with pytest.raises(TypeError, match="`view`"):
+        AgentSpec("mover", view="short")
 
 
 TEAM = [AgentSpec(name, system_prompt=name, max_completion_length=4) for name in ("planner", "mover")]
 ROWS = Dataset.from_dict({"prompt": ["go"] * 32, "rounds": [2] * 32})
+NORMALIZED = {"multi_objective_aggregation": "normalize_then_sum", "credit_kind": "rewards"}
 STREAM = {"advantage": "gae", "critic": "shared", "num_generations": 1, "normalize_advantages": "none"}
 
 
 def rollout(model_folder, folder, reward_funcs=None, workflow=None, **settings):
     """Advantages of the turns of the first of four episodes, with all values 0."""
-    trainer = team_trainer(
-        model_folder,
-        folder,
-        agents=TEAM,
-        workflow=workflow or EnvironmentLoop(Countdown),
-        reward_funcs=reward_funcs,
-        train_dataset=ROWS,
-        settings={"per_device_train_batch_size": 4, "gradient_checkpointing": False, **settings},
-    )
-    if trainer.critic is not None:
-        for parameter in trainer.critic.heads.parameters():
-            parameter.data.zero_()
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    (slice_,) = trainer.parts.experience.for_training([ROWS[0]] * 4)
-    first = [row for row in slice_.rows if row.episode == slice_.rows[0].episode]
+    settings = {"per_device_train_batch_size": 4, "gradient_checkpointing": False, **settings}
+    given = {"agents": TEAM, "workflow": workflow or EnvironmentLoop(Countdown), "train_dataset": ROWS}
+    trainer = team_trainer(model_folder, folder, reward_funcs=reward_funcs, settings=settings, **given)
+    for parameter in trainer.critic.heads.parameters() if trainer.critic else ():
+        parameter.data.zero_()
+    rows = only_slice(trainer, [ROWS[0]] * 4).rows
+    first = [row for row in rows if row.episode == rows[0].episode]
     return trainer, [torch.as_tensor(row.advantage).mean().item() for row in first]
 
 
@@ -223,21 +214,12 @@ def one(completions, **kwargs):
     [
         # Rounds earn 1 and 2; the reward function gives 1 in the end
         ({**STREAM, "level": "action", "gae_lambda": 1.0}, [4.0, 4.0, 3.0, 3.0]),
-        pytest.param(
-            {**STREAM, "level": "token", "gae_lambda": 1.0}, [4.0, 4.0, 3.0, 3.0], marks=pytest.mark.exhaustive
-        ),
         ({**STREAM, "level": "action", "gae_lambda": 1.0, "gamma": 0.5}, [0.5 + 3 / 8, 1 + 3 / 4, 1.5, 3.0]),
         ({**STREAM, "level": "action", "gae_lambda": 0.0}, [0.0, 1.0, 0.0, 3.0]),
         ({"advantage": "none"}, [4.0] * 4),
         ({"advantage": "none", "credit_kind": "rewards"}, [4.0, 4.0, 3.0, 3.0]),
         ({"advantage": "none", "credit": "per_step"}, [0.0, 1.0, 0.0, 2.0]),
         ({"advantage": "none", "credit": "per_step", "own_reward_weight": 0.5}, [0.5, 1.5, 0.5, 2.5]),
-        pytest.param({"advantage": "none", "reward_weights": [1.0, 0.5]}, [2.5] * 4, marks=pytest.mark.exhaustive),
-        pytest.param(
-            {"advantage": "none", "credit_kind": "rewards", "reward_weights": [2.0]},
-            [5.0, 5.0, 4.0, 4.0],
-            marks=pytest.mark.exhaustive,
-        ),
         ({"advantage": "none", "credit_kind": "rewards", "reward_weights": [1.0, 0.5]}, [2.5, 2.5, 2.0, 2.0]),
     ],
     ids=str,
@@ -280,49 +262,31 @@ def test_a_rerun_in_an_environment_repeats_what_has_not_changed(model_folder, tm
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("earns", "settings", "message"),
     [
-        ({"advantage": "turn", "credit": "per_step"}, r"reward functions, not by the rewards of the workflow"),
-        (
-            {"multi_objective_aggregation": "normalize_then_sum", "credit_kind": "rewards"},
-            r"cannot assign them to the turns that earned them",
-        ),
+        (True, {"advantage": "turn", "credit": "per_step"}, "reward functions, not by the rewards of the workflow"),
+        (True, NORMALIZED, "cannot assign them to the turns that earned them"),
+        (False, {"advantage": "none"}, "since its `earns` is False. Set `earns = True`"),
     ],
     ids=str,
 )
-def test_settings_that_would_lose_what_was_earned_are_refused(model_folder, tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        rollout(model_folder, tmp_path, [one], **settings)
-
-
-def test_rewards_that_nothing_would_count_are_refused(model_folder, tmp_path):
+def test_settings_that_would_lose_what_was_earned_are_refused(model_folder, tmp_path, earns, settings, message):
     workflow = EnvironmentLoop(Countdown)
-    workflow.earns = False
-    with pytest.raises(ValueError, match="since its `earns` is False. Set `earns = True`"):
-        rollout(model_folder, tmp_path, [one], workflow, advantage="none")
+    workflow.earns = earns
+    with pytest.raises(ValueError, match=message):
+        rollout(model_folder, tmp_path, [one], workflow, **settings)
 
 
 def test_a_team_in_an_environment_trains(model_folder, tmp_path):
-    class Letters(Countdown):
-        """The more letters, the better."""
-
+    class Letters(Countdown):  # the more, the better
         def step(self, turns):
             feedback, _, is_done = super().step(turns)
             return feedback, float(sum(len(turn.text) for turn in turns)), is_done
 
-    trainer = team_trainer(
-        model_folder,
-        tmp_path,
-        agents=TEAM,
-        workflow=EnvironmentLoop(Letters, horizon=3),
-        reward_funcs=None,
-        train_dataset=ROWS,
-        settings={"max_steps": 2, "learning_rate": 1e-3, **STREAM, "normalize_advantages": "batch"},
-    )
-    before = weights(trainer)
-    trainer.train()
-    changed = moved(before, weights(trainer))
-    assert any(".planner." in name for name in changed) and any(".mover." in name for name in changed)
+    given = {"agents": TEAM, "workflow": EnvironmentLoop(Letters, horizon=3), "train_dataset": ROWS}
+    given |= {"reward_funcs": None, "settings": {**STREAM, "normalize_advantages": "batch"}}
+    changed = moved_by_training(team_trainer(model_folder, tmp_path, **given))
+    assert {name.split(".")[-2] for name in changed} >= {"planner", "mover"}
 
 
 @pytest.mark.parametrize("overflow", ["end_episode", "drop_oldest_turn"])
@@ -332,9 +296,9 @@ def test_an_episode_that_outgrows_the_window(model_folder, tmp_path, overflow):
     trainer.parts.runner.prompts.window_size = 60
     trainer.parts.state.metrics["train"].clear()
     long = {"prompt": "go", "rounds": 5}
-    (slice_,) = trainer.parts.experience.for_training([long] * 4)
-    turns = [sum(row.episode == number for row in slice_.rows) for number in range(4)]
-    assert all(len(row.prompt_ids) <= 60 - 4 for row in slice_.rows)
+    rows = only_slice(trainer, [long] * 4).rows
+    turns = [sum(row.episode == number for row in rows) for number in range(4)]
+    assert all(len(row.prompt_ids) <= 60 - 4 for row in rows)
     metrics = trainer.parts.state.metrics["train"]
     if overflow == "end_episode":
         assert metrics["context/ended_episodes"] == [4.0] and all(0 < number < 10 for number in turns)
@@ -345,27 +309,6 @@ def test_an_episode_that_outgrows_the_window(model_folder, tmp_path, overflow):
         assert turns == [10] * 4 and metrics["context/dropped_turns"][0] > 0
 
 
-def test_an_agents_own_view(model_folder, tmp_path):
-    def last_word(agent, prompt, seen):
-        return [{"role": "user", "content": f"{agent.name}: {seen[-1].text}"}]
-
-    agents = [TEAM[0], AgentSpec("mover", view=last_word, max_completion_length=4)]
-    trainer = team_trainer(
-        model_folder,
-        tmp_path,
-        agents=agents,
-        workflow=EnvironmentLoop(Countdown),
-        reward_funcs=None,
-        train_dataset=ROWS,
-    )
-    (episode, *_) = trainer.parts.rollouts.run([ROWS[0]] * 8, training=True).episodes
-    said = episode.turns[0].text
-    assert episode.turns[1].observation == [{"role": "user", "content": f"mover: {said}"}]
-    assert isinstance(episode.turns[0], Turn) and "[environment]" in episode.turns[0].observation[-1]["content"]
-    with pytest.raises(TypeError, match="`view`"):
-        AgentSpec("mover", view="short")
-
-
 class OwnsItsData:
     """Returns the prompt; there is no dataset, and nothing to do but to answer."""
 
@@ -374,18 +317,12 @@ class OwnsItsData:
 
 
 def test_an_environment_may_own_the_data(model_folder, tmp_path):
-    trainer = team_trainer(
-        model_folder, tmp_path, agents=[AgentSpec("solo")], train_dataset=None, environment_factory=OwnsItsData
-    )
+    given = {"agents": [AgentSpec("solo")], "train_dataset": None, "environment_factory": OwnsItsData}
+    trainer = team_trainer(model_folder, tmp_path, **given)
     assert "Say a letter." in trainer.plan()
-    before = weights(trainer)
-    trainer.train()
-    assert trainer.state.global_step == 2 and moved(before, weights(trainer))
+    assert moved_by_training(trainer) and trainer.state.global_step == 2
     trainer.model.eval()
     (episode,) = trainer.parts.runner.run([trainer.train_dataset[0]])
     assert episode.turns[0].observation == [{"role": "user", "content": "[environment]\nSay a letter."}]
     with pytest.raises(ValueError, match="`max_steps` must be set to a positive value"):
-        team_trainer(
-            model_folder, tmp_path, agents=[AgentSpec("solo")], train_dataset=None, environment_factory=OwnsItsData,
-            settings={"max_steps": -1},
-        )  # fmt: skip
+        team_trainer(model_folder, tmp_path, settings={"max_steps": -1}, **given)

@@ -9,7 +9,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from .helpers import SETTINGS, lora, pairs, varied_reward
+from .helpers import SETTINGS, lora, pairs, shake, varied_reward
 
 
 FIGURES = ("loss", "grad_norm", "reward", "reward_std", "entropy", "kl", "clip_ratio/region_mean", "num_tokens")
@@ -21,23 +21,21 @@ EVAL_FIGURES += tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean",
 EVAL_FIGURES += ("completions/mean_length", "completions/clipped_ratio")
 
 
-def run(trainer_class, model, tmp_path, peft_config, conversational=True, reward=varied_reward, **settings):
-    arguments = {**SETTINGS, "max_steps": 1 + settings.get("num_iterations", 1), "bf16": False}
-    dataset = tiny_dataset(64)
-    if conversational:
-        dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+def made(trainer_class, model, tmp_path, settings, **arguments):
     team, config_class = {}, GRPOConfig
     if trainer_class is MARFTTrainer:
         team, config_class = {"agents": [AgentSpec("solo")]}, MARFTConfig
         settings = {"share_prefixes": False, **settings}
-    trainer = trainer_class(
-        model=model,
-        reward_funcs=reward,
-        args=config_class(str(tmp_path), **{**arguments, **settings}),
-        train_dataset=dataset,
-        peft_config=peft_config,
-        **team,
-    )
+    args = config_class(str(tmp_path), **{**SETTINGS, **settings})
+    return trainer_class(model=model, args=args, **{"reward_funcs": varied_reward, **team, **arguments})
+
+
+def run(trainer_class, model, tmp_path, peft_config, conversational=True, **settings):
+    settings = {"max_steps": 1 + settings.get("num_iterations", 1), **settings}
+    dataset = tiny_dataset(64)
+    if conversational:
+        dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    trainer = made(trainer_class, model, tmp_path, settings, train_dataset=dataset, peft_config=peft_config)
     trainer.train()
     logs = [{k: entry.get(k) for k in FIGURES} for entry in trainer.state.log_history if "loss" in entry]
     weights = {n.replace(".default.", ".solo."): p.detach() for n, p in trainer.model.named_parameters()}
@@ -107,9 +105,7 @@ def test_a_trained_adapter_is_trained_on_against_its_own_start(model_folder, tmp
     def pretrained():
         torch.manual_seed(1)
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora())
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_(std=0.02)
+        shake(model, std=0.02)
         model.config._name_or_path = model_folder
         return model
 
@@ -133,20 +129,9 @@ def test_evaluations_are_grpos(model_folder, tmp_path, settings):
     """The loss of an evaluation and its other figures, for one set and for several, before and in training."""
 
     def figures(trainer_class, eval_dataset):
-        team, config_class = {}, GRPOConfig
-        if trainer_class is MARFTTrainer:
-            team, config_class = {"agents": [AgentSpec("solo")]}, MARFTConfig
-        own = {"share_prefixes": False} if team else {}
-        arguments = {**SETTINGS, "max_steps": 2, "bf16": False, "eval_strategy": "steps", "eval_steps": 1}
-        trainer = trainer_class(
-            model=model_folder,
-            reward_funcs=varied_reward,
-            args=config_class(str(tmp_path), **{**arguments, **settings, **own}, per_device_eval_batch_size=8),
-            train_dataset=tiny_dataset(64),
-            eval_dataset=eval_dataset,
-            peft_config=lora(),
-            **team,
-        )
+        its = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, **settings}
+        given = {"train_dataset": tiny_dataset(64), "eval_dataset": eval_dataset, "peft_config": lora()}
+        trainer = made(trainer_class, model_folder, tmp_path, its, **given)
         before = trainer.evaluate()
         trainer.train()
         return [before, *(entry for entry in trainer.state.log_history if any("eval" in key for key in entry))]

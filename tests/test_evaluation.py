@@ -12,25 +12,36 @@ from datasets import DatasetDict, IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .helpers import moved, team_trainer, weights
+from .helpers import logged_steps, moved, only_slice, team_trainer, weights
+
+
+METRIC = team_exact_match()
+PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1}
+BEST = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+BEST |= {"load_best_model_at_end": True}
+
+
+def evaluated(model_folder, folder, count=4, settings=None, **arguments):
+    """A trainer that evaluates on so many questions, four at a time and each once."""
+    settings = {"num_generations_eval": 1, "per_device_eval_batch_size": 4, **(settings or {})}
+    return team_trainer(
+        model_folder, folder, settings=settings, **{"eval_dataset": tiny_dataset(count, seed=1), **arguments}
+    )
 
 
 def test_exact_match_by_hand_and_by_resampling_whole_questions():
-    metric = team_exact_match()
-    assert isinstance(metric, evaluate.EvaluationModule)
-    result = metric.compute(predictions=["1", " 2\n", "3", "x"], references=["1", "2", "4", "5"])
+    assert isinstance(METRIC, evaluate.EvaluationModule)
+    result = METRIC.compute(predictions=["1", " 2\n", "3", "x"], references=["1", "2", "4", "5"])
     assert result["exact_match"] == 0.5
     assert 0 <= result["exact_match_low"] < 0.5 < result["exact_match_high"] <= 1
     many = {"predictions": ["1"] * 50 + ["0"] * 50, "references": ["1"] * 100}
-    alone = metric.compute(**many)
+    alone = METRIC.compute(**many)
     # 50 questions asked twice: half as many independent questions, a wider interval
-    twice = metric.compute(**many, groups=[i // 2 for i in range(100)])
+    twice = METRIC.compute(**many, groups=[i // 2 for i in range(100)])
     assert alone["exact_match"] == twice["exact_match"] == 0.5
-    assert alone["exact_match_high"] - alone["exact_match_low"] == pytest.approx(2 * 1.96 * 0.05, abs=0.02)
-    ratio = (twice["exact_match_high"] - twice["exact_match_low"]) / (
-        alone["exact_match_high"] - alone["exact_match_low"]
-    )
-    assert ratio == pytest.approx(np.sqrt(2), abs=0.15)
+    one, two = (result["exact_match_high"] - result["exact_match_low"] for result in (alone, twice))
+    assert one == pytest.approx(2 * 1.96 * 0.05, abs=0.02)
+    assert two / one == pytest.approx(np.sqrt(2), abs=0.15)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("ab")), min_size=1, max_size=20))
@@ -42,9 +53,6 @@ def test_the_interval_holds_the_share(pairs):
     assert result["exact_match_low"] <= share + 1e-9 and share - 1e-9 <= result["exact_match_high"]
 
 
-METRIC = team_exact_match()
-
-
 def test_every_question_counts_once(model_folder, tmp_path):
     asked = []
 
@@ -53,13 +61,10 @@ def test_every_question_counts_once(model_folder, tmp_path):
         assert all(answer == said[-1].text for answer, said in zip(answers, turns, strict=True))
         return {"answers": len(answers), "right": np.mean(exact_answer(answers, solution))}
 
-    dataset = tiny_dataset(9, seed=1)
-    trainer = team_trainer(
-        model_folder, tmp_path, reward_funcs=exact_answer, eval_dataset=dataset, eval_metrics=[spy, METRIC],
-        settings={"per_device_eval_batch_size": 4, "num_generations_eval": 2},
-    )  # fmt: skip
+    given = {"reward_funcs": exact_answer, "eval_metrics": [spy, METRIC], "settings": {"num_generations_eval": 2}}
+    trainer = evaluated(model_folder, tmp_path, count=9, **given)
     figures = trainer.evaluate()
-    assert sorted(asked) == sorted(2 * list(dataset["prompt"])) and figures["eval_answers"] == 18
+    assert sorted(asked) == sorted(2 * list(trainer.eval_dataset["prompt"])) and figures["eval_answers"] == 18
     assert figures["eval_reward"] == pytest.approx(figures["eval_exact_match"]) == pytest.approx(figures["eval_right"])
     assert figures["eval_agents/reasoner/turns"] == 1 and figures["eval_loss"] == figures["eval_loss"]
     assert figures["eval_agents/actor/completions/mean_length"] <= 6
@@ -68,27 +73,19 @@ def test_every_question_counts_once(model_folder, tmp_path):
 
 def test_several_and_streamed_evaluation_sets(model_folder, tmp_path):
     stream = IterableDataset.from_generator(lambda: iter(tiny_dataset(5, seed=3).to_list()))
-    trainer = team_trainer(
-        model_folder, tmp_path, eval_dataset={"held_out": tiny_dataset(4, seed=1), "stream": stream},
-        settings={"num_generations_eval": 1, "per_device_eval_batch_size": 4},
-    )  # fmt: skip
-    figures = trainer.evaluate()
+    sets = {"held_out": tiny_dataset(4, seed=1), "stream": stream}
+    figures = evaluated(model_folder, tmp_path, eval_dataset=sets).evaluate()
     assert "eval_held_out_reward" in figures and "eval_stream_agents/actor/reward" in figures
-    as_dict = team_trainer(
-        model_folder, tmp_path, eval_dataset=DatasetDict({"one": tiny_dataset(4, seed=1)}),
-        settings={"num_generations_eval": 1},
-    )  # fmt: skip
-    assert "eval_one_reward" in as_dict.evaluate()
+    as_dict = DatasetDict({"one": tiny_dataset(4, seed=1)})
+    assert "eval_one_reward" in evaluated(model_folder, tmp_path, eval_dataset=as_dict).evaluate()
 
 
 def test_the_best_metric_is_that_of_a_set(model_folder, tmp_path):
     sets = {"easy": tiny_dataset(4, seed=1), "hard": tiny_dataset(4, seed=3)}
-    settings = {"num_generations_eval": 1, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
-    settings |= {"save_steps": 1, "load_best_model_at_end": True, "greater_is_better": True, "max_steps": 1}
 
     def make(metric):
-        given = {**settings, "metric_for_best_model": metric}
-        return team_trainer(model_folder, tmp_path / str(metric), eval_dataset=sets, settings=given)
+        settings = {**BEST, "greater_is_better": True, "max_steps": 1, "metric_for_best_model": metric}
+        return evaluated(model_folder, tmp_path / str(metric), eval_dataset=sets, settings=settings)
 
     for metric in ("reward", "eval_reward", None):
         with pytest.raises(ValueError, match="'easy_(reward|loss)'"):
@@ -105,13 +102,10 @@ def test_what_rewards_log_in_evaluation_is_reported_there(model_folder, tmp_path
         log_extra("shout", [c.upper() for c in completions])
         return [float(i) for i in range(len(completions))]
 
-    trainer = team_trainer(
-        model_folder, tmp_path, reward_funcs=reward, eval_dataset=tiny_dataset(4, seed=1),
-        settings={"num_generations_eval": 1, "max_steps": 1, "per_device_eval_batch_size": 4},
-    )  # fmt: skip
+    trainer = evaluated(model_folder, tmp_path, reward_funcs=reward, settings={"max_steps": 1})
     assert trainer.evaluate()["eval_length"] == 4.0
     trainer.train()
-    assert next(e for e in trainer.state.log_history if "loss" in e)["length"] == 8.0
+    assert logged_steps(trainer)[0]["length"] == 8.0
 
     def careless(completions, log_extra, **kwargs):
         log_extra("note", ["one"])
@@ -123,15 +117,12 @@ def test_what_rewards_log_in_evaluation_is_reported_there(model_folder, tmp_path
 
 def test_a_missing_reference_column_is_named(model_folder, tmp_path):
     with pytest.raises(ValueError, match=r"`eval_dataset` has no column 'answer'; it has \['prompt', 'solution'\]"):
-        team_trainer(
-            model_folder, tmp_path, eval_dataset=tiny_dataset(4, seed=1), eval_metrics=METRIC,
-            settings={"eval_reference_column": "answer"},
-        )  # fmt: skip
+        evaluated(model_folder, tmp_path, eval_metrics=METRIC, settings={"eval_reference_column": "answer"})
 
 
 def test_the_table_has_every_evaluated_turn_once(model_folder, tmp_path):
-    settings = {"num_generations_eval": 1, "per_device_eval_batch_size": 2, "log_completions": True, "max_steps": 1}
-    trainer = team_trainer(model_folder, tmp_path, eval_dataset=tiny_dataset(5, seed=1), settings=settings)
+    settings = {"per_device_eval_batch_size": 2, "log_completions": True, "max_steps": 1}
+    trainer = evaluated(model_folder, tmp_path, count=5, settings=settings)
     trainer.evaluate()
     trainer.evaluate()
     table = pd.read_parquet(tmp_path / "completions" / "completions_00000.parquet")
@@ -139,26 +130,6 @@ def test_the_table_has_every_evaluated_turn_once(model_folder, tmp_path):
     assert set(table["mode"]) == {"eval"}
     trainer.train()
     assert set(pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")["mode"]) == {"train"}
-
-
-def test_evaluation_leaves_training_as_it_was(model_folder, tmp_path):
-    settings = {"num_generations_eval": 1, "max_steps": 1}
-    trainer = team_trainer(model_folder, tmp_path, eval_dataset=tiny_dataset(4, seed=1), settings=settings)
-    steps = (trainer.parts.state.micro_step, trainer.parts.state.slices, trainer.state.num_input_tokens_seen)
-    trainer.evaluate()
-    assert (trainer.parts.state.micro_step, trainer.parts.state.slices, trainer.state.num_input_tokens_seen) == steps
-    trainer.train()
-    assert trainer.state.global_step == 1
-
-
-def test_streamed_training_data(model_folder, tmp_path):
-    stream = IterableDataset.from_generator(lambda: iter(tiny_dataset(16).to_list()))
-    trainer = team_trainer(model_folder, tmp_path, train_dataset=stream)
-    trainer.train()
-    assert trainer.state.global_step == 2
-
-
-PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1}
 
 
 @pytest.mark.parametrize(
@@ -176,15 +147,11 @@ PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1}
 )
 def test_evaluating_changes_no_update(model_folder, tmp_path, settings):
     """Its losses take note of nothing that an update is made of; its samples are drawn from a state put back."""
-
     figures = []
 
     def train(evaluates):
         when = {"eval_strategy": "steps", "eval_steps": 1} if evaluates else {}
-        trainer = team_trainer(
-            model_folder, tmp_path, eval_dataset=tiny_dataset(4, seed=1),
-            settings={**settings, **when, "num_generations_eval": 1, "per_device_eval_batch_size": 4},
-        )  # fmt: skip
+        trainer = evaluated(model_folder, tmp_path, settings={**settings, **when})
         evaluate = trainer.evaluate
 
         def without_trace(*args, **kwargs):
@@ -194,7 +161,7 @@ def test_evaluating_changes_no_update(model_folder, tmp_path, settings):
 
         trainer.evaluate = without_trace
         trainer.train()
-        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        logs = logged_steps(trainer)
         return weights(trainer), [{k: v for k, v in entry.items() if k != "step_time"} for entry in logs]
 
     (plain, plain_logs), (evaluated, logs) = train(False), train(True)
@@ -215,18 +182,13 @@ def test_the_loss_of_an_evaluation_is_that_of_training_on_the_same_episodes(mode
     trainer.args.max_tokens_per_micro_batch = trainer.parts.batcher.max_tokens = 150
     again, _, _ = trainer.prediction_step(trainer.model, rows, True)
     assert again.item() == pytest.approx(loss.item(), rel=1e-5)
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    (slice_,) = trainer.parts.experience.for_training(rows)
-    assert trainer.compute_loss(trainer.model, slice_).item() == pytest.approx(loss.item(), rel=1e-4)
+    assert trainer.compute_loss(trainer.model, only_slice(trainer, rows)).item() == pytest.approx(
+        loss.item(), rel=1e-4
+    )
 
 
 def test_the_best_model_is_told_by_the_loss_of_evaluations_unless_set(model_folder, tmp_path):
-    settings = {
-        "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1,
-        "load_best_model_at_end": True, "num_generations_eval": 2, "per_device_eval_batch_size": 4, "beta": 0.1,
-    }  # fmt: skip
-    trainer = team_trainer(model_folder, tmp_path, eval_dataset=tiny_dataset(4, seed=1), settings=settings)
+    trainer = evaluated(model_folder, tmp_path, settings={**BEST, "num_generations_eval": 2, "beta": 0.1})
     trainer.train()
     losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
     best = min(losses, key=losses.get)

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-from marft_trl import MARFTConfig
 from marft_trl.config.checks import check_timeouts
 from marft_trl.episodes import collector
 from marft_trl.episodes.guard import EpisodeError
@@ -32,7 +31,8 @@ import torch
 from transformers import TrainerState
 
 from .exactness import differences
-from .helpers import began_at, collect, config, echo, moved, team_trainer, varied_reward, weights
+from .helpers import StopAt, began_at, collect, config, echo, moved, team_trainer, tiny_dataset, varied_reward, weights
+from .test_health import Do
 
 
 ROOT = Path(__file__).parent.parent
@@ -63,9 +63,6 @@ def boom():
     raise ZeroDivisionError("boom")
 
 
-# ---- A reward function that fails ----
-
-
 @pytest.mark.parametrize("save_steps", [50, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_reward_that_fails_ends_the_run_after_a_checkpoint_of_the_last_step(small_model, tmp_path, save_steps):
     """And the run that goes on from it is the one that did not fail, bit for bit, with the state of the function."""
@@ -87,47 +84,26 @@ def test_a_reward_that_fails_ends_the_run_after_a_checkpoint_of_the_last_step(sm
 def test_an_evaluation_that_fails_loses_no_step(small_model, tmp_path):
     settings = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
     reward = Scores(3, boom)  # two steps, then the evaluation
-    trainer = trainer_in(
-        tmp_path,
-        small_model,
-        reward_funcs=reward,
-        settings=settings,
-        eval_dataset=team_rows(4),
-        train_dataset=team_rows(8),
-    )
+    rows = {"eval_dataset": tiny_dataset(4), "train_dataset": tiny_dataset(8)}
     with pytest.raises(ZeroDivisionError):
-        trainer.train()
+        trainer_in(tmp_path, small_model, reward_funcs=reward, settings=settings, **rows).train()
     assert RunFolder(tmp_path).newest()[1].step == 2
-
-
-def team_rows(count):
-    from marft_trl.tiny import tiny_dataset
-
-    return tiny_dataset(count)
 
 
 def test_nothing_is_saved_when_the_weights_may_have_changed(small_model, tmp_path):
     """An error between the optimizer's step and the end of the step: the checkpoint before stands."""
-    from .test_health import Do
-
     trainer = trainer_in(tmp_path, small_model, settings={"save_steps": 2}, callbacks=[Do(3, on_optimizer_step=boom)])
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert [folder.name for folder in RunFolder(tmp_path).checkpoints()] == ["checkpoint-2"]
 
 
-def test_no_checkpoint_is_saved_where_none_is_wanted(small_model, tmp_path):
-    trainer = trainer_in(tmp_path, small_model, reward_funcs=Scores(2, boom), settings={"save_strategy": "no"})
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    assert RunFolder(tmp_path).checkpoints() == []
-
-
 def test_whatever_a_reward_raises_is_saved_before(small_model, tmp_path):
-    trainer = trainer_in(tmp_path, small_model, reward_funcs=Scores(2, lambda: sys.exit(3)))
-    with pytest.raises(RuntimeError, match=r"called `sys.exit\(3\)`"):
-        trainer.train()
-    assert RunFolder(tmp_path).newest()[1].step == 1
+    for strategy, saved in (("no", []), ("steps", ["checkpoint-1"])):
+        reward, settings = Scores(2, lambda: sys.exit(3)), {"save_strategy": strategy}
+        with pytest.raises(RuntimeError, match=r"called `sys.exit\(3\)`"):
+            trainer_in(tmp_path, small_model, reward_funcs=reward, settings=settings).train()
+        assert [folder.name for folder in RunFolder(tmp_path).checkpoints()] == saved
 
 
 def test_out_of_memory_in_a_turn_is_saved_before(small_model, tmp_path):
@@ -145,33 +121,23 @@ def test_out_of_memory_in_a_turn_is_saved_before(small_model, tmp_path):
     assert RunFolder(tmp_path).newest()[1].step == 2
 
 
-def by_completion(call):
-    """A function that fails for the completions `call` says, and scores the others."""
-
+def by_completion(fails):
     def judge(completions, **kwargs):
-        return [boom() if call(index, text) else 1.0 + index for index, text in enumerate(completions)]
+        return [boom() if fails(text) else 1.0 + "abcd".index(text) for text in completions]
 
     return judge
 
 
-def scored(function, count=4, timeout=None, **policy):
+def scored(function, timeout=None, **policy):
     failures = Failures(**policy) if policy else None
     wrapped = wrap_reward_function(function, timeout, failures)
-    arguments = {"prompts": ["q"] * count, "completions": list("abcdefgh")[:count]}
-    if asyncio.iscoroutinefunction(wrapped):
-        return asyncio.run(wrapped(**arguments)), failures and failures.take()[0]
-    return wrapped(**arguments), failures and failures.take()[0]
+    found = wrapped(prompts=["q"] * 4, completions=list("abcd"))
+    return asyncio.run(found) if asyncio.iscoroutine(found) else found, failures and failures.take()[0]
 
 
 def test_a_completion_that_cannot_be_scored_is_skipped_alone():
-    scores, counts = scored(by_completion(lambda _, text: text == "c"), action="skip")
-    assert scores[2] is None and None not in (scores[0], scores[1], scores[3])
-    assert counts == {"rewards/judge/skipped": 1}
-
-
-def test_a_function_that_hangs_is_skipped_as_a_whole():
-    scores, counts = scored(lambda completions, **_: time.sleep(60), action="skip", timeout=0.3)
-    assert scores == [None] * 4 and list(counts.values()) == [4]
+    scores, counts = scored(by_completion(lambda text: text == "c"), action="skip")
+    assert scores == [1.0, 2.0, None, 4.0] and counts == {"rewards/judge/skipped": 1}
 
 
 def test_a_function_that_fails_once_is_tried_again():
@@ -184,12 +150,13 @@ def test_a_function_that_fails_once_is_tried_again():
     scores, counts = scored(judge, action="retry", retries=2)
     assert scores == [1.0] * 4 and calls == [4, 4] and counts == {"rewards/judge/retried": 1}
     with pytest.raises(ZeroDivisionError):
-        scored(by_completion(lambda *_: True), action="retry", retries=1)
+        scored(by_completion(lambda text: True), action="retry", retries=1)
 
 
-def test_wrong_results_are_failures_too():
-    scores, counts = scored(lambda completions, **_: [1.0] * 7, action="skip")
-    assert scores == [None] * 4 and sum(counts.values()) == 4
+def test_what_hangs_and_wrong_results_are_skipped_as_a_whole():
+    for outcome in (lambda: time.sleep(60), lambda: [1.0] * 7):
+        scores, counts = scored(lambda completions, of=outcome, **_: of(), action="skip", timeout=0.3)
+        assert scores == [None] * 4 and list(counts.values()) == [4]
     with pytest.raises(ValueError, match="returned 7 rewards, but 4 were expected"):
         scored(lambda completions, **_: [1.0] * 7)
 
@@ -230,12 +197,16 @@ def test_an_asynchronous_reward_that_hangs_ends_the_run(small_model, tmp_path, m
             time.sleep(60)
         return varied_reward(completions)
 
-    trainer = trainer_in(tmp_path, small_model, reward_funcs=judge, settings={"reward_timeout": 0.5})
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"`reward_timeout`"):
-        trainer.train()
+        trainer_in(tmp_path, small_model, reward_funcs=judge, settings={"reward_timeout": 0.5}).train()
     assert time.monotonic() - start < 30
     assert RunFolder(tmp_path).newest()[1].step == 1
+
+
+def python(code, **environment):
+    command, whole = [sys.executable, "-c", code], {**os.environ, **environment}
+    return subprocess.run(command, env=whole, capture_output=True, text=True, timeout=60, cwd=ROOT)
 
 
 def test_code_that_cannot_be_interrupted_ends_the_process():
@@ -248,27 +219,31 @@ def test_code_that_cannot_be_interrupted_ends_the_process():
         "with watchdog.time_limit(0.3, lambda where: f'{where} hangs.'):\n"
         "    time.sleep(60)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = python(code)
     assert done.returncode == 124, done.stderr
     assert "could not be interrupted, so the process exits" in done.stderr and "most recent call first" in done.stderr
     assert "last words:" in done.stdout
 
 
 def test_a_pattern_that_takes_for_ever_is_interrupted():
-    """It keeps the interpreter to itself, so no other thread could. An alarm that users' code has set does no harm."""
+    """
+    It keeps the interpreter to itself, so no other thread could. An alarm that users' code has set does no harm, nor
+    does a limit outside.
+    """
     code = (
-        "import re, signal, time\nfrom marft_trl.system.watchdog import time_limit\n"
+        "import contextlib, re, signal, time\nfrom marft_trl.system.watchdog import time_limit\n"
+        "outer = [contextlib.nullcontext(), time_limit(30, lambda where: 'outer')]\n"
         "for handler in (signal.SIG_DFL, lambda *_: None):\n"
         "    with time_limit(30, lambda where: where):\n"
         "        signal.signal(signal.SIGALRM, handler); signal.alarm(1); signal.alarm(0)\n"
         "    start = time.monotonic()\n"
         "    try:\n"
-        "        with time_limit(0.5, lambda where: f'{where} hangs'):\n"
+        "        with outer.pop(), time_limit(0.5, lambda where: f'{where} hangs'):\n"
         "            re.match('(a|aa)+$', 'a' * 60 + 'b')\n"
         "    except TimeoutError as error:\n        print(error, time.monotonic() - start < 10)\n"
         "    time.sleep(0.3)\nprint('no signal comes after')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = python(code)
     assert done.stdout.count("hangs True") == 2, (done.stdout, done.stderr[-2000:])
     assert done.returncode == 0 and "comes after" in done.stdout
 
@@ -309,27 +284,6 @@ def test_no_timeout_of_many_ends_the_process():
             time.sleep(20)
 
 
-@pytest.mark.slow
-def test_a_pattern_in_a_reward_is_interrupted_after_its_own_limit():
-    """Within the limits of a trainer, in a process without another timer."""
-    code = (
-        "import re, time\n"
-        "from marft_trl.rollout.reward_scorer import wrap_reward_function\n"
-        "from marft_trl.system.watchdog import time_limit\n"
-        "def match(completions, **_):\n    re.match('(a|aa)+$', 'a' * 60 + 'b')\n"
-        "judge = wrap_reward_function(match, timeout=0.5)\n"
-        "start = time.monotonic()\n"
-        "try:\n    with time_limit(30, lambda where: 'outer'):\n        judge(prompts=['q'], completions=['a'])\n"
-        "except TimeoutError as error:\n"
-        "    print('has not returned for 0.5 seconds' in str(error), time.monotonic() - start < 20)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.stdout.strip() == "True True", (done.stdout, done.stderr[-2000:])
-
-
-# ---- A workflow or an environment that fails ----
-
-
 class Fragile(Workflow):
     """Fails in some episodes; each try counts."""
 
@@ -345,44 +299,34 @@ class Fragile(Workflow):
 
 
 def test_an_episode_that_fails_is_left_out_and_counted(small_model, tmp_path, caplog):
-    trainer = trainer_in(
-        tmp_path, small_model, workflow=Fragile(lambda episode, _: episode.index == 1),
-        settings={"on_episode_error": "skip", "max_steps": 2},
-    )  # fmt: skip
+    workflow, settings = Fragile(lambda episode, _: episode.index == 1), {"on_episode_error": "skip", "max_steps": 2}
+    trainer = trainer_in(tmp_path, small_model, workflow=workflow, settings=settings)
     before = weights(trainer)
     trainer.train()
+    assert moved(before, weights(trainer))
     log = trainer.state.log_history[0]
     assert log["episodes/skipped"] == 0.25 and log["frac_unscored"] == 0.25
-    assert len(moved(before, weights(trainer))) > 0
     assert "episodes/skipped: The workflow `Fragile` failed in episode 1 after 1 turns" in caplog.text
     assert "returned None for the following kwargs: those of 1 of 4 episodes" in caplog.text
 
 
 def test_too_many_failures_end_the_run(small_model, tmp_path):
-    trainer = trainer_in(
-        tmp_path, small_model, workflow=Fragile(lambda episode, _: episode.index < 3),
-        settings={"on_episode_error": "skip"},
-    )  # fmt: skip
+    workflow, settings = Fragile(lambda episode, _: episode.index < 3), {"on_episode_error": "skip"}
     with pytest.raises(RuntimeError, match=r"`episodes/skipped`: 3 of 4 .*`max_skipped_share=0.5`.*ZeroDivisionError"):
-        trainer.train()
+        trainer_in(tmp_path, small_model, workflow=workflow, settings=settings).train()
 
 
 def test_an_episode_that_fails_once_is_tried_again(small_model, tmp_path):
     """It runs again alone, so it is the first of its batch then."""
-    seen = []
+    seen, settings = [], {"on_episode_error": "retry", "max_steps": 1}
     workflow = Fragile(lambda episode, _: episode.index == 2 and not seen.append(episode.row))
-    trainer = trainer_in(
-        tmp_path, small_model, workflow=workflow, settings={"on_episode_error": "retry", "max_steps": 1}
-    )
+    trainer = trainer_in(tmp_path, small_model, workflow=workflow, settings=settings)
     trainer.train()
     log = trainer.state.log_history[0]
     assert log["episodes/retried"] == 0.25 and log["frac_unscored"] == 0.0 and len(seen) == 1
-    stubborn = trainer_in(
-        tmp_path / "stubborn", small_model, workflow=Fragile(lambda episode, _: episode.row == seen[0]),
-        settings={"on_episode_error": "retry"},
-    )  # fmt: skip
+    stubborn = Fragile(lambda episode, _: episode.row == seen[0])
     with pytest.raises(EpisodeError, match="failed in episode"):
-        stubborn.train()
+        trainer_in(tmp_path / "stubborn", small_model, workflow=stubborn, settings=settings).train()
 
 
 class World:
@@ -403,59 +347,49 @@ def test_environments_that_fail_can_be_skipped(small_model, tmp_path):
         calls.append(1)
         return fail.pop()() if fail else ("x", float(len(calls)), True)
 
-    trainer = trainer_in(
-        tmp_path, small_model, reward_funcs=None, workflow=EnvironmentLoop(lambda: World(once)),
-        settings={"on_episode_error": "skip", "max_steps": 1, "per_device_train_batch_size": 8},
-    )  # fmt: skip
+    settings = {"on_episode_error": "skip", "max_steps": 1, "per_device_train_batch_size": 8}
+    workflow = EnvironmentLoop(lambda: World(once))
+    trainer = trainer_in(tmp_path, small_model, reward_funcs=None, workflow=workflow, settings=settings)
     trainer.train()
     assert trainer.state.log_history[0]["episodes/skipped"] == 3 / 8
 
 
 def test_an_episode_without_end_is_ended(small_model, tmp_path):
-    trainer = trainer_in(tmp_path, small_model, workflow=LoopOf("actor"), settings={"max_episode_turns": 5})
+    class Loop(Workflow):
+        async def run(self, episode):
+            while True:
+                await episode.turn("actor")
+
     with pytest.raises(EpisodeError, match=r"after 5 turns.*`max_episode_turns`"):
-        trainer.train()
+        trainer_in(tmp_path, small_model, workflow=Loop(), settings={"max_episode_turns": 5}).train()
 
 
-class LoopOf(Workflow):
-    def __init__(self, agent):
-        self.agent = agent
-
-    async def run(self, episode):
-        while True:
-            await episode.turn(self.agent)
-
-
-class Blocking(Workflow):
-    async def run(self, episode):
-        time.sleep(60)
-        await episode.turn("a")
-
-
-class Forgetful(Workflow):
-    async def run(self, episode):
-        episode.turn("a")
-        await episode.turn("a")
-
-
-class Exits(Workflow):
-    async def run(self, episode):
-        sys.exit(4)
+def play(workflow, episodes=1, **settings):
+    return collect(workflow, [{"prompt": "q"}] * episodes, ["a"], echo(), **settings)
 
 
 def test_a_workflow_that_blocks_the_event_loop_is_named(monkeypatch):
+    class Blocking(Workflow):
+        async def run(self, episode):
+            time.sleep(60)
+
     monkeypatch.setattr(collector, "BLOCKED_EXTRA_SECONDS", 0.2)
     start = time.monotonic()
-    with pytest.raises(
-        EpisodeError, match=r"`Blocking` blocks the event loop: run \(test_failures.py:\d+\) has.*episode.call"
-    ):
-        collect(Blocking(), [{"prompt": "q"}], ["a"], echo(), workflow_timeout=0.3)
+    message = r"`Blocking` blocks the event loop: run \(test_failures.py:\d+\) has.*episode.call"
+    with pytest.raises(EpisodeError, match=message):
+        play(Blocking(), workflow_timeout=0.3)
     assert time.monotonic() - start < 20
 
 
 def test_a_turn_that_is_not_awaited_is_an_error():
-    with pytest.raises(EpisodeError, match=r"requested 1 turns in episode 0 without awaiting them.*`await episode"):
-        collect(Forgetful(), [{"prompt": "q"}], ["a"], echo())
+    class Forgetful(Workflow):
+        async def run(self, episode):
+            episode.turn("a")
+            await episode.turn("a")
+
+    for workflow in (Forgetful(), Leaves(lambda episode: episode.turn("a"))):  # also one that is under way at the end
+        with pytest.raises(EpisodeError, match="requested 1 turns in episode 0 without awaiting them.*`await episode"):
+            play(workflow)
 
 
 class Leaves(Workflow):
@@ -478,32 +412,29 @@ async def _late(episode):
         await episode.turn("a")
 
 
-@pytest.mark.parametrize("failures", [None, {}])
-def test_a_turn_of_a_task_that_its_workflow_has_left_is_an_error(failures):
-    words = "requested 1 turns after the end of episode 0.*Await the task"
-    if failures is None:
-        with pytest.raises(EpisodeError, match=words):
-            collect(Leaves(_late), [{"prompt": "q"}] * 2, ["a"], echo())
-    else:
-        setting = TeamContext(("a",))
-        collector.collect(Leaves(_late), [{"prompt": "q"}] * 2, setting, echo(), failures=failures)
-        assert failures.keys() == {0} and re.search(words, str(failures[0]))
+def test_a_turn_of_a_task_that_its_workflow_has_left_is_an_error():
+    words, failures = "requested 1 turns after the end of episode 0.*Await the task", {}
+    with pytest.raises(EpisodeError, match=words):
+        play(Leaves(_late), episodes=2)
+    collector.collect(Leaves(_late), [{"prompt": "q"}] * 2, TeamContext(("a",)), echo(), failures=failures)
+    assert failures.keys() == {0} and re.search(words, str(failures[0]))
 
 
-def test_a_turn_that_is_under_way_when_its_workflow_returns_is_an_error():
-    with pytest.raises(EpisodeError, match="requested 1 turns in episode 0 without awaiting them"):
-        collect(Leaves(lambda episode: episode.turn("a")), [{"prompt": "q"}], ["a"], echo())
+async def _ends_slowly(episode):
+    try:
+        await asyncio.wait_for(episode.turn("a"), 60)
+    finally:
+        await asyncio.sleep(0)
 
 
-def test_a_branch_that_its_workflow_has_cancelled_is_no_error():
-    class First(Workflow):
+@pytest.mark.parametrize("branch", [lambda episode: episode.turn("a"), _ends_slowly])
+def test_a_branch_that_its_workflow_has_cancelled_is_no_error(branch):
+    class First(Leaves):
         async def run(self, episode):
-            await episode.turn("a")
-            other = asyncio.ensure_future(episode.turn("a"))
-            await asyncio.sleep(0)
-            other.cancel()
+            await super().run(episode)
+            self.started.cancel()
 
-    (episode,) = collect(First(), [{"prompt": "q"}], ["a"], echo())
+    (episode,) = play(First(branch))
     assert len(episode.turns) == 1
 
 
@@ -541,24 +472,6 @@ def test_branches_of_an_episode_that_has_ended_are_no_error(how, pause, caplog):
     assert "is still running after the end of its episode" not in caplog.text
 
 
-def test_a_branch_that_ends_slowly_is_no_error():
-    class Slow(Workflow):
-        async def run(self, episode):
-            await episode.turn("a")
-
-            async def branch():
-                try:
-                    await asyncio.wait_for(episode.turn("a"), 60)
-                finally:
-                    await asyncio.sleep(0)
-
-            other = asyncio.ensure_future(branch())
-            await asyncio.sleep(0)
-            other.cancel()
-
-    assert len(collect(Slow(), [{"prompt": "q"}], ["a"], echo())[0].turns) == 1
-
-
 def test_an_error_of_a_signal_within_the_loop_is_that_error():
     def handle(*_):
         raise RuntimeError("a worker has died")
@@ -577,7 +490,7 @@ def test_tasks_that_are_left_are_named(caplog):
         await asyncio.sleep(60)
 
     for _ in range(2):
-        collect(Leaves(idles), [{"prompt": "q"}], ["a"], echo())
+        play(Leaves(idles))
     words = "The task `.*idles.*` that the workflow `Leaves` started is still running after the end of its episode"
     assert re.search(words, caplog.text)
     assert caplog.text.count("is still running") == 1
@@ -601,55 +514,35 @@ def test_a_workflow_that_ends_the_trainers_loop_is_told_so(task, did):
             await task(episode)
 
     with pytest.raises(RuntimeError, match=f"has {did}"):
-        collect(Ends(), [{"prompt": "q"}], ["a"], echo())
-    assert len(collect(Leaves(asyncio.sleep), [{"prompt": "q"}], ["a"], echo())) == 1  # and the next batch runs
+        play(Ends())
+    assert len(play(Leaves(asyncio.sleep))) == 1  # and the next batch runs
 
 
-def _raises(error):
+KINDS = [StopIteration, StopAsyncIteration, GeneratorExit, MemoryError, asyncio.CancelledError, OSError]
+KINDS += [concurrent.futures.CancelledError]  # of a pool of the reward's own
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_a_reward_raises_has_its_name(is_async, kind):
     def fails(completions, **kwargs):
-        raise error
+        raise kind
 
-    return fails
+    async def fails_later(completions, **kwargs):
+        raise kind
 
-
-def _later(error):
-    async def fails(completions, **kwargs):
-        raise error
-
-    return fails
-
-
-@pytest.mark.parametrize("make", [_raises, _later])
-@pytest.mark.parametrize(
-    "kind",
-    [StopIteration, StopAsyncIteration, GeneratorExit, MemoryError, asyncio.CancelledError, OSError],
-)
-def test_whatever_a_reward_raises_has_its_name(make, kind):
-    if make is _later and kind is GeneratorExit:
+    if is_async and kind is GeneratorExit:
         pytest.skip("ends a coroutine that is closed")
-    reward = wrap_reward_function(make(kind()))
+    reward = wrap_reward_function(fails_later if is_async else fails)
     with pytest.raises(Exception) as caught:
-        outcome = reward(prompts=["q"], completions=["a"])
-        asyncio.run(outcome)
-    words = [str(caught.value), *getattr(caught.value, "__notes__", [])]
-    assert any("The reward function `fails` raised" in one or "by the reward function `fails`" in one for one in words)
-
-
-def test_a_reward_whose_own_pool_has_cancelled_its_work_is_named(small_model, tmp_path):
-    def fails(completions, **kwargs):
-        raise concurrent.futures.CancelledError
-
-    trainer = team_trainer(small_model, tmp_path, reward_funcs=fails)
-    with pytest.raises(concurrent.futures.CancelledError) as caught:
-        trainer.train()
-    assert caught.value.__notes__[0] == "Raised by the reward function `fails`."
-    assert str(describe_error(caught.value)) == "CancelledError: . Raised by the reward function `fails`."
+        asyncio.run(reward(prompts=["q"], completions=["a"]))
+    words = str(describe_error(caught.value))
+    assert re.search("(The reward function `fails(_later)?` raised|by the reward function `fails(_later)?`)", words)
 
 
 def test_a_reward_that_cancels_the_trainers_tasks_is_told_so(small_model, tmp_path):
-    trainer = team_trainer(small_model, tmp_path, reward_funcs=_cancel_all)
     with pytest.raises(RuntimeError, match="reward function canceled tasks that it did not start"):
-        trainer.train()
+        team_trainer(small_model, tmp_path, reward_funcs=_cancel_all).train()
 
 
 @pytest.mark.parametrize("scores", [torch.zeros(2, device="meta"), torch.zeros(2).to_sparse()])
@@ -659,11 +552,12 @@ def test_scores_that_cannot_be_read(scores):
 
 
 def test_a_workflow_that_exits_has_failed():
+    class Exits(Workflow):
+        async def run(self, episode):
+            sys.exit(4)
+
     with pytest.raises(EpisodeError, match="`Exits` failed in episode 0 .*SystemExit: 4"):
-        collect(Exits(), [{"prompt": "q"}], ["a"], echo())
-
-
-# ---- Users' code that reaches into the trainer ----
+        play(Exits())
 
 
 def test_a_reward_cannot_set_the_state_of_the_trainer(small_model, tmp_path):
@@ -679,25 +573,30 @@ def test_a_reward_cannot_set_the_state_of_the_trainer(small_model, tmp_path):
     assert trainer.state.global_step == 0 and trainer.state.log_history == []
 
 
-# ---- State of users' objects ----
+class Stateful:
+    """Its state is what it counts."""
+
+    def state_dict(self):
+        return {self.counts: getattr(self, self.counts)}
+
+    def load_state_dict(self, state):
+        setattr(self, self.counts, state[self.counts])
 
 
-class Curriculum(Scores):
+class Curriculum(Stateful, Scores):
     """Its scores depend on how often it was called."""
+
+    counts = "calls"
 
     def __call__(self, completions, **kwargs):
         super().__call__(completions)
         return [score * self.calls for score in varied_reward(completions)]
 
-    def state_dict(self):
-        return {"calls": self.calls}
 
-    def load_state_dict(self, state):
-        self.calls = state["calls"]
-
-
-class Course(Fragile):
+class Course(Stateful, Fragile):
     """A workflow with state: every third episode has one turn more."""
+
+    counts = "tries"
 
     def __init__(self):
         super().__init__(lambda *_: False)
@@ -707,29 +606,16 @@ class Course(Fragile):
         if self.tries % 3 == 0:
             await episode.turn("actor")
 
-    def state_dict(self):
-        return {"tries": self.tries}
 
-    def load_state_dict(self, state):
-        self.tries = state["tries"]
-
-
-class Maker:
+class Maker(Stateful):
     """Makes environments whose rewards depend on how many were made."""
 
-    def __init__(self):
-        self.made = 0
+    counts, made = "made", 0
 
     def __call__(self):
         self.made += 1
         number = self.made
         return World(lambda: ("x", float(number % 5), True))
-
-    def state_dict(self):
-        return {"made": self.made}
-
-    def load_state_dict(self, state):
-        self.made = state["made"]
 
 
 OBJECTS = {
@@ -745,21 +631,15 @@ OBJECTS = {
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_the_state_of_users_objects_is_resumed(small_model, tmp_path, kind, end):
     """After a stop, and after a failure in the middle of a step, which has changed it already."""
-    from .helpers import StopAt
-    from .test_health import Do
-
     settings = {"save_steps": 1, "max_steps": 5}
     whole = trainer_in(tmp_path / "whole", small_model, settings=settings, **OBJECTS[kind]())
     whole.train()
-    callbacks = [StopAt(2)] if end == "stops" else []
-    cut = trainer_in(
-        tmp_path / "cut", small_model, callbacks, settings={**settings, "save_steps": 50}, **OBJECTS[kind]()
-    )
+    cut = trainer_in(tmp_path / "cut", small_model, settings={**settings, "save_steps": 50}, **OBJECTS[kind]())
     if end == "stops":
+        cut.add_callback(StopAt(2))
         cut.add_callback(Do(2, on_step_end=lambda: setattr(cut.control, "should_save", True)))
         cut.train()
     else:
-        cut.add_callback(Do(2, on_pre_optimizer_step=lambda: None))
         training_step = cut.training_step
 
         def failing(*arguments, **named):
@@ -775,29 +655,16 @@ def test_the_state_of_users_objects_is_resumed(small_model, tmp_path, kind, end)
     assert differences(tmp_path / "whole" / "checkpoint-5", tmp_path / "cut" / "checkpoint-5") == []
 
 
-class Half(Scores):
-    def state_dict(self):
-        return {}
-
-
-class Odd(Curriculum):
-    def __init__(self, state):
-        super().__init__()
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-
 def test_state_that_cannot_be_saved_is_said_before_the_first_generation(small_model, tmp_path):
+    class Half(Scores):
+        def state_dict(self):
+            return {}
+
     with pytest.raises(TypeError, match=r"reward_funcs\[0\] \(Half\) has `state_dict` but no `load_state_dict`"):
         trainer_in(tmp_path, small_model, reward_funcs=Half())
-    for state, message in [
-        ({"x": object()}, "must return JSON-serializable data"),
-        ({"x": (1,)}, "tuples"),
-        ({"x": float("nan")}, "must return JSON-serializable data"),
-    ]:
-        reward = Odd(state)
+    for value, message in [(object(), "JSON-serializable"), ((1,), "tuples"), (float("nan"), "JSON-serializable")]:
+        reward = Curriculum()
+        reward.state_dict = lambda value=value: {"x": value}
         with pytest.raises(TypeError, match=rf"`state_dict` of reward_funcs\[0\] .*{message}"):
             trainer_in(tmp_path, small_model, reward_funcs=reward).train()
         assert reward.calls == 0
@@ -813,9 +680,6 @@ def test_state_that_does_not_fit_is_refused():
         users.load_state_dict({"reward_funcs[0]": {}})
     with pytest.raises(ValueError, match="has the state of judge, but no object of this run loads it"):
         users.load_state_dict({"reward_funcs[0]": {"calls": 1}, "judge": {}})
-
-
-# ---- Signals ----
 
 
 @pytest.fixture
@@ -839,8 +703,6 @@ def heard():
     ],
 )
 def test_a_signal_finishes_the_step_saves_and_exits_with_its_code(heard, small_model, tmp_path, name, code, moment):
-    from .test_health import Do
-
     def kill():
         os.kill(os.getpid(), getattr(signal, name))
 
@@ -850,9 +712,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_its_code(heard, small_m
     reward, callbacks = (Scores(2, kill), []) if moment == "reward" else (Scores(), [Do(1, on_optimizer_step=kill)])
     cut = trainer_in(tmp_path / "cut", small_model, callbacks, reward_funcs=reward)
     # The words tell how this script goes on: it did not ask to resume, so starting it again would begin at step 1
-    said = (
-        rf"stopped by {name} after step 2. It is saved in .*checkpoint-2. Call `train\(resume_from_checkpoint=True\)`"
-    )
+    said = rf"by {name} after step 2. It is saved in .*checkpoint-2. Call `train\(resume_from_checkpoint=True\)`"
     with pytest.raises(RunInterrupted, match=said) as raised:
         cut.train()
     assert raised.value.code == code and raised.value.signal == getattr(signal, name)
@@ -862,34 +722,28 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_its_code(heard, small_m
     assert began_at(again) == 2 and not moved(weights(whole), weights(again))
 
 
-def test_a_second_interrupt_ends_at_once(heard, small_model, tmp_path):
-    def twice():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+def kill(number=signal.SIGTERM):
+    os.kill(os.getpid(), number)
 
-    trainer = trainer_in(tmp_path, small_model, reward_funcs=Scores(2, twice))
+
+def test_a_second_interrupt_ends_at_once(heard, small_model, tmp_path):
+    reward = Scores(2, lambda: kill(signal.SIGINT) or kill(signal.SIGINT))
+    trainer = trainer_in(tmp_path, small_model, reward_funcs=reward)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.state.global_step == 1
 
 
 def test_a_signal_without_checkpoints_says_that_nothing_is_saved(heard, small_model, tmp_path, capfd):
-    reward = Scores(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    trainer = trainer_in(tmp_path, small_model, reward_funcs=reward, settings={"save_strategy": "no"})
     with pytest.raises(RunInterrupted, match=r"Nothing was saved .* the next run starts at step 1"):
-        trainer.train()
+        trainer_in(tmp_path, small_model, reward_funcs=Scores(1, kill), settings={"save_strategy": "no"}).train()
     assert RunFolder(tmp_path).checkpoints() == []
     assert "nothing is saved" in capfd.readouterr().err
 
 
 def test_a_script_that_resumes_by_itself_is_started_again(heard, small_model, tmp_path):
-    reward = Scores(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    trainer = trainer_in(tmp_path, small_model, reward_funcs=reward)
     with pytest.raises(RunInterrupted, match="Run the same command again to resume"):
-        trainer.train(resume_from_checkpoint=True)
-
-
-# ---- Time limits of several processes ----
+        trainer_in(tmp_path, small_model, reward_funcs=Scores(1, kill)).train(resume_from_checkpoint=True)
 
 
 def test_time_limits_are_below_that_of_the_processes(tmp_path):
@@ -910,16 +764,10 @@ def test_the_timeout_of_processes_holds_on_the_cpu_too():
         "MARFTConfig('out', use_cpu=True, ddp_timeout=77)\nprint(timeout_of_processes())"
     )
     where = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    environment = {**os.environ, **where, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT)
+    done = python(code, **where, HF_HUB_OFFLINE="1")
     assert done.stdout.strip() == "77.0", done.stderr[-2000:]
     with timeout_also_on_cpu(None):
         pass
-
-
-def test_a_checkpoint_in_the_middle_of_a_step_is_never_asked_for(tmp_path):
-    """transformers' own way of saving on SIGTERM is not exact; ours is always there."""
-    assert MARFTConfig(str(tmp_path), use_cpu=True, enable_jit_checkpoint=True).enable_jit_checkpoint is False
 
 
 @pytest.mark.parametrize(("seconds", "launcher", "said"), [(42, True, True), (5, True, False), (42, False, False)])
@@ -930,7 +778,7 @@ def test_sigterm_says_where_a_launcher_is_quicker_than_a_step(monkeypatch, capfd
     signals = Signals(saves=True)
     signals.step_seconds = seconds
     with signals.watched():
-        os.kill(os.getpid(), signal.SIGTERM)
+        kill()
     found = capfd.readouterr().err
     assert "SIGTERM: finishing the step, then saving" in found and signals.received == signal.SIGTERM
     assert ("`--shutdown-timeout 120`" in found) == said

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from .helpers import team_trainer, varied_reward
+from .helpers import only_slice, plain_logps, plain_scores, shake, team_trainer, varied_reward
 
 
 GAMMA, LAMBDA, CLIP, HUBER, ENTROPY = 0.99, 0.95, 0.2, 10.0, 0.01
@@ -44,53 +44,39 @@ def originals_huber(error):
     return (size <= HUBER) * error**2 / 2 + (size > HUBER) * HUBER * (size - HUBER / 2)
 
 
-def rolled_out(model_folder, folder, preset):
-    """A trainer whose critic and policies have moved on since they sampled, its slice, and its rows by episode."""
-    trainer = team_trainer(
-        model_folder,
-        folder,
-        reward_funcs=varied_reward,
-        settings={"preset": preset, "per_device_train_batch_size": 8, "num_generations": 1, "learning_rate": 1e-3},
-    )
+def moved_on(model_folder, folder, rows, **settings):
+    """A trainer whose policies have moved on since they sampled, and its one slice."""
+    trainer = team_trainer(model_folder, folder, settings=settings)
     torch.manual_seed(0)
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    (slice_,) = trainer.parts.experience.for_training(tiny_dataset(8).to_list())
-    rewards = trainer.parts.state.metrics["train"]["reward"]
-    with torch.no_grad():
-        for name, parameter in trainer.model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.02)
-        for parameter in trainer.critic.heads.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
-    by_episode: dict[int, list] = {}
-    for row in slice_.rows:
-        by_episode.setdefault(row.episode, []).append(row)
-    return trainer, slice_, by_episode, rewards
+    slice_ = only_slice(trainer, rows)
+    shake(trainer.model, 0.02)
+    return trainer, slice_
 
 
+@torch.no_grad()
 def present(trainer, row):
-    """Log-probabilities, entropies and values under the present weights, by plain passes."""
+    scores = plain_scores(trainer, row)
     ids = torch.cat([row.prompt_ids, row.completion_ids]).unsqueeze(0)
-    first = len(row.prompt_ids) - 1
-    with torch.no_grad():
-        trainer.policies.activate(row.agent)
-        scores = torch.log_softmax(trainer.model.get_base_model()(input_ids=ids).logits[0, first:-1], dim=-1)
-        with trainer.policies.base():
-            hidden = trainer.model.get_base_model().model(input_ids=ids).last_hidden_state[0, first:-1]
-        values = trainer.critic.heads["_critic"](hidden).squeeze(-1)
+    with trainer.policies.base():
+        hidden = trainer.model.get_base_model().model(input_ids=ids).last_hidden_state
+    values = trainer.critic.heads["_critic"](hidden[0, len(row.prompt_ids) - 1 : -1]).squeeze(-1)
     logps = scores.gather(1, row.completion_ids.unsqueeze(1)).squeeze(1)
     return logps.numpy(), -(scores.exp() * scores).sum(-1).numpy(), values.numpy()
 
 
 @pytest.mark.parametrize("preset", ["marft-a", "marft-t"])
 def test_numbers_of_the_original(model_folder, tmp_path, preset):
-    trainer, slice_, by_episode, _ = rolled_out(model_folder, tmp_path, preset)
+    trainer, slice_ = moved_on(model_folder, tmp_path, tiny_dataset(8).to_list(), preset=preset, num_generations=1)
+    with torch.no_grad():
+        for parameter in trainer.critic.heads.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    by_episode: dict[int, list] = {}
+    for row in slice_.rows:
+        by_episode.setdefault(row.episode, []).append(row)
     is_action = preset == "marft-a"
     episodes = [sorted(rows, key=lambda row: row.agent == "actor") for rows in by_episode.values()]
     answers = [trainer.processing_class.decode(rows[1].completion_ids, skip_special_tokens=True) for rows in episodes]
-    team = varied_reward(answers)
-    rewards = [[0.0, reward] for reward in team]  # to the last agent
+    rewards = [[0.0, reward] for reward in varied_reward(answers)]  # to the last agent
     old = [[row.old_values.tolist() for row in rows] for rows in episodes]
     raw = originals_gae(rewards, old)
 
@@ -114,18 +100,20 @@ def test_numbers_of_the_original(model_folder, tmp_path, preset):
             log_ratio, entropies, values = log_ratio.sum(keepdims=True), entropies.mean(keepdims=True), values[:1]
         ratio = np.exp(log_ratio)
         surrogate = np.maximum(-np.clip(ratio, 1 - CLIP, 1 + CLIP) * advantage, -ratio * advantage)
-        policy[row.agent] = policy.get(row.agent, 0.0) + surrogate.sum()
-        entropy[row.agent] = entropy.get(row.agent, 0.0) + entropies.sum()
-        counts[row.agent] = counts.get(row.agent, 0) + len(surrogate)
+        for found, more in ((policy, surrogate.sum()), (entropy, entropies.sum()), (counts, len(surrogate))):
+            found[row.agent] = found.get(row.agent, 0) + more
         before, target = row.old_values.numpy(), row.value_targets.numpy()
         near = before + np.clip(values - before, -CLIP, CLIP)
         value += np.maximum(originals_huber(target - near), originals_huber(target - values)).sum()
         value_count += len(values)
 
-    got = dict.fromkeys(counts, 0.0)
-    for name in got:
-        got[name] = loss_of(trainer, slice_, [trainer.policies.get_adapter(name)])
-    got_value = loss_of(trainer, slice_, trainer.critic.parts)
+    def loss_of(learning) -> float:
+        """The loss where only these adapters, or parts of the critic, learn."""
+        slice_loss = trainer.parts.loss.slice_loss
+        return slice_loss(trainer.model, slice_, frozenset(learning), trainer.accelerator.backward).item()
+
+    got = {name: loss_of([trainer.policies.get_adapter(name)]) for name in counts}
+    got_value = loss_of(trainer.critic.parts)
     for name, count in counts.items():
         want = policy[name] / count - ENTROPY * entropy[name] / count
         assert got[name] == pytest.approx(want, abs=2e-4), name
@@ -136,41 +124,11 @@ def test_numbers_of_the_original(model_folder, tmp_path, preset):
     assert got_value == pytest.approx(value / value_count, rel=1e-4)
 
 
-def loss_of(trainer, slice_, learning) -> float:
-    """The loss of a slice where only these adapters, or parts of the critic, learn."""
-    loss = trainer.parts.loss.slice_loss(trainer.model, slice_, frozenset(learning), trainer.accelerator.backward)
-    return loss.item()
-
-
-# ---- Group-relative presets ----
-
-
 def group_rows(model_folder, folder, **settings):
-    """A trainer whose policies have moved on since they sampled, and its one slice."""
-    trainer = team_trainer(
-        model_folder,
-        folder,
-        settings={"per_device_train_batch_size": 8, "num_generations": 4, "num_iterations": 2, **settings},
-    )
-    torch.manual_seed(0)
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    (slice_,) = trainer.parts.experience.for_training([r for r in tiny_dataset(2).to_list() for _ in range(4)])
-    rewards = [row.advantage for row in slice_.rows]
-    with torch.no_grad():
-        for name, parameter in trainer.model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.02)
-    assert len(set(rewards)) > 2
+    rows = [row for row in tiny_dataset(2).to_list() for _ in range(4)]
+    trainer, slice_ = moved_on(model_folder, folder, rows, num_iterations=2, **settings)
+    assert len({row.advantage for row in slice_.rows}) > 2
     return trainer, slice_
-
-
-def plain_logps(trainer, row):
-    """By a plain pass of the model on one row, connected to its adapter."""
-    trainer.policies.activate(row.agent)
-    ids = torch.cat([row.prompt_ids, row.completion_ids]).unsqueeze(0)
-    logits = trainer.model.get_base_model()(input_ids=ids).logits[0, len(row.prompt_ids) - 1 : -1]
-    return torch.log_softmax(logits, -1).gather(1, row.completion_ids.unsqueeze(1)).squeeze(1)
 
 
 def gradients_of(trainer):
@@ -179,14 +137,17 @@ def gradients_of(trainer):
     return found
 
 
-def assert_same_gradients(trainer, slice_, losses):
-    """`losses`: for each agent the loss of its rows by a formula; gradients of all agents are compared."""
+def gradients_of_loss(trainer, slice_):
     trainer.accelerator.backward(trainer.compute_loss(trainer.model, slice_))
-    found = gradients_of(trainer)
-    expected = {}
-    for agent, loss in losses.items():
-        trainer.policies.activate(agent)
-        loss().backward()
+    return gradients_of(trainer)
+
+
+def assert_same_gradients(trainer, slice_, loss_of_row):
+    """The gradients of each agent are those of the mean of a formula over its rows."""
+    found, expected = gradients_of_loss(trainer, slice_), {}
+    for agent in ("reasoner", "actor"):
+        its = [row for row in slice_.rows if row.agent == agent]
+        (sum(map(loss_of_row, its)) / len(its)).backward()
         expected |= {n: g for n, g in gradients_of(trainer).items() if f".{agent}." in n and g.any()}
     assert len(expected) >= 16 and {n for n, g in found.items() if g.any()} == set(expected)
     for name, gradient in expected.items():
@@ -200,25 +161,18 @@ def test_magrpo_is_the_loss_of_comlrl(model_folder, tmp_path):
     neither ratio nor clip, also on samples of an older policy. Its code leaves the last token of a completion out.
     """
     trainer, slice_ = group_rows(model_folder, tmp_path, preset="magrpo")
-    rows = slice_.rows
-    assert all(row.old_per_token_logps is None for row in rows)  # nothing is scored or kept for a ratio
-    rows = [  # nor would it matter
-        replace(row, old_per_token_logps=torch.full((len(row.completion_ids),), -3.0)) for row in rows
-    ]
-    slice_ = replace(slice_, rows=rows)
-    by_prompt = {}
+    assert all(row.old_per_token_logps is None for row in slice_.rows)  # nothing is scored or kept for a ratio
+    other = [torch.full((len(row.completion_ids),), -3.0) for row in slice_.rows]  # nor would it matter
+    rows = [replace(row, old_per_token_logps=logps) for row, logps in zip(slice_.rows, other, strict=True)]
+    by_prompt: dict[tuple, list] = {}
     for row in rows:
-        by_prompt.setdefault(tuple(row.prompt_ids.tolist()) if row.agent == "reasoner" else None, []).append(row)
-    for prompt, its in by_prompt.items():
-        if prompt is not None:  # standardized within the group, with Bessel's correction and 1e-4 as in TRL
-            advantages = torch.tensor([row.advantage for row in its], dtype=torch.float64)
-            assert advantages.mean().abs() < 1e-5 and (advantages.std() == 0 or 0.99 < advantages.std() < 1.0)
-
-    def loss_of(agent):
-        its = [row for row in rows if row.agent == agent]
-        return lambda: sum(-row.advantage * plain_logps(trainer, row).sum() for row in its) / len(its)
-
-    assert_same_gradients(trainer, slice_, {agent: loss_of(agent) for agent in ("reasoner", "actor")})
+        if row.agent == "reasoner":
+            by_prompt.setdefault(tuple(row.prompt_ids.tolist()), []).append(row.advantage)
+    for its in by_prompt.values():  # standardized within the group, with Bessel's correction and 1e-4 as in TRL
+        advantages = torch.tensor(its, dtype=torch.float64)
+        assert advantages.mean().abs() < 1e-5 and (advantages.std() == 0 or 0.99 < advantages.std() < 1.0)
+    slice_ = replace(slice_, rows=rows)
+    assert_same_gradients(trainer, slice_, lambda row: -row.advantage * plain_logps(trainer, row).sum())
 
 
 def test_the_return_of_magrpo_is_the_reward_from_the_turn_on(model_folder, tmp_path, monkeypatch):
@@ -231,11 +185,8 @@ def test_the_return_of_magrpo_is_the_reward_from_the_turn_on(model_folder, tmp_p
             return "go on", float(10**self.rounds), self.rounds == 2
 
     settings = {"preset": "magrpo", "scale_rewards": "none", "num_generations": 2, "per_device_train_batch_size": 2}
-    trainer = team_trainer(
-        model_folder, tmp_path, agents=[AgentSpec("solo")], workflow=EnvironmentLoop(Rounds), reward_funcs=None,
-        settings=settings,
-    )  # fmt: skip
-    trainer.model.train()
+    team = {"agents": [AgentSpec("solo")], "workflow": EnvironmentLoop(Rounds), "reward_funcs": None}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings, **team)
     compared = []
 
     def spy(samples, scale):
@@ -243,7 +194,7 @@ def test_the_return_of_magrpo_is_the_reward_from_the_turn_on(model_folder, tmp_p
         return BASELINES["none"].function(samples, scale)
 
     monkeypatch.setitem(BASELINES, trainer.args.advantage, Baseline(trainer.args.advantage, spy))
-    trainer.parts.experience.for_training([tiny_dataset(1)[0]] * 2)
+    only_slice(trainer, [tiny_dataset(1)[0]] * 2)
     assert compared == [110.0, 100.0] * 2
 
 
@@ -257,67 +208,48 @@ def test_grpo_has_the_kl_of_its_paper(model_folder, tmp_path, settings):
     beta, epsilon = trainer.beta, trainer.args.epsilon
     assert beta == settings.get("beta", 0.04) and not trainer.args.use_bias_correction_kl
 
-    def loss_of(agent):
-        its = [row for row in slice_.rows if row.agent == agent]
+    def loss(row):
+        logps = plain_logps(trainer, row)
+        log_ratio = logps - row.old_per_token_logps
+        ratio = (log_ratio.sum() if "level" in settings else log_ratio).exp()
+        gain = torch.min(ratio * row.advantage, ratio.clamp(1 - epsilon, 1 + epsilon) * row.advantage)
+        change = row.ref_per_token_logps - logps
+        return beta * (change.exp() - change - 1).mean() - gain.mean()
 
-        def loss():
-            total = 0.0
-            for row in its:
-                logps = plain_logps(trainer, row)
-                log_ratio = logps - row.old_per_token_logps
-                ratio = (log_ratio.sum() if "level" in settings else log_ratio).exp()
-                gain = torch.min(ratio * row.advantage, ratio.clamp(1 - epsilon, 1 + epsilon) * row.advantage)
-                change = row.ref_per_token_logps - logps
-                total = total - gain.mean() + beta * (change.exp() - change - 1).mean()
-            return total / len(its)
-
-        return loss
-
-    assert_same_gradients(trainer, slice_, {agent: loss_of(agent) for agent in ("reasoner", "actor")})
-
-
-# ---- Tokens of high entropy, and references that follow ----
+    assert_same_gradients(trainer, slice_, loss)
 
 
 def test_tokens_of_high_entropy_do_not_depend_on_how_rows_are_cut(model_folder, tmp_path):
-    settings = {"top_entropy_quantile": 0.3, "loss_type": "dapo"}
-    trainer, slice_ = group_rows(model_folder, tmp_path, **settings)
-    trainer.accelerator.backward(trainer.compute_loss(trainer.model, slice_))
-    expected = gradients_of(trainer)
+    trainer, slice_ = group_rows(model_folder, tmp_path, top_entropy_quantile=0.3, loss_type="dapo")
+    expected = gradients_of_loss(trainer, slice_)
     trainer.parts.batcher.max_tokens = 90  # several micro-batches of each agent
     batches = [batch.agent for batch in trainer.parts.batcher.cut(slice_.rows)]
     assert batches.count("reasoner") > 1 and batches.count("actor") > 1
-    trainer.accelerator.backward(trainer.compute_loss(trainer.model, slice_))
-    found = gradients_of(trainer)
+    found = gradients_of_loss(trainer, slice_)
     thresholds = trainer.parts.log_probs.high_entropy_thresholds(slice_.rows, 0.3, trainer.parts.processes)
     assert set(thresholds) == {"reasoner", "actor"}
     for name, gradient in expected.items():
         assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, name
     trainer.top_entropy_quantile = trainer.args.top_entropy_quantile = 1.0
-    trainer.accelerator.backward(trainer.compute_loss(trainer.model, slice_))
-    assert any((g - expected[n]).norm() > 1e-2 * g.norm() for n, g in gradients_of(trainer).items())
+    whole = gradients_of_loss(trainer, slice_)
+    assert any((g - expected[n]).norm() > 1e-2 * g.norm() for n, g in whole.items())
 
 
 def test_the_references_of_adapters_follow_by_hand(model_folder, tmp_path):
     agents = [AgentSpec("first", system_prompt="x"), AgentSpec("second"), AgentSpec("third", trainable=False)]
-    settings = {
-        "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25, "beta": 0.1, "max_steps": 4,
-        "save_strategy": "steps", "save_steps": 3,
-    }  # fmt: skip
+    settings = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25, "beta": 0.1}
+    settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 3}
     trainer = team_trainer(model_folder, tmp_path, agents=agents, settings=settings)
 
-    def present():
-        return {
-            f"{name}.{i}": p.detach().clone()
-            for name in ("first", "second", "third")
-            for i, p in enumerate(trainer.policies.parameters(name).values())
-        }
+    def weights():
+        parameters = {agent.name: trainer.policies.parameters(agent.name).values() for agent in agents}
+        return {f"{name}.{i}": p.detach().clone() for name, its in parameters.items() for i, p in enumerate(its)}
 
-    expected, history = present(), []
+    expected, history = weights(), []
 
     class Note(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            history.append(present())
+            history.append(weights())
 
     trainer.callback_handler.callbacks.insert(0, Note())
     trainer.train()
@@ -344,10 +276,8 @@ def test_candidates_are_worth_their_episode_or_themselves_as_answers(model_folde
         scored.append([its[-1].agent for its in turns])
         return [float(len(text)) for text in completions]
 
-    settings = {"advantage": how, "turn_candidates": 3, "num_generations": 1}
-    trainer = team_trainer(
-        model_folder, tmp_path, reward_funcs=reward, settings={**settings, "per_device_train_batch_size": 2}
-    )
+    settings = {"advantage": how, "turn_candidates": 3, "num_generations": 1, "per_device_train_batch_size": 2}
+    trainer = team_trainer(model_folder, tmp_path, reward_funcs=reward, settings=settings)
     trainer.model.train()
     rollout = trainer.parts.rollouts.run(tiny_dataset(2).to_list(), training=True)
     ends = {agent for its in scored[:-1] for agent in its}  # the last call scores the episodes themselves

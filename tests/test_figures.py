@@ -15,7 +15,6 @@ REPORTS = ROOT / "docs" / "reports"
 
 @pytest.fixture
 def module(monkeypatch):
-    """Loads a benchmark."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module
 
@@ -25,9 +24,7 @@ def test_tables_of_pages_are_those_of_the_data(module):
     texts = figures.blocks()
     for page, text in figures.pages(texts).items():
         assert page.read_text(encoding="utf-8") == text, page
-    begun = [
-        name for page in figures.PAGES for name in re.findall(r"<!-- (?!end of|names of)(.*?) -->", page.read_text())
-    ]
+    begun = re.findall(r"<!-- (?!end of|names of)(.*?) -->", "".join(page.read_text() for page in figures.PAGES))
     own = {"presets", "rates", "sharing", "worth"}  # of `choose.py`, which `test_choices.py` compares
     assert sorted(begun) == sorted({*texts, *own})  # every table is on one page
     files = {file.stem for file in figures.DATA.glob("*.json")}
@@ -42,13 +39,11 @@ def test_the_cost_of_a_step_is_that_of_the_data(module):
     assert list(found["sizes"]) == list(peers.SIZES)
     assert all(set(peers.CONTENDERS) == size["seconds"].keys() for size in found["sizes"].values())
     assert peers.summary(found) in (REPORTS / "comparison.md").read_text()
-    cells = {
-        key: [f"{statistics.median(peers.ratios(size, *peers.RATIOS[key])):.2f}" for size in found["sizes"].values()]
-        for key in ("two agents / two TRL steps", "one agent / one TRL step")
-    }
+    ratio = peers.RATIOS["two agents / two TRL steps"]
+    medians = [f"{statistics.median(peers.ratios(size, *ratio)):.2f}" for size in found["sizes"].values()]
     text = " ".join((ROOT / "README.md").read_text().split())
     said = re.search(r"a step of two agents takes ([\d., and]+) of the time of two `GRPOTrainer` steps", text)
-    assert re.findall(r"0\.\d+", said[1]) == sorted(cells["two agents / two TRL steps"])
+    assert re.findall(r"0\.\d+", said[1]) == sorted(medians)
 
 
 # Decimals of pages that nobody measured: versions, settings, levels of significance
@@ -69,21 +64,14 @@ def prose(text):
 def test_figures_in_sentences_are_measured(module):
     """A decimal in a sentence of README, guide and reports is in a table of data, or in a sentence of the data."""
     figures = module("figures")
-    tables = "\n".join(
-        [*figures.blocks().values(), (REPORTS / "peers.md").read_text(), (REPORTS / "choices.md").read_text()]
-    )
-    known = set(re.findall(r"\d+\.\d+", tables))
+    tables = [*figures.blocks().values(), *((REPORTS / page).read_text() for page in ("peers.md", "choices.md"))]
     sentences = figures.load("printed")["sentences"]
-    unknown = {}
     for page in figures.PAGES:
-        name = str(page.relative_to(ROOT))
-        text = page.read_text(encoding="utf-8")
+        name, text = str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")
         if name.startswith("docs/reference") or name == "docs/reports/choices.md":
             continue
         own = [sentence["text"] for sentence in sentences if sentence["page"] == name]
         assert all(sentence in " ".join(text.split()) for sentence in own), name
         found = set(re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", prose(text)))
-        unknown[name] = sorted(
-            found - known - set(re.findall(r"\d+\.\d+", " ".join(own))) - NOT_MEASURED.get(name, set())
-        )
-    assert not {name: numbers for name, numbers in unknown.items() if numbers}
+        known = set(re.findall(r"\d+\.\d+", "\n".join([*tables, *own])))
+        assert found <= known | NOT_MEASURED.get(name, set()), name

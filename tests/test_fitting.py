@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .families import family_model
-from .helpers import in_turn, moved, team_trainer, weights
+from .helpers import in_turn, moved_by_training, only_slice, team_trainer, weights
 
 
 class LiveBytes(TorchDispatchMode):
@@ -64,22 +64,15 @@ def room_for(monkeypatch, size):
     monkeypatch.setattr(micro_batcher, "free_memory", lambda device: size)
 
 
-def fitted(model_folder, tmp_path, rows=8, **settings):
-    trainer = team_trainer(model_folder, tmp_path, settings={"max_steps": 2, **settings})
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    (slice_,) = trainer.parts.experience.for_training([tiny_dataset(1)[0]] * rows)
-    return trainer, slice_
+def fitted(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path)
+    return trainer, only_slice(trainer, [tiny_dataset(1)[0]] * 8)
 
 
-def test_with_room_rows_go_through_together_and_nothing_is_computed_again(model_folder, tmp_path):
+def test_micro_batches_are_as_large_as_there_is_room(model_folder, tmp_path, monkeypatch):
     trainer, slice_ = fitted(model_folder, tmp_path)
     assert trainer.parts.batcher.max_tokens >= 4096 and not trainer.parts.batcher.is_checkpointing
     assert len(list(trainer.parts.batcher.cut(slice_.rows))) == 2  # one for each agent
-
-
-def test_with_little_room_micro_batches_are_small(model_folder, tmp_path, monkeypatch):
-    trainer, slice_ = fitted(model_folder, tmp_path)
     longest = max(row.length for row in slice_.rows)
     enough_for = 1.6 * longest * trainer.parts.batcher.cost.per_token
     awaited = sum(12 * p.numel() for its in trainer.parts.updates.trained_parameters().values() for p in its.values())
@@ -91,34 +84,27 @@ def test_with_little_room_micro_batches_are_small(model_folder, tmp_path, monkey
     assert len(batches) > 2 and sorted(len(batch.rows) for batch in batches)[0] >= 1
 
 
-def test_gradients_are_checkpointed_where_a_row_does_not_fit_and_training_is_the_same(
-    model_folder, tmp_path, monkeypatch, caplog
-):
-    def run():
+def test_a_row_that_does_not_fit_is_checkpointed_and_training_is_the_same(model_folder, tmp_path, monkeypatch, caplog):
+    ends = []
+    for checkpoints in (False, True):
+        if checkpoints:
+            room_for(monkeypatch, 1000)
         trainer = team_trainer(model_folder, tmp_path, settings={"max_tokens_per_micro_batch": 400})
         trainer.train()
-        return trainer, weights(trainer)
-
-    trainer, plain = run()
-    assert not trainer.parts.batcher.is_checkpointing
-    room_for(monkeypatch, 1000)
-    with caplog.at_level("WARNING"):
-        trainer, checkpointed = run()
-    assert trainer.parts.batcher.is_checkpointing and "Gradient checkpointing is now on" in caplog.text
-    for name, weight in plain.items():
-        torch.testing.assert_close(checkpointed[name], weight, rtol=0, atol=1e-6, msg=name)
+        assert trainer.parts.batcher.is_checkpointing == checkpoints
+        ends.append(weights(trainer))
+    assert "Gradient checkpointing is now on" in caplog.text
+    for name, weight in ends[0].items():
+        torch.testing.assert_close(ends[1][name], weight, rtol=0, atol=1e-6, msg=name)
 
 
 def test_what_is_set_of_checkpointing_stays_and_costs_do_not_depend_on_it(model_folder, tmp_path, monkeypatch):
     room_for(monkeypatch, 1000)
     costs = []
     for checkpointing in (True, False):
-        trainer = team_trainer(
-            model_folder, tmp_path, settings={"gradient_checkpointing": checkpointing, "max_steps": 1}
-        )
-        before = weights(trainer)
-        trainer.train()
-        assert trainer.model.is_gradient_checkpointing == checkpointing and moved(before, weights(trainer))
+        settings = {"gradient_checkpointing": checkpointing, "max_steps": 1}
+        trainer = team_trainer(model_folder, tmp_path, settings=settings)
+        assert moved_by_training(trainer) and trainer.model.is_gradient_checkpointing == checkpointing
         costs.append(trainer.parts.batcher.measure(50))
     # the embeddings' output needs a gradient in one of them
     assert costs[0].per_token == pytest.approx(costs[1].per_token, rel=0.05)
@@ -156,10 +142,9 @@ def test_plans_change_nothing(model_folder, tmp_path):
     def cuts(plan):
         trainer = team_trainer(model_folder, tmp_path, settings={"max_tokens_per_micro_batch": 200})
         _ = trainer.memory_plan() if plan else None
-        trainer.model.train()
         torch.manual_seed(0)
-        (slice_,) = trainer.parts.experience.for_training([tiny_dataset(1)[0]] * 8)
-        return [len(batch.rows) for batch in trainer.parts.batcher.cut(slice_.rows)]
+        rows = only_slice(trainer, [tiny_dataset(1)[0]] * 8).rows
+        return [len(batch.rows) for batch in trainer.parts.batcher.cut(rows)]
 
     assert cuts(True) == cuts(False)
 
@@ -186,13 +171,10 @@ def test_what_a_container_may_take_counts(tmp_path, names):
 
 
 def test_repeated_tokens_count_in_part():
-    prompt = torch.arange(100)
-    rows = [Row("a", "a", prompt, torch.arange(10)) for _ in range(8)]
+    rows = [Row("a", "a", torch.arange(100), torch.arange(10)) for _ in range(8)]
     # 99 shared, 11 of each row's own: 99 + 8 x 11 = 187; half of what is repeated on top: 187 + 0.5 x 8 x 99 = 583
-    assert len(list(micro_batches(rows, 8, 187, repeat=0.0))) == 1
-    assert len(list(micro_batches(rows, 8, 186, repeat=0.0))) == 2
-    assert len(list(micro_batches(rows, 8, 583, repeat=0.5))) == 1
-    assert len(list(micro_batches(rows, 8, 582, repeat=0.5))) == 2
+    for most, repeat, count in ((187, 0.0, 1), (186, 0.0, 2), (583, 0.5, 1), (582, 0.5, 2)):
+        assert len(list(micro_batches(rows, 8, most, repeat=repeat))) == count
 
 
 MEASURED = """
@@ -205,9 +187,9 @@ def status(field):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 sys.path.insert(0, sys.argv[2])
-from tests.helpers import lora, team_trainer
+from tests.helpers import team_trainer
 from marft_trl import AgentSpec, Workflow
-from marft_trl.tiny import tiny_dataset, tiny_model, tiny_tokenizer
+from marft_trl.tiny import tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)
 tokenizer = tiny_tokenizer()
@@ -222,9 +204,9 @@ def trainer(hidden, layers, episodes, tokens):
     model.generation_config.eos_token_id = None
     agents = [AgentSpec("left", system_prompt="a"), AgentSpec("right", system_prompt="b")]
     settings = {"per_device_train_batch_size": episodes, "num_generations": 4, "max_completion_length": tokens}
-    settings |= {"generation_kwargs": {"min_new_tokens": tokens}, "max_steps": 2, **json.loads(sys.argv[3])}
-    given = {"processing_class": tokenizer, "workflow": Alone()}
-    return team_trainer(model, sys.argv[1], agents=agents, settings=settings, **given)
+    settings |= {"generation_kwargs": {"min_new_tokens": tokens}, **json.loads(sys.argv[3])}
+    given = {"agents": agents, "processing_class": tokenizer, "workflow": Alone()}
+    return team_trainer(model, sys.argv[1], settings=settings, **given)
 
 trainer(32, 2, 4, 4).train()  # whatever libraries load on their first use
 before = status("VmRSS")
@@ -237,26 +219,13 @@ print(json.dumps({"planned": plan.total, "measured": status("VmHWM") - before, "
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [[256, 4, 64, 32], [512, 6, 32, 48], [128, 3, 128, 96]], ids=str)
-@pytest.mark.parametrize(
-    "settings", [{}, {"advantage": "gae", "level": "token", "critic": "shared"}], ids=["group", "critic"]
-)
+@pytest.mark.parametrize("settings", [{}, {"advantage": "gae", "level": "token", "critic": "shared"}], ids=str)
 def test_the_plan_is_a_close_bound_of_what_training_takes(tmp_path, settings, size):
     """Of models (width, layers) with episodes and tokens of a turn."""
-    script, root = tmp_path / "measure.py", os.getcwd()
-    script.write_text(MEASURED)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(script),
-        str(tmp_path / "out"),
-        root,
-        json.dumps(settings),
-        json.dumps(size),
-    ]
+    arguments = [str(tmp_path / "out"), os.getcwd(), json.dumps(settings), json.dumps(size)]
+    command = [sys.executable, "-W", "ignore", "-c", MEASURED, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    print(found)
     assert found["measured"] < found["planned"] < 1.25 * found["measured"], found["plan"]

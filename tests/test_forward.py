@@ -1,7 +1,6 @@
 """The fast forward against each row alone: what is shared changes nothing that is computed."""
 
 import contextlib
-import copy
 import dataclasses
 import itertools
 from collections import Counter
@@ -17,15 +16,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from .families import FAMILIES, VOCABULARY, family_base, family_model, logps_alone, ragged_rows
-from .helpers import lora, pairs, team_trainer, weights
+from .helpers import lora, moved_by_training, pairs, shake, team_trainer, weights
 
-
-# ---- What is common ----
 
 sequences = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=5)
 
@@ -50,8 +47,7 @@ def test_clusters_are_a_partition_that_shares_what_is_common(rows):
     found = clusters(rows)
     assert sorted(row for cluster in found for row in cluster.rows) == list(range(len(rows)))
     for cluster in found:
-        its = [rows[row] for row in cluster.rows]
-        assert cluster.length == common(its)
+        assert cluster.length == common([rows[row] for row in cluster.rows])
     best = max(
         sum(common([rows[row] for row in part]) * (len(part) - 1) for part in parts)
         for parts in partitions(list(range(len(rows))))
@@ -60,19 +56,15 @@ def test_clusters_are_a_partition_that_shares_what_is_common(rows):
 
 
 def test_clusters_by_hand():
-    system, question, other = [1, 2, 3], [4, 5, 6], [7, 8]
-    rows = [[*system, *question, 9], [*system, *question, 10, 11], [*system, *other, 9], [*system, *other, 9]]
-    # two pairs share 6 and 5 tokens: 11 saved; all four the system prompt: 9
-    assert [(cluster.length, cluster.rows) for cluster in clusters(rows)] == [(6, (0, 1)), (5, (2, 3))]
-    rows = [[*system, token, token] for token in range(20, 24)]
-    assert [(cluster.length, cluster.rows) for cluster in clusters(rows)] == [(3, (0, 1, 2, 3))]
-
-
-def test_rows_join_at_the_prefix_that_saves_more():
-    near, rest = [1, 0, 0, 1, 1, 0], [1, 0, 0, 1]
-    rows = [[*near, 0], [*near, 0], [*near, 2], rest, [1, 1, 0], rest]
-    # three share 6 tokens among themselves, 12 saved; with the two others they would share 3, 12 saved, and lose these
-    assert [(cluster.length, cluster.rows) for cluster in clusters(rows)] == [(6, (0, 1, 2)), (3, (3, 5)), (2, (4,))]
+    system, question, other, near, rest = [1, 2, 3], [4, 5, 6], [7, 8], [1, 0, 0, 1, 1, 0], [1, 0, 0, 1]
+    two_pairs = [[*system, *question, 9], [*system, *question, 10, 11], [*system, *other, 9], [*system, *other, 9]]
+    for rows, expected in (
+        (two_pairs, [(6, (0, 1)), (5, (2, 3))]),  # 6 and 5 tokens: 11 saved; all four the system prompt: 9
+        ([[*system, token, token] for token in range(20, 24)], [(3, (0, 1, 2, 3))]),
+        # three share 6 among themselves, 12 saved; with the two others they would share 3, 12 saved, and lose these
+        ([[*near, 0], [*near, 0], [*near, 2], rest, [1, 1, 0], rest], [(6, (0, 1, 2)), (3, (3, 5)), (2, (4,))]),
+    ):
+        assert [(cluster.length, cluster.rows) for cluster in clusters(rows)] == expected
 
 
 def test_rows_are_shared_only_where_that_computes_less():
@@ -89,9 +81,6 @@ def test_nested_histories_neither_recurse_nor_crawl():
     history = list(range(3000))
     rows = [history[: 2 * turn + 1] for turn in range(1500)]
     assert sum(len(cluster.rows) for cluster in clusters(rows)) == 1500
-
-
-# ---- Log-probabilities, entropies and gradients ----
 
 
 def gradients(model, logps, entropies):
@@ -140,11 +129,8 @@ def test_shared_passes_on_a_4_bit_base(model_folder, checkpointing):
     assert any(type(module).__name__ == "Linear4bit" for module in base.modules())
     add_fused_lm_head(base, temperature=0.7, outputs=("log_probs", "entropy"))
     torch.manual_seed(0)
-    model = get_peft_model(base, lora())
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    model.train()
+    model = get_peft_model(base, lora()).train()
+    shake(model, 0.1)
     check_shared_passes(model, checkpointing, others_words=True, atol=1e-5)
 
 
@@ -180,25 +166,20 @@ def test_the_head_takes_a_part_of_the_positions_at_a_time(monkeypatch):
     assert set(runs[:-1]) == {7} and sum(runs) == len(states)
 
 
-# ---- Whole training ----
-
-LEARNING = {"learning_rate": 1e-2, "optim": "sgd", "max_grad_norm": 0.0, "bf16": False}
+LEARNING = {"learning_rate": 1e-2, "optim": "sgd", "max_grad_norm": 0.0}
 
 
-def trained_weights(folder, tmp_path, share, model=None, agents=None, processing_class=None, **settings):
+def trained_weights(model, tmp_path, share, given=None, **settings):
     # Turns of one length, so that no row leaves the batch, and draws as in transformers: both get the same tokens
     fixed = {"generation_kwargs": {"min_new_tokens": 24}, "max_completion_length": 8, "share_prefixes": share}
-    arguments = {"agents": agents, "processing_class": processing_class}
-    arguments = {name: value for name, value in arguments.items() if value is not None}
-    trainer = team_trainer(model or folder, tmp_path, settings={**LEARNING, **fixed, **settings}, **arguments)
+    trainer = team_trainer(model, tmp_path, settings={**LEARNING, **fixed, **settings}, **(given or {}))
     assert trainer.parts.passes.share == share
     start = weights(trainer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding, "draw", lambda probabilities, draws=None: torch.multinomial(probabilities, 1))
         trainer.train()
-    if trainer.critic is not None:
-        return start, {**weights(trainer), **{f"head.{n}": p for n, p in trainer.critic.heads.state_dict().items()}}
-    return start, weights(trainer)
+    heads = trainer.critic.heads.state_dict() if trainer.critic is not None else {}
+    return start, {**weights(trainer), **{f"head.{name}": weight for name, weight in heads.items()}}
 
 
 @pytest.mark.parametrize(
@@ -213,18 +194,16 @@ def trained_weights(folder, tmp_path, share, model=None, agents=None, processing
         {"advantage": "gae", "critic": "frozen", "level": "action", "beta": 0.1},
         {"max_tokens_per_micro_batch": 200, "gradient_checkpointing": True},
     ],
-    ids=lambda settings: ",".join(f"{name}={value}" for name, value in settings.items()),
+    ids=str,
 )
 def test_training_is_the_same_on_the_plain_path(model_folder, tmp_path, settings):
-    assert_same_training(
-        trained_weights(model_folder, tmp_path, True, **settings),
-        trained_weights(model_folder, tmp_path, False, **settings),
-    )
+    assert_same_training(lambda: model_folder, tmp_path, **settings)
 
 
-def assert_same_training(shared, plain):
-    """Starts and ends of two runs, by name: they end in the same place, measured by how far they have gone."""
-    (start, shared), (_, plain) = shared, plain
+def assert_same_training(make_model, tmp_path, given=None, **settings):
+    """With shared passes and without them it ends in the same place, measured by how far it has gone."""
+    runs = [trained_weights(make_model(), tmp_path, share, given, **settings) for share in (True, False)]
+    (start, shared), (_, plain) = runs
     change = torch.cat([(plain[name] - start[name]).flatten() for name in start])
     error = torch.cat([(plain[name] - shared[name]).flatten() for name in plain])
     assert change.norm() > 0 and error.norm() <= 1e-4 * change.norm()
@@ -242,18 +221,12 @@ LEVELS = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_is_the_same_in_every_family(tokenizer, tmp_path, family, level, adapters):
     shared = {"adapter": "both"} if adapters == "one_adapter" else {}
-    agents = [dataclasses.replace(agent, **shared) for agent in tiny_agents()]
-
-    def run(share):
-        model = family_base(family, len(tokenizer))
-        return trained_weights(None, tmp_path, share, model, agents, tokenizer, **LEVELS[level], max_steps=2)
-
-    assert_same_training(run(True), run(False))
+    given = {"agents": [dataclasses.replace(one, **shared) for one in tiny_agents()], "processing_class": tokenizer}
+    assert_same_training(lambda: family_base(family, len(tokenizer)), tmp_path, given, **LEVELS[level], max_steps=2)
 
 
 def test_the_episodes_of_a_group_stay_together(model_folder, tmp_path):
-    settings = {"steps_per_generation": 2, "num_generations": 4}
-    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    trainer = team_trainer(model_folder, tmp_path, settings={"steps_per_generation": 2})
     trainer.model.train()
     rows = [row for row in tiny_dataset(4).to_list() for _ in range(4)]
     for _ in range(3):
@@ -263,14 +236,8 @@ def test_the_episodes_of_a_group_stay_together(model_folder, tmp_path):
 
 
 def test_agents_of_one_adapter_share_too(model_folder, tmp_path):
-    def run(share):
-        team = [AgentSpec("left", system_prompt="a", adapter="both"), AgentSpec("right", adapter="both")]
-        return trained_weights(model_folder, tmp_path, share, agents=team)
-
-    assert_same_training(run(True), run(False))
-
-
-# ---- Models that cannot ----
+    team = [AgentSpec("left", system_prompt="a", adapter="both"), AgentSpec("right", adapter="both")]
+    assert_same_training(lambda: model_folder, tmp_path, {"agents": team})
 
 
 def test_a_state_space_model_takes_the_plain_path_and_a_line_says_so(tokenizer, tmp_path, caplog):
@@ -279,14 +246,10 @@ def test_a_state_space_model_takes_the_plain_path_and_a_line_says_so(tokenizer, 
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
-    with caplog.at_level("WARNING"):
-        trainer = team_trainer(
-            model, tmp_path, processing_class=tokenizer, peft_config=lora_of("in_proj"), settings={"max_steps": 1}
-        )
+    given = {"processing_class": tokenizer, "peft_config": LoraConfig(target_modules=["in_proj"])}
+    trainer = team_trainer(model, tmp_path, settings={"max_steps": 1}, **given)
     assert "share_prefixes" in caplog.text and not trainer.parts.passes.share
-    before = weights(trainer)
-    trainer.train()
-    assert any(not before[name].equal(weight) for name, weight in weights(trainer).items())
+    assert moved_by_training(trainer)
 
 
 def test_sampled_log_probabilities_are_kept_only_where_scoring_gives_the_same(model_folder, tmp_path, monkeypatch):
@@ -309,43 +272,13 @@ def test_scoring_without_dropout_leaves_the_mode_of_the_model_as_it_was(model_fo
         assert trainer.model.training
 
 
-def lora_of(*modules):
-    config = lora()
-    config.target_modules = set(modules)
-    return config
-
-
 def test_a_mixture_of_experts_whose_routers_are_trained_takes_the_plain_path(tokenizer, tmp_path):
-    config = AutoConfig.for_model(
-        "qwen3_moe", vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, moe_intermediate_size=32,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=4,
-        num_experts_per_tok=2, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
-    arguments = {"processing_class": tokenizer, "peft_config": lora_of("q_proj", "v_proj")}
+    given = {"processing_class": tokenizer, "peft_config": LoraConfig(target_modules=["q_proj", "v_proj"])}
     for loss, shares in ((0.001, False), (0.0, True)):
         settings = {"max_steps": 1, "router_aux_loss_coef": loss}
-        trainer = team_trainer(copy.deepcopy(model), tmp_path, settings=settings, **arguments)
+        trainer = team_trainer(family_base("qwen3_moe", len(tokenizer)), tmp_path, settings=settings, **given)
         assert trainer.parts.passes.share == shares
-        before = weights(trainer)
-        trainer.train()
-        assert any(not before[name].equal(weight) for name, weight in weights(trainer).items())
-
-
-def test_values_are_those_of_each_row_alone(model_folder, tmp_path):
-    settings = {"advantage": "gae", "critic": "shared", "level": "token", "bf16": False}
-    trainer = team_trainer(model_folder, tmp_path, settings=settings)
-    prompts, completions = ragged_rows(1, others_words=True)
-    with torch.no_grad():
-        found = trainer.critic.features("_critic", prompts, completions)
-        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            ids = torch.tensor([[*prompt, *completion]])
-            alone = trainer.model.get_base_model().model(input_ids=ids).last_hidden_state[0, len(prompt) - 1 :]
-            count = max(len(completion), 1)
-            values = [
-                trainer.critic.values("_critic", its[None], ["actor"]) for its in (found[row, :count], alone[:count])
-            ]
-            torch.testing.assert_close(*values, rtol=1e-5, atol=1e-5)
+        assert moved_by_training(trainer)
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
@@ -362,18 +295,14 @@ def test_padding_does_not_move_models_that_have_learned_positions(tokenizer, tmp
         found = {family for family in FAMILIES if forward.needs_positions(family_base(family).to(dtype))}
         assert found == {"gpt2"}
     monkeypatch.setattr(forward, "shared_pass", None)  # nothing is shared
-    settings = {"share_prefixes": False, "num_iterations": 2, "num_generations": 4, "bf16": False}
+    settings = {"share_prefixes": False, "num_iterations": 2}
     model = family_base("gpt2", len(tokenizer))
     trainer = team_trainer(model, tmp_path, processing_class=tokenizer, settings=settings)
     rows = [row for row in tiny_dataset(2).to_list() for _ in range(4)]
     scored = [row for slice_ in trainer.parts.experience.for_training(rows) for row in slice_.rows]
     assert len({len(row.prompt_ids) for row in scored}) > 2  # padded in front
-    expected, _ = logps_alone(
-        trainer.model,
-        [row.prompt_ids.tolist() for row in scored],
-        [row.completion_ids.tolist() for row in scored],
-        trainer.temperature,
-    )
+    ids = zip(*((row.prompt_ids.tolist(), row.completion_ids.tolist()) for row in scored), strict=True)
+    expected, _ = logps_alone(trainer.model, *ids, trainer.temperature)
     assert not trainer.parts.runner.generator.records
     found = torch.cat([row.old_per_token_logps for row in scored])
     torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)

@@ -3,15 +3,8 @@
 import math
 import statistics
 
-from marft_trl.algorithms.functional import (
-    STD_EPS,
-    cell_advantages,
-    group_advantages,
-    leave_one_out_advantages,
-    nan_std,
-    normalized_objectives,
-    team_rewards,
-)
+from marft_trl.algorithms import functional
+from marft_trl.algorithms.functional import STD_EPS
 
 import pytest
 import torch
@@ -24,15 +17,11 @@ NAN = math.nan
 
 def test_group_by_hand():
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 2.0, 2.0])
-    advantages, std = group_advantages(rewards, 2, "group")
-    half = math.sqrt(0.5)
-    assert std.tolist() == pytest.approx([half, half, 0, 0, 0, 0])
-    assert advantages.tolist() == pytest.approx([0.5 / (half + STD_EPS), -0.5 / (half + STD_EPS), 0, 0, 0, 0])
-    assert group_advantages(rewards, 2, "none")[0].tolist() == [0.5, -0.5, 0, 0, 0, 0]
-    batch_std = statistics.stdev(rewards.tolist())
-    assert group_advantages(rewards, 2, "batch")[0].tolist() == pytest.approx(
-        [0.5 / (batch_std + STD_EPS), -0.5 / (batch_std + STD_EPS), 0, 0, 0, 0]
-    )
+    half, whole = math.sqrt(0.5), statistics.stdev(rewards.tolist())
+    assert functional.group_advantages(rewards, 2, "group")[1].tolist() == pytest.approx([half, half, 0, 0, 0, 0])
+    for scale, std in (("group", half + STD_EPS), ("none", 1), ("batch", whole + STD_EPS)):
+        advantages, _ = functional.group_advantages(rewards, 2, scale)
+        assert advantages.tolist() == pytest.approx([0.5 / std, -0.5 / std, 0, 0, 0, 0])
 
 
 @given(counts=st.lists(st.integers(1, 4), min_size=8, max_size=8), scale=st.sampled_from(["group", "batch", "none"]))
@@ -41,27 +30,23 @@ def test_where_all_turns_have_the_episodes_reward_the_group_baseline_is_grpos(co
     episodes = torch.arange(8).repeat_interleave(torch.tensor(counts))
     weights = 1 / torch.tensor(counts, dtype=torch.float64)[episodes]
     pools = {"group": episodes // 4, "batch": episodes * 0, "none": None}[scale]
-    by_turn = cell_advantages(rewards[episodes], episodes // 4, weights, pools)
-    torch.testing.assert_close(by_turn, group_advantages(rewards, 4, scale)[0][episodes])
+    by_turn = functional.cell_advantages(rewards[episodes], episodes // 4, weights, pools)
+    torch.testing.assert_close(by_turn, functional.group_advantages(rewards, 4, scale)[0][episodes])
 
 
-rewards_lists = st.lists(st.one_of(st.none(), st.floats(-5, 5, width=32)), min_size=6, max_size=6)
+worths = st.one_of(st.none(), st.floats(-5, 5, width=32))
+cell_samples = st.tuples(worths, st.integers(0, 3), st.integers(0, 2), st.integers(1, 3))
 
 
-@given(
-    samples=st.lists(
-        st.tuples(
-            st.one_of(st.none(), st.floats(-5, 5, width=32)), st.integers(0, 3), st.integers(0, 2), st.integers(1, 3)
-        ),
-        min_size=1,
-        max_size=12,
-    ),
-    is_scaled=st.booleans(),
-)
+def numbers(worths):
+    return torch.tensor([NAN if worth is None else worth for worth in worths], dtype=torch.float64)
+
+
+@given(samples=st.lists(cell_samples, min_size=1, max_size=12), is_scaled=st.booleans())
 def test_cell_advantages_equal_a_loop(samples, is_scaled):
-    returns = torch.tensor([NAN if s[0] is None else s[0] for s in samples], dtype=torch.float64)
+    returns = numbers(sample[0] for sample in samples)
     cells, pools, weights = (torch.tensor([s[i] for s in samples]) for i in (1, 2, 3))
-    advantages = cell_advantages(returns, cells, weights.double(), pools if is_scaled else None)
+    advantages = functional.cell_advantages(returns, cells, weights.double(), pools if is_scaled else None)
     for index, (worth, cell, pool, _) in enumerate(samples):
         if worth is None:
             assert advantages[index] == 0
@@ -81,17 +66,15 @@ def test_turns_of_one_episode_alone_are_compared_with_nothing():
     returns = torch.tensor([0.0, 0.5, 1.0, NAN, NAN])
     cells, weights = torch.tensor([0, 0, 0, 0, 1]), torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0, 1.0])
     for pools in (None, cells, cells * 0):
-        assert cell_advantages(returns, cells, weights, pools).tolist() == [0.0] * 5
+        assert functional.cell_advantages(returns, cells, weights, pools).tolist() == [0.0] * 5
 
 
-@given(
-    samples=st.lists(st.tuples(st.one_of(st.none(), st.floats(-5, 5)), st.integers(0, 5)), min_size=1, max_size=12),
-)
+@given(samples=st.lists(st.tuples(worths, st.integers(0, 5)), min_size=1, max_size=12))
 def test_leave_one_out_equals_a_loop(samples):
-    returns = torch.tensor([NAN if s[0] is None else s[0] for s in samples], dtype=torch.float64)
+    returns = numbers(sample[0] for sample in samples)
     episodes = torch.tensor([s[1] for s in samples])
     counts = torch.bincount(episodes)
-    advantages = leave_one_out_advantages(returns, episodes, episodes // 3, 1 / counts[episodes].double())
+    advantages = functional.leave_one_out_advantages(returns, episodes, episodes // 3, 1 / counts[episodes].double())
     for index, (worth, episode) in enumerate(samples):
         others = {e for r, e in samples if e != episode and e // 3 == episode // 3}
         weighted = [(r / counts[e].item(), 1 / counts[e].item()) for r, e in samples if e in others and r is not None]
@@ -102,10 +85,9 @@ def test_leave_one_out_equals_a_loop(samples):
         assert advantages[index].item() == pytest.approx(worth - mean, abs=1e-6)
 
 
-@given(rewards=rewards_lists, scale=st.sampled_from(["group", "batch", "none"]))
+@given(rewards=st.lists(worths, min_size=6, max_size=6), scale=st.sampled_from(["group", "batch", "none"]))
 def test_group_advantages_equal_a_loop(rewards, scale):
-    tensor = torch.tensor([NAN if r is None else r for r in rewards], dtype=torch.float64)
-    advantages, _ = group_advantages(tensor, 3, scale)
+    advantages, _ = functional.group_advantages(numbers(rewards), 3, scale)
     assert advantages.isfinite().all()
     known = [r for r in rewards if r is not None]
     for e, reward in enumerate(rewards):
@@ -122,15 +104,8 @@ def test_group_advantages_equal_a_loop(rewards, scale):
 def test_team_rewards_and_normalized_objectives_by_hand():
     per_func = torch.tensor([[1.0, 10.0], [3.0, NAN], [NAN, NAN], [1.0, 30.0]])
     weights = torch.tensor([1.0, 0.1])
-    rewards = team_rewards(per_func, weights)
+    rewards = functional.team_rewards(per_func, weights)
     assert rewards[[0, 1, 3]].tolist() == [2.0, 3.0, 4.0] and rewards[2].isnan()
-    two = normalized_objectives(torch.tensor([[1.0, 0.0], [3.0, 0.0]]), torch.tensor([2.0, 1.0]), 2)
+    two = functional.normalized_objectives(torch.tensor([[1.0, 0.0], [3.0, 0.0]]), torch.tensor([2.0, 1.0]), 2)
     z = 1 / (math.sqrt(2) + STD_EPS)
     assert two.tolist() == pytest.approx([-2 * z, 2 * z])
-
-
-def test_nan_std_equals_torch_without_nan():
-    values = torch.rand(4, 5)
-    torch.testing.assert_close(nan_std(values), values.std())
-    torch.testing.assert_close(nan_std(values, dim=1), values.std(dim=1))
-    assert nan_std(torch.tensor([1.0, NAN])).isnan()

@@ -28,26 +28,15 @@ def plus(completions, bonus, **columns):
 
 
 def test_the_parameters_of_a_function_are_part_of_it():
-    assert compute_fingerprint(made(1)) == compute_fingerprint(made(1)) != compute_fingerprint(made(2))
-    assert (
-        compute_fingerprint(made(1, scale=2.0))
-        != compute_fingerprint(made(1))
-        != compute_fingerprint(made(1, read=str.count))
-    )
-    assert compute_fingerprint(made((1, "a"))) != compute_fingerprint(made((1, "b")))
-    assert compute_fingerprint(functools.partial(plus, bonus=1)) == compute_fingerprint(
-        functools.partial(plus, bonus=1)
-    )
-    partials = {compute_fingerprint(functools.partial(plus, **given)) for given in ({"bonus": 1}, {"bonus": 2}, {})}
-    assert len(partials) == 3 and compute_fingerprint(plus) not in partials
-    assert compute_fingerprint(get_code_reward(seconds=10)) == compute_fingerprint(get_code_reward(seconds=10))
-    assert compute_fingerprint(get_code_reward(seconds=10)) != compute_fingerprint(get_code_reward(seconds=120))
-    readers = [get_reasoning_gym_reward(answer=one) for one in (math_answer, boxed)]
-    assert compute_fingerprint(readers[0]) != compute_fingerprint(readers[1])
-    assert (
-        compute_fingerprint(compute_fingerprint).startswith("compute_fingerprint (")
-        and compute_fingerprint(len) == "len"
-    )
+    makers = [functools.partial(made, *given) for given in ((1,), (2,), ((1, "a"),), ((1, "b"),))]
+    makers += [functools.partial(made, 1, **given) for given in ({"scale": 2.0}, {"read": str.count})]
+    makers += [functools.partial(functools.partial, plus, **given) for given in ({"bonus": 1}, {"bonus": 2}, {})]
+    makers += [lambda: plus, *(functools.partial(get_code_reward, seconds=seconds) for seconds in (10, 120))]
+    makers += [functools.partial(get_reasoning_gym_reward, answer=one) for one in (math_answer, boxed)]
+    first, again = ([compute_fingerprint(make()) for make in makers] for _ in range(2))
+    assert first == again and len(set(first)) == len(makers)
+    assert compute_fingerprint(compute_fingerprint).startswith("compute_fingerprint (")
+    assert compute_fingerprint(len) == "len"
 
 
 def test_what_a_function_remembers_is_no_part_of_it():

@@ -24,8 +24,6 @@ def paid(history) -> dict[str, float]:
 
 
 class Three:
-    """Three turns, with rewards after each."""
-
     def reset(self, **row):
         self.history = []
 
@@ -38,13 +36,6 @@ class Three:
 
 
 class Game(World):
-    """
-    Two players, of one adapter or of two.
-
-    Args:
-        is_shared (`bool`): whether they share their adapter.
-    """
-
     def __init__(self, folder, is_shared, **settings):
         agents = [AgentSpec("one"), AgentSpec("two", adapter="one" if is_shared else None)]
         workflow = EnvironmentLoop(Three, turns="one", horizon=3)
@@ -71,12 +62,7 @@ class Game(World):
     def of_groups(self, size: int) -> torch.Tensor:
         with torch.no_grad():
             chance = {episode: sum(self.log_probs_of(episode)).exp().item() for episode in self.episodes}
-        groups = list(itertools.product(self.episodes, repeat=size))
-        episodes = [episode for group in groups for episode in group]
-        outcomes = []
-        for group in groups:
-            outcomes += [torch.tensor([chance[one] for one in group]).prod().item()] * size
-        return self.expected(outcomes, lambda call, *_: [episode[call] for episode in episodes], times=size)
+        return self.expected_of_groups(chance, size)
 
 
 PPO = {"advantage": "gae", "num_generations": 1, "gae_lambda": 1.0, "normalize_advantages": "none"}

@@ -6,6 +6,7 @@ import math
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 from marft_trl.extras.tasks import (
     Chance,
@@ -42,23 +43,14 @@ def policy_of(kuhn, aggressive):
 
 def equilibrium(kuhn, alpha):
     """The equilibria of Kuhn poker (1950): the first player bets the jack with `alpha`, from 0 to 1/3."""
-    chances = {
-        "": (alpha, 0, 3 * alpha),
-        "check bet": (0, alpha + 1 / 3, 1),
-        "check": (1 / 3, 0, 1),
-        "bet": (0, 1 / 3, 1),
-    }
+    chances = {"": (alpha, 0, 3 * alpha), "check bet": (0, alpha + 1 / 3, 1)}
+    chances |= {"check": (1 / 3, 0, 1), "bet": (0, 1 / 3, 1)}
     return policy_of(kuhn, lambda card, moves: chances[moves][card])
 
 
-def pennies(first_wins=1.0):
-    """Matching pennies: the second player does not see the first one's side."""
-    sides = {
-        side: Decision(
-            1, "second", {guess: End((first_wins, -1.0) if guess == side else (-1.0, 1.0)) for guess in "ht"}
-        )
-        for side in "ht"
-    }
+def pennies():
+    ends = {True: End((1.0, -1.0)), False: End((-1.0, 1.0))}
+    sides = {side: Decision(1, "second", {guess: ends[guess == side] for guess in "ht"}) for side in "ht"}
     return Decision(0, "first", sides)
 
 
@@ -80,23 +72,7 @@ def test_equilibria_of_kuhn_poker(kuhn, alpha):
     assert expected_returns(game, policy) == pytest.approx((-1 / 18, 1 / 18))
 
 
-def test_the_player_with_one_wrong_move_is_exploited(kuhn):
-    """
-    By hand, against a second player that never calls with a queen: bets gain 1 from a jack and a queen, and lose 2
-    to a king. The first player bets each card: jack (1 - 2) / 2, queen (1 - 2) / 2, king 1; or checks the queen, folds
-    it against a bet, and gains ((2/3) * 1 - 1/3 - 1) / 2 = -1/3, or calls, ((2/3) * 1 + (1/3) * 2 - 2) / 2 = -1/3;
-    or checks the king and calls: ((2/3) * 1 + (1/3) * 2 + 1) / 2 = 7/6. Jack: checking loses 1. The best of each card:
-    -1/2, -1/3 and 7/6, on average 1/9.
-    """
-    policy = equilibrium(kuhn, 0)
-    policy[kuhn.shown("queen", "bet")] = {"fold": 1.0, "call": 0.0}
-    assert best_return(kuhn.KUHN, policy, 0) == pytest.approx(1 / 9)
-    assert best_return(kuhn.KUHN, policy, 1) == pytest.approx(1 / 18)
-    assert exploitability(kuhn.KUHN, policy) == pytest.approx((1 / 9 + 1 / 18) / 2)
-
-
 def best_by_enumeration(game, policy, player):
-    """The best return over all pure strategies of a player."""
     own = {name: list(place.moves) for name, place in find_information_sets(game).items() if place.player == player}
     names, best = list(own), -math.inf
     for code in range(math.prod(len(moves) for moves in own.values())):
@@ -118,12 +94,12 @@ def test_best_response_equals_the_best_of_all_pure_strategies(kuhn, seed):
 
 def test_a_player_that_moves_twice_responds_to_what_it_saw():
     """Two coins: the player is told the first one and may pay 0.25 to be told the second, then names the second."""
-    told = {
-        side: Decision(0, f"told {side}", {guess: End((float(guess == side) - 0.25,)) for guess in "ht"})
-        for side in "ht"
-    }
-    blind = {side: Decision(0, "blind", {guess: End((float(guess == side),)) for guess in "ht"}) for side in "ht"}
-    game = Chance([(0.5, Decision(0, "start", {"pay": told[side], "guess": blind[side]})) for side in "ht"])
+
+    def named(side, information_set, cost=0.0):
+        return Decision(0, information_set, {guess: End((float(guess == side) - cost,)) for guess in "ht"})
+
+    starts = [{"pay": named(side, f"told {side}", 0.25), "guess": named(side, "blind")} for side in "ht"]
+    game = Chance([(0.5, Decision(0, "start", moves)) for moves in starts])
     assert best_return(game, {}, 0) == pytest.approx(0.75)
 
 
@@ -135,30 +111,26 @@ def test_averages_count_as_often_as_a_player_gets_there(kuhn):
     averaged = average_policy(kuhn.KUHN, [checks, bets])
     assert averaged[kuhn.shown("queen", "")] == {"check": 0.5, "bet": 0.5}
     assert averaged[kuhn.shown("queen", "check bet")] == pytest.approx({"fold": 2 / 3, "call": 1 / 3})
-    mixed = [
-        sum(pair) / 2
-        for pair in zip(expected_returns(kuhn.KUHN, checks), expected_returns(kuhn.KUHN, bets), strict=True)
-    ]
-    one_averages = {
-        **averaged,
-        **{name: checks[name] for name, place in find_information_sets(kuhn.KUHN).items() if place.player},
-    }
-    assert expected_returns(kuhn.KUHN, one_averages) == pytest.approx(mixed)
+    both = zip(*(expected_returns(kuhn.KUHN, policy) for policy in (checks, bets)), strict=True)
+    others = {name: checks[name] for name, place in find_information_sets(kuhn.KUHN).items() if place.player}
+    assert expected_returns(kuhn.KUHN, averaged | others) == pytest.approx([sum(pair) / 2 for pair in both])
+
+
+HEADS, COIN = {"h": 1.0, "t": 0.0}, {"h": 0.5, "t": 0.5}
 
 
 def test_exploitability_is_the_mean_over_players():
-    policy = {"first": {"h": 1.0, "t": 0.0}, "second": {"h": 0.5, "t": 0.5}}
-    assert exploitability(pennies(), policy) == pytest.approx(0.5)  # only the second player can gain: 1
-    assert exploitability(pennies(), {**policy, "first": {"h": 0.5, "t": 0.5}}) == pytest.approx(0)
+    assert exploitability(pennies(), {"first": HEADS, "second": COIN}) == pytest.approx(0.5)  # the second gains 1
+    assert exploitability(pennies(), {"first": COIN, "second": COIN}) == pytest.approx(0)
 
 
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ({"first": {"h": 1.0, "t": 0.0}}, r"information set 'second', got None"),
-        ({"first": {"h": 1.0}, "second": {"h": 0.5, "t": 0.5}}, r"information set 'first', got \['h'\]"),
-        ({"first": {"h": 1.0, "t": 0.5}, "second": {"h": 0.5, "t": 0.5}}, r"information set 'first' must .* sum to 1"),
-        ({"first": {"h": math.nan, "t": 0.5}, "second": {"h": 0.5, "t": 0.5}}, r"'first' must be from 0 to 1"),
+        ({"first": HEADS}, r"information set 'second', got None"),
+        ({"first": {"h": 1.0}, "second": COIN}, r"information set 'first', got \['h'\]"),
+        ({"first": {"h": 1.0, "t": 0.5}, "second": COIN}, r"information set 'first' must .* sum to 1"),
+        ({"first": {"h": math.nan, "t": 0.5}, "second": COIN}, r"'first' must be from 0 to 1"),
     ],
 )
 def test_policies_that_do_not_fit(policy, message):
@@ -166,41 +138,29 @@ def test_policies_that_do_not_fit(policy, message):
         exploitability(pennies(), policy)
 
 
-def test_players_must_remember_what_they_did():
-    """The player sees a coin, and has forgotten it and its move afterwards."""
-    blind = {side: Decision(0, "blind", {guess: End((float(guess == side),)) for guess in "ht"}) for side in "ht"}
-    game = Chance([(0.5, Decision(0, f"sees {side}", {"go": blind[side]})) for side in "ht"])
-    with pytest.raises(ValueError, match="must know in the information set 'blind' what it saw and did before"):
-        find_information_sets(game)
-
-
 def test_invalid_games():
-    with pytest.raises(ValueError, match="a random event must be from 0 to 1 and sum to 1"):
-        exploitability(Chance([(0.5, End((1.0, -1.0)))]), {})
-    game = Chance([(0.5, Decision(0, "a", {"x": End((1.0,))})), (0.5, Decision(0, "a", {"y": End((0.0,))}))])
-    with pytest.raises(ValueError, match="information set 'a' need the same player and the same moves"):
-        find_information_sets(game)
-    with pytest.raises(ValueError, match="must not be empty"):
-        average_policy(pennies(), [])
+    end = End((1.0,))
+    moves = [(0.5, Decision(0, "a", {move: end})) for move in "xy"]
+    forgotten = [(0.5, Decision(0, f"sees {side}", {"go": Decision(0, "blind", {"x": end})})) for side in "ht"]
+    for call, message in (
+        (lambda: exploitability(Chance([(0.5, end)]), {}), "a random event must be from 0 to 1 and sum to 1"),
+        (lambda: find_information_sets(Chance(moves)), "set 'a' need the same player and the same moves"),
+        (lambda: find_information_sets(Chance(forgotten)), "know in the information set 'blind' what it saw and did"),
+        (lambda: average_policy(pennies(), []), "must not be empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_the_environment_plays_the_tree(kuhn):
-    """Every way through the tree, played in the environment, ends with its returns."""
-
-    class Turn:
-        def __init__(self, agent, text):
-            self.agent, self.text = agent, text
-
     def play(cards, node, moves):
+        game = kuhn.Kuhn()
         if isinstance(node, End):
-            game = kuhn.Kuhn()
             game.reset(" ".join(cards), "", "first second")
             for move in moves:
-                agent = game.whose_turn()
-                told, reward, over = game.step([Turn(agent, move)])
+                _, reward, over = game.step([SimpleNamespace(agent=game.whose_turn(), text=move)])
             assert over and (reward["first"], reward["second"]) == node.returns
             return 1
-        game = kuhn.Kuhn()
         told = game.reset(" ".join(cards), " ".join(moves), "first second")
         assert told == {kuhn.SEATS[node.player]: node.information_set}
         return sum(play(cards, following, [*moves, move]) for move, following in node.moves.items())

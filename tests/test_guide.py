@@ -25,11 +25,13 @@ from .test_gateway import serving
 
 ROOT = Path(__file__).parent.parent
 GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
-PAGES = [
-    *GUIDE,
-    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in GUIDE and "```python" in page.read_text()),
-]
+OTHERS = sorted({*(ROOT / "docs").rglob("*.md")} - {*GUIDE})
+PAGES = [*GUIDE, *(page for page in OTHERS if "```python" in page.read_text())]
 PAIR = [AgentSpec("planner", system_prompt="Plan."), AgentSpec("solver", system_prompt="Solve.")]
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def blocks(page: Path) -> list[str]:
@@ -54,8 +56,7 @@ def made_small(code: str, model: str, team: str) -> str:
 def rows(*names, **kwargs):
     prompts = [[{"role": "user", "content": f"{number} + 1 = ?"}] for number in range(16)]
     answers = [str(number + 1) for number in range(16)]
-    column = "problem" if "MATH-500" in names[0] else "prompt"
-    numbers = list(range(16))
+    column, numbers = "problem" if "MATH-500" in names[0] else "prompt", list(range(16))
     return Dataset.from_dict({column: prompts, "solution": answers, "number": numbers, "seed": numbers})
 
 
@@ -113,11 +114,9 @@ def run_blocks(page, model_folder, team, url):
 def test_no_page_and_no_template_pays_for_a_text_that_contains_the_answer():
     """A list of guesses would earn it."""
     templates = (ROOT / "marft_trl" / "extras" / "commands" / "templates").glob("*.py")
+    pays = re.compile(r"""(target|answer|solution|expected)["'\]]* in [\w.\[\]"'-]*(text|content)""")
     for page in [*PAGES, *templates, *(ROOT / "examples").glob("*.py")]:
-        pays = re.search(
-            r"""(target|answer|solution|expected)["'\]]* in [\w.\[\]"'-]*(text|content)""", page.read_text()
-        )
-        assert pays is None, f"{page}: {pays[0]}"
+        assert not pays.search(page.read_text()), (page, pays.search(page.read_text()))
 
 
 def slug(heading: str) -> str:
@@ -127,15 +126,13 @@ def slug(heading: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+    return {slug(one) for one in re.findall(r"^#+ (.*)$", without_code(page.read_text()), re.MULTILINE)}
 
 
 def test_every_link_of_the_documentation_leads_somewhere():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]
     for page in pages:
-        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
             path, _, anchor = target.partition("#")
             if re.match(r"[a-z]+:", target):
                 continue
@@ -159,10 +156,6 @@ def test_the_guide_is_read_in_order_and_stays_short():
 @pytest.mark.parametrize(("folder", "most"), [("reference", 14_000), ("reports", 6_000)])
 def test_reference_and_reports_stay_short(folder, most):
     """Tables, which are looked up, and code are not counted."""
-    texts = {page.stem: page.read_text() for page in (ROOT / "docs" / folder).glob("*.md")}
-    prose = {
-        name: re.sub(r"^```.*?^```$|^\|[^\n]*$", "", text, flags=re.DOTALL | re.MULTILINE)
-        for name, text in texts.items()
-    }
-    words = {name: len(text.split()) for name, text in prose.items()}
+    texts = {page.stem: without_code(page.read_text()) for page in (ROOT / "docs" / folder).glob("*.md")}
+    words = {name: len(re.sub(r"^\|.*$", "", text, flags=re.MULTILINE).split()) for name, text in texts.items()}
     assert sum(words.values()) <= most, words

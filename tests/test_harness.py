@@ -28,36 +28,21 @@ def harness(monkeypatch):
     return importlib.import_module("harness")
 
 
-def trainer_of(harness, model, tokenizer, folder, rows, app=None, **settings):
-    return team_trainer(
-        model,
-        folder,
-        processing_class=tokenizer,
-        agents=[AgentSpec("coder"), AgentSpec("searcher")],
-        workflow=ExternalApp(
-            app or harness.app,
-            answer="coder" if app is None else "searcher",
-            tools=True,
-            agent_of=BySystemPrompt({harness.CODER: "coder", harness.SEARCHER: "searcher"}),
-        ),
-        reward_funcs=harness.right,
-        train_dataset=rows,
-        settings={"max_completion_length": 64, **settings},
-    )
+def trainer_of(harness, model, tokenizer, folder, rows, app=None):
+    rule = BySystemPrompt({harness.CODER: "coder", harness.SEARCHER: "searcher"})
+    answer = "coder" if app is None else "searcher"
+    workflow = ExternalApp(app or harness.app, answer=answer, tools=True, agent_of=rule)
+    given = {"agents": [AgentSpec("coder"), AgentSpec("searcher")], "reward_funcs": harness.right}
+    given |= {"processing_class": tokenizer, "train_dataset": rows, "settings": {"max_completion_length": 64}}
+    return team_trainer(model, folder, workflow=workflow, **given)
 
 
 def test_the_model_is_taught_what_the_harness_will_ask(harness, monkeypatch, tmp_path):
-    """
-    Turns are looked up in the demonstrations by their prompts, token by token, so all of the harness's requests are
-    there. Its agents then solve every puzzle, and the coder's two requests after the first are in one lineage.
-    """
+    """Each turn is looked up in the demonstrations by its prompt, so all requests of the harness are there."""
     monkeypatch.setattr(harness, "SLIPS", 0)
     tokenizer, rows = harness.tokenizer(), harness.puzzles(2, seed=0)
-    taught = {
-        tuple(prompt): completion
-        for row in rows
-        for prompt, completion in harness.turns_of(row, tokenizer, random.Random(0))
-    }
+    turns = [turn for row in rows for turn in harness.turns_of(row, tokenizer, random.Random(0))]
+    taught = {tuple(prompt): completion for prompt, completion in turns}
     trainer = trainer_of(harness, tiny_model(len(tokenizer)), tokenizer, tmp_path, rows)
     setattr(trainer, TRL_GENERATION, lambda ids, *_, **__: ([taught[tuple(prompt)] for prompt in ids], None))
     for episode in trainer.team.run(list(rows)):
@@ -91,43 +76,38 @@ def test_sub_agents_that_make_the_same_call_at_once_keep_their_conversations(har
             results.append(await asyncio.gather(*(search.search("pens") for search in searches)))
 
     def generate(prompts, *_, **__):
-        texts = [tokenizer.decode(prompt) for prompt in prompts]
-        ends = [text.rpartition("tool")[2] if "tool_call" in text else "" for text in texts]
-        said = [tokenizer(count)["input_ids"] for count in ("1" if "1" in end else "2" for end in ends)]
-        return [[*(said[i] if ends[i] else call), tokenizer.eos_token_id] for i in range(len(texts))], None
+        said = []
+        for text in map(tokenizer.decode, prompts):
+            count = "1" if "1" in text.rpartition("tool")[2] else "2"
+            said.append([*(tokenizer(count)["input_ids"] if "tool_call" in text else call), tokenizer.eos_token_id])
+        return said, None
 
     trainer = trainer_of(harness, tiny_model(len(tokenizer)), tokenizer, tmp_path, rows, app=app)
     setattr(trainer, TRL_GENERATION, generate)
     for episode in trainer.team.run(list(rows)):
-        found = {}
-        for turn in episode.turns:
-            found.setdefault(turn.lineage, []).append(turn)
-        assert sorted(len(turns) for turns in found.values()) == [2, 2]
-        first, second = found.values()
-        assert {first[1].text, second[1].text} == {"1", "2"}
+        lineages = {turn.lineage for turn in episode.turns}
+        texts = [[turn.text for turn in episode.turns if turn.lineage == one] for one in lineages]
+        assert [len(its) for its in texts] == [2, 2] and {its[1] for its in texts} == {"1", "2"}
     assert results == [["1", "2"]] * 2
 
 
 def test_held_out_sums_are_not_trained_on(harness):
-    def sums(rows):
-        return {tuple(json.loads(row["parts"])[1:]) for row in rows}
-
-    trained, held_out = sums(harness.puzzles(2000, 0)), sums(harness.puzzles(500, 1000, held_out=True))
+    questions = harness.puzzles(2000, 0), harness.puzzles(500, 1000, held_out=True)
+    trained, held_out = ({tuple(json.loads(row["parts"])[1:]) for row in rows} for rows in questions)
     assert len(held_out) > 10 and not trained & held_out
 
 
 def test_wrong_calls_are_answered(harness):
-    """A tool of another agent, a missing argument, a program that fails, and a file that is not there."""
     program = harness.Harness(client=None, files={"pens": "3"})
 
-    def result(name, arguments, tools):
+    for name, arguments, expected in (
+        ("run", {"code": "print(1)"}, "There is no tool run."),
+        ("read", {}, "Needed: ['path']."),
+        ("read", {"path": "pens"}, "3"),
+        ("read", {"path": "../pens"}, "no file"),
+    ):
         block = SimpleNamespace(id="1", name=name, input=arguments)
-        return asyncio.run(program.call(block, tools))["content"]
-
-    assert result("run", {"code": "print(1)"}, [harness.READ]) == "There is no tool run."
-    assert result("read", {}, [harness.READ]) == "Needed: ['path']."
-    assert result("read", {"path": "pens"}, [harness.READ]) == "3"
-    assert result("read", {"path": "../pens"}, [harness.READ]) == "no file"
+        assert asyncio.run(program.call(block, [harness.READ]))["content"] == expected
 
 
 @pytest.mark.slow

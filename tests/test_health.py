@@ -2,10 +2,11 @@
 
 import math
 import re
+from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
-from marft_trl import AgentSpec, MARFTConfig, Sequential
+from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.algorithms.functional import moments, standardized
 from marft_trl.algorithms.rows import Row
 from marft_trl.config.team_setup import RunContext, TeamSetup
@@ -21,16 +22,10 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from .helpers import StopAt, by_hand, moved, team_trainer, weights
+from .helpers import by_hand, moved, moved_by_training, team_trainer, weights
 
 
 NAMES = ["planner", "solver"]
-
-
-class Lists(dict):
-    def __missing__(self, key):
-        self[key] = []
-        return self[key]
 
 
 class Watched:
@@ -38,13 +33,10 @@ class Watched:
 
     def __init__(self, tmp_path, **settings):
         self.layer = nn.Linear(3, 3)
-        self.metrics = Metrics({"train": Lists(), "eval": Lists()}, lambda: True)
-        policies = SimpleNamespace(
-            is_trained=lambda name: name == "planner",
-            get_agents=lambda adapter: [adapter] if adapter in NAMES else [],
-            trained=["planner"],
-            has_adapters=True,
-        )
+        self.metrics = Metrics({"train": defaultdict(list), "eval": defaultdict(list)}, lambda: True)
+        policies = SimpleNamespace(trained=["planner"], has_adapters=True)
+        policies.is_trained = policies.trained.__contains__
+        policies.get_agents = lambda adapter: [adapter] if adapter in NAMES else []
         args = MARFTConfig(str(tmp_path), use_cpu=True, **settings)
         parts = {"planner": dict(self.layer.named_parameters())}
         team = TeamSetup([AgentSpec(name) for name in NAMES], None, policies, None, None, {}, {}, None)
@@ -61,106 +53,76 @@ class Watched:
         self.state.global_step += 1
         self.health.on_step_end(None, self.state, None)
 
+    def steps(self, count, **metrics):
+        for _ in range(count):
+            self.step(**metrics)
 
+
+CLIPPED = "agents__solver__completions__"
+CRITIC = {"critic__value_loss": 2.0, "critic__value_mean": 1.0, "critic__target_mean": 1.0}
+# What is measured, ill and well, what else is measured then, how long, and what is said
 SYMPTOMS = {
-    "no signal": (
-        {"frac_reward_zero_std": 1.0},
-        {"frac_reward_zero_std": 0.9},
-        PATIENCE,
-        "THE REWARDS GIVE NO SIGNAL",
-    ),
+    "no signal": ("frac_reward_zero_std", 1.0, 0.9, {}, PATIENCE, "THE REWARDS GIVE NO SIGNAL"),
     "truncated": (
-        {"agents__solver__completions__clipped_ratio": 1.0, "agents__solver__completions__mean_length": 2.0},
-        {"agents__solver__completions__clipped_ratio": 1.0, "agents__solver__completions__mean_length": 1.0},
+        *(f"{CLIPPED}mean_length", 2.0, 1.0, {f"{CLIPPED}clipped_ratio": 1.0}),
         *(PATIENCE, "EVERY TURN OF 'solver' IS TRUNCATED.*`max_completion_length`"),
     ),
     "still": (
-        {"move": 0.0, "agents__planner__grad_norm": 0.1},
-        {"move": 1e-3, "agents__planner__grad_norm": 0.1},
-        *(PATIENCE, "agents 'planner'.* HAVE NOT CHANGED.*`learning_rate`"),
+        *("move", 0.0, 1e-3, {"agents__planner__grad_norm": 0.1}),
+        *(PATIENCE, "agents 'planner'.* HAVE NOT CHANGED.*`learning_rate` is 0 or too small"),
     ),
-    "grown": ({"move": 1e3}, {}, 1, "agents 'planner'.* HAVE GROWN .*-FOLD.*`learning_rate=1e-05`"),
-    "collapsed": (
-        {"agents__planner__entropy": 0.001},
-        {"agents__planner__entropy": 0.5},
-        *(PATIENCE, "'planner' HAS COLLAPSED.*`entropy_coef`"),
-    ),
-    "noise": (
-        {"agents__planner__entropy": math.log(400) - 0.01},
-        {"agents__planner__entropy": 3.0},
-        *(PATIENCE, "'planner' IS NEARLY RANDOM"),
-    ),
-    "kl": ({"agents__planner__kl": 11.0}, {"agents__planner__kl": 1.0}, 3, "FAR FROM ITS REFERENCE.*`beta`"),
-    "kl is NaN": ({"agents__planner__kl": math.nan}, {"agents__planner__kl": 1.0}, 3, "FAR FROM ITS REFERENCE"),
+    "grown": ("move", 1e3, None, {}, 1, "agents 'planner'.* HAVE GROWN .*-FOLD.*`learning_rate=1e-05`"),
+    "collapsed": ("agents__planner__entropy", 0.001, 0.5, {}, PATIENCE, "'planner' HAS COLLAPSED.*`entropy_coef`"),
+    "noise": ("agents__planner__entropy", math.log(400) - 0.01, 3.0, {}, PATIENCE, "'planner' IS NEARLY RANDOM"),
+    "kl": ("agents__planner__kl", 11.0, 1.0, {}, 3, "FAR FROM ITS REFERENCE.*`beta`"),
+    "kl is NaN": ("agents__planner__kl", math.nan, 1.0, {}, 3, "FAR FROM ITS REFERENCE"),
     "clipped": (
-        {"agents__planner__clip_ratio__region_mean": 0.95},
-        {"agents__planner__clip_ratio__region_mean": 0.1},
+        *("agents__planner__clip_ratio__region_mean", 0.95, 0.1, {}),
         *(PATIENCE, "ALL TOKENS OF 'planner' ARE CLIPPED.*`num_iterations`"),
     ),
-    "values": (
-        {"critic__value_loss": 2e6, "critic__value_mean": 1.0, "critic__target_mean": 1.0},
-        {"critic__value_loss": 2.0, "critic__value_mean": 1.0, "critic__target_mean": 1.0},
-        *(3, "VALUES OF THE CRITIC HAVE EXPLODED.*`critic_learning_rate`"),
-    ),
-    "large values": (
-        {"critic__value_loss": 2.0, "critic__value_mean": -500.0, "critic__target_mean": 1.0},
-        {"critic__value_loss": 2.0, "critic__value_mean": -5.0, "critic__target_mean": 1.0},
-        *(3, "VALUES OF THE CRITIC HAVE EXPLODED"),
-    ),
+    "values": ("critic__value_loss", 2e6, 2.0, CRITIC, 3, "THE CRITIC HAVE EXPLODED.*`critic_learning_rate`"),
+    "large values": ("critic__value_mean", -500.0, -5.0, CRITIC, 3, "VALUES OF THE CRITIC HAVE EXPLODED"),
 }
 
 
 @pytest.mark.parametrize("name", SYMPTOMS)
 def test_a_run_that_has_gone_dead_is_said_once(tmp_path, caplog, name):
-    ill, well, patience, message = SYMPTOMS[name]
-    watched = Watched(tmp_path)
-    if well:
-        for _ in range(patience - 1):
-            watched.step(**ill)
-        watched.step(**well)  # in a row is meant
-        for _ in range(patience - 1):
-            watched.step(**ill)
+    metric, worst, good, others, patience, message = SYMPTOMS[name]
+    watched, ill = Watched(tmp_path), others | {metric: worst}
+    if good is not None:
+        watched.steps(patience - 1, **ill)
+        watched.step(**others | {metric: good})  # in a row is meant
+        watched.steps(patience - 1, **ill)
         assert not caplog.records
-        watched.step(**ill)
-    else:
-        watched.step(**ill)
-    assert len(caplog.records) == 1
-    assert re.search(message, caplog.records[0].message), caplog.records[0].message
-    for _ in range(2 * patience):
-        watched.step(**ill)
+    watched.step(**ill)
+    (record,) = caplog.records
+    assert re.search(message, record.message), record.message
+    watched.steps(2 * patience, **ill)
     assert len(caplog.records) == 1
 
 
 def test_an_agent_without_turns_is_named_after_the_first_batch_and_loudly_later(tmp_path, caplog):
     watched = Watched(tmp_path)
-    watched.step(agents__solver__turns=0.0)
-    for _ in range(PATIENCE - 2):
-        watched.step(agents__solver__turns=0.0)
+    watched.steps(PATIENCE - 1, agents__solver__turns=0.0)
     assert [record.message[:36] for record in caplog.records] == ["Agent 'solver' had no turn in the fi"]
-    for _ in range(2 * PATIENCE):
-        watched.step(agents__solver__turns=0.0)
+    watched.steps(2 * PATIENCE, agents__solver__turns=0.0)
     assert len(caplog.records) == 2 and "THE AGENT 'solver' HAS NO TURNS" in caplog.records[1].message
     caplog.clear()
     later = Watched(tmp_path)
     later.step(agents__solver__turns=1.0)
-    for _ in range(PATIENCE - 1):
-        later.step(agents__solver__turns=0.0)
+    later.steps(PATIENCE - 1, agents__solver__turns=0.0)
     assert not caplog.records
 
 
 def test_a_resumed_run_counts_on_and_says_nothing_twice(tmp_path, caplog):
     ill = {"frac_reward_zero_std": 1.0}
-    watched = Watched(tmp_path)
-    for _ in range(PATIENCE - 1):
-        watched.step(**ill)
-    again = Watched(tmp_path)
-    again.health.load_state_dict(watched.health.state_dict())
+    first, again, third = (Watched(tmp_path) for _ in range(3))
+    first.steps(PATIENCE - 1, **ill)
+    again.health.load_state_dict(first.health.state_dict())
     again.step(**ill)
     assert len(caplog.records) == 1
-    third = Watched(tmp_path)
     third.health.load_state_dict(again.health.state_dict())
-    for _ in range(2 * PATIENCE):
-        third.step(**ill)
+    third.steps(2 * PATIENCE, **ill)
     assert len(caplog.records) == 1
 
 
@@ -170,8 +132,7 @@ def test_a_step_without_news_counts_for_nothing(tmp_path, caplog):
     for step in range(3 * PATIENCE):
         watched.step(**({"frac_reward_zero_std": 1.0} if step % 4 == 0 else {}))
     assert not caplog.records
-    for _ in range(PATIENCE):
-        watched.step(frac_reward_zero_std=1.0)
+    watched.steps(PATIENCE, frac_reward_zero_std=1.0)
     assert len(caplog.records) == 1
 
 
@@ -182,15 +143,10 @@ def test_half_precision_of_trained_weights_is_said(tmp_path, caplog):
     assert "are torch.bfloat16, so updates below this precision are lost" in caplog.text
 
 
-# ---- Dead runs ----
-
-
 def dead_run(model, tmp_path, steps=PATIENCE + 1, **arguments):
     its = {"max_steps": steps, "per_device_train_batch_size": 4, "num_generations": 2, **arguments.pop("settings", {})}
     trainer = team_trainer(model, tmp_path, settings=its, **arguments)
-    before = weights(trainer)
-    trainer.train()
-    return moved(before, weights(trainer)), trainer
+    return moved_by_training(trainer), trainer
 
 
 def test_a_constant_reward_is_said(small_model, tmp_path, caplog):
@@ -203,12 +159,8 @@ def test_a_constant_reward_is_said(small_model, tmp_path, caplog):
 def test_turns_that_are_all_truncated_and_masked_are_said(small_model, tmp_path, caplog):
     settings = {"mask_truncated_completions": True, "beta": 0.1, "max_steps": PATIENCE + 1}
     trainer = team_trainer(small_model, tmp_path, settings={"per_device_train_batch_size": 4, **settings})
-    trainer.parts.runner.generator.generate = by_hand(
-        lambda agents, prompts, **_: [SampledTurn([5, 6]) for _ in agents]
-    )
-    before = weights(trainer)
-    trainer.train()
-    assert not moved(before, weights(trainer))
+    trainer.parts.runner.generator.generate = by_hand(lambda agents, *_, **__: [SampledTurn([5, 6])] * len(agents))
+    assert not moved_by_training(trainer)
     for name in ("reasoner", "actor"):
         assert f"EVERY TURN OF '{name}' IS TRUNCATED" in caplog.text
     assert "Truncated turns are masked (`mask_truncated_completions`)" in caplog.text
@@ -242,19 +194,12 @@ def test_a_learning_rate_far_too_high_is_said_in_the_first_step(small_model, tmp
 def test_rewards_of_any_size_are_learned_from(small_model, tmp_path):
     """Those that are larger are refused: never a run that succeeds and does not move."""
 
-    def huge(completions, **kwargs):
-        return [1e15 * (index % 2) for index in range(len(completions))]
-
-    changed, trainer = dead_run(small_model, tmp_path, steps=1, reward_funcs=huge)
+    given = {"reward_funcs": lambda completions, **_: [1e15 * (index % 2) for index in range(len(completions))]}
+    changed, trainer = dead_run(small_model, tmp_path, steps=1, **given)
     assert changed and all(p.isfinite().all() for p in trainer.model.parameters())
 
 
-# ---- Numbers that are not finite ----
-
-
 class Do(TrainerCallback):
-    """Calls functions at moments of a step."""
-
     def __init__(self, step, **calls):
         self.step = step
         for name, call in calls.items():
@@ -288,19 +233,15 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_is_counted(small_model, 
     trainer.accelerator.backward = lambda loss: backward(loss * torch.nan if trainer.state.global_step == 1 else loss)
     trainer.train()
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
-    skipped = [
-        max(entry["agents/reasoner/skipped_updates"], entry["agents/actor/skipped_updates"])
-        for entry in trainer.state.log_history
-        if "loss" in entry
-    ]
-    assert skipped == [0.0, 1.0, 0.0]
+    names = [f"agents/{name}/skipped_updates" for name in ("reasoner", "actor")]
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [max(entry[name] for name in names) for entry in logs] == [0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("field", ["old_per_token_logps", "ref_per_token_logps", "old_values", "advantage"])
 def test_a_number_that_is_not_finite_is_found_before_a_step(field):
-    rows = [
-        Row(name, name, torch.tensor([5]), torch.tensor([6, 7]), episode=index) for index, name in enumerate(NAMES)
-    ]
+    ids = torch.tensor([5]), torch.tensor([6, 7])
+    rows = [Row(name, name, *ids, episode=index) for index, name in enumerate(NAMES)]
     good = replace(rows[1], **{field: torch.tensor([1.0, 2.0])})
     check_finite([rows[0], good], {field: "x"})
     for value in (math.nan, math.inf):
@@ -313,9 +254,8 @@ def test_a_number_that_is_not_finite_is_found_before_a_step(field):
 def test_log_probabilities_of_an_engine_that_are_not_numbers_end_the_run(small_model, tmp_path):
     settings = {**SAVE, "num_iterations": 2, "save_strategy": "no"}
     trainer = team_trainer(small_model, tmp_path, settings=settings)
-    trainer.parts.runner.generator.generate = by_hand(
-        lambda agents, prompts, **_: [SampledTurn([5, 2], [math.nan, 0.0])] * len(agents)
-    )
+    turn = SampledTurn([5, 2], [math.nan, 0.0])
+    trainer.parts.runner.generator.generate = by_hand(lambda agents, *_, **__: [turn] * len(agents))
     before = weights(trainer)
     with pytest.raises(FloatingPointError, match="`old_per_token_logps` of a turn of 'reasoner'"):
         trainer.train()
@@ -328,10 +268,7 @@ def test_log_probabilities_of_an_engine_that_are_not_numbers_end_the_run(small_m
         ([SampledTurn([5])], "returned 1 completions for 2 observations"),
         ([SampledTurn([5]), SampledTurn([400])], "token id 400 for a turn of 'solver'; the model has 400 tokens"),
         ([SampledTurn([5]), SampledTurn([-1])], "token id -1 for a turn of 'solver'"),
-        (
-            [SampledTurn([5, 6], [0.0]), SampledTurn([5])],
-            "1 log-probabilities for the 2 tokens of a turn of 'planner'",
-        ),
+        ([SampledTurn([5, 6], [0.0]), SampledTurn([5])], "1 log-probabilities for the 2 tokens of a turn of 'planner"),
     ],
 )
 def test_what_an_engine_must_not_return(sampled, message):
@@ -347,18 +284,15 @@ def test_a_policy_ratio_that_explodes_does_no_harm(small_model, tmp_path, level)
     generate = trainer.parts.experience.for_training
 
     def shifted(inputs):
-        slices = generate(inputs)
-        return [
-            replace(one, rows=[replace(r, old_per_token_logps=r.old_per_token_logps - 100) for r in one.rows])
-            for one in slices
-        ]
+        (one,) = generate(inputs)
+        rows = [replace(row, old_per_token_logps=row.old_per_token_logps - 100) for row in one.rows]
+        return [replace(one, rows=rows)]
 
     trainer.parts.experience.for_training = shifted
     trainer.train()
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
     losses = [entry for entry in trainer.state.log_history if "loss" in entry]
-    is_skipped = [entry["agents/actor/skipped_updates"] for entry in losses]
-    assert all(math.isfinite(entry["loss"]) or skipped for entry, skipped in zip(losses, is_skipped, strict=True))
+    assert all(math.isfinite(entry["loss"]) or entry["agents/actor/skipped_updates"] for entry in losses)
 
 
 def test_constant_returns_stay_finite():
@@ -368,11 +302,7 @@ def test_constant_returns_stay_finite():
 
 def test_a_team_of_one_dead_agent_is_said(small_model, tmp_path, caplog):
     settings = {"learning_rate": 0.0, "per_device_train_batch_size": 4, "max_steps": PATIENCE + 1}
-    trainer = team_trainer(
-        small_model, tmp_path, agents=[AgentSpec("solo", max_completion_length=4)], settings=settings,
-        workflow=Sequential(["solo"]), callbacks=[StopAt(PATIENCE + 1)],
-    )  # fmt: skip
-    trainer.train()
+    team_trainer(small_model, tmp_path, agents=[AgentSpec("solo")], settings=settings).train()
     assert "(agents 'solo') HAVE NOT CHANGED" in caplog.text and "`learning_rate` is 0 or too small" in caplog.text
 
 

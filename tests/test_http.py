@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from unittest.mock import AsyncMock
 
 from marft_trl.extras.apps import http
 from marft_trl.extras.apps.requests import ChatReply, RequestError
@@ -20,8 +21,7 @@ both = pytest.mark.parametrize("path", BODIES)
 
 
 class Backend:
-    timeout, max_body, closes_connections, json_only, models = 20.0, 1 << 20, False, True, ["a"]
-    agent_of = None
+    timeout, max_body, closes_connections, json_only, models, agent_of = 20.0, 1 << 20, False, True, ["a"], None
 
     def __init__(self, ask):
         self._ask, self.outcomes, self.num_lost = ask, [], 0
@@ -63,22 +63,25 @@ def served(backend, talk, prefix="", cancels=True):
     return asyncio.run(run())
 
 
-def streamed(backend, path):
+def asked(backend, path, prefix="", method="POST", **request):
     async def talk(session, url):
-        async with session.post(url + path, json={**BODIES[path], "stream": True}) as response:
-            return response.status, (await response.read()).decode()
+        async with session.request(method, url + path, **request) as response:
+            return response.status, response.headers, (await response.read()).decode()
 
-    return served(backend, talk)
+    return served(backend, talk, prefix)
+
+
+def streamed(backend, path):
+    status, _, text = asked(backend, path, json={**BODIES[path], "stream": True})
+    return status, text
 
 
 def texts_of(stream):
-    """Texts of the answer, in all forms."""
     events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
     chat = [part["choices"][0]["delta"].get("content") for part in events if part.get("choices")]
     blocks = [event["delta"].get("text") for event in events if event.get("type") == "content_block_delta"]
-    return [text for text in chat + blocks if text] + [
-        event["delta"] for event in events if event.get("type") == "response.output_text.delta"
-    ]
+    responses = [event["delta"] for event in events if event.get("type") == "response.output_text.delta"]
+    return [text for text in chat + blocks + responses if text]
 
 
 @both
@@ -90,11 +93,9 @@ def test_an_answer_grows_and_is_sent_once(path):
         on_text("two", True, "a", 1)
         return ChatReply("one two")
 
-    async def at_once(on_text):
-        return ChatReply("one two")
-
     assert texts_of(streamed(Backend(grows), path)[1]) == ["one ", "two"]
-    assert texts_of(streamed(Backend(at_once), path)[1]) == ["one two"]
+    at_once = Backend(AsyncMock(return_value=ChatReply("one two")))
+    assert texts_of(streamed(at_once, path)[1]) == ["one two"]
 
 
 @both
@@ -125,10 +126,7 @@ def test_a_connection_that_what_answers_has_lost_is_no_lost_client(path):
     status, stream = streamed(backend, path)
     assert status == 200 and "See error" in stream and "database" not in stream and not backend.num_lost
 
-    async def fails_at_once(on_text):
-        raise ConnectionError("the database is away")
-
-    assert streamed(Backend(fails_at_once), path)[0] == 500
+    assert streamed(Backend(AsyncMock(side_effect=ConnectionError("the database is away"))), path)[0] == 500
 
 
 @both
@@ -152,9 +150,7 @@ def test_a_client_that_is_gone_is_not_refused(path, when):
             async with asyncio.timeout(0.3):
                 async with session.post(url + path, json={**BODIES[path], "stream": True}) as response:
                     await response.read()
-        for _ in range(200):
-            if backend.outcomes:
-                return
+        while not backend.outcomes:  # for as long as `served` gives it
             await asyncio.sleep(0.02)
 
     served(backend, talk, cancels=when != "written to")
@@ -167,38 +163,20 @@ def test_a_client_that_is_gone_is_not_refused(path, when):
 def test_a_body_that_is_not_said_to_be_json_is_refused_wherever_the_application_is_mounted(path, prefix):
     """A page of another server can send a text without asking first."""
 
-    async def never(on_text):
-        raise AssertionError("was asked")
-
-    async def talk(session, url):
-        async with session.post(
-            url + path, data=json.dumps(BODIES[path]), headers={"Content-Type": "text/plain"}
-        ) as it:
-            return it.status
-
-    assert served(Backend(never), talk, prefix) == 415
+    body = {"data": json.dumps(BODIES[path]), "headers": {"Content-Type": "text/plain"}}
+    assert asked(Backend(None), path, prefix, **body)[0] == 415  # nothing is called
 
 
 def test_a_path_that_is_not_there_names_those_that_are():
-    async def talk(session, url):
-        async with session.get(f"{url}/v1/nothing") as response:
-            return response.status, (await response.json())["error"]["message"]
-
-    status, message = served(Backend(None), talk)
+    status, _, message = asked(Backend(None), "/v1/nothing", method="GET")
     assert status == 404 and all(path in message for path in BODIES) and "reward" not in message
 
 
 @both
 def test_what_a_backend_refuses_has_its_status(path):
-    async def refuses(on_text):
-        raise RequestError("It is full.", 503, code="overloaded")
-
-    backend = Backend(refuses)
-
-    async def talk(session, url):
-        async with session.post(url + path, json=BODIES[path]) as response:
-            error = (await response.json())["error"]
-            return response.status, response.headers["Retry-After"], error.get("code") or error["type"]
-
+    backend = Backend(AsyncMock(side_effect=RequestError("It is full.", 503, code="overloaded")))
+    status, headers, text = asked(backend, path, json=BODIES[path])
+    error = json.loads(text)["error"]
     kind = "overloaded_error" if path == "/v1/messages" else "overloaded"
-    assert served(backend, talk) == (503, "1", kind) and backend.outcomes[0].error.status == 503
+    assert (status, headers["Retry-After"], error.get("code") or error["type"]) == (503, "1", kind)
+    assert backend.outcomes[0].error.status == 503

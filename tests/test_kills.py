@@ -19,9 +19,6 @@ def lives(*arguments) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# ---- SIGKILL at random instants ----
-
-
 @pytest.mark.parametrize(
     ("seed", "processes", "kills"),
     [
@@ -35,17 +32,11 @@ def test_a_run_killed_at_random_instants_ends_with_the_same_bits(small_model, tm
     assert outcome["kills"] == kills and outcome["wrong"] == []
 
 
-# ---- SIGKILL at each file operation of a save ----
-
-
 @pytest.mark.parametrize(
     ("processes", "rank", "every", "restarts"),
     [
-        pytest.param(1, 0, 20, 3, marks=pytest.mark.slow),
-        pytest.param(2, 1, 4, 2, marks=pytest.mark.slow),
-        pytest.param(1, 0, 1, 4, marks=pytest.mark.exhaustive),
-        pytest.param(2, 0, 1, 8, marks=pytest.mark.exhaustive),
-        pytest.param(2, 1, 1, 1, marks=pytest.mark.exhaustive),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0, 20, 3), (2, 1, 4, 2))),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((1, 0, 1, 4), (2, 0, 1, 8), (2, 1, 1, 1))),
     ],
 )
 def test_a_kill_within_a_save_leaves_a_checkpoint_that_stands(small_model, tmp_path, processes, rank, every, restarts):
@@ -58,12 +49,8 @@ def test_a_kill_within_a_save_leaves_a_checkpoint_that_stands(small_model, tmp_p
     assert outcome["restarts"] >= 1 and (rank == 1 or every > 1 or outcome["stood"].keys() == {"2", "3"})
 
 
-# ---- A fault on one of two processes ----
-
-
 @pytest.fixture(scope="module")
 def faults(small_model, tmp_path_factory):
-    """How runs of two processes ended after a fault on the second one."""
     folder = tmp_path_factory.mktemp("faults")
     return lives("faults", folder, small_model, "--rank", 1, "--kinds", "raise", "hang", "die", "signal", "nothing")
 

@@ -1,6 +1,5 @@
 """How much a GPU has to launch: passes of a step, kernels of a token, and graphs that are used again."""
 
-import contextlib
 import sys
 from pathlib import Path
 
@@ -20,14 +19,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import BitsAndBytesConfig
 
 from .families import FAMILIES, family_model
-from .helpers import calling, team_trainer, weights
+from .helpers import calling, shake, team_trainer, weights
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import launches
-
-
-# ---- Passes ----
 
 
 def test_passes_do_not_depend_on_how_a_batch_is_split():
@@ -51,13 +47,12 @@ CASES = [
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
 def test_slices_that_go_through_together_teach_the_same(settings, model_folder, tmp_path, monkeypatch):
-    """Weights and logs of training, up to rounding."""
     found = []
     for joins in (False, True):
         if not joins:
             monkeypatch.setattr(MicroBatcher, "joins_slices", False)
         common = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "sgd"}
-        common |= {"max_grad_norm": 0.0, "learning_rate": 0.5, "max_steps": 2, "lr_scheduler_type": "constant"}
+        common |= {"max_grad_norm": 0.0, "learning_rate": 0.5, "lr_scheduler_type": "constant"}
         rate = {"critic_learning_rate": 0.05} if "critic" in settings else {}
         trainer = team_trainer(model_folder, tmp_path, settings={**common, **rate, **settings})
         before = weights(trainer)
@@ -67,17 +62,12 @@ def test_slices_that_go_through_together_teach_the_same(settings, model_folder, 
         monkeypatch.undo()
     (apart, logs), (together, others) = found
     assert max(its.abs().max() for its in apart.values()) > 1e-3
-    for name, its in apart.items():
-        torch.testing.assert_close(together[name], its, atol=2e-5, rtol=1e-3, msg=lambda text, name=name: name + text)
+    torch.testing.assert_close(together, apart, atol=2e-5, rtol=1e-3)
     assert len(logs) == len(others) == 2
     for one, other in zip(logs, others, strict=True):
         assert one.keys() == other.keys()
-        for name in one.keys() - {"step_time"}:
-            if "time" not in name and "per_second" not in name and "seconds" not in name:
-                assert other[name] == pytest.approx(one[name], rel=2e-3, abs=1e-5, nan_ok=True), name
-
-
-# ---- Kernels ----
+        for name in (name for name in one if "time" not in name and "second" not in name):
+            assert other[name] == pytest.approx(one[name], rel=2e-3, abs=1e-5, nan_ok=True), name
 
 
 def test_a_layer_launches_few_kernels_for_a_token():
@@ -111,14 +101,8 @@ def bfloat16_model(tokens=300):
     for name in ("two", "dora"):
         kind = {"use_dora": True} if name == "dora" else {}
         model.add_adapter(name, LoraConfig(r=4, lora_alpha=20, target_modules=["q_proj", "v_proj", "up_proj"], **kind))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.02)
+    shake(model, 0.02)
     return model.eval()
-
-
-def norms_of(model):
-    return [module for name, module in model.named_modules() if name.endswith("input_layernorm")]
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -139,7 +123,8 @@ def test_log_probabilities_of_a_half_precision_base_have_no_bias(adapter, autoca
             found["ordinary"] = logps(model)
             with layers.on():
                 found["decoding"] = logps(model)
-                dtypes = {module(torch.ones(1, 128, dtype=torch.bfloat16)).dtype for module in norms_of(model)}
+                norms = [module for name, module in model.named_modules() if name.endswith("input_layernorm")]
+                dtypes = {norm(torch.ones(1, 128, dtype=torch.bfloat16)).dtype for norm in norms}
         assert dtypes == {torch.bfloat16}
         exact = logps(model.float())
     assert exact.std() > 0.1
@@ -150,7 +135,7 @@ def test_log_probabilities_of_a_half_precision_base_have_no_bias(adapter, autoca
         assert gap.mean().abs() < 4 * gap.std() / gap.numel() ** 0.5
 
 
-def test_layers_that_cannot_be_computed_otherwise_stay(tmp_path):
+def test_layers_that_cannot_be_computed_otherwise_stay():
     model = bfloat16_model()
     ids, layers = torch.arange(20).view(2, 10), DecodingLayers(lambda: model)
     model.set_adapter("dora")
@@ -164,20 +149,14 @@ def test_layers_that_cannot_be_computed_otherwise_stay(tmp_path):
             model.get_base_model().model.layers[0].mlp.up_proj.weight.data = torch.ones(384, 128).bfloat16()
         with model.disable_adapter(), layers.on() as other:
             assert other != without  # a graph of weights that are elsewhere is not used again
-
-
-def test_an_adapter_of_embeddings_has_no_graph_that_another_could_replay():
-    model = bfloat16_model()
-    model.add_adapter("three", LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]))
-    model.set_adapter("three")
-    with torch.no_grad(), DecodingLayers(lambda: model).on() as key:
-        assert key is None
+        model.add_adapter("three", LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]))
+        model.set_adapter("three")
+        with layers.on() as key:  # an adapter of embeddings has no graph that another could replay
+            assert key is None
 
 
 def test_a_batch_that_does_not_fit_leaves_room_for_a_smaller_one(model_folder, tmp_path, monkeypatch):
-    generator = static_team(model_folder, tmp_path).parts.runner.generator
-    answers = calling(lambda *args: generator.generate(*args, greedy=True))
-    begin = FixedLayer._begin
+    answers, begin = greedy(static_team(model_folder, tmp_path)), FixedLayer._begin
 
     def full(layer, keys, values):
         if layer._most > 4:
@@ -217,9 +196,6 @@ def test_a_step_that_was_left_is_forgotten(settings, model_folder, tmp_path):
     assert len(slices) == 1 and slices[0] <= 32 and (not settings or slices == [32])
 
 
-# ---- Graphs ----
-
-
 class Tape(TorchDispatchMode):
     """In place of a graph of CUDA: the operations of a function, on the memory that it was captured with."""
 
@@ -248,39 +224,38 @@ def on_tape(run, pool=None):
                     old.copy_(new)
         return result
 
-    TAPES.append(replay)
     return replay
-
-
-TAPES = []
 
 
 @pytest.fixture
 def tapes(monkeypatch):
-    TAPES.clear()
+    made = []
     monkeypatch.setattr(steps, "find_capture_obstacle", lambda model: None)
-    monkeypatch.setattr(steps, "captured", on_tape)
-    return TAPES
+    monkeypatch.setattr(steps, "captured", lambda *args, **kwargs: made.append(on_tape(*args, **kwargs)) or made[-1])
+    return made
 
 
-def static_team(model, folder, **arguments):
+def static_team(model, folder):
     settings = {"cache_implementation": "static", "max_completion_length": 20, "num_iterations": 2}
-    agents = [AgentSpec("ann"), AgentSpec("ben")]
-    return team_trainer(model, folder, agents=agents, settings=settings, **arguments)
+    return team_trainer(model, folder, agents=[AgentSpec("ann"), AgentSpec("ben")], settings=settings)
 
 
-def test_graphs_are_used_again_after_the_adapters_have_changed(model_folder, tmp_path, tapes):
+def greedy(trainer):
+    generate = trainer.parts.runner.generator.generate
+    return calling(lambda *args, **kwargs: generate(*args, greedy=True, **kwargs))
+
+
+def test_graphs_are_used_again_after_the_adapters_have_changed(model_folder, tmp_path, tapes, monkeypatch):
     """Each agent says what it says without graphs, by its present weights, its reference, and with fewer rows."""
-    trainer = static_team(model_folder, tmp_path, peft_config=LoraConfig(r=4, target_modules="all-linear"))
-    generator = trainer.parts.runner.generator
-    answers = calling(lambda *args, **kwargs: generator.generate(*args, greedy=True, **kwargs))
+    trainer = static_team(model_folder, tmp_path)
+    generator, answers = trainer.parts.runner.generator, greedy(trainer)
     prompts, counts, seen = [[5, 6, 7 + row % 3, 8][row % 2 :] for row in range(20)], [], set()
     for turn in range(3):
-        for parameter in (p for name, p in trainer.model.named_parameters() if "lora_" in name):
-            parameter.data.normal_(std=0.2)
+        shake(trainer.model, 0.2, "lora_")
         for agent in ("ann", "ben"):
             for options in ({}, {"by_reference": True}):
-                with without_graphs(generator):
+                with monkeypatch.context() as patch:
+                    patch.setattr(generator, "keeps_shapes", lambda *args: False)
                     expected = answers([agent] * 20, prompts, **options)
                 found = answers([agent] * 20, prompts, **options)
                 assert [one.ids for one in found] == [one.ids for one in expected], (turn, agent, options)
@@ -294,13 +269,6 @@ def test_graphs_are_used_again_after_the_adapters_have_changed(model_folder, tmp
     generator.drop_cache()
     answers(["ann"] * 20, prompts)
     assert len(tapes) > counts[-1]
-
-
-@contextlib.contextmanager
-def without_graphs(generator):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generator, "keeps_shapes", lambda *args: False)
-        yield
 
 
 def test_a_graph_of_other_weights_is_not_used(tapes, caplog):
@@ -344,8 +312,7 @@ def test_stop_texts_end_generation_at_the_next_look(model_folder, tmp_path, toke
     settings["generation_kwargs"] = {"min_new_tokens": 30}
     everything = [chr(code) for code in range(32, 127)]
     trainer = team_trainer(model_folder, tmp_path, agents=[AgentSpec("ann", stop=everything)], settings=settings)
-    generator = trainer.parts.runner.generator
-    calling(lambda *args: generator.generate(*args, greedy=True))(["ann"] * 3, [tokenizer("1 + 2")["input_ids"]] * 3)
+    greedy(trainer)(["ann"] * 3, [tokenizer("1 + 2")["input_ids"]] * 3)
     assert len(taken) in (8, 16)
 
 
@@ -355,9 +322,8 @@ def test_a_plan_has_what_captured_decoding_keeps(model_folder, tmp_path, monkeyp
     monkeypatch.setattr(type(trainer.parts.runner.generator), "keeps_cache", True)
     plan = trainer.memory_plan()
     assert plan.cache == plain.kept == 0 and plan.kept > plain.cache > 0
-    assert plan.total == plan.base + plan.adapters + plan.optimizer + plan.kept + max(
-        plan.gradients + plan.activations, plan.prefill
-    )
+    most = max(plan.gradients + plan.activations, plan.prefill)
+    assert plan.total == plan.base + plan.adapters + plan.optimizer + plan.kept + most
 
 
 def test_stop_texts_end_turns_of_fixed_steps(model_folder, tmp_path, tokenizer):
@@ -367,37 +333,23 @@ def test_stop_texts_end_turns_of_fixed_steps(model_folder, tmp_path, tokenizer):
         agents = [AgentSpec("ann", stop=["1", "+", "3"])]
         settings = {"cache_implementation": kind, "max_completion_length": 30, "num_iterations": 2}
         trainer = team_trainer(model_folder, tmp_path, agents=agents, settings=settings)
-        generator = trainer.parts.runner.generator
         prompts = [tokenizer(f"{row} + {row + 3}")["input_ids"] for row in range(12)]
-        answers = calling(lambda *args, g=generator, **kwargs: g.generate(*args, greedy=True, **kwargs))
-        found.append(answers(["ann"] * 12, prompts))
+        found.append(greedy(trainer)(["ann"] * 12, prompts))
     assert [one.ids for one in found[0]] == [one.ids for one in found[1]]
     assert any("1" in tokenizer.decode(one.ids) for one in found[1])
 
 
-@pytest.mark.parametrize(
-    ("kind", "line"), [(None, "replays CUDA graphs"), ("dynamic", "does not use CUDA graphs: `cache_")]
-)
+@pytest.mark.parametrize(("kind", "line"), [(None, "replays CUDA"), ("dynamic", "does not use CUDA graphs: `cache_")])
 def test_where_steps_are_captured(model_folder, tmp_path, monkeypatch, caplog, kind, line):
-    """On a GPU by default; the log has the loop that runs and the reason."""
     trainer = static_team(model_folder, tmp_path)
     generator, sampling = trainer.parts.runner.generator, Sampling.from_agent(AgentSpec("ann"), trainer.args)
     settings = {"cache_implementation": kind}
     assert not generator.keeps_shapes(settings, sampling, None)
-    monkeypatch.setattr(TrlEngine, "model", Device(trainer.model, "cuda"))
+    on_gpu = {"device": torch.device("cuda"), "__getattr__": lambda self, name: getattr(trainer.model, name)}
+    monkeypatch.setattr(TrlEngine, "model", type("OnGPU", (), on_gpu)())
     with caplog.at_level("INFO", logger="marft_trl"):
         assert generator.keeps_shapes(settings, sampling, None) == (kind is None)
     assert line in caplog.text
-
-
-class Device:
-    """A model that says that it is on another device."""
-
-    def __init__(self, model, kind):
-        self._model, self.device = model, torch.device(kind)
-
-    def __getattr__(self, name):
-        return getattr(self._model, name)
 
 
 def test_steps_of_a_base_in_4_bits_are_captured(model_folder, tmp_path, tapes, caplog):
@@ -407,12 +359,9 @@ def test_steps_of_a_base_in_4_bits_are_captured(model_folder, tmp_path, tapes, c
         settings = {"cache_implementation": kind, "model_init_kwargs": {"quantization_config": four}}
         trainer = team_trainer(model_folder, tmp_path, settings=settings | {"max_completion_length": 20})
         torch.manual_seed(0)
-        for parameter in (p for name, p in trainer.model.named_parameters() if "lora_B" in name):
-            parameter.data.normal_(std=0.2)
-        answers = calling(lambda *args, g=trainer.parts.runner.generator: g.generate(*args, greedy=True))
-        prompts = [[5, 6, 7 + row % 3, 8][row % 2 :] for row in range(10)]
-        found.append(
-            [[one.ids for one in answers([name] * 10, prompts)] for name in ("reasoner", "actor", "reasoner")]
-        )
+        shake(trainer.model, 0.2)
+        answers, prompts = greedy(trainer), [[5, 6, 7 + row % 3, 8][row % 2 :] for row in range(10)]
+        names = ("reasoner", "actor", "reasoner")
+        found.append([[one.ids for one in answers([name] * 10, prompts)] for name in names])
     assert found[0] == found[1] and found[0][0] != found[0][1]
     assert tapes and "without CUDA graphs" not in caplog.text

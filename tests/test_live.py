@@ -28,8 +28,6 @@ QUESTIONS = [row["prompt"] for row in questions(16, seed=1)]
 
 
 class Both(Workflow):
-    """Two agents speak at the same time, a function writes a turn, and the first agent answers."""
-
     async def run(self, episode):
         first, _ = await asyncio.gather(episode.turn("reasoner", sees=[]), episode.turn("actor", sees=[]))
         await episode.turn("clerk")
@@ -60,16 +58,13 @@ def texts(episodes):
     return [[turn.text for turn in episode.turns] for episode in episodes]
 
 
-def test_frameworks_see_that_arun_is_a_coroutine_function():
-    assert inspect.iscoroutinefunction(Team.arun)
-
-
 async def together(team, **settings):
     found = await asyncio.gather(*[team.arun([question], **settings) for question in QUESTIONS])
     return [episode for episodes in found for episode in episodes]
 
 
 def test_greedy_answers_are_the_same_alone_in_a_list_and_at_the_same_time(team):
+    assert inspect.iscoroutinefunction(Team.arun)  # which frameworks look at
     alone = [team(question, greedy=True) for question in QUESTIONS]
     listed = team.run(QUESTIONS, greedy=True)
     assert [one.answer.text for one in listed] == alone
@@ -114,39 +109,15 @@ def test_an_answer_depends_on_its_seed_and_not_on_what_else_is_sampled(team_fold
     assert len({str(texts(asyncio.run(team.arun(QUESTIONS[:1], seed=seed)))) for seed in range(6)}) > 1
 
 
-def test_every_agent_says_its_own_name_whoever_speaks_beside_it(namesakes):
-    """Turns of all agents, in lists and streams and at two temperatures, are decoded together."""
-    team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
-    expected = [said_by(name) for name in NAMES]
-
-    async def stream(question):
-        ended = [event async for event in team.astream(question) if isinstance(event, TurnEnded)]
-        assert [event.agent for event in ended] == list(NAMES)
-        return [event.text for event in ended]
-
-    async def asked():
-        lists = [team.arun([q], greedy=n % 2 == 0) for n, q in enumerate(QUESTIONS)]
-        return await asyncio.gather(*lists, *map(stream, QUESTIONS))
-
-    found = asyncio.run(asked())
-    lists, streams = found[: len(QUESTIONS)], found[len(QUESTIONS) :]
-    assert all(texts(one) == [expected] for one in lists) and all(one == expected for one in streams)
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_stream_tells_what_the_episode_holds(team_folder, model_folder, is_async):
-    """Parallel turns, an agent that a function speaks for, and an answer that is not the last turn."""
     team = Team.from_pretrained(team_folder, model=model_folder)
     team.add_agent(AgentSpec("clerk", reply=lambda messages: "noted: 1 + 1"), workflow=Both())
-    if is_async:
 
-        async def listen():
-            return [event async for event in team.astream(QUESTIONS[0], greedy=True)]
+    async def listen():
+        return [event async for event in team.astream(QUESTIONS[0], greedy=True)]
 
-        events = asyncio.run(listen())
-    else:
-        events = list(team.stream(QUESTIONS[0], greedy=True))
-    *turns, answer = events
+    *turns, answer = asyncio.run(listen()) if is_async else team.stream(QUESTIONS[0], greedy=True)
     (episode,) = team.run(QUESTIONS[:1], greedy=True)
     assert isinstance(answer, Answer) and answer.text == episode.answer.text == episode.turns[0].text
     assert texts([answer.episode]) == texts([episode])
@@ -171,24 +142,23 @@ def test_who_stops_listening_ends_the_turn(namesakes):
         slow.wait(0.05)
         return forward(*args, **kwargs)
 
+    def close():
+        events = team.stream(QUESTIONS[0])
+        assert isinstance(next(events), TurnStarted) and isinstance(next(events), TextDelta)
+        events.close()
+
+    async def cancel():
+        task = asyncio.ensure_future(team.arun([QUESTIONS[0]]))
+        await asyncio.sleep(0.12)
+        with pytest.raises(RuntimeError, match="a team while it answers"):
+            team.drop_agent(NAMES[0])
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
     model.forward = slowly
-    for stop_by in ("closing", "cancelling"):
-        if stop_by == "closing":
-            events = team.stream(QUESTIONS[0])
-            assert isinstance(next(events), TurnStarted) and isinstance(next(events), TextDelta)
-            events.close()
-        else:
-
-            async def cancelled():
-                task = asyncio.ensure_future(team.arun([QUESTIONS[0]]))
-                await asyncio.sleep(0.12)
-                with pytest.raises(RuntimeError, match="a team while it answers"):
-                    team.drop_agent(NAMES[0])
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-
-            asyncio.run(cancelled())
+    for leave in (close, lambda: asyncio.run(cancel())):
+        leave()
         slow.set()
         del steps[:]
         assert team(QUESTIONS[1], greedy=True) == said_by(NAMES[-1])
@@ -197,10 +167,11 @@ def test_who_stops_listening_ends_the_turn(namesakes):
         slow.clear()
 
 
-def test_rows_that_are_given_up_or_at_their_limit_leave_the_batch(tokenizer):
+def test_rows_that_are_given_up_or_at_their_limit_leave_the_batch():
+    first, second = [], []
+
     async def looked():
-        heard: dict[str, list[int]] = {"a": [], "b": [], "c": [], "d": []}
-        turns = [LiveTurn(0, None, heard["a"].extend), LiveTurn(0, 2, heard["b"].extend), LiveTurn(0), LiveTurn(0)]
+        turns = [LiveTurn(0, None, first.extend), LiveTurn(0, 2, second.extend), LiveTurn(0), LiveTurn(0)]
         rows = LiveRows(turns, end_token_ids=[9], longest=8, samples=True, device=torch.device("cpu"))
         assert rows.limits == [8, 2, 8, 8] and rows.draws.shape == (4, 8)
         assert torch.equal(rows.draws[0], rows.draws[1])  # of their seeds
@@ -209,29 +180,26 @@ def test_rows_that_are_given_up_or_at_their_limit_leave_the_batch(tokenizer):
         # Some steps at once, as on a GPU: what follows an end or a limit is padding
         assert rows.look([0, 1, 2], [[9, 0, 0], [5, 6, 7], [3, 3, 3]], [False] * 3) == [True] * 3
         await asyncio.sleep(0)
-        return heard
 
-    heard = asyncio.run(looked())
-    assert heard["a"] == [1, 9] and heard["b"] == [2, 5]
+    asyncio.run(looked())
+    assert first == [1, 9] and second == [2, 5]
 
 
 def test_the_loop_of_transformers_is_watched_too(tokenizer):
     """Rows that have ended at a stop text get padding, which nobody hears."""
 
+    ids, found, done, prompt = [*tokenizer("12=")["input_ids"]], [], [], [5, 5]
+
     async def heard():
-        found: list[int] = []
-        (ids,) = ([*tokenizer("12=")["input_ids"]],)
         turn = LiveTurn(0, None, found.extend)
         rows = LiveRows([turn], end_token_ids=[], longest=8, samples=False, device=torch.device("cpu"))
         rows.other = StopStringCriterion(StopStrings(tokenizer, ["="]))
-        prompt, done = [5, 5], []
         for token in [*ids, 0, 0]:
             prompt.append(token)
             done.append(bool(rows(torch.tensor([prompt]), None)[0]))
         await asyncio.sleep(0)
-        return found, done, ids
 
-    found, done, ids = asyncio.run(heard())
+    asyncio.run(heard())
     assert found == ids and done == [False] * (len(ids) - 1) + [True] * 3
 
 
@@ -246,17 +214,15 @@ def test_text_grows_by_whole_characters(tokenizer):
 
 
 def test_a_failure_is_raised_where_it_was_asked_for(team):
-    with pytest.raises(ValueError, match="window"):
-        asyncio.run(team.arun(["1 + " * 20_000]))
-    with pytest.raises(ValueError, match="window"):
-        list(team.stream("1 + " * 20_000))
+    for ask in (lambda question: asyncio.run(team.arun([question])), lambda question: list(team.stream(question))):
+        with pytest.raises(ValueError, match="window"):
+            ask("1 + " * 20_000)
     with pytest.raises(TypeError, match=r"`team.stream\(question\)` answers one question"):
         team.stream(["one", "two"])
     assert asyncio.run(team.arun(QUESTIONS[:1], greedy=True))[0].answer.text  # and others go on
 
 
 def test_what_runs_at_once_fits_into_memory(team, monkeypatch):
-    """`batch_size=None`, and turns that wait for the model."""
     expected = texts(team.run(QUESTIONS, greedy=True, batch_size=len(QUESTIONS)))
     sizes, decoded = [], decode
     monkeypatch.setattr(room, "free_memory", lambda device: 500_000)

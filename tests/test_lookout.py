@@ -14,6 +14,8 @@ from marft_trl.system.processes import PeerMonitor, ProcessInfo
 import pytest
 from torch.distributed import HashStore
 
+from .helpers import eventually
+
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,9 +51,7 @@ def test_the_process_that_is_silent_is_named_with_its_machine(monkeypatch, speak
     monkeypatch.setattr(lookout, "_DIAGNOSIS_SECONDS", 4.0)
     monkeypatch.setattr(lookout, "_POLL_SECONDS", 0.1)
     store, places = HashStore(), [ProcessInfo.current(), ProcessInfo("node1", 11), ProcessInfo("node2", 12)]
-    PeerMonitor(store, 1, [ProcessInfo.current(), *places[1:]]).report_failure(
-        "what an earlier run has left in the store"
-    )
+    PeerMonitor(store, 1, [ProcessInfo.current(), *places[1:]]).report_failure("of an earlier run")
     living, dead = PeerMonitor(store, 1, places), PeerMonitor(store, 2, places)
     with living:
         with dead:
@@ -59,19 +59,27 @@ def test_the_process_that_is_silent_is_named_with_its_machine(monkeypatch, speak
         if speaks:
             dead.report_failure("KeyError: 'the judge is gone'")
         found = PeerMonitor(store, 0, places).diagnose()
-    expected = (
-        "Process 2 of the run on node2 failed: KeyError" if speaks else "Process 2 (pid 12 on node2) does not respond"
-    )
-    assert expected in found and "node1" not in found
+    said = {True: "2 of the run on node2 failed: KeyError", False: "2 (pid 12 on node2) does not respond"}
+    assert f"Process {said[speaks]}" in found and "node1" not in found
 
 
-def test_a_process_of_this_machine_that_was_killed_is_named(monkeypatch):
+class Gone(Silent):
+    """A store whose process has been killed."""
+
+    def check(self, keys):
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("store", [HashStore, Gone])
+def test_a_process_of_this_machine_that_was_killed_is_named(monkeypatch, store):
     monkeypatch.setattr(lookout, "_DIAGNOSIS_SECONDS", 5.0)
     child = subprocess.Popen(["sleep", "60"])
-    watch = PeerMonitor(HashStore(), 0, [ProcessInfo.current(), ProcessInfo(socket.gethostname(), child.pid)])
+    killed, mine = ProcessInfo(socket.gethostname(), child.pid), ProcessInfo.current()
+    place = 0 if store is Gone else 1  # the first process keeps the store
+    watch = PeerMonitor(store(), 1 - place, [mine, killed] if place else [killed, mine])
     child.kill()
     child.wait()
-    assert f"Process 1 of the run (pid {child.pid}) exited without an error of its own" in watch.diagnose()
+    assert f"Process {place} of the run (pid {child.pid}) exited without an error of its own" in watch.diagnose()
 
 
 @pytest.mark.slow
@@ -81,17 +89,10 @@ def test_a_process_that_stands_still_after_another_has_failed_is_ended():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "tests/scripts/stands_still.py", "1"],
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank, "ACCELERATE_USE_CPU": "true"} for rank in "01"]
+    command = [sys.executable, "tests/scripts/stands_still.py", "1"]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT, "text": True}
+    started = [subprocess.Popen(command, env={**os.environ, **place, **rank}, **how) for rank in ranks]
     try:
         output, said = started[0].communicate(timeout=120)
         assert "waiting" in output and started[0].returncode == 1
@@ -116,30 +117,11 @@ def test_what_an_earlier_run_has_said_ends_no_later_one(monkeypatch):
         raise SystemExit
 
     monkeypatch.setattr(lookout.os, "_exit", leave)
-    store = HashStore()
-    PeerMonitor(store, 1, [ProcessInfo.current(), ProcessInfo("node1", 11)]).report_failure(
-        "ValueError: in the first attempt"
-    )
+    store, earlier = HashStore(), [ProcessInfo.current(), ProcessInfo("node1", 11)]
+    PeerMonitor(store, 1, earlier).report_failure("ValueError: in the first attempt")
     with PeerMonitor(store, 0, places := [ProcessInfo.current(), ProcessInfo("node1", 12)]):
         time.sleep(1.0)
     assert not ended
     PeerMonitor(store, 1, places).report_failure("ValueError: in the second")
     with PeerMonitor(store, 0, places):
-        end = time.monotonic() + 60
-        while not ended and time.monotonic() < end:
-            time.sleep(1.0)
-    assert ended
-
-
-def test_a_killed_process_is_named_where_the_store_went_with_it(monkeypatch):
-    monkeypatch.setattr(lookout, "_DIAGNOSIS_SECONDS", 2.0)
-    child = subprocess.Popen(["sleep", "60"])
-    child.kill()
-    child.wait()
-
-    class Gone(Silent):
-        def check(self, keys):
-            raise RuntimeError("Connection reset by peer")
-
-    watch = PeerMonitor(Gone(), 1, [ProcessInfo(socket.gethostname(), child.pid), ProcessInfo.current()])
-    assert f"Process 0 of the run (pid {child.pid}) exited without an error of its own" in watch.diagnose()
+        assert eventually(lambda: ended)

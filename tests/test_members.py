@@ -1,7 +1,7 @@
 """Agents of a loaded team: taken out as plain models, added, renamed, dropped, saved, pushed, and trained on."""
 
-from marft_trl import AgentSpec, MARFTTrainer, Sequential, Team, TeamManifest, load_adapters
-from marft_trl.tiny import questions, tiny_dataset
+from marft_trl import AgentSpec, Sequential, Team, TeamManifest, load_adapters
+from marft_trl.tiny import questions
 from marft_trl.workflows import Debate
 
 import pytest
@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 from trl import SFTConfig, SFTTrainer
 
-from .helpers import config, ended, lora, moved, team_trainer, varied_reward, weights
+from .helpers import ended, lora, moved_by_training, shake, team_trainer
 from .test_persistence import hub, run_on_hub  # noqa: F401  # a fixture
 
 
@@ -43,24 +43,20 @@ def ids_of(team):
 
 @pytest.fixture(scope="module")
 def before(team_folder, model_folder):
-    """What the team says as it was saved."""
     return ids_of(Team.from_pretrained(team_folder, model=model_folder))
 
 
 def goes_on(model, turn):
     """The tokens of a plain model after what an agent was shown."""
-    shown = torch.tensor([turn.prompt_ids])
-    ends = {"eos_token_id": 2, "pad_token_id": 0}
-    found = model.generate(input_ids=shown, do_sample=False, max_new_tokens=12, **ends)
+    settings = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": 2, "pad_token_id": 0}
+    found = model.generate(input_ids=torch.tensor([turn.prompt_ids]), **settings)
     return tuple(found[0, len(turn.prompt_ids) :].tolist())
 
 
 def test_adapters_make_a_difference_here(load, before):
     """Else nothing on this page would tell one from another."""
     team = load()
-    for name, parameter in team.model.named_parameters():
-        if "lora_B.actor" in name:
-            parameter.data.zero_()
+    shake(team.model, 0.0, "lora_B.actor")
     assert sum(one[1] != other[1] for one, other in zip(ids_of(team), before, strict=True)) > len(QUESTIONS) // 2
 
 
@@ -105,7 +101,6 @@ def test_a_round_of_renaming_saving_and_loading_keeps_every_answer(load, before,
     again = load(tmp_path / "renamed")
     assert ids_of(again) == before and [agent.name for agent in again.agents] == ["reasoner", "solver"]
     saved = TeamManifest.load(tmp_path / "renamed")
-    assert saved.inference.sampling["solver"] == TeamManifest.load(tmp_path / "renamed").inference.sampling["solver"]
     assert saved.inference.sampling["solver"]["temperature"] == 0.7 and set(saved.adapters) == {"reasoner", "solver"}
     assert {file.name for file in (tmp_path / "renamed").iterdir()} >= {"README.md", "tokenizer.json", "solver"}
     assert "actor" not in (tmp_path / "renamed" / "README.md").read_text()
@@ -119,20 +114,18 @@ def test_agents_join_with_weights_of_others_fresh_ones_or_an_adapter_of_the_team
     team.add_agent(AgentSpec("copy", temperature=0.3), weights=f"{team_folder}/actor")
     team.add_agent(AgentSpec("fresh"), peft_config=lora(), before="reasoner")
     team.add_agent(AgentSpec("second", adapter="actor"))
-    assert [turn.agent for turn in team.run(QUESTIONS[:1])[0].turns] == [
-        *("fresh", "reasoner", "actor", "copy", "second")
-    ]
-    theirs, mine = ({n.replace(f".{a}", ""): p for n, p in team.model.named_parameters() if f".{a}." in n}
-                    for a in ("actor", "copy"))  # fmt: skip
-    assert theirs.keys() == mine.keys() and all(torch.equal(theirs[name], mine[name]) for name in theirs)
+    speaking = [turn.agent for turn in team.run(QUESTIONS[:1])[0].turns]
+    assert speaking == ["fresh", "reasoner", "actor", "copy", "second"]
+    found = dict(team.model.named_parameters())
+    theirs = {name: its for name, its in found.items() if ".actor." in name}
+    assert theirs and all(torch.equal(found[name.replace(".actor.", ".copy.")], its) for name, its in theirs.items())
     team.save_pretrained(tmp_path)
     again = load(tmp_path)
     assert ids_of(again) == ids_of(team)
     # What new agents do not set themselves is that of the team
     sampling = TeamManifest.load(tmp_path).inference.sampling
-    assert (
-        sampling["copy"] == {**sampling["reasoner"], "temperature": 0.3} and sampling["fresh"] == sampling["reasoner"]
-    )
+    assert sampling["fresh"] == sampling["reasoner"]
+    assert sampling["copy"] == {**sampling["reasoner"], "temperature": 0.3}
     assert sampling["copy"]["max_completion_length"] == 12
     for name in ("second", "copy", "fresh"):
         again.drop_agent(name)
@@ -171,11 +164,11 @@ def test_what_cannot_be_changed_is_refused_and_changes_nothing(load, before, mod
     team.drop_agent("reasoner")
     with pytest.raises(ValueError, match="'actor' is the last agent"):
         team.drop_agent("actor")
-    trainer = team_trainer(model_folder, tmp_path / "run")
-    for change in (lambda: trainer.team.save_pretrained(tmp_path), lambda: trainer.team.drop_agent("actor")):
+    team = team_trainer(model_folder, tmp_path / "run").team
+    for change in (lambda: team.save_pretrained(tmp_path), lambda: team.drop_agent("actor")):
         with pytest.raises(RuntimeError, match=r"`trainer.save_model\(\)`"):
             change()
-    assert isinstance(trainer.team["actor"], PeftModel)
+    assert isinstance(team["actor"], PeftModel)
 
 
 def test_another_workflow_comes_with_the_change(load):
@@ -191,31 +184,22 @@ def test_a_saved_team_is_trained_on(load, model_folder, tmp_path):
     team = load()
     episodes = ended(team.run(QUESTIONS, num_samples=2, seed=0))
     rewards = [float(index) for index in range(len(episodes))]
-    sft = SFTTrainer(
-        AutoModelForCausalLM.from_pretrained(model_folder),
-        SFTConfig(str(tmp_path / "sft"), max_steps=2, report_to=[], use_cpu=True, learning_rate=1e-2),
-        train_dataset=team.to_dataset(episodes, agent="actor", rewards=rewards, best=1),
-        processing_class=AutoTokenizer.from_pretrained(model_folder),
-        peft_config=lora(),
-    )
+    args = SFTConfig(str(tmp_path / "sft"), max_steps=2, report_to=[], use_cpu=True, learning_rate=1e-2)
+    data = team.to_dataset(episodes, agent="actor", rewards=rewards, best=1)
+    given = {"processing_class": AutoTokenizer.from_pretrained(model_folder), "peft_config": lora()}
+    sft = SFTTrainer(AutoModelForCausalLM.from_pretrained(model_folder), args, train_dataset=data, **given)
     sft.train()
     sft.save_model(str(tmp_path / "warm"))
     team.drop_agent("actor")
     team.add_agent(AgentSpec("actor"), weights=tmp_path / "warm")
     team.save_pretrained(tmp_path / "team")
     base = AutoModelForCausalLM.from_pretrained(model_folder)
-    trainer = MARFTTrainer(
-        model=load_adapters(base, tmp_path / "team"),
-        agents=team.agents,
-        reward_funcs=varied_reward,
-        args=config(tmp_path / "run", max_steps=1, learning_rate=1e-2, max_completion_length=12),
-        train_dataset=tiny_dataset(64),
-        processing_class=AutoTokenizer.from_pretrained(tmp_path / "team"),
-    )
+    settings = {"max_steps": 1, "learning_rate": 1e-2, "max_completion_length": 12}
+    given = {"agents": team.agents, "processing_class": AutoTokenizer.from_pretrained(tmp_path / "team")}
+    loaded = load_adapters(base, tmp_path / "team")
+    trainer = team_trainer(loaded, tmp_path / "run", settings=settings, peft_config=None, **given)
     assert ids_of(trainer.team) == ids_of(team)
-    before = weights(trainer)
-    trainer.train()
-    assert {name.split(".")[-2] for name in moved(before, weights(trainer))} >= {"reasoner", "actor"}
+    assert {name.split(".")[-2] for name in moved_by_training(trainer)} >= {"reasoner", "actor"}
 
 
 @pytest.mark.slow

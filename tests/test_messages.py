@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import logging
 
 from marft_trl import AgentSpec, Team
 from marft_trl.extras.apps import AppEndpoint, AppRequest, BySystemPrompt, ByTools, ExternalApp
@@ -16,7 +15,7 @@ import openai
 import pytest
 import torch
 
-from .helpers import add, team_trainer
+from .helpers import add, only_slice, plain_logps, team_trainer
 from .test_applications import SCHEMA, played, question_of, raw, said_to, user
 from .test_gateway import serving
 from .test_live import namesakes  # noqa: F401
@@ -28,41 +27,34 @@ httpx = pytest.importorskip("httpx2")  # of the client
 TOOL = {"name": "add", "description": "Add.", "input_schema": SCHEMA["function"]["parameters"]}
 
 
+CACHED = {"cache_control": {"type": "ephemeral"}}
+
+
+def text(words, **more):
+    return {"type": "text", "text": words, **more}
+
+
+def talks_to(endpoint, **options):
+    return anthropic.AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key, **options)
+
+
 def read(**fields):
     body = {"model": "ann", "max_tokens": 9, "messages": [user("Hi.")], **fields}
     return dialect.read(json.dumps(body).encode(), ["ann"])
 
 
-# ---- Requests and answers, without a model ----
-
-
 def test_a_conversation_becomes_that_of_a_chat_template():
-    """System as blocks, calls, results with texts around them, blocks of other models, and cache hints."""
-    cached = {"cache_control": {"type": "ephemeral"}}
+    thought = {"type": "thinking", "thinking": "hm", "signature": "x"}
+    called = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 3, "b": 4}}
     request = read(
-        system=[{"type": "text", "text": "Be brief.", **cached}, {"type": "text", "text": "Add."}],
+        system=[text("Be brief.", **CACHED), text("Add.")],
         messages=[
             user("Look."),
-            user([{"type": "text", "text": "What is 3+4?", **cached}]),
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "thinking", "thinking": "hm", "signature": "x"},
-                    {"type": "text", "text": "Let me see."},
-                    {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 3, "b": 4}},
-                ],
-            },
-            user(
-                [
-                    {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "7"}]},
-                    {"type": "text", "text": "And now?"},
-                ]
-            ),
+            user([text("What is 3+4?", **CACHED)]),
+            {"role": "assistant", "content": [thought, text("Let me see."), called]},
+            user([{"type": "tool_result", "tool_use_id": "toolu_1", "content": [text("7")]}, text("And now?")]),
         ],
-        tools=[TOOL],
-        stop_sequences=["\n"],
-        top_k=5,
-        temperature=0.5,
+        **{"tools": [TOOL], "stop_sequences": ["\n"], "top_k": 5, "temperature": 0.5},
     )
     call = {"id": "toolu_1", "type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
     assert request.messages == [
@@ -105,25 +97,23 @@ def test_what_cannot_be_followed_is_refused_with_its_field(fields, words):
         read(**fields)
 
 
+TWO_CALLS = ChatReply("Wait.", (ReplyCall("c1", "add", '{"a": 1, "b": 2}'), ReplyCall("c2", "add", "{}")))
 REPLIES = [
-    (ChatReply("7"), "end_turn", None),
-    (ChatReply("7", is_truncated=True), "max_tokens", None),
-    (ChatReply("7", stopped_by="\n"), "stop_sequence", "\n"),
-    (ChatReply("", (ReplyCall("call_1", "add", '{"a": 3, "b": 4}'),)), "tool_use", None),
-    (ChatReply("Wait.", (ReplyCall("c1", "add", '{"a": 1, "b": 2}'), ReplyCall("c2", "add", "{}"))), "tool_use", None),
+    (ChatReply("7"), "end_turn", None, []),
+    (ChatReply("7", is_truncated=True), "max_tokens", None, []),
+    (ChatReply("7", stopped_by="\n"), "stop_sequence", "\n", []),
+    (ChatReply("", (ReplyCall("call_1", "add", '{"a": 3, "b": 4}'),)), "tool_use", None, []),
+    *((TWO_CALLS, "tool_use", None, parts) for parts in ([], ["Wa", "it."])),
 ]
 
 
-@pytest.mark.parametrize("parts", [[], ["Wa", "it."]], ids=["at once", "in parts"])
-@pytest.mark.parametrize(("reply", "reason", "stop"), REPLIES)
+@pytest.mark.parametrize(("reply", "reason", "stop", "parts"), REPLIES)
 def test_a_stream_adds_up_to_the_whole_answer(reply, reason, stop, parts):
-    """As the official client adds up the events."""
     request = ChatRequest("ann", [user("Hi.")])
     whole = dialect.answer("1", request, [reply])
     assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, stop)
     stream = dialect.Stream("1", request)
-    texts = parts if reply.text == "Wait." else []
-    events = [*stream.begin(), *(event for text in texts for event in stream.delta(text)), *stream.end(reply)]
+    events = [*stream.begin(), *(event for part in parts for event in stream.delta(part)), *stream.end(reply)]
     body = b"".join(map(dialect.encoded, events))
     response = httpx.Response(200, headers={"Content-Type": "text/event-stream"}, content=body)
     transport = httpx.Client(transport=httpx.MockTransport(lambda request: response))
@@ -137,7 +127,7 @@ def test_errors_have_the_form_of_the_api_and_keys_come_by_either_header():
     found = []
 
     async def app(row, endpoint):
-        client = anthropic.AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key, max_retries=0)
+        client = talks_to(endpoint, max_retries=0)
         wrong = client.with_options(api_key="wrong")
         for each, model in ((wrong, "ann"), (client, "bob")):
             with pytest.raises(anthropic.APIStatusError) as caught:
@@ -152,74 +142,57 @@ def test_errors_have_the_form_of_the_api_and_keys_come_by_either_header():
                 found.append((status, json.loads(text).get("stop_sequence")))
 
     (episode,) = played(app)
-    assert found == [
-        ("AuthenticationError", "authentication_error"),
-        ("NotFoundError", "not_found_error"),
-        "ann: Hi.",
-        (200, "o."),
-        (200, "o."),
-        (401, None),
-    ]
+    errors = [("AuthenticationError", "authentication_error"), ("NotFoundError", "not_found_error")]
+    assert found == [*errors, "ann: Hi.", (200, "o."), (200, "o."), (401, None)]
     assert [turn.text for turn in episode.turns] == ["ann: Hi.", "ann: Ho.", "ann: Ho."]
 
 
 def test_cache_hints_are_mentioned_once(caplog):
     dialect.warn_of_cache_hints.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            read(system=[{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}])
+    for _ in range(3):
+        read(system=[text("x", **CACHED)])
     assert sum("cache_control" in record.message for record in caplog.records) == 1
 
 
-# ---- Which agent ----
-
-
-@pytest.mark.parametrize(
-    ("rule", "request_", "agent"),
-    [
-        (BySystemPrompt({"You search": "ben"}, "ann"), AppRequest("m", "You search files.", frozenset(), {}), "ben"),
-        (BySystemPrompt({"You": "ann", "You search": "ben"}), AppRequest("m", " You search", frozenset(), {}), "ben"),
-        (BySystemPrompt({"You search": "ben"}, "ann"), AppRequest("m", "You code.", frozenset(), {}), "ann"),
-        (BySystemPrompt({"You search": "ben"}, "ann"), AppRequest("ben", "", frozenset(), {}), "ben"),
-        (ByTools({"edit": "ann", "grep": "ben"}), AppRequest("m", "", frozenset({"grep"}), {}), "ben"),
-        (ByTools({"edit": "ann", "grep": "ben"}), AppRequest("m", "", frozenset({"grep", "edit"}), {}), "ann"),
-    ],
-)
-def test_rules_choose_by_system_prompt_and_tools(rule, request_, agent):
-    assert rule(request_) == agent
+def test_rules_choose_by_system_prompt_and_tools():
+    search, tools = BySystemPrompt({"You search": "ben"}, "ann"), ByTools({"edit": "ann", "grep": "ben"})
+    for rule, (model, system, named), agent in (
+        (search, ("m", "You search files.", ()), "ben"),
+        (BySystemPrompt({"You": "ann", "You search": "ben"}), ("m", " You search", ()), "ben"),
+        (search, ("m", "You code.", ()), "ann"),
+        (search, ("ben", "", ()), "ben"),
+        (tools, ("m", "", ("grep",)), "ben"),
+        (tools, ("m", "", ("grep", "edit")), "ann"),
+    ):
+        assert rule(AppRequest(model, system, frozenset(named), {})) == agent
 
 
 def test_a_harness_with_one_model_name_asks_several_agents():
     """By a function of system prompt and headers, which sees no key; a choice that is no agent is refused."""
-    requests, refused = [], []
+    requests = []
 
     def agent_of(request):
         requests.append(request)
         return "ben" if request.system == "Search." else request.headers.get("x-agent", "nobody")
 
     async def app(row, endpoint):
-        client = anthropic.AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key, max_retries=0)
+        client = talks_to(endpoint, max_retries=0)
         same = {"model": "claude", "max_tokens": 9}
         await client.messages.create(**same, messages=[user("one")], extra_headers={"x-agent": "ann"})
         answer = await client.messages.create(**same, system="Search.", messages=[user("two")])
         assert answer.model == "claude"  # as the client asked for
-        try:
+        with pytest.raises(anthropic.NotFoundError, match="`agent_of` chose 'nobody'.*'ann', 'ben'"):
             await client.messages.create(**same, messages=[user("three")])
-        except anthropic.NotFoundError as error:
-            refused.append(str(error))
 
     (episode,) = played(app, agent_of=agent_of)
     assert [turn.agent for turn in episode.turns] == ["ann", "ben"]
-    assert "`agent_of` chose 'nobody'" in refused[0] and "'ann', 'ben'" in refused[0]
     assert not {"x-api-key", "authorization"} & {name.lower() for name in requests[0].headers}
 
 
 def test_a_rule_is_checked_before_training_and_stored_with_the_team():
     rule = BySystemPrompt({"You search": "ben"}, default="ann")
     app = ExternalApp(said_to, agent_of=rule)
-    with pytest.raises(
-        ValueError, match="`agent_of` of `ExternalApp` must choose agents of the team \\('ann'\\), got 'ben'"
-    ):
+    with pytest.raises(ValueError, match=r"must choose agents of the team \('ann'\), got 'ben'"):
         app.check(["ann"])
     assert app.named_agents() == ["ben", "ann"]
     description = json.loads(json.dumps(app.describe()))
@@ -230,19 +203,9 @@ def test_a_rule_is_checked_before_training_and_stored_with_the_team():
         ExternalApp(said_to, agent_of="ann")
 
 
-# ---- Lineages ----
-
-
-async def one_turn(endpoint):
-    client = anthropic.AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key)
-    await client.messages.create(model="ann", max_tokens=9, messages=[user("Hi.")])
-
-
 def test_sub_agents_and_shortened_histories_begin_lineages():
-    """Two sub-agents of one agent that speak at the same time, and a main agent that compacts its history."""
-
     async def app(row, endpoint):
-        client = anthropic.AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key)
+        client = talks_to(endpoint)
 
         async def ask(model, history, text):
             history.append(user(text))
@@ -262,19 +225,19 @@ def test_sub_agents_and_shortened_histories_begin_lineages():
     assert found[1:3] == [("ben: left", 1), ("ben: right", 2)]
     assert episode.counts["app/lineages"] == 4
     assert all(f"lineage {number}" in format_episode(episode) for number in range(4))
-    (plain,) = played(lambda row, endpoint: asyncio.run(one_turn(endpoint)))
+
+    async def one_turn(row, endpoint):
+        await talks_to(endpoint).messages.create(model="ann", max_tokens=9, messages=[user("Hi.")])
+
+    (plain,) = played(one_turn)
     assert plain.turns[0].lineage == 0 and "lineage" not in format_episode(plain)
-
-
-# ---- Training and serving ----
 
 
 async def talk(endpoint, form, stream, tools):
     """A first turn, the answers to its calls, and turns that follow, in one of the three forms of the API."""
     history, texts = [user("What is 3+4?")], []
     sdk = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
-    if form == "messages":
-        sdk = anthropic.AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key)
+    sdk = talks_to(endpoint) if form == "messages" else sdk
     while len(history) < 6:
         text, calls, said = await FORMS[form](sdk, history, stream, tools)
         texts.append(text)
@@ -293,31 +256,29 @@ async def talk(endpoint, form, stream, tools):
     return texts
 
 
+async def answer(resource, given, final):
+    """As a whole, or what a method makes of a stream."""
+    if not final:
+        return await resource.create(**given)
+    async with resource.stream(**given) as parts:
+        return await getattr(parts, final)()
+
+
 async def by_chat(sdk, history, stream, tools):
     given = {"model": "solver", "messages": history, **({"tools": [SCHEMA]} if tools else {})}
-    if stream:
-        async with sdk.chat.completions.stream(**given) as parts:
-            message = (await parts.get_final_completion()).choices[0].message
-    else:
-        message = (await sdk.chat.completions.create(**given)).choices[0].message
+    message = (await answer(sdk.chat.completions, given, stream and "get_final_completion")).choices[0].message
     calls = [(call.id, call.function.arguments) for call in message.tool_calls or ()]
     kept = {"role": "assistant", "content": message.content}
+    functions = [(identity, {"name": "add", "arguments": arguments}) for identity, arguments in calls]
     if calls:
-        kept["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": "add", "arguments": call.function.arguments}}
-            for call in message.tool_calls
-        ]
+        kept["tool_calls"] = [{"id": each, "type": "function", "function": function} for each, function in functions]
     return message.content, calls, [kept]
 
 
 async def by_responses(sdk, history, stream, tools):
     schema = {"type": "function", "strict": False, **SCHEMA["function"]}
     given = {"model": "solver", "input": history, **({"tools": [schema]} if tools else {})}
-    if stream:
-        async with sdk.responses.stream(**given) as parts:
-            response = await parts.get_final_response()
-    else:
-        response = await sdk.responses.create(**given)
+    response = await answer(sdk.responses, given, stream and "get_final_response")
     calls = [(item.call_id, item.arguments) for item in response.output if item.type == "function_call"]
     kept = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
     return response.output_text, calls, kept
@@ -325,11 +286,7 @@ async def by_responses(sdk, history, stream, tools):
 
 async def by_messages(sdk, history, stream, tools):
     given = {"model": "solver", "max_tokens": 64, "messages": history, **({"tools": [TOOL]} if tools else {})}
-    if stream:
-        async with sdk.messages.stream(**given) as parts:
-            message = await parts.get_final_message()
-    else:
-        message = await sdk.messages.create(**given)
+    message = await answer(sdk.messages, given, stream and "get_final_message")
     calls = [(block.id, json.dumps(block.input)) for block in message.content if block.type == "tool_use"]
     text = "".join(block.text for block in message.content if block.type == "text")
     kept = [block.model_dump(exclude_none=True) for block in message.content]
@@ -343,11 +300,7 @@ FORMS = {"chat": by_chat, "responses": by_responses, "messages": by_messages}
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_are_the_sampled_tokens_with_their_gradients(form, stream, tools, model_folder, tmp_path):
-    """
-    Each turn is a row: the tokens that the agent was shown, those that it sampled, and no others, whatever the client
-    made of them; later prompts hold the sampled tokens of earlier turns. Log-probabilities and the gradient, that of
-    advantages times log-probabilities over all tokens, are those of a computation by hand.
-    """
+    """Whatever the client makes of them; log-probabilities and gradients are those of a computation by hand."""
     texts = []
 
     async def app(row, endpoint):
@@ -360,26 +313,14 @@ def test_rows_are_the_sampled_tokens_with_their_gradients(form, stream, tools, m
         return [float(len(texts) % 3 + index % 4) for index in range(len(completions))]
 
     torch.manual_seed(0)
-    trainer = team_trainer(
-        model_folder,
-        tmp_path,
-        workflow=ExternalApp(app, tools=tools),
-        agents=[AgentSpec("solver"), AgentSpec("judge", trainable=False)],
-        reward_funcs=noting,
-        train_dataset=ROWS,
-        processing_class=tool_tokenizer(),
-        settings={
-            "max_completion_length": 64,
-            "loss_type": "bnpo",
-            "num_iterations": 2,
-        },  # rows have log-probabilities
-    )
+    given = {"workflow": ExternalApp(app, tools=tools), "train_dataset": ROWS, "processing_class": tool_tokenizer()}
+    given |= {"agents": [AgentSpec("solver"), AgentSpec("judge", trainable=False)], "reward_funcs": noting}
+    # So that rows have log-probabilities
+    settings = {"max_completion_length": 64, "loss_type": "bnpo", "num_iterations": 2}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings, **given)
     if tools:
         canned(trainer, [])
-    trainer.create_optimizer()
-    trainer.current_gradient_accumulation_steps = 1
-    batch = [trainer.train_dataset[index // 4] for index in range(8)]
-    (slice_,) = trainer.parts.experience.for_training(batch)
+    slice_ = only_slice(trainer, [trainer.train_dataset[index // 4] for index in range(8)])
     trainer.accelerator.backward(trainer.compute_loss(trainer.model, slice_))
     turns = [turn for episode in episodes for turn in episode]
     assert len(turns) == len(slice_.rows) and all(len(episode) >= 2 for episode in episodes)
@@ -393,11 +334,8 @@ def test_rows_are_the_sampled_tokens_with_their_gradients(form, stream, tools, m
     trained = trainer.policies.parameters("solver")
     gradients = {name: parameter.grad.clone() for name, parameter in trained.items()}
     trainer.model.zero_grad()
-    trainer.policies.activate("solver")
     for row in slice_.rows:
-        ids, length = torch.cat([row.prompt_ids, row.completion_ids])[None], len(row.completion_ids)
-        log_probs = trainer.model(input_ids=ids).logits.log_softmax(-1)[0, -length - 1 : -1]
-        chosen = log_probs.gather(-1, row.completion_ids[:, None])[:, 0]
+        chosen = plain_logps(trainer, row)
         assert (row.old_per_token_logps - chosen).abs().max() <= 1e-5
         (-row.advantage * chosen.sum() / sum(len(row.completion_ids) for row in slice_.rows)).backward()
     assert any(gradient.abs().max() > 1e-4 for gradient in gradients.values())
@@ -410,7 +348,7 @@ def test_an_unchanged_harness_runs_on_the_served_team(model_folder, tmp_path):
     said = []
 
     async def harness(row, endpoint):
-        client = anthropic.AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key)
+        client = talks_to(endpoint)
         same = {"model": "claude", "max_tokens": 9, "extra_body": {"temperature": 0}}
         plan = await client.messages.create(**same, system="You plan.", messages=[user(question_of(row))])
         text = plan.content[0].text
@@ -438,12 +376,9 @@ def test_an_unchanged_harness_runs_on_the_served_team(model_folder, tmp_path):
             for row in rows:
                 asyncio.run(harness(row, AppEndpoint(f"{url}/v1", key or "none")))
             client = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
-            if key:
-                with pytest.raises(anthropic.AuthenticationError):
-                    client.messages.create(model="claude", max_tokens=9, messages=[user("Hi.")])
-            else:
-                with pytest.raises(anthropic.NotFoundError, match="No entry of `agent_of` matches"):
-                    client.messages.create(model="claude", max_tokens=9, messages=[user("Hi.")])
+            error = anthropic.AuthenticationError if key else anthropic.NotFoundError
+            with pytest.raises(error, match="" if key else "No entry of `agent_of` matches"):
+                client.messages.create(model="claude", max_tokens=9, messages=[user("Hi.")])
     assert sorted(said) == sorted(2 * expected) and len(set(said[0])) > 1
     with serving(team, agent_of=lambda request: "nobody") as url:  # overrides the rule of the team
         client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
@@ -452,7 +387,6 @@ def test_an_unchanged_harness_runs_on_the_served_team(model_folder, tmp_path):
 
 
 def test_a_team_answers_anthropic_clients(namesakes):  # noqa: F811
-    """The whole team, as one model."""
     team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
     asked = {"model": "team", "max_tokens": 9, "messages": [user("1 + 1 = ?")], "extra_body": {"temperature": 0}}
     with serving(team) as url:

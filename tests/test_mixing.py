@@ -12,10 +12,11 @@ from marft_trl.workflows import Debate
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import BitsAndBytesConfig
 
-from .helpers import calling, lora, moved, team_trainer, weights
+from .helpers import calling, lora, moved, moved_by_training, only_slice, plain_logps, shake, team_trainer, weights
 
 
 NAMES = ["one", "two", "three", "four", "five"]
@@ -27,33 +28,21 @@ OTHERS = {
 
 
 def agents(names=NAMES, configs=None, **more):
-    return [
-        AgentSpec(
-            name, system_prompt=f"You are {name}.", max_completion_length=6, peft_config=(configs or {}).get(name),
-            **more.get(name, {}),
-        )
-        for name in names
-    ]  # fmt: skip
+    own = {name: {"peft_config": (configs or {}).get(name), **more.get(name, {})} for name in names}
+    return [AgentSpec(n, system_prompt=f"You are {n}.", max_completion_length=6, **its) for n, its in own.items()]
 
 
-def make(model, folder, team=None, workflow=None, callbacks=None, **settings):
-    defaults = {"gradient_checkpointing": False, "mixed_passes": True}
-    trainer = team_trainer(
-        model, folder, agents=team or agents(configs=OTHERS), workflow=workflow, callbacks=callbacks,
-        settings=defaults | settings,
-    )  # fmt: skip
+def make(model, folder, team=None, workflow=None, **settings):
+    settings = {"gradient_checkpointing": False, "mixed_passes": True, **settings}
+    given = {"agents": team or agents(configs=OTHERS), "workflow": workflow}
+    trainer = team_trainer(model, folder, settings=settings, **given)
     torch.manual_seed(3)
-    for name, parameter in trainer.model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.3)
+    shake(trainer.model, 0.3)
     return trainer
 
 
 def sliced(trainer):
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    (slice_,) = trainer.parts.experience.for_training([trainer.train_dataset[i // 4] for i in range(8)])
-    return slice_
+    return only_slice(trainer, [trainer.train_dataset[i // 4] for i in range(8)])
 
 
 def gradients(trainer, slice_):
@@ -65,17 +54,27 @@ def gradients(trainer, slice_):
 
 
 def passes(trainer):
-    """Counts the passes of the transformer with gradient."""
     counted = []
     backbone = trainer.accelerator.unwrap_model(trainer.model).get_base_model().base_model
     backbone.register_forward_pre_hook(lambda *_: counted.append(1) if torch.is_grad_enabled() else None)
     return counted
 
 
-def assert_same(one, other, tolerance=1e-5):
+def assert_same(one, other):
     assert one.keys() == other.keys() and one
     for name, value in other.items():
-        assert (one[name] - value).norm() <= tolerance * value.norm() + 1e-9, name
+        assert (one[name] - value).norm() <= 1e-5 * value.norm() + 1e-9, name
+
+
+def assert_same_when_apart(trainer, slice_):
+    _, mixed = gradients(trainer, slice_)
+    kept, trainer.parts.loss.mixing = trainer.parts.loss.mixing, None
+    assert_same(mixed, gradients(trainer, slice_)[1])
+    trainer.parts.loss.mixing = kept
+
+
+LONGER = [{"level": "action"}, {"loss_type": "dr_grpo", "temperature": 0.7}]
+LONGER += [{"max_tokens_per_micro_batch": 900}, {"agent_weight": "equal"}]
 
 
 @pytest.mark.parametrize(
@@ -83,10 +82,7 @@ def assert_same(one, other, tolerance=1e-5):
     [
         {},
         {"loss_type": "grpo", "entropy_coef": 0.02, "beta": 0.1},
-        pytest.param({"level": "action"}, marks=pytest.mark.slow),
-        pytest.param({"loss_type": "dr_grpo", "temperature": 0.7}, marks=pytest.mark.slow),
-        pytest.param({"max_tokens_per_micro_batch": 900}, marks=pytest.mark.slow),
-        pytest.param({"agent_weight": "equal"}, marks=pytest.mark.slow),
+        *(pytest.param(its, marks=pytest.mark.slow) for its in LONGER),
     ],
     ids=str,
 )
@@ -122,27 +118,20 @@ def test_metrics_are_those_of_separate_passes(model_folder, tmp_path):
 def test_frozen_agents_and_the_base_stay_as_they_are(model_folder, tmp_path):
     team = agents(three={"trainable": False})
     trainer = make(model_folder, tmp_path, team, max_steps=1)
-    before = weights(trainer)
-    trainer.train()
-    changed = moved(before, weights(trainer))
-    assert {name.split(".lora_")[1].split(".")[1] for name in changed} == set(NAMES) - {"three"}
+    assert {name.split(".")[-2] for name in moved_by_training(trainer)} == set(NAMES) - {"three"}
 
 
 def test_agents_of_one_adapter_have_passes_of_their_own(model_folder, tmp_path):
     """So that the gradient of each of them can be told apart."""
-    team = [
-        *agents(["one", "two"]),
-        *(AgentSpec(n, adapter="team", max_completion_length=6) for n in ("left", "right")),
-    ]
+    both = [AgentSpec(name, adapter="team", max_completion_length=6) for name in ("left", "right")]
+    team = [*agents(["one", "two"]), *both]
     workflow = Debate(["one", "two", "left", "right"], rounds=1)  # rows of one length
     trainer = make(model_folder, tmp_path, team, workflow, max_steps=1)
     slice_ = sliced(trainer)
     counted = passes(trainer)
-    _, mixed = gradients(trainer, slice_)
+    gradients(trainer, slice_)
     assert len(counted) in (2, 3, 4)  # two groups, each of one or two passes
-    kept, trainer.parts.loss.mixing = trainer.parts.loss.mixing, None
-    assert_same(mixed, gradients(trainer, slice_)[1])
-    trainer.parts.loss.mixing = kept
+    assert_same_when_apart(trainer, slice_)
     trainer.train()
     (entry,) = (entry for entry in trainer.state.log_history if "agents/left/grad_share" in entry)
     assert sum(entry[f"agents/{name}/grad_share"] for name in ("one", "two", "left", "right")) == pytest.approx(1)
@@ -154,47 +143,25 @@ def test_no_prefix_is_shared_between_adapters(model_folder, tmp_path):
     trainer = make(model_folder, tmp_path, team, Debate(NAMES, rounds=1))
     slice_ = sliced(trainer)
     assert len({tuple(row.prompt_ids.tolist()) for row in slice_.rows}) == 2
-    _, mixed = gradients(trainer, slice_)
-    trainer.parts.loss.mixing = None
-    assert_same(mixed, gradients(trainer, slice_)[1])
+    assert_same_when_apart(trainer, slice_)
 
 
 def test_dropout_is_applied(model_folder, tmp_path):
     configs = dict.fromkeys(NAMES, lora(4, lora_dropout=0.5))
     trainer = make(model_folder, tmp_path, agents(configs=configs))
     slice_ = sliced(trainer)
-    losses = {gradients(trainer, slice_)[1][name].norm().item() for _ in range(2) for name in [_first(trainer)]}
-    assert len(losses) == 2
-
-
-def _first(trainer):
-    return next(name for name, p in trainer.model.named_parameters() if "lora_A.one" in name)
+    name = next(name for name in weights(trainer) if "lora_A.one" in name)
+    assert len({gradients(trainer, slice_)[1][name].norm().item() for _ in range(2)}) == 2
 
 
 def test_a_4_bit_base(small_model, tmp_path):
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(small_model, quantization_config=quantized)
-    from transformers import AutoTokenizer
-
-    trainer = team_trainer(
-        model, tmp_path, agents=agents(configs={"two": OTHERS["two"]}),
-        processing_class=AutoTokenizer.from_pretrained(small_model),
-        settings={"gradient_checkpointing": False, "mixed_passes": True},
-    )  # fmt: skip
-    for name, parameter in trainer.model.named_parameters():
-        if "lora_" in name:  # TRL puts adapters of such a base into bfloat16, whose sums depend on their order
-            parameter.data = parameter.data.float()
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.1)
-    slice_ = sliced(trainer)
-    _, mixed = gradients(trainer, slice_)
-    trainer.parts.loss.mixing = None
-    assert_same(mixed, gradients(trainer, slice_)[1])
-
-
-# ---- When ----
+    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    settings = {"model_init_kwargs": {"quantization_config": four}}
+    trainer = make(small_model, tmp_path, agents(configs={"two": OTHERS["two"]}), **settings)
+    for parameter in trainer.policies.all_parameters():
+        # TRL puts adapters of such a base into bfloat16, whose sums depend on their order
+        parameter.data = parameter.data.float()
+    assert_same_when_apart(trainer, sliced(trainer))
 
 
 def shaped(adapter, rows, prompt, completion):
@@ -205,8 +172,6 @@ def shaped(adapter, rows, prompt, completion):
 
 
 class Bounds:
-    """What is asked of a [`MicroBatcher`]."""
-
     max_tokens, is_checkpointing = 4096, False
 
 
@@ -268,8 +233,6 @@ def test_where_passes_are_not_mixed(model_folder, tmp_path, settings):
 
 def test_other_passes_in_between_are_an_error():
     """A layer that is not given the rows of its pass would multiply them with the matrices of others."""
-    from peft import get_peft_model
-
     model = get_peft_model(tiny_model(32), lora(), adapter_name="one")
     model.add_adapter("two", lora())
     mixed = MixedLora(model)
@@ -282,8 +245,6 @@ def test_other_passes_in_between_are_an_error():
 
 
 def test_modules_that_are_trained_as_a_whole_are_not_mixed():
-    from peft import get_peft_model
-
     model = get_peft_model(tiny_model(32), lora(modules_to_save=["lm_head"]), adapter_name="one")
     assert MixedLora.find_obstacle(model, ["one"]) == "the adapters have `modules_to_save` or trainable tokens"
     plain = get_peft_model(tiny_model(32), lora(), adapter_name="one")
@@ -294,12 +255,8 @@ def test_modules_that_are_trained_as_a_whole_are_not_mixed():
     assert MixedLora.find_obstacle(tiny_model(32), ["one"]) == "the adapters are not LoRA adapters"
 
 
-# ---- Generation ----
-
-
 @contextlib.contextmanager
 def watched():
-    """Notes the adapters of the rows of mixed passes."""
     used, inner = [], MixedLora.use
 
     def noting(self, names):
@@ -337,12 +294,7 @@ def test_what_generation_records_is_what_is_scored(model_folder, tmp_path):
         slice_ = sliced(trainer)
     assert any(set(names) == set(NAMES) for names in used)
     for row in slice_.rows:
-        trainer.policies.activate(row.agent)
-        ids = torch.cat([row.prompt_ids, row.completion_ids]).unsqueeze(0)
-        with torch.no_grad():
-            logits = trainer.model(input_ids=ids).logits[0, len(row.prompt_ids) - 1 : -1].float()
-        scores = torch.log_softmax(logits, dim=-1)
-        expected = scores[range(len(row.completion_ids)), row.completion_ids]
+        expected = plain_logps(trainer, row).detach()
         torch.testing.assert_close(row.old_per_token_logps, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -355,17 +307,12 @@ def test_many_rows_of_an_agent_are_decoded_alone(model_folder, tmp_path):
 
 def test_rows_of_agents_in_any_order_and_number():
     """The three ways of multiplying, against each adapter alone."""
-    from peft import get_peft_model
-
     torch.manual_seed(0)
     # float64, so that rounding is no difference
     model = get_peft_model(tiny_model(32).double(), lora(4), adapter_name="one", autocast_adapter_dtype=False)
     model.add_adapter("two", lora(2))
     model.add_adapter("three", LoraConfig(r=3, target_modules=["q_proj"]))
-    model.double()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.5)
+    shake(model.double(), 0.5)
     mixed, backbone = MixedLora(model), model.get_base_model().base_model
     for names in (["one", "one", "two", "two"], ["two", "one", "one", "three", "two"], ["three", "one"], ["two"] * 3):
         for length in (1, 2, 7):

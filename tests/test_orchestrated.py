@@ -3,7 +3,6 @@
 import string
 
 from marft_trl import AgentSpec
-from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import Orchestrated, rehearse
 from marft_trl.workflows.orchestrated import Route, parse_route
 
@@ -11,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .helpers import grows_linearly, moved, team_trainer, weights
+from .helpers import grows_linearly, logged_steps, moved_by_training, team_trainer
 
 
 TEAM = ["boss", "solver", "critic"]
 
 
-def play(replies, workflow=None, team=TEAM):
+def play(replies, workflow=None):
     left = iter(replies)
-    return rehearse(workflow or Orchestrated("boss"), team, lambda agent, seen: next(left))
+    return rehearse(workflow or Orchestrated("boss"), TEAM, lambda agent, seen: next(left))
 
 
 @pytest.mark.parametrize(
@@ -48,28 +47,21 @@ def test_tags(text, route):
 PIECES = st.sampled_from(
     ["<call>", "</call>", "<done/>", "<done />", "<", ">", "</", "solver", "boss", "<|im_end|>", "\x00", "\ud800", "é"]
 )
-
-
 TEXTS = st.lists(st.one_of(PIECES, st.text(string.printable, max_size=5), st.characters()), max_size=20).map("".join)
 
 
-@given(TEXTS)
-def test_no_text_makes_the_parser_raise(text):
-    assert is_a_decision(parse_route(text, ["solver"]), text)
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_every_text_is_a_call_an_end_or_a_named_problem(count):
+    @settings(max_examples=count)
+    @given(TEXTS)
+    def check(text):
+        route = parse_route(text, ["solver"])
+        if route.problem is not None:
+            assert route.agent is None and route.problem in ("no_tag", "several_tags", "unknown_agent")
+        else:
+            assert "<call>" in text if route.agent == "solver" else route.agent is None and "<done" in text
 
-
-@pytest.mark.slow
-@settings(max_examples=10_000)
-@given(TEXTS)
-def test_none_of_ten_thousand_texts_does(text):
-    assert is_a_decision(parse_route(text, ["solver"]), text)
-
-
-def is_a_decision(route, text):
-    """Whether a route is a call, an end that the text asks for, or a named problem, and just one of them."""
-    if route.problem is not None:
-        return route.agent is None and route.problem in ("no_tag", "several_tags", "unknown_agent")
-    return "<call>" in text if route.agent == "solver" else route.agent is None and "<done" in text
+    check()
 
 
 @pytest.mark.parametrize("piece", ["<call>", "<call>" + "a" * 64, "<done", "</call>", "<", "<call>a", "\n"])
@@ -82,10 +74,7 @@ def test_an_orchestrated_episode():
     assert [turn.agent for turn in episode.turns] == ["boss", "solver", "boss", "critic", "boss"]
     assert episode.answer.text == "fine" and not episode.counts
     assert episode.joint_steps() == [0, 1, 2, 3, 4]
-
-
-def test_who_calls_nobody_answers_itself():
-    assert play(["It is 7. <done/>"]).answer.agent == "boss"
+    assert play(["It is 7. <done/>"]).answer.agent == "boss"  # who calls nobody answers itself
 
 
 @pytest.mark.parametrize(
@@ -101,21 +90,14 @@ def test_fallbacks_are_counted(text, problem):
 
 
 def test_budgets_end_an_episode_that_never_ends():
-    def forever(agent, seen):
-        return "<call>solver</call>"
-
     for max_turns in (1, 2, 5):
-        episode = rehearse(Orchestrated("boss", max_turns=max_turns), TEAM, forever)
+        episode = play(["<call>solver</call>"] * 5, Orchestrated("boss", max_turns=max_turns))
         assert len(episode.turns) == max_turns and episode.counts == {"routing/out_of_turns": 1}
 
 
 def test_the_default_prompt_lists_the_team():
-    agents = [
-        AgentSpec("boss"),
-        AgentSpec("solver", description="solves {hard} sums"),
-        AgentSpec("critic", system_prompt="x"),
-    ]
-    (prompt,) = Orchestrated("boss").system_prompts(agents).values()
+    others = [AgentSpec("solver", description="solves {hard} sums"), AgentSpec("critic", system_prompt="x")]
+    (prompt,) = Orchestrated("boss").system_prompts([AgentSpec("boss"), *others]).values()
     assert "- solver: solves {hard} sums\n- critic\n" in prompt and "- boss" not in prompt
     assert "<call>name</call>" in prompt and "<done/>" in prompt
 
@@ -124,10 +106,7 @@ def test_the_default_prompt_lists_the_team():
     ("make", "message"),
     [
         (lambda: Orchestrated("boss", max_turns=0), "`max_turns` of `Orchestrated` must be an integer of at least 1"),
-        (
-            lambda: Orchestrated("boss", penalty=1.0),
-            "`penalty` of `Orchestrated` must be a finite number of at most 0",
-        ),
+        (lambda: Orchestrated("boss", penalty=1.0), "`penalty` of `Orchestrated` .* a finite number of at most 0"),
         (lambda: Orchestrated("boss", penalty=float("nan")), "`penalty` of `Orchestrated` must be a finite number"),
         (lambda: Orchestrated("boss", ["boss"]), "cannot let 'boss' call itself"),
         (lambda: Orchestrated("boss").check(["boss"]), "needs an agent that 'boss' can call"),
@@ -142,19 +121,11 @@ def test_nonsense_is_refused(make, message):
 
 def test_an_orchestrated_team_trains(model_folder, tmp_path):
     agents = [AgentSpec(name, description=f"the {name}", max_completion_length=6) for name in ("boss", "solver")]
-    trainer = team_trainer(
-        model_folder,
-        tmp_path,
-        agents=agents,
-        workflow=Orchestrated("boss", max_turns=3, fallback="solver", penalty=-0.5),
-        train_dataset=tiny_dataset(64),
-        settings={"max_steps": 2, "learning_rate": 1e-3},
-    )
+    workflow = Orchestrated("boss", max_turns=3, fallback="solver", penalty=-0.5)
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, workflow=workflow)
     assert "- solver: the solver" in trainer.agents[0].system_prompt
-    before = weights(trainer)
-    trainer.train()
-    changed = moved(before, weights(trainer))
+    changed = moved_by_training(trainer)
     assert any(".boss." in name for name in changed) and any(".solver." in name for name in changed)
-    (log, *_) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    log = logged_steps(trainer)[0]
     assert log["workflow/routing/no_tag"] == pytest.approx(2.0, abs=1.0)  # the tiny model knows no tags
     assert log["rewards/environment_reward/mean"] == pytest.approx(-0.5 * log["workflow/routing/no_tag"])

@@ -1,13 +1,14 @@
 """Steps that do not fit into memory: taken again from their start in smaller micro-batches, with the same result."""
 
-from marft_trl.learning import losses as out_of_memory
+from marft_trl.learning import losses
 from marft_trl.learning.losses import TeamLoss
+from marft_trl.system.processes import Processes
 from marft_trl.system.run_metrics import StepMetrics
 
 import pytest
 import torch
 
-from .helpers import lora, moved, team_trainer, weights
+from .helpers import logged_steps, lora, moved_by_training, team_trainer, weights
 
 
 class Full:
@@ -27,13 +28,12 @@ class Full:
         self._backward(loss, **kwargs)
 
 
-SETTINGS = {
-    "beta": 0.1,
-    "max_steps": 3,
-    "max_tokens_per_micro_batch": 2000,
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-}
+SETTINGS = {"beta": 0.1, "max_steps": 3, "max_tokens_per_micro_batch": 2000, "gradient_checkpointing": False}
+
+
+def failing(model, folder, at_backward, failures=1, **settings):
+    trainer = team_trainer(model, folder, settings=SETTINGS | settings, peft_config=lora(lora_dropout=0.0))
+    return trainer, Full(trainer, at_backward, failures)
 
 
 @pytest.mark.parametrize(
@@ -58,23 +58,15 @@ def test_a_step_that_does_not_fit_is_taken_again_with_the_same_result(
 
     monkeypatch.setattr(StepMetrics, "join", noting)
 
-    def run(at=None):
+    def run(at, failures):
         counted.clear()
-        config = lora(lora_dropout=0.0)
-        trainer = team_trainer(model_folder, tmp_path, settings={**SETTINGS, **settings}, peft_config=config)
-        full = Full(trainer, at, 1) if at else None
-        before = weights(trainer)
-        trainer.train()
-        logs = [
-            {name: value for name, value in entry.items() if "time" not in name and "per_second" not in name}
-            for entry in trainer.state.log_history
-            if "loss" in entry
-        ]
-        return trainer, logs, weights(trainer), moved(before, weights(trainer)), (full, list(counted))
+        trainer, full = failing(model_folder, tmp_path, at, failures, **settings)
+        has_moved = moved_by_training(trainer)
+        return trainer, logged_steps(trainer), weights(trainer), has_moved, (full, list(counted))
 
-    _, logs, plain, has_moved, (_, rows) = run()
+    _, logs, plain, has_moved, (_, rows) = run(4, failures=0)
     with caplog.at_level("WARNING"):
-        trainer, again, smaller, _, (full, rows_again) = run(at=4)
+        trainer, again, smaller, _, (full, rows_again) = run(4, failures=1)
     assert has_moved and not full.left and rows == rows_again and any(rows)
     said = [one for one in caplog.messages if "is retried" in one]
     assert len(said) == 1 and "ran out of memory (CUDA out of memory)" in said[0]
@@ -97,8 +89,7 @@ def test_a_step_is_taken_again_with_the_same_random_numbers(model_folder, tmp_pa
     monkeypatch.setattr(TeamLoss, "_loss_terms", noting)
 
     def draws(failures):
-        trainer = team_trainer(model_folder, tmp_path, settings={**SETTINGS, "max_steps": 1})
-        full = Full(trainer, 1, failures)
+        trainer, full = failing(model_folder, tmp_path, 1, failures, max_steps=1)
         drawn.clear()
         trainer.train()
         return full, list(drawn)
@@ -109,31 +100,22 @@ def test_a_step_is_taken_again_with_the_same_random_numbers(model_folder, tmp_pa
 
 
 def test_gradients_are_checkpointed_where_a_single_row_does_not_fit(model_folder, tmp_path, caplog):
-    settings = {**SETTINGS, "gradient_checkpointing": None, "max_tokens_per_micro_batch": 1}
-    trainer = team_trainer(model_folder, tmp_path, settings=settings)
-    Full(trainer, 2, 1)
+    settings = {"gradient_checkpointing": None, "max_tokens_per_micro_batch": 1}
+    trainer, _ = failing(model_folder, tmp_path, 2, **settings)
     with caplog.at_level("WARNING"):
         trainer.train()
     assert trainer.parts.batcher.is_checkpointing and "from now on, gradients are checkpointed" in caplog.text
 
 
-def test_a_second_failure_ends_the_run_with_the_plan(model_folder, tmp_path, monkeypatch):
-    trainer = team_trainer(model_folder, tmp_path, settings=SETTINGS)
-    Full(trainer, 2, 2)
+def test_a_second_failure_ends_the_run_with_the_plan(model_folder, tmp_path):
+    trainer, _ = failing(model_folder, tmp_path, 2, failures=2)
     with pytest.raises(RuntimeError, match=r"(?s)Step 1 ran out of memory again .*\nactivations .*\nat once"):
-        trainer.train()
-    trainer = team_trainer(model_folder, tmp_path, settings=SETTINGS)
-    Full(trainer, 2, 1)
-    monkeypatch.setattr(type(trainer.parts.processes), "is_base_sharded", True)
-    with pytest.raises(RuntimeError, match="cannot be retried: other processes take part"):
         trainer.train()
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_the_limit_that_has_fitted_is_kept(model_folder, tmp_path, checkpointing):
-    settings = {**SETTINGS, "gradient_checkpointing": checkpointing}
-    trainer = team_trainer(model_folder, tmp_path, settings=settings)
-    Full(trainer, 2, 1)
+    trainer, _ = failing(model_folder, tmp_path, 2, gradient_checkpointing=checkpointing)
     limits, fit = [], trainer.parts.batcher.fit
 
     def noting(rows):
@@ -147,15 +129,15 @@ def test_the_limit_that_has_fitted_is_kept(model_folder, tmp_path, checkpointing
 
 
 def test_why_a_step_cannot_be_taken_again_is_said(model_folder, tmp_path, monkeypatch):
-    settings = {**SETTINGS, "max_tokens_per_micro_batch": 1}
-    trainer = team_trainer(model_folder, tmp_path, settings=settings)
-    Full(trainer, 2, 1)
-    with pytest.raises(RuntimeError, match="and cannot be retried: a single row is too long"):
-        trainer.train()
-    monkeypatch.setattr(out_of_memory, "_MAX_GRADIENT_COPY_BYTES", 1)
-    # Slices that have passes of their own, as those of GRPOTrainer
-    settings = {**SETTINGS, "gradient_accumulation_steps": 2, "share_prefixes": False}
-    trainer = team_trainer(model_folder, tmp_path, settings=settings)
-    Full(trainer, 4, 1)
-    with pytest.raises(RuntimeError, match="gradients of earlier micro-steps are too large"):
-        trainer.train()
+    # Of several micro-steps, slices that have passes of their own, as those of GRPOTrainer
+    slices = {"gradient_accumulation_steps": 2, "share_prefixes": False}
+    for at, settings, patched, message in (
+        (2, {"max_tokens_per_micro_batch": 1}, None, "and cannot be retried: a single row is too long"),
+        (2, {}, (Processes, "is_base_sharded", True), "cannot be retried: other processes take part"),
+        (4, slices, (losses, "_MAX_GRADIENT_COPY_BYTES", 1), "gradients of earlier micro-steps are too large"),
+    ):
+        trainer, _ = failing(model_folder, tmp_path, at, **settings)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=message):
+            if patched:
+                patch.setattr(*patched)
+            trainer.train()

@@ -1,17 +1,17 @@
 """Turns of earlier weights: which weights a batch is sampled from, and what its tokens weigh."""
 
 import asyncio
+import contextlib
 import contextvars
+import itertools
 import math
 import random
 import threading
-from collections import defaultdict
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
 from marft_trl.algorithms import functional
-from marft_trl.algorithms.rows import Row, Slice
+from marft_trl.algorithms.rows import Row
 from marft_trl.config.team_setup import RunContext
 from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.records import SampledBy
@@ -21,16 +21,14 @@ from marft_trl.extras.engines.server import RefusedError, ServerSettings
 from marft_trl.extras.engines.vllm_generator import FidelityError, SamplingCorrection
 from marft_trl.learning.adapter_updates import Schedule
 from marft_trl.rollout.runner import RunMode, SeedKeys
-from marft_trl.runs.checkpoints import load_rollouts, save_rollouts
-from marft_trl.system.run_metrics import Metrics
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .helpers import config, lora, team_trainer
-from .test_parts import one_process
+from .helpers import config, lora, only_slice, team_trainer
+from .test_parts import Board, one_process
 from .vllm_server import fake_servers
 
 
@@ -73,11 +71,9 @@ def row(number, agent="solver", theirs=(-1.0, -2.0), ours=(-1.0, -2.0), version=
 
 
 def correction(tmp_path, tolerance=0.1, staleness=lambda adapter, version: 0, **changes):
-    store = {"train": defaultdict(list), "eval": defaultdict(list)}
-    metrics = Metrics(store, lambda: True)
-    args = config(tmp_path, use_vllm=True, **changes)
-    run = RunContext(args, None, None, metrics, one_process())
-    return SamplingCorrection(run, tolerance, staleness), store["train"]
+    board = Board()
+    run = RunContext(config(tmp_path, use_vllm=True, **changes), None, None, board.metrics(), one_process())
+    return SamplingCorrection(run, tolerance, staleness), board["train"]
 
 
 def test_turns_are_weighed_and_reported(tmp_path):
@@ -124,41 +120,25 @@ def test_a_difference_is_said_before_it_is_too_large(tmp_path, caplog):
 @pytest.mark.parametrize("level", ["token", "action"])
 def test_weights_multiply_the_loss_of_their_turns(small_model, tmp_path, level):
     trainer = team_trainer(small_model, tmp_path, settings={"level": level})
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    rows = [trainer.train_dataset[index // 4] for index in range(8)]
-    slices = trainer.parts.experience.for_training(rows)[0]
+    slices = only_slice(trainer, [trainer.train_dataset[index // 4] for index in range(8)])
 
-    def gradient(change):
-        changed = replace(slices, rows=[change(index, one) for index, one in enumerate(slices.rows)])
+    def gradient(factor=None):
+        weights = [None if factor is None else torch.full((len(one.completion_ids),), factor) for one in slices.rows]
+        rows = [replace(one, sampling_weights=its) for one, its in zip(slices.rows, weights, strict=True)]
         trainer.model.zero_grad()
-        loss = trainer.compute_loss(trainer.model, changed)
-        loss.backward()
-        return loss.item(), torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+        trainer.compute_loss(trainer.model, replace(slices, rows=rows)).backward()
+        return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
 
-    def weighed(factor):
-        def change(index, one):
-            return replace(one, sampling_weights=torch.full((len(one.completion_ids),), factor))
-
-        return change
-
-    plain, once, twice = gradient(lambda index, one: one), gradient(weighed(1.0)), gradient(weighed(2.0))
-    torch.testing.assert_close(once[1], plain[1])
-    torch.testing.assert_close(twice[1], 2 * plain[1])
-    assert not gradient(weighed(0.0))[1].any() and plain[1].any()
-
-
-def test_rows_of_servers_are_stored(tmp_path):
-    stored = row(0, sampling_weights=torch.tensor([0.5, 2.0]))
-    save_rollouts(tmp_path, 0, 1, 5, [Slice([stored])])
-    _, (slice_,), _ = load_rollouts(tmp_path, 0, 1)
-    (loaded,) = slice_.rows
-    assert loaded.sampled_by == stored.sampled_by and isinstance(loaded.sampled_by, SampledBy)
-    assert loaded.sampling_weights.equal(stored.sampling_weights)
-    assert loaded.sampling_logps.equal(stored.sampling_logps)
+    plain = gradient()
+    torch.testing.assert_close(gradient(1.0), plain)
+    torch.testing.assert_close(gradient(2.0), 2 * plain)
+    assert not gradient(0.0).any() and plain.any()
 
 
 # ---- Which weights a batch is sampled from ----
+
+
+PINNED = contextvars.ContextVar("pinned")
 
 
 class FakeRunner:
@@ -169,6 +149,7 @@ class FakeRunner:
         self.dropped_turns, self.fails, self.threads = 0, fails, set()
         self.keys, self.mode, self.randomness = SeedKeys("seed"), RunMode(), SimpleNamespace()
         self.generator = self
+        self.connected = contextlib.nullcontext
 
     def publish(self):
         self.version += 1
@@ -183,22 +164,10 @@ class FakeRunner:
     def changed(self, mode):
         return self
 
-    def connected(self):
-        return self
-
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *error):
-        return None
-
+    @contextlib.contextmanager
     def using(self, pin):
-        @contextmanager
-        def used():
-            PINNED.set(pin)
-            yield
-
-        return used()
+        PINNED.set(pin)
+        yield
 
     async def collect(self, rows, key, failures):
         self.threads.add(threading.get_ident())
@@ -206,9 +175,6 @@ class FakeRunner:
         if self.fails == key[1]:
             raise EpisodeError("lost", 0)
         return [(one["number"], PINNED.get(), key) for one in rows]
-
-
-PINNED = contextvars.ContextVar("pinned")
 
 
 def overlapped(passes, every, accumulation, staleness, seed, fails=None):
@@ -225,15 +191,8 @@ def overlapped(passes, every, accumulation, staleness, seed, fails=None):
             batches = [[{"number": number + index}] for index in range(count)]
             number += count
             source = iter([batch for batch in batches for _ in range(every)])
-            while True:
-                micro = []
-                for _ in range(accumulation):  # as the Trainer reads them
-                    try:
-                        micro.append(next(ahead.over(source)))
-                    except StopIteration:
-                        break
-                if not micro:
-                    break
+            # As the Trainer reads them
+            while micro := [*itertools.islice(ahead.over(source), accumulation)]:
                 for rows in micro:
                     if schedule.is_due(state.micro_step):
                         ((which, version, key),) = overlap.episodes(rows)
@@ -273,15 +232,14 @@ def test_a_failing_batch_fails_when_it_is_due():
 # ---- Servers' settings and files, without a model ----
 
 
-def library(folder, servers, weights=0.0, tolerance=0.01, vocabulary=50):
+def library(folder, servers):
     def next_token(ids):
-        logits = torch.arange(vocabulary).float() / 10 + weights
-        return torch.log_softmax(logits, dim=-1)
+        return torch.log_softmax(torch.arange(50).float() / 10, dim=-1)
 
-    tensors = {"base_model.model.x.lora_A.weight": torch.full((2, 2), weights)}
+    tensors = {"base_model.model.x.lora_A.weight": torch.zeros(2, 2)}
     entries = {"actor": Entry(lambda: tensors, lora(), next_token)}
     settings = ServerSettings(tuple(server.url for server in servers), server_timeout=5.0)
-    return AdapterLibrary(folder, entries, settings, vocabulary, tolerance)
+    return AdapterLibrary(folder, entries, settings, 50, 0.01)
 
 
 def right(adapter, ids, temperature):
@@ -289,73 +247,68 @@ def right(adapter, ids, temperature):
     return {token: logps[token].item() for token in range(45, 50)}
 
 
-def test_servers_are_compared_before_they_are_used(tmp_path):
-    with fake_servers(2) as servers:
-        for server in servers:
+def wrong(*asked):
+    return {token: value - 0.5 for token, value in right(*asked).items()}
+
+
+@pytest.fixture
+def servers():
+    with fake_servers(2) as both:
+        for server in both:
             server.logps = right
-        one = library(tmp_path, servers)
-        version = one.publish()["actor"]
-        assert all(server.loaded == {version.name: version.folder} for server in servers)
-        servers[1].loaded.clear()  # it was started again
-        assert one.publish()["actor"] is version and version.name in servers[1].loaded
-        servers[1].loaded.clear()
-        servers[1].logps = lambda *asked: {token: value - 0.5 for token, value in right(*asked).items()}
-        message = rf"of {servers[1].url} and the trainer differ by .* for the adapter 'actor' \(version 0\)"
-        with pytest.raises(MismatchError, match=message):
-            one.publish()
-        assert not servers[1].loaded  # what was compared and is wrong is not left there
+        yield both
 
 
-def test_a_name_is_never_given_twice(tmp_path):
-    with fake_servers() as (server,):
-        server.logps = right
-        one = library(tmp_path, [server])
-        first = one.publish()["actor"]
-        one.close()
-        second = one.publish()["actor"]
-        assert second.name != first.name and second.folder != first.folder and second.number == first.number + 1
-        assert list(server.loaded) == [second.name]
-
-
-def test_what_was_loaded_but_not_compared_is_compared(tmp_path):
-    with fake_servers() as (server,):
-
-        def breaks(adapter, ids, temperature):
-            raise OSError
-
-        server.logps = breaks  # answers 500
-        one = library(tmp_path, [server])
-        version = one.publish()["actor"]
-        assert version.name in server.loaded
-        server.logps = lambda *asked: {token: value - 0.5 for token, value in right(*asked).items()}
-        with pytest.raises(MismatchError):
-            one.publish()
-        server.logps = right
-        assert one.publish()["actor"].name in server.loaded
-
-
-def test_a_server_that_comes_back_with_other_flags_is_refused(tmp_path):
-    with fake_servers() as (server,):
-        server.logps = right
-        one = library(tmp_path, [server])
+def test_servers_are_compared_before_they_are_used(servers, tmp_path):
+    one = library(tmp_path, servers)
+    version = one.publish()["actor"]
+    assert all(server.loaded == {version.name: version.folder} for server in servers)
+    servers[1].loaded.clear()  # it was started again
+    assert one.publish()["actor"] is version and version.name in servers[1].loaded
+    servers[1].loaded.clear()
+    servers[1].logps = wrong
+    message = rf"of {servers[1].url} and the trainer differ by .* for the adapter 'actor' \(version 0\)"
+    with pytest.raises(MismatchError, match=message):
         one.publish()
-        server.loaded.clear()
-        server.logps = lambda adapter, ids, temperature: right(adapter, ids, 1.0)
-        with pytest.raises(RefusedError, match="--logprobs-mode processed_logprobs"):
-            one.publish()
+    assert not servers[1].loaded  # what was compared and is wrong is not left there
 
 
-def test_flags_that_a_server_lacks_are_named(tmp_path, caplog):
-    with fake_servers() as (server,):
-        server.logps = lambda adapter, ids, temperature: right(adapter, ids, 1.0)
+def test_a_name_is_never_given_twice(servers, tmp_path):
+    one = library(tmp_path, servers)
+    first = one.publish()["actor"]
+    one.close()
+    second = one.publish()["actor"]
+    assert second.name != first.name and second.folder != first.folder and second.number == first.number + 1
+    assert [list(server.loaded) for server in servers] == [[second.name]] * 2
+
+
+def test_what_was_loaded_but_not_compared_is_compared(servers, tmp_path):
+    def breaks(adapter, ids, temperature):
+        raise OSError
+
+    server, one = servers[0], library(tmp_path, servers[:1])
+    server.logps = breaks  # answers 500
+    assert one.publish()["actor"].name in server.loaded
+    server.logps = wrong
+    with pytest.raises(MismatchError):
+        one.publish()
+    server.logps = right
+    assert one.publish()["actor"].name in server.loaded
+
+
+def test_flags_that_a_server_lacks_are_named(servers, tmp_path, caplog):
+    server, one = servers[0], library(tmp_path, servers[:1])
+    server.takes_adapters = False
+    with pytest.raises(RefusedError, match="--enable-lora.*VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        one.publish()
+    server.takes_adapters, server.max_loras = True, 0
+    one.publish()
+    assert "--max-loras 1" in caplog.text
+    server.loaded.clear()  # and it comes back with other flags
+    server.logps = lambda adapter, ids, temperature: right(adapter, ids, 1.0)
+    for its in (one, library(tmp_path, [server])):
         with pytest.raises(RefusedError, match="--logprobs-mode processed_logprobs"):
-            library(tmp_path, [server]).publish()
-        server.logps, server.takes_adapters = right, False
-        with pytest.raises(RefusedError, match="--enable-lora.*VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
-            library(tmp_path, [server]).publish()
-        server.takes_adapters, server.max_loras = True, 0
-        library(tmp_path, [server]).publish()
-        assert "--max-loras 1" in caplog.text
+            its.publish()
 
 
 def test_a_probe_knows_the_most_likely_tokens():

@@ -12,7 +12,7 @@ from marft_trl.extras.engines.server import EngineDownError
 
 import pytest
 
-from .helpers import config, moved, team_trainer, weights
+from .helpers import config, eventually, moved_by_training, team_trainer
 
 
 ROOT = Path(__file__).parents[1]
@@ -39,11 +39,8 @@ def is_alive(pid):
         return False
 
 
-def gone(pid, seconds=20):
-    end = time.monotonic() + seconds
-    while is_alive(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not is_alive(pid)
+def gone(pid):
+    return eventually(lambda: not is_alive(pid), seconds=20)
 
 
 def own(python, tmp_path):
@@ -51,9 +48,8 @@ def own(python, tmp_path):
 
 
 def test_a_server_ends_with_all_its_processes(python, tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    for name, value in {"RANK": "3", "TORCHELASTIC_RUN_ID": "x", "PYTHONPATH": "/nowhere"}.items():
+        monkeypatch.setenv(name, value)
     server = own(python, tmp_path)
     server.wait(60)
     time.sleep(0.2)
@@ -74,9 +70,7 @@ def test_a_server_ends_when_its_owner_is_killed(python, tmp_path):
             time.sleep(60)
         finally:
             os._exit(1)
-    end = time.monotonic() + 60
-    while not (tmp_path / "calls.json").exists() and time.monotonic() < end:
-        time.sleep(0.05)
+    assert eventually((tmp_path / "calls.json").exists)
     child = known(tmp_path)["child"]
     assert is_alive(child)
     os.kill(owner, signal.SIGKILL)
@@ -91,24 +85,16 @@ def test_a_server_that_does_not_start_says_why(python, tmp_path, monkeypatch):
         own(python, tmp_path).wait(60)
 
 
-def colocated(model, folder, python, *, settings=None, **arguments):
-    given = {
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_python": python,
-        "fidelity_tolerance": 1e9,  # its tokens are no model's
-        "vllm_importance_sampling_mode": "token_truncate",
-    }
-    return team_trainer(model, folder, settings={**given, **(settings or {})}, **arguments)
+OWN = {"use_vllm": True, "vllm_mode": "colocate"}
+# Its tokens are no model's
+FAKED = {**OWN, "fidelity_tolerance": 1e9, "vllm_importance_sampling_mode": "token_truncate", "use_cpu": True}
 
 
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_a_server_sleeps_while_training_runs(model_folder, tmp_path, python, sleeps):
-    settings = {"vllm_enable_sleep_mode": sleeps, "max_steps": 2, "use_cpu": True, "vllm_max_model_length": 300}
-    trainer = colocated(model_folder, tmp_path, python, settings=settings)
-    before = weights(trainer)
-    trainer.train()
-    assert moved(before, weights(trainer))
+    settings = {**FAKED, "vllm_python": python, "vllm_enable_sleep_mode": sleeps, "vllm_max_model_length": 300}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    assert moved_by_training(trainer)
     time.sleep(0.2)
     found = known(tmp_path)
     flags, calls = found["arguments"], found["calls"]
@@ -132,17 +118,15 @@ def test_a_server_sleeps_while_training_runs(model_folder, tmp_path, python, sle
 
 def test_what_does_not_go_with_a_server_of_its_own(tmp_path, model_folder, monkeypatch):
     monkeypatch.delenv("MARFT_VLLM_PYTHON", raising=False)
-    mode = {"use_vllm": True, "vllm_mode": "colocate"}
-    for settings, message in {
-        ("vllm_server_base_url", "http://a"): "vllm_server_base_url",
-        ("vllm_tensor_parallel_size", 2): "vllm_tensor_parallel_size=2",
-    }.items():
+    for settings, message in (
+        ({"vllm_server_base_url": "http://a"}, "vllm_server_base_url"),
+        ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
+        ({"vllm_enable_sleep_mode": True, "max_staleness": 1}, "cannot sleep"),
+    ):
         with pytest.raises(ValueError, match=message):
-            config(tmp_path, **mode, **dict([settings]))
-    with pytest.raises(ValueError, match="cannot sleep"):
-        config(tmp_path, **mode, vllm_enable_sleep_mode=True, max_staleness=1)
+            config(tmp_path, **OWN, **settings)
     with pytest.raises(ImportError, match="set `vllm_python` to the interpreter"):
-        team_trainer(model_folder, tmp_path, settings=mode)
+        team_trainer(model_folder, tmp_path, settings=OWN)
     with pytest.raises(ValueError, match="got '/nowhere/python', which is not an executable"):
-        team_trainer(model_folder, tmp_path, settings={**mode, "vllm_python": "/nowhere/python"})
+        team_trainer(model_folder, tmp_path, settings={**OWN, "vllm_python": "/nowhere/python"})
     assert not os.listdir(tmp_path)

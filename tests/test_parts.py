@@ -2,16 +2,15 @@
 
 import copy
 import math
+from collections import defaultdict
 from types import SimpleNamespace
 
 from marft_trl import AgentSpec, Episode, MARFTConfig, Turn
-from marft_trl.algorithms.baselines import RunningBaselines
 from marft_trl.algorithms.rows import ActionLevel, Row, Slice, TokenLevel
 from marft_trl.config.team_setup import RunContext, TeamSetup
 from marft_trl.learning.adapter_updates import SequentialFactors
-from marft_trl.learning.advantages import BaselineEstimator, CreditAssigner, OwnReward, own_reward_metrics
+from marft_trl.learning.advantages import BaselineEstimator, OwnReward, own_reward_metrics
 from marft_trl.reporting.reporter import Reporter
-from marft_trl.rollout.reward_scorer import AgentReturns
 from marft_trl.rollout.rollouts import Rollout
 from marft_trl.system.processes import Processes
 from marft_trl.system.randomness import UserRandomness
@@ -29,19 +28,10 @@ class Board(dict):
     """A dictionary of metrics as TRL has it, and whether the run is training."""
 
     def __init__(self):
-        super().__init__(train={}, eval={})
-        self.is_training = True
-        for mode in self:
-            self[mode] = _Lists()
+        super().__init__(train=defaultdict(list), eval=defaultdict(list))
 
     def metrics(self):
-        return Metrics(self, lambda: self.is_training)
-
-
-class _Lists(dict):
-    def __missing__(self, key):
-        self[key] = []
-        return self[key]
+        return Metrics(self, lambda: True)
 
 
 def one_process():
@@ -60,13 +50,10 @@ def config(tmp_path, **settings):
 
 
 def episode(index):
-    turns = (
-        Turn("planner", "a plan", 0, prompt_ids=(5,), completion_ids=(6, 7)),
-        Turn("solver", "seven", 1, sees=(0,), prompt_ids=(5, 6), completion_ids=(8,)),
-    )
-    return Episode(
-        "q", {"prompt": "q"}, index, turns, turns[1], history=turns, asked=((), turns[:1]), earned=(0.0, 0.0)
-    )
+    plan = Turn("planner", "a plan", 0, prompt_ids=(5,), completion_ids=(6, 7))
+    turns = (plan, Turn("solver", "seven", 1, sees=(0,), prompt_ids=(5, 6), completion_ids=(8,)))
+    fields = {"history": turns, "asked": ((), turns[:1]), "earned": (0.0, 0.0)}
+    return Episode("q", {"prompt": "q"}, index, turns, turns[1], **fields)
 
 
 def rollout(rewards):
@@ -74,9 +61,6 @@ def rollout(rewards):
     return Rollout(episodes, torch.tensor(rewards).unsqueeze(1), torch.tensor(rewards))
 
 
-REWARDS = SimpleNamespace(
-    names=["right", "environment_reward"], weights=torch.tensor([1.0, 2.0]), functions=[None, None]
-)
 TRAINED = SimpleNamespace(is_trained=lambda agent: agent == "planner")
 
 
@@ -106,39 +90,21 @@ def test_own_rewards_are_reported_by_agent_and_function():
     assert own_reward_metrics([], returns=True) == {}
 
 
-def estimator(args, processes, board):
-    own = AgentReturns(args.returns, REWARDS, processes)
-    credit = CreditAssigner(run_of(args, processes, board), None, REWARDS, own, False)
-    settings = SimpleNamespace(
-        scale_rewards=args.scale_rewards,
-        multi_objective_aggregation="sum_then_normalize",
-        group_size=lambda training: 2 if training else 1,
-    )
-    running = RunningBaselines(args.rae_decay)
-    return BaselineEstimator(team_of(), run_of(args, processes, board, settings), credit, REWARDS, running)
-
-
 def test_candidates_are_compared_in_training_alone(tmp_path, processes):
-    args = config(tmp_path, advantage="turn", turn_candidates=2)
-    baseline = estimator(args, processes, Board())
-    assert baseline.baseline(True).name == "turn" and baseline.baseline(False).name == "group"
-    assert baseline.gives_one_advantage_to_all(False) and not baseline.gives_one_advantage_to_all(True)
+    run = run_of(config(tmp_path, advantage="turn", turn_candidates=2), processes, Board())
+    estimator = BaselineEstimator(team_of(), run, None, None)
+    assert estimator.baseline(True).name == "turn" and estimator.baseline(False).name == "group"
+    assert estimator.gives_one_advantage_to_all(False) and not estimator.gives_one_advantage_to_all(True)
 
 
 def test_factors_of_joint_actions_by_hand(processes):
     """Two joint actions; the planner's turn in the first became exp(0.5) times as likely, in the second exp(-1)."""
     board, old = Board(), torch.tensor([-1.0, -1.0])
-    rows = [
-        Row(
-            agent, agent, torch.tensor([5]), torch.tensor([6, 7]), old_per_token_logps=old, episode=e, number=2 * e + i
-        )
-        for e in range(2)
-        for i, agent in enumerate(("planner", "solver"))
-    ]
+    ids = {"prompt_ids": torch.tensor([5]), "completion_ids": torch.tensor([6, 7]), "old_per_token_logps": old}
+    names = ["planner", "solver"] * 2
+    rows = [Row(name, name, **ids, episode=number // 2, number=number) for number, name in enumerate(names)]
     moved = {0: old + 0.25, 2: old - 0.5}
-    scores = SimpleNamespace(
-        scoring=lambda: torch.no_grad(), compute_log_probs=lambda rows: [moved[row.number] for row in rows]
-    )
+    scores = SimpleNamespace(scoring=torch.no_grad, compute_log_probs=lambda rows: [moved[row.number] for row in rows])
     for level, divisor in ((TokenLevel(), 1), (ActionLevel("token"), 2)):
         run = run_of(SimpleNamespace(sequential_clip=None), processes, board)
         factors = SequentialFactors(team_of(level=level), run, scores)
@@ -190,9 +156,7 @@ def test_equal_turns_have_advantages_of_their_own():
     one = rollout([1.0])
     turn = one.episodes[0].turns[0]
     twice = Episode("q", {"prompt": "q"}, 0, (turn, copy.copy(turn)), turn)
-    rows = [
-        Row("planner", "planner", torch.tensor(turn.prompt_ids), torch.tensor(turn.completion_ids), advantage=value)
-        for value in (1.0, -1.0)
-    ]
+    ids = torch.tensor(turn.prompt_ids), torch.tensor(turn.completion_ids)
+    rows = [Row("planner", "planner", *ids, advantage=value) for value in (1.0, -1.0)]
     its = Rollout([twice], one.rewards_per_func, one.rewards)
     assert advantages_by_turn(its, [rows]) == [[1.0, -1.0]] and advantages_by_turn(its, [rows[1:]]) == [[-1.0, None]]

@@ -12,6 +12,7 @@ from trl import TrlParser
 
 
 PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1}
+OBJECTIVES, SEQUENTIAL = {"multi_objective_aggregation": "normalize_then_sum"}, {"update_order": "sequential"}
 LONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
 
 
@@ -27,7 +28,7 @@ def test_a_preset_sets_what_it_says(name):
     for key, value in PRESETS[name].settings.items():
         assert getattr(args, key) == value, key
     assert f"preset '{name}': {PRESETS[name].source}" in str(args)
-    assert repr(args) == str(args)
+    assert repr(args) == str(args) and str(config()).startswith("MARFTConfig(")  # as ever without one
 
 
 def test_what_is_set_beside_a_preset_wins_also_where_it_is_the_default():
@@ -43,10 +44,8 @@ def test_a_preset_on_a_command_line():
     line = ["--output_dir", "x", "--use_cpu", "true", "--preset", "marft-t", "--gamma", "0.9"]
     (args,) = parser.parse_args_and_config(line)
     assert (args.gamma, args.advantage, args.critic, args.num_generations) == (0.9, "gae", "frozen", 1)
-
-
-def test_without_a_preset_the_config_prints_as_ever():
-    assert str(config()).startswith("MARFTConfig(")
+    (args,) = parser.parse_args_and_config([*line[:4], "--preset", "mappo", "--num_generations", "1"])
+    assert args.critic_sees == "history" and args.normalize_values
 
 
 def test_what_is_left_unset_follows_the_rest():
@@ -94,17 +93,11 @@ def test_what_is_left_unset_follows_the_rest():
         ({"own_reward_weight": 0.5}, r"`own_reward_weight=0.5` has no effect"),
         ({"credit": "counterfactual", "credit_kind": "rewards"}, r"would credit an agent for its teammates' turns"),
         ({"advantage": "turn", "credit": "counterfactual"}, r"there is nothing for `credit='counterfactual'`"),
-        (
-            {"credit": "per_step", "multi_objective_aggregation": "normalize_then_sum"},
-            r"needs `advantage='group'` or `'agent'` and `credit='equal'`",
-        ),
+        ({**OBJECTIVES, "credit": "per_step"}, r"needs `advantage='group'` or `'agent'` and `credit='equal'`"),
         ({"target_kl": 0.1}, r"`target_kl=0.1` has no effect: with `num_iterations=1`"),
         ({"update_order": "resampled", "agent_iteration_interval": 2}, r"both set which agent is trained in a step"),
         ({"update_order": "sequential", "advantage": "turn"}, r"most rows are candidates"),
-        (
-            {"update_order": "sequential", "gradient_accumulation_steps": 2, "steps_per_generation": 1},
-            r"whole optimiz",
-        ),
+        ({**SEQUENTIAL, "gradient_accumulation_steps": 2, "steps_per_generation": 1}, r"whole optimiz"),
         ({"update_order": "sequential", "target_kl": 0.1}, r"`target_kl=0.1` has no effect"),
         ({"action_logprob": "word"}, r"`action_logprob='word'` has no effect with `level='token'`"),
         ({"counterfactual_samples": 8}, r"`counterfactual_samples=8` has no effect with `credit='equal'`"),
@@ -124,10 +117,8 @@ SHARES = ("gamma", "gae_lambda", "token_gamma", "token_gae_lambda", "credit_disc
 
 @given(name=st.sampled_from(SHARES), value=st.floats(allow_nan=True, allow_infinity=True))
 def test_discounts_are_shares(name, value):
-    settings = {"credit_discount": {"credit": "step_discount"}, "own_reward_weight": {"credit": "per_step"}}.get(
-        name, {}
-    )
-    settings = settings if "gamma" not in name and "lambda" not in name else {"advantage": "gae", "critic": "shared"}
+    needed = {"credit_discount": {"credit": "step_discount"}, "own_reward_weight": {"credit": "per_step"}}
+    settings = needed.get(name, {"advantage": "gae", "critic": "shared"})
     if 0 <= value <= 1:
         assert getattr(config(**settings, **{name: value}), name) == value
     else:
@@ -135,26 +126,15 @@ def test_discounts_are_shares(name, value):
             config(**settings, **{name: value})
 
 
-@pytest.mark.parametrize("name", ["critic_learning_rate", "value_clip", "target_kl", "entropy_coef", "beta"])
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_coefficients_are_finite_and_not_negative(name, value):
-    with pytest.raises(ValueError, match=rf"`{name}` must be a finite number"):
-        config(**{name: value})
-
-
 @pytest.mark.parametrize(
     "name",
     [
+        *("critic_learning_rate", "value_clip", "target_kl", "entropy_coef", "beta"),
         *("sapo_temperature_neg", "sapo_temperature_pos", "off_policy_mask_threshold", "top_p", "repetition_penalty"),
         *("weight_decay", "adam_epsilon", "router_aux_loss_coef", "min_p"),
     ],
 )
-@pytest.mark.parametrize("value", [-1.0, float("nan")])
-def test_trls_coefficients_are_checked_too(name, value):
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_coefficients_are_finite_and_not_negative(name, value):
     with pytest.raises(ValueError, match=f"`{name}` must be a finite number"):
         config(**{name: value})
-
-
-def test_mappo_has_a_central_critic_with_normalized_values():
-    args = config(preset="mappo", num_generations=1)
-    assert args.critic_sees == "history" and args.normalize_values

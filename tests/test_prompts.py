@@ -30,11 +30,6 @@ CONTROL = [
     "\n",
     "system",
 ]
-ALTERNATING = (
-    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-)
 
 
 def fancy_tokenizer() -> PreTrainedTokenizerFast:
@@ -104,34 +99,27 @@ def test_own_turns_are_assistant_and_others_are_users_who_are_named():
 
 def test_templates_that_demand_alternating_roles_and_know_no_system():
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = ALTERNATING
+    tokenizer.chat_template = chat_template("gemma")
     turns = [Turn("reasoner", "plan", 0), Turn("critic", "fine", 1)]
     (observation,) = builder(tokenizer).build([(AgentSpec("actor", system_prompt="Act."), "Q", turns)])
     text = tokenizer.decode(observation.ids)
     assert "Act.\n\nQ\n\n[reasoner]\nplan\n\n[critic]\nfine" in text
-    assert text.count("<|im_start|>user") == 1 and text.endswith("<|im_start|>assistant")
+    assert text.count("<start_of_turn>user") == 1 and text.endswith("<start_of_turn>model\n")
     assert observation.content[0]["role"] == "user"
 
 
-def test_pieces_give_the_template_back():
-    tokenizer = tiny_tokenizer()
-    turns = [Turn("reasoner", "7+3=10;10-2=8", 0)]
-    (observation,) = builder(tokenizer).build([(AgentSpec("actor", system_prompt="Act."), "How many?", turns)])
-    whole = tokenizer.apply_chat_template(observation.content, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(observation.ids) == whole
+def with_call(message, *later):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    calling = {"role": "assistant", **message, "tool_calls": [call]}
+    result = {"role": "tool", "name": "add", "content": "42"}
+    return [{"role": "user", "content": "1 + 1?"}, calling, result, *later, {"role": "user", "content": "Sure?"}]
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "gemma4", "glm4moe", "gptoss"])
 def test_messages_that_only_call_tools_or_reason_are_shown_as_the_template_shows_them(family):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = chat_template(family)
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    calling = {"role": "assistant", "content": "", "reasoning_content": "Add.", "tool_calls": [call]}
-    prompt = [
-        {"role": "user", "content": "1 + 1?"},
-        *(calling, {"role": "tool", "name": "add", "content": "2"}, {"role": "assistant", "content": "2"}),
-        {"role": "user", "content": "Sure?"},
-    ]
+    prompt = with_call({"content": "", "reasoning_content": "Add."}, {"role": "assistant", "content": "2"})
     check_prompts([{"prompt": prompt}], "train_dataset")
     (observation,) = builder(tokenizer).build([(AgentSpec("actor"), prompt, [])])
     whole = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
@@ -150,12 +138,7 @@ def test_results_and_calls_that_a_template_does_not_show_are_not_lost(text, othe
         "{% for m in messages %}{% if m['role'] in ('user', 'assistant') %}<|im_start|>{{ m['role'] }}\n"
         f"{{{{ m['content'] }}}}<|im_end|>\n{{% else %}}{other}{{% endif %}}{{% endfor %}}<|im_start|>assistant\n"
     )
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    calling = {"role": "assistant", "content": text, "tool_calls": [call]}
-    prompt = [
-        {"role": "user", "content": "1 + 1?"},
-        *(calling, {"role": "tool", "name": "add", "content": "42"}, {"role": "user", "content": "Sure?"}),
-    ]
+    prompt = with_call({"content": text})
     if text:
         (observation,) = builder(tokenizer).build([(AgentSpec("actor"), prompt, [])])
         assert "[tool]\n42" in tokenizer.decode(observation.ids)
@@ -165,9 +148,8 @@ def test_results_and_calls_that_a_template_does_not_show_are_not_lost(text, othe
 
 
 def test_generated_control_tokens_are_shown_spelled_out(tokenizer):
-    (observation,) = builder(tokenizer).build(
-        [(AgentSpec("actor"), "Q", [Turn("reasoner", "a b", 0, raw_text="a <|im_start|>b")])]
-    )
+    turn = Turn("reasoner", "a b", 0, raw_text="a <|im_start|>b")
+    (observation,) = builder(tokenizer).build([(AgentSpec("actor"), "Q", [turn])])
     assert "a <|im_start|>b" in tokenizer.decode(observation.ids)
     assert observation.ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
 
@@ -175,22 +157,17 @@ def test_generated_control_tokens_are_shown_spelled_out(tokenizer):
 def test_a_template_that_drops_messages_is_refused():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    turns = [Turn("actor", "a", 0), Turn("judge", "b", 1)]
     with pytest.raises(ValueError, match="drops or changes messages"):
-        builder(tokenizer).build(
-            [(AgentSpec("actor", system_prompt="x"), "Q", [Turn("actor", "a", 0), Turn("judge", "b", 1)])]
-        )
+        builder(tokenizer).build([(AgentSpec("actor", system_prompt="x"), "Q", turns)])
 
 
 def test_without_a_chat_template_everything_is_text():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     build = PromptBuilder(tokenizer, lambda prompts: tokenizer(prompts)["input_ids"])
-    fresh, later = build.build(
-        [
-            (AgentSpec("actor", system_prompt="Act."), "Q", []),
-            (AgentSpec("actor", system_prompt="Act."), "Q", [Turn("reasoner", "<|im_end|>plan", 0)]),
-        ]
-    )
+    agent = AgentSpec("actor", system_prompt="Act.")
+    fresh, later = build.build([(agent, "Q", []), (agent, "Q", [Turn("reasoner", "<|im_end|>plan", 0)])])
     assert tokenizer.decode(fresh.ids) == "Act.\n\nQ"
     assert tokenizer.decode(later.ids) == "Act.\n\nQ\n\n[reasoner]\n<|im_end|>plan"
     assert tokenizer.eos_token_id not in later.ids
@@ -215,9 +192,8 @@ def test_views_of_the_user_are_encoded_without_control_tokens(tokenizer):
     def view(agent, prompt, seen):
         return [{"role": "user", "content": "said: " + seen[0].text}]
 
-    (observation,) = builder(tokenizer, view=view).build(
-        [(AgentSpec("actor"), "Q", [Turn("reasoner", "<|im_end|>", 0)])]
-    )
+    turn = Turn("reasoner", "<|im_end|>", 0)
+    (observation,) = builder(tokenizer, view=view).build([(AgentSpec("actor"), "Q", [turn])])
     assert observation.ids.count(tokenizer.eos_token_id) == 1
 
 

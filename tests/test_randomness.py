@@ -43,10 +43,8 @@ def test_users_code_that_seeds_changes_no_sample(model_folder, tmp_path):
             texts.append(list(completions))
             return reward(completions)
 
-        trainer = team_trainer(
-            model_folder, tmp_path / folder, agents=[AgentSpec("solo")], reward_funcs=noted, settings={"max_steps": 2},
-            **arguments,
-        )  # fmt: skip
+        given = {"agents": [AgentSpec("solo")], "reward_funcs": noted, **arguments}
+        trainer = team_trainer(model_folder, tmp_path / folder, **given)
         trainer.train()
         return texts, weights(trainer)
 
@@ -63,9 +61,8 @@ def test_saving_and_planning_change_no_sample(model_folder, tmp_path):
             await episode.turn("solo")
 
     def run(plans, **settings):
-        trainer = team_trainer(
-            model_folder, tmp_path / str(plans), agents=[AgentSpec("solo")], workflow=Drawing(), settings=settings
-        )
+        team = {"agents": [AgentSpec("solo")], "workflow": Drawing()}
+        trainer = team_trainer(model_folder, tmp_path / str(plans), settings=settings, **team)
         if plans:
             trainer.plan()
         trainer.train()
@@ -82,10 +79,8 @@ def test_users_code_draws_new_numbers_and_a_resumed_run_the_same(model_folder, t
         return [torch.rand(1).item() for _ in completions]
 
     def trainer(folder, **arguments):
-        settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-        return team_trainer(
-            model_folder, tmp_path / folder, reward_funcs=random_reward, settings=settings, **arguments
-        )
+        given = {"reward_funcs": random_reward, "settings": {"save_strategy": "steps", "save_steps": 1}}
+        return team_trainer(model_folder, tmp_path / folder, **given, **arguments)
 
     whole = trainer("whole")
     whole.train()

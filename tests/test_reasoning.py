@@ -8,35 +8,10 @@ from marft_trl.tiny import tiny_tokenizer
 import pytest
 
 from .helpers import team_trainer
+from .tokenizers_and_templates import chat_template
 
 
-HEAD = "{% for m in messages %}{% if m.role == 'assistant' %}"
-REST = (
-    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-# Of the forms of the templates of Qwen3 (reasoning of messages before the last question is cut), DeepSeek-R1 (always)
-# and GPT-OSS (an answer has a channel; reasoning is another field)
-QWEN3 = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}" + HEAD + "{% set content = m.content %}{% set reasons = '' %}"
-    "{% if '</think>' in content %}{% set reasons = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
-    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ '<|im_start|>assistant\n' }}"
-    "{% if loop.index0 > ns.last and reasons %}{{ '<think>\n' + reasons + '\n</think>\n\n' }}{% endif %}"
-    "{{ content + '<|im_end|>\n' }}" + REST
-)
-R1 = (
-    HEAD + "{% set content = m.content %}{% if '</think>' in content %}"
-    "{% set content = content.split('</think>')[-1] %}{% endif %}{{ '<|Assistant|>' + content + '<|end|>' }}" + REST
-)
-GPT_OSS = (
-    HEAD + "{% if '<|channel|>' in m.content %}{{ raise_exception('channel tags in the content') }}{% endif %}"
-    "{% if loop.last and m.thinking %}"
-    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
-    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}" + REST
-)
-PLAIN = HEAD + "{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>\n' }}" + REST
-
+QWEN3, R1, GPT_OSS, PLAIN = map(chat_template, ("qwen3", "deepseek_r1_distill", "gptoss", "qwen2_5"))
 TAGGED = "<think>\nfirst 3, then 4\n</think>\n\nThe answer is 7."
 CHANNELS = "<|channel|>analysis<|message|>first 3, then 4<|end|><|start|>assistant<|channel|>final<|message|>It is 7."
 

@@ -8,18 +8,25 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from dataclasses import asdict, fields
 from pathlib import Path
+from unittest.mock import Mock
 
-from marft_trl import TeamManifest
+from marft_trl import MARFTConfig, TeamManifest
 from marft_trl.config.presets import PRESETS
 from marft_trl.extras.sandbox import code_reward
 from marft_trl.extras.sandbox.jail import JailError
 from marft_trl.rewards import math_reward
+from marft_trl.runs.run import RunInterrupted
+from marft_trl.tiny import tiny_tokenizer
+from marft_trl.workflows import rehearse
 
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from trl import ModelConfig
 
+from .helpers import eventually
 from .test_examples import ROOT, run
 
 
@@ -39,15 +46,11 @@ def load(name, monkeypatch):
 
 
 # Rows with the columns of the datasets; the texts are made up.
+OF_MATH = {"level": "Level 1", "type": "Algebra"}
 MATH = [
-    {"problem": "What is $1+1$?", "level": "Level 1", "type": "Algebra", "solution": "We get $\\boxed{2}$."},
-    {
-        "problem": "Reduce $\\frac24$.",
-        "level": "Level 1",
-        "type": "Algebra",
-        "solution": "So \\boxed{\\frac{1}{2}}.",
-    },
-    {"problem": "No answer.", "level": "Level 1", "type": "Algebra", "solution": "It is clear."},
+    {"problem": "What is $1+1$?", **OF_MATH, "solution": "We get $\\boxed{2}$."},
+    {"problem": "Reduce $\\frac24$.", **OF_MATH, "solution": "So \\boxed{\\frac{1}{2}}."},
+    {"problem": "No answer.", **OF_MATH, "solution": "It is clear."},
 ] * 3
 GSM8K = [
     {"question": "Ann has 1,000 apples and buys 72. How many?", "answer": "1000+72=<<1000+72=1072>>1072\n#### 1,072"},
@@ -58,51 +61,29 @@ DEEPSCALER = [
     {"problem": "Find the sum.", "answer": "55", "solution": "It is \\boxed{55}."},
     {"problem": "Lost.", "answer": "", "solution": ""},
 ] * 3
-TACO = {
-    "problem": "Add two numbers.",
-    "solutions": ["print(sum(map(int, input().split())))"],
-    "tests": json.dumps({"inputs": ["1 2\n", ["3 4", ""]], "outputs": ["3\n", ["7", ""]]}),
-}
-TACO_CALL = {
-    "problem": "Add two numbers in a function.",
-    "solutions": ["def add(a, b): return a + b"],
-    "tests": json.dumps({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}),
-}
-PRIME = {
-    "problem": "Double a number.",
-    "solutions": ["print(2 * int(input()))"],
-    "tests": json.dumps([{"type": "stdin_stdout", "input": "2\n", "output": "4\n"}]),
-}
-PRIME_CALL = {
-    "problem": "Reverse a list.",
-    "solutions": ["def turn(x): return x[::-1]"],
-    "tests": json.dumps([{"type": "function_call", "fn_name": "turn", "input": [[1, 2]], "output": [[2, 1]]}]),
-}
-LCB = {
-    "problem": "Count the characters.",
-    "starter_code": "class Solution:\n    def count(self, text: str, most: int) -> int:\n        ",
-    "solutions": ["class Solution:\n    def count(self, text, most): return min(len(text), most)"],
-    "tests": json.dumps(
-        [{"input": '"abc"\n9', "output": "3", "testtype": "functional", "metadata": {"func_name": "count"}}]
-    ),
-    "metadata": json.dumps({"func_name": "count"}),
-}
-LCB_STDIN = {
-    "problem": "Print yes.",
-    "starter_code": "",
-    "solutions": ["print('yes')"],
-    "tests": json.dumps([{"input": "", "output": "yes", "testtype": "stdin", "metadata": {}}]),
-    "metadata": "{}",
-}
+
+
+def program(problem, solution, tests, **columns):
+    return {"problem": problem, "solutions": [solution], "tests": json.dumps(tests), **columns}
+
+
+TACO = {"inputs": ["1 2\n", ["3 4", ""]], "outputs": ["3\n", ["7", ""]]}
+TACO_CALL = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}
+PRIME = {"type": "stdin_stdout", "input": "2\n", "output": "4\n"}
+PRIME_CALL = {"type": "function_call", "fn_name": "turn", "input": [[1, 2]], "output": [[2, 1]]}
+LCB = {"input": '"abc"\n9', "output": "3", "testtype": "functional", "metadata": {"func_name": "count"}}
+LCB_STDIN = {"input": "", "output": "yes", "testtype": "stdin", "metadata": {}}
+COUNT = "class Solution:\n    def count(self, text: str, most: int) -> int:\n        "
+OF_COUNT = {"starter_code": COUNT, "metadata": json.dumps({"func_name": "count"})}
 CODE = {
-    "taco": TACO,
-    "taco call": TACO_CALL,
-    "prime": PRIME,
-    "prime call": PRIME_CALL,
-    "lcb": LCB,
-    "lcb in": LCB_STDIN,
+    "taco": program("Add two numbers.", "print(sum(map(int, input().split())))", TACO),
+    "taco call": program("Add two numbers in a function.", "def add(a, b): return a + b", TACO_CALL),
+    "prime": program("Double a number.", "print(2 * int(input()))", [PRIME]),
+    "prime call": program("Reverse a list.", "def turn(x): return x[::-1]", [PRIME_CALL]),
+    "lcb": program("Count the characters.", f"{COUNT}return min(len(text), most)", [LCB], **OF_COUNT),
+    "lcb in": program("Print yes.", "print('yes')", [LCB_STDIN], starter_code="", metadata="{}"),
 }
-WRAPPED = {"taco call": True, "prime call": True, "lcb": False}  # whether `[x]` may stand for `x`
+WRAPPED = {"taco call": True, "prime call": True, "lcb": False}  # whether `[x]` may stand for `x`, in calls
 
 
 # ---- Problems ----
@@ -138,15 +119,11 @@ def test_programs_become_tests_that_their_solutions_pass(problems, name):
     text = problem["prompt"][0]["content"]
     assert ("standard input" in text) == (name in ("taco", "prime", "lcb in"))
     assert ("Begin with this code" in text) == (name == "lcb")
+    assert json.loads(problem["tests"]).get("wrapped") == WRAPPED.get(name)
 
 
 NO_TESTS = [None, "", "not json", "[]", "[1]", "{}", {"inputs": ["a"], "outputs": []}, [{"output": "a"}]]
 BAD_CALL = [{"type": "function_call", "fn_name": "f", "input": "not json", "output": "1"}]
-
-
-@pytest.mark.parametrize(("name", "is_wrapped"), WRAPPED.items())
-def test_results_in_lists_of_their_own(problems, name, is_wrapped):
-    assert json.loads(problems.read_deepcoder(CODE[name])["tests"])["wrapped"] == is_wrapped
 
 
 @pytest.mark.parametrize("tests", [*NO_TESTS, BAD_CALL], ids=str)
@@ -209,19 +186,14 @@ def test_teams_of_every_size(monkeypatch):
 
 
 def test_a_vote_counts_answers_and_a_review_can_approve(monkeypatch):
-    from marft_trl.workflows import rehearse
-
     teams = load("teams", monkeypatch)
     replies = {"solver_1": "I get \\boxed{5}.", "solver_2": "It is \\boxed{4}.", "solver_3": "So \\boxed{4}"}
     roles = [agent.name for agent in teams.make_team("vote", 3)]
-    episode = rehearse(teams.make_workflow("voting", "vote", 3), roles, lambda agent, seen: replies[agent])
-    assert episode.answer.agent == "solver_2"
-    replies["solver_2"] = "It is \\boxed{ 4 }."
-    episode = rehearse(teams.make_workflow("voting", "vote", 3), roles, lambda agent, seen: replies[agent])
-    assert episode.answer.agent == "solver_2"
-    replies |= {"solver_1": "So \\boxed{}.", "solver_2": "\\boxed{ }"}  # no votes
-    episode = rehearse(teams.make_workflow("voting", "vote", 3), roles, lambda agent, seen: replies[agent])
-    assert episode.answer.agent == "solver_3"
+    no_votes = {"solver_1": "So \\boxed{}.", "solver_2": "\\boxed{ }"}
+    for change, winner in (({}, 2), ({"solver_2": "It is \\boxed{ 4 }."}, 2), (no_votes, 3)):
+        replies.update(change)
+        episode = rehearse(teams.make_workflow("voting", "vote", 3), roles, lambda agent, seen: replies[agent])
+        assert episode.answer.agent == f"solver_{winner}"
     assert teams.vote_of("gym")("It is <answer>3 4</answer>.") == "3 4" and teams.vote_of("code") is None
 
     writer, evaluator = teams.make_team("review", 2)
@@ -247,14 +219,12 @@ TINY = [
     *("--gradient_accumulation_steps", "1", "--save_strategy", "no", "--num_generations_eval", "1"),
     *("--output_dir", "out", "--steps_per_generation", "1"),
 ]
-ROWS = {"math": MATH, "gsm8k": GSM8K, "deepscaler": DEEPSCALER, "deepcoder": [TACO, TACO_CALL] * 4}
+ROWS = {"math": MATH, "gsm8k": GSM8K, "deepscaler": DEEPSCALER, "deepcoder": [CODE["taco"], CODE["taco call"]] * 4}
+ANONYMOUS = ["--anonymous", "numbered"]
 GRID = [
     ("math_duo", []),
     ("gsm8k_duo", ["--num_agents", "4"]),
-    (
-        "deepscaler",
-        ["--num_agents", "3", "--critic", "per_agent", "--anonymous", "numbered", "--shared_adapter", "false"],
-    ),
+    ("deepscaler", ["--num_agents", "3", "--critic", "per_agent", *ANONYMOUS, "--shared_adapter", "false"]),
     ("deepcoder", ["--num_agents", "4", "--critic", "multi_head", "--credit", "per_step", "--code_timeout", "2"]),
 ]
 
@@ -286,6 +256,11 @@ def test_a_dry_run_tells_what_would_happen(model_folder, tmp_path):
     assert "done in" not in output and not (tmp_path / "out" / "planner").exists()
 
 
+PUBLISHED = {"lora_r": 32, "lora_alpha": 16, "beta": 0.1, "learning_rate": 5e-6, "critic_learning_rate": 5e-6}
+PUBLISHED |= {"shared_adapter": True, "credit": "equal"}
+PUBLISHED |= {"num_train_epochs": 50, "lr_scheduler_kwargs": {"min_lr_rate": 0.05}}
+
+
 def test_the_published_settings_are_in_the_files():
     for name in ("math_duo", "gsm8k_duo"):
         settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
@@ -294,12 +269,9 @@ def test_the_published_settings_are_in_the_files():
         assert settings["steps_per_generation"] == 4  # mini-batches
     for name in ("deepscaler", "deepcoder"):
         settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
-        assert (settings["lora_r"], settings["lora_alpha"], settings["beta"]) == (32, 16, 0.1)
+        assert settings == {**settings, **PUBLISHED}
         assert settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] == 256
-        assert settings["learning_rate"] == settings["critic_learning_rate"] == 5e-6
         assert settings["max_completion_length"] == {"deepscaler": 8192, "deepcoder": 9216}[name]
-        assert settings["shared_adapter"] and settings["credit"] == "equal" and settings["num_train_epochs"] == 50
-        assert settings["lr_scheduler_kwargs"] == {"min_lr_rate": 0.05}
 
 
 # ---- Grids ----
@@ -313,12 +285,6 @@ def grid(monkeypatch):
 
 
 def test_cells_have_names_of_their_own_and_known_settings(grid, monkeypatch):
-    from dataclasses import fields
-
-    from marft_trl import MARFTConfig
-
-    from trl import ModelConfig
-
     monkeypatch.setattr(grid.yaml, "safe_load", functools.cache(grid.yaml.safe_load))  # `settings_of` copies it
     cells = grid.cells_of(grid.GRIDS)
     assert len(cells) == sum(len(make()) for make in grid.GRIDS.values()) == 554
@@ -351,10 +317,6 @@ def test_lengths_follow_the_number_of_agents(grid):
 
 def test_no_two_cells_of_the_first_paper_are_the_same(grid, tmp_path):
     """What a preset already says is no difference."""
-    from dataclasses import asdict
-
-    from marft_trl import MARFTConfig
-
     found = []
     for cell in grid.cells_of(["marft"]).values():
         own = {name: value for name, value in cell.items() if name in ("preset", "agent_iteration_interval")}
@@ -411,11 +373,7 @@ def test_a_cell_that_failed_is_repeated_and_one_of_other_options_refused(grid, m
 
 
 def test_a_grid_that_is_told_to_end_does_not_go_on_with_the_next_cell(grid, monkeypatch, tmp_path):
-    from marft_trl.runs.run import RunInterrupted
-
-    def stopped(options, resume):
-        raise RunInterrupted(signal.SIGTERM, "Training was stopped")
-
+    stopped = Mock(side_effect=RunInterrupted(signal.SIGTERM, "Training was stopped"))
     monkeypatch.setattr(importlib.import_module("train"), "main", stopped)
     command = ["grid.py", "--grids", "c3", "--problems_dir", str(RECIPES / "samples"), "--output_dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [*command, "--", "--model_name_or_path", str(tmp_path)])
@@ -437,15 +395,8 @@ def test_problems_of_all_cells_come_from_the_folder(grid, tmp_path):
 
 
 def test_a_tiny_model_that_was_not_written_whole_is_written_anew(grid, tmp_path, monkeypatch):
-    from marft_trl.tiny import tiny_tokenizer
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-
-    def full(*args):
-        raise OSError("no space left")
-
     with monkeypatch.context() as patched:
-        patched.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+        patched.setattr(PreTrainedTokenizerFast, "save_pretrained", Mock(side_effect=OSError("no space left")))
         with pytest.raises(OSError, match="no space"):
             grid.tiny(tmp_path / "out" / "tiny")
     for _ in "ab":
@@ -482,23 +433,16 @@ def test_what_a_machine_lacks_is_left_out_of_a_grid(grid, monkeypatch, tmp_path,
     monkeypatch.setattr(grid, "HF_HUB_OFFLINE", True)
     cell, local = {"recipe": "math_duo"}, ["--model_name_or_path", str(tmp_path)]
     assert "no hub for DigitalLearningGmbH/MATH-lighteval" in grid.Runner(tmp_path, local).left_out(cell)
-    assert "no hub for Qwen/Qwen2.5-Coder-3B-Instruct" in grid.Runner(tmp_path, [], files=RECIPES / "samples").left_out(
-        cell
-    )
-    assert grid.Runner(tmp_path, local, files=RECIPES / "samples").left_out(cell) is None
+    samples = RECIPES / "samples"
+    assert "no hub for Qwen/Qwen2.5-Coder-3B-Instruct" in grid.Runner(tmp_path, [], files=samples).left_out(cell)
+    assert grid.Runner(tmp_path, local, files=samples).left_out(cell) is None
     assert grid.Runner(tmp_path, local, files=tmp_path).left_out({"recipe": "planning"}) is None
     assert grid.Runner(tmp_path, [], dry_model="tiny").left_out(cell) is None
 
 
 def test_a_hub_or_a_fence_that_fails_leaves_cells_out(grid, monkeypatch, tmp_path):
-    def fails(*args, **kwargs):
-        raise ConnectionError("no route")
-
-    def lacks(*args, **kwargs):
-        raise JailError("the machine lacks seccomp")
-
     monkeypatch.setattr(grid, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(grid.HfApi, "repo_info", fails)
+    monkeypatch.setattr(grid.HfApi, "repo_info", Mock(side_effect=ConnectionError("no route")))
     runner = grid.Runner(tmp_path, [])
     assert "(ConnectionError) and no --problems_dir" in runner.left_out({"recipe": "math_duo"})
     monkeypatch.setattr(grid, "try_to_load_from_cache", lambda name, file, repo_type: "a file")
@@ -509,6 +453,7 @@ def test_a_hub_or_a_fence_that_fails_leaves_cells_out(grid, monkeypatch, tmp_pat
     assert grid.given_in([*further, "--max_steps", "3"]) == given
     assert grid.lacks_a_fence() is None or sys.platform != "linux"
     grid.lacks_a_fence.cache_clear()
+    lacks = Mock(side_effect=JailError("the machine lacks seccomp"))
     monkeypatch.setattr("marft_trl.extras.sandbox.code_reward", lacks)
     assert runner.left_out({"recipe": "deepcoder"}) == "programs cannot be fenced in: the machine lacks seccomp"
 
@@ -535,10 +480,8 @@ def test_a_grid_that_was_interrupted_goes_on(tmp_path):
         *("--output_dir", str(tmp_path / "out"), "--workers", "2"),
     ]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    done, limit = [], time.monotonic() + 240
-    while len(done) < 3 and time.monotonic() < limit:
-        time.sleep(0.2)
-        done = sorted((tmp_path / "out").rglob("result.json"))
+    assert eventually(lambda: len([*tmp_path.rglob("result.json")]) >= 3, seconds=240)
+    done = sorted(tmp_path.rglob("result.json"))
     os.killpg(process.pid, signal.SIGKILL)
     before = {file: file.stat().st_mtime_ns for file in done}
     assert 3 <= len(before) < 11

@@ -114,10 +114,21 @@ def constant(completions, **kwargs):
 
 @pytest.fixture(scope="module")
 def stopped(small_model, tmp_path_factory):
-    """A run that was stopped after two of four steps."""
     folder = tmp_path_factory.mktemp("stopped")
     team_trainer(small_model, folder, settings=SAVE, callbacks=[StopAt(2)], workflow=CHAIN).train()
     return folder
+
+
+@pytest.fixture
+def resuming(small_model, stopped, tmp_path):
+    """A function that makes a trainer which resumes a copy of the stopped run."""
+    shutil.copytree(stopped, tmp_path / "run")
+
+    def make(model=small_model, settings=None, **changes):
+        given = {"workflow": CHAIN, "settings": {**SAVE, **(settings or {})}, **changes}
+        return team_trainer(model, tmp_path / "run", **given)
+
+    return make
 
 
 CHAIN = Sequential(["reasoner", "actor"])
@@ -147,35 +158,31 @@ def some(names, kept):
 
 
 @pytest.mark.parametrize("name", some(STRUCTURE, {"dataset", "workflow", "rank", "critic", "order"}))
-def test_a_structural_change_is_refused_with_then_and_now(small_model, stopped, tmp_path, name):
+def test_a_structural_change_is_refused_with_then_and_now(resuming, name):
     """Before the first generation."""
     change, message = STRUCTURE[name]
-    arguments = {"workflow": CHAIN, **change}
-    shutil.copytree(stopped, tmp_path / "run")
-    trainer = team_trainer(
-        small_model, tmp_path / "run", **{**arguments, "settings": {**SAVE, **change.get("settings", {})}}
-    )
+    trainer = resuming(**change)
     trainer.parts.runner.generator.generate = lambda *_, **__: pytest.fail("generated before the error")
     with pytest.raises(ValueError, match=message):
         trainer.train(resume_from_checkpoint=True)
 
 
-def test_another_base_of_the_same_shape_is_refused(small_model, stopped, tmp_path, tokenizer):
+def test_another_base_of_the_same_shape_is_refused(resuming, tokenizer):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
     other = tiny_model(len(tokenizer), seed=987, **sizes)
-    shutil.copytree(stopped, tmp_path / "run")
-    trainer = team_trainer(other, tmp_path / "run", settings=SAVE, workflow=CHAIN, processing_class=tokenizer)
     with pytest.raises(ValueError, match=r"base\.weights"):
-        trainer.train(resume_from_checkpoint=True)
+        resuming(other, processing_class=tokenizer).train(resume_from_checkpoint=True)
 
 
-def test_another_chat_template_is_refused(small_model, stopped, tmp_path):
+def test_another_chat_template_is_refused(resuming):
     other = tiny_tokenizer()
     other.chat_template = other.chat_template.replace("assistant", "helper")
-    shutil.copytree(stopped, tmp_path / "run")
-    trainer = team_trainer(small_model, tmp_path / "run", settings=SAVE, workflow=CHAIN, processing_class=other)
     with pytest.raises(ValueError, match=r"tokenizer\.chat_template"):
-        trainer.train(resume_from_checkpoint=True)
+        resuming(processing_class=other).train(resume_from_checkpoint=True)
+
+
+def with_actor(**fields):
+    return {"agents": [AGENTS[0], replace(AGENTS[1], **fields)]}
 
 
 TUNABLE = {
@@ -183,25 +190,15 @@ TUNABLE = {
     "beta": ({"settings": {"beta": 0.1}}, "beta: 0.0 -> 0.1"),
     "steps": ({"settings": {"max_steps": 5}}, "max_steps: 4 -> 5"),
     "reward": ({"reward_funcs": constant}, "team.rewards[0]: varied_reward"),
-    "prompt": (
-        {"agents": [AGENTS[0], replace(AGENTS[1], system_prompt="Answer.")]},
-        "agents.actor.system_prompt: Write the answer. -> Answer.",
-    ),
-    "length": (
-        {"agents": [AGENTS[0], replace(AGENTS[1], max_completion_length=5)]},
-        "agents.actor.max_completion_length: 6 -> 5",
-    ),
+    "prompt": (with_actor(system_prompt="Answer."), "agents.actor.system_prompt: Write the answer. -> Answer."),
+    "length": (with_actor(max_completion_length=5), "agents.actor.max_completion_length: 6 -> 5"),
 }
 
 
 @pytest.mark.parametrize("name", some(TUNABLE, {"reward"}))
-def test_a_tunable_is_applied_and_said(small_model, stopped, tmp_path, caplog, name):
+def test_a_tunable_is_applied_and_said(resuming, caplog, name):
     change, message = TUNABLE[name]
-    arguments = {"workflow": CHAIN, **change}
-    shutil.copytree(stopped, tmp_path / "run")
-    trainer = team_trainer(
-        small_model, tmp_path / "run", **{**arguments, "settings": {**SAVE, **change.get("settings", {})}}
-    )
+    trainer = resuming(**change)
     trainer.train(resume_from_checkpoint=True)
     setting, _, values = message.partition(": ")
     words = f"`{setting}` from {values.replace(' -> ', ' to ')}"
@@ -232,11 +229,9 @@ def test_fields_that_nobody_has_classified_are_compared(small_model, tmp_path, c
     assert {*said} == {*changed, "max_steps"}
 
 
-def test_a_changed_learning_rate_takes_effect_at_the_step_of_the_checkpoint(small_model, stopped, tmp_path, caplog):
+def test_a_changed_learning_rate_takes_effect_at_the_step_of_the_checkpoint(resuming, caplog):
     """Also with a schedule: a linear one of four steps has half of it left."""
-    shutil.copytree(stopped, tmp_path / "run")
-    settings = {**SAVE, "learning_rate": 1e-4}
-    trainer = team_trainer(small_model, tmp_path / "run", settings=settings, workflow=CHAIN)
+    trainer = resuming(settings={"learning_rate": 1e-4})
     trainer.train(resume_from_checkpoint=True)
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     change = rates[0] - rates[1]  # in the steps before the checkpoint
@@ -248,37 +243,31 @@ def test_a_changed_learning_rate_takes_effect_at_the_step_of_the_checkpoint(smal
 EDITOR = AgentSpec("editor", system_prompt="Write the answer.", max_completion_length=6)
 
 
-def test_a_changed_team_starts_a_new_run_from_the_adapters(small_model, stopped, tmp_path):
+def test_a_changed_team_starts_a_new_run_from_the_adapters(small_model, stopped, resuming, tmp_path):
     """The error says what changed and names the way, which keeps the weights of the agents that stay."""
-    shutil.copytree(stopped, tmp_path / "run")
     arguments = {"agents": [AGENTS[0], EDITOR], "workflow": Sequential(["reasoner", "editor"])}
-    trainer = team_trainer(small_model, tmp_path / "run", settings=SAVE, **arguments)
+    trainer = resuming(**arguments)
     trainer.parts.runner.generator.generate = lambda *_, **__: pytest.fail("generated before the error")
     message = r"\(new: editor; missing: actor\)\. A run resumes with the .*`model=load_adapters\(base, '(.*)'\)`"
     with pytest.raises(ValueError, match=message) as error:
         trainer.train(resume_from_checkpoint=True)
     folder = re.search(message, str(error.value))[1]
     base = AutoModelForCausalLM.from_pretrained(small_model)
-    renamed = [AGENTS[0], replace(EDITOR, adapter="actor")]  # the name of an adapter may stay
-    trainer = team_trainer(
-        load_adapters(base, folder), tmp_path / "new", **{**arguments, "agents": renamed}, peft_config=None
-    )
+    arguments |= {"agents": [AGENTS[0], replace(EDITOR, adapter="actor")]}  # the name of an adapter may stay
+    trainer = team_trainer(load_adapters(base, folder), tmp_path / "new", **arguments, peft_config=None)
     for name in ("reasoner", "actor"):
         saved = load_file(stopped / "checkpoint-2" / name / "adapter_model.safetensors")
         now = {key.replace(f".{name}.", "."): value for key, value in trainer.policies.parameters(name).items()}
         assert now.keys() == saved.keys() and all(torch.equal(now[key], saved[key]) for key in saved)
 
 
-def test_an_accepted_change_goes_on_and_other_versions_are_said(small_model, stopped, tmp_path, caplog):
-    shutil.copytree(stopped, tmp_path / "run")
+def test_an_accepted_change_goes_on_and_other_versions_are_said(resuming, tmp_path, caplog):
     folder = tmp_path / "run" / "checkpoint-2"
     written = commits.read_commit(folder)
     versions = {**written.settings["versions"], "torch": "2.0"}
     commits.commit(folder, written.run, 2, {**written.settings, "versions": versions})
-    settings = {**SAVE, "seed": 7, "resume_changes": {"accept": ["dataset", "seed"]}}
-    trainer = team_trainer(
-        small_model, tmp_path / "run", settings=settings, workflow=CHAIN, train_dataset=tiny_dataset(40)
-    )
+    settings = {"seed": 7, "resume_changes": {"accept": ["dataset", "seed"]}}
+    trainer = resuming(settings=settings, train_dataset=tiny_dataset(40))
     trainer.train(resume_from_checkpoint=True)
     assert began_at(trainer) == 2 and trainer.state.global_step == 4
     assert "dataset.rows: 64 -> 40" in caplog.text and "seed.seed: 42 -> 7" in caplog.text

@@ -9,24 +9,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from marft_trl import Turn
+from marft_trl import Turn, rewards
 from marft_trl.extras.sandbox import code as code_module
 from marft_trl.extras.sandbox import code_reward, get_code_reward, run_python
 from marft_trl.extras.sandbox.code import _equals, pass_rate, same_output
 from marft_trl.rewards import answers as answers_module
-from marft_trl.rewards import (
-    boxed,
-    get_coder_reward,
-    get_outcome_reward,
-    get_planner_reward,
-    get_solver_reward,
-    get_verifier_reward,
-    in_background,
-    last_python_block,
-    math_answer,
-    math_reward,
-)
 from marft_trl.rewards import functions as math_module
+from marft_trl.tiny import exact_answer as exact
 
 import pytest
 from hypothesis import given, settings
@@ -73,32 +62,21 @@ def block(code):
 )
 def test_pass_rates(code, tests, rate):
     conversational = [{"role": "assistant", "content": block(code)}]
-    assert code_reward([block(code), conversational, "no code"], [tests] * 3) == [
-        *[rate] * 2,
-        None if rate is None else 0.0,
-    ]
+    none = None if rate is None else 0.0
+    assert code_reward([block(code), conversational, "no code"], [tests] * 3) == [rate, rate, none]
 
 
 def test_a_solution_that_hangs_costs_its_time_only():
     start = time.monotonic()
-    reward = get_code_reward(seconds=1)
-    assert reward([block("while True: pass"), block("print(input())")], [{"inputs": ["a"], "outputs": ["a"]}] * 2) == [
-        0.0,
-        1.0,
-    ]
+    reward, tests = get_code_reward(seconds=1), {"inputs": ["a"], "outputs": ["a"]}
+    assert reward([block("while True: pass"), block("print(input())")], [tests] * 2) == [0.0, 1.0]
     assert time.monotonic() - start < 10
 
 
 def test_the_last_closed_block_counts():
-    assert last_python_block("```python\n1\n```\n```py\n2\n```\n```python\n3") == "2"
-    assert last_python_block("```\n1\n```") is None
-    assert last_python_block("```python\nx = '''\n```\n") == "x = '''"
-
-
-@given(st.lists(st.sampled_from(["```", "python", "\n", "x", " ", "```python\n"]), max_size=30).map("".join))
-def test_blocks_never_raise(text):
-    found = last_python_block(text)
-    assert found is None or found in text
+    assert rewards.last_python_block("```python\n1\n```\n```py\n2\n```\n```python\n3") == "2"
+    assert rewards.last_python_block("```\n1\n```") is None
+    assert rewards.last_python_block("```python\nx = '''\n```\n") == "x = '''"
 
 
 def test_outputs_are_compared_by_words():
@@ -116,7 +94,24 @@ def test_outputs_are_compared_by_words():
 # ---- Mathematics ----
 
 
-MARKS = ["\\boxed{", "}", "{", "1", ",", "```python\n", "\n```"]
+MARKS = [
+    "\\boxed{",
+    "}",
+    "{",
+    "1",
+    ",",
+    ".",
+    "-",
+    "x",
+    "\\frac",
+    "$",
+    "```python\n",
+    "\n```",
+    "```",
+    "python",
+    "\n",
+    " ",
+]
 
 
 @pytest.mark.parametrize(
@@ -136,36 +131,26 @@ MARKS = ["\\boxed{", "}", "{", "1", ",", "```python\n", "\n```"]
 )
 def test_math(text, solution, score):
     pytest.importorskip("math_verify")
-    assert math_reward([text], [solution]) == [score]
-    assert math_reward([[{"role": "assistant", "content": text}]], [solution]) == [score]
+    assert rewards.math_reward([text], [solution]) == [score]
+    assert rewards.math_reward([[{"role": "assistant", "content": text}]], [solution]) == [score]
 
 
-@given(
-    st.lists(st.sampled_from(["\\boxed{", "}", "{", "1", ",", ".", "-", "x", "\\frac", "$"]), max_size=30).map("".join)
-)
-def test_answers_never_raise(text):
-    check_answers(text)
-    assert boxed(text) is None or boxed(text) in text
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_no_text_makes_an_answer_or_a_block_raise(count):
+    @settings(max_examples=count)
+    @given(st.lists(st.one_of(st.sampled_from(MARKS), st.characters()), max_size=30).map("".join))
+    def check(text):
+        inside, answer, code = rewards.boxed(text), rewards.math_answer(text), rewards.last_python_block(text)
+        assert inside is None or f"\\boxed{{{inside}}}" in text
+        assert answer is None or answer in text.replace(",", "") or answer == inside
+        assert code is None or code in text
 
-
-@pytest.mark.slow
-@settings(max_examples=10_000)
-@given(st.lists(st.one_of(st.sampled_from(MARKS), st.characters()), max_size=30).map("".join))
-def test_none_of_ten_thousand_texts_makes_an_answer_raise(text):
-    check_answers(text)
-    block_found = last_python_block(text)
-    assert block_found is None or block_found in text
-
-
-def check_answers(text):
-    inside, answer = boxed(text), math_answer(text)
-    assert inside is None or f"\\boxed{{{inside}}}" in text
-    assert answer is None or answer in text.replace(",", "") or answer == inside
+    check()
 
 
 @pytest.mark.parametrize("piece", ["\\boxed{", "1", "1,", "{", "1.", "-"])
 def test_long_texts_are_read_in_linear_time(piece):
-    assert grows_linearly(lambda size: math_answer(piece * (size // len(piece))), 400_000)
+    assert grows_linearly(lambda size: rewards.math_answer(piece * (size // len(piece))), 400_000)
 
 
 # ---- Single turns ----
@@ -175,29 +160,26 @@ def says(text, index=0):
     return Turn("solver", text, index)
 
 
-def exact(completions, solution, **kwargs):
-    return [float(text == right) for text, right in zip(completions, solution, strict=True)]
-
-
 def test_step_rewards_of_planners_solvers_coders_and_verifiers():
     plan = says("1. add\n2. halve\n3. check")
     half = says("- add\nthen halve")
     columns = {"solution": ["7", "7"], "completions": ["x", "y"], "prompts": ["", ""]}
     columns |= {"answer_turn": [says("7", 1), says("8", 1)], "turns": [[], []]}
-    assert get_planner_reward(exact)(turn=[plan, half], **columns) == [1.0, 0.25]
-    assert get_planner_reward(exact, steps=3)(turn=[half, plan], **columns) == [0.5 / 3 + 0.5, 0.5]
+    assert rewards.get_planner_reward(exact)(turn=[plan, half], **columns) == [1.0, 0.25]
+    assert rewards.get_planner_reward(exact, steps=3)(turn=[half, plan], **columns) == [0.5 / 3 + 0.5, 0.5]
     with pytest.raises(ValueError, match="does not exist yet for a candidate turn"):
-        get_planner_reward(exact)(turn=[plan], answer_turn=[None], solution=["7"])
+        rewards.get_planner_reward(exact)(turn=[plan], answer_turn=[None], solution=["7"])
     # by the episode's outcome, 1 and 0; nothing without the form
-    assert get_solver_reward(exact)(turn=[says("\\boxed{6}")] * 2, **columns) == [1.0, 0.1]
-    assert get_solver_reward(exact)(turn=[says("7"), says("7")], **columns) == [0.0, 0.0]
-    assert get_coder_reward(exact)(turn=[says(block("1")), says("```\n1\n```")], **columns) == [1.0, 0.0]
-    assert get_verifier_reward(exact)(turn=[says("8"), says("7")], **columns) == [1.0, 0.0]
-    outcome = get_outcome_reward(exact)
+    assert rewards.get_solver_reward(exact)(turn=[says("\\boxed{6}")] * 2, **columns) == [1.0, 0.1]
+    assert rewards.get_solver_reward(exact)(turn=[says("7"), says("7")], **columns) == [0.0, 0.0]
+    coded = [says(block("1")), says("```\n1\n```")]
+    assert rewards.get_coder_reward(exact)(turn=coded, **columns) == [1.0, 0.0]
+    assert rewards.get_verifier_reward(exact)(turn=[says("8"), says("7")], **columns) == [1.0, 0.0]
+    outcome = rewards.get_outcome_reward(exact)
     assert outcome(turn=[says("8"), says("7")], **columns) == [1.0, 0.0]
-    assert outcome.__name__ == "exact"  # metrics and transcripts show it
+    assert outcome.__name__ == "exact_answer"  # metrics and transcripts show it
     candidates = {**columns, "answer_turn": [None, None]}
-    assert get_verifier_reward(exact)(turn=[says("8"), says("7")], **candidates) == [0.0, 1.0]
+    assert rewards.get_verifier_reward(exact)(turn=[says("8"), says("7")], **candidates) == [0.0, 1.0]
 
 
 def test_a_program_runs_once_for_its_tests_however_many_ask(monkeypatch):
@@ -227,11 +209,11 @@ def test_two_threads_may_share_the_scores_of_programs(monkeypatch):
     assert (first.result(), second.result()) == ([1, 8], [2])
 
 
-def test_mathematics_in_the_background_has_a_time_limit(comparer, tmp_path, monkeypatch):
-    pytest.importorskip("math_verify")
-    _comparing(tmp_path, monkeypatch, lambda text: text.replace("\n_SECONDS = 5\n", "\n_SECONDS = 1\n"))
+def test_mathematics_in_the_background_has_a_time_limit(comparer, comparing, monkeypatch):
+    comparing("\n_SECONDS = 5\n", "\n_SECONDS = 1\n")
     monkeypatch.setattr(math_module, "_COMPARER", comparer)
-    reward = in_background(math_reward)
+    reward = rewards.in_background(rewards.math_reward)
+    assert asyncio.iscoroutinefunction(reward) and reward.__name__ == "math_reward"
     completions = ["\\boxed{9^{9^{9}}}", "\\boxed{7}", "7"]
     start = time.monotonic()
     assert asyncio.run(reward(completions=completions, solution=["7", "7", None])) == [0.0, 1.0, None]
@@ -246,17 +228,23 @@ def comparer():
     comparer.close()
 
 
-def _comparing(tmp_path, monkeypatch, change):
-    """Let comparers run a changed copy of their script."""
-    script = tmp_path / "answers.py"
-    script.write_text(change(Path(answers_module.__file__).read_text()))
-    monkeypatch.setattr(answers_module, "__file__", str(script))
+@pytest.fixture
+def comparing(tmp_path, monkeypatch):
+    """A function that lets comparers run a changed copy of their script."""
+
+    def compare_by(old, new):
+        script = tmp_path / "answers.py"
+        script.write_text(Path(answers_module.__file__).read_text().replace(old, new))
+        monkeypatch.setattr(answers_module, "__file__", str(script))
+
+    return compare_by
 
 
-def test_equal_answers_are_compared_once(comparer, tmp_path, monkeypatch):
-    count = "    with open({!r}, 'a') as f: f.write('x')\n"
-    begin = "    gold = _gold(solution)\n"
-    _comparing(tmp_path, monkeypatch, lambda text: text.replace(begin, count.format(str(tmp_path / "count")) + begin))
+BEGIN = "    gold = _gold(solution)\n"
+
+
+def test_equal_answers_are_compared_once(comparer, comparing, tmp_path):
+    comparing(BEGIN, f"    with open({str(tmp_path / 'count')!r}, 'a') as f: f.write('x')\n{BEGIN}")
     pairs = [("so 7", "7"), ("\\boxed{7}", "7"), ("8", "7"), ("7", "7"), ("7", "8"), ("", "7")]
     assert comparer.scores(pairs) == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0] == comparer.scores(pairs)
     assert (tmp_path / "count").read_text() == "x" * 4
@@ -270,10 +258,8 @@ def test_equal_answers_are_compared_once(comparer, tmp_path, monkeypatch):
         "import os; os._exit(1)",
     ],
 )
-def test_a_pair_that_never_ends_scores_nothing(comparer, tmp_path, monkeypatch, fault):
-    begin = "    gold = _gold(solution)\n"
-    faulty = f"    if answer == '13':\n        {fault}\n" + begin
-    _comparing(tmp_path, monkeypatch, lambda text: text.replace(begin, faulty))
+def test_a_pair_that_never_ends_scores_nothing(comparer, comparing, monkeypatch, fault):
+    comparing(BEGIN, f"    if answer == '13':\n        {fault}\n{BEGIN}")
     monkeypatch.setattr(answers_module, "_SECONDS", 3 if "pass" in fault else 60)
     assert comparer.scores([("1", "1")]) == [1.0]
     process = comparer._process
@@ -281,16 +267,14 @@ def test_a_pair_that_never_ends_scores_nothing(comparer, tmp_path, monkeypatch, 
     assert (comparer._process is process) == ("bytearray" in fault)  # memory is limited from within
 
 
-def test_a_comparer_that_does_not_start_is_an_error(comparer, tmp_path, monkeypatch):
-    _comparing(tmp_path, monkeypatch, lambda text: "import nothing_of_this_name")
+def test_a_comparer_that_does_not_start_is_an_error(comparer, comparing):
+    comparing("\n_SECONDS = 5\n", "\nimport nothing_of_this_name\n")
     with pytest.raises(RuntimeError, match=r"did not start \(exit code 1\)"):
         comparer.scores([("1", "1")])
 
 
-def test_a_comparison_that_is_interrupted_answers_no_other(comparer, tmp_path, monkeypatch):
-    begin = "    gold = _gold(solution)\n"
-    slow = "    if answer == '13':\n        time.sleep(1)\n" + begin
-    _comparing(tmp_path, monkeypatch, lambda text: text.replace(begin, slow))
+def test_a_comparison_that_is_interrupted_answers_no_other(comparer, comparing):
+    comparing(BEGIN, f"    if answer == '13':\n        time.sleep(1)\n{BEGIN}")
     assert comparer.scores([("1", "1")]) == [1.0]
 
     def interrupt(*_):
@@ -319,12 +303,6 @@ def test_a_forked_process_compares_by_itself(comparer):
     comparer._lock.release()
     assert os.waitpid(pid, 0)[1] == 0
     assert comparer.scores([("4", "2"), ("5", "5")]) == [0.0, 1.0]
-
-
-def test_in_background():
-    reward = in_background(exact)
-    assert asyncio.iscoroutinefunction(reward) and reward.__name__ == "exact"
-    assert asyncio.run(reward(completions=["1"], solution=["1"])) == [1.0]
 
 
 @pytest.mark.parametrize(

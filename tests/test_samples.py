@@ -36,19 +36,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(right, data):
     assert pass_at_k(len(right), sum(right), k) == pytest.approx(statistics.fmean(subsets), abs=1e-12)
 
 
-def test_pass_at_k_is_unbiased():
-    n, k, p = 6, 3, 0.3
-    chances = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
-    mean = math.fsum(chance * pass_at_k(n, c, k) for c, chance in enumerate(chances))
-    assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
-
-
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0), (0, 0, 1)])
-def test_pass_at_k_of_impossible_counts(n, c, k):
-    with pytest.raises(ValueError):
-        pass_at_k(n, c, k)
-
-
 @settings(max_examples=150)
 @given(st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_size=8), st.data())
 def test_maj_at_k_is_the_mean_over_subsets(answers, data):
@@ -64,25 +51,36 @@ def test_maj_at_k_of_many_samples_is_quick():
     assert 0 <= maj_at_k(answers, [float(answer == 0) for answer in answers], 32) <= 1
 
 
-def test_maj_at_k_of_uneven_lists():
-    with pytest.raises(ValueError, match="same length, got 2 and 1"):
-        maj_at_k(["a", "b"], [1.0], 1)
-
-
 def test_avg_at_k():
     assert avg_at_k([1.0, 0.0, 0.5], 3) == 0.5
-    for k in (4, 0):
-        with pytest.raises(ValueError, match=f"`k` must be between 1 and .*, got {k}"):
-            avg_at_k([1.0, 0.0, 0.5], k)
+
+
+IMPOSSIBLE = [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0), (0, 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("figure", "given", "message"),
+    [
+        *((pass_at_k, counts, "") for counts in IMPOSSIBLE),
+        (maj_at_k, (["a", "b"], [1.0], 1), "same length, got 2 and 1"),
+        *((avg_at_k, ([1.0, 0.0, 0.5], k), f"`k` must be between 1 and .*, got {k}") for k in (4, 0)),
+        (interval, ([],), "shape"),
+        (interval, ([[1.0, math.nan]],), "1 of the 2"),
+        (interval, ([1.0], 1.0), "confidence"),
+        (interval, ([0.5, 2.0],), "from 0.5 to 2, outside `bounds`"),
+        (paired_difference, ([[1.0, 0.0]], [[1.0]]), "same seeds and questions"),
+    ],
+)
+def test_figures_that_cannot_be(figure, given, message):
+    with pytest.raises(ValueError, match=message):
+        figure(*given)
 
 
 def test_long_answers_vote_by_all_of_their_text():
     """Programs that begin alike are told apart, and their votes are short in the file."""
     texts = ["x" * 300 + end for end in ("right", "right", "right", "wrong", "other")]
-    records = [
-        {"row": {"prompt": "q"}, "answer": text, "reward": float(text.endswith("right")), "rewards": {}, "turns": []}
-        for text in texts
-    ]
+    record = {"row": {"prompt": "q"}, "rewards": {}, "turns": []}
+    records = [{**record, "answer": text, "reward": float(text.endswith("right"))} for text in texts]
     rows = sample_rows(records, str, 1.0, None)
     assert by_question(rows, "maj@5") == {rows[0]["question"]: 1.0}
     assert all(len(row["vote"]) < 230 for row in rows)
@@ -129,67 +127,44 @@ def test_equal_scores_of_a_few_questions_say_little():
     assert many.high < 0.02
 
 
+def covering(truth, times, make, seed=0):
+    draws = np.random.default_rng(seed)
+    found = [make(draws, seed=number, n_resamples=500) for number in range(times)]
+    return sum(one.low <= truth <= one.high for one in found)
+
+
 @pytest.mark.parametrize(("share", "questions", "seeds"), [(0.01, 96, 3), (0.9, 20, 1), (0.98, 96, 5)])
 def test_intervals_cover_the_true_share(share, questions, seeds):
-    draws, covered = np.random.default_rng(0), 0
-    for number in range(100):
-        found = interval(draws.random((seeds, questions)) < share, seed=number, n_resamples=500)
-        covered += found.low <= share <= found.high
-    assert covered >= 88
+    made = lambda draws, **how: interval(draws.random((seeds, questions)) < share, **how)  # noqa: E731
+    assert covering(share, 100, made) >= 88
 
 
 @pytest.mark.parametrize(("share", "samples", "questions"), [(0.02, 4, 30), (0.95, 8, 50)])
 def test_intervals_of_questions_with_several_samples_cover_the_true_share(share, samples, questions):
     """`benchmarks/interval_coverage.py` has more."""
-    draws = np.random.default_rng(0)
-    found = [
-        interval(draws.binomial(samples, share, questions) / samples, seed=number, n_resamples=500)
-        for number in range(300)
-    ]
-    assert sum(one.low <= share <= one.high for one in found) >= 279
+    made = lambda draws, **how: interval(draws.binomial(samples, share, questions) / samples, **how)  # noqa: E731
+    assert covering(share, 300, made) >= 279
 
 
 @pytest.mark.parametrize(("better", "worse", "questions", "seeds"), [(0.1, 0.0, 10, 1), (0.98, 0.9, 96, 3)])
 def test_differences_of_shares_near_their_ends_are_covered(better, worse, questions, seeds):
-    draws, covered = np.random.default_rng(0), 0
-    for number in range(100):
-        tables = [draws.random((seeds, questions)) < share for share in (better, worse)]
-        found = paired_difference(*tables, seed=number, n_resamples=500)
-        covered += found.low <= better - worse <= found.high
-    assert covered >= 88
+    def made(draws, **how):
+        return paired_difference(*(draws.random((seeds, questions)) < share for share in (better, worse)), **how)
 
-
-@pytest.mark.parametrize(
-    ("scores", "options", "what"),
-    [
-        ([], {}, "shape"),
-        ([[1.0, math.nan]], {}, "1 of the 2"),
-        ([1.0], {"confidence": 1.0}, "confidence"),
-        ([0.5, 2.0], {}, "from 0.5 to 2, outside `bounds`"),
-    ],
-)
-def test_scores_that_have_no_interval(scores, options, what):
-    with pytest.raises(ValueError, match=what):
-        interval(scores, **options)
-
-
-def test_pairs_of_different_questions():
-    with pytest.raises(ValueError, match="same seeds and questions"):
-        paired_difference([[1.0, 0.0]], [[1.0]])
+    assert covering(better - worse, 100, made) >= 88
 
 
 def test_intervals_cover_the_true_difference():
     """Seeds and questions vary, samples are right or wrong: at least 90 of 100 intervals of 95 % hold the truth."""
-    draws, covered = np.random.default_rng(3), 0
-    for number in range(100):
-        difficulty = draws.normal(0, 0.15, 60)
-        arms = []
+
+    def made(draws, **how):
+        difficulty, arms = draws.normal(0, 0.15, 60), []
         for mean, spread in ((0.6, 0.05), (0.5, 0.08)):
             chances = mean + difficulty + draws.normal(0, spread, (3, 1))
             arms.append(draws.binomial(4, chances.clip(0, 1)) / 4)
-        found = paired_difference(*arms, seed=number, n_resamples=500)
-        covered += found.low <= 0.1 <= found.high
-    assert covered >= 90
+        return paired_difference(*arms, **how)
+
+    assert covering(0.1, 100, made, seed=3) >= 90
 
 
 # ---- Evaluations of a trainer ----
@@ -282,12 +257,12 @@ def test_greedy_evaluation_is_that_of_a_greedy_team(model_folder, tmp_path):
 def test_a_low_temperature_is_all_but_greedy(model_folder, tmp_path):
     trainer = alone(model_folder, tmp_path)
     trainer.model.get_base_model().model.norm.weight.data *= 1000  # so that no two tokens are all but alike
-    rows = tiny_dataset(6, seed=1).to_list()
-    cold = [e.turns[0].completion_ids for e in trainer.team.run(rows, sampling={"temperature": 1e-4}, seed=3)]
-    greedy = [e.turns[0].completion_ids for e in trainer.team.run(rows, greedy=True)]
-    assert cold == greedy
-    warm = [e.turns[0].completion_ids for e in trainer.team.run(rows, sampling={"temperature": 5e3}, seed=3)]
-    assert warm != greedy
+
+    def said(**how):
+        return [one.turns[0].completion_ids for one in trainer.team.run(tiny_dataset(6, seed=1).to_list(), **how)]
+
+    assert said(sampling={"temperature": 1e-4}, seed=3) == said(greedy=True)
+    assert said(sampling={"temperature": 5e3}, seed=3) != said(greedy=True)
 
 
 def test_who_votes_and_who_is_right(model_folder, tmp_path):
@@ -316,21 +291,17 @@ def test_the_best_model_by_a_metric_of_samples(model_folder, tmp_path):
 
 def test_scores_of_several_runs(tmp_path):
     for seed in (0, 1):
-        rows = [
-            {"question": name, "sample": index, "right": float(right), "vote": "a"}
-            for name, its in (("x", (1, 0)), ("y", (1, seed)))
-            for index, right in enumerate(its)
-        ]
+        its = [("x", 0, 1.0), ("x", 1, 0.0), ("y", 0, 1.0), ("y", 1, float(seed))]
+        rows = [dict(zip(("question", "sample", "right"), one, strict=True), vote="a") for one in its]
         write_samples(tmp_path / str(seed), rows, "eval", 8, seed)
     folders = [tmp_path / "0", tmp_path / "1"]
     assert scores(folders).tolist() == [[0.5, 0.5], [0.5, 1.0]]
     assert scores(folders, "pass@2").tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert interval(scores(folders)).seeds == 2
     write_samples(tmp_path / "1", rows[:2], "eval", 8, 1)
-    with pytest.raises(ValueError, match="were evaluated on different questions"):
-        scores(folders)
-    with pytest.raises(ValueError, match="no evaluation"):
-        scores(folders, step=3)
+    for step, message in ((None, "were evaluated on different questions"), (3, "no evaluation")):
+        with pytest.raises(ValueError, match=message):
+            scores(folders, step=step)
     write_samples(tmp_path / "1", rows, "test", 8, 1)
     with pytest.raises(ValueError, match="eval, test"):
         scores(folders)

@@ -20,58 +20,11 @@ from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, seams
 from marft_trl.algorithms.rows import Row
 from marft_trl.config.team_setup import Sampling
 from marft_trl.learning.batching import collate
-from marft_trl.seams import libraries as logs
-from marft_trl.seams import libraries as versions
+from marft_trl.seams import libraries, models, runs
+from marft_trl.seams import trl as of_trl
 from marft_trl.seams.generation import TrlEngine, forward_in_precision, generating_by, get_pad_token
-from marft_trl.seams.libraries import (
-    TESTED,
-    checkpointing_fields,
-    installed_version,
-    newer_than_tested,
-    release,
-    warn_of_newer_versions,
-)
-from marft_trl.seams.models import (
-    AdapterLayers,
-    ScoringTemperature,
-    check_fused_head,
-    expert_parameters,
-    fused_head,
-    get_commit,
-    is_checkpointing,
-    keep_4bit_weights,
-    without_adapter_name_warning,
-)
-from marft_trl.seams.runs import (
-    EndlessStream,
-    EpochSampler,
-    begin_pass,
-    checkpoint_folder,
-    keeping_checkpoints,
-    restart_schedule,
-    save_checkpoint_now,
-    saving_adapters_alone,
-    saving_only,
-    schedule_of_any_length,
-    store_of_processes,
-)
+from marft_trl.seams.libraries import TESTED, installed_version, release
 from marft_trl.seams.swapping import swapped, swapped_in_module
-from marft_trl.seams.trl import (
-    LOSSES,
-    LocalAccelerator,
-    TrlLoss,
-    TrlPrompts,
-    TrlRewards,
-    TrlSettings,
-    TrlState,
-    configure_grpo_trainer,
-    constructing_grpo_trainer,
-    trl_log_probs,
-    without_init_kwargs_warning,
-    without_printed_table,
-    without_reference,
-    without_vllm,
-)
 from marft_trl.shared_prefix.forward import hidden_states
 
 import pytest
@@ -92,51 +45,46 @@ from trl.trainer.utils import RepeatSampler, add_fused_lm_head
 from .helpers import lora, team_trainer
 
 
+# Names of the parameters after `self`
 PARAMETERS = {
-    (GRPOTrainer, "_prepare_inputs"): ["self", "generation_batch"],
-    (GRPOTrainer, "_generate_and_score_completions"): ["self", "inputs"],
-    (GRPOTrainer, "_generate_single_turn"): [
-        *("self", "prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"),
-    ],
-    (GRPOTrainer, "_tokenize_prompts"): ["self", "prompts"],
-    (GRPOTrainer, "_calculate_rewards"): ["self", "inputs", "prompts", "completions", "completion_ids_list"],
-    (GRPOTrainer, "_compute_loss"): ["self", "model", "inputs"],
-    (GRPOTrainer, "compute_loss"): ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
-    (GRPOTrainer, "training_step"): ["self", "model", "inputs", "num_items_in_batch"],
-    (GRPOTrainer, "prediction_step"): ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],
-    (GRPOTrainer, "log"): ["self", "logs", "start_time"],
-    (GRPOTrainer, "_get_train_sampler"): ["self", "dataset"],
-    (GRPOTrainer, "_load_optimizer_and_scheduler"): ["self", "checkpoint"],
-    (GRPOTrainer, "create_model_card"): ["self", "model_name", "dataset_name", "tags"],
-    (Trainer, "create_optimizer"): ["self", "model"],
-    (Trainer, "_clip_grad_norm"): ["self", "model"],
-    (Trainer, "_get_grad_norm"): ["self", "model", "grad_norm"],
-    (Trainer, "_save"): ["self", "output_dir", "state_dict"],
-    (Trainer, "_save_rng_state"): ["self", "output_dir"],
-    (Trainer, "_save_checkpoint"): ["self", "model", "trial"],
-    (Trainer, "_get_dataloader"): [
-        *("self", "dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key"),
-    ],
-    (Trainer, "_maybe_log_save_evaluate"): [
-        *("self", "tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time"),
-        "learning_rate",
-    ],
-    (Trainer, "_finalize_training"): ["self", "trial", "num_train_samples", "start_time"],
-    (Trainer, "_run_epoch"): [
-        *("self", "model", "epoch", "train_dataloader", "steps_in_epoch", "num_update_steps_per_epoch", "trial"),
-        *("ignore_keys_for_eval", "start_time", "resume_from_checkpoint", "epochs_trained"),
-        "steps_trained_in_current_epoch",
-    ],
-    (Trainer, "_load_from_checkpoint"): ["self", "resume_from_checkpoint", "model"],
-    (Trainer, "_load_best_model"): ["self"],
-    (Trainer, "_push_from_checkpoint"): ["self", "checkpoint_folder"],
-    (Trainer, "_finish_current_push"): ["self"],
+    (GRPOTrainer, "_prepare_inputs"): "generation_batch",
+    (GRPOTrainer, "_generate_and_score_completions"): "inputs",
+    (GRPOTrainer, "_generate_single_turn"): "prompt_ids images multimodal_fields num_generations has_tool_images",
+    (GRPOTrainer, "_tokenize_prompts"): "prompts",
+    (GRPOTrainer, "_calculate_rewards"): "inputs prompts completions completion_ids_list",
+    (GRPOTrainer, "_compute_loss"): "model inputs",
+    (GRPOTrainer, "compute_loss"): "model inputs return_outputs num_items_in_batch",
+    (GRPOTrainer, "training_step"): "model inputs num_items_in_batch",
+    (GRPOTrainer, "prediction_step"): "model inputs prediction_loss_only ignore_keys",
+    (GRPOTrainer, "log"): "logs start_time",
+    (GRPOTrainer, "_get_train_sampler"): "dataset",
+    (GRPOTrainer, "_load_optimizer_and_scheduler"): "checkpoint",
+    (GRPOTrainer, "create_model_card"): "model_name dataset_name tags",
+    (Trainer, "create_optimizer"): "model",
+    (Trainer, "_clip_grad_norm"): "model",
+    (Trainer, "_get_grad_norm"): "model grad_norm",
+    (Trainer, "_save"): "output_dir state_dict",
+    (Trainer, "_save_rng_state"): "output_dir",
+    (Trainer, "_save_checkpoint"): "model trial",
+    (Trainer, "_get_dataloader"): "dataset description batch_size sampler_fn is_training dataloader_key",
+    (Trainer, "_maybe_log_save_evaluate"): (
+        "tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate"
+    ),
+    (Trainer, "_finalize_training"): "trial num_train_samples start_time",
+    (Trainer, "_run_epoch"): (
+        "model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval "
+        "start_time resume_from_checkpoint epochs_trained steps_trained_in_current_epoch"
+    ),
+    (Trainer, "_load_from_checkpoint"): "resume_from_checkpoint model",
+    (Trainer, "_load_best_model"): "",
+    (Trainer, "_push_from_checkpoint"): "checkpoint_folder",
+    (Trainer, "_finish_current_push"): "",
 }
 
 
 @pytest.mark.parametrize(("owner", "name"), PARAMETERS, ids=lambda value: getattr(value, "__name__", value))
 def test_the_method_has_the_parameters_we_know(owner, name):
-    assert list(inspect.signature(getattr(owner, name)).parameters) == PARAMETERS[owner, name]
+    assert list(inspect.signature(getattr(owner, name)).parameters) == ["self", *PARAMETERS[owner, name].split()]
 
 
 # ---- Versions ----
@@ -146,27 +94,27 @@ def test_versions_are_those_that_were_read():
     """`release`, `newer_than_tested`: what is installed here is at least the lowest that works."""
     for name, (lowest, newest) in TESTED.items():
         assert release(lowest) <= release(version(name)) and release(lowest) <= release(newest), name
-    assert not newer_than_tested() or os.environ.get("MARFT_NEWEST"), "raise `TESTED` if the tests pass"
-
-
-def test_installed_version_is_that_of_the_code():
+    assert not libraries.newer_than_tested() or os.environ.get("MARFT_NEWEST"), "raise `TESTED` if the tests pass"
     assert installed_version("marft-trl") == marft_trl.__version__ and installed_version("trl") == version("trl")
     assert installed_version("no-such-package") is None
 
 
 def test_newer_versions_are_said_once_and_not_refused(monkeypatch, model_folder, tmp_path, caplog):
-    monkeypatch.setitem(versions.TESTED, "trl", ("1.0", "1.1"))
-    monkeypatch.setitem(versions.TESTED, "no-such-package", ("1.0", "1.1"))
-    warn_of_newer_versions.cache_clear()
+    monkeypatch.setitem(TESTED, "trl", ("1.0", "1.1"))
+    monkeypatch.setitem(TESTED, "no-such-package", ("1.0", "1.1"))
+    libraries.warn_of_newer_versions.cache_clear()
     for folder in ("one", "two"):
         team_trainer(model_folder, tmp_path / folder)
     assert caplog.text.count(f"has not been tested with trl {version('trl')} (tested up to 1.1). It is likely") == 1
     assert release("2.13.0+cpu") == (2, 13) and release("1.17rc1") == (1, 17) and release("1.10.dev0") == (1, 10)
 
 
-def test_checkpointing_fields_are_those_of_the_arguments():
-    assert "gradient_checkpointing" in checkpointing_fields(MARFTConfig("x"))
-    assert checkpointing_fields(SimpleNamespace(gradient_checkpointing=None)) == ["gradient_checkpointing"]
+def test_checkpointing_has_either_name():
+    """Of `checkpointing_fields` and `is_checkpointing`."""
+    old, new = SimpleNamespace(is_gradient_checkpointing=True), SimpleNamespace(is_activation_checkpointing=False)
+    assert models.is_checkpointing(old) and not models.is_checkpointing(new)
+    assert "gradient_checkpointing" in libraries.checkpointing_fields(MARFTConfig("x"))
+    assert libraries.checkpointing_fields(SimpleNamespace(gradient_checkpointing=None)) == ["gradient_checkpointing"]
 
 
 def test_shared_arguments_have_the_names_and_the_order_of_grpo_trainer():
@@ -180,13 +128,9 @@ def test_shared_arguments_have_the_names_and_the_order_of_grpo_trainer():
 def test_the_loss_gathers_only_through_what_is_made_local():
     """Inside a micro-batch no collective may run. These are all that TRL's loss has, or is refused."""
     source = inspect.getsource(GRPOTrainer._compute_loss) + inspect.getsource(GRPOTrainer.get_high_entropy_mask)
-    called = set()
-    for part in source.split("self.accelerator.")[1:]:
-        called.add(part.split("(")[0].split(")")[0].split()[0].rstrip(":,"))
-    assert called <= {
-        *("gather", "gather_for_metrics", "reduce", "pad_across_processes"),
-        *("num_processes", "sync_gradients"),
-    }
+    called = {*re.findall(r"self\.accelerator\.(\w+)", source)}
+    local = {"gather", "gather_for_metrics", "reduce", "pad_across_processes", "num_processes", "sync_gradients"}
+    assert "gather" in called and called <= local
 
 
 def test_the_metrics_of_the_loss_are_the_ones_we_join():
@@ -206,15 +150,15 @@ def test_LossType_table_has_the_names_and_metrics_of_the_parent():
     source = inspect.getsource(GRPOTrainer._compute_loss)
     branches = re.split(r"if self\.loss_type (?:==|in) ", source)[1:]
     named = [(re.findall(r'"(\w+)"', branch.split(":")[0]), branch) for branch in branches]
-    assert {name for names, _ in named for name in names} == set(LOSSES)
-    logged: dict[str, list[str]] = {name: [] for name in LOSSES}
+    assert {name for names, _ in named for name in names} == set(of_trl.LOSSES)
+    logged: dict[str, list[str]] = {name: [] for name in of_trl.LOSSES}
     for names, branch in named:
         for name in names:
             logged[name] += re.findall(r'_metrics\[mode\]\["((?:clip_ratio|cispo|vespo)[^"]*)"\]', branch)
-    assert logged == {name: list(loss.metrics) for name, loss in LOSSES.items()}
+    assert logged == {name: list(loss.metrics) for name, loss in of_trl.LOSSES.items()}
     divided = {name: branch for names, branch in named for name in names if "policy_loss = loss" in branch}
     by_tokens = {name for name, its in divided.items() if "num_items_in_batch" in its or "/ mask.sum()" in its}
-    assert {name for name, loss in LOSSES.items() if not loss.is_row_mean} == by_tokens < set(divided)
+    assert {name for name, loss in of_trl.LOSSES.items() if not loss.is_row_mean} == by_tokens < set(divided)
 
 
 def test_every_entry_has_a_test_that_names_it():
@@ -251,7 +195,7 @@ def test_TrlLoss_reads_old_log_probabilities_after_it_has_asked_for_new_ones(tra
             return logps, entropies
 
         with trainer.parts.log_probs.transformed(transform), torch.no_grad():
-            loss, metrics = TrlLoss(trainer)(trainer.model, inputs, entropy_coef=0.0, max_completion_length=16)
+            loss, metrics = of_trl.TrlLoss(trainer)(trainer.model, inputs, entropy_coef=0.0, max_completion_length=16)
         losses.append(loss.item())
         assert "entropy" in metrics and not trainer.parts.state.metrics["eval"]
     # A ratio of 1, of e (clipped at 1.2) and of 1/e
@@ -262,10 +206,10 @@ def test_swapped_attributes_are_put_back_whatever_happens(trainer, model_folder)
     """Those that were the class's are the class's again; also when TRL raises."""
     before, of_model = dict(trainer.__dict__), dict(trainer.model.__dict__)
     with pytest.raises(KeyError):
-        TrlLoss(trainer)(trainer.model, {}, entropy_coef=0.0, max_completion_length=16)
-    with pytest.raises(ZeroDivisionError), TrlRewards(trainer).locally([len]):
+        of_trl.TrlLoss(trainer)(trainer.model, {}, entropy_coef=0.0, max_completion_length=16)
+    with pytest.raises(ZeroDivisionError), of_trl.TrlRewards(trainer).locally([len]):
         raise ZeroDivisionError
-    with pytest.raises(ZeroDivisionError), without_printed_table(trainer):
+    with pytest.raises(ZeroDivisionError), of_trl.without_printed_table(trainer):
         assert trainer.num_completions_to_print == 0
         raise ZeroDivisionError
     engine = TrlEngine(trainer, Sampling.from_agent(AgentSpec("solo"), trainer.args).as_generation_kwargs())
@@ -282,17 +226,15 @@ def test_swapped_attributes_are_put_back_whatever_happens(trainer, model_folder)
     assert trainer.model.__dict__.keys() == of_model.keys() and grpo_trainer.gather is gather
 
 
-def test_TrlSettings_are_read_when_they_are_used(model_folder, tmp_path):
-    trainer = team_trainer(model_folder, tmp_path)
-    settings = TrlSettings(trainer)
-    trainer.beta, trainer.loss_type, trainer.scale_rewards, trainer.top_entropy_quantile = 0.5, "bnpo", "none", 0.3
-    trainer.mask_truncated_completions, trainer.log_completions, trainer.num_completions_to_print = True, True, 2
+def test_TrlSettings_are_read_when_they_are_used(trainer):
+    settings = of_trl.TrlSettings(trainer)
+    changed = {"beta": 0.5, "loss_type": "bnpo", "scale_rewards": "none", "top_entropy_quantile": 0.3}
+    changed |= {"mask_truncated_completions": True, "log_completions": True, "num_completions_to_print": 2}
+    for name, value in {**changed, "multi_objective_aggregation": "normalize_then_sum"}.items():
+        setattr(trainer, name, value)
+        assert getattr(settings, name) == value
     trainer.num_generations, trainer.num_generations_eval = 8, 3
-    trainer.multi_objective_aggregation = "normalize_then_sum"
-    found = [settings.beta, settings.loss_type, settings.scale_rewards, settings.top_entropy_quantile]
-    assert found == [0.5, "bnpo", "none", 0.3] and settings.multi_objective_aggregation == "normalize_then_sum"
-    assert settings.mask_truncated_completions and settings.log_completions and not settings.aux_loss_enabled
-    assert settings.num_completions_to_print == 2
+    assert not settings.aux_loss_enabled
     assert (settings.group_size(True), settings.group_size(False)) == (8, 3)
 
 
@@ -301,7 +243,7 @@ def test_configure_grpo_trainer_sets_what_the_constructor_derives_otherwise(mode
     assert trainer.beta == trainer.args.beta == 0.1
     assert trainer.accelerator.ddp_handler.broadcast_buffers is False  # not only in `args`, which are read before
     assert trainer.importance_sampling_level == "sequence"
-    configure_grpo_trainer(trainer, 0.2, None)
+    of_trl.configure_grpo_trainer(trainer, 0.2, None)
     assert trainer.beta == 0.2 and trainer.importance_sampling_level == "sequence"
 
 
@@ -319,26 +261,14 @@ def test_checkpointing_with_caches_gives_the_gradients_of_a_plain_pass(model_fol
 
 
 def test_LocalAccelerator_gathers_nothing(trainer):
-    local, scalar = LocalAccelerator(trainer.accelerator), torch.tensor(3.0)
+    local, scalar = of_trl.LocalAccelerator(trainer.accelerator), torch.tensor(3.0)
     assert local.gather(scalar).shape == (1,) and local.reduce(scalar, reduction="sum") is scalar
     assert local.gather_for_metrics(scalar).shape == (1,) and local.pad_across_processes(scalar, dim=0) is scalar
     assert local.num_processes == trainer.accelerator.num_processes
 
 
-def test_TrlState_names_what_the_trainer_has(model_folder, tmp_path):
-    trainer = team_trainer(model_folder, tmp_path, settings={"max_steps": 2, "gradient_accumulation_steps": 2})
-    state = TrlState(trainer)
-    assert (state.micro_step, state.optimizer_step, state.slices) == (0, 0, None)
-    trainer.train()
-    assert (state.micro_step, state.optimizer_step) == (4, 2) and len(state.slices) == 2
-    assert set(state.metrics) == {"train", "eval"} and not state.has_entropy_bonus and state.entropy_coef == 0.0
-    assert state.num_tokens_seen > 0 and state.take_user_metrics() == {} and state.take_user_columns() == {}
-    trainer.model.eval()
-    assert not state.is_training and state.accumulation_steps == 1
-
-
 def test_TrlRewards_are_local_and_put_back(trainer):
-    rewards, rows = TrlRewards(trainer), [{"prompt": "q"}] * 3
+    rewards, rows = of_trl.TrlRewards(trainer), [{"prompt": "q"}] * 3
 
     def twos(completions, log_metric, **kwargs):
         log_metric("noise", 1.0)
@@ -355,7 +285,7 @@ def test_TrlRewards_are_local_and_put_back(trainer):
 
 def test_TrlPrompts_and_TrlEngine_put_the_trainers_attributes_back(trainer):
     tools, config, kwargs = trainer.tools, trainer.generation_config, trainer.generation_kwargs
-    (ids,) = TrlPrompts(trainer).tokenize([[{"role": "user", "content": "1"}]], [])
+    (ids,) = of_trl.TrlPrompts(trainer).tokenize([[{"role": "user", "content": "1"}]], [])
     assert ids and trainer.tools is tools
     engine = TrlEngine(trainer, Sampling.from_agent(AgentSpec("solo"), trainer.args).as_generation_kwargs())
     sampling = Sampling.from_agent(AgentSpec("solo", max_completion_length=3, temperature=0.5), trainer.args)
@@ -376,44 +306,29 @@ def test_accepting_one_generation_lets_no_other_error_pass(tmp_path):
         MARFTConfig(str(tmp_path), num_generations=3, per_device_train_batch_size=8)
 
 
-def test_without_reference_and_without_false_warning_put_everything_back(tmp_path, caplog):
+def test_constructing_grpo_trainer_hides_settings_from_the_constructor_alone(tmp_path, caplog):
+    """Of `without_reference`, `without_vllm` and `without_init_kwargs_warning`."""
     args = MARFTConfig(str(tmp_path), beta=0.1, sync_ref_model=True)
-    with without_reference(args, enabled=True):
-        assert args.beta == 0.0 and not args.sync_ref_model
-    assert args.beta == 0.1 and args.sync_ref_model
+    args.use_vllm = True
     parents = logging.getLogger("trl.trainer.grpo_trainer")
-    with without_init_kwargs_warning(True):
+    with of_trl.constructing_grpo_trainer(args, has_adapters=True, is_model_name=True):
+        assert not args.use_vllm and args.beta == 0.0 and not args.sync_ref_model
         parents.warning("You passed `model_init_kwargs` to the `GRPOConfig`, ...")
         parents.warning("something else")
+    assert args.use_vllm and args.beta == 0.1 and args.sync_ref_model
     assert not parents.filters and "something else" in caplog.text and "model_init_kwargs" not in caplog.text
 
 
-def test_without_vllm_hides_it_from_the_constructor_alone(tmp_path):
-    args = MARFTConfig(str(tmp_path), use_vllm=True)
-    with without_vllm(args):
-        assert not args.use_vllm
-    assert args.use_vllm
-    args.beta = 0.1
-    with constructing_grpo_trainer(args, has_adapters=True, is_model_name=True):
-        assert not args.use_vllm and args.beta == 0.0
-    assert args.use_vllm and args.beta == 0.1
+REPEATED = {"mini_repeat_count": 2, "batch_size": 2, "repeat_count": 1, "seed": 3}
 
 
 def test_EpochSampler_finds_the_order_of_its_epoch():
-    def orders(make):
-        sampler, found = make(), []
-        for epoch in range(3):
-            if isinstance(sampler, EpochSampler):
-                sampler.set_epoch(epoch)
-            found.append(list(sampler))
-        return found
-
-    upstream = orders(lambda: RepeatSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3))
-    made = orders(lambda: EpochSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3))
-    assert made == upstream
-    late = EpochSampler.from_sampler(
-        RepeatSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3), 1
-    )
+    theirs, ours = (kind(range(8), **REPEATED) for kind in (RepeatSampler, runs.EpochSampler))
+    upstream = [list(theirs) for _ in range(3)]
+    for epoch, expected in enumerate(upstream):
+        ours.set_epoch(epoch)
+        assert list(ours) == expected
+    late = runs.EpochSampler.from_sampler(RepeatSampler(range(8), **REPEATED), 1)
     late.set_epoch(2)
     assert list(late) == upstream[2]
 
@@ -423,26 +338,28 @@ def test_begin_pass_reaches_the_order_of_several_processes_that_resume(index):
     """Upstream's loader does not once batches are skipped."""
 
     def order(skipped, epoch, ours):
-        sampler = EpochSampler(range(8), mini_repeat_count=2, batch_size=2, repeat_count=1, seed=3)
+        sampler = runs.EpochSampler(range(8), **REPEATED)
         loader = torch.utils.data.DataLoader(range(8), sampler=sampler, batch_size=2)
         loader = prepare_data_loader(loader, num_processes=2, process_index=index, put_on_device=False)
         loader = skip_first_batches(loader, skipped)
         loader.set_epoch(epoch)
         if ours:
-            begin_pass(sampler, epoch)
+            runs.begin_pass(sampler, epoch)
         return torch.cat([*loader]).tolist()
 
     whole = order(0, 1, ours=True)
     assert order(2, 1, ours=True) == whole[4:]
     assert order(2, 1, ours=False) == order(0, 0, ours=True)[4:] != whole[4:]  # else upstream has mended it
-    begin_pass(None, 1)  # of a stream
+    runs.begin_pass(None, 1)  # of a stream
+
+
+FUSED = {"cast_lm_head_to_fp32": False, "outputs": ("log_probs", "entropy")}
 
 
 def test_ScoringTemperature_and_fused_head_score_as_a_plain_pass(model_folder):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
-    head = {"cast_lm_head_to_fp32": False, "outputs": ("log_probs", "entropy")}
-    add_fused_lm_head(model, temperature=1.0, **head)
-    switch = ScoringTemperature([model], [1.0, 0.5], default=1.0, head=head)
+    add_fused_lm_head(model, temperature=1.0, **FUSED)
+    switch = models.ScoringTemperature([model], [1.0, 0.5], default=1.0, head=FUSED)
     ids = torch.tensor([[7, 8, 9, 10]])
     with torch.no_grad():
         output = model(input_ids=ids, output_hidden_states=True)
@@ -450,7 +367,8 @@ def test_ScoringTemperature_and_fused_head_score_as_a_plain_pass(model_folder):
         for temperature in (0.5, 1.0):
             switch.switch_to(temperature)
             expected = torch.log_softmax(logits / temperature, -1).gather(-1, ids[0, 1:, None]).squeeze(-1)
-            torch.testing.assert_close(fused_head(model, hidden, ids[0, 1:]).log_probs[0], expected, atol=1e-5, rtol=0)
+            found = models.fused_head(model, hidden, ids[0, 1:]).log_probs[0]
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert "forward" not in model.base_model.__dict__
 
 
@@ -472,21 +390,21 @@ def test_a_generation_config_acts_unless_it_is_set_aside(model_folder):
     assert model.generation_config.top_k == 1
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("granite", {"logits_scaling": 8.0}),
-        ("cohere", {"logit_scale": 0.25}),
-        ("gemma2", {"final_logit_softcapping": 3.0}),
-    ],
-)
-def test_check_fused_head_knows_heads_that_scale_or_cap(model_folder, tokenizer, tmp_path, family, settings):
+SCALED = [
+    ("granite", "logits_scaling", 8.0),
+    ("cohere", "logit_scale", 0.25),
+    ("gemma2", "final_logit_softcapping", 3.0),
+]
+
+
+@pytest.mark.parametrize(("family", "setting", "value"), SCALED)
+def test_check_fused_head_knows_heads_that_scale_or_cap(tokenizer, tmp_path, family, setting, value):
     """So does the probe of servers, `next_token`: what a model does after its head is part of its distribution."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": len(tokenizer), "bos_token_id": None}
     sizes |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id")}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **settings)).float()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **{setting: value})).float()
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=1.0)
     trainer = team_trainer(model, tmp_path, processing_class=tokenizer, peft_config=lora())
     ids = [7, 8, 9, 10]
@@ -500,64 +418,60 @@ def test_expert_parameters_are_what_peft_targets_instead_of_modules():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11, "head_dim": 8}
     mixture = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", num_experts=2, **sizes))
     dense = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes))
-    assert "down_proj" in expert_parameters(mixture) and not expert_parameters(dense)
+    assert "down_proj" in models.expert_parameters(mixture) and not models.expert_parameters(dense)
 
 
 HEADS = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 HEADS |= {"intermediate_size": 64, "max_position_embeddings": 64}
 
 
+EXPERTS = {"num_local_experts": 2, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size_mlp": 64}
+OTHER_HEAD = "GRPOTrainer's scoring does not match the LM head"
+
+
 @pytest.mark.parametrize(
-    ("family", "settings", "is_known"),
+    ("family", "settings", "message"),
     [
-        ("roberta", {"is_decoder": True}, False), ("bert", {"is_decoder": True}, False),
-        ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}, True),  # calls a part of its backbone; has dropout
-        ("mamba", {}, True), ("mixtral", {"num_local_experts": 2, "output_router_logits": True}, True),
+        ("roberta", {"is_decoder": True}, OTHER_HEAD), ("bert", {"is_decoder": True}, OTHER_HEAD),
+        ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}, None),  # calls a part of its backbone; has dropout
+        ("mamba", {}, None), ("mixtral", {"num_local_experts": 2, "output_router_logits": True}, None),
+        ("llama4_text", EXPERTS, "`Llama4ForCausalLM` is not supported, as in GRPOTrainer"),  # has no backbone
     ],
 )  # fmt: skip
-def test_check_fused_head_tells_heads_of_families_apart(family, settings, is_known):
+def test_check_fused_head_tells_heads_of_families_apart(family, settings, message):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **HEADS, **settings)).float().train()
-    add_fused_lm_head(model, temperature=0.7, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy"))
+    add_fused_lm_head(model, temperature=0.7, **FUSED)
     modes = [module.training for module in model.modules()]
-    message = "GRPOTrainer's scoring does not match the LM head"
-    with contextlib.nullcontext() if is_known else pytest.raises(ValueError, match=message):
-        check_fused_head(model, 0.7)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        models.check_fused_head(model, 0.7)
     assert modes == [module.training for module in model.modules()]
-
-
-def test_check_fused_head_names_models_without_a_backbone():
-    sizes = {"num_local_experts": 2, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size_mlp": 64}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama4_text", **HEADS, **sizes))
-    add_fused_lm_head(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy"))
-    with pytest.raises(ValueError, match="`Llama4ForCausalLM` is not supported, as in GRPOTrainer"):
-        check_fused_head(model, 1.0)
 
 
 def test_check_fused_head_refuses_what_would_train_on_other_numbers(model_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     forward = model.lm_head.forward
     model.lm_head.forward = lambda hidden: forward(torch.tanh(hidden))
-    with pytest.raises(ValueError, match="GRPOTrainer's scoring does not match the LM head"):
+    with pytest.raises(ValueError, match=OTHER_HEAD):
         team_trainer(model, tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(model_folder)
-    add_fused_lm_head(plain, temperature=0.7, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy"))
-    check_fused_head(plain, 0.7)
+    add_fused_lm_head(plain, temperature=0.7, **FUSED)
+    models.check_fused_head(plain, 0.7)
     low = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
     low.lm_head.weight.data *= 30  # logits of 100 and more, which bfloat16 rounds to halves
-    add_fused_lm_head(low, temperature=0.2, cast_lm_head_to_fp32=False, outputs=("log_probs", "entropy"))
+    add_fused_lm_head(low, temperature=0.2, **FUSED)
     modes = [module.training for module in low.modules()]
-    check_fused_head(low, 0.2)
+    models.check_fused_head(low, 0.2)
     assert modes == [module.training for module in low.modules()]
     with pytest.raises(ValueError, match="differ by"):
-        check_fused_head(plain, 1.0)
+        models.check_fused_head(plain, 1.0)
 
 
 def test_saving_adapters_alone_is_still_needed(model_folder, tmp_path):
     """PEFT adds the base's embeddings to an adapter with a LoRA on them."""
     trainer = team_trainer(model_folder, tmp_path, peft_config=LoraConfig(r=4, target_modules=["embed_tokens"]))
     trainer.model.save_pretrained(tmp_path / "plain")
-    with saving_adapters_alone(trainer, trainer.policies.saved_adapters):
+    with runs.saving_adapters_alone(trainer, trainer.policies.saved_adapters):
         trainer.model.save_pretrained(tmp_path / "alone")
     plain, alone = (load_file(tmp_path / name / "actor" / "adapter_model.safetensors") for name in ("plain", "alone"))
     assert len(plain) > len(alone) == 2 and all("lora_" in name for name in alone)
@@ -577,10 +491,10 @@ def test_forward_in_precision_casts_as_accelerate_does(model_folder):
 
 @pytest.mark.parametrize("whole", [None, ["lm_head"]], ids=["plain", "with_whole_modules"])
 def test_AdapterLayers_switches_as_peft_does(model_folder, whole):
-    models = [
+    ours, theirs = (
         get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="one") for _ in "ab"
-    ]
-    layers, theirs = AdapterLayers(models[0]), models[1]
+    )
+    layers = models.AdapterLayers(ours)
 
     def flags(model):
         kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
@@ -589,7 +503,7 @@ def test_AdapterLayers_switches_as_peft_does(model_folder, whole):
         return active, model.active_adapter, [one.requires_grad for one in model.parameters()]
 
     layers.activate("one")
-    for model in models:  # a new adapter brings layers that none had before
+    for model in (ours, theirs):  # a new adapter brings layers that none had before
         model.add_adapter("two", LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], modules_to_save=whole))
     for name, trained in (("two", ["one"]), ("one", ["one", "two"]), ("two", [])):
         others = [one for one in ("one", "two") if one not in trained]
@@ -598,18 +512,18 @@ def test_AdapterLayers_switches_as_peft_does(model_folder, whole):
         for model in (layers, theirs):
             model.set_requires_grad(trained, True)
             model.set_requires_grad(others, False)
-        assert flags(models[0]) == flags(theirs) and any(flags(theirs)[2]) == bool(trained)
+        assert flags(ours) == flags(theirs) and any(flags(theirs)[2]) == bool(trained)
     ids = torch.tensor([[7, 8, 9]])
-    for model in models:
+    for model in (ours, theirs):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.ones_(parameter)
     with torch.no_grad():
-        before = models[0](input_ids=ids).logits
+        before = ours(input_ids=ids).logits
         with layers.disabled(), theirs.disable_adapter():
-            assert torch.equal(models[0](input_ids=ids).logits, theirs(input_ids=ids).logits)
-            assert not torch.equal(models[0](input_ids=ids).logits, before)
-        assert torch.equal(models[0](input_ids=ids).logits, before)
+            assert torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
+            assert not torch.equal(ours(input_ids=ids).logits, before)
+        assert torch.equal(ours(input_ids=ids).logits, before)
     with pytest.raises(ValueError, match="no adapter 'three'. It has one, two"):
         layers.activate("three")
 
@@ -617,7 +531,7 @@ def test_AdapterLayers_switches_as_peft_does(model_folder, whole):
 def test_AdapterLayers_touches_nothing_that_is_as_it_should_be(model_folder, monkeypatch):
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="one")
     model.add_adapter("two", lora())
-    layers = AdapterLayers(model)
+    layers = models.AdapterLayers(model)
     layers.activate("one")
     layers.set_requires_grad(["one", "two"], True)
     touched = []
@@ -636,23 +550,22 @@ def test_without_adapter_name_warning(model_folder):
         model.add_adapter("a", lora())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with without_adapter_name_warning():
+        with models.without_adapter_name_warning():
             model.add_adapter("lo", lora())
 
 
-def test_trl_log_probs_is_the_pass_of_the_parent(model_folder, tmp_path):
-    trainer = team_trainer(model_folder, tmp_path)
+def test_trl_log_probs_is_the_pass_of_the_parent(trainer):
     ids = torch.tensor([[7, 8, 9, 10]])
     trainer.parts.log_probs.activate("actor")
     with torch.no_grad():
-        logps, entropies, _ = trl_log_probs(trainer)(trainer.model, ids, torch.ones_like(ids), 2)
+        logps, entropies, _ = of_trl.trl_log_probs(trainer)(trainer.model, ids, torch.ones_like(ids), 2)
         logits = trainer.model.get_base_model()(input_ids=ids).logits[0, 1:-1].float()
     expected = torch.log_softmax(logits, -1).gather(-1, ids[0, 2:, None]).squeeze(-1)
     torch.testing.assert_close(logps[0], expected, atol=1e-5, rtol=0)
     assert entropies is None
 
 
-def test_small_entries_read_what_transformers_writes(model_folder, tmp_path):
+def test_small_entries_read_what_transformers_writes(trainer, model_folder):
     """`get_pad_token`, `get_commit`, `checkpoint_folder` and `keep_4bit_weights` (also in test_team_training.py)."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     seen = []
@@ -663,36 +576,34 @@ def test_small_entries_read_what_transformers_writes(model_folder, tmp_path):
 
     ids = torch.tensor([[7, 8, 9]])
     model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=3, custom_generate=note)
-    assert seen[0].item() == 3 and get_commit(model.config) is None
-    trainer = team_trainer(model_folder, tmp_path)
-    assert checkpoint_folder(trainer, None) == tmp_path / "checkpoint-0"
-    keep_4bit_weights(model)  # nothing to do
+    assert seen[0].item() == 3 and models.get_commit(model.config) is None
+    assert runs.checkpoint_folder(trainer, None) == Path(trainer.args.output_dir) / "checkpoint-0"
+    models.keep_4bit_weights(model)  # nothing to do
 
 
 # ---- The course of a run ----
 
 
 def test_EndlessStream_begins_anew_in_the_order_of_its_pass():
-    stream = (
-        Dataset.from_dict({"prompt": list("abcdef")}).to_iterable_dataset(num_shards=3).shuffle(seed=3, buffer_size=2)
-    )
+    rows = Dataset.from_dict({"prompt": list("abcdef")})
+    stream = rows.to_iterable_dataset(num_shards=3).shuffle(seed=3, buffer_size=2)
     passes = []
     for epoch in range(3):
         stream.set_epoch(epoch)
         passes += [row["prompt"] for row in stream]
-    rows = [row["prompt"] for row in itertools.islice(EndlessStream(stream), 18)]
+    rows = [row["prompt"] for row in itertools.islice(runs.EndlessStream(stream), 18)]
     assert rows == passes and passes[:6] != passes[6:12]
     with pytest.raises(ValueError, match="epoch 1"):
-        next(iter(EndlessStream(IterableDataset.from_generator(lambda: iter([])))))
+        next(iter(runs.EndlessStream(IterableDataset.from_generator(lambda: iter([])))))
 
 
 def test_saving_only_and_keeping_checkpoints_put_the_settings_back(model_folder, tmp_path):
     """Also that a checkpoint folder is named, and its step saved, as the parent does: `save_checkpoint_now`."""
     trainer = team_trainer(model_folder, tmp_path, settings={"save_total_limit": 1, "save_strategy": "steps"})
     args = trainer.args
-    with saving_only(trainer):
+    with runs.saving_only(trainer):
         assert (args.push_to_hub, args.save_total_limit) == (False, None)
-    with keeping_checkpoints(trainer):
+    with runs.keeping_checkpoints(trainer):
         assert args.save_total_limit is None
     assert args.save_total_limit == 1
     source = inspect.getsource(Trainer._save_checkpoint)
@@ -700,7 +611,7 @@ def test_saving_only_and_keeping_checkpoints_put_the_settings_back(model_folder,
     assert "rotate_checkpoints(" in source and "rotate" not in inspect.getsource(Trainer._save_rng_state)
     trainer.train()
     trainer.state.global_step = 7
-    save_checkpoint_now(trainer)
+    runs.save_checkpoint_now(trainer)
     assert (tmp_path / "checkpoint-7" / "trainer_state.json").exists()
 
 
@@ -720,7 +631,7 @@ def test_schedule_of_any_length_loads_the_state_of_another_number_of_groups(save
     if saved > 2:
         with pytest.raises(IndexError):
             made(2).load_state_dict(before.state_dict())
-    with schedule_of_any_length(fresh):
+    with runs.schedule_of_any_length(fresh):
         fresh.load_state_dict(before.state_dict())
     assert fresh.last_epoch == 1 and "load_state_dict" not in vars(fresh)
 
@@ -729,18 +640,18 @@ def test_restart_schedule_sets_the_rates_of_the_present_step():
     scheduler = scheduler_of([0.1, 0.1])
     scheduler.optimizer.step()
     scheduler.step()
-    assert restart_schedule(scheduler, [0.4, 0.8])
+    assert runs.restart_schedule(scheduler, [0.4, 0.8])
     assert [group["lr"] for group in scheduler.optimizer.param_groups] == [0.2, 0.4] == scheduler.get_last_lr()
     scheduler.step()
     assert scheduler.get_last_lr() == pytest.approx([0.4 / 3, 0.8 / 3])
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(scheduler.optimizer)
-    assert not restart_schedule(plateau, [0.4, 0.8])
+    assert not runs.restart_schedule(plateau, [0.4, 0.8])
 
 
 def test_store_of_processes_is_that_of_the_group(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        store = store_of_processes()
+        store = runs.store_of_processes()
         store.set("marft/test", "1")
         assert store.check(["marft/test"]) and store.get("marft/test") == b"1"
     finally:
@@ -750,7 +661,8 @@ def test_store_of_processes_is_that_of_the_group(tmp_path):
 def test_TrlState_window_is_what_a_log_would_use_up(model_folder, tmp_path):
     """The Trainer's sums of losses, and TRL's lists of metrics, as they are in the middle of a window."""
     trainer = team_trainer(model_folder, tmp_path, settings={"max_steps": 2, "logging_steps": 5})
-    seen, state = [], TrlState(trainer)
+    seen, state = [], of_trl.TrlState(trainer)
+    assert (state.micro_step, state.optimizer_step, state.slices) == (0, 0, None)
 
     class Look(TrainerCallback):
         def on_step_end(self, args, state_, control, **kwargs):
@@ -767,9 +679,9 @@ def test_TrlState_window_is_what_a_log_would_use_up(model_folder, tmp_path):
 
 def test_get_logger_names_processes_where_there_are_several(caplog, monkeypatch):
     PartialState()
-    logger = logs.get_logger("marft_trl.test")
+    logger = libraries.get_logger("marft_trl.test")
     logger.warning("alone")
-    monkeypatch.setattr(logs, "_is_alone", lambda: False)
+    monkeypatch.setattr(libraries, "_is_alone", lambda: False)
     logger.warning("[RANK 0] of several")
     assert [record.getMessage() for record in caplog.records] == ["alone", "[RANK 0] [RANK 0] of several"]
 
@@ -780,15 +692,10 @@ def test_hush_leaves_out_known_messages_alone(caplog, monkeypatch):
         bitsandbytes.removeFilter(one)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        logs.hush()
+        libraries.hush()
         warnings.warn("`is_gradient_checkpointing` is deprecated and will be removed", FutureWarning, stacklevel=1)
         warnings.warn("`something_else` is deprecated", FutureWarning, stacklevel=1)
     assert [str(one.message) for one in heard] == ["`something_else` is deprecated"]
     bitsandbytes.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "why")
     bitsandbytes.warning("something else")
     assert [record.getMessage() for record in caplog.records] == ["something else"]
-
-
-def test_is_checkpointing_by_either_name():
-    old, new = SimpleNamespace(is_gradient_checkpointing=True), SimpleNamespace(is_activation_checkpointing=False)
-    assert is_checkpointing(old) and not is_checkpointing(new)

@@ -1,6 +1,7 @@
 """Planted secrets and local paths are in no file, no log, no tracker and no push."""
 
 import contextlib
+import copy
 import http.server
 import io
 import json
@@ -8,7 +9,6 @@ import logging
 import os
 import pickle
 import re
-import subprocess
 import sys
 import threading
 import urllib.error
@@ -26,10 +26,9 @@ import pytest
 from transformers import TrainerCallback
 
 from .helpers import config, grows_linearly, team_trainer
-from .hub_server import Hub
 from .test_gateway import TYPE, send, serving
 from .test_live import team_folder  # noqa: F401  # a fixture
-from .test_persistence import RESUME, ROOT
+from .test_persistence import RESUME, ROOT, hub, run_on_hub  # noqa: F401  # a fixture
 
 
 SECRET = "CANARY"
@@ -71,11 +70,15 @@ def files_with(folder, text):
     return sorted(str(path.relative_to(folder)) for path in files if text.encode() in path.read_bytes())
 
 
-@pytest.mark.parametrize("arguments", [{}, {"peft_config": None}], ids=["adapters", "full"])
-def test_no_planted_secret_is_saved_logged_or_shown(model_folder, tmp_path, monkeypatch, caplog, arguments):
-    """Nor is a path of this machine in a file, all of which may be pushed."""
+@pytest.fixture
+def planted(monkeypatch):
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"peft_config": None}], ids=["adapters", "full"])
+def test_no_planted_secret_is_saved_logged_or_shown(planted, model_folder, tmp_path, caplog, arguments):
+    """Nor is a path of this machine in a file, all of which may be pushed."""
     settings = {**RESUME, **PLANTED, "max_steps": 2, "save_steps": 1, "log_completions": True}
     tracker, shown, output = Tracker(), io.StringIO(), tmp_path / "LOCALPATH" / "out"
     with caplog.at_level(logging.DEBUG), contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
@@ -110,39 +113,21 @@ trainer.push_to_hub()
 
 
 @pytest.mark.slow
-def test_no_planted_secret_is_pushed(model_folder, tmp_path):
-    hub = Hub()
-    environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
-    environment |= {**ENVIRONMENT, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "hf")}
+def test_no_planted_secret_is_pushed(planted, hub, model_folder, tmp_path):  # noqa: F811
     output = tmp_path / "LOCALPATH" / "out"
-    code = PUSH.format(root=str(ROOT), model=model_folder, output=str(output))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        files = hub.files["user/team"]
-        assert {"training_args.bin", "marft_team.json", "checkpoint-2/training_args.bin"} <= set(files)
-        for text in (SECRET, "LOCALPATH", model_folder):
-            assert [path for path, data in files.items() if text.encode() in data] == [], text
-            assert not any(text in message for _, message in hub.commits)
-        assert SECRET not in done.stdout + done.stderr
-    finally:
-        hub.close()
+    done = run_on_hub(hub, tmp_path, PUSH.format(root=str(ROOT), model=model_folder, output=str(output)))
+    assert done.returncode == 0, done.stderr[-3000:]
+    files = hub.files["user/team"]
+    assert {"training_args.bin", "marft_team.json", "checkpoint-2/training_args.bin"} <= set(files)
+    for text in (SECRET, "LOCALPATH", model_folder):
+        assert [path for path, data in files.items() if text.encode() in data] == [], text
+        assert not any(text in message for _, message in hub.commits)
+    assert SECRET not in done.stdout + done.stderr
 
 
 def test_what_counts_as_a_secret_and_as_a_path():
-    kept = {
-        "pad_token": "<pad>",
-        "eos_token_id": 2,
-        "max_new_tokens": 3,
-        "tokenizer": "x",
-        "url": "http://host:1/p@th",
-        "video_token": "<v>",
-        "token": True,
-        "monkey": "x",
-        "link": "https://host/path@main",
-    }
+    kept = {"pad_token": "<pad>", "eos_token_id": 2, "max_new_tokens": 3, "tokenizer": "x", "video_token": "<v>"}
+    kept |= {"url": "http://host:1/p@th", "token": True, "monkey": "x", "link": "https://host/path@main"}
     assert without_secrets(kept) == kept
     dropped = dict.fromkeys(["Api-Key", "API_KEY", "secret", "hub_token", "x-api-key", "session_token", "token"], "x")
     assert without_secrets({"deep": [{"deeper": (dropped, "x")}]}) == {"deep": [{"deeper": ({}, "x")}]}
@@ -154,15 +139,19 @@ def test_what_counts_as_a_secret_and_as_a_path():
     assert without_paths(given) == {"a": ["out", "out/model", "me/team", "/think", Path("cache"), "x"]}
 
 
-def copied(args):
-    return pickle.loads(pickle.dumps(args))  # noqa: S301 - our own
-
-
 def test_arguments_keep_paths_where_they_are_not_published(tmp_path):
-    args = config(tmp_path / "out", hub_token=SECRET)
-    assert copied(args).output_dir == str(tmp_path / "out")
+    given = {"token": SECRET, "dtype": "float32"}
+    args = config(tmp_path / "out", hub_token=SECRET, model_init_kwargs=dict(given))
+    for same in (copy.copy(args), copy.deepcopy(args)):
+        assert same.hub_token == SECRET and same.model_init_kwargs == given
+    assert args.to_dict()["model_init_kwargs"] == {"dtype": "float32"}  # what trackers are given
+
+    def pickled():
+        return pickle.loads(pickle.dumps(args))  # noqa: S301 - our own
+
+    assert pickled().output_dir == str(tmp_path / "out")
     with published():
-        assert copied(args).output_dir == "out"
+        assert pickled().output_dir == "out"
     assert isinstance(args, MARFTConfig) and args.output_dir == str(tmp_path / "out") and args.hub_token == SECRET
 
 
@@ -184,14 +173,8 @@ def test_secrets_are_known_by_their_forms(text):
 
 def test_texts_that_only_look_like_secrets_stay():
     for text in (
-        "sk-learn is a library",
-        "Basic algebra",
-        "npm_config",
-        "eyJ is how a token begins",
-        "pypi-server",
-        "You teach Basic arithmetic to children.",
-        "Basic instructions: answer",
-        "Bearer of bad news",
+        *("sk-learn is a library", "Basic algebra", "npm_config", "eyJ is how a token begins", "pypi-server"),
+        *("You teach Basic arithmetic to children.", "Basic instructions: answer", "Bearer of bad news"),
     ):
         assert without_secrets(text) == text
 
@@ -258,14 +241,10 @@ def test_clients_of_a_served_team_are_told_no_secret(fails, team_folder, model_f
     team = Team.from_pretrained(team_folder, model=model_folder, workflow=workflow)
     ask = {"model": "team", "messages": [{"role": "user", "content": "?"}]}
     with serving(team) as url, caplog.at_level(logging.INFO):
-        told = [
-            send(url, ask),
-            send(url, {"model": "team", "input": "?"}, "/v1/responses"),
-            send(url, {**ask, "temperature": 9}),
-        ]
-        stream = urllib.request.Request(
-            f"{url}/v1/chat/completions", json.dumps({**ask, "stream": True}).encode(), TYPE
-        )
+        told = [send(url, ask), send(url, {"model": "team", "input": "?"}, "/v1/responses")]
+        told.append(send(url, {**ask, "temperature": 9}))
+        streamed = json.dumps({**ask, "stream": True}).encode()
+        stream = urllib.request.Request(f"{url}/v1/chat/completions", streamed, TYPE)
         try:
             text = urllib.request.urlopen(stream, timeout=60).read().decode()
         except urllib.error.HTTPError as error:
@@ -273,9 +252,8 @@ def test_clients_of_a_served_team_are_told_no_secret(fails, team_folder, model_f
     assert [status for status, *_ in told] == [500, 500, 400] and "from 0 to 2" in str(told[2])
     words = [text, *(json.dumps(body) for *_, body in told[:2])]
     for one in words:
-        assert (
-            re.search(r"See error (\w+)", one)[1] in caplog.text and "127.0.0.1" not in one and "no" not in one.split()
-        )
+        assert re.search(r"See error (\w+)", one)[1] in caplog.text
+        assert "127.0.0.1" not in one and "no" not in one.split()
     assert ("exited with status 3" if fails == "program" else "wrong key") in caplog.text
     for one in (*words, caplog.text):
         assert SECRET not in one and "\x1b" not in one

@@ -15,7 +15,7 @@ import pytest
 from transformers import TrainerCallback
 
 from .families import family_base
-from .helpers import StopAt, began_at, moved, team_trainer, weights
+from .helpers import StopAt, began_at, logged_steps, moved, team_trainer, weights
 from .vllm_server import as_text, fake_servers, turn
 
 
@@ -30,16 +30,12 @@ def server(tokenizer):
 
 
 def served(model, folder, server, *, settings=None, **arguments):
-    given = {
-        "use_vllm": True,
-        "vllm_server_base_url": server.url,
-        "vllm_server_timeout": 2.0,
-        "fidelity_tolerance": 1e9,  # its tokens are no model's
+    given = {"use_vllm": True, "vllm_server_base_url": server.url, "vllm_server_timeout": 2.0}
+    given |= {
+        "fidelity_tolerance": 1e9,
         "vllm_importance_sampling_mode": "token_truncate",
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 50,
-    }
+    }  # its tokens are no model's
+    given |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 50}
     return team_trainer(model, folder, settings={**given, **(settings or {})}, **arguments)
 
 
@@ -123,16 +119,11 @@ class Failing(Workflow):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_an_episode_that_is_tried_again_is_no_copy_of_another_one(model_folder, tmp_path, server, staleness):
-    failed = set()
-
-    def fails(episode):
-        is_first = episode.index == 2 and not failed
-        failed.update({2} if is_first else ())
-        return is_first
-
+    fail_once = [2]  # index of an episode
+    workflow = Failing(lambda episode: episode.index in fail_once and bool(fail_once.pop()))
     settings = {"max_staleness": staleness, "on_episode_error": "retry", "max_steps": 2}
-    served(model_folder, tmp_path, server, settings=settings, workflow=Failing(fails)).train()
-    assert failed
+    served(model_folder, tmp_path, server, settings=settings, workflow=workflow).train()
+    assert not fail_once
     asked = [(tuple(body["prompt"]), body["seed"]) for body in server.requests]
     assert len(set(asked)) == len(asked)
 
@@ -142,8 +133,7 @@ def test_what_is_skipped_counts_for_its_own_batch(model_folder, tmp_path, server
     workflow = Failing(lambda episode: episode.index % 4 == 3)
     trainer = served(model_folder, tmp_path, server, settings=settings, workflow=workflow)
     trainer.train()
-    logs = [log for log in trainer.state.log_history if "episodes/skipped" in log]
-    assert [log["episodes/skipped"] for log in logs] == [0.25] * 4
+    assert [log["episodes/skipped"] for log in logged_steps(trainer)] == [0.25] * 4
 
 
 def test_an_evaluation_between_two_updates_makes_no_turn_staler(model_folder, tmp_path, server):
@@ -209,23 +199,17 @@ class Slow(Workflow):
         return random.random()
 
 
-def drawn(completions, **columns):
-    return [random.random() for _ in completions]
-
-
 def test_what_rewards_draw_does_not_depend_on_what_runs_beside_them(model_folder, tmp_path, server):
     def train(name, delay):
         server.delay = lambda body: delay * (body["seed"] % 7)
         found = []
 
         def reward(completions, **columns):
-            found.append(drawn(completions))
+            found.append([random.random() for _ in completions])
             return found[-1]
 
-        settings = {"max_staleness": 1, "max_steps": 3}
-        trainer = served(
-            model_folder, tmp_path / name, server, settings=settings, workflow=Slow(), reward_funcs=reward
-        )
+        team = {"workflow": Slow(), "reward_funcs": reward, "settings": {"max_staleness": 1, "max_steps": 3}}
+        trainer = served(model_folder, tmp_path / name, server, **team)
         trainer.train()
         return found, weights(trainer)
 

@@ -28,39 +28,43 @@ SYNCED = {**REFERENCE, "sync_ref_model": True, "ref_model_sync_steps": 1}
 ENTROPY = {"use_adaptive_entropy": True, "max_steps": 4, "entropy_target": 9.0}
 CANDIDATES = {"advantage": "turn"}
 WORKERS = {"dataloader_num_workers": 1}
+
+
+def alike(what, *names):
+    return dict.fromkeys(names, what)
+
+
 # Each setting whose effect one process on the CPU shows: a value, and the settings that it needs
 ACTS = {
     "output_dir": ("elsewhere", {}),
-    "per_device_train_batch_size": (4, {}),
+    **alike((4, {}), "per_device_train_batch_size", "max_completion_length"),
     "num_train_epochs": (2, {"max_steps": -1, "per_device_train_batch_size": 64}),
     "max_steps": (3, {}),
-    "learning_rate": (1e-2, {}),
+    **alike((1e-2, {}), "learning_rate", "adam_epsilon"),
     "lr_scheduler_type": ("constant", {}),
     "lr_scheduler_kwargs": ({"num_cycles": 2}, {"lr_scheduler_type": "cosine_with_restarts", "max_steps": 4}),
-    "warmup_steps": (1, {}),
+    **alike((1, {}), "warmup_steps", "seed", "dataloader_num_workers", "agent_iteration_interval"),
     "optim": ("sgd", {}),
     "optim_args": ("momentum=0.5", {"optim": "sgd"}),
-    "weight_decay": (0.5, {}),
-    "adam_beta1": (0.5, {}),
-    "adam_beta2": (0.5, {}),
-    "adam_epsilon": (1e-2, {}),
-    "gradient_accumulation_steps": (2, {}),
+    **alike((0.5, {}), "weight_decay", "adam_beta1", "adam_beta2", "temperature", "top_p", "min_p"),
+    **alike((0.5, {}), "top_entropy_quantile", "entropy_coef"),
+    **alike((2, {}), "gradient_accumulation_steps", "logging_steps", "steps_per_generation", "top_k"),
+    "num_iterations": (2, {}),
     "max_grad_norm": (0.01, {"optim": "sgd"}),
     "bf16": (True, {"use_cpu": True}),
-    "activation_checkpointing": (True, {}),
+    **alike((True, {}), "activation_checkpointing", "gradient_checkpointing", "full_determinism", "use_cache"),
+    **alike((True, {}), "disable_dropout", "log_completions", "dynamic_sampling", "mixed_passes"),
     "activation_checkpointing_kwargs": ({"use_reentrant": True}, {"activation_checkpointing": True}),
-    "gradient_checkpointing": (True, {}),
     "gradient_checkpointing_kwargs": ({"use_reentrant": True}, {"gradient_checkpointing": True}),
     "logging_strategy": ("no", {}),
-    "logging_steps": (2, {}),
     "logging_first_step": (True, {"logging_steps": 2}),
     "include_num_input_tokens_seen": ("all", {}),
     "log_level": ("debug", {}),
-    "disable_tqdm": (False, {}),
+    **alike((False, {}), "disable_tqdm", "dataloader_pin_memory", "skip_memory_metrics", "shuffle_dataset"),
+    **alike((False, {}), "share_prefixes", "skip_rows_without_signal"),
     "eval_strategy": ("steps", {"eval_steps": 1}),
-    "eval_steps": (2, EVALUATED),
-    "eval_delay": (2, EVALUATED),
-    "per_device_eval_batch_size": (4, EVALUATED),
+    **alike((2, EVALUATED), "eval_steps", "eval_delay"),
+    **alike((4, EVALUATED), "per_device_eval_batch_size", "num_generations_eval"),
     "eval_on_start": (True, EVALUATED),
     "save_strategy": ("epoch", {**ONE_PASS, "per_device_train_batch_size": 64}),
     "save_steps": (2, SAVED),
@@ -68,43 +72,24 @@ ACTS = {
     "load_best_model_at_end": (True, {**BEST, "load_best_model_at_end": False}),
     "metric_for_best_model": ("eval_agents/actor/completions/mean_length", BEST),
     "greater_is_better": (False, BEST),
-    "full_determinism": (True, {}),
-    "seed": (1, {}),
     "accelerator_config": ({"even_batches": False}, {}),
     "dataloader_drop_last": (True, {**EVALUATED, "per_device_eval_batch_size": 12}),
-    "dataloader_num_workers": (1, {}),
-    "dataloader_pin_memory": (False, {}),
     "dataloader_persistent_workers": (True, WORKERS),
     "dataloader_prefetch_factor": (3, WORKERS),
     "dataloader_multiprocessing_context": ("spawn", WORKERS),
     "dataloader_in_order": (False, WORKERS),
-    "skip_memory_metrics": (False, {}),
-    "use_cache": (True, {}),
     "model_init_kwargs": ({"dtype": "bfloat16"}, {}),
-    "disable_dropout": (True, {}),
     "num_generations": (8, {}),
-    "num_generations_eval": (4, EVALUATED),
-    "max_completion_length": (4, {}),
-    "shuffle_dataset": (False, {}),
     "generation_batch_size": (16, {}),
-    "steps_per_generation": (2, {}),
-    "temperature": (0.5, {}),
-    "top_p": (0.5, {}),
-    "top_k": (2, {}),
-    "min_p": (0.5, {}),
     "generation_kwargs": ({"top_k": 2}, {}),
     "repetition_penalty": (2.0, {}),
     "cache_implementation": ("static", {}),
     "beta": (0.5, {"learning_rate": 0.05}),
-    "num_iterations": (2, {}),
     "epsilon": (0.01, MOVED),
     "delta": (1.01, MOVED),
     "epsilon_high": (0.9, MOVED),
-    "sapo_temperature_neg": (3.0, {**MOVED, "loss_type": "sapo"}),
-    "sapo_temperature_pos": (3.0, {**MOVED, "loss_type": "sapo"}),
-    "vespo_k_pos": (4.0, {**MOVED, "loss_type": "vespo"}),
-    "vespo_lambda_pos": (4.0, {**MOVED, "loss_type": "vespo"}),
-    "vespo_k_neg": (4.0, {**MOVED, "loss_type": "vespo"}),
+    **alike((3.0, {**MOVED, "loss_type": "sapo"}), "sapo_temperature_neg", "sapo_temperature_pos"),
+    **alike((4.0, {**MOVED, "loss_type": "vespo"}), "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
     "vespo_lambda_neg": (4.0, {**MOVED, "loss_type": "vespo"}),
     "importance_sampling_level": ("sequence", MOVED),
     "reward_weights": ([2.0], {"scale_rewards": "none"}),
@@ -115,8 +100,6 @@ ACTS = {
     "sync_ref_model": (True, {**REFERENCE, "ref_model_sync_steps": 1}),
     "ref_model_mixup_alpha": (0.1, SYNCED),
     "ref_model_sync_steps": (2, SYNCED),
-    "top_entropy_quantile": (0.5, {}),
-    "entropy_coef": (0.5, {}),
     "use_adaptive_entropy": (True, {"max_steps": 4, "entropy_target": 9.0}),
     "entropy_coef_min": (0.5, {**ENTROPY, "entropy_target": 0.2, "entropy_coef": 1.0, "entropy_coef_delta": 1.0}),
     "entropy_coef_max": (0.001, ENTROPY),
@@ -124,7 +107,6 @@ ACTS = {
     "entropy_target": (0.2, ENTROPY),
     "off_policy_mask_threshold": (0.001, MOVED),
     "use_bias_correction_kl": (False, {**MOVED, "beta": 0.5}),
-    "log_completions": (True, {}),
     "num_completions_to_print": (1, {"log_completions": True}),
     "eval_sampling": ({"temperature": 0.1}, EVALUATED),
     "eval_k": ([1, 2], EVALUATED),
@@ -138,12 +120,9 @@ ACTS = {
     "use_policy_ratio": (False, MOVED),
     "critic": ("multi_head", CRITIC),
     "normalize_values": (True, CRITIC),
-    "gamma": (0.5, CRITIC),
-    "gae_lambda": (0.1, CRITIC),
-    "token_gamma": (0.5, CRITIC),
-    "token_gae_lambda": (0.1, CRITIC),
+    **alike((0.5, CRITIC), "gamma", "token_gamma"),
+    **alike((0.1, CRITIC), "gae_lambda", "token_gae_lambda", "critic_learning_rate"),
     "normalize_advantages": ("none", CRITIC),
-    "critic_learning_rate": (0.1, CRITIC),
     "critic_warmup_steps": (1, CRITIC),
     "value_clip": (0.001, {**CRITIC, "num_iterations": 2, "critic_learning_rate": 0.1}),
     "value_loss": ("squared", {**CRITIC, "reward_weights": [30.0]}),
@@ -152,18 +131,12 @@ ACTS = {
     "credit_kind": ("returns", {**CRITIC, "credit": "step_discount"}),
     "own_reward_weight": (0.1, {"credit": "per_step"}),
     "counterfactual_samples": (2, {"credit": "counterfactual"}),
-    "turn_candidates": (2, CANDIDATES),
-    "candidate_samples": (2, CANDIDATES),
-    "dynamic_sampling": (True, {}),
+    **alike((2, CANDIDATES), "turn_candidates", "candidate_samples"),
     "target_kl": (1e-6, MOVED),
     "agent_weight": ("equal", {}),
-    "agent_iteration_interval": (1, {}),
     "update_order": ("sequential", {}),
     "sequential_clip": (0.01, {"update_order": "sequential", "learning_rate": 0.05}),
     "max_tokens_per_micro_batch": (64, {}),
-    "share_prefixes": (False, {}),
-    "mixed_passes": (True, {}),
-    "skip_rows_without_signal": (False, {}),
 }
 # Settings that are refused whatever else is set, or whose refusal names what is missing here
 REFUSED = {
@@ -187,46 +160,35 @@ REFUSED = {
 
 # Settings whose effect is asserted in other files
 ELSEWHERE = {
-    **dict.fromkeys(
-        ("push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_always_push"), "test_persistence.py"
-    ),
-    **dict.fromkeys(("resume_from_checkpoint", "resume_changes"), "test_resume.py"),
-    **dict.fromkeys(("parallelism_config",), "test_sharding.py"),
-    **dict.fromkeys(("ddp_timeout", "tool_timeout", "workflow_timeout", "reward_timeout"), "test_failures.py"),
-    **dict.fromkeys(("on_episode_error", "max_skipped_share"), "test_failures.py"),
-    "on_collapse": "test_collapse.py",
-    **dict.fromkeys(("eval_right_at", "eval_right_by"), "test_samples.py"),
-    **dict.fromkeys(("ddp_backend", "remove_unused_columns", "trust_remote_code"), "test_validation.py"),
-    **dict.fromkeys(("max_tool_calls", "max_tool_calling_iterations"), "test_tools.py"),
-    "continue_from": "test_own_credit.py",
+    **alike("test_persistence.py", "push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_always_push"),
     "chat_template_kwargs": "test_persistence.py",
+    **alike("test_resume.py", "resume_from_checkpoint", "resume_changes"),
+    "parallelism_config": "test_sharding.py",
+    **alike("test_failures.py", "ddp_timeout", "tool_timeout", "workflow_timeout", "reward_timeout"),
+    **alike("test_failures.py", "on_episode_error", "max_skipped_share", "max_episode_turns"),
+    "on_collapse": "test_collapse.py",
+    **alike("test_samples.py", "eval_right_at", "eval_right_by"),
+    **alike("test_validation.py", "ddp_backend", "remove_unused_columns", "trust_remote_code", "max_unscored_batches"),
+    **alike("test_tools.py", "max_tool_calls", "max_tool_calling_iterations", "context_overflow"),
+    "continue_from": "test_own_returns.py",
     "critic_sees": "test_central_critic.py",
-    "max_episode_turns": "test_failures.py",
-    "max_unscored_batches": "test_validation.py",
-    "context_overflow": "test_tools.py",
     "eval_reference_column": "test_evaluation.py",
     "show_reasoning": "test_reasoning.py",
     "use_vllm": "test_vllm.py",
 }
 # Settings that act where these tests are not, and what reads them
 OUTSIDE = {
-    **dict.fromkeys(
-        ("fp16", "fp16_full_eval", "bf16_full_eval", "tf32", "use_cpu", "torch_empty_cache_steps"), "a GPU"
-    ),
-    **dict.fromkeys(
-        ("use_liger_kernel", "liger_kernel_config", "optim_target_modules", "deepspeed"), "packages for GPUs"
-    ),
-    **dict.fromkeys(("save_on_each_node", "log_on_each_node", "log_level_replica"), "several machines"),
-    **dict.fromkeys(
-        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
-        "several processes",
-    ),
+    **alike("a GPU", "fp16", "fp16_full_eval", "bf16_full_eval", "tf32", "use_cpu", "torch_empty_cache_steps"),
+    **alike("packages for GPUs", "use_liger_kernel", "liger_kernel_config", "optim_target_modules", "deepspeed"),
+    **alike("several machines", "save_on_each_node", "log_on_each_node", "log_level_replica"),
+    **alike("several processes", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+    "ddp_static_graph": "several processes",
     "fsdp_config": "FSDP2 on GPUs",
-    **dict.fromkeys(("report_to", "run_name", "project", "log_unique_prompts"), "trackers"),
-    **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), "trackers"),
-    **dict.fromkeys(("hub_private_repo", "hub_revision"), "the Hub"),
+    **alike("trackers", "report_to", "run_name", "project", "log_unique_prompts", "trackio_space_id"),
+    **alike("trackers", "trackio_bucket_id", "trackio_static_space_id"),
+    **alike("the Hub", "hub_private_repo", "hub_revision"),
     "restore_callback_states_from_checkpoint": "callbacks with a state of their own",
-    **dict.fromkeys(("debug", "logging_nan_inf_filter"), "numbers that overflow"),
+    **alike("numbers that overflow", "debug", "logging_nan_inf_filter"),
 }
 _TIMES = re.compile(r"time|per_second|_memory|_mem_")
 _TIMES_SAID = re.compile(r"[\d.]+ (s|min)\b")
@@ -253,19 +215,6 @@ def _rare(completions, **kwargs):
 
 def _length(completions, **kwargs):
     return [float(len(str(completion))) for completion in completions]
-
-
-def look(place: str) -> str:
-    """
-    Look at a place.
-
-    Args:
-        place: The place.
-
-    Returns:
-        What is seen.
-    """
-    return place
 
 
 def _arguments(name: str, settings: dict) -> dict:

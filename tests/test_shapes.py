@@ -1,6 +1,5 @@
 """Ready-made workflows: who speaks when, who sees whom, and what is refused."""
 
-import asyncio
 import graphlib
 import re
 import time
@@ -42,15 +41,6 @@ NAMES = list("abcdefg")
 
 def run(workflow, agents, rows=1, waves=None):
     return collect(workflow, [{"prompt": f"q{i}"} for i in range(rows)], agents, echo(waves))
-
-
-def test_a_diamond_shares_batches():
-    waves = []
-    episodes = run(Graph(DIAMOND), list(DIAMOND), rows=2, waves=waves)
-    assert waves == [["planner"] * 2, ["solver_a", "solver_b"] * 2, ["judge"] * 2]
-    for episode in episodes:
-        assert episode.answer.text == "judge(solver_a(planner()),solver_b(planner()))"
-        assert episode.joint_steps() == [0, 1, 1, 2]
 
 
 def test_an_agent_may_speak_at_several_nodes():
@@ -138,9 +128,8 @@ def test_all_problems_of_a_graph_are_named_at_once():
     assert "`answer` names 'juge', which is not a node. Did you mean 'judge'?" in text
     with pytest.raises(ValueError, match="the answer does not depend on 'b'"):
         Graph({"a": [], "b": []}, answer="a")
-    with pytest.raises(
-        ValueError, match=r"node 'solver_b' of `Graph` names the agent 'solver_b'.* Did you mean 'solver_a'"
-    ):
+    message = r"node 'solver_b' of `Graph` names the agent 'solver_b'.* Did you mean 'solver_a'"
+    with pytest.raises(ValueError, match=message):
         Graph(DIAMOND).check(["planner", "solver_a", "judge"])
     with pytest.raises(TypeError, match="needs a list of node names for 'b', got 'a'"):
         Graph({"a": [], "b": "a"})
@@ -163,12 +152,27 @@ def test_an_agent_that_fails_in_a_branch_ends_the_graph():
         run(Broken(DIAMOND), list(DIAMOND))
 
 
-def test_a_debate():
-    waves = []
-    (episode,) = run(Debate(["pro", "con"], rounds=2, judge="judge"), ["pro", "con", "judge"], waves=waves)
-    assert waves == [["pro", "con"], ["pro", "con"], ["judge"]]
-    assert [turn.sees for turn in episode.turns] == [(), (), (0, 1), (0, 1), (0, 1, 2, 3)]
-    assert episode.answer.agent == "judge" and episode.joint_steps() == [0, 0, 1, 1, 2]
+@pytest.mark.parametrize(
+    ("workflow", "waves", "sees"),
+    [
+        (
+            Debate(["a", "b"], rounds=2, judge="d"),
+            [["a", "b"], ["a", "b"], ["d"]],
+            [(), (), (0, 1), (0, 1), (0, 1, 2, 3)],
+        ),
+        (
+            MixtureOfAgents([["a", "b"], ["b", "c"]], "d"),
+            [["a", "b"], ["b", "c"], ["d"]],
+            [(), (), (0, 1), (0, 1), (2, 3)],
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_rounds_of_agents_that_answer_at_once(workflow, waves, sees):
+    asked = []
+    (episode,) = run(workflow, list("abcd"), waves=asked)
+    assert asked == waves and [turn.sees for turn in episode.turns] == sees
+    assert episode.answer.agent == "d" and episode.joint_steps() == [0, 0, 1, 1, 2]
 
 
 def test_a_debate_without_a_judge_answers_with_the_majority():
@@ -187,14 +191,6 @@ def test_votes_are_what_a_function_reads_in_the_answers():
     assert answer("a", "d", "b", "c") == "b"  # what does not vote does not win
     assert answer("a", "e", "d") == "d"  # however many do not vote
     assert answer("d", "b") == "d" and answer("a") == "a"
-
-
-def test_a_mixture_of_agents():
-    waves = []
-    (episode,) = run(MixtureOfAgents([["a", "b"], ["b", "c"]], "d"), list("abcd"), waves=waves)
-    assert waves == [["a", "b"], ["b", "c"], ["d"]]
-    assert [turn.sees for turn in episode.turns] == [(), (), (0, 1), (0, 1), (2, 3)]
-    assert episode.answer.agent == "d"
 
 
 @pytest.mark.parametrize("approves", ["FINE", lambda review: review.text.endswith("FINE")])
@@ -245,6 +241,9 @@ def test_a_thousand_turns():
                 turn = await episode.turn("a", sees=[turn])
                 episode.observe("on", after=[turn])
 
+    def run_long(workflow):
+        return collect(workflow, [{"prompt": "q"}], ["a"], lambda asked: [one.make_completion("x") for one in asked])
+
     start = time.process_time()
     (episode,) = run_long(Long())
     assert episode.joint_steps() == list(range(1000))
@@ -253,82 +252,39 @@ def test_a_thousand_turns():
     assert time.process_time() - start < 60  # under 2 where nothing else runs
 
 
-def run_long(workflow):
+class Both(Workflow):
+    async def run(self, episode):
+        await together([episode.turn("a"), episode.turn("b", sees=[])])
+        await episode.turn("c")
+
+
+def run_again(**change):
+    """An episode of three turns, what is asked for where one of them is another, and the episode that comes of it."""
+    asked = []
+
     def answer(requests):
-        return [request.make_completion("x") for request in requests]
+        asked.extend((one.agent, one.by_reference, [turn.text for turn in one.seen]) for one in requests)
+        return echo()(requests)
 
-    return collect(workflow, [{"prompt": "q"}], ["a"], answer)
-
-
-def test_side_by_side_turns_do_not_see_one_another():
-    class Both(Workflow):
-        async def run(self, episode):
-            await together(episode.turn(name) for name in ("a", "b"))
-            await asyncio.gather(episode.turn("a"), episode.turn("b"))
-
-    for episode in (*run(Both(), ["a", "b"]), rehearse(Both(), ["a", "b"], lambda agent, seen: "")):
-        assert [turn.sees for turn in episode.turns] == [(), (), (0, 1), (0, 1)]
+    (episode,) = run(Both(), list("abc"))
+    (again,) = collect(Both(), [{"prompt": "q0"}], list("abc"), answer, [Rerun(episode, **change)])
+    assert [(turn.agent, turn.sees) for turn in again.turns] == [("a", ()), ("b", ()), ("c", (0, 1))]
+    return [turn.text for turn in episode.turns], asked, again.turns
 
 
-@pytest.mark.parametrize(
-    ("workflow", "agents", "arrows"),
-    [
-        (Sequential(rounds=2), ["a", "b"], {("a 1", "b 1"), ("b 1", "a 2"), ("a 2", "b 2")}),
-        (EnvironmentLoop(Steps, ["a"], side_by_side=True), (), {("a", "environment"), ("environment", "a")}),
-        (Sequential(["a"]), (), set()),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_pictures(workflow, agents, arrows):
-    lines = workflow.mermaid(agents).splitlines()
-    assert lines[0] == "flowchart LR"
-    names = dict(re.findall(r'(n\d+)\["([^"]+)"\]', "\n".join(lines)))
-    drawn = [tuple(names[key] for key in re.findall(r"n\d+", line)) for line in lines if "-->" in line]
-    assert set(drawn) == arrows and len(drawn) == len(arrows) and names
-
-
-def test_a_rerun_repeats_turns_side_by_side_as_they_were():
-    class Both(Workflow):
-        async def run(self, episode):
-            await together([episode.turn("a"), episode.turn("b")])
-            await episode.turn("c")
-
-    (episode,) = run(Both(), ["a", "b", "c"])
-    for changed in range(3):
-        asked = []
-
-        def answer(requests, asked=asked):
-            asked.extend((request.agent, request.by_reference) for request in requests)
-            return echo()(requests)
-
-        rerun = Rerun(episode, changed=changed)
-        (again,) = collect(Both(), [{"prompt": "q0"}], ["a", "b", "c"], answer, [rerun])
-        name = "abc"[changed]
-        assert asked == [(name, True)] + ([("c", False)] if changed < 2 else [])
-        assert [(turn.agent, turn.sees) for turn in again.turns] == [("a", ()), ("b", ()), ("c", (0, 1))]
+@pytest.mark.parametrize("changed", range(3))
+def test_a_rerun_repeats_turns_side_by_side_as_they_were(changed):
+    _, asked, _ = run_again(changed=changed)
+    assert [one[:2] for one in asked] == [("abc"[changed], True)] + ([("c", False)] if changed < 2 else [])
 
 
 @pytest.mark.parametrize("removed", range(3))
 def test_a_removed_turn_is_an_empty_one_and_what_saw_it_is_written_again(removed):
-    class Both(Workflow):
-        async def run(self, episode):
-            await together([episode.turn("a"), episode.turn("b", sees=[])])
-            await episode.turn("c")
-
-    (episode,) = run(Both(), ["a", "b", "c"])
-    asked = []
-
-    def answer(requests):
-        asked.extend((request.agent, request.by_reference, [one.text for one in request.seen]) for request in requests)
-        return echo()(requests)
-
-    (again,) = collect(Both(), [{"prompt": "q0"}], ["a", "b", "c"], answer, [Rerun(episode, removed=removed)])
-    texts = [turn.text for turn in episode.turns]
-    assert [turn.agent for turn in again.turns] == ["a", "b", "c"] and again.turns[removed].text == ""
-    assert again.turns[removed].completion_ids == () and again.turns[removed].raw_text == ""
+    texts, asked, again = run_again(removed=removed)
+    assert (again[removed].text, again[removed].raw_text, again[removed].completion_ids) == ("", "", ())
     seen = ["" if index == removed else text for index, text in enumerate(texts[:2])]
     assert asked == ([("c", False, seen)] if removed < 2 else [])
-    assert [again.turns[k].text for k in range(2) if k != removed] == [texts[k] for k in range(2) if k != removed]
+    assert [again[k].text for k in range(2) if k != removed] == [texts[k] for k in range(2) if k != removed]
 
 
 def test_an_episode_that_ends_in_one_branch_ends_in_all():

@@ -87,14 +87,13 @@ SETTINGS = {
     "4-bit": {"four_bit": "bfloat16", "max_steps": 2},
     "4-bit, whole": {"four_bit": "uint8", "max_steps": 2},
     "five steps": {
-        "max_steps": 5,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
+        **{"max_steps": 5, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2},
         "evaluates": True,
-        "save_strategy": "steps",
-        "save_steps": 2,
     },
+    # transformers leaves the weights of all processes but the first uninitialized
+    "loaded by one": {"max_steps": 2},
 }
+ENVIRONMENTS = {"loaded by one": {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}}
 MARKS = {"lopsided": pytest.mark.slow, "shared": pytest.mark.slow, "batches": pytest.mark.slow}
 
 
@@ -108,7 +107,8 @@ def test_a_sharded_base_trains_as_a_whole_one(deep_folder, untied_folder, tmp_pa
     """
     folder = untied_folder if kind in ("lopsided", "no prefixes") else deep_folder
     expected = train(folder, tmp_path / "whole", sharded=False, **SETTINGS[kind])
-    found = train(folder, tmp_path / "sharded", sharded=True, **SETTINGS[kind])
+    environment = ENVIRONMENTS.get(kind, ())
+    found = train(folder, tmp_path / "sharded", sharded=True, environment=environment, **SETTINGS[kind])
     # Passes that a critic keeps for its update are cut otherwise; on a sharded base it keeps none
     assert_same(found, expected, is_exact=kind != "per_agent")
     held, other = (json.loads((tmp_path / "sharded" / f"held-{index}.json").read_text()) for index in (0, 1))
@@ -122,13 +122,8 @@ def test_a_sharded_base_trains_as_a_whole_one(deep_folder, untied_folder, tmp_pa
 @pytest.mark.parametrize(
     ("kind", "loss_type"),
     [
-        ("ppo", "dapo"),
-        ("uneven", "dapo"),
-        ("sequential", "grpo"),
-        ("orchestrated", "dapo"),
-        ("counterfactual", "dapo"),
-        ("candidates", "grpo"),
-        ("tools", "dapo"),
+        *((kind, "dapo") for kind in ("ppo", "uneven", "orchestrated", "counterfactual", "tools")),
+        *((kind, "grpo") for kind in ("sequential", "candidates")),
     ],
 )
 def test_two_processes_with_shards_equal_one_without(deep_folder, tmp_path, kind, loss_type):
@@ -199,28 +194,19 @@ def test_turns_of_servers(deep_folder, tmp_path, tokenizer, staleness):
 
 
 @pytest.mark.exhaustive
-def test_weights_that_one_process_has_loaded_reach_the_others(deep_folder, tmp_path):
-    """`fsdp_cpu_ram_efficient_loading`: transformers leaves the weights of all other processes uninitialized."""
-    expected = train(deep_folder, tmp_path / "whole", sharded=False, max_steps=2)
-    environment = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    found = train(deep_folder, tmp_path / "sharded", sharded=True, max_steps=2, environment=environment)
-    assert_same(found, expected)
-
-
-@pytest.mark.exhaustive
-def test_a_process_that_fails_ends_all_with_its_error(deep_folder, tmp_path):
-    with pytest.raises(AssertionError, match="a reward that is lost") as error:
-        train(deep_folder, tmp_path / "sharded", sharded=True, fails=True)
-    assert "Process 1 of the run failed" in str(error.value)
-
-
-@pytest.mark.exhaustive
-def test_a_pass_that_runs_out_of_memory_ends_all_at_once_with_its_error(deep_folder, tmp_path):
-    """The other process waits in the middle of the pass, where nobody can tell it anything."""
+@pytest.mark.parametrize(
+    ("fault", "says", "error"),
+    [
+        ("fails", "a reward that is lost", "Process 1 of the run failed"),
+        # The other process waits in the middle of the pass, where nobody can tell it anything
+        ("out_of_memory", "in the middle of a pass", "Process 1 of the run failed: OutOfMemoryError"),
+    ],
+)
+def test_a_process_that_fails_ends_all_at_once_with_its_error(deep_folder, tmp_path, fault, says, error):
     start = time.monotonic()
-    with pytest.raises(AssertionError, match="in the middle of a pass") as error:
-        train(deep_folder, tmp_path / "sharded", sharded=True, out_of_memory=True)
-    assert "Process 1 of the run failed: OutOfMemoryError" in str(error.value)
+    with pytest.raises(AssertionError, match=says) as raised:
+        train(deep_folder, tmp_path / "sharded", sharded=True, **{fault: True})
+    assert error in str(raised.value)
     assert time.monotonic() - start < 100  # and not the time limit of a collective
 
 
@@ -231,9 +217,8 @@ def test_mixed_precision(deep_folder, untied_folder, tmp_path, is_tied):
     folder = deep_folder if is_tied else untied_folder
     settings = {"bf16": True, "max_steps": 2, "learning_rate": 1e-3}
     expected = train(folder, tmp_path / "whole", sharded=False, **settings)
-    found = train(
-        folder, tmp_path / "sharded", sharded=True, environment={"ACCELERATE_MIXED_PRECISION": "bf16"}, **settings
-    )
+    environment = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    found = train(folder, tmp_path / "sharded", sharded=True, environment=environment, **settings)
     for name, value in expected.items():  # two steps of Adam; episodes may differ by the precision of generation
         assert (found[name] - value).abs().max() <= 4.5e-3, name
     assert any(value.any() for name, value in found.items() if "lora_B" in name)
@@ -253,44 +238,19 @@ def test_an_example_under_accelerate_with_a_config_file(deep_folder, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("from tests import shard_on_cpu\n")
     environment = {**os.environ, "SHARD_ON_CPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     environment.pop("ACCELERATE_USE_CPU", None)
-    arguments = ["--model_name_or_path", deep_folder, "--output_dir", str(tmp_path / "out"), "--use_peft", "--bf16"]
-    arguments += ["false", "--dataset_file", str(ROOT / "tests" / "data" / "gsm8k_sample.jsonl"), "--eval_size", "4"]
-    arguments += [
-        "--lora_target_modules",
-        "q_proj",
-        "v_proj",
-        "--max_steps",
-        "2",
-        "--per_device_train_batch_size",
-        "4",
-    ]
-    arguments += ["--num_generations", "4", "--max_completion_length", "8", "--report_to", "none"]
-    launcher = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        "examples/fsdp2.yaml",
-    ]
-    launcher += ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0", "examples/math_duo.py"]
-    done = subprocess.run(
-        [*launcher, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
-    )
+    flags = f"""-W ignore -m accelerate.commands.launch --config_file examples/fsdp2.yaml --num_processes 2
+        --mixed_precision no --main_process_port 0 examples/math_duo.py --model_name_or_path {deep_folder}
+        --output_dir {tmp_path / "out"} --dataset_file tests/data/gsm8k_sample.jsonl --eval_size 4 --bf16 false
+        --use_peft --lora_target_modules q_proj v_proj --max_steps 2 --per_device_train_batch_size 4
+        --num_generations 4 --max_completion_length 8 --report_to none"""
+    command = [sys.executable, *flags.split()]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step 2/2" in done.stdout and "eval_reward" in done.stdout
     assert (tmp_path / "out" / "actor" / "adapter_model.safetensors").exists()
 
 
 # ---- The parts ----
-
-
-def accelerator_of(prepare):
-    plugin = SimpleNamespace(ignored_modules=None, cpu_ram_efficient_loading=False)
-    one = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu"), prepare=None)
-    one._prepare_fsdp2 = prepare
-    return one
 
 
 def test_WholeAdapters_leaves_adapters_and_what_is_between_layers_out_and_keeps_the_optimizer(model_folder, tmp_path):
@@ -303,9 +263,11 @@ def test_WholeAdapters_leaves_adapters_and_what_is_between_layers_out_and_keeps_
         sizes.append([len(group["params"]) for group in optimizer.param_groups])
         return args
 
-    one = accelerator_of(prepare)
+    plugin = SimpleNamespace(ignored_modules=None, cpu_ram_efficient_loading=False)
+    one = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu"), prepare=None)
+    one._prepare_fsdp2 = prepare
     WholeAdapters(one, trainer.model, trainer.policies.all_parameters())
-    left_out = {id(p) for module in one.state.fsdp_plugin.ignored_modules for p in module.parameters()}
+    left_out = {id(p) for module in plugin.ignored_modules for p in module.parameters()}
     for name, parameter in trainer.model.named_parameters():
         is_whole = "lora_" in name or name.endswith("model.norm.weight")
         assert (id(parameter) in left_out) == is_whole, name
@@ -331,15 +293,13 @@ def test_shard_sizes_of_a_small_model():
     whole = 4 + 5 * 4  # the last norm and the head
     assert shard_sizes(model, [], 2) == ShardSizes(4 * (3 * half + 3 * 4 + whole), 4 * 2 * layer)
     # Embeddings that the head reads too are gathered with the layers; others before the layers
-    assert shard_sizes(small_model(is_tied=True), [], 2) == ShardSizes(
-        4 * (3 * half + 3 * 4 + 4), 4 * (2 * layer + 5 * 4)
-    )
+    tied = ShardSizes(4 * (3 * half + 3 * 4 + 4), 4 * (2 * layer + 5 * 4))
+    assert shard_sizes(small_model(is_tied=True), [], 2) == tied
     assert shard_sizes(small_model(vocab_size=200), [], 2).gathered == 4 * (200 * 4 + layer)
     assert shard_sizes(model, [], 1).held == 4 * sum(p.numel() for p in model.parameters())
     assert shard_sizes(model, [], 2, width=2).gathered == 2 * 2 * layer
-    assert shard_sizes(model, model.model.layers[0].mlp.parameters(), 2).held == 4 * (
-        3 * half + 3 * 4 + whole - (2 * 8 + 6)
-    )
+    without_mlp = 4 * (3 * half + 3 * 4 + whole - (2 * 8 + 6))
+    assert shard_sizes(model, model.model.layers[0].mlp.parameters(), 2).held == without_mlp
 
 
 def test_as_if_not_sharded_is_for_a_while():
@@ -352,33 +312,40 @@ def test_as_if_not_sharded_is_for_a_while():
 # ---- What does not go with it ----
 
 
-def on_gpus(tmp_path, monkeypatch, environment, **settings):
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
+REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+
+
+def launched(tmp_path, monkeypatch, environment=(), kind=DistributedType.MULTI_GPU, stage=None, **settings):
     args = config(tmp_path, **settings)
-    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **environment}.items():
+    if stage is not None:
+        args.deepspeed_plugin = SimpleNamespace(zero_stage=stage)
+    for name, value in {**FSDP2, **dict(environment)}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", environment.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP"))
-    args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, num_processes=2)
+    args.distributed_state = SimpleNamespace(distributed_type=kind, num_processes=2)
     return args
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"),
+    ("environment", "settings", "message"),
     [
-        ({"FSDP_VERSION": "1"}, "does not support FSDP1.*`fsdp_version: 2`"),
-        ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, "needs `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
-        (
-            {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
-            "Set it to false, and set `MARFTConfig.gradient_checkpointing=True.",
-        ),
-        ({"FSDP_OFFLOAD_PARAMS": "true"}, "`fsdp_offload_params` is not supported"),
-        ({"FSDP_IGNORED_MODULES": "x"}, "MARFTTrainer sets `fsdp_ignored_modules` to the adapters itself"),
-        ({"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "remove `parallelism_config`"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "not support DeepSpeed, .*--multi_gpu.*--use_fsdp --fsdp_version 2"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "does not support Megatron, "),
+        ({}, REENTRANT, "Remove `use_reentrant`"),
+        ({}, {"kind": DistributedType.MULTI_CPU}, "accelerate has no device to shard a model on"),
+        ({"FSDP_VERSION": "1"}, {}, "does not support FSDP1.*`fsdp_version: 2`"),
+        ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, {}, "needs `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "to false, and set `MARFTConfig.gradient_checkpointing=True."),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, {}, "`fsdp_offload_params` is not supported"),
+        ({"FSDP_IGNORED_MODULES": "x"}, {}, "MARFTTrainer sets `fsdp_ignored_modules` to the adapters itself"),
+        ({"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, {}, "remove `parallelism_config`"),
+        (DEEPSPEED, {}, "not support DeepSpeed, .*--multi_gpu.*--use_fsdp --fsdp_version 2"),
+        (DEEPSPEED, {"stage": 1}, "DeepSpeed ZeRO 1, .*do not shard a frozen base. Use plain data parallelism"),
+        (DEEPSPEED, {"stage": 3}, "DeepSpeed ZeRO 3, .*To shard the base, use FSDP2"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {}, "does not support Megatron, "),
     ],
 )
-def test_what_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, environment, message):
-    args = on_gpus(tmp_path, monkeypatch, environment)
+def test_what_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, environment, settings, message):
+    args = launched(tmp_path, monkeypatch, environment, **settings)
     with pytest.raises(ValueError, match=f"(?s){message}"):
         check_launcher(args)
 
@@ -418,36 +385,8 @@ def test_a_head_of_its_own_takes_any_precision():
     assert model.lm_head(states).dtype == torch.float32
 
 
-def test_reentrant_checkpointing_is_refused(tmp_path, monkeypatch):
-    args = on_gpus(tmp_path, monkeypatch, {}, gradient_checkpointing_kwargs={"use_reentrant": True})
-    with pytest.raises(ValueError, match="Remove `use_reentrant`"):
-        check_launcher(args)
-
-
-@pytest.mark.parametrize(
-    ("stage", "message"),
-    [
-        (1, "DeepSpeed ZeRO 1, .*do not shard a frozen base. Use plain data parallelism"),
-        (3, "DeepSpeed ZeRO 3, .*To shard the base, use FSDP2"),
-    ],
-)
-def test_stages_of_deepspeed_are_refused_with_what_to_use(tmp_path, monkeypatch, stage, message):
-    args = on_gpus(tmp_path, monkeypatch, {"ACCELERATE_USE_DEEPSPEED": "true"})
-    args.deepspeed_plugin = SimpleNamespace(zero_stage=stage)
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        check_launcher(args)
-
-
 def test_fsdp2_on_gpus_is_accepted_for_teams_with_adapters(tmp_path, monkeypatch):
-    args = on_gpus(tmp_path, monkeypatch, {})
-    check_launcher(args)
+    check_launcher(launched(tmp_path, monkeypatch))
     check_team(has_adapters=True)
     with pytest.raises(ValueError, match="this team has no adapters. Pass `peft_config="):
         check_team(has_adapters=False)
-
-
-def test_fsdp_on_a_cpu_is_refused(tmp_path, monkeypatch):
-    args = on_gpus(tmp_path, monkeypatch, {})
-    args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2)
-    with pytest.raises(ValueError, match="accelerate has no device to shard a model on"):
-        check_launcher(args)

@@ -88,21 +88,19 @@ def test_the_site_is_complete(site):
         for name in importlib.import_module(module).__all__:
             assert f'id="{module}.{name}"' in api, (module, name)
     assert not re.search(r"\[<code>[\w.]+</code>\]", api)  # links of docstrings
-    for file in site.rglob("*.html"):  # links lead somewhere, and nothing comes from another host
-        for target in (
-            re.findall(r'(?:href|src)="([^"#?:]+)["#?]', file.read_text()) if file.name != "404.html" else ()
-        ):
+    for file in (*site.rglob("*.html"), *site.rglob("*.md")):  # links lead somewhere, also those of `llms.txt`
+        link = r"\]\(([^)#\s:]+)(?:#[\w-]+)?\)" if file.suffix == ".md" else r'(?:href|src)="([^"#?:]+)["#?]'
+        for target in re.findall(link, file.read_text()) if file.name != "404.html" else ():
             assert (file.parent / target).exists(), (str(file.relative_to(site)), target)
+    for file in site.rglob("*.html"):  # nothing comes from another host
         assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="https?://[^"]*', file.read_text()), file
-    for file in site.rglob("*.md"):  # what `llms.txt` leads to
-        for target in re.findall(r"\]\(([^)#\s:]+)(?:#[\w-]+)?\)", file.read_text()):
-            assert (file.parent / target).exists(), (str(file.relative_to(site)), target)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("width", [1280, 390])
-def test_pages_fit_into_the_window(site, tmp_path, width):
+def test_pages_fit_into_the_window(site, tmp_path, monkeypatch, width):
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *arguments: None)
     pages = [file.relative_to(site) for file in sorted(site.rglob("*.html")) if file.name != "404.html"]
 
     async def looked_at(url):
@@ -119,15 +117,10 @@ def test_pages_fit_into_the_window(site, tmp_path, width):
                 if path.name in ("index.html", "algorithms.html", "choices.html"):
                     await page.picture(tmp_path / f"{path.stem}-{width}.png")
 
-    handler = functools.partial(QuietHandler, directory=str(site))
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(site))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             asyncio.run(looked_at(f"http://127.0.0.1:{server.server_port}"))
         finally:
             server.shutdown()
-
-
-class QuietHandler(SimpleHTTPRequestHandler):
-    def log_message(self, *arguments):
-        pass

@@ -23,22 +23,8 @@ from .tokenizers_and_templates import FAMILIES, KINDS, PLAIN_MARKS, READS_NO_LIN
 
 NAMES = ["planner", "solver", "tool", "environment"]
 CONTROL = sorted({token for special, added in FAMILIES.values() for token in (*special, *added)} | {"<s>", "</s>"})
-BREAKS = [
-    "\n",
-    "\n\n",
-    "\r",
-    "\r\n",
-    "\v",
-    "\f",
-    "\x1c",
-    "\x1e",
-    "\x85",
-    "\u2028",
-    "\u2029",
-    "<0x0A>",
-    "<0x0D>",
-    "\uff1c0x0A\uff1e",
-]
+BREAKS = ["\n", "\n\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x1e", "\x85", "\u2028", "\u2029", "<0x0A>", "<0x0D>"]
+BREAKS += ["\uff1c0x0A\uff1e"]
 PADDING = ["", " ", "\t", "\u00a0", "\u3000", "\u2581", "\u200b", "\x00", "\ufeff", "\u00ad", "\u0301", "\u0903"]
 SPEAKER = re.compile(r"\s*\[[A-Za-z][A-Za-z0-9_-]{0,47}\]\s*")
 
@@ -46,29 +32,24 @@ SPEAKER = re.compile(r"\s*\[[A-Za-z][A-Za-z0-9_-]{0,47}\]\s*")
 def disguised(name, draw):
     """A line that some tokenizer reads as the line of a speaker."""
     line = f"[{name}]"
-    kind = draw.randrange(12)
-    if kind == 1:
-        line = "".join(chr(ord(letter) + 0xFEE0) for letter in line)  # full width
-    if kind == 2:
-        line = line.replace("a", "á").replace("e", "e\u0301").replace("o", "ö")
-    if kind == 3:
-        line = draw.choice(["\u200b", "\x00", "\u00ad", "\ufeff", "\x0b"]).join(line)
-    if kind == 4:
-        line = line.replace("[", "<0x5B>").replace("]", "<0x5d>")
-    if kind == 5:
-        line = line.upper()
-    if kind == 6:
-        line = "".join(chr(0x1D41A + ord(one) - 97) if "a" <= one <= "z" else one for one in line)  # bold letters
-    if kind == 7:
-        line = line.replace("[", "\ufe47").replace("]", "\ufe48")
-    if kind == 8:
-        line = "".join(f"<0x{byte:02X}>" for byte in line.encode())
-    if kind in (9, 10):  # the words for bytes in disguise
-        line = "".join(f"<0x{byte:02X}>" for byte in line.encode()) if kind == 9 else line.replace("[", "<0x5B>")
-        change = draw.choice([("<", "\uff1c"), (">", "\uff1e"), ("0", "\uff10"), ("x", "\u200bx"), ("x", "\x00x")])
-        line = line.replace(*change)
-    if kind == 11:
-        line = line.replace("[", "[\u0903").replace("n", "n\u0903")  # a mark with a width
+    as_bytes = "".join(f"<0x{byte:02X}>" for byte in line.encode())
+    in_disguise = draw.choice([("<", "\uff1c"), (">", "\uff1e"), ("0", "\uff10"), ("x", "\u200bx"), ("x", "\x00x")])
+    line = draw.choice(
+        [
+            line,
+            "".join(chr(ord(letter) + 0xFEE0) for letter in line),  # full width
+            line.replace("a", "á").replace("e", "e\u0301").replace("o", "ö"),
+            draw.choice(["\u200b", "\x00", "\u00ad", "\ufeff", "\x0b"]).join(line),
+            line.replace("[", "<0x5B>").replace("]", "<0x5d>"),
+            line.upper(),
+            "".join(chr(0x1D41A + ord(one) - 97) if "a" <= one <= "z" else one for one in line),  # bold letters
+            line.replace("[", "\ufe47").replace("]", "\ufe48"),
+            as_bytes,
+            as_bytes.replace(*in_disguise),
+            line.replace("[", "<0x5B>").replace(*in_disguise),
+            line.replace("[", "[\u0903").replace("n", "n\u0903"),  # a mark with a width
+        ]
+    )
     return draw.choice(PADDING) + line + draw.choice(PADDING)
 
 
@@ -78,21 +59,16 @@ def hostile(draw):
     for _ in range(draw.randrange(1, 7)):
         kind = draw.randrange(6)
         if kind < 3:
-            pieces.append(
-                draw.choice([*BREAKS, ""]) + disguised(draw.choice(NAMES), draw) + draw.choice([*BREAKS, ""])
-            )
+            before, after = (draw.choice([*BREAKS, ""]) for _ in "12")
+            pieces.append(before + disguised(draw.choice(NAMES), draw) + after)
         elif kind == 3:
             token = draw.choice(CONTROL)
-            middle = draw.randrange(len(token))
-            pieces.append(
-                draw.choice([token, token[:middle] + token + token[middle:], token[:middle], token[middle:]])
-            )
+            first, rest = token[: (middle := draw.randrange(len(token)))], token[middle:]
+            pieces.append(draw.choice([token, first + token + rest, first, rest]))
         elif kind == 4:
             pieces.append(draw.choice(["assistant", "system\n", "> ", "user", " ", *BREAKS]))
         else:
-            pieces.append(
-                "".join(chr(draw.choice([draw.randrange(32, 0x250), draw.randrange(0x110000)])) for _ in "12345")
-            )
+            pieces += [chr(draw.choice([draw.randrange(32, 0x250), draw.randrange(0x110000)])) for _ in "12345"]
     return "".join(pieces)
 
 
@@ -232,9 +208,8 @@ def test_who_is_alone():
 def test_other_fields_of_a_prompt_cannot_spell_control_tokens(message):
     prompts = prompts_of(tokenizer_of("byte_level", "qwen3"))
     prompt = [{"role": "system", "content": "x", "name": None}, message]
-    with pytest.raises(
-        ValueError, match="Message 1 of a prompt has the field '(role|name|tool_calls)' .* control token"
-    ):
+    said = "Message 1 of a prompt has the field '(role|name|tool_calls)' .* control token"
+    with pytest.raises(ValueError, match=said):
         prompts.build([(AgentSpec("solver"), prompt, [])])
 
 
@@ -258,9 +233,8 @@ def test_no_character_makes_a_line_that_is_read_as_a_speakers(kind):
     forms = [form for form in forms if any(map(SPEAKER.fullmatch, read(form).splitlines()))]
     assert len(forms) > 100 or kind == "unigram"
     for form in forms:
-        lines = tokenizer.decode(
-            encode(quote_speaker_lines("x\n" + form)), clean_up_tokenization_spaces=False
-        ).splitlines()
+        ids = encode(quote_speaker_lines("x\n" + form))
+        lines = tokenizer.decode(ids, clean_up_tokenization_spaces=False).splitlines()
         assert not any(map(SPEAKER.fullmatch, lines)), form.encode("unicode_escape")
 
 
@@ -283,9 +257,12 @@ def test_quoting_takes_linear_time_and_leaves_other_texts_as_they_are():
 # ---- What cannot be promised ----
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_templates_with_control_tokens_are_not_warned_of(family):
-    assert prompts_of(tokenizer_of("byte_level", family)).find_protection_gap(uses_tools=False) is None
+def gap_of(tokenizer, uses_tools=False, **settings):
+    return prompts_of(tokenizer, **settings).find_protection_gap(uses_tools=uses_tools)
+
+
+def test_templates_with_control_tokens_are_not_warned_of():
+    assert {family: gap_of(tokenizer_of("byte_level", family)) for family in FAMILIES} == dict.fromkeys(FAMILIES)
 
 
 def test_a_token_that_begins_every_text_and_every_message_is_a_mark():
@@ -293,18 +270,17 @@ def test_a_token_that_begins_every_text_and_every_message_is_a_mark():
     tokenizer = copy.deepcopy(tokenizer_of("byte_level", "qwen2_5"))
     tokenizer.bos_token, tokenizer.eos_token = "<|im_start|>", "<|im_end|>"
     assert tokenizer.bos_token_id == tokenizer.encode("<|im_start|>")[-1]
-    assert prompts_of(tokenizer).find_protection_gap(uses_tools=False) is None
+    assert gap_of(tokenizer) is None
 
 
 @pytest.mark.parametrize(
     ("family", "mark"), [("llama2", " [/INST]"), ("zephyr", "<|user|>\\n"), ("vicuna", "ASSISTANT:")]
 )
 def test_marks_of_plain_text_are_warned_of(family, mark):
-    prompts = prompts_of(tokenizer_of("byte_level", family))
-    assert "marks messages with plain text" in prompts.find_protection_gap(uses_tools=False)
-    assert mark in prompts.find_protection_gap(uses_tools=False)
-    single = prompts_of(tokenizer_of("byte_level", family), is_single_agent=True)
-    assert single.find_protection_gap(uses_tools=False) is None
+    tokenizer = tokenizer_of("byte_level", family)
+    gap = gap_of(tokenizer)
+    assert "marks messages with plain text" in gap and mark in gap
+    assert gap_of(tokenizer, is_single_agent=True) is None
 
 
 @pytest.mark.parametrize(
@@ -318,18 +294,16 @@ def test_marks_of_plain_text_are_warned_of(family, mark):
 def test_templates_without_marks_are_warned_of(template):
     tokenizer = copy.deepcopy(tokenizer_of("byte_level", "llama3"))
     tokenizer.chat_template = template
-    assert "marks messages with plain text" in prompts_of(tokenizer).find_protection_gap(uses_tools=False)
+    assert "marks messages with plain text" in gap_of(tokenizer)
 
 
 def test_results_between_plain_marks_are_warned_of():
-    marks = "</tool_response>\\n<tool_response>"
-    assert marks in prompts_of(tokenizer_of("byte_level", "qwen2_5")).find_protection_gap(uses_tools=True)
-    assert prompts_of(tokenizer_of("byte_level", "qwen3")).find_protection_gap(uses_tools=True) is None
+    assert "</tool_response>\\n<tool_response>" in gap_of(tokenizer_of("byte_level", "qwen2_5"), uses_tools=True)
+    assert gap_of(tokenizer_of("byte_level", "qwen3"), uses_tools=True) is None
 
 
 def test_tokenizers_without_line_breaks_or_templates_are_warned_of():
-    wordpiece = prompts_of(tokenizer_of("wordpiece", "qwen3"))
-    assert "line breaks as spaces" in wordpiece.find_protection_gap(uses_tools=False)
+    assert "line breaks as spaces" in gap_of(tokenizer_of("wordpiece", "qwen3"))
     prompts = PromptBuilder(tokenizer_of("byte_level", "qwen3"), tokenize=None, keeps_text_prompts=True)
     assert "no chat template" in prompts.find_protection_gap(uses_tools=False)
 
@@ -366,16 +340,12 @@ def test_added_tokens_that_are_ordinary_text_stay_one_token():
     assert "<table>" not in tokenizer.convert_ids_to_tokens(PlainEncoder(tokenizer)("<table>"))
 
 
-def test_unknown_characters_are_no_control_tokens():
-    tokenizer = tokenizer_of("wordpiece", "qwen3")
-    message = {"role": "user", "name": "\u6f22", "content": "\u6f22"}
-    assert tokenizer.unk_token_id in tokenizer("\u6f22")["input_ids"]
-    prompts_of(tokenizer).build([(AgentSpec("solver"), [message], [Turn("planner", "\u6f22", 0)])])
-
-
 def test_a_token_for_unknown_characters_that_is_spelled_is_one():
     """As in GPT-2, whose token for unknown characters ends the text."""
     tokenizer = copy.deepcopy(tokenizer_of("wordpiece", "qwen3"))
+    message = {"role": "user", "name": "\u6f22", "content": "\u6f22"}
+    assert tokenizer.unk_token_id in tokenizer("\u6f22")["input_ids"]  # and not refused
+    prompts_of(tokenizer).build([(AgentSpec("solver"), [message], [Turn("planner", "\u6f22", 0)])])
     tokenizer.eos_token = tokenizer.unk_token
     encode = PlainEncoder(tokenizer)
     spells = encode.contains_control_token

@@ -1,6 +1,5 @@
 """What ends a turn is decided on its own tokens: by generation, by cutting, and by what counts as cut off."""
 
-import copy
 import math
 
 from marft_trl import AgentSpec, Team
@@ -16,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from .helpers import calling, config, in_turn, team_trainer
+from .helpers import calling, in_turn, only_slice, team_trainer
 
 
 LONGEST = 12
@@ -28,21 +27,12 @@ def trainer(request, model_folder, tmp_path_factory):
     share, is_apart = request.param
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     tokenizer = tiny_tokenizer()
-    trainer = team_trainer(
-        model,
-        tmp_path_factory.mktemp("stops"),
-        processing_class=tokenizer if is_apart else _with_pad_as_end(tokenizer),
-        agents=[AgentSpec("solo")],
-        args=config("stops", share_prefixes=share, num_iterations=2, max_completion_length=LONGEST),
-    )
+    tokenizer.pad_token = tokenizer.pad_token if is_apart else tokenizer.eos_token
+    settings = {"share_prefixes": share, "num_iterations": 2, "max_completion_length": LONGEST}
+    given = {"processing_class": tokenizer, "agents": [AgentSpec("solo")], "settings": settings}
+    trainer = team_trainer(model, tmp_path_factory.mktemp("stops"), **given)
     assert (trainer.generation_kwargs["pad_token_id"] == tokenizer.eos_token_id) != is_apart
     return trainer
-
-
-def _with_pad_as_end(tokenizer):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def generator_with(trainer, stop):
@@ -95,21 +85,21 @@ def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(tokenizer):
     assert criterion(rows, None).tolist() == [True, True]
 
 
-def test_a_turn_is_cut_after_the_token_that_completes_the_first_stop_text(tokenizer):
-    ids = tokenizer.encode("1+2=3;4+5=9", add_special_tokens=False)
-    rule = StopStrings(tokenizer, ["=9", "3;"])
-    assert tokenizer.decode(rule.cut([*ids, 0, 0])) == "1+2=3;"
-    assert rule.cut(ids[:4]) == ids[:4]
-    assert [rule.end([ids[:n]])[0] for n in range(1, len(ids) + 1)].index(True) == len(rule.cut(ids)) - 1
+@pytest.mark.parametrize(
+    ("text", "stop", "cut"),
+    [
+        ("1+2=3;4+5=9", ["=9", "3;"], "1+2=3;"),
+        ("a\N{ROBOT FACE}b", ["\N{ROBOT FACE}"], "a\N{ROBOT FACE}"),  # a character of several tokens
+    ],
+)
+def test_a_turn_is_cut_after_the_token_that_completes_the_first_stop_text(tokenizer, text, stop, cut):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    rule = StopStrings(tokenizer, stop)
+    kept = rule.cut([*ids, 0, 0])
+    assert tokenizer.decode(kept) == cut and len(kept) > 3
+    assert rule.cut(kept[:-1]) == kept[:-1]
+    assert [rule.end([ids[:n]])[0] for n in range(1, len(ids) + 1)].index(True) == len(kept) - 1
     assert StopStrings(tokenizer, []).cut([1, 2, 0]) == [1, 2, 0]
-
-
-def test_a_character_of_several_tokens_is_found(tokenizer):
-    ids = tokenizer.encode("a\N{ROBOT FACE}b", add_special_tokens=False)
-    rule = StopStrings(tokenizer, ["\N{ROBOT FACE}"])
-    assert len(ids) > 3
-    assert tokenizer.decode(rule.cut(ids)) == "a\N{ROBOT FACE}"
-    assert [rule.end([ids[:n]])[0] for n in range(1, len(ids) + 1)].index(True) == len(ids) - 2
 
 
 @torch.no_grad()
@@ -139,12 +129,11 @@ def test_what_ends_a_turn_ends_it_wherever_it_was_set(model_folder, tmp_path, wh
     for base in (model, again):
         _make_sure_of(base, others, tokenizer.pad_token_id)
     given = {"generation_kwargs": {"eos_token_id": others}} if where == "generation_kwargs" else {}
-    trainer = team_trainer(
-        model, tmp_path, processing_class=tokenizer, settings={"share_prefixes": share, "num_iterations": 2, **given}
-    )
+    settings = {"share_prefixes": share, "num_iterations": 2, **given}
+    trainer = team_trainer(model, tmp_path, processing_class=tokenizer, settings=settings)
     ends = {tokenizer.eos_token_id, *others}
     assert set(trainer.eos_token_ids) >= ends
-    (slice_,) = trainer.parts.experience.for_training([{"prompt": "3+4"}] * 8)
+    slice_ = only_slice(trainer, [{"prompt": "3+4"}] * 8)
     turns = [row.completion_ids.tolist() for row in slice_.rows]
     assert all(not set(turn[:-1]) & {*ends, tokenizer.pad_token_id} for turn in turns)
     assert {turn[-1] for turn in turns} & set(others) and len({*map(len, turns)}) > 1

@@ -1,11 +1,11 @@
 """Repositories, datasets and texts of strangers: nothing they hold reaches the base, the network or a page."""
 
+import contextlib
 import copy
 import dataclasses
 import json
 import shutil
 import socket
-import subprocess
 
 from marft_trl import Team, load_adapters
 from marft_trl.adapters.manifest import BaseModel, Inference, TeamManifest
@@ -23,53 +23,26 @@ from transformers import AutoModelForCausalLM
 
 from .families import family_base
 from .helpers import team_trainer
-from .test_transcripts import CHROMIUM, Reader
+from .test_transcripts import CHROMIUM, Reader, run_browser
 
 
 # A value that is not the default for each field of a LoRA config, as a stranger may write it
 FIELDS = {
-    "task_type": "SEQ_CLS",
-    "peft_type": "LOHA",
+    **{"task_type": "SEQ_CLS", "peft_type": "LOHA", "peft_version": "99", "revision": "main", "inference_mode": False},
+    **{"base_model_name_or_path": "somebody/other", "megatron_config": {"a": 1}, "megatron_core": "antigravity"},
     "auto_mapping": {"base_model_class": "Popen", "parent_library": "subprocess"},
-    "peft_version": "99",
-    "base_model_name_or_path": "somebody/other",
-    "revision": "main",
-    "inference_mode": False,
-    "r": 3,
-    "target_modules": "all-linear",
-    "exclude_modules": ["q_proj"],
-    "lora_alpha": 1e9,
-    "lora_dropout": 0.5,
-    "fan_in_fan_out": True,
-    "bias": "all",
-    "use_rslora": True,
-    "modules_to_save": ["lm_head"],
-    "init_lora_weights": "pissa",
-    "layers_to_transform": [0],
-    "layers_pattern": "layers",
-    "rank_pattern": {"q_proj": 2},
-    "alpha_pattern": {"q_proj": 3},
-    "megatron_config": {"a": 1},
-    "megatron_core": "antigravity",
-    "trainable_token_indices": [1],
-    "loftq_config": {"loftq_bits": 4},
-    "eva_config": {"rho": 2.0},
-    "corda_config": {"cache_file": "/etc/passwd"},
-    "lora_ga_config": {"direction": "ArB2r"},
-    "use_dora": True,
-    "velora_config": {"num_groups": 2},
-    "alora_invocation_tokens": [1, 2],
-    "use_qalora": True,
-    "qalora_group_size": 2,
-    "monteclora_config": {"x": 1},
-    "layer_replication": [[0, 2], [1, 2]],
-    "runtime_config": {"ephemeral_gpu_offload": True},
-    "lora_bias": True,
-    "target_parameters": ["weight"],
-    "use_bdlora": {"nblocks": 2},
-    "arrow_config": {"top_k": 1},
-    "kasa_config": {"x": 1},
-    "ensure_weight_tying": True,
+    # What is trained, and how it is scaled
+    **{"target_modules": "all-linear", "exclude_modules": ["q_proj"], "target_parameters": ["weight"]},
+    **{"modules_to_save": ["lm_head"], "trainable_token_indices": [1], "bias": "all", "lora_bias": True},
+    **{"layers_to_transform": [0], "layers_pattern": "layers", "layer_replication": [[0, 2], [1, 2]]},
+    **{"r": 3, "rank_pattern": {"q_proj": 2}, "lora_alpha": 1e9, "alpha_pattern": {"q_proj": 3}, "use_rslora": True},
+    **{"lora_dropout": 0.5, "fan_in_fan_out": True, "ensure_weight_tying": True},
+    # Kinds of adapters
+    **{"init_lora_weights": "pissa", "loftq_config": {"loftq_bits": 4}, "eva_config": {"rho": 2.0}, "use_dora": True},
+    **{"corda_config": {"cache_file": "/etc/passwd"}, "lora_ga_config": {"direction": "ArB2r"}, "use_qalora": True},
+    **{"velora_config": {"num_groups": 2}, "alora_invocation_tokens": [1, 2], "qalora_group_size": 2},
+    **{"monteclora_config": {"x": 1}, "runtime_config": {"ephemeral_gpu_offload": True}, "kasa_config": {"x": 1}},
+    **{"use_bdlora": {"nblocks": 2}, "arrow_config": {"top_k": 1}},
 }
 
 
@@ -102,14 +75,12 @@ def test_no_field_of_an_adapters_config_changes_the_base(model_folder, saved, tm
     before = copy.deepcopy(weights_of(base))
     loaded, path = [], shutil.copytree(saved, tmp_path / "theirs") / "actor/adapter_config.json"
     given = json.loads(path.read_text())
-    for name, value in ((name, value) for name, value in FIELDS.items() if name in known):
-        path.write_text(json.dumps(given | {name: value}))
+    for name in known:
+        path.write_text(json.dumps(given | {name: FIELDS[name]}))
         present = copy.deepcopy(base)
-        try:
+        with contextlib.suppress(ValueError):
             present = load_adapters(present, tmp_path / "theirs")
             loaded.append(name)
-        except ValueError:
-            pass
         after = weights_of(present)
         assert after.keys() == before.keys(), name
         assert all(torch.equal(after[key], before[key]) for key in before), name
@@ -149,14 +120,8 @@ def test_an_adapter_on_a_mixture_reaches_its_experts_and_no_other_parameters(tok
 
 BROKEN = [b"", b"{", b"[]", b"5", b"null", b"\xff\xfe", b"[" * 100_000]
 TEMPLATES = [
-    *(
-        "{{ raise_exception('no') }}",
-        "{{ 1 / 0 }}",
-        "{{ messages[5].content }}",
-        "{% for m in messages %}",
-        "{% include 'x' %}",
-    ),
-    *("", "{{ none + 1 }}", "{{ ''.__class__.__mro__ }}", "{{ messages[0].content }}\ud800"),
+    *("{{ raise_exception('no') }}", "{{ 1 / 0 }}", "{{ messages[5].content }}", "{% for m in messages %}"),
+    *("{% include 'x' %}", "", "{{ none + 1 }}", "{{ ''.__class__.__mro__ }}", "{{ messages[0].content }}\ud800"),
 ]
 
 
@@ -218,11 +183,7 @@ def test_the_code_of_a_strangers_tokenizer_is_not_run(model_folder, saved, tmp_p
     folder = shutil.copytree(saved, tmp_path / "team")
     (folder / "theirs.py").write_text(f"open({str(tmp_path / 'taken')!r}, 'w')\nclass Theirs: pass\n")
     auto_map = {"AutoTokenizer": ["theirs.Theirs", "theirs.Theirs"], "AutoConfig": "theirs.Theirs"}
-    changed(
-        folder,
-        "tokenizer_config.json",
-        lambda data: data.update(tokenizer_class="Theirs", auto_map=auto_map),
-    )
+    changed(folder, "tokenizer_config.json", lambda data: data.update(tokenizer_class="Theirs", auto_map=auto_map))
     monkeypatch.setattr("builtins.input", lambda *args: "y")  # nor is the user led to agree
     with pytest.raises(Exception, match="trust_remote_code"):
         Team.from_pretrained(folder, model=model_folder)
@@ -316,7 +277,8 @@ def test_a_browser_finds_no_element_that_is_not_ours(tmp_path):
     for name, page in pages.items():
         (tmp_path / f"{name}.html").write_text(page, encoding="utf-8", errors="replace")
         (tmp_path / "plain.html").write_text(plain[name], encoding="utf-8")
-        shown, allowed = (browse(tmp_path / f"{one}.html") for one in (name, "plain"))
+        files = [tmp_path / f"{one}.html" for one in (name, "plain")]
+        shown, allowed = (run_browser(file, "--virtual-time-budget=2000", "--dump-dom") for file in files)
         assert set(elements(shown)) <= set(elements(allowed)), name
         assert "<title>taken" not in shown and "evil.example/x.png" not in sources(shown)
 
@@ -329,12 +291,6 @@ def page_with(attacks):
     ]
     entries.append(Entry("x", attacks[0], is_feedback=True))
     return html_page([Transcript(one, one, tuple(entries), {one: 1.0, "y": None}) for one in attacks], attacks[0])
-
-
-def browse(path):
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    options = ["--disable-dev-shm-usage", "--virtual-time-budget=2000", "--dump-dom", path.as_uri()]
-    return subprocess.run([CHROMIUM, *flags, *options], capture_output=True, text=True, timeout=120).stdout
 
 
 def sources(page):

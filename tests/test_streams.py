@@ -31,9 +31,10 @@ CONTEXT = TeamContext(("a", "b", "c"))
 
 
 @contextlib.asynccontextmanager
-async def within(limit):
-    with collector.apply_time_limit(limit):
-        yield
+async def limited(workflow, seconds):
+    async with collector.limit_blocking_code(workflow, seconds) as limit:
+        with collector.apply_time_limit(limit):
+            yield
 
 
 def streamed(workflow, rows=ROWS, answer=None, context=CONTEXT, delays=0.003, seed=0, reruns=None, **options):
@@ -47,7 +48,7 @@ def streamed(workflow, rows=ROWS, answer=None, context=CONTEXT, delays=0.003, se
     options = {"workflow_timeout": 60, "reruns": reruns, **options}
 
     async def run():
-        async with collector.limit_blocking_code(workflow, options["workflow_timeout"]) as limit, within(limit):
+        async with limited(workflow, options["workflow_timeout"]):
             return await collector.collect_async(workflow, rows, context, slowly, **options)
 
     return run_coroutine(run)
@@ -58,7 +59,8 @@ def facts(episode):
     turns = [(t.agent, t.text, t.index, t.sees, t.hears, t.fed, t.audience) for t in episode.turns]
     feedback = [(one.agent, one.text, one.index) for one in episode.feedback]
     history = [(type(item).__name__, item.index) for item in episode.history]
-    return turns, feedback, history, episode.fed, episode.earned, dict(episode.counts), episode.answer.index
+    numbers = episode.fed, episode.earned, dict(episode.counts), episode.answer.index, episode.overflowed
+    return turns, feedback, history, numbers
 
 
 class Branches(Workflow):
@@ -73,6 +75,11 @@ class Branches(Workflow):
 
         await asyncio.gather(branch("b", 3), branch("c", 1 + episode.row["number"] % 3))
         await episode.turn("a")
+
+
+def slow_draw():
+    time.sleep(0.002)
+    return random.random()
 
 
 class Draws(Workflow):
@@ -90,13 +97,9 @@ class Draws(Workflow):
         await asyncio.gather(branch("a"), branch("b"))
         episode.count("first", first)
         episode.count("thread", await episode.call(random.random))
-        episode.count("slow", await episode.call(self.slow))
+        episode.count("slow", await episode.call(slow_draw))
         for _ in range(random.randrange(3)):
             await episode.turn("c")
-
-    def slow(self):
-        time.sleep(0.002)
-        return random.random()
 
 
 def calling(requests):
@@ -109,11 +112,17 @@ def calling(requests):
     return completions
 
 
+def full(requests):
+    """The window of one agent is full."""
+    return [EndOfEpisode("full") if one.agent == "c" else one.make_completion("x") for one in requests]
+
+
 TOOLS = TeamContext(("a", "b", "c"), {"b": (add,), "c": (add,)}, ToolLimits(calls=3))
 WORKFLOWS = {
     "chain": (Sequential(), echo(), CONTEXT),
     "branches": (Branches(), echo(), CONTEXT),
     "graph": (Graph({"a": [], "b": ["a"], "c": ["a", "b"]}), echo(), CONTEXT),
+    "full window": (Sequential(), full, CONTEXT),
     "loop": (UntilApproved("a", "b"), echo(), CONTEXT),
     "environment": (EnvironmentLoop(Countdown), echo(), CONTEXT),
     "tools in branches": (Branches(), calling, TOOLS),
@@ -162,7 +171,7 @@ def test_batches_of_one_loop_leave_one_another_alone():
         return [(facts(one), dict(one.counts)) for one in found]
 
     async def beside(other):
-        async with collector.limit_blocking_code(Draws(), 60) as limit, within(limit):
+        async with limited(Draws(), 60):
             others = [batch(0, 0.001)] if other else []
             return (await asyncio.gather(batch(100, 0.05), *others))[0]
 
@@ -241,14 +250,6 @@ def test_an_error_of_a_server_ends_all():
 
     with pytest.raises(ConnectionError, match="gone"):
         streamed(Sequential(), answer=broken)
-
-
-def test_an_episode_ends_where_the_window_is_full():
-    def full(requests):
-        return [EndOfEpisode("full") if one.agent == "c" else one.make_completion("x") for one in requests]
-
-    episodes = streamed(Sequential(), answer=full)
-    assert all(len(one.turns) == 2 and one.overflowed for one in episodes)
 
 
 def test_generation_that_blocks_the_loop_is_not_a_workflow_that_blocks(monkeypatch):

@@ -2,7 +2,9 @@
 
 import ast
 import functools
+import graphlib
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -100,19 +102,8 @@ def test_no_circle_among_modules():
     # What a user asks for by name may import what asks for it
     core = {module for module in graph if not module.startswith("extras")}
     graph |= {module: {name for name in graph[module] if not name.startswith("extras")} for module in core}
-    done, open_ = set(), []
-
-    def visit(module):
-        assert module not in open_, f"a circle: {open_} -> {module}"
-        if module in done or module not in graph:
-            return
-        open_.append(module)
-        for other in graph[module] - {"", "trainer"}:
-            visit(other)
-        done.add(open_.pop())
-
-    for module in graph.keys() - {"", "trainer"}:
-        visit(module)
+    doors = {"", "trainer"}
+    graphlib.TopologicalSorter({module: its - doors for module, its in graph.items() if module not in doors}).prepare()
 
 
 @pytest.mark.parametrize("package", ["episodes", "workflows"])
@@ -121,37 +112,42 @@ def test_leaves_need_no_torch(package):
     modules = ["agents.py", "system/hints.py", "system/event_loop.py", "rewards/functions.py"]
     for path in [*(PACKAGE / package).glob("*.py"), *(PACKAGE / one for one in modules)]:
         assert not heavy & imports(path, when_it_is_imported=True), path
-    path = PACKAGE / "algorithms" / "functional.py"
-    assert imports(path) <= {"!__future__", "!torch", "!collections", "!typing"}, path
+    assert imports(PACKAGE / "algorithms" / "functional.py") <= {"!__future__", "!torch", "!collections", "!typing"}
     for seams in SEAMS:
         assert all(name.startswith(("!", "seams.")) for name in imports(seams)), seams
 
 
 def test_public_doors_stay_where_they_are():
     from marft_trl import MARFTConfig, TeamManifest, configs
-    from marft_trl.extras.engines import vllm_command
     from marft_trl.prompts import views
     from marft_trl.rollout import generator
 
-    assert configs.MARFTConfig is MARFTConfig and generator.Generator and views.team_view and callable(vllm_command)
+    assert configs.MARFTConfig is MARFTConfig and generator.Generator and views.team_view
     assert TeamManifest.load and TeamManifest.__module__ == "marft_trl.adapters.manifest"
 
 
 def test_a_workflow_can_be_written_without_loading_a_model_library():
-    code = (
-        "import sys, marft_trl\n"
-        "from marft_trl import Workflow, Sequential, Turn, AgentSpec\n"
-        "import marft_trl.workflows, marft_trl.episodes\n"
-        "assert not {'torch', 'trl', 'transformers'} & set(sys.modules), set(sys.modules)\n"
-        "assert marft_trl.rewards.boxed and not hasattr(marft_trl, 'nothing') and 'Team' in dir(marft_trl)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python("""if True:
+        import sys, marft_trl
+        from marft_trl import Workflow, Sequential, Turn, AgentSpec
+        import marft_trl.workflows, marft_trl.episodes
+        assert not {"torch", "trl", "transformers"} & set(sys.modules), set(sys.modules)
+        assert marft_trl.rewards.boxed and not hasattr(marft_trl, "nothing") and "Team" in dir(marft_trl)
+    """)
+
+
+def run_python(code, **environment):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    environment.pop("TQDM_DISABLE", None)  # as a user's
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
 
 
 @pytest.mark.parametrize("module", ["functional", "_ops"])
 @pytest.mark.slow
 def test_a_module_of_bitsandbytes_that_is_imported_first_is_loaded_once(module):
-    code = f"""if True:
+    run_python(f"""if True:
         import importlib, sys
         import marft_trl
         assert "bitsandbytes.nn" not in sys.modules
@@ -161,9 +157,7 @@ def test_a_module_of_bitsandbytes_that_is_imported_first_is_loaded_once(module):
         import bitsandbytes.functional
         assert bitsandbytes.nn.modules.QuantState is bitsandbytes.functional.QuantState
         assert not any("seams" in type(one).__module__ for one in sys.meta_path)
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    """)
 
 
 EXPECTED = (
@@ -226,10 +220,7 @@ def test_a_fresh_process_loads_what_it_uses_and_may_warn_before_a_trainer(tmp_pa
         import bitsandbytes
         assert bitsandbytes.nn.Linear4bit is sys.modules["bitsandbytes.nn"].Linear4bit
     """
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("TQDM_DISABLE", None)  # as a user's
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_python(code)
     parts = [re.split("begins|not loaded", said)[:2] for said in (done.stdout, done.stderr)]
     said, trained = map("\n".join, zip(*parts, strict=True))
     assert "bitsandbytes" not in said and "gemm" not in said, said
@@ -261,13 +252,8 @@ def test_the_trainer_is_composed_of_objects():
 
 
 def test_every_override_is_called_by_trl_or_transformers():
-    import inspect
-
-    import transformers.trainer
-    import trl.trainer.grpo_trainer
-
-    sources = "".join(map(inspect.getsource, (transformers.trainer, trl.trainer.grpo_trainer)))
-    sources += inspect.getsource(sys.modules[GRPOTrainer.__mro__[1].__module__])
+    # TRL's two and transformers'
+    sources = "".join(map(inspect.getsource, (sys.modules[one.__module__] for one in GRPOTrainer.__mro__[:3])))
     for method in functions(trainer_class()):
         if method.name not in PUBLIC | {"train"}:  # which users call
             assert re.search(rf"\.{method.name}\b", sources), method.name
@@ -279,13 +265,8 @@ def test_no_class_leans_on_the_private_names_of_another():
         if path in SEAMS:
             continue
         for function in functions(tree_of(path)):
-            for node in ast.walk(function):
-                if (
-                    not isinstance(node, ast.Attribute)
-                    or not re.match(r"_[a-z]", node.attr)
-                    or node.attr == "_replace"
-                ):
-                    continue
+            attributes = (node for node in ast.walk(function) if isinstance(node, ast.Attribute))
+            for node in (one for one in attributes if re.match(r"_(?!replace$)[a-z]", one.attr)):
                 owner = ast.unparse(node.value)
                 is_own = owner in ("self", "cls", "os", "sys") or (owner == "super()" and node.attr == function.name)
                 assert is_own, f"{path.name}: {ast.unparse(node)} in {function.name}"
@@ -442,9 +423,8 @@ def test_every_room_names_the_slow_tests_that_guard_it():
     assert {*selection.CORE, *(name for names in selection.ROOMS.values() for name in names)} <= every
     nothing = [selection.chosen([], day) for day in range(4)]
     assert set().union(*nothing) == every and all(set(selection.CORE) & every <= its < every for its in nothing)
-    one = selection.chosen(
-        ["marft_trl/extras/tasks/environments.py", "tests/test_health.py", "docs/reference/tasks.md"], 0
-    )
+    task = "marft_trl/extras/tasks/environments.py"
+    one = selection.chosen([task, "tests/test_health.py", "docs/reference/tasks.md"], 0)
     assert {"task_families", *selection.CORE} & every <= one
     for path in ("constraints.txt", "tests/helpers.py", "tests/scripts/lives.py", "marft_trl/configs.py"):
         assert selection.chosen([path], 0) == every, path
@@ -453,9 +433,7 @@ def test_every_room_names_the_slow_tests_that_guard_it():
     assert halves[0] | halves[1] == every and all(set(selection.CORE) & every <= half < every for half in halves)
     assert selection.bounded(one, 0) == one
     due = ("marft_trl/rollout/runner.py", "tests/test_vllm.py", "tests/scripts/vllm_cpu.sh", "tests/vllm_server.py")
-    assert all(map(selection.SERVED.match, due)) and not selection.SERVED.match(
-        "marft_trl/extras/tasks/environments.py"
-    )
+    assert all(map(selection.SERVED.match, due)) and not selection.SERVED.match(task)
 
 
 def test_an_unknown_change_leaves_nothing_out():

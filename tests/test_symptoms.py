@@ -4,6 +4,8 @@ not obvious, a team without the fault does not have the sign.
 """
 
 import re
+import statistics
+from dataclasses import replace
 from pathlib import Path
 
 from marft_trl import AgentSpec
@@ -36,18 +38,10 @@ def symptom(name):
 def trained(model, folder, reward=exact_answer, steps=10, agents=None, workflow=None, rows=500, **settings):
     """A trained team of the quickstart's model, with all of its logs."""
     given = {"max_steps": steps, "per_device_train_batch_size": 32, "num_generations": 8, "learning_rate": 1.5e-3}
-    given |= {"logging_steps": 1, "num_generations_eval": 1, "per_device_eval_batch_size": 64}
-    trainer = team_trainer(
-        model,
-        folder,
-        agents=agents or tiny_agents(),
-        workflow=workflow,
-        reward_funcs=reward,
-        train_dataset=tiny_dataset(rows),
-        eval_dataset=tiny_dataset(64, seed=1),
-        peft_config=lora(16),
-        settings={**given, "lr_scheduler_type": "constant", **settings},
-    )
+    given |= {"num_generations_eval": 1, "per_device_eval_batch_size": 64, "lr_scheduler_type": "constant"}
+    team = {"agents": agents or tiny_agents(), "workflow": workflow, "reward_funcs": reward, "peft_config": lora(16)}
+    data = {"train_dataset": tiny_dataset(rows), "eval_dataset": tiny_dataset(64, seed=1)}
+    trainer = team_trainer(model, folder, **team, **data, settings=given | settings)
     trainer.train()
     return trainer
 
@@ -101,9 +95,8 @@ def test_turns_are_cut(model_folder, tmp_path):
 @symptom("agents forget earlier turns")
 def test_prompts_are_cut(model_folder, tmp_path):
     agents = [REASONER, ACTOR, AgentSpec("last", max_completion_length=6)]
-    trainer = team_trainer(
-        model_folder, tmp_path, agents=agents, settings={"context_overflow": "drop_oldest_turn", "max_steps": 1}
-    )
+    settings = {"context_overflow": "drop_oldest_turn", "max_steps": 1}
+    trainer = team_trainer(model_folder, tmp_path, agents=agents, settings=settings)
     longest = max(len(trainer.processing_class(row["prompt"]).input_ids) for row in trainer.train_dataset)
     trainer.parts.runner.prompts.window_size = longest + 40
     trainer.train()
@@ -133,21 +126,13 @@ def test_a_message_that_nobody_reads(model_folder, tmp_path, view):
 @symptom("one agent's share of the gradient is near 1")
 @pytest.mark.slow
 def test_the_agent_with_most_to_say_captures_a_shared_adapter(model_folder, tmp_path):
-    agents = [
-        AgentSpec(one.name, one.system_prompt, "team", max_completion_length=one.max_completion_length)
-        for one in tiny_agents()
-    ]
-    shares = {
-        weight: logged(
-            trained(
-                model_folder, tmp_path / weight, steps=4, agents=agents,
-                workflow=MixtureOfAgents([["reasoner"] * 3], "actor"), agent_weight=weight,
-            ),
-            "agents/reasoner/grad_share",
-        )
-        for weight in ("size", "equal")
-    }  # fmt: skip
-    size, equal = (sum(its) / len(its) for its in shares.values())
+    team = {"agents": [replace(one, adapter="team") for one in tiny_agents()], "steps": 4}
+    team["workflow"] = MixtureOfAgents([["reasoner"] * 3], "actor")
+    shares = []
+    for weight in ("size", "equal"):
+        trainer = trained(model_folder, tmp_path / weight, **team, agent_weight=weight)
+        shares.append(statistics.mean(logged(trainer, "agents/reasoner/grad_share")))
+    size, equal = shares
     assert size > 0.6 and size > equal + 0.1
 
 
@@ -181,9 +166,8 @@ def sevens(completions, **kwargs):
 @symptom("the reward rises while the texts get worse")
 @pytest.mark.slow
 def test_a_reward_that_is_hacked(taught_model, tmp_path):
-    trainer = trained(
-        taught_model, tmp_path, [sevens, exact_answer], steps=15, reward_weights=[1.0, 0.0], learning_rate=5e-3
-    )
+    settings = {"reward_weights": [1.0, 0.0], "learning_rate": 5e-3}
+    trainer = trained(taught_model, tmp_path, [sevens, exact_answer], steps=15, **settings)
     rewards, right = logged(trainer, "reward"), logged(trainer, "rewards/exact_answer/mean")
     assert rewards[-1] > rewards[0] + 0.5 and right[-1] < right[0] - 0.2
 

@@ -70,15 +70,16 @@ def test_every_family_of_reasoning_gym(wide_model, tmp_path, names):
 def games() -> dict[str, int | str]:
     """Players of each game that loads here, or why it does not."""
     found: dict[str, int | str] = {}
-    for name in sorted(game for game in arena.envs.registration.ENV_REGISTRY if game.endswith("-v0")):
-        for players in (1, 2, 3, 4, 5, 6):
-            try:
-                TextArena(name, [f"player{index}" for index in range(players)])
-            except ValueError as error:
-                found[name] = str(error)
-            else:
-                found[name] = players
-                break
+    with contextlib.redirect_stdout(io.StringIO()):  # of a package that looks for its data in the network
+        for name in sorted(game for game in arena.envs.registration.ENV_REGISTRY if game.endswith("-v0")):
+            for players in (1, 2, 3, 4, 5, 6):
+                try:
+                    TextArena(name, [f"player{index}" for index in range(players)])
+                except ValueError as error:
+                    found[name] = str(error)
+                else:
+                    found[name] = players
+                    break
     return found
 
 
@@ -110,9 +111,7 @@ def test_games_end_with_rewards():
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("names", TEAMS, ids=["one", "two"])
 def test_every_game_of_textarena_that_loads(wide_model, tmp_path, names):
-    with contextlib.redirect_stdout(io.StringIO()):  # of a package that looks for its data in the network
-        players = games()
-    fails = {}
+    players, fails = games(), {}
     for game, count in players.items():
         if isinstance(count, str) or game in ENDLESS:
             continue

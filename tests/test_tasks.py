@@ -2,11 +2,13 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 
 from marft_trl import AgentSpec
 from marft_trl.episodes.records import Feedback
+from marft_trl.episodes.tools import ToolCall
 from marft_trl.extras.tasks import (
     TextArena,
     game_seeds,
@@ -35,14 +37,17 @@ gymnasium = pytest.importorskip("gymnasium", reason="the extra `tasks` is not in
 # ---- reasoning-gym ----
 
 
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
 def message(text):
     return [{"role": "assistant", "content": text}]
 
 
 def test_questions_with_their_scores():
-    data = reasoning_gym("chain_sum", size=4, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    data = reasoning_gym("chain_sum", size=4, **SUMS)
     assert data.column_names == ["prompt", "answer", "family", "entry"]
-    questions = gym.create_dataset("chain_sum", size=4, seed=0, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    questions = gym.create_dataset("chain_sum", size=4, seed=0, **SUMS)
     assert [row["prompt"][0]["content"] for row in data] == [one["question"] for one in questions]
     columns = {name: data[name] for name in ("family", "entry")}
     right = [message(answer) for answer in data["answer"]]
@@ -54,17 +59,13 @@ def test_questions_with_their_scores():
     assert reasoning_gym_exact(wordy, **columns) == reasoning_gym_reward([message("")] * 4, **columns) == [0.0] * 4
 
 
-SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-
-
 def asked(data):
     return [prompt[0]["content"] for prompt in data["prompt"]]
 
 
 def test_other_seeds_draw_other_questions():
-    drawn = [asked(reasoning_gym("letter_counting", size=50, seed=seed)) for seed in (0, 1, 2, 10**6)]
-    assert len({question for questions in drawn for question in questions}) == 200
-    assert asked(reasoning_gym("letter_counting", size=50, seed=1)) == drawn[1]
+    drawn = [asked(reasoning_gym("letter_counting", size=50, seed=seed)) for seed in (0, 1, 2, 10**6, 1)]
+    assert len({question for questions in drawn for question in questions}) == 200 and drawn[1] == drawn[4]
 
 
 def test_a_test_set_is_left_out_of_training():
@@ -131,31 +132,25 @@ def test_rows_hold_what_scores_need_in_another_process(tmp_path):
         "answers = [[{'content': row['answer']}] for row in rows]\n"
         "print(json.dumps(score(answers, [r['family'] for r in rows], [r['entry'] for r in rows])))"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True,
-        env={**__import__("os").environ, "PYTHONHASHSEED": "17"},
-    )  # fmt: skip
+    environment = {**os.environ, "PYTHONHASHSEED": "17"}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == [1.0, 1.0]
 
 
 def test_composites():
-    parts = [
-        {"name": "chain_sum", "weight": 2},
-        {"name": "letter_counting", "config": {"min_words": 2, "max_words": 3}},
-    ]
-    data = reasoning_gym("composite", size=6, datasets=parts)
+    letters = {"name": "letter_counting", "config": {"min_words": 2, "max_words": 3}}
+    data = reasoning_gym("composite", size=6, datasets=[{"name": "chain_sum", "weight": 2}, letters])
     answers = [message(answer) for answer in data["answer"]]
     assert reasoning_gym_exact(answers, data["family"], data["entry"]) == [1.0] * 6
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"), [("chain_summ", {}), ("chain_sum", {"min_terms": -1}), ("chain_sum", {"min_term": 2})]
-)
-def test_families_and_settings_that_there_are_not(name, settings):
-    with pytest.raises(ValueError, match="reasoning-gym cannot create questions"):
-        reasoning_gym(name, size=1, **settings)
     with pytest.raises(ValueError, match="`datasets` of a composite must be a list such as"):
         reasoning_gym("composite", size=1, datasets=["gcd"])
+
+
+def test_families_and_settings_that_there_are_not():
+    for name, settings in (("chain_summ", {}), ("chain_sum", {"min_terms": -1}), ("chain_sum", {"min_term": 2})):
+        with pytest.raises(ValueError, match="reasoning-gym cannot create questions"):
+            reasoning_gym(name, size=1, **settings)
 
 
 # ---- TextArena ----
@@ -165,6 +160,10 @@ def always(text):
     return lambda agent, seen: text
 
 
+def told(episode):
+    return [one.text for one in episode.history if isinstance(one, Feedback)]
+
+
 def test_a_game_of_two_players():
     game = TextArena("TicTacToe-v0", ["x", "o"])
     moves = iter(["[0]", "[3]", "[1]", "[4]", "[2]"])
@@ -172,8 +171,8 @@ def test_a_game_of_two_players():
     assert [turn.agent for turn in episode.turns] == ["x", "o", "x", "o", "x"]
     assert {name: its[-1] for name, its in episode.own.items()} == {"x": 1.0, "o": -1.0}
     last = episode.turns[2]  # x is told what o has done, and knows its own moves
-    told = [one.text for one in episode.history if isinstance(one, Feedback) and one.audience == "x"]
-    assert "Player 1 placed" in told[1] and "Player 1 placed" not in told[0] and "You are Player 0" in told[0]
+    told_x = [one.text for one in episode.history if isinstance(one, Feedback) and one.audience == "x"]
+    assert "Player 1 placed" in told_x[1] and "Player 1 placed" not in told_x[0] and "You are Player 0" in told_x[0]
     assert [episode.turns[index].agent for index in last.sees] == ["x"]
 
 
@@ -197,11 +196,6 @@ def test_one_player_earns_for_its_team():
 
 def test_games_that_run_at_once_draw_what_they_would_alone():
     """TextArena draws from Python's global generator."""
-    import random
-
-    def told(episode):
-        return [one.text for one in episode.history if isinstance(one, Feedback)]
-
     game = TextArena("LiarsDice-v0", ["x", "y"], max_moves=4)
     alone = [told(rehearse(game, ["x", "y"], always("[Bid: 1, 2]"), seed=seed)) for seed in (5, 6, 5)]
     assert alone[0] == alone[2] != alone[1]
@@ -212,22 +206,15 @@ def test_games_that_run_at_once_draw_what_they_would_alone():
     assert random.random() == expected
 
 
-@pytest.mark.parametrize(
-    ("game", "seats", "what"),
-    [
+def test_games_that_cannot_begin():
+    for game, seats, what in (
         ("TicTacTow-v0", ["x", "o"], "cannot start"),
         ("TicTacToe-v0", ["x"], "1 players"),
         ("TicTacToe-v0", "x", "seats"),
-    ],
-)
-def test_games_that_cannot_begin(game, seats, what):
-    with pytest.raises(ValueError, match=what):
-        TextArena(game, seats)
-
-
-def test_a_row_without_a_seed():
-    with pytest.raises(ValueError, match="game_seeds"):
-        rehearse(TextArena("TicTacToe-v0", ["x", "o"]), ["x", "o"], always("[1]"))
+        ("TicTacToe-v0", ["x", "o"], "game_seeds"),  # a row without a seed
+    ):
+        with pytest.raises(ValueError, match=what):
+            rehearse(TextArena(game, seats), ["x", "o"], always("[1]"))
 
 
 def test_a_team_trains_in_a_game(model_folder, tmp_path):
@@ -247,8 +234,7 @@ def test_a_picture_and_numbered_actions():
     workflow = gymnasium_text("FrozenLake-v1", horizon=6, is_slippery=False, render_mode="ansi")
     path = iter(["go 1", "1", "nowhere", "2", "2", "1"])
     episode = rehearse(workflow, ["walker"], lambda agent, seen: next(path), seed=0)
-    told = [one.text for one in episode.history if isinstance(one, Feedback)]
-    assert "[S]FFF" in told[0] and told[3] == "This is no action." and len(episode.turns) == 6
+    assert "[S]FFF" in told(episode)[0] and told(episode)[3] == "This is no action." and len(episode.turns) == 6
     assert sum(episode.earned) == 0
     path = iter("112212")
     assert sum(rehearse(workflow, ["walker"], lambda agent, seen: next(path), seed=0).earned) == 1.0
@@ -276,11 +262,8 @@ def test_texts_as_actions_and_functions_of_ones_own():
     assert sum(episode.earned) == 1.0 and episode.history[0].text == "say 7"
     own = gymnasium_text(Echo, horizon=2, show=lambda seen, env: seen.upper(), act=lambda text, env: text[::-1])
     assert rehearse(own, ["a"], always("12"), seed=7).history[0].text == "SAY 7"
-
-
-def test_actions_that_are_no_texts():
     with pytest.raises(TypeError, match="act"):
-        gymnasium_text("Pendulum-v1", horizon=2)
+        gymnasium_text("Pendulum-v1", horizon=2)  # whose actions are no texts
 
 
 class Result:
@@ -304,6 +287,11 @@ class Client:
         Client.closed += 1
 
 
+class Endless(Client):
+    def step(self, action):
+        return Result({"text": "again"})
+
+
 class AsyncClient(Client):
     async def reset(self, **known):
         return super().reset(**known)
@@ -312,12 +300,12 @@ class AsyncClient(Client):
         return super().step(action)
 
 
-@pytest.mark.parametrize("client", [Client, AsyncClient])
-def test_clients_of_open_env(client):
+@pytest.mark.parametrize(("client", "earns", "turns"), [(Client, 1.0, 1), (AsyncClient, 1.0, 1), (Endless, 0.0, 3)])
+def test_clients_of_open_env(client, earns, turns):
     Client.closed = 0
     workflow = open_env(client, act=lambda text: {"guess": int(text)}, show=lambda seen: seen["text"], horizon=3)
     episode = rehearse(workflow, ["a"], always("4"), seed=4)
-    assert sum(episode.earned) == 1.0 and len(episode.turns) == 1 and Client.closed == 1
+    assert (sum(episode.earned), len(episode.turns), Client.closed) == (earns, turns, 1)
 
 
 def test_environments_are_closed_but_not_by_a_method_that_means_something_else(caplog):
@@ -343,16 +331,6 @@ def test_environments_are_closed_but_not_by_a_method_that_means_something_else(c
         episode = rehearse(EnvironmentLoop(kind), ["a"], always("4"))
         assert sum(episode.earned) == 1.0 and Store.closed == closed
     assert "`Closing.close` failed: OSError: no route" in caplog.text
-
-
-def test_clients_of_open_env_are_closed_at_the_horizon():
-    class Endless(Client):
-        def step(self, action):
-            return Result({"text": "again"})
-
-    Client.closed = 0
-    workflow = open_env(Endless, act=str, show=lambda seen: seen["text"], horizon=2)
-    assert len(rehearse(workflow, ["a"], always("4"), seed=4).turns) == 2 and Client.closed == 1
 
 
 class Shop:
@@ -391,28 +369,38 @@ def test_a_column_says_which_environment_a_row_has(model_folder, tmp_path):
     assert isinstance(trainer.workflow, ByColumn) and trainer.workflow.earns
     trainer.train()
     episodes = trainer.team.run(rows[:2])
-    said = [[one.text for one in episode.history if isinstance(one, Feedback)] for episode in episodes]
-    assert said == [["The shop is open."], ["You are in a maze.", "out"]]
+    assert [told(episode) for episode in episodes] == [["The shop is open."], ["You are in a maze.", "out"]]
     assert [episode.earned[-1] for episode in episodes] == [1.0, 0.5]
     again = rebuild(trainer.workflow.describe(), {"shop": Shop, "maze": Maze})
     assert again.describe() == trainer.workflow.describe()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("shopp", {}, "'shopp'.*Did you mean 'shop'"),
+        ("shop", {"remove_unused_columns": True}, "`remove_unused_columns=True` keeps only .*, but the column 'env"),
+    ],
+)
+def test_columns_of_environments_that_there_are_not(model_folder, tmp_path, name, settings, message):
+    rows = Dataset.from_list([{"prompt": "Go", "environment": name}] * 8)
+    given = {"reward_funcs": None, "environment_factory": {"shop": Shop}, "train_dataset": rows}
+    with pytest.raises(ValueError, match=message):
+        team_trainer(model_folder, tmp_path, **given, settings=settings)
 
 
 def test_environments_of_trl_get_what_trl_gives_them(model_folder, tmp_path):
     """Rows need no prompt, and `reset` takes neither the prompt nor the column that chooses the environment."""
     seen = []
 
-    class Shop:
+    class Sized(Shop):
         def reset(self, size):
             seen.append(size)
             return f"Sell {size} apples."
 
-        def get_reward(self):
-            return 1.0
-
     rows = Dataset.from_list([{"environment": "shop", "size": size} for size in range(4)])
     trainer = team_trainer(
-        *(model_folder, tmp_path), environment_factory={"shop": Shop}, train_dataset=rows, eval_dataset=rows,
+        *(model_folder, tmp_path), environment_factory={"shop": Sized}, train_dataset=rows, eval_dataset=rows,
         settings={"max_steps": 1},
     )  # fmt: skip
     trainer.train()
@@ -422,27 +410,7 @@ def test_environments_of_trl_get_what_trl_gives_them(model_folder, tmp_path):
     assert seen[-1] == 9
 
 
-def test_a_column_with_an_environment_that_there_is_not(model_folder, tmp_path):
-    with pytest.raises(ValueError, match="'shopp'.*Did you mean 'shop'"):
-        team_trainer(
-            model_folder, tmp_path, reward_funcs=None, environment_factory={"shop": Shop},
-            train_dataset=Dataset.from_list([{"prompt": "Go", "environment": "shopp"}] * 8),
-        )  # fmt: skip
-
-
-def test_a_column_that_would_be_removed(model_folder, tmp_path):
-    message = "`remove_unused_columns=True` keeps only the column `prompt`, but the column 'env"
-    with pytest.raises(ValueError, match=message):
-        team_trainer(
-            model_folder, tmp_path, reward_funcs=None, environment_factory={"shop": Shop},
-            train_dataset=Dataset.from_list([{"prompt": "Go", "environment": "shop"}] * 8),
-            settings={"remove_unused_columns": True},
-        )  # fmt: skip
-
-
 def test_every_row_has_the_tools_of_its_environment():
-    from marft_trl.episodes.tools import ToolCall
-
     workflow = ByColumn({"till": EnvironmentLoop(Till), "maze": EnvironmentLoop(Maze)})
     assert [function.__name__ for function in workflow.functions] == ["sell"]
     said = iter([[ToolCall("sell", {"count": 3})], "sold"])
@@ -465,9 +433,6 @@ def test_programs_of_human_eval():
     blocks = [f"```python\n{text}```" for text in solutions]
     assert human_eval_reward(blocks, **columns) == [1.0] * 3
     name = problems[0]["entry_point"]
-    bad = [
-        "no program",
-        f"```python\ndef {name}(*a):\n    raise SystemExit(0)\n```",
-        "```python\nimport os; os._exit(0)\n```",
-    ]
+    programs = [f"def {name}(*a):\n    raise SystemExit(0)", "import os; os._exit(0)"]
+    bad = ["no program", *(f"```python\n{text}\n```" for text in programs)]
     assert human_eval_reward(bad, **{key: [value[0]] * 3 for key, value in columns.items()}) == [0.0] * 3

@@ -11,9 +11,20 @@ import torch
 from bitsandbytes.functional import has_avx512bf16
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
 
-from .helpers import config, lora, moved, team_trainer, varied_reward, weights
+from .helpers import (
+    config,
+    logged_steps,
+    lora,
+    moved,
+    moved_by_training,
+    only_slice,
+    shake,
+    team_trainer,
+    varied_reward,
+    weights,
+)
 
 
 def of(adapter: str, names) -> set[str]:
@@ -22,28 +33,21 @@ def of(adapter: str, names) -> set[str]:
 
 def test_without_peft_config_all_agents_train_one_policy(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, peft_config=None, settings={"beta": 0.1, "max_steps": 2})
-    before = weights(trainer)
-    trainer.train()
-    assert moved(before, weights(trainer)) == set(before)
-    first = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert moved_by_training(trainer) == set(weights(trainer))
+    first = logged_steps(trainer)[0]
     assert first["agents/reasoner/kl"] == first["agents/actor/kl"] == 0.0
     trainer.save_model()
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not moved(weights(trainer), dict(again.named_parameters()))
 
 
+EIGHT = [row for row in tiny_dataset(2).to_list() for _ in range(4)]
+
+
 def gradients_of(trainer, slice_) -> dict:
     trainer.model.zero_grad()
-    trainer.current_gradient_accumulation_steps = 1
-    loss = trainer.compute_loss(trainer.model, slice_)
-    loss.backward()
+    trainer.compute_loss(trainer.model, slice_).backward()
     return {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
-
-
-def rolled_out(trainer, count=8):
-    trainer.model.train()
-    rows = [row for row in tiny_dataset(count // 4).to_list() for _ in range(4)]
-    return trainer.parts.experience.for_training(rows)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +62,8 @@ def rolled_out(trainer, count=8):
 def test_gradient_of_an_agent_is_that_of_its_rows_alone(model_folder, tmp_path, loss_type, gradient_checkpointing):
     settings = {"loss_type": loss_type, "gradient_checkpointing": gradient_checkpointing, "beta": 0.05}
     team = team_trainer(model_folder, tmp_path, settings={**settings, "max_tokens_per_micro_batch": 150})
-    with torch.no_grad():
-        for name, parameter in team.model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.02)
-    (slice_,) = rolled_out(team)
+    shake(team.model, 0.02)
+    slice_ = only_slice(team, EIGHT)
     assert len(list(team.parts.batcher.cut(slice_.rows))) > 2  # uneven micro-batches are part of the test
     team_gradients = gradients_of(team, slice_)
     for index, agent in enumerate(tiny_agents()):
@@ -75,6 +76,7 @@ def test_gradient_of_an_agent_is_that_of_its_rows_alone(model_folder, tmp_path, 
                 if name in own:
                     parameter.copy_(team.model.get_parameter(name))
         alone.model.train()
+        alone.current_gradient_accumulation_steps = 1
         own_slice = replace(slice_, rows=[row for row in slice_.rows if row.agent == agent.name])
         expected = gradients_of(alone, own_slice)
         assert set(expected) == own and len(own_slice.rows) == 8, index
@@ -85,12 +87,13 @@ def test_gradient_of_an_agent_is_that_of_its_rows_alone(model_folder, tmp_path, 
 def test_gradient_of_a_shared_adapter_is_that_of_all_its_agents_rows(model_folder, tmp_path):
     agents = [AgentSpec("one", system_prompt="x", adapter="both"), AgentSpec("two", system_prompt="y", adapter="both")]
     shared = team_trainer(model_folder, tmp_path, agents=agents)
-    (slice_,) = rolled_out(shared)
+    slice_ = only_slice(shared, EIGHT)
     gradients = gradients_of(shared, slice_)
     assert {row.agent for row in slice_.rows} == {"one", "two"} and len(slice_.rows) == 16
     single = team_trainer(model_folder, tmp_path, agents=[AgentSpec("both")], settings={"max_steps": 1})
     single.model.load_state_dict(shared.model.state_dict())
     single.model.train()
+    single.current_gradient_accumulation_steps = 1
     single.args.per_device_train_batch_size = 16
     single.schedule = Schedule.from_args(single.args, single.schedule.adapters)
     slice_ = replace(slice_, rows=[replace(row, agent="both") for row in slice_.rows])
@@ -117,28 +120,20 @@ def test_an_agent_without_a_row_is_not_stepped(model_folder, tmp_path):
         model_folder, tmp_path, workflow=Once(), reward_funcs=reward, settings={"max_steps": 3, "weight_decay": 0.1}
     )
     seen = []
-    trainer.add_callback(_Snapshots(trainer, seen))
+
+    class Snapshots(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(weights(trainer))
+
+    trainer.add_callback(Snapshots())
     trainer.train()
-    actor = of("actor", seen[0])
-    assert moved(seen[0], seen[1]) & actor == set()  # spoke in the first step only: Adam's momentum must not move it
-    assert moved(seen[1], seen[2]) & actor == set()
-    assert moved(seen[0], seen[1]) & of("reasoner", seen[0])
+    assert not of("actor", moved(seen[0], seen[2]))  # spoke in the first step only: Adam's momentum must not move it
+    assert of("reasoner", moved(seen[0], seen[1]))
     steps = {
         group["adapter"]: {int(trainer.optimizer.state[p]["step"]) for p in group["params"]}
         for group in trainer.optimizer.param_groups
     }
     assert steps == {"actor": {1}, "reasoner": {3}}
-
-
-class _Snapshots:
-    def __new__(cls, trainer, seen):
-        from transformers import TrainerCallback
-
-        class Snapshots(TrainerCallback):
-            def on_step_end(self, args, state, control, **kwargs):
-                seen.append(weights(trainer))
-
-        return Snapshots()
 
 
 def test_learning_rates_are_per_adapter_and_groups_are_named(model_folder, tmp_path):
@@ -150,28 +145,28 @@ def test_learning_rates_are_per_adapter_and_groups_are_named(model_folder, tmp_p
     assert [group["adapter"] for group in trainer.optimizer.param_groups] == ["editor", "solver"]
 
 
+def set_gradients(trainer, **values):
+    for adapter, value in values.items():
+        for parameter in trainer.policies.parameters(adapter).values():
+            parameter.grad = torch.full_like(parameter, value)
+
+
 def test_gradients_are_clipped_per_adapter(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, settings={"max_grad_norm": 0.5})
-    for adapter, size in (("reasoner", 100.0), ("actor", 0.01)):
-        for parameter in trainer.policies.parameters(adapter).values():
-            parameter.grad = torch.full_like(parameter, size)
-    before = {a: [p.grad.clone() for p in trainer.policies.parameters(a).values()] for a in ("reasoner", "actor")}
-    trainer.parts.updates.clip(trainer.args.max_grad_norm)
 
     def norm(adapter):
         return torch.stack([p.grad.norm() for p in trainer.policies.parameters(adapter).values()]).norm().item()
 
+    set_gradients(trainer, reasoner=100.0, actor=1e-5)
+    small = norm("actor")
+    trainer.parts.updates.clip(trainer.args.max_grad_norm)
     assert norm("reasoner") == pytest.approx(0.5, rel=1e-4)
-    small = torch.stack([g.norm() for g in before["actor"]]).norm().item()
-    assert norm("actor") == pytest.approx(min(small, 0.5), rel=1e-4)
+    assert norm("actor") == pytest.approx(small, rel=1e-4) and 0 < small < 0.5
 
 
 def test_a_gradient_that_is_not_finite_skips_that_agent_only(model_folder, tmp_path, caplog):
     trainer = team_trainer(model_folder, tmp_path)
-    for parameter in trainer.policies.parameters("reasoner").values():
-        parameter.grad = torch.ones_like(parameter)
-    for parameter in trainer.policies.parameters("actor").values():
-        parameter.grad = torch.full_like(parameter, float("nan"))
+    set_gradients(trainer, reasoner=1.0, actor=float("nan"))
     norm = trainer.parts.updates.clip(trainer.args.max_grad_norm)
     assert norm.isfinite()
     assert all(p.grad is None for p in trainer.policies.parameters("actor").values())
@@ -179,42 +174,30 @@ def test_a_gradient_that_is_not_finite_skips_that_agent_only(model_folder, tmp_p
     assert trainer.parts.state.metrics["train"]["agents/actor/skipped_updates"] == [1.0]
     with pytest.raises(FloatingPointError, match="actor"):
         for _ in range(10):
-            for parameter in trainer.policies.parameters("actor").values():
-                parameter.grad = torch.full_like(parameter, float("inf"))
+            set_gradients(trainer, actor=float("inf"))
             trainer.parts.updates.clip(trainer.args.max_grad_norm)
 
 
-def test_kl_is_zero_at_step_zero_for_each_agent(model_folder, tmp_path):
+def test_kl_is_zero_at_step_zero_for_each_agent(model_folder, tmp_path, tokenizer):
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     model = get_peft_model(base, lora(), adapter_name="reasoner")
     model.add_adapter("actor", lora())
     torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if ".reasoner." in name and "lora_B" in name:
-            parameter.data.normal_(std=0.1)  # an agent that comes trained: its start is not the base
-    trainer = team_trainer(
-        model, tmp_path, peft_config=None, processing_class=_tokenizer(model_folder), settings={"beta": 0.1}
-    )
+    shake(model, 0.1, "lora_B.reasoner")  # an agent that comes trained: its start is not the base
+    trainer = team_trainer(model, tmp_path, peft_config=None, processing_class=tokenizer, settings={"beta": 0.1})
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    logs = logged_steps(trainer)
     assert logs[0]["agents/reasoner/kl"] == logs[0]["agents/actor/kl"] == 0.0
     assert logs[-1]["agents/reasoner/kl"] > 0 and logs[-1]["agents/actor/kl"] > 0
 
 
-def _tokenizer(folder):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
-
-
 def four_bit(folder):
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-    )
+    settings = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    quantization = BitsAndBytesConfig(load_in_4bit=True, **settings)
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization)
 
 
-def test_a_4_bit_base_trains_two_agents_and_scores_as_it_was_loaded_on_every_cpu(model_folder, tmp_path):
+def test_a_4_bit_base_trains_two_agents_and_scores_as_it_was_loaded_on_every_cpu(model_folder, tmp_path, tokenizer):
     """Where a CPU has AVX512-BF16, bitsandbytes repacks layers in `eval()`; elsewhere the switch alone can be seen."""
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     loaded = four_bit(model_folder).train()  # where nothing is repacked
@@ -227,11 +210,9 @@ def test_a_4_bit_base_trains_two_agents_and_scores_as_it_was_loaded_on_every_cpu
         layer.support_avx512bf16_for_cpu = has_avx512bf16()
     packed = [layer.weight.data.clone() for layer in layers]
     settings = {"max_steps": 1, "beta": 0.1}
-    trainer = team_trainer(base, tmp_path, processing_class=_tokenizer(model_folder), settings=settings)
+    trainer = team_trainer(base, tmp_path, processing_class=tokenizer, settings=settings)
     assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
-    before = weights(trainer)
-    trainer.train()
-    changed = moved(before, weights(trainer))
+    changed = moved_by_training(trainer)
     assert of("reasoner", changed) and of("actor", changed) and all("lora_" in name for name in changed)
     adapters = [p for agent in ("reasoner", "actor") for p in trainer.policies.parameters(agent).values()]
     assert {p.dtype for p in adapters} == {torch.bfloat16}
@@ -253,13 +234,11 @@ PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1}
         (("first",), {**PPO, "gradient_checkpointing": False}),
         (("first", "second"), {"beta": 0.1, "gradient_checkpointing": False}),
         (("third",), {}),
-        pytest.param(("second",), {}, marks=pytest.mark.exhaustive),
-        pytest.param(("third",), PPO, marks=pytest.mark.exhaustive),
-        pytest.param(("second", "third"), PPO, marks=pytest.mark.exhaustive),
-        pytest.param(("first",), {}, marks=pytest.mark.exhaustive),
-        pytest.param(("second",), PPO, marks=pytest.mark.exhaustive),
-        pytest.param(("first", "second"), PPO, marks=pytest.mark.exhaustive),
-        pytest.param(("second", "third"), {}, marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(frozen, settings, marks=pytest.mark.exhaustive)
+            for frozen in (("first",), ("second",), ("third",), ("first", "second"), ("second", "third"))
+            for settings in ({}, PPO)
+        ),
     ],
     ids=str,
 )
@@ -268,10 +247,8 @@ def test_every_trained_agent_moves_and_nothing_else(model_folder, tmp_path, froz
     agents = [AgentSpec(name, system_prompt=name, trainable=name not in frozen) for name in names]
     trainer = team_trainer(model_folder, tmp_path, agents=agents, settings={"max_steps": 1, **settings})
     assert trainer.memory_plan().activations > 0
-    before = weights(trainer)
-    trainer.train()
-    changed = moved(before, weights(trainer))
-    lora_b = {name for name in before if "lora_B" in name}
+    changed = moved_by_training(trainer)
+    lora_b = {name for name in weights(trainer) if "lora_B" in name}
     assert not {name for name in changed if "lora_" not in name}
     for name in names:
         # lora_A has no gradient while lora_B is 0: after one step B has moved
@@ -290,8 +267,6 @@ def test_agents_score_and_sample_at_their_own_temperature(model_folder, tmp_path
         want = torch.log_softmax(expected / temperature, -1).gather(-1, ids[:, 3:, None]).squeeze(-1)
         torch.testing.assert_close(logps, want, rtol=1e-4, atol=1e-5)
     assert trainer.parts.runner.generator.settings("cold")["temperature"] == 0.25
-    trainer.args.max_steps = 1
-    trainer.train()
 
 
 def test_an_adapter_with_its_own_rank_and_targets(model_folder, tmp_path):
@@ -300,11 +275,9 @@ def test_an_adapter_with_its_own_rank_and_targets(model_folder, tmp_path):
         AgentSpec("solver_2", system_prompt="x"),
     ]
     trainer = team_trainer(model_folder, tmp_path, agents=agents, settings={"max_steps": 1})
-    assert {p.shape[0] for n, p in trainer.policies.parameters("solver").items() if "lora_A" in n} == {2}
-    assert {p.shape[0] for n, p in trainer.policies.parameters("solver_2").items() if "lora_A" in n} == {4}
-    before = weights(trainer)
-    trainer.train()
-    changed = moved(before, weights(trainer))
+    for name, rank in (("solver", 2), ("solver_2", 4)):
+        assert {p.shape[0] for n, p in trainer.policies.parameters(name).items() if "lora_A" in n} == {rank}
+    changed = moved_by_training(trainer)
     assert of("solver", changed) and of("solver_2", changed)
 
 
@@ -320,16 +293,10 @@ def test_agent_baseline_and_every_reward_form(model_folder, tmp_path):
         log_extra("shout", [c.upper() for c in completions])
         return varied_reward(completions)
 
-    trainer = team_trainer(
-        model_folder,
-        tmp_path,
-        reward_funcs=[Scorer(), later],
-        args=config(tmp_path, advantage="agent", reward_weights=[1.0, 0.5], log_completions=True, max_steps=2),
-    )
-    before = weights(trainer)
-    trainer.train()
-    assert moved(before, weights(trainer))
-    entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    args = config(tmp_path, advantage="agent", reward_weights=[1.0, 0.5], log_completions=True, max_steps=2)
+    trainer = team_trainer(model_folder, tmp_path, reward_funcs=[Scorer(), later], args=args)
+    assert moved_by_training(trainer)
+    entry = logged_steps(trainer)[0]
     assert entry["seen"] == 8.0 and "rewards/Scorer/mean" in entry and "rewards/later/std" in entry
 
 
@@ -344,14 +311,9 @@ def test_rows_carry_the_advantage_of_the_chosen_baseline(model_folder, tmp_path,
     def rising(completions, **kwargs):
         return [float(index) for index in range(len(completions))]
 
-    trainer = team_trainer(
-        model_folder,
-        tmp_path,
-        workflow=EveryOther(),
-        reward_funcs=rising,
-        settings={"advantage": advantage, "scale_rewards": "none", "per_device_train_batch_size": 4},
-    )
-    (slice_,) = rolled_out(trainer, count=4)  # one group, rewards 0 1 2 3; the actor spoke in the episodes of 1 and 3
+    settings = {"advantage": advantage, "scale_rewards": "none", "per_device_train_batch_size": 4}
+    trainer = team_trainer(model_folder, tmp_path, workflow=EveryOther(), reward_funcs=rising, settings=settings)
+    slice_ = only_slice(trainer, EIGHT[:4])  # one group, rewards 0 1 2 3; the actor spoke in the episodes of 1 and 3
     got = {name: sorted(row.advantage for row in slice_.rows if row.agent == name) for name in ("reasoner", "actor")}
     actor = [-1.0, 1.0] if advantage == "agent" else [-0.5, 1.5]
     assert got == {"reasoner": [-1.5, -0.5, 0.5, 1.5], "actor": actor}

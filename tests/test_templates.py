@@ -4,6 +4,7 @@ import json
 import os
 import re
 from importlib.resources import files
+from types import SimpleNamespace
 
 from marft_trl import AgentSpec, Turn
 from marft_trl.episodes.records import TOOL, Feedback
@@ -67,13 +68,8 @@ class Family:
         self.ends = self.tokenizer.convert_tokens_to_ids([self.end, self.call_end])
 
     def render(self, messages, add_generation_prompt=False):
-        return self.tokenizer.apply_chat_template(
-            messages,
-            tools=self.tools or None,
-            chat_template=self.source,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
+        options = {"chat_template": self.source, "tokenize": False, "add_generation_prompt": add_generation_prompt}
+        return self.tokenizer.apply_chat_template(messages, tools=self.tools or None, **options)
 
     def said(self, text, reasons, calls=()):
         """A message of an assistant, with reasoning as the template takes it."""
@@ -103,11 +99,6 @@ class Family:
         return PromptBuilder(self.tokenizer, tokenize, chat_template=template, end_token_ids=self.ends)
 
 
-class StopsNowhere:
-    def holds_stop(self, *_):
-        return False
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_an_agent_is_shown_what_the_template_makes_of_the_conversation(name):
     """In training, when served, and in a workflow: a call, its result, an answer, and the next question."""
@@ -116,6 +107,7 @@ def test_an_agent_is_shown_what_the_template_makes_of_the_conversation(name):
     plan = [family.said("", reasons, [CALL])] if family.has_tools else []
     plan += [family.said("It is 7.", reasons), family.said("Yes.", reasons)]
     builder, served = family.builder(), family.builder()
+    stops_nowhere = SimpleNamespace(holds_stop=lambda *_: False)
     reader = TurnReader(family.tokenizer, family.ends, family.template, family.has_tools, is_lone=False)
     start = [{"role": "system", "content": "Be brief."}] * family.has_system + [user("3+4?")]
     conversation, received, expected, trained, shown = list(start), [], [], [], []
@@ -130,7 +122,7 @@ def test_an_agent_is_shown_what_the_template_makes_of_the_conversation(name):
         shown.append(direct.problem or family.tokenizer.decode(direct.ids))
         expected.append(family.render(conversation, add_generation_prompt=True))
         ids = family.sampled(plan[len(trained) - 1])
-        return reader.read_samples(requests, [observation], [SampledTurn(ids)], StopsNowhere())
+        return reader.read_samples(requests, [observation], [SampledTurn(ids)], stops_nowhere)
 
     async def app(row, endpoint):
         ask, messages = Client(endpoint), list(start)

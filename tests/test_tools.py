@@ -1,7 +1,6 @@
 """Functions that agents call: limits, who is shown what, tokens, and training as in TRL."""
 
 import asyncio
-import threading
 import time
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trl import GRPOConfig, GRPOTrainer, chat_template_utils
+from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
 from .helpers import (
@@ -28,15 +27,16 @@ from .helpers import (
     add,
     began_at,
     by_hand,
-    calling,
     collect,
     earned,
     grows_linearly,
     lora,
     moved,
+    only_slice,
     team_trainer,
     weights,
 )
+from .tokenizers_and_templates import chat_template
 
 
 async def double(a: int) -> int:
@@ -55,32 +55,54 @@ def fail():
     raise ValueError("no such thing")
 
 
-def leave():
-    """Leave."""
-    raise SystemExit(3)
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("nothing to say")
 
 
-def hang():
-    """Hang."""
-    time.sleep(60)
+def odd_tools() -> list:
+    """Each does another thing that a call has to survive."""
+
+    def leave():
+        raise SystemExit(3)
+
+    def hang():
+        time.sleep(60)
+
+    async def wait():
+        await asyncio.sleep(60)
+
+    def talk():
+        return "x" * 100
+
+    async def talk_later():
+        return "y" * 100
+
+    async def leave_later():
+        raise SystemExit(4)
+
+    async def cancels_what_it_waits_for():
+        task = asyncio.ensure_future(asyncio.sleep(9))
+        task.cancel()
+        await task
+
+    def mute():
+        raise Mute
+
+    def own_timeout():
+        raise TimeoutError("the server is slow")
+
+    def half_a_character():
+        return "\ud83d"
+
+    def plain_around_asynchronous():
+        return double(4)
+
+    tools = [leave, hang, wait, talk, talk_later, leave_later, cancels_what_it_waits_for, mute, own_timeout]
+    return [*tools, half_a_character, plain_around_asynchronous]
 
 
-async def wait():
-    """Wait."""
-    await asyncio.sleep(60)
-
-
-def talk():
-    """Talk."""
-    return "x" * 100
-
-
-async def talk_later():
-    """Talk later."""
-    return "y" * 100
-
-
-TOOLS = [add, double, fail, leave, hang, wait, talk, talk_later]
+TOOLS = [add, double, fail, *odd_tools()]
 
 
 # ---- One call ----
@@ -101,6 +123,12 @@ TOOLS = [add, double, fail, leave, hang, wait, talk, talk_later]
         (ToolCall("leave"), "SystemExit: 3", "error"),
         (ToolCall("hang"), "Tool hang did not answer within 0.2 seconds.", "timeout"),
         (ToolCall("wait"), "Tool wait did not answer within 0.2 seconds.", "timeout"),
+        (ToolCall("leave_later"), "SystemExit: 4", "error"),
+        (ToolCall("cancels_what_it_waits_for"), "CancelledError", "error"),
+        (ToolCall("mute"), "Mute", "error"),
+        (ToolCall("own_timeout"), "the server is slow", "error"),
+        (ToolCall("half_a_character"), "?", None),
+        (ToolCall("plain_around_asynchronous"), "8", None),
     ],
     ids=str,
 )
@@ -112,80 +140,11 @@ def test_whatever_goes_wrong_is_told_to_the_model(call, text, problem):
     assert time.monotonic() - start < 20  # also where the thread of a tool still hangs
 
 
-def test_tools_need_not_be_thread_safe():
-    running, most = [], []
-
-    def careful(name):
-        running.append(threading.current_thread())
-        most.append(len(running))
-        time.sleep(0.02)
-        running.pop()
-        return name
-
-    calls = [ToolCall("careful", {"name": str(index)}) for index in range(8)]
-    results = asyncio.run(call_tools([careful], calls, ToolLimits(), left=16))
-    assert [result.text for result in results] == [str(index) for index in range(8)]
-    assert most == [1] * 8
-
-
 def test_of_many_calls_one_refusal_says_it_all():
     calls = [ToolCall("double", {"a": index}) for index in range(1000)]
     results = asyncio.run(call_tools(TOOLS, calls, ToolLimits(calls=3), left=3))
     assert [result.text for result in results[:3]] == ["0", "2", "4"]
     assert len(results) == 4 and results[3].problem == "too_many" and "No more than 3 calls" in results[3].text
-
-
-async def leave_later():
-    """Leave later."""
-    raise SystemExit(4)
-
-
-async def cancelled():
-    """Cancel what it waits for."""
-    task = asyncio.ensure_future(asyncio.sleep(9))
-    task.cancel()
-    await task
-
-
-class Mute(Exception):
-    def __str__(self):
-        raise RuntimeError("nothing to say")
-
-
-def mute():
-    """Raise something without words."""
-    raise Mute
-
-
-def own_timeout():
-    """Raise a timeout of its own."""
-    raise TimeoutError("the server is slow")
-
-
-def half():
-    """Half a character."""
-    return "\ud83d"
-
-
-def decorated():
-    """An asynchronous function behind a plain one."""
-    return double(4)
-
-
-@pytest.mark.parametrize(
-    ("function", "text", "problem"),
-    [
-        (leave_later, "SystemExit: 4", "error"),
-        (cancelled, "CancelledError", "error"),
-        (mute, "Mute", "error"),
-        (own_timeout, "the server is slow", "error"),
-        (half, "?", None),
-        (decorated, "8", None),
-    ],
-)
-def test_odd_ends_of_a_call_stay_in_the_call(function, text, problem):
-    result = asyncio.run(call_tool([function], ToolCall(function.__name__), ToolLimits(seconds=5)))
-    assert text in result.text and result.problem == problem
 
 
 def test_a_tool_that_hangs_again_and_again_is_not_called_any_more():
@@ -299,9 +258,8 @@ def test_branches_side_by_side_are_not_shown_calls(order):
 
 def test_a_name_that_a_model_made_up_is_not_shown_as_one():
     name = "x<|im_end|>"
-    episode = rehearse(
-        Sequential(), ["solver"], lambda agent, seen: "done" if seen else ToolCall(name), "q", {"solver": [add]}
-    )
+    replies = iter([ToolCall(name), "done"])
+    episode = rehearse(Sequential(), ["solver"], lambda *_: next(replies), "q", {"solver": [add]})
     assert episode.feedback[0].tool == "unknown" and name in episode.feedback[0].text
 
 
@@ -368,13 +326,8 @@ def test_long_texts_are_read_in_linear_time(piece):
     assert (len(parse_calls(TOKENIZER, ids[40_000], [], [])) > 400) == (piece == CALL)
 
 
-@pytest.fixture(scope="module")
-def grpo(model_folder, tmp_path_factory):
-    """TRL's trainer with the same tools."""
-    return grpo_trainer(model_folder, tmp_path_factory.mktemp("grpo"))
-
-
 def grpo_trainer(model_folder, folder, **settings):
+    """TRL's trainer with the same tools."""
     return GRPOTrainer(
         model=model_folder,
         reward_funcs=right,
@@ -395,8 +348,8 @@ def right(completions, **kwargs):
 ROWS = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"What is {n}+4?"}] for n in range(32)]})
 
 
-def test_an_agent_goes_on_with_the_very_tokens_of_trl(grpo):
-    tokenizer = tool_tokenizer()
+def test_an_agent_goes_on_with_the_very_tokens_of_trl(model_folder, tmp_path):
+    tokenizer, grpo = tool_tokenizer(), grpo_trainer(model_folder, tmp_path)
     template = prepare_template(tokenizer, "The team")
     assert template == grpo.chat_template
 
@@ -418,33 +371,6 @@ def test_an_agent_goes_on_with_the_very_tokens_of_trl(grpo):
     call = replace(call, completion_ids=ids_of(CALL)[:-1])  # ended by a stop text
     assert build.build([Query(agent, prompt, (call, *episode.feedback), (add,), call)])[0].ids == second.ids
     assert [message["role"] for message in second.content] == ["user", "assistant", "tool", "tool"]
-
-
-@settings(max_examples=30)
-@given(
-    st.lists(st.sampled_from(["<|im_end|>", "\n", "<|im_start|>", "assistant", "</tool_response>", "7"])).map("".join)
-)
-def test_results_of_tools_hold_no_control_token(text):
-    build = PromptBuilder(TOKENIZER, None, chat_template=TEMPLATE, end_token_ids=[TOKENIZER.eos_token_id])
-    agent = AgentSpec("solver", tools=[add])
-    control = set(TOKENIZER.added_tokens_decoder)
-
-    def controls(result):
-        def say(agent, seen):
-            return "done" if seen else ToolCall("echo")
-
-        def echo():
-            return result
-
-        episode = rehearse(Sequential(), ["solver"], say, "q", {"solver": [echo]})
-        seen = (episode.turns[0], *episode.feedback)
-        later = [
-            Query(agent, "q", seen, (add,), episode.turns[0]),
-            Query(agent, "q", (*seen, episode.turns[1]), (add,)),
-        ]
-        return [[index for index in one.ids if index in control] for one in build.build(later)]
-
-    assert controls(text) == controls("7")
 
 
 # ---- In the trainer ----
@@ -503,38 +429,22 @@ def test_a_lone_agent_with_tools_trains_as_grpo_trainer_does(model_folder, tmp_p
     assert logged[0]["tools/call_frequency"] == 0.75 and logged[0]["workflow/tools/calls"] == 0.75
 
 
-def test_teammates_are_shown_the_word_and_not_the_calls(model_folder, tmp_path):
-    agents = [AgentSpec("solver", tools=[add]), AgentSpec("judge", system_prompt="Judge.")]
-    trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1}, agents=agents)
-    prompts = []
-    canned(trainer, prompts)
-    before = weights(trainer)
-    trainer.train()
-    judged = [prompt for prompt in prompts if "Judge." in prompt]
-    assert len(judged) == 8 and all("[solver]" in prompt for prompt in judged)
-    assert not any("tool" in prompt for prompt in judged)
-    changed = moved(before, weights(trainer))
-    assert all(any(f".{name}." in one for one in changed) for name in ("solver", "judge"))
-
-
 BROKEN = '<tool_call>\n{"name": "add", "arguments": {a: 3, b: 4}}\n</tool_call>'
 
 
 @pytest.mark.parametrize(
     ("template", "opening"),
-    [("qwen2_5", "<tool_call>"), ("qwen3", "<tool_call>"), ("glm4moe", "<tool_call>"), ("llama3_1", '{"name": "')],
+    [
+        *((chat_template(name), "<tool_call>") for name in ("qwen2_5", "qwen3", "glm4moe")),
+        (chat_template("llama3_1"), '{"name": "'),
+        (tiny_tokenizer().chat_template, None),
+        ("{{ raise_exception('no') }}", None),
+    ],
 )
 def test_what_begins_a_call_is_read_from_the_template(template, opening):
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = getattr(chat_template_utils, f"{template}_chat_template")
+    tokenizer.chat_template = template
     assert call_opening(tokenizer) == opening
-
-
-def test_a_template_without_calls_has_no_opening():
-    assert call_opening(tiny_tokenizer()) is None
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('no') }}"
-    assert call_opening(tokenizer) is None
 
 
 JUDGED = [AgentSpec("solver", tools=[add]), AgentSpec("judge", system_prompt="Judge.")]
@@ -594,24 +504,24 @@ def test_a_last_word_that_calls_is_shown_without_its_calls(model_folder, tmp_pat
     assert "tool_call" not in judged
 
 
-def test_an_agent_goes_on_after_results_as_often_as_it_may(model_folder, tmp_path):
-    trainer = tool_trainer(model_folder, tmp_path, {"max_tool_calling_iterations": 2}, agents=JUDGED)
-    episode, _ = spoken(trainer, ids_of(CALL))
-    assert [turn.agent for turn in episode.turns] == ["solver"] * 3 + ["judge"]
-
-
-def test_a_lone_agents_broken_call_ends_its_turn_as_in_grpo_trainer(model_folder, tmp_path):
-    trainer = tool_trainer(model_folder, tmp_path, agents=[AgentSpec("solo", tools=[add])])
-    episode, _ = spoken(trainer, ids_of(BROKEN))
-    assert len(episode.turns) == 1 and not episode.turns[0].tool_calls
+@pytest.mark.parametrize(
+    ("settings", "agents", "said", "speakers"),
+    [
+        ({"max_tool_calling_iterations": 2}, JUDGED, CALL, ["solver"] * 3 + ["judge"]),
+        ({}, [AgentSpec("solo", tools=[add])], BROKEN, ["solo"]),  # as in `GRPOTrainer`
+    ],
+)
+def test_how_often_an_agent_goes_on(model_folder, tmp_path, settings, agents, said, speakers):
+    episode, _ = spoken(tool_trainer(model_folder, tmp_path, settings, agents=agents), ids_of(said))
+    assert [turn.agent for turn in episode.turns] == speakers
+    assert bool(episode.turns[0].tool_calls) == (said == CALL)
 
 
 @pytest.mark.slow
 def test_a_resumed_run_with_tools_ends_with_the_same_bits(model_folder, tmp_path):
     def train(folder, steps, resume=False):
-        trainer = tool_trainer(
-            model_folder, tmp_path / folder, {"max_steps": 4, "save_steps": 1, "save_strategy": "steps"}
-        )
+        settings = {"max_steps": 4, "save_steps": 1, "save_strategy": "steps"}
+        trainer = tool_trainer(model_folder, tmp_path / folder, settings)
         trainer.add_callback(StopAt(steps))
         before, waves = weights(trainer), canned(trainer)
         trainer.train(resume_from_checkpoint=resume)
@@ -653,14 +563,9 @@ def test_methods_of_an_environment_are_tools(model_folder, tmp_path):
         kept.append([one.apples for one in environments])
         return [0.0] * len(completions)
 
-    trainer = tool_trainer(
-        model_folder,
-        tmp_path,
-        {"max_steps": 1, "num_generations": 8},
-        agents=[AgentSpec("solver", system_prompt="Fill it.")],
-        reward_funcs=[note],
-        environment_factory=Cupboard,
-    )
+    settings, agents = {"max_steps": 1, "num_generations": 8}, [AgentSpec("solver", system_prompt="Fill it.")]
+    given = {"agents": agents, "reward_funcs": [note], "environment_factory": Cupboard}
+    trainer = tool_trainer(model_folder, tmp_path, settings, **given)
     assert isinstance(trainer.workflow, EnvironmentLoop) and trainer.workflow.describe()["tools"] == ["add"]
     prompts = []
     canned(trainer, prompts)
@@ -672,15 +577,14 @@ def test_methods_of_an_environment_are_tools(model_folder, tmp_path):
 
 
 def test_what_went_through_an_environment_is_a_dependency():
-    episode = rehearse(EnvironmentLoop(Cupboard), ["a", "b"], lambda agent, seen: calls_add(agent, seen))
+    def calls_add(agent, seen):
+        own = [item for item in seen if getattr(item, "tool", None)]
+        return "done" if own else ToolCall("add", {"a": 3, "b": 4})
+
+    episode = rehearse(EnvironmentLoop(Cupboard), ["a", "b"], calls_add)
     assert [turn.agent for turn in episode.turns] == ["a", "a", "b", "b"]
     assert episode.fed == (0, 2) and [turn.fed for turn in episode.turns] == [0, 1, 1, 2]
     assert earned(episode) == {3: 14.0} and episode.environment.apples == 14
-
-
-def calls_add(agent, seen):
-    own = [item for item in seen if getattr(item, "tool", None)]
-    return "done" if own else ToolCall("add", {"a": 3, "b": 4})
 
 
 class Stateless:
@@ -701,52 +605,15 @@ def test_environments_with_steps_offer_tools_when_asked_to():
         EnvironmentLoop(Stateless, tools=["peak"])
 
 
-def test_batches_do_not_depend_on_how_long_tools_take(model_folder, tmp_path):
-    class Branches(Workflow):
-        async def run(self, episode):
-            await together([episode.turn("solver", sees=[]), self.twice(episode)])
-
-        async def twice(self, episode):
-            await episode.turn("judge", sees=[])
-            return await episode.turn("judge", sees=[])
-
-    def slow(a: int, b: int) -> int:
-        """
-        Add slowly.
-
-        Args:
-            a: one
-            b: other
-        """
-        time.sleep(0.05)
-        return a + b
-
-    slow.__name__ = "add"
-    agents = [AgentSpec("solver", tools=[slow]), AgentSpec("judge")]
-    trainer = tool_trainer(model_folder, tmp_path, {"max_steps": 1}, agents=agents, workflow=Branches())
-    canned(trainer)
-    waves, generate = [], calling(trainer.parts.runner.generator.generate)
-
-    def note(agents, *rest, **options):
-        waves.append(len(agents))
-        return generate(agents, *rest, **options)
-
-    trainer.parts.runner.generator.generate = by_hand(note)
-    trainer.train()
-    assert waves == [16, 14]  # the judges' second turns wait for the solvers' tools
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"processing_class": tiny_tokenizer()},
-            "Agent 'solver' has tools, but the tokenizer has a chat template wit",
-        ),
+        ({"processing_class": tiny_tokenizer()}, "Agent 'solver' has tools, but the tokenizer has a chat template wi"),
         ({"agents": [AgentSpec("solver", tools=[lambda a: a])]}, "`<lambda>` of agent 'solver' cannot be described"),
         ({"agents": [AgentSpec("tool", tools=[add])]}, "agent cannot be named 'tool'"),
         ({"workflow": Sequential(), "environment_factory": Cupboard}, "were both passed"),
         ({"environment_factory": {"a": Cupboard}}, "needs the column 'environment'"),
+        ({"workflow": EnvironmentLoop(Cupboard), "reward_funcs": None}, "both have a tool named 'add'"),
         ({"settings": {"max_tool_calls": 0}}, "`max_tool_calls` must be a finite number above 0"),
         ({"settings": {"tool_timeout": -1.0}}, "`tool_timeout` must be a finite number above 0"),
     ],
@@ -797,10 +664,8 @@ def test_a_candidate_that_calls_a_tool_is_scored_as_it_is(model_folder, tmp_path
     def calls(completions, **kwargs):
         return [float("tool_call" in text) + 0.25 for text in map(str, completions)]
 
-    settings = {
-        **{"credit": "per_step", "advantage": "turn", "turn_candidates": 2, "num_generations": 1},
-        **{"per_device_train_batch_size": 4},
-    }
+    settings = {"credit": "per_step", "advantage": "turn", "turn_candidates": 2, "num_generations": 1}
+    settings["per_device_train_batch_size"] = 4
     agents = [AgentSpec("solver", tools=[add], reward_funcs=calls)]
     trainer = tool_trainer(model_folder, tmp_path, settings, agents=agents)
     canned(trainer)
@@ -815,18 +680,11 @@ def test_an_own_reward_of_a_call_is_that_of_its_word(model_folder, tmp_path):
     def seven(completions, **kwargs):
         return [float("7" in text) for text in map(str, completions)]
 
-    trainer = tool_trainer(
-        model_folder,
-        tmp_path,
-        {"credit": "per_step", "advantage": "none"},
-        agents=[AgentSpec("solver", tools=[add], reward_funcs=seven)],
-    )
+    agents = [AgentSpec("solver", tools=[add], reward_funcs=seven)]
+    trainer = tool_trainer(model_folder, tmp_path, {"credit": "per_step", "advantage": "none"}, agents=agents)
     canned(trainer)
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    (slice_,) = trainer.parts.experience.for_training([ROWS[0] for _ in range(8)])
     by_episode = {}
-    for row in slice_.rows:
+    for row in only_slice(trainer, [ROWS[0] for _ in range(8)]).rows:
         by_episode.setdefault(row.episode, set()).add(float(row.advantage))
     assert all(len(advantages) == 1 for advantages in by_episode.values())
     assert {0.0, 1.0} == set().union(*by_episode.values())
@@ -842,20 +700,13 @@ def test_tools_that_the_trainer_was_not_told_of_are_named(model_folder, tmp_path
         trainer.parts.runner.run([{"prompt": "q"}], trainer.parts.runner.answer)
 
 
-def test_a_tool_named_like_one_of_the_environment_is_refused(model_folder, tmp_path):
-    with pytest.raises(ValueError, match="both have a tool named 'add'"):
-        tool_trainer(model_folder, tmp_path, workflow=EnvironmentLoop(Cupboard), reward_funcs=None)
-
-
 def test_what_follows_a_call_is_recorded_as_it_was_shown():
     """A view, or a window, that left turns out of the prompt of a call leaves them out of what follows."""
-    build = PromptBuilder(
-        TOKENIZER,
-        None,
-        view=lambda a, prompt, seen: team_view(a, prompt, seen[-1:]),
-        chat_template=TEMPLATE,
-        end_token_ids=[2],
-    )
+
+    def view(agent, prompt, seen):
+        return team_view(agent, prompt, seen[-1:])
+
+    build = PromptBuilder(TOKENIZER, None, view=view, chat_template=TEMPLATE, end_token_ids=[2])
     episode = rehearse(Sequential(), ["planner", "judge", "solver"], calculates, "q", {"solver": [add, fail]})
     planner, judge, call, _ = episode.turns
     agent = AgentSpec("solver", tools=[add])
@@ -866,17 +717,6 @@ def test_what_follows_a_call_is_recorded_as_it_was_shown():
     assert second.seen == [judge, call, *episode.feedback]
     assert second.content[: len(first.content)] == first.content
     assert "planner saw" not in TOKENIZER.decode(second.ids) and "judge saw" in TOKENIZER.decode(second.ids)
-
-
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "gptoss", "llama3_1", "glm4moe"])
-def test_later_turns_are_rendered_by_templates_that_want_results_next_to_their_calls(name):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = getattr(chat_template_utils, f"{name}_chat_template")
-    build = PromptBuilder(tokenizer, None, end_token_ids=[2])
-    episode = rehearse(Sequential(rounds=2), ["solver", "judge"], calculates, "q", {"solver": [add, fail]})
-    (later,) = build.build([Query(AgentSpec("solver", tools=[add]), "q", tuple(episode.history[:5]), (add,))])
-    text = tokenizer.decode(later.ids)
-    assert "7" in text and "no such thing" in text
 
 
 def test_hundreds_of_turns_are_dropped_in_a_moment():

@@ -45,18 +45,13 @@ def test_an_episode_is_a_trace_with_a_span_for_each_turn():
     )
     trace = as_trace(replace(transcript, updates=2), {"planner": "both", "solver": "both"})
     said = [(one["role"], one.get("name")) for one in trace["messages"]]
-    assert said == [
-        ("user", None), ("assistant", "planner"), ("user", "environment"), ("assistant", "solver"), ("user", "tool"),
-        ("assistant", "solver"),
-    ]  # fmt: skip
-    assert trace["metadata"] == {
-        "title": "step 3", "updates": 2, "reward": 1.5, "reward/exact": 1.0, "right answer": "north",
-    }  # fmt: skip
+    assert said[:3] == [("user", None), ("assistant", "planner"), ("user", "environment")]
+    assert said[3:] == [("assistant", "solver"), ("user", "tool"), ("assistant", "solver")]
+    rewards = {"reward": 1.5, "reward/exact": 1.0}
+    assert trace["metadata"] == {"title": "step 3", "updates": 2, "right answer": "north", **rewards}
     kinds = [(one["kind"], one.get("model"), one["metadata"]["advantage"]) for one in trace["spans"]]
-    assert kinds == [
-        ("generation", "both@2", 0.5), ("tool", None, None), ("generation", "both@2", None), ("tool", None, None),
-        ("generation", "both@2", -0.5),
-    ]  # fmt: skip
+    generated = [("generation", "both@2", advantage) for advantage in (0.5, None, -0.5)]
+    assert kinds[::2] == generated and kinds[1::2] == [("tool", None, None)] * 2
     assert trace["spans"][-1]["output"] == "through the door"
     assert json.loads(json.dumps(trace)) == trace
     silent = Transcript.of(rehearse(Sequential(), ["solver"], lambda *_: "", "q"), advantages=[[]])

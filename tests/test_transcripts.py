@@ -46,6 +46,7 @@ def episode_with_everything():
 
 
 def test_a_transcript_says_who_said_what_and_what_each_saw():
+    """And both renderings say the same."""
     transcript = Transcript.of(episode_with_everything(), {"exact": 1.0}, "step 3", [0.5, None, [1.0, -2.0]])
     speakers = [entry.speaker for entry in transcript.entries]
     assert speakers == ["planner", "environment", "solver", "tool", "solver"]
@@ -56,17 +57,11 @@ def test_a_transcript_says_who_said_what_and_what_each_saw():
     assert result.notes == ("result of look, for solver",) and result.text == "a door"
     assert answer.notes == ("sees planner #1, solver #2, feedback", "the team's answer")
     assert answer.advantages == (1.0, -2.0)
-
-
-def test_both_renderings_say_the_same():
-    transcript = Transcript.of(episode_with_everything(), {"exact": 1.0}, "step 3", [0.5, None, [1.0, -2.0]])
-    text, page = transcript.as_text(200), Reader.read(html_page([transcript]))
-    for words in ["step 3", "Where to?", "exact 1", "go <left> & right", "a door", "through the door", "It is dark."]:
-        assert words in text and words in page.text
-    for entry in transcript.entries:
-        for note in entry.notes:
-            assert note in text and note in page.text
-    order = [page.text.index(words) for words in ("go <left>", "It is dark.", "a door", "through the door")]
+    text, page = transcript.as_text(200), Reader.read(html_page([transcript])).text
+    words = ["step 3", "Where to?", "exact 1", "go <left> & right", "It is dark.", "a door", "through the door"]
+    for said in (*words, *(note for entry in transcript.entries for note in entry.notes)):
+        assert said in text and said in page
+    order = [page.index(its) for its in words[3:]]
     assert order == sorted(order)
 
 
@@ -117,22 +112,8 @@ def test_tokens_are_coloured_by_their_advantage():
     assert Reader.read(html_page([Transcript("", "q", (Entry("solver", "through"),))])).colours == LEGEND
 
 
-PIECES = [
-    "<script>",
-    "</pre>",
-    "</section>",
-    "<!--",
-    "-->",
-    "&lt;",
-    '"',
-    "'",
-    "\x1b[31m",
-    "\u202e",
-    "\ud800",
-    "\r",
-    "é",
-    "\x00",
-]
+PIECES = ["<script>", "</pre>", "</section>", "<!--", "-->", "&lt;", '"', "'", "\x1b[31m", "\u202e", "\ud800", "\r"]
+PIECES += ["é", "\x00"]
 ODD = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4), st.characters()), max_size=20).map("".join)
 
 
@@ -184,16 +165,10 @@ def test_hundreds_of_turns_are_rendered():
     assert time.process_time() - start < 60
 
 
-def test_the_trainer_writes_pages(model_folder, tmp_path):
-    settings = {"max_steps": 2, "log_completions": True, "num_completions_to_print": 2, "advantage": "gae"}
-    settings |= {"critic": "shared"}
-    trainer = team_trainer(model_folder, tmp_path, settings=settings)
-    trainer.train()
-    pages = sorted((tmp_path / "completions").glob("transcripts_*.html"))
-    assert [page.name for page in pages] == ["transcripts_00001.html", "transcripts_00002.html"]
-    page = Reader.read(pages[0].read_text())
-    assert page.text.count("episode 0") == 1 and page.text.count("episode 1") == 1 and "episode 2" not in page.text
-    assert "reasoner" in page.text and "what it was shown" in page.text and len(page.colours) > 20
+def run_browser(page, *options):
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command = [CHROMIUM, *flags, "--disable-dev-shm-usage", *options, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 def test_characters_of_several_tokens_are_whole(model_folder, tmp_path):
@@ -205,37 +180,19 @@ def test_characters_of_several_tokens_are_whole(model_folder, tmp_path):
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_browser_shows_the_page(tmp_path):
-    transcript = Transcript.of(
-        episode_with_everything(),
-        {"exact": 1.0},
-        "step 3",
-        [0.5, None, [1.0, -1.0]],
-        [[], [], ["through ", "the door"]],
-    )
+    tokens, advantages = [[], [], ["through ", "the door"]], [0.5, None, [1.0, -1.0]]
+    transcript = Transcript.of(episode_with_everything(), {"exact": 1.0}, "step 3", advantages, tokens)
     attack = Entry("solver", "<script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">")
     page = tmp_path / "page.html"
     page.write_text(html_page([transcript, Transcript("attack", "q", (attack,))]), encoding="utf-8")
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--disable-dev-shm-usage",
-    ]
-    options = ["--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
-    done = subprocess.run([CHROMIUM, *flags, *options], capture_output=True, text=True, timeout=120)
-    shown = Reader.read(done.stdout)
-    assert "<title>Episodes</title>" in done.stdout, done.stderr[-2000:]  # no script ran
+    dumped = run_browser(page, "--virtual-time-budget=2000", "--dump-dom")
+    shown = Reader.read(dumped)
+    assert "<title>Episodes</title>" in dumped  # no script ran
     tags = [tag for tag, _ in shown.tags]
     assert shown.text.count("document.title") == 2 and "img" not in tags and tags.count("script") == 1  # its own
     assert "through the door" in shown.text and len(shown.colours) == 8
     picture = tmp_path / "page.png"
-    subprocess.run(
-        [CHROMIUM, *flags, f"--screenshot={picture}", page.as_uri()],
-        capture_output=True,
-        timeout=120,
-        check=True,
-    )
+    run_browser(page, f"--screenshot={picture}")
     assert colours(picture) >= {"blue", "orange"}
 
 
@@ -244,6 +201,7 @@ def test_a_run_lists_its_pages_and_tells_right_answers_and_rewards(model_folder,
         return [0.5] * 2 + [1.0] * (len(completions) - 2)
 
     settings = {"max_steps": 2, "log_completions": True, "num_completions_to_print": 2, "run_name": "a <run>"}
+    settings |= {"advantage": "gae", "critic": "shared"}  # tokens have advantages of their own
     trainer = team_trainer(model_folder, tmp_path, settings=settings, reward_funcs=[exact_answer, half])
     trainer.train()
     folder = tmp_path / "completions"
@@ -255,6 +213,8 @@ def test_a_run_lists_its_pages_and_tells_right_answers_and_rewards(model_folder,
     assert "a &lt;run&gt;" in index
     page = Reader.read((folder / "transcripts_00002.html").read_text())
     assert "a <run> · The first 2 of 8 episodes" in page.text and page.text.count("right answer") == 2
+    assert page.text.count("episode 0") == page.text.count("episode 1") == 1 and "episode 2" not in page.text
+    assert "reasoner" in page.text and "what it was shown" in page.text and len(page.colours) > 20
     assert page.text.count("exact_answer") == page.text.count("total") == 2
     assert ("a", ("href",)) in page.tags
     (folder / "transcripts_00001 (1).html").write_text("a copy that somebody has made")

@@ -19,7 +19,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from .helpers import lora, moved, pooled, team_trainer, weights
+from .helpers import lora, moved_by_training, pooled, team_trainer
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -86,11 +86,7 @@ CASES = {
         share_right,
     ),
     "debate": (Debate(["left", "right"], rounds=2, judge="judge"), agents("left", "right", "judge"), share_right),
-    "mixture": (
-        MixtureOfAgents([["left", "right"], ["left", "right"]], "judge"),
-        agents("left", "right", "judge"),
-        share_right,
-    ),
+    "mixture": (MixtureOfAgents([["left", "right"]] * 2, "judge"), agents("left", "right", "judge"), share_right),
     "approved": (UntilApproved("solver", "critic", rounds=2), agents("solver", "critic"), right_answer),
     "environment": (EnvironmentLoop(SayIt, horizon=3), agents("planner", "solver"), None),
 }
@@ -103,13 +99,10 @@ def taught():
     """One model that can play all parts, half of the time at random."""
 
     def mixed():
-        parts = [
-            scripted_turns(TOKENIZER, workflow, team, number_row, says_the_number)
-            for workflow, team, _ in CASES.values()
-        ]
+        cases = CASES.values()
+        parts = [scripted_turns(TOKENIZER, workflow, team, number_row, says_the_number) for workflow, team, _ in cases]
         while True:
-            for part in parts:
-                yield next(part)
+            yield from map(next, parts)
 
     return teach(mixed, steps=600, rate=1.5e-3)
 
@@ -125,37 +118,24 @@ def teach(rows, steps, rate):
 def train(model, folder, workflow, team, rows, reward_funcs, steps, seed, eval_metrics=None, rate=3e-3, episodes=64):
     """Train a copy of the model. Returns the evaluations before and after and the names of weights that moved."""
     draw = random.Random(seed)
+    settings = {"per_device_train_batch_size": episodes, "num_generations": 8, "num_generations_eval": 1, "seed": seed}
+    settings |= {"max_steps": steps, "learning_rate": rate, "per_device_eval_batch_size": 200, "logging_steps": 10}
     trainer = team_trainer(
-        copy.deepcopy(model),
-        folder,
-        agents=team,
-        workflow=workflow,
-        reward_funcs=reward_funcs,
-        eval_metrics=eval_metrics,
-        processing_class=TOKENIZER,
+        *(copy.deepcopy(model), folder),
+        **{"agents": team, "workflow": workflow, "reward_funcs": reward_funcs, "eval_metrics": eval_metrics},
         train_dataset=Dataset.from_list([rows(draw) for _ in range(1000)]),
         eval_dataset=Dataset.from_list([rows(draw) for _ in range(200)]),
+        processing_class=TOKENIZER,
         peft_config=lora(16),
-        settings={
-            "per_device_train_batch_size": episodes,
-            "per_device_eval_batch_size": 200,
-            "num_generations": 8,
-            "num_generations_eval": 1,
-            "max_steps": steps,
-            "learning_rate": rate,
-            "gradient_checkpointing": False,
-            "logging_steps": 10,
-            "seed": seed,
-        },
+        settings={**settings, "gradient_checkpointing": False},
     )
-    before, start = trainer.evaluate(), weights(trainer)
-    trainer.train()
-    return before, trainer.evaluate(), moved(start, weights(trainer))
+    before = trainer.evaluate()
+    changed = moved_by_training(trainer)
+    return before, trainer.evaluate(), changed
 
 
 @pytest.mark.parametrize(
-    "name",
-    [n if n == "sequential" else pytest.param(n, marks=pytest.mark.exhaustive) for n in CASES],
+    "name", [n if n == "sequential" else pytest.param(n, marks=pytest.mark.exhaustive) for n in CASES]
 )
 def test_a_team_gets_better_in_every_workflow(taught, tmp_path, name):
     workflow, team, reward = CASES[name]
@@ -225,12 +205,9 @@ def taught_to_route():
 def test_an_orchestrator_learns_whom_to_call(taught_to_route, tmp_path):
     figures, rewards = [], []
     for seed in SEEDS:
-        before, after, changed = train(
-            *(taught_to_route, tmp_path, ROUTED, ROUTED_TEAM, thing_row, answered, 60, seed, routing_accuracy),
-            # At 2e-3, with half of the episodes, two of four seeds call one specialist for everything
-            rate=1e-3,
-            episodes=128,
-        )
+        given = (taught_to_route, tmp_path, ROUTED, ROUTED_TEAM, thing_row, answered, 60, seed, routing_accuracy)
+        # At 2e-3, with half of the episodes, two of four seeds call one specialist for everything
+        before, after, changed = train(*given, rate=1e-3, episodes=128)
         figures.append((before["eval_routing"], after["eval_routing"]))
         assert any(".boss." in one for one in changed)
         rewards.append(after["eval_reward"] - before["eval_reward"])

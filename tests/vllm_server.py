@@ -29,8 +29,7 @@ class FakeServer:
         self.fault, self.delay = lambda body: None, lambda body: 0.0
         self.logps = lambda adapter, ids, temperature: {5: -1.0 / temperature}
         self.breaks, self.streams = lambda count: False, 0
-        self.is_ill = False
-        self.hangs = self.takes_adapters = False
+        self.is_ill = self.hangs = False
         self.takes_adapters = True
         self.running = self.most = 0
         self.max_loras = 4
@@ -53,14 +52,13 @@ class FakeServer:
 
     async def _start(self):
         app = web.Application(client_max_size=1 << 28)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/metrics", self._metrics)
+        for path, answer in {"/health": self._health, "/v1/models": self._models, "/metrics": self._metrics}.items():
+            app.router.add_get(path, answer)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/load_lora_adapter", self._load)
         app.router.add_post("/v1/unload_lora_adapter", self._unload)
-        app.router.add_post("/sleep", self._sleep)
-        app.router.add_post("/wake_up", self._sleep)
+        for path in ("/sleep", "/wake_up"):
+            app.router.add_post(path, self._sleep)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
@@ -106,7 +104,7 @@ class FakeServer:
         await self._still()
         body = await request.json()
         if body["model"] not in self.loaded:
-            return _error(404, f"The model `{body['model']}` does not exist.")
+            return answered(404, f"The model `{body['model']}` does not exist.")
         if body["logprobs"]:
             found = self.logps(body["model"], body["prompt"], body["temperature"])
             logprobs = {"top_logprobs": [{f"token_id:{token}": value for token, value in found.items()}]}
@@ -154,13 +152,9 @@ def turn(body, **changes):
     return {"choices": [{**choice, **changes}]}
 
 
-def _error(status, message):
-    return web.json_response({"error": {"message": message, "code": status}}, status=status)
-
-
 def answered(status, message):
     """An error that a server answers."""
-    return _error(status, message)
+    return web.json_response({"error": {"message": message, "code": status}}, status=status)
 
 
 def as_text(body):

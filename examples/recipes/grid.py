@@ -2,7 +2,7 @@
 Run all cells of a published experiment, and write one table. A cell that is done is not repeated, so the same command
 goes on with a grid that was interrupted.
 
-    python examples/recipes/grid.py --grids marft --cells "*/math_duo-num_agents_2-*"     # the first paper's experiment
+    python examples/recipes/grid.py --grids marft --cells "*/math_duo-num_agents_2-*"   # the first paper
     python examples/recipes/grid.py --grids all --dry_run --workers 2     # every cell for a step on a tiny model
 
 What follows `--` are options of `train.py` for all cells. `grids.py` has the grids. With `--dry_run`, models and

@@ -55,8 +55,7 @@ class KillAt(TrainerCallback):
 
     def __init__(self, folder: Path, number: int | None, report: Path):
         self._folder, self._number, self._report = str(folder), number, report
-        self._count = 0
-        self._is_saving = False
+        self._count, self._is_saving = 0, False
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == STEP:
@@ -140,13 +139,8 @@ class Faulty:
 def train(folder, model, processes, callbacks=(), reward=None):
     """One life of one process."""
     setting = ("ppo", "graph", 2, 4, 3) if reward is None else ("ppo", "graph", 1, 1, 1)
-    settings = {
-        "per_device_train_batch_size": 4 // processes,
-        "use_cpu": True,
-        "save_total_limit": 1,
-        "ddp_timeout": 60,
-    }
-    settings |= {"reward_timeout": 30, "workflow_timeout": 30, "tool_timeout": 5}
+    settings = {"per_device_train_batch_size": 4 // processes, "use_cpu": True, "save_total_limit": 1}
+    settings |= {"ddp_timeout": 60, "reward_timeout": 30, "workflow_timeout": 30, "tool_timeout": 5}
     if reward is not None:
         settings |= {"reward_timeout": 2, "save_steps": 50}
     its = {} if reward is None else {"reward_funcs": reward}
@@ -289,26 +283,20 @@ def main() -> None:
     parser.add_argument("mode", choices=["random", "operations", "faults"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("model")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--restarts", type=int, default=1, help="every how many kills the run is started again")
+    # The run is started again after every so many kills (`restarts`)
+    for name, default in {"processes": 1, "kills": 10, "seed": 0, "rank": 0, "every": 1, "restarts": 1}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     kinds = ["raise", "hang", "die", "signal", "nothing", "stuck"]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.folder.mkdir(parents=True, exist_ok=True)
-    if options.mode == "random":
-        outcome = at_random(options.folder, options.model, options.processes, options.kills, options.seed)
-    elif options.mode == "faults":
-        outcome = with_faults(options.folder, options.model, options.kinds, options.rank)
-    else:
-        outcome = at_operations(
-            options.folder, options.model, options.processes, options.rank, options.every, options.restarts
-        )
-    print(json.dumps(outcome))
+    run, arguments = {
+        "random": (at_random, (options.processes, options.kills, options.seed)),
+        "faults": (with_faults, (options.kinds, options.rank)),
+        "operations": (at_operations, (options.processes, options.rank, options.every, options.restarts)),
+    }[options.mode]
+    print(json.dumps(run(options.folder, options.model, *arguments)))
 
 
 if __name__ == "__main__":

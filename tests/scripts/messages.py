@@ -42,12 +42,9 @@ def messages(path: Path) -> list[tuple[int, str, str]]:
             and node.args
         ):
             found.append((node.lineno, node.func.attr, text_of(node.args[0])))
-        elif (
-            isinstance(node, ast.Tuple)
-            and len(node.elts) == 2
-            and isinstance(node.elts[1], (ast.Constant, ast.JoinedStr))
-        ) and len(text := text_of(node.elts[1])) > 60:  # `(condition, message)`
-            found.append((node.lineno, "check", text))
+        elif isinstance(node, ast.Dict):  # `{message: condition}`
+            texts = [(key.lineno, text_of(key)) for key in node.keys if isinstance(key, (ast.Constant, ast.JoinedStr))]
+            found += [(line, "check", text) for line, text in texts if len(text) > 60]
     return sorted(found)
 
 

@@ -133,19 +133,10 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
         eval_metrics=count,
         peft_config=None if kind == "full" else lora(),
         settings={
-            "per_device_train_batch_size": 16 // world_size,
-            "loss_type": loss_type,
-            "entropy_coef": 0.01,
-            "beta": 0.05,
-            "use_cpu": not shard_on_cpu.IS_ON,
-            "num_generations_eval": 1,
-            "per_device_eval_batch_size": 4 // world_size,
-            "weight_decay": 0.1,
-            "learning_rate": 1e-2,
-            "optim": "sgd",
-            "gradient_checkpointing": kind != "full",
-            "max_tokens_per_micro_batch": 400,
-            **LEARNING.get(kind, {}),
+            **{"per_device_train_batch_size": 16 // world_size, "per_device_eval_batch_size": 4 // world_size},
+            **{"loss_type": loss_type, "entropy_coef": 0.01, "beta": 0.05, "num_generations_eval": 1},
+            **{"weight_decay": 0.1, "learning_rate": 1e-2, "optim": "sgd", "max_tokens_per_micro_batch": 400},
+            **{"use_cpu": not shard_on_cpu.IS_ON, "gradient_checkpointing": kind != "full", **LEARNING.get(kind, {})},
         },
     )
     trainer.parts.runner.generator.generate = canned(trainer, kind)
@@ -154,20 +145,20 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
     figures = trainer.evaluate()
     if trainer.accelerator.is_main_process:
         tensors = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        # none in a step whose turn to learn was that of an agent that never spoke
-        entropies = [entry["entropy"] for entry in trainer.state.log_history if "entropy" in entry]
+        log = trainer.state.log_history
+        numbers = {
+            "losses": [entry["loss"] for entry in log if "loss" in entry],
+            # none in a step whose turn to learn was that of an agent that never spoke
+            "entropies": [entry["entropy"] for entry in log if "entropy" in entry],
+            "evaluated": [figures["eval_count"], figures["eval_reward"]],
+        }
         if kind == "dynamic":
-            drawn = [entry.get("dynamic_sampling/prompts", 0.0) for entry in trainer.state.log_history]
-            tensors["drawn"] = torch.tensor(drawn)
-        if kind == "tools":
-            for name in ("calls", "failures"):
-                logged = [entry[f"workflow/tools/{name}"] for entry in trainer.state.log_history if "loss" in entry]
-                tensors[name] = torch.tensor(logged)
-        start["evaluated"] = torch.tensor([figures["eval_count"], figures["eval_reward"]])
+            numbers["drawn"] = [entry.get("dynamic_sampling/prompts", 0.0) for entry in log]
+        for name in ("calls", "failures") if kind == "tools" else ():
+            numbers[name] = [entry[f"workflow/tools/{name}"] for entry in log if "loss" in entry]
         if trainer.critic is not None:
             tensors |= {f"head.{n}": p.detach().clone() for n, p in trainer.critic.heads.named_parameters()}
-        save_file({**start, **tensors, "losses": torch.tensor(losses), "entropies": torch.tensor(entropies)}, output)
+        save_file({**start, **tensors, **{name: torch.tensor(its) for name, its in numbers.items()}}, output)
     trainer.accelerator.end_training()  # leave the process group before the interpreter goes
 
 

@@ -44,6 +44,11 @@ class Fan(Workflow):
         episode.answer = turns[-1]
 
 
+SETTINGS = {
+    **{"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12, "max_steps": 2},
+    **{"learning_rate": 1e-2, "optim": "adamw_torch", "max_tokens_per_micro_batch": 10**6, "logging_steps": 1},
+    **{"gradient_checkpointing": False, "report_to": "none", "save_strategy": "no", "dataloader_pin_memory": False},
+}
 PLAIN = {"bf16": False}  # by default, mixed precision is on
 TEAMS = {
     "solo": (PLAIN, 1, None),
@@ -96,35 +101,19 @@ class Phases:
         setattr(owner, name, counted)
 
     def of(self, counts: Counter) -> dict[str, dict[str, int]]:
-        found: dict[str, dict[str, int]] = {}
-        for (phase, kind), count in counts.items():
-            found.setdefault(phase, {})[kind] = count
-        return found
+        return {name: {kind: its for (phase, kind), its in counts.items() if phase == name} for name, _ in counts}
+
+
+def weights_of(policies) -> dict[str, list]:
+    """A copy of the weights of each policy."""
+    return {name: [one.detach().clone() for one in policies.parameters(name).values()] for name in policies.names}
 
 
 def train(team: str, layout: str, given: dict) -> dict:
     settings, count, workflow = TEAMS[team]
     tokenizer = tiny_tokenizer()
     with pretend_device.Pretend(), tempfile.TemporaryDirectory() as folder:
-        args = MARFTConfig(
-            f"{folder}/run",
-            **{
-                "per_device_train_batch_size": 8,
-                "num_generations": 4,
-                "max_completion_length": 12,
-                "max_steps": 2,
-                "learning_rate": 1e-2,
-                "report_to": "none",
-                "save_strategy": "no",
-                "logging_steps": 1,
-                "optim": "adamw_torch",
-                "dataloader_pin_memory": False,
-                "max_tokens_per_micro_batch": 10**6,
-                "gradient_checkpointing": False,
-                **settings,
-                **given,
-            },
-        )
+        args = MARFTConfig(f"{folder}/run", **{**SETTINGS, **settings, **given})
         trainer = MARFTTrainer(
             model=base(layout, tokenizer, f"{folder}/base"),
             processing_class=tokenizer,
@@ -139,21 +128,13 @@ def train(team: str, layout: str, given: dict) -> dict:
         phases.around(trainer, "_generate_and_score_completions", "score")
         phases.around(trainer, "training_step", "train")
         phases.around(trainer.accelerator.unwrap_model(trainer.model), "generate", "generate")
-        before = {
-            name: [one.detach().clone() for one in policies.parameters(name).values()] for name in policies.names
-        }
+        before = weights_of(policies)
         trainer.train()
-        moved = [
-            name
-            for name in policies.names
-            if any(
-                not torch.equal(a, b) for a, b in zip(before[name], policies.parameters(name).values(), strict=True)
-            )
-        ]
-        weights = [one.detach() for name in policies.names for one in policies.parameters(name).values()]
+        after = weights_of(policies)
+        weights = [one for its in after.values() for one in its]
         kinds = {str(one.dtype) for one in trainer.model.parameters() if not one.requires_grad}
         return {
-            "moved": moved,
+            "moved": [name for name in after if not all(map(torch.equal, before[name], after[name]))],
             "devices": sorted({str(one.device) for one in trainer.model.parameters()}),
             "losses": [one["loss"] for one in trainer.state.log_history if "loss" in one],
             "weights": sum(float(one.sum()) for one in weights),

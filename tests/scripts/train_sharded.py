@@ -62,18 +62,14 @@ def main(model: str, folder: str, options: str) -> None:
         training_args.is_torch_bf16_gpu_available = lambda: True
     asks, out_of_memory = given.pop("asks", False), given.pop("out_of_memory", False)
     dropout, dtype = given.pop("dropout", 0.0), given.pop("dtype", "float32")
-    if storage := given.get("four_bit"):
-        dtype = storage if storage != "uint8" else dtype
+    storage = given.pop("four_bit", None)
+    dtype = storage if storage not in (None, "uint8") else dtype
     apart = given.pop("apart", False) and os.environ.get("RANK") == "1"
     output = folder + "-of-another-node" if apart else folder
-    storage = given.pop("four_bit", None)
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=storage) if storage else None
+    one_layer = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=[1])
     agents = [
-        AgentSpec(
-            "reasoner",
-            system_prompt="Write the steps.",
-            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=[1]),
-        ),
+        AgentSpec("reasoner", system_prompt="Write the steps.", peft_config=one_layer),
         AgentSpec("actor", system_prompt="Answer."),
         AgentSpec("critic", system_prompt="Check.", trainable=False),
         AgentSpec("second", system_prompt="Answer again.", adapter="actor"),
@@ -81,28 +77,13 @@ def main(model: str, folder: str, options: str) -> None:
     if url := given.pop("server", None):  # a server without a model, whose turns depend on seeds and texts alone
         given |= {"use_vllm": True, "vllm_server_base_url": url, "fidelity_tolerance": 1e9}
         given |= {"vllm_importance_sampling_mode": "token_truncate"}
-    settings = {
-        "use_cpu": not shard_on_cpu.IS_ON,
-        "per_device_train_batch_size": 8 // world,
-        "max_completion_length": 16,
-        "max_steps": 5,
-        "beta": 0.05,
-        "learning_rate": 1e-2,
-        **given,
-    }
-    evaluation = {"eval_dataset": tiny_dataset(5, seed=1)} if evaluates else {}
+    settings = {"use_cpu": not shard_on_cpu.IS_ON, "per_device_train_batch_size": 8 // world}
+    settings |= {"max_completion_length": 16, "max_steps": 5, "beta": 0.05, "learning_rate": 1e-2, **given}
+    more |= {"eval_dataset": tiny_dataset(5, seed=1)} if evaluates else {}
     if dtype != "float32":
         settings["model_init_kwargs"] = {"dtype": dtype}
-    trainer = team_trainer(
-        model,
-        output,
-        agents=agents,
-        settings=settings,
-        peft_config=lora(lora_dropout=dropout),
-        quantization_config=four_bit,
-        **evaluation,
-        **more,
-    )
+    more |= {"peft_config": lora(lora_dropout=dropout), "quantization_config": four_bit}
+    trainer = team_trainer(model, output, agents=agents, settings=settings, **more)
     if out_of_memory and os.environ.get("RANK") == "1":
         trainer.model.get_base_model().model.layers[1].mlp.register_forward_pre_hook(run_out_of_memory)
     if evaluates:  # before anything is prepared for training
@@ -135,13 +116,10 @@ def main(model: str, folder: str, options: str) -> None:
     trainer.save_model(os.path.join(folder, "final"))
     if trainer.is_world_process_zero():
         found = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
-        heads = trainer.critic.heads.named_parameters() if trainer.critic is not None else ()
-        save_file(
-            {**found, **{f"heads.{name}": p.detach() for name, p in heads}},
-            os.path.join(folder, "weights.safetensors"),
-        )
-        with open(os.path.join(folder, "log.json"), "w", encoding="utf-8") as file:
-            json.dump(trainer.state.log_history, file)
+        if trainer.critic is not None:
+            found |= {f"heads.{name}": p.detach() for name, p in trainer.critic.heads.named_parameters()}
+        save_file(found, os.path.join(folder, "weights.safetensors"))
+        Path(folder, "log.json").write_text(json.dumps(trainer.state.log_history), encoding="utf-8")
     trainer.accelerator.end_training()
 
 
