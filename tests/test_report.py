@@ -12,12 +12,12 @@ from marft_trl import AgentSpec, MARFTTrainer, Sequential, Workflow
 from marft_trl.episodes.records import Turn
 from marft_trl.extras.report import Experiment, cells, load_experiment, report, runner
 from marft_trl.extras.report.arms import check_arms, make_arms
-from marft_trl.extras.report.comparison import ArmResult, classify, make_verdicts, write_report
+from marft_trl.extras.report.comparison import ArmResult, classify, compare, make_verdicts, write_report
 from marft_trl.extras.report.experiment import collect_settings, differences
 from marft_trl.extras.tasks import game_seeds
 from marft_trl.prompts import team_view
 from marft_trl.reporting import Interval
-from marft_trl.reporting.evaluation import read_samples
+from marft_trl.reporting.evaluation import read_samples, write_samples
 from marft_trl.rollout.runner import RunMode
 from marft_trl.runs.resume import compute_fingerprint
 from marft_trl.tiny import exact_answer, tiny_agents, tiny_dataset, tiny_team_model
@@ -590,6 +590,31 @@ def test_the_card_of_a_team_has_the_report_once(reported):
 
 
 # ---- Planted teams ----
+
+
+@pytest.mark.slow
+def test_simulated_reports_cover_the_true_difference(model_folder, tmp_path):
+    """40 reports of 3 seeds and 50 questions, whose true difference is 0.15: intervals, and what is said of them."""
+    made = experiment(model_folder, tmp_path / "unused")
+    arms = make_arms(made, ["solo"])
+    draws, covered, said, widths = np.random.default_rng(1), 0, [], []
+    for number in range(40):
+        difficulty = draws.normal(0, 0.15, 50)
+        for arm, mean in (("team", 0.6), ("solo", 0.45)):
+            for seed in range(3):
+                folder = tmp_path / str(number) / f"{arm}-{seed}"
+                right = draws.random(50) < (mean + difficulty + draws.normal(0, 0.06)).clip(0, 1)
+                rows = [{"question": f"{q:03}", "sample": 0, "right": float(one)} for q, one in enumerate(right)]
+                write_samples(folder, rows, "end", number, seed)
+                (folder / "result.json").write_text(json.dumps({"tokens": 1, "seconds": 1, "curve": []}))
+        found = compare(made, arms, tmp_path / str(number), (0, 1, 2), margin=0.02)
+        difference = found["solo"].difference
+        covered += difference.low <= 0.15 <= difference.high
+        widths.append(difference.high - difference.low)
+        said += found.verdicts
+    assert covered >= 36 and np.median(widths) < 0.6
+    assert len(said) == 40 and not any("as good as" in one or "is worse" in one for one in said)
+    assert any("is better than" in one for one in said)
 
 
 class Planted(Workflow):
