@@ -210,7 +210,7 @@ def test_two_threads_may_share_the_scores_of_programs(monkeypatch):
 
 
 def test_mathematics_in_the_background_has_a_time_limit(comparer, comparing, monkeypatch):
-    comparing("\n_SECONDS = 5\n", "\n_SECONDS = 1\n")
+    comparing("\n_SECONDS = 5 ", "\n_SECONDS = 1 ")
     monkeypatch.setattr(math_module, "_COMPARER", comparer)
     reward = rewards.in_background(rewards.math_reward)
     assert asyncio.iscoroutinefunction(reward) and reward.__name__ == "math_reward"
@@ -233,8 +233,9 @@ def comparing(tmp_path, monkeypatch):
     """A function that lets comparers run a changed copy of their script."""
 
     def compare_by(old, new):
-        script = tmp_path / "answers.py"
-        script.write_text(Path(answers_module.__file__).read_text().replace(old, new))
+        script, text = tmp_path / "answers.py", Path(answers_module.__file__).read_text()
+        assert old in text
+        script.write_text(text.replace(old, new))
         monkeypatch.setattr(answers_module, "__file__", str(script))
 
     return compare_by
@@ -268,7 +269,7 @@ def test_a_pair_that_never_ends_scores_nothing(comparer, comparing, monkeypatch,
 
 
 def test_a_comparer_that_does_not_start_is_an_error(comparer, comparing):
-    comparing("\n_SECONDS = 5\n", "\nimport nothing_of_this_name\n")
+    comparing("\n_SECONDS = 5 ", "\nimport nothing_of_this_name\n_SECONDS = 5 ")
     with pytest.raises(RuntimeError, match=r"did not start \(exit code 1\)"):
         comparer.scores([("1", "1")])
 
