@@ -164,9 +164,9 @@ def test_evaluating_changes_no_update(model_folder, tmp_path, settings):
         logs = logged_steps(trainer)
         return weights(trainer), [{k: v for k, v in entry.items() if k != "step_time"} for entry in logs]
 
-    (plain, plain_logs), (evaluated, logs) = train(False), train(True)
+    (plain, plain_logs), (found, logs) = train(False), train(True)
     assert len(figures) == 2 and all("eval_loss" in one and one["eval_entropy"] > 0 for one in figures)
-    assert not moved(plain, evaluated)
+    assert not moved(plain, found)
     assert len(logs) == 2 // settings.get("logging_steps", 1) and logs == plain_logs
 
 
