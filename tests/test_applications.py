@@ -26,6 +26,7 @@ from marft_trl.episodes.records import EndOfEpisode, RequestedTurn, TeamContext
 from marft_trl.episodes.rerun import Rerun
 from marft_trl.episodes.tools import ToolCall
 from marft_trl.extras.apps import AppEndpoint, ExternalApp
+from marft_trl.extras.apps.program import run_program
 from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import together
@@ -995,6 +996,31 @@ def test_programs_end_with_their_run_in_whatever_way_it_ends(kind, by, tmp_path)
     run.send_signal(by)
     run.wait(60)
     assert eventually(lambda: not any(map(_runs, pids)))
+
+
+def test_a_program_that_is_cancelled_while_it_starts_leaves_nothing(tmp_path):
+    (tmp_path / "app.py").write_text(LEFT)
+    command, started = [sys.executable, "-S", str(tmp_path / "app.py"), str(tmp_path / "pids")], tmp_path / "pids"
+
+    async def cancel_at_start():
+        loop = asyncio.get_running_loop()
+        begin = loop.subprocess_exec
+
+        async def on_a_busy_machine(*args, **kwargs):
+            found = await begin(*args, **kwargs)
+            await asyncio.to_thread(eventually, started.exists)
+            await asyncio.sleep(0.5)
+            return found
+
+        loop.subprocess_exec = on_a_busy_machine
+        task = asyncio.ensure_future(run_program(command, {"prompt": "x"}, AppEndpoint("http://x", "key-of-it"), "."))
+        await asyncio.to_thread(eventually, started.exists)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel_at_start())
+    assert not any(map(_runs, map(int, started.read_text().split())))
 
 
 FEW_FILES = """

@@ -133,9 +133,17 @@ class _Plain(string.Formatter):
 async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint, cwd: str) -> AppResult:
     """Run a program with the row as JSON on its standard input. Cancellation terminates the program."""
     variables = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS + _CREDENTIALS}
-    transport, heard = await asyncio.get_running_loop().subprocess_exec(
-        _Listener, *arguments, env={**variables, **endpoint.variables}, cwd=cwd, start_new_session=True
+    loop, variables = asyncio.get_running_loop(), {**variables, **endpoint.variables}
+    start = asyncio.ensure_future(
+        loop.subprocess_exec(_Listener, *arguments, env=variables, cwd=cwd, start_new_session=True)
     )
+    try:
+        transport, heard = await asyncio.shield(start)
+    except asyncio.CancelledError:  # asyncio would kill the program alone, and nothing that it has started
+        transport, heard = await start
+        await _end(transport.get_pid(), heard, endpoint.api_key)
+        transport.close()
+        raise
     pid = transport.get_pid()
     keep(endpoint.api_key, pid)
     try:
