@@ -25,8 +25,8 @@ from pathlib import Path
 
 from marft_trl.config.checks import uses_candidates
 from marft_trl.extras.tasks import smollm2
+from marft_trl.learning import batching
 from marft_trl.learning.batching import ActivationCost, head_size, readable
-from marft_trl.reporting import plan
 
 import figures
 import torch
@@ -123,7 +123,7 @@ def plan_on_gpu(trainer, cost, memory):
     """Let the trainer plan for a device with so many bytes, and return its memory plan."""
     batcher, vocabulary = trainer.parts.batcher, trainer.model.config.vocab_size
     batcher.measure = lambda length: cost
-    plan.head_size = lambda vocabulary, scored, device: head_size(vocabulary, scored, torch.device("cuda"))
+    batching.head_size = lambda vocabulary, scored, device: head_size(vocabulary, scored, torch.device("cuda"))
     taken = trainer.memory_plan()
     held = taken.base + taken.adapters + taken.critic + taken.gradients + taken.optimizer
 

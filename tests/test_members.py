@@ -114,6 +114,7 @@ def test_agents_join_with_weights_of_others_fresh_ones_or_an_adapter_of_the_team
     team.add_agent(AgentSpec("copy", temperature=0.3), weights=f"{team_folder}/actor")
     team.add_agent(AgentSpec("fresh"), peft_config=lora(), before="reasoner")
     team.add_agent(AgentSpec("second", adapter="actor"))
+    assert not any(module.training for module in team.model.modules())
     speaking = [turn.agent for turn in team.run(QUESTIONS[:1])[0].turns]
     assert speaking == ["fresh", "reasoner", "actor", "copy", "second"]
     found = dict(team.model.named_parameters())

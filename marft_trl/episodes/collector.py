@@ -170,7 +170,10 @@ def run_to_completion(
 async def limit_blocking_code(
     workflow: RunsEpisodes, workflow_timeout: float | None
 ) -> AsyncIterator[TimeLimit | None]:
-    """Limits the time of code that blocks the event loop, for [`collect_async`] within [`apply_time_limit`]."""
+    """
+    Limits the time of code that blocks the event loop, for [`collect_async`] within [`apply_time_limit`]. Different
+    tasks may enter and exit it.
+    """
     with _time_limit(workflow, workflow_timeout) as limit:
         async with _run_heartbeat(limit):
             yield limit

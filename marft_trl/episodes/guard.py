@@ -146,7 +146,10 @@ class HangDetector:
             self._limit.restart()
 
     def check(self, episodes: Sequence[EpisodeState], elsewhere: Sequence[int]) -> None:
-        """Raise for one that waits too long `elsewhere`. A wait for a turn neither counts nor restarts the limit."""
+        """
+        Raise for an episode that waits too long `elsewhere`, for something other than a turn. A wait for a turn
+        neither counts nor restarts the limit, since the turn may be refused.
+        """
         if self._limit is not None:
             self._limit.restart()  # the event loop is not blocked
         if self._workflow_timeout is None:

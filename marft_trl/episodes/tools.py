@@ -140,6 +140,7 @@ async def call_tools(
     environment_tools: Sequence[Callable] = (),
 ) -> list[ToolResult]:
     """Run calls and return the results in order. The first call beyond `left` gets an error; others are ignored."""
+    # All methods of an environment, tools or not, run in the same thread
     results = await asyncio.gather(*[call_tool(functions, call, limits, environment_tools) for call in calls[:left]])
     refused = [
         _failure(call.name, "too_many", f"No more than {limits.calls} calls are allowed. Answer with what you have.")

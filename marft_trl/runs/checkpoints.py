@@ -73,7 +73,10 @@ def save_rollouts(
 def load_rollouts(
     folder: str | Path, rank: int, world_size: int, has_changes: bool = False
 ) -> tuple[int, list[Slice] | None, dict[str, Any]] | None:
-    """Return step, slices and further state. With `has_changes`, additional processes load the first one's."""
+    """
+    Return step, slices and further state. Raises `ValueError` if another number of processes wrote them, unless the
+    run `has_changes`: additional processes then load those of the first.
+    """
     first_path = Path(folder) / (ROLLOUTS_NAME.format(rank=0) + ".json")
     if not first_path.is_file():
         return None

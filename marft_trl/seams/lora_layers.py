@@ -167,7 +167,8 @@ class DecodingLayers:
     precision of the activations with their scale multiplied in, layers with the same input share the first product,
     and the second adds to the output in place. A norm of transformers (5.23) takes eight kernels, and `rms_norm` one.
 
-    The copies keep their addresses, so a captured graph stays valid when an adapter changes.
+    The copies keep their addresses, so a captured graph stays valid when an adapter changes. Results differ from
+    PEFT's by rounding.
     """
 
     def __init__(self, model: Callable[[], Any]):

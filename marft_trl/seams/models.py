@@ -292,7 +292,8 @@ def keep_4bit_weights(model: nn.Module) -> None:
     """
     Keep the 4-bit layers of a model on the CPU as they were loaded. With AVX512-BF16, bitsandbytes (0.50, since
     bitsandbytes#1804) repacks the weights of a `Linear4bit` at its first pass in evaluation mode without gradients.
-    From then on it computes in bfloat16, so log-probabilities would depend on the machine.
+    From then on it computes in bfloat16, also in training mode, so log-probabilities would depend on the machine. The
+    layer's own switch turns this off.
     """
     if not getattr(model, "is_loaded_in_4bit", False):
         return

@@ -104,7 +104,10 @@ def saving_adapters_alone(trainer: GRPOTrainer, names: Sequence[str]) -> context
 
 
 def keeping_checkpoints(trainer: GRPOTrainer) -> contextlib.AbstractContextManager[None]:
-    """`Trainer._finalize_training` (transformers 5.23) keeps all checkpoints, also the newest (transformers#35070)."""
+    """
+    `Trainer._finalize_training` (transformers 5.23) keeps all checkpoints, also the newest (transformers#35070): a
+    restarted run would repeat the steps after the best one.
+    """
     return swapped(trainer.args, {"save_total_limit": None})
 
 

@@ -91,8 +91,9 @@ class FixedSteps(GrowingSteps):
     """
     Steps whose shapes and addresses stay the same until rows leave, so that a GPU can replay them from a captured
     graph: launching a step kernel by kernel takes longer than a small batch takes to compute. Finished rows are
-    checked every eighth step, and rows leave only in the steps of `SIZES`. The memory, for at most `rows` rows, and
-    the graphs can be used for many calls of `generate`, see [`StepStore`].
+    checked every eighth step, and rows leave only in the steps of `SIZES`. Tokens are those of [`GrowingSteps`]. A
+    step that cannot be captured runs kernel by kernel. The memory, for at most `rows` rows, and the graphs can be used
+    for many calls of `generate`, see [`StepStore`].
     """
 
     every = 8

@@ -277,11 +277,12 @@ def score(
 @contextlib.contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """Context manager: a model is in training or in evaluation mode. Each module's own mode is restored."""
-    modes = [(module, module.training) for module in model.modules()]
+    was_training, modes = model.training, [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
         yield
     finally:
+        model.train(was_training)  # modules that were added, too
         for module, mode in modes:
             module.training = mode
 

@@ -140,9 +140,10 @@ async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint
     try:
         transport, heard = await asyncio.shield(start)
     except asyncio.CancelledError:  # asyncio would kill the program alone, and nothing that it has started
-        transport, heard = await start
-        await _end(transport.get_pid(), heard, endpoint.api_key)
-        transport.close()
+        with contextlib.suppress(OSError):  # it did not start
+            transport, heard = await start
+            await _end(transport.get_pid(), heard, endpoint.api_key)
+            transport.close()
         raise
     pid = transport.get_pid()
     keep(endpoint.api_key, pid)
