@@ -55,7 +55,7 @@ class EpisodeState:
         self.busy = 0  # number of branches that wait for tools or for functions in a thread
         self.calling: list[Call] = []
         self.answered_calls = 0
-        # External program that drives it. Only a turn is progress then: a rejected request may come again forever
+        # Program that drives the episode. Only turns count as progress: it may retry a rejected request forever
         self.waits_for: str | None = None
         self.is_queued = False  # whether the limit of running episodes keeps it from starting; others do not wait
         self.step_context: StepContext = contextlib.nullcontext  # around user code. [`EpisodeGuard`] sets it
@@ -254,7 +254,7 @@ class EpisodeState:
         return value
 
     async def write(self, function: Callable, messages: Messages) -> Any:
-        """Call a function that writes a turn. In order, even if it is asynchronous: a turn has a place."""
+        """Call a function that writes a turn. Results are recorded in the order of requests, even if it is async."""
         return await self._await_in_order(self._run_reply(function, messages))
 
     async def _await_in_order(self, outcome: Awaitable[tuple[Any, BaseException | None]]) -> Any:

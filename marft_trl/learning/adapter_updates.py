@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -172,14 +172,14 @@ class SequentialFactors:
         if updated:
             with self._log_probs.scoring():
                 new = self._log_probs.compute_log_probs(updated)
-            pairs = [(row.old_per_token_logps, value) for row, value in zip(updated, new, strict=True)]
-            sums = torch.stack([(new_logps - then).sum() for then, new_logps in pairs if then is not None])
+            old = [cast(torch.Tensor, row.old_per_token_logps) for row in updated]
+            sums = torch.stack([(now - before).sum() for now, before in zip(new, old, strict=True)])
             places = torch.tensor([actions[row.episode, row.joint_action] for row in updated])
             divisors = self._level.divisors(updated)
             new_log_factors = functional.sequential_log_factors(sums / divisors, places, len(actions))
         log_factors = torch.zeros(len(actions), dtype=torch.float64)
         for row in rows:
-            index = actions[row.episode, row.joint_action]
+            index = actions[row.episode, row.joint_action]  # all rows of an action have the same factor
             log_factors[index] = row.log_factor + new_log_factors[index].item()
         factors = functional.clipped_factors(log_factors.float(), self._clip)
         self._log(adapter, factors, functional.clipped_factors(log_factors.float(), None))
@@ -237,23 +237,26 @@ _SETTINGS = ("weight_decay", "betas", "eps", "momentum", "initial_lr")
 
 def _check_groups(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     """Raise `ValueError`, with the adapters of both, if a saved optimizer state belongs to other parameter groups."""
-    theirs, mine = (
+    old, new = (
         ", ".join(f"{group.get('adapter')!r} ({len(group['params'])} tensors)" for group in groups) or "nothing"
         for groups in (saved["param_groups"], optimizer.param_groups)
     )
-    if theirs != mine:
+    if old != new:
         raise ValueError(
-            f"The optimizer state of the checkpoint belongs to {theirs}, but the team trains {mine}. Resume with the "
+            f"The optimizer state of the checkpoint belongs to {old}, but the team trains {new}. Resume with the "
             "agents, adapters and `peft_config` that the checkpoint was written with."
         )
 
 
-# Elements of a shared adapter that are looked at. More are thinned out evenly
+# Maximum number of gradient elements that are read of a shared adapter, evenly spaced
 _ELEMENTS = 2**20
 
 
 class GradientShares:
-    """Logs `agents/<name>/grad_share`, a share of the sum of gradient norms. Backward passes are of one agent."""
+    """
+    Logs `agents/<name>/grad_share`, a share of the sum of gradient norms. In a backward pass, at most one agent uses
+    each adapter.
+    """
 
     def __init__(self, policies: Policies, metrics: Metrics, processes: Processes):
         self._policies, self._metrics, self._processes = policies, metrics, processes
@@ -264,14 +267,14 @@ class GradientShares:
         self._current: list[str] = []
 
     def begin(self, agents: Sequence[str]) -> None:
-        """The next backward passes are those of these agents, which act with different adapters."""
+        """Attribute the next backward passes to these agents, at most one for each adapter."""
         watched = [agent for agent in agents if self._policies.get_adapter(agent) in self._groups]
         if watched != self._current:
             self._settle()
             self._current = watched
 
     def _settle(self) -> None:
-        """Give what was added to a gradient since the last look to the agent whose passes ran."""
+        """Attribute what was added to gradients since the last call to the current agents."""
         for agent in self._current:
             adapter = self._policies.get_adapter(agent)
             now, before = self._look(adapter), self._last.get(adapter)
@@ -373,7 +376,7 @@ class AdapterUpdates:
         self._is_within_step = False
         self._active_adapters: set[str] = set()  # adapters with a row on any process since the last update
         self._skipped_in_a_row: dict[str, int] = defaultdict(int)
-        # By adapter: coefficient of the entropy bonus, and the entropy from which it was computed
+        # By adapter: coefficient of the entropy bonus and last entropy, `inf` before the first: no bonus yet
         self._entropy_control = dict.fromkeys(team.policies.trained, (run.state.entropy_coef, math.inf))
 
     def trained_parameters(self) -> dict[str, dict[str, nn.Parameter]]:
@@ -457,8 +460,8 @@ class AdapterUpdates:
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module) -> Iterator[None]:
         """
-        Context manager: gradients are reduced once, after the last micro-batch, of which processes have different
-        numbers. The first micro-step of an optimizer step clears the gradients of the value heads, which the Trainer
+        Context manager: gradients are not reduced, because processes have different numbers of micro-batches; `finish`
+        does so. The first micro-step of an optimizer step clears the gradients of the value heads, which the Trainer
         does not know.
         """
         if not self._is_within_step and self._critic is not None:
@@ -476,10 +479,10 @@ class AdapterUpdates:
         if not is_update:
             return
         adapters = self.trained_parameters()
-        spoke = [list(adapters[adapter].values()) for adapter in adapters if adapter in self._active_adapters]
+        used = [list(adapters[adapter].values()) for adapter in adapters if adapter in self._active_adapters]
         if self._processes.count > 1:
-            average_gradients([parameter for parameters in spoke for parameter in parameters], self._processes.count)
-        for parameters in spoke:  # rows without a gradient skip the backward pass: set the missing gradients to 0
+            average_gradients([parameter for parameters in used for parameter in parameters], self._processes.count)
+        for parameters in used:  # rows without a gradient skip the backward pass: set the missing gradients to 0
             if all(parameter.grad is None for parameter in parameters):
                 for parameter in parameters:
                     parameter.grad = torch.zeros_like(parameter)
@@ -525,7 +528,8 @@ class AdapterUpdates:
     def clip(self, max_norm: float) -> torch.Tensor:
         """
         Clip the gradient of each adapter by its norm, and skip those that are not finite. Returns the norm over all
-        adapters of agents before. Raises `FloatingPointError` for an adapter that was skipped several times in a row.
+        adapters of agents before clipping. Raises `FloatingPointError` for an adapter that was skipped several times
+        in a row.
         """
         trained = self.trained_parameters()
         if any(parameter.grad is not None for value in trained.values() for parameter in value.values()):
@@ -536,7 +540,7 @@ class AdapterUpdates:
             if not present:
                 continue
             is_policy = adapter in self._policies.trained
-            limit = max_norm if is_policy else self._args.max_grad_norm or math.inf  # 0: no clipping
+            limit = max_norm if is_policy else (self._args.max_grad_norm or math.inf)  # 0: no clipping
             norm = nn.utils.clip_grad_norm_(list(present.values()), limit)
             names = [f"agents/{agent}" for agent in self._policies.get_agents(adapter)] or ["critic"]
             if self._accelerator.scaler is None:  # with fp16, the gradient scaler handles overflow

@@ -36,8 +36,8 @@ logger = get_logger(__name__)
 
 # Minimum number of trained adapters for which passes are mixed by default. Fewer adapters gain little
 _MIN_MIXED_ADAPTERS = 4
-# Maximum mean number of tokens per micro-batch of a pass for which passes are mixed by default, on every machine: more
-# keep the device busy on their own. Measured on one CPU core (docs/reports/performance.md)
+# Passes are mixed by default up to this mean number of tokens per micro-batch, on every machine: larger ones keep the
+# device busy on their own. Measured on one CPU core (docs/reports/performance.md)
 _MAX_MIXED_TOKENS = 512
 # Maximum ratio of the tokens of a mixed pass, including padding, to the tokens of separate passes
 _MAX_PADDING_RATIO = 1.25
@@ -130,8 +130,8 @@ def _pass_shape(rows: Sequence[Row]) -> _PassShape:
 
 def _count_tokens(shapes: Sequence[_PassShape]) -> int:
     """Tokens of a pass over several micro-batches, including padding."""
-    prefixes, prefix, rows, rest = zip(*shapes, strict=True)
-    return sum(prefixes) * max(prefix) + sum(rows) * max(rest)
+    num_prefixes, lengths, num_rows, rests = zip(*shapes, strict=True)
+    return sum(num_prefixes) * max(lengths) + sum(num_rows) * max(rests)
 
 
 # Maximum bytes of gradients that are copied before each micro-step after the first, so that it can be retried
@@ -282,8 +282,8 @@ class TeamLoss(TrainerCallback):
         self, model: nn.Module, slice_: Slice, learning: frozenset[str], backward: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
         """
-        Compute the loss of a slice, or, with the last slice of an optimizer step, the loss of all its slices, with
-        their backward passes. `learning` has the adapters and parts of the critic that are trained.
+        Add a slice to those that wait, and with the last slice of an optimizer step, run the forward and backward
+        passes of all of them. `learning` has the adapters and parts of the critic that are trained.
         """
         self._updates.note_adapters(slice_.adapters & learning)
         self._waiting.append(self._pending(slice_, learning, self._updates.divergence))
@@ -366,10 +366,10 @@ class TeamLoss(TrainerCallback):
             self._record_skipped_rows(model, item, trained, others)
             rows_by_slice.append((item, trained))
         # An optimizer step may train on the same rows several times
-        for slices_by_row in _group_by_key(rows_by_slice, key=lambda row: row):
-            batches = list(self._batcher.cut([row for row, _ in slices_by_row.values()]))
+        for entries in _group_by_key(rows_by_slice, key=lambda row: row):
+            batches = list(self._batcher.cut([row for row, _ in entries.values()]))
             for group in self.mixing.plan(batches) if self.mixing is not None else [[batch] for batch in batches]:
-                slice_rows = [_split_rows(batch, [slices_by_row[row][1] for row in batch.rows]) for batch in group]
+                slice_rows = [_split_rows(batch, [entries[row][1] for row in batch.rows]) for batch in group]
                 loss = functools.partial(self._shared_pass_loss, model, group, slice_rows)
                 if len(group) == len(slice_rows[0]) == 1:  # TRL's loss runs the pass
                     loss = functools.partial(self._batch_loss, model, slice_rows[0][0].batch, slice_rows[0][0].owner)
@@ -382,9 +382,9 @@ class TeamLoss(TrainerCallback):
         learned = [(item, [row for row in item.slice.rows if row.critic in item.learning]) for item in waiting]
         # The critic identifies rows by their number in a generation batch, and an optimizer step may span several
         # batches
-        for slices_by_row in _group_by_key(learned, key=lambda row: row.number):
-            for batch in critic.batches([row for row, _ in slices_by_row.values()]):
-                slice_rows = _split_rows(batch, [slices_by_row[row.number][1] for row in batch.rows])
+        for entries in _group_by_key(learned, key=lambda row: row.number):
+            for batch in critic.batches([row for row, _ in entries.values()]):
+                slice_rows = _split_rows(batch, [entries[row.number][1] for row in batch.rows])
 
                 def loss(batch: MicroBatch = batch, slice_rows: Sequence[_SliceRows] = slice_rows) -> torch.Tensor:
                     values = critic.compute_values(batch)
@@ -476,10 +476,10 @@ def _group_by_key(
     return groups
 
 
-def _split_rows(batch: MicroBatch, slices_by_row: Sequence[_PendingSlice]) -> list[_SliceRows]:
+def _split_rows(batch: MicroBatch, entries: Sequence[_PendingSlice]) -> list[_SliceRows]:
     """Split a micro-batch by slice, given the slice of each row."""
     places: dict[_PendingSlice, list[int]] = {}
-    for place, owner in enumerate(slices_by_row):
+    for place, owner in enumerate(entries):
         places.setdefault(owner, []).append(place)
     parts = {owner: MicroBatch(batch.agent, [batch.rows[place] for place in own]) for owner, own in places.items()}
     return [_SliceRows(owner, batch if len(places) == 1 else parts[owner], own) for owner, own in places.items()]

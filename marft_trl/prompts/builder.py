@@ -133,7 +133,7 @@ class PromptBuilder:
         self.aliases, self._is_single_agent, self.show_reasoning = aliases or {}, is_single_agent, show_reasoning
         self._folds_system = not self._keeps_text_prompts and not self.template.renders_system
         self._reasoning = None if self._keeps_text_prompts else EarlierReasoning(self.template)
-        self._shown: dict[int, str] = {}  # tool schemas of prompts, by the hash of the token ids
+        self._schemas: dict[int, str] = {}  # tool schemas of prompts, by the hash of the token ids
 
     def build(self, queries: Iterable[Query | tuple]) -> list[Observation]:
         """Build observations in order. Raise a `ValueError` if one cannot be rendered, or does not fit the window."""
@@ -146,7 +146,8 @@ class PromptBuilder:
         for index, query in enumerate(restricted):
             if index not in built and self._get_view(query.agent) is team_view:  # it shows the whole prompt
                 cut = self._first_tokens(query.agent, query.prompt)
-                built |= {index: self._fit(query._replace(seen=()), cut)} if cut is not None else {}
+                if cut is not None:
+                    built[index] = self._fit(query._replace(seen=()), cut)
         contents = {index: self._observe(query) for index, query in enumerate(restricted) if index not in built}
         ids: dict[int, list[int]] = {}
         alike: dict[tuple, list[int]] = {}
@@ -191,10 +192,11 @@ class PromptBuilder:
             if not self.template.renders_results:
                 shown = convert_tool_messages(shown, self.template.renders_called_results())
             if self._folds_system:
-                shown, turns = fold_system_message(shown), turns[len(shown) - len(fold_system_message(shown)) :]
+                folded = fold_system_message(shown)
+                shown, turns = folded, turns[len(shown) - len(folded) :]
             observation.content, observation.ids = shown, self._encode_messages(shown, turns, query.functions)
-            self._shown = {} if len(self._shown) >= _MAX_CACHED_PROMPTS else self._shown
-            self._shown[hash(tuple(observation.ids))] = repr(list(query.functions))
+            self._schemas = {} if len(self._schemas) >= _MAX_CACHED_PROMPTS else self._schemas
+            self._schemas[hash(tuple(observation.ids))] = repr(list(query.functions))
         except (MemoryError, TimeoutError):
             raise
         except Exception as error:  # any error concerns only this request
@@ -211,7 +213,7 @@ class PromptBuilder:
         return observation
 
     def _first_tokens(self, agent: AgentSpec, prompt: str | Messages) -> Observation | None:
-        """The first tokens of a prompt that is far too long to tokenize it all: twice the window, or `None`."""
+        """Return the first tokens of a prompt that is longer than twice the window, otherwise `None`."""
         if self.window_size is None or agent.name in self._without_model:
             return None
         contents = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
@@ -223,7 +225,7 @@ class PromptBuilder:
     def _encode_messages(
         self, messages: Messages, turns: Sequence[Turn | None], functions: Sequence[Function]
     ) -> list[int]:
-        """Token ids of messages. Those up to a turn keep its tokens, unless the template would now change them."""
+        """Token ids of messages. Up to the last turn, they are the sampled ones, unless the template changes them."""
         pieces = self._pieces(messages, functions)
         found = {index: turn for index, turn in enumerate(turns) if turn is not None}
         last = max(found, default=0)
@@ -240,7 +242,7 @@ class PromptBuilder:
         self, turn: Turn, messages: Messages, turns: Sequence[Turn | None], functions: Sequence[Function]
     ) -> bool:
         """Return `True` if a turn was sampled from these messages. Usually a cache knows, so nothing is rendered."""
-        shown = self._shown.get(hash(tuple(turn.prompt_ids)))
+        shown = self._schemas.get(hash(tuple(turn.prompt_ids)))
         is_known = messages == turn.observation and shown == repr(list(functions))
         return is_known or self._encode_messages(messages, turns, functions) == list(turn.prompt_ids)
 
@@ -248,8 +250,8 @@ class PromptBuilder:
         self, ids: Sequence[int], before: Pieces, pieces: Pieces, until: Messages, functions: Sequence[Function]
     ) -> Pieces | None:
         """
-        The pieces of a conversation behind a turn with the tokens `ids`, the last of the messages `until`, after the
-        pieces `before`; `None` if the template shows only part of the turn, or other text before or after it.
+        The pieces after a turn: `ids` are its tokens, `until` ends with its message, `before` has what precedes it.
+        `None` if the template shows only part of the turn, or other text before or after it.
         """
         text, ending = until[-1]["content"], self._ending(ids)
         own = [i for i, piece in enumerate(pieces) if isinstance(piece, Part) and piece.message == len(until) - 1]
@@ -260,7 +262,8 @@ class PromptBuilder:
             start, rest = own[-1] + 1, pieces[own[-1] + 1]
         else:
             opening = self._pieces(until, functions, add_generation_prompt=False)
-            place = opening[-1].rfind(ending, len(before[-1]) if len(opening) == len(before) else 0) if ending else -1
+            begin = len(before[-1]) if len(opening) == len(before) else 0
+            place = opening[-1].rfind(ending, begin) if ending else -1
             if place >= 0:  # templates add a line break after the end token, which was not sampled
                 opening[-1] = opening[-1][:place]
             if not begins(pieces, opening):

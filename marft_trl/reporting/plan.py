@@ -41,7 +41,7 @@ _MAX_REHEARSAL_TURNS = 64
 class Rehearsal:
     episode: Episode
     shown: dict[str, Observation]  # first observation of each agent
-    # of each turn: agent, tokens if all turns in the prompt had maximum length, those before the first such turn
+    # For each turn: agent, tokens of its prompt with all turns at maximum length, tokens before the first turn in it
     prompts: list[tuple[str, int, int]]
     generation_calls: list[list[str]]  # agents whose turns are generated together
 
@@ -118,14 +118,14 @@ class Planner:
         rehearsal = self.rehearse(next(iter(self._dataset())))
         read = {agent.name for agent in self._agents if agent.has_policy or critic is not None}  # by a model
         prompts = [prompt for prompt in rehearsal.prompts if prompt[0] in read]
-        turn = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
-        cost = self._batcher.measure(turn)
+        longest = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
+        cost = self._batcher.measure(longest)
         self._processes.wait()  # the number of passes that it takes may differ
         at_once = self._turns_at_once([item[0] for item in prompts], rehearsal.generation_calls)
         keeps = self._runner.generator.keeps_cache
         copies = self._past_copies.size() if self._past_copies is not None else 0
         has_ddp = self._processes.count > 1 and not self._processes.is_base_sharded
-        cache = batching.cache_size(config, at_once, turn + keeps * (-turn % ROOM), width)
+        cache = batching.cache_size(config, at_once, longest + (-longest % ROOM if keeps else 0), width)
         return MemoryPlan(
             base=sum(self._shards()) if self._processes.is_base_sharded else batching.count_bytes(base),
             adapters=batching.count_bytes(adapters) + copies,
@@ -133,10 +133,10 @@ class Planner:
             # DDP keeps a second copy of all gradients, in its buckets
             gradients=batching.count_bytes(trained) * (2 if has_ddp else 1),
             optimizer=batching.optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),
-            activations=self._activations(prompts, turn, cost),
+            activations=self._activations(prompts, longest, cost),
             cache=0 if keeps else cache,
             prefill=max(
-                round(cost.per_token * min(at_once * turn, PREFILL_TOKENS) / config.num_hidden_layers),
+                round(cost.per_token * min(at_once * longest, PREFILL_TOKENS) / config.num_hidden_layers),
                 batching.decoding_size(at_once, config.vocab_size),
             ),
             kept=batching.kept_size(cache, at_once, config.vocab_size) if keeps else 0,
@@ -175,7 +175,8 @@ class Planner:
         if sum(cost.size(tokens, repeated, False) for tokens, repeated, _ in work) > limit * cost.per_token:
             return 0
         reads_all = self._level.reads_completions  # otherwise, only prompts
-        sizes = [cost.size(tokens - (not reads_all) * scored, repeated, False) for tokens, repeated, scored in work]
+        read = [(tokens if reads_all else tokens - scored, repeated) for tokens, repeated, scored in work]
+        sizes = [cost.size(*tokens, False) for tokens in read]
         # Each size includes temporary memory of one layer, which only one backward pass needs at a time
         layers = self._model.config.get_text_config().num_hidden_layers
         return round((sum(sizes) * layers + max(sizes)) / (layers + 1))

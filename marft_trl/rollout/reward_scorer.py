@@ -43,7 +43,9 @@ logger = get_logger(__name__)
 # Warn if the correlation of two agents' rewards is below this number, over at least this number of episodes
 _MIN_CORRELATION, _MIN_EPISODES = -0.5, 8
 PATIENCE = 5  # generation batches in a row without an advantage, before an agent is warned of
-MAX_REWARD = 1e15  # squares of larger ones overflow in float32, so the deviation of a group would be infinite
+MAX_REWARD = (
+    1e15  # far below 1.8e19, whose square overflows in float32, so that the deviation of a group would be infinite
+)
 _ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state")  # by TRL
 _BLOCKED_EXTRA_SECONDS = 5.0  # after the limit of a call, until functions that block the event loop are interrupted
 
@@ -108,7 +110,7 @@ class RewardReachChecker:
 
     def __init__(self, agents: Sequence[str]):
         self._batches_without_advantage = dict.fromkeys(agents, 0)  # in a row
-        self._warned: set[tuple[str, ...]] = set()
+        self._warned: set[tuple[str, ...]] = set()  # names of the functions and agents of each warning
         self._num_cancelled = 0  # episodes in a row in which the rewards of the agents cancel
 
     def state_dict(self) -> dict[str, Any]:
@@ -468,7 +470,7 @@ class TurnRewards(NamedTuple):
     """Rewards of `N` turns by the functions of their agents."""
 
     sums: torch.Tensor  # (N,), sum over the functions, NaN if none of them applied
-    by_function: list[dict[str, float]]  # of each turn, NaN if one did not apply; empty if none is to
+    by_function: list[dict[str, float]]  # of each turn; NaN if a function did not apply
 
 
 class RewardScorer:
@@ -521,7 +523,7 @@ class RewardScorer:
             return self.combine_rewards(self._score_completed(episodes)).cpu()
 
     def score_turns(self, episodes: Sequence[Episode], turns: Sequence[Turn]) -> TurnRewards:
-        """Sum the rewards of a turn or candidate of each episode. One that called tools gets its final turn's."""
+        """Sum the rewards of a turn or candidate of each episode. A turn that called tools gets its final turn's."""
         rewards = TurnRewards(torch.full((len(turns),), torch.nan), [{} for _ in turns])
         finals = [episode.final_turn_of(turn) for episode, turn in zip(episodes, turns, strict=True)]
         for agent, functions in self._turn_functions.items():

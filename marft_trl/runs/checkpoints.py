@@ -31,7 +31,7 @@ from ..learning.adapter_updates import Schedule
 from ..seams.libraries import get_logger
 from ..system.processes import other_devices
 from ..system.randomness import RandomStates, undisturbed
-from . import run_folder as commits
+from . import run_folder
 from .resume import RunSettings, check_same_team, check_structure, read_accepted, tunables
 from .run_folder import CheckpointError, Commit, RunFolder
 
@@ -52,7 +52,7 @@ def save_rollouts(
     slices: Sequence[Slice] | None,
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Save the training rows, `None` if all were used, and the number of forward and backward passes so far."""
+    """Save the training rows, `None` if all were used, the number of micro-steps so far, and further state."""
     tensors: dict[str, torch.Tensor] = {}
     slice_data = []
     for s, slice_ in enumerate(slices or []):
@@ -377,11 +377,11 @@ class Checkpoints:
                     f"The checkpoint {folder} does not exist. Pass `True` for the newest checkpoint in "
                     f"{self.folder.path}, or the path of a `checkpoint-<step>` folder."
                 )
-            has_commit = any((folder / name).exists() for name in (commits.COMMIT_NAME, commits.OPEN_NAME))
-            commit = commits.verify(folder) if has_commit else Commit("", -1)
+            has_commit = any((folder / name).exists() for name in (run_folder.COMMIT_NAME, run_folder.OPEN_NAME))
+            commit = run_folder.verify(folder) if has_commit else Commit("", -1)
             if not has_commit:
                 logger.warning(
-                    f"{folder} has no {commits.COMMIT_NAME}, like checkpoints of earlier versions, so its files "
+                    f"{folder} has no {run_folder.COMMIT_NAME}, like checkpoints of earlier versions, so its files "
                     "cannot be verified."
                 )
         self.check_settings(commit, folder)
@@ -400,7 +400,7 @@ class Checkpoints:
         check_same_team(_collect_names(saved), _collect_names(current), folder)
         with contextlib.suppress(ValueError):
             if self.accepted:
-                check_structure(saved, current, (), "")
+                check_structure(saved, current, (), "")  # raises if anything differs
                 logger.warning(f"{folder.name} already has the changes in `resume_changes`, so they are ignored.")
                 self.accepted = ()
         for line in check_structure(saved, current, self.accepted, folder):
@@ -492,7 +492,7 @@ def _check_is_checkpoint(folder: Path) -> None:
             f"{folder} is the output folder of a run, not a checkpoint. Pass `True` for the newest checkpoint, or the "
             f"path of a checkpoint, such as {checkpoints[-1]}."
         )
-    is_checkpoint = any((folder / name).exists() for name in (commits.COMMIT_NAME, commits.OPEN_NAME))
+    is_checkpoint = any((folder / name).exists() for name in (run_folder.COMMIT_NAME, run_folder.OPEN_NAME))
     if (folder / MANIFEST_NAME).exists() and not is_checkpoint:
         raise ValueError(
             f"{folder} is a saved team without an optimizer state, so it cannot be resumed. Start a new run from its "

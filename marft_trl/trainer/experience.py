@@ -51,7 +51,7 @@ class EvaluationOptions:
         k: Sequence[int] | None,
         is_other_set: bool,
     ) -> Iterator[None]:
-        """Context manager: other settings (`None` keeps one). `is_other_set`: a set that is not the trainer's."""
+        """Context manager: override settings that are not `None`. `is_other_set`: the set is not the trainer's."""
         check_sampling(sampling, "sampling")
         if num_samples is not None:
             check_count("num_samples", num_samples)
@@ -146,7 +146,7 @@ class BatchMaker:
 
     def for_training(self, inputs: Sequence[dict[str, Any]]) -> list[Slice]:
         if self._collapse is not None:
-            self._collapse.undo()
+            self._collapse.undo()  # restores adapters if an evaluation has found a collapse
         rollout = self._rollouts.run(inputs, training=True)
         rows, std, credited, own_rewards = self._estimate_rows(rollout, training=True)
         self._reach.note_advantages(self._find_credited(credited))
@@ -190,7 +190,7 @@ class BatchMaker:
         return estimated
 
     def _with_outputs(self, rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
-        """In this order: a server's turns need old log-probabilities, a frozen critic the reference's pass."""
+        """Add old and reference log-probabilities, then values. Later ones use what earlier ones add."""
         log_probs, learner, correction = self._log_probs, self._learner, self._correction
         if training and self._needs_old:
             with log_probs.scoring(dropout=correction is None):  # servers sample without dropout

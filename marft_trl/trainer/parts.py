@@ -76,7 +76,7 @@ class UserCode:
 
 
 class Parts:
-    """The objects of a trainer, in the order in which they need one another. A feature that is off has none."""
+    """The objects of a trainer, in the order of their dependencies. What a feature needs is `None` if it is off."""
 
     def __init__(
         self, trainer: GRPOTrainer, team: TeamSetup, schedule: Schedule, code: UserCode, engine: Engine | None = None
@@ -114,7 +114,7 @@ class Parts:
         trainer, args, policies = self._trainer, self._args, self._team.policies
         accelerator = trainer.accelerator
         base = self._base = self._model.get_base_model() if policies.has_adapters else self._model
-        # Before anything is scored: the head is compared with the model's own once
+        # `check_fused_head` compares TRL's head with the model's own, before anything is scored
         temperature = ScoringTemperature(
             [base] if trainer.ref_model is None else [base, trainer.ref_model],
             [sampling.temperature for sampling in self._team.samplings.values()],
@@ -174,7 +174,7 @@ class Parts:
         warn_of_unprotected(prompts, uses_tools)
         seed = args.seed + args.process_index
         self._randomness = UserRandomness(seed, device, other_devices(trainer.model, device))
-        # Functions were wrapped to name the one that fails; their state is that of the users' own
+        # Checkpoints save the state of users' own functions, which are wrapped to name the one that fails
         functions = [getattr(function, "__wrapped__", function) for function in TrlRewards(trainer).functions]
         self._users = UserState(setup.user_objects(functions, code.turn_rewards, team.workflow, team.agents))
         self._vocabulary = self._base.get_input_embeddings().weight.size(0)
@@ -186,11 +186,11 @@ class Parts:
 
     def _generator(self) -> Generator:
         """
-        What samples turns. A further generator gets its line here. One whose log-probabilities differ from those of
-        scoring also sets `needs_old` and needs a [`SamplingCorrection`], as vLLM does.
+        Make what samples turns. Another generator gets its line here. If its log-probabilities differ from those of
+        scoring, set `_needs_old` (`_make_scoring`) and `_correction` (`_make_learning`) as for vLLM.
         """
         trainer, passes, is_sharded = self._trainer, self.passes, self.processes.is_base_sharded
-        # Settings that no agent has are those of an agent without any
+        # Generation settings of an agent that overrides none
         settings = Sampling.from_agent(AgentSpec("solo"), self._args).as_generation_kwargs()
         calls, policies = TrlEngine(trainer, settings), self._team.policies
         is_exact = passes.sample_what_they_score()
@@ -329,7 +329,7 @@ class Parts:
             "runner": self.runner.keys,
             "reporter": self.reporter,
         }
-        # By name: checkpoints of earlier versions have the same names
+        # Do not rename: existing checkpoints have these names
         stateful = {name: owner for name, owner in owners.items() if owner is not None}
         template = trainer.chat_template or trainer.processing_class.chat_template
         revision = (args.model_init_kwargs or {}).get("revision")
@@ -352,7 +352,7 @@ class Parts:
         inference = {
             "chat_template_kwargs": dict(trainer.chat_template_kwargs),
             "share_prefixes": self.passes.share,
-            # Adapters generate outside of the wrapper that casts
+            # With adapters, generation is not inside of autocast
             "mixed_precision": "no" if team.policies.has_adapters else trainer.accelerator.mixed_precision,
         }
         self.files = TeamFiles(team, trainer, self.runner, base(), lambda: self.planner.draw_workflow(), inference)

@@ -82,7 +82,7 @@ def served_config(model: PeftModel, adapter: str) -> LoraConfig:
 _PROBE_LENGTHS = (3, 8, 17, 40)
 # Number of tokens that the trainer's log-probabilities are kept for
 _MOST_LIKELY = 512
-# Temperature at which it shows which log-probabilities a server returns
+# Temperature at which raw and processed log-probabilities of a server differ
 _HOT = 2.0
 
 
@@ -160,7 +160,7 @@ class AdapterLibrary:
         self._current: dict[str, Version] = {}
         self._live: dict[str, Version] = {}  # by name: those that servers have
         self._retired: list[Version] = []
-        self._numbers: dict[str, int] = {}  # of the latest state of each entry, also of those that were taken back
+        self._numbers: dict[str, int] = {}  # of the latest state of each entry, including unloaded ones
         self._compared: set[tuple[str, str]] = set()  # servers' addresses, and names that were compared there
 
     @property
@@ -202,7 +202,7 @@ class AdapterLibrary:
         self.adopt(self._current, keep)
         try:
             run_coroutine(self._make_all_ready)
-        except MismatchError as error:  # once more under another name, in case a file was read half
+        except MismatchError as error:  # once more under another name: a read may have been partial
             logger.warning(f"{error} The adapter is loaded again under another name.")
             tensors = self._tensors(error.entry)
             self._write(error.entry, tensors, hash_tensors(tensors), again=True)
@@ -236,7 +236,7 @@ class AdapterLibrary:
                     "server, where it could affect other adapters. Resume from an earlier checkpoint with a lower "
                     "learning rate."
                 )
-        number = self._numbers[entry] = self._numbers.get(entry, -1) + (not again)
+        number = self._numbers[entry] = self._numbers.get(entry, -1) + (0 if again else 1)
         name = f"{known.name}-again" if known is not None and again else f"{self._run}-{entry}-v{number}"
         folder, partial = self._folder / name, self._folder / f".{name}"
         shutil.rmtree(partial, ignore_errors=True)
