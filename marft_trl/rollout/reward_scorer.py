@@ -43,9 +43,7 @@ logger = get_logger(__name__)
 # Warn if the correlation of two agents' rewards is below this number, over at least this number of episodes
 _MIN_CORRELATION, _MIN_EPISODES = -0.5, 8
 PATIENCE = 5  # generation batches in a row without an advantage, before an agent is warned of
-MAX_REWARD = (
-    1e15  # far below 1.8e19, whose square overflows in float32, so that the deviation of a group would be infinite
-)
+MAX_REWARD = 1e15  # squares of larger ones approach the maximum of float32, and a group's deviation would be infinite
 _ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state")  # by TRL
 _BLOCKED_EXTRA_SECONDS = 5.0  # after the limit of a call, until functions that block the event loop are interrupted
 
