@@ -310,7 +310,7 @@ def _sampling_conflicts(args: Any) -> dict[str, bool]:
     return {
         "`dynamic_sampling=True` skips prompts whose episodes all have the same reward, but with "
         f"`advantage={args.advantage!r}` such episodes still give a gradient. Set `advantage='group'`, 'agent', "
-        "'leave_one_out', 'turn' or 'c3', or leave `dynamic_sampling` out.": not is_relative,
+        "'leave_one_out', 'turn', 'turn_itself' or 'c3', or leave `dynamic_sampling` out.": not is_relative,
         "`dynamic_sampling=True` skips prompts whose episodes all have the same reward, but with "
         f"`credit={args.credit!r}` their turns still differ. Set `credit='equal'`, or leave `dynamic_sampling` "
         "out.": args.credit != "equal",
@@ -323,8 +323,8 @@ def _sampling_conflicts(args: Any) -> dict[str, bool]:
 def _failure_conflicts(args: Any) -> dict[str, bool]:
     return {
         f"`on_episode_error={args.on_episode_error!r}` does not support candidates for turns "
-        "(`advantage='turn'`, `'c3'`) or re-runs (`credit='counterfactual'`, `'removed'`): training would use "
-        "them even if their episode failed. Set `on_episode_error='raise'`.": (
+        "(`advantage='turn'`, `'turn_itself'`, `'c3'`) or re-runs (`credit='counterfactual'`, `'removed'`): training "
+        "would use them even if their episode failed. Set `on_episode_error='raise'`.": (
             args.on_episode_error != "raise" and (uses_candidates(args) or CREDITS[args.credit].reruns)
         ),
         "`on_collapse='restore'` restores the adapters of the best evaluation, but this run has none. Set "

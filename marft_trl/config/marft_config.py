@@ -279,7 +279,7 @@ def _staleness_conflicts(args: Any) -> dict[str, bool]:
         "`top_k` or `min_p` truncates the distribution. Leave them out, or set `max_staleness=0`.": (
             args.top_p not in (None, 1.0) or bool(args.top_k and args.top_k > 0) or bool(args.min_p)
         ),
-        f"{stale} does not support candidates for turns (`advantage='turn'`, `'c3'`) or re-runs "
+        f"{stale} does not support candidates for turns (`advantage='turn'`, `'turn_itself'`, `'c3'`) or re-runs "
         "(`credit='counterfactual'`, `'removed'`), which are scored while episodes run. Set `max_staleness=0`.": (
             checks.uses_candidates(args) or CREDITS[args.credit].reruns
         ),

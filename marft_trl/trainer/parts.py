@@ -286,8 +286,7 @@ class Parts:
         self._best = BestAdapters(team.policies, lambda: self._trainer.optimizer) if restores else None
         self.collapse = None  # compares evaluations, and may restore adapters
         if self._args.on_collapse != "ignore" and self._trainer.eval_dataset is not None:
-            error = functools.partial(getattr, self.reporter, "evaluation_error")
-            self.collapse = Collapse(run, error, team.policies, self._best, copies)
+            self.collapse = Collapse(run, lambda: self.reporter.evaluation_error, team.policies, self._best, copies)
         self.evaluations = EvaluationOptions(run, team.names, self.reporter, self.collapse)
 
     def _make_experience(self) -> None:

@@ -177,7 +177,7 @@ class ServerMetrics:
 
 
 def heading(agent: str, is_first: bool) -> str:
-    return f"{'' if is_first else chr(10) * 2}[{agent}]\n"
+    return ("" if is_first else "\n\n") + f"[{agent}]\n"
 
 
 def thoughts(episode: Episode) -> str:
@@ -389,7 +389,7 @@ class _TeamBackend:
         live = None if on_text is None or is_direct else self._event_handler(chat_request, on_text)
         workflow = _RequestedTurnWorkflow(chat_request) if is_direct else self._workflows[chat_request.model]
         episodes = await self._run_episodes(chat_request, workflow, live)
-        return ChatReplies([_message(episode, chat_request, is_direct) for episode in episodes])
+        return ChatReplies([_reply(episode, chat_request, is_direct) for episode in episodes])
 
     async def _show_page(self, request: web.Request) -> web.Response:
         rules = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
@@ -426,13 +426,13 @@ class _TeamBackend:
 
     def _event_handler(self, chat_request: ChatRequest, on_text: TextListener) -> Callable[[Event], None]:
         """Return a handler that streams the answer, and the turns of teammates before it."""
-        answering, current_turn = self._answering_turn(chat_request.model), None
+        answer_at, current_turn = self._answering_turn(chat_request.model), None
 
         def on_event(event: Event) -> None:
             nonlocal current_turn
             if not isinstance(event, TextDelta):
                 return
-            text, is_answer = event.text, event.turn == answering
+            text, is_answer = event.text, event.turn == answer_at
             if not is_answer:
                 if not chat_request.show_turns:
                     return
@@ -470,7 +470,7 @@ def _check_question(chat_request: ChatRequest) -> None:
         raise RequestError("A user message is empty.", field="messages")
 
 
-def _message(episode: Episode, chat_request: ChatRequest, is_direct: bool) -> ChatReply:
+def _reply(episode: Episode, chat_request: ChatRequest, is_direct: bool) -> ChatReply:
     turn, tokens = episode.answer, count_tokens(episode)
     call_id_prefix = f"{secrets.token_hex(6)}_"
     reply = ChatReply.from_turn(turn, chat_request.stop, call_id_prefix) if turn is not None else ChatReply("")
