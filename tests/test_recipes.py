@@ -338,8 +338,8 @@ def test_a_cell_that_failed_is_repeated_and_one_of_other_options_refused(grid, m
 
     monkeypatch.setattr(train, "main", run)
 
-    def grid_of_c3(*further):
-        command = ["grid.py", "--grids", "c3", "--problems_dir", str(RECIPES / "samples")]
+    def grid_of_c3(*further, cells="*"):
+        command = ["grid.py", "--grids", "c3", "--cells", cells, "--problems_dir", str(RECIPES / "samples")]
         command += ["--output_dir", str(tmp_path), "--", "--model_name_or_path", str(tmp_path), *further]
         monkeypatch.setattr(sys, "argv", command)
         with pytest.raises(SystemExit) as end:
@@ -352,6 +352,9 @@ def test_a_cell_that_failed_is_repeated_and_one_of_other_options_refused(grid, m
     code, said = grid_of_c3("--max_steps", "3")
     assert not code and "6 of 6 cells are done" in said and len(given) == 8
     assert (tmp_path / "grid.csv").read_text().count(",ok,") == 6
+    code, said = grid_of_c3("--max_steps", "3", cells="*math-mappo")  # a part, with what is there of the others
+    assert not code and "6 of 6 cells are done" in said and len(given) == 8
+    assert grid_of_c3("--max_steps", "3", cells="nothing")[0] == 2
     code, _ = grid_of_c3("--max_steps", "4")
     assert "further options was ['--model_name_or_path'" in code and "Set another --output_dir" in code
     # Left out or not, old results are no part of a grid of other settings

@@ -329,7 +329,8 @@ def main():
     if "--" in own:
         own, further = own[: own.index("--")], own[own.index("--") + 1 :]
     options = parser.parse_args(own)
-    cells, folder = cells_of(GRIDS if "all" in options.grids else options.grids, options.cells), options.output_dir
+    grids, folder = GRIDS if "all" in options.grids else options.grids, options.output_dir
+    cells = cells_of(grids, options.cells)
     if not cells:
         parser.error(f"No cell of the grids has a name that matches {options.cells!r}, such as '*/math_duo-*'.")
     model = tiny(folder / "tiny") if options.dry_run else None
@@ -343,7 +344,9 @@ def main():
         run_side_by_side(own, further, options.workers)
     else:
         runner.run(cells)
-    rows = write_table({name: runner.left_out(cell) for name, cell in cells.items()}, folder)
+    # With what earlier calls have run, if this one runs a part
+    shown = {name: cell for name, cell in cells_of(grids).items() if name in cells or (folder / name).exists()}
+    rows = write_table({name: runner.left_out(cell) for name, cell in shown.items()}, folder)
     others = [(name, state) for name, state, *_ in rows if state != "ok"]
     print(f"{len(rows) - len(others)} of {len(rows)} cells are done: {folder}/grid.md")
     for name, state in others[:20]:
