@@ -264,3 +264,11 @@ def test_a_plan_counts_what_a_prefill_computes_and_buckets_of_gradients(model_fo
     per_token = trainer.parts.batcher.measure(64).per_token / trainer.model.config.num_hidden_layers
     assert both.prefill == pytest.approx(10 * per_token, rel=0.5) and alone.prefill > 5 * both.prefill
     assert both.gradients == 2 * alone.gradients
+
+
+def test_a_plan_leaves_every_module_in_its_mode(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path)
+    before = [module.training for module in trainer.model.modules()]
+    assert True in before and False in before  # a loaded base evaluates, and the wrapper of PEFT trains
+    trainer.plan()
+    assert [module.training for module in trainer.model.modules()] == before
