@@ -97,13 +97,16 @@ def cost_with(layers, measured):
         first, second = kept_in(few, of_few), kept_in(more, of_more)
         return first + (second - first) / (more - few) * (of - few)
 
-    per_token = at(lambda count, cost: cost.per_token / (1 + 1 / count), layers)
-    per_repeat = at(lambda count, cost: cost.per_repeat / (1 + 1 / count), layers)
-    inputs = at(lambda count, cost: cost.per_checkpointed - 2 * cost.per_token / (count + 1), layers)
+    def kept(count, cost):
+        return cost.per_token / (1 + batching.GRADIENTS / count)
+
+    linear = at(kept, layers)
+    per_repeat = at(lambda count, cost: cost.per_repeat / (1 + batching.GRADIENTS / count), layers)
+    inputs = at(lambda count, cost: cost.per_checkpointed - 2 * kept(count, cost) / count, layers)
     return ActivationCost(
-        per_token=per_token * (1 + 1 / layers),
-        per_repeat=per_repeat * (1 + 1 / layers),
-        per_checkpointed=inputs + 2 * per_token / layers,
+        per_token=linear * (1 + batching.GRADIENTS / layers),
+        per_repeat=per_repeat * (1 + batching.GRADIENTS / layers),
+        per_checkpointed=inputs + 2 * linear / layers,
     )
 
 

@@ -496,7 +496,7 @@ _LENGTHS = ((61, 73), (47, 59), (41, 53), (31, 43), (17, 29), (11, 23))
 # tokens of experts, a second pass tells whether it grows
 _FIXED = 0.1
 # Gradients that live at once in the backward pass of a layer, as a share of what the layer keeps
-_GRADIENTS = 2 / 3
+GRADIENTS = 2 / 3
 
 
 def measure_activations(model: PreTrainedModel, share: bool = True) -> ActivationCost:
@@ -521,7 +521,7 @@ def measure_activations(model: PreTrainedModel, share: bool = True) -> Activatio
     # In the backward pass of a layer, gradients live next to the tensors that are not freed yet: a third of what a
     # layer keeps, counted op by op, of which twice as much is planned. Those of attention scores exist before and
     # after the softmax.
-    more = 1 + _GRADIENTS / layers
+    more = 1 + GRADIENTS / layers
     quadratic = squared * (1 + 1.5 / layers)
     return ActivationCost(linear * more, joined * more, inputs + 2 * linear / layers, fixed, quadratic)
 
