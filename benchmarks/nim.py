@@ -1,18 +1,22 @@
 """
 Self-play in the game of `examples/self_play.py`, over several seeds: winnable games that are not lost to a perfect
-player, before training, after it, and after twice as many steps.
+player, before training, after it, and after twice as many steps. The opponents in training are the same policy, past
+copies of it, and a function that never errs.
 
     python benchmarks/nim.py [--opponents self copies perfect] [--seeds 5] [--steps 60] [--games 200] [--page]
 """
 
 import argparse
+import multiprocessing
 import statistics
 import sys
 import tempfile
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import figures
+import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -35,6 +39,9 @@ class Measure(TrainerCallback):
 
 def run(opponent, seed, steps, games):
     """Shares `(greedy, sampled)` before training, after `steps` and after twice as many."""
+    logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
     model, tokenizer = self_play.taught_model(seed)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(f"{folder}/base")
@@ -55,17 +62,18 @@ def run(opponent, seed, steps, games):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--opponents", nargs="+", default=["self", "copies"])
+    parser.add_argument("--opponents", nargs="+", default=["self", "copies", "perfect"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--games", type=int, default=200)
+    parser.add_argument("--jobs", type=int, default=2)
     options = figures.parse(parser)
-    logging.set_verbosity_error()
-    warnings.filterwarnings("ignore")
     runs = {opponent: [] for opponent in options.opponents}
-    for opponent in options.opponents:
-        for seed in range(options.seeds):
-            runs[opponent].append(run(opponent, seed, options.steps, options.games))
+    jobs = [(opponent, seed) for opponent in options.opponents for seed in range(options.seeds)]
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        started = [(*job, pool.submit(run, *job, options.steps, options.games)) for job in jobs]
+        for opponent, seed, running in started:
+            runs[opponent].append(running.result())
             print(f"{opponent}, seed {seed}: {runs[opponent][-1]}", file=sys.stderr, flush=True)
     found = {"made": figures.made("python benchmarks/nim.py"), "steps": options.steps, "runs": runs}
     print(tables(found)["self_play"])

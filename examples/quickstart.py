@@ -97,12 +97,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max_steps", type=int, default=60)
+    parser.add_argument("--model", help="folder, or name on the Hub (default: the embedded tiny model)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--output_dir", type=Path, default=Path("quickstart-output"))
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    base = tiny_team_model()
+    base = options.model or tiny_team_model()
     args = MARFTConfig(
         str(options.output_dir),
         per_device_train_batch_size=64,  # 8 questions with 8 episodes each
@@ -135,11 +136,12 @@ def main():
     print_table(before, after, len(trainer.eval_dataset))
     print(f"the saved adapters in a new model: {100 * again['eval_exact_match']:.1f} % right answers")
     save_learning_curve(trainer.state.log_history, options.output_dir, ["reward", "agents/reasoner/entropy"])
+    name = options.model or "tiny"
     print(f"""adapters, learning curve (PNG, CSV) and model card: {options.output_dir}/
 
 What next (`. .venv/bin/activate` first)
-  marft chat {options.output_dir} --model tiny    # ask this team
-  marft serve {options.output_dir} --model tiny   # the same in a browser, and for OpenAI's clients
+  marft chat {options.output_dir} --model {name}    # ask this team
+  marft serve {options.output_dir} --model {name}   # the same in a browser, and for OpenAI's clients
   marft init duo && marft train && marft chat duo --model tiny   # a script of your own team""")
 
 

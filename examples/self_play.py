@@ -4,6 +4,7 @@ Self-play in Nim: two players take one to three stones in turn, and whoever take
     python examples/self_play.py                              # both sides are one policy, two minutes on a CPU
     python examples/self_play.py --opponent copies            # against past copies of the policy
     python examples/self_play.py --opponent perfect           # against a function that never errs
+    python examples/self_play.py --model HuggingFaceTB/SmolLM2-135M-Instruct --device cuda
 
 A tiny model first imitates players who move at random three times in four. Then the players learn from their own
 returns: what one gains, the other loses. Each game begins with 4 to 12 stones. At the end, the trained player meets a
@@ -21,9 +22,10 @@ from marft_trl.reporting import save_learning_curve
 from marft_trl.tiny import scripted_turns, tiny_model, tiny_tokenizer, warm_up
 from marft_trl.workflows import EnvironmentLoop
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging
 
 
@@ -107,10 +109,14 @@ def games(count, seed, winnable=False):
     return rows
 
 
-def taught_model(seed, steps=800):
-    """Train a tiny model to imitate players who move at random three times in four."""
-    tokenizer = tiny_tokenizer(WORDS)
-    model = tiny_model(len(tokenizer), seed=seed, initializer_range=0.06)
+def taught_model(seed, steps=800, base=None):
+    """Train a tiny model, or a pretrained one, to imitate players who move at random three times in four."""
+    if base is None:
+        tokenizer = tiny_tokenizer(WORDS)
+        model = tiny_model(len(tokenizer), seed=seed, initializer_range=0.06)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(base)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     set_seed(seed)
 
     def said(episode, agent, seen, draw):
@@ -119,7 +125,7 @@ def taught_model(seed, steps=800):
 
     row = lambda draw: games(1, draw.random())[0]  # noqa: E731
     rows = scripted_turns(tokenizer, WORKFLOW, players("self"), row, said, seed)
-    warm_up(model, tokenizer, steps=steps, learning_rate=1.5e-3, rows=rows)
+    warm_up(model, tokenizer, steps=steps, learning_rate=1.5e-3 if base is None else 1e-4, rows=rows)
     return model, tokenizer
 
 
@@ -164,16 +170,20 @@ def share_not_lost(folder, model, tokenizer, seed=1, count=200, greedy=True):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--opponent", choices=["self", "copies", "perfect"], default="self")
+    parser.add_argument("--model", help="folder, or name on the Hub (default: a tiny model)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--output_dir", type=Path, default=Path("self-play-output"))
     parser.add_argument("--max_steps", type=int, default=60)
-    parser.add_argument("--teaching_steps", type=int, default=800, help="Supervised steps for the tiny model.")
+    parser.add_argument("--teaching_steps", type=int, help="supervised steps (default: 800, or 50 with `--model`)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.set_verbosity_error()
-    model, tokenizer = taught_model(options.seed, options.teaching_steps)
+    steps = options.teaching_steps or (50 if options.model else 800)
+    model, tokenizer = taught_model(options.seed, steps, options.model)
     base = options.output_dir / "base"
     model.save_pretrained(base)
-    trainer = make_trainer(model, tokenizer, options.output_dir, options.opponent, options.seed, options.max_steps)
+    run = (options.output_dir, options.opponent, options.seed, options.max_steps)
+    trainer = make_trainer(model, tokenizer, *run, use_cpu=options.device == "cpu")
     before = options.output_dir / "before"
     trainer.save_model(str(before))
     trainer.train()
