@@ -565,6 +565,18 @@ ITEMS = st.lists(
 )
 
 
+MESSAGES_API = st.sampled_from(["system", "messages", "tools", "tool_choice", "thinking", "stop_sequences", "stream"])
+KINDS = st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"])
+BLOCK = st.fixed_dictionaries(
+    {"type": KINDS},
+    optional=dict.fromkeys(("text", "id", "name", "input", "tool_use_id", "content"), JSON),
+)
+BLOCKS = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "x"]), "content": st.lists(BLOCK) | JSON}),
+    max_size=3,
+)
+
+
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_hostile_requests_are_refused_with_a_reason_and_cross_no_episode(two_endpoints, count):
     (mine, other), found, end = two_endpoints
@@ -581,13 +593,20 @@ def test_hostile_requests_are_refused_with_a_reason_and_cross_no_episode(two_end
         body = {"model": "ann", "input": "x"} | given
         status_of(mine, "responses", json.dumps(body).encode("utf-8", "surrogatepass"))
 
+    @settings(max_examples=count, suppress_health_check=list(HealthCheck))
+    @given(st.dictionaries(MESSAGES_API, JSON, max_size=4) | st.fixed_dictionaries({"messages": BLOCKS}))
+    def try_messages(given):
+        body = {"model": "ann", "max_tokens": 9, "messages": [user("x")]} | given
+        status_of(mine, "messages", json.dumps(body).encode("utf-8", "surrogatepass"))
+
     @settings(max_examples=count // 4, suppress_health_check=list(HealthCheck))
-    @given(st.binary(max_size=60), st.sampled_from(["chat/completions", "responses", "reward"]))
+    @given(st.binary(max_size=60), st.sampled_from(["chat/completions", "responses", "messages", "reward"]))
     def try_bytes(given, path):
         status_of(mine, path, given)
 
     try_chat()
     try_responses()
+    try_messages()
     try_bytes()
     good = json.dumps(chat("ben", "still there")).encode()
     for key in ("", "x", other.api_key[:-1], other.api_key + "x", "é"):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 from marft_trl import AgentSpec, Team
 from marft_trl.extras.apps import BySystemPrompt, ExternalApp
+from marft_trl.reporting.transcripts import format_episode
 from marft_trl.tiny import tiny_model
 
 import pytest
@@ -49,6 +50,7 @@ def test_the_model_is_taught_what_the_harness_will_ask(harness, monkeypatch, tmp
         assert episode.answer.text == episode.row["solution"]
         assert [turn.agent for turn in episode.turns] == ["coder", "searcher", "searcher", "coder", "coder"]
         assert len({turn.lineage for turn in episode.turns}) == 2
+        assert all(f"lineage {number}" in format_episode(episode) for number in range(2))
     assert asyncio.run(harness.on_the_served_team(trainer.team, list(rows))) == 1.0
 
 

@@ -5,6 +5,8 @@ import itertools
 import json
 
 from marft_trl import AgentSpec, Team
+from marft_trl.episodes.records import Turn
+from marft_trl.episodes.tools import ToolCall
 from marft_trl.extras.apps import AppEndpoint, AppRequest, BySystemPrompt, ByTools, ExternalApp
 from marft_trl.extras.apps import messages as dialect
 from marft_trl.extras.apps.requests import ChatReply, ChatRequest, ReplyCall, RequestError
@@ -68,6 +70,9 @@ def test_a_conversation_becomes_that_of_a_chat_template():
     assert (request.stop, request.max_tokens, request.sampling) == (("\n",), 9, {"temperature": 0.5, "top_k": 5})
     assert read(tools=[TOOL], tool_choice={"type": "none"}).tools == ()
     assert read(context_management={"edits": []}, output_config={"effort": "high"}, thinking={"type": "adaptive"})
+    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    assert read(context_management=kept, output_config={"effort": "xhigh", "format": None})
+    assert read(thinking={"type": "adaptive", "display": "omitted"}, stop_sequences=list("abcde")).stop == (*"abcde",)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +126,17 @@ def test_a_stream_adds_up_to_the_whole_answer(reply, reason, stop, parts):
     with client.messages.stream(model="ann", max_tokens=9, messages=[user("Hi.")]) as parts_of_answer:
         message = json.loads(parts_of_answer.get_final_message().model_dump_json(exclude_none=True))
     assert {name: message.get(name) for name in whole} == whole
+
+
+def test_a_reply_in_two_messages_is_one():
+    called = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 3, "b": 4}}
+    parts = [[text("Let me see.")], [called]]
+    result = user([{"type": "tool_result", "tool_use_id": "toolu_1"}])
+    whole, split = (
+        read(messages=[user("Hi."), *({"role": "assistant", "content": each} for each in contents), result])
+        for contents in ([[*parts[0], *parts[1]]], parts)
+    )
+    assert whole.messages == split.messages and len(whole.messages) == 3
 
 
 def test_errors_have_the_form_of_the_api_and_keys_come_by_either_header():
@@ -231,6 +247,71 @@ def test_sub_agents_and_shortened_histories_begin_lineages():
 
     (plain,) = played(one_turn)
     assert plain.turns[0].lineage == 0 and "lineage" not in format_episode(plain)
+
+
+def test_two_conversations_that_begin_alike_stay_apart():
+    """The same question and the same reply twice, and then different ones: each keeps the tokens of its replies."""
+    shown = []
+
+    def noting(requests):
+        shown.extend(request.requested_turn for request in requests)
+        return said_to(requests)
+
+    async def app(row, endpoint):
+        client = talks_to(endpoint)
+        histories = [], []
+
+        async def ask(history, text):
+            history.append(user(text))
+            reply = await client.messages.create(model="ann", max_tokens=9, messages=history)
+            history.append({"role": "assistant", "content": reply.content[0].text})
+
+        for texts in (("look", "look"), ("left", "right"), ("more", "more"), ("end", "end")):
+            await asyncio.gather(*(ask(history, text) for history, text in zip(histories, texts, strict=True)))
+
+    played(app, noting, together=0.1)
+    assert sorted(requested.lineage for requested in shown) == [0] * 4 + [1] * 4
+    for requested in shown:
+        earlier = [message["content"] for message in requested.messages if message["role"] == "assistant"]
+        assert [turn.lineage for turn in earlier] == [requested.lineage] * (len(requested.messages) // 2)
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', '{"a": ' + "[" * 40 + "]" * 40 + "}"]
+)
+def test_a_call_that_no_request_can_have_is_a_text(arguments):
+    """Clients send calls back, so the run would end for what an agent wrote."""
+    for given in (arguments, json.loads(arguments)):
+        said = Turn("ann", "said", 0, tool_calls=(ToolCall("add", given),))
+        reply = ChatReply.from_turn(said)
+        assert not reply.calls and reply.text == "said"
+    assert ChatReply.from_turn(Turn("ann", "", 0, tool_calls=(ToolCall("add", '{"a": 1}'),))).calls
+
+
+def test_a_sub_agent_learns_from_the_reward_of_the_episode(model_folder, tmp_path):
+    """One model name, two adapters: each turn is a row of its agent, with the advantage of its episode."""
+
+    async def app(row, endpoint):
+        client = talks_to(endpoint)
+        same = {"model": "claude", "max_tokens": 9}
+        history = [user(question_of(row))]
+        for _ in range(2):
+            found = await client.messages.create(**same, system="Search.", messages=[user("look")])
+            history.append({"role": "assistant", "content": found.content[0].text or "-"})
+            history.append(user("So?"))
+            await client.messages.create(**same, system="Code.", messages=history)
+
+    rule = BySystemPrompt({"Code": "reasoner", "Search": "actor"})
+    given = {"workflow": ExternalApp(app, agent_of=rule, answer="reasoner"), "train_dataset": ROWS}
+    given["reward_funcs"] = lambda completions, **kwargs: [float(index % 4) for index in range(len(completions))]
+    trainer = team_trainer(model_folder, tmp_path, settings={"loss_type": "bnpo"}, **given)
+    slice_ = only_slice(trainer, [trainer.train_dataset[index // 4] for index in range(8)])
+    by_agent = {
+        name: sorted(row.advantage for row in slice_.rows if row.agent == name) for name in ("reasoner", "actor")
+    }
+    assert len(by_agent["reasoner"]) == len(by_agent["actor"]) == 16
+    assert by_agent["reasoner"] == pytest.approx(by_agent["actor"])
+    assert len({round(value, 3) for value in by_agent["actor"]}) == 4
 
 
 async def talk(endpoint, form, stream, tools):
@@ -397,3 +478,5 @@ def test_a_team_answers_anthropic_clients(namesakes):  # noqa: F811
         assert answer.role == "assistant" and answer.usage.output_tokens > 0
         with pytest.raises(anthropic.BadRequestError, match="not supported"):
             client.messages.create(**asked, tools=[TOOL])
+        models = client.models.list()
+        assert models.has_more is False and {model.display_name for model in models} >= {"team"}

@@ -64,11 +64,11 @@ class Transcript:
         reference: str = "",
     ) -> Transcript:
         """Make a transcript. `advantages`, `tokens` and `own_rewards` have an item for each turn."""
-        names, branching = _numbered(episode.turns), _with_several_lineages(episode.turns)
+        names, has_lineages = _numbered(episode.turns), _has_lineages(episode.turns)
         entries = []
         for item in episode.history:
             if isinstance(item, Turn):
-                notes = [f"lineage {item.lineage}"] if item.agent in branching else []
+                notes = [f"lineage {item.lineage}"] if has_lineages else []
                 notes += _reward_notes(item, episode, own_rewards)
                 entries.append(_turn_entry(item, names, item is episode.answer, notes, advantages, tokens))
             else:
@@ -151,12 +151,9 @@ def _reward_notes(turn: Turn, episode: Episode, own_rewards: Sequence[Mapping[st
     return notes + ([f"own reward: {_scores(known)}"] if known else [])
 
 
-def _with_several_lineages(turns: Sequence[Turn]) -> set[str]:
-    """Agents that act in several conversations of an application."""
-    lineages: dict[str, set[int | None]] = {}
-    for turn in turns:
-        lineages.setdefault(turn.agent, set()).add(turn.lineage)
-    return {agent for agent, numbers in lineages.items() if len(numbers) > 1}
+def _has_lineages(turns: Sequence[Turn]) -> bool:
+    """Whether there are several conversations of an application, and not just one request to each agent."""
+    return len({turn.lineage for turn in turns}) > 1 and len({turn.agent for turn in turns}) < len(turns)
 
 
 def _numbered(turns: Sequence[Turn]) -> list[str]:

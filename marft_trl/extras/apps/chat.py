@@ -65,7 +65,9 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "marft_trl"}
+    """A model, with the fields of OpenAI's and of Anthropic's API."""
+    found = {"id": name, "object": "model", "created": 0, "owned_by": "marft_trl"}
+    return {**found, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:

@@ -272,6 +272,7 @@ class _Conversation:
         self._app, self._episode, self._session = app, episode, session
         self._replies: list[tuple[Turn, ChatReply, ChatRequest]] = []
         self._num_lineages = 0
+        self._continued: set[int] = set()  # turns after which their conversation went on
         self._open: list[Waiting] = []
         self._refused = 0  # requests since the latest turn
         self._tasks: set[asyncio.Task] = set()
@@ -337,50 +338,61 @@ class _Conversation:
                 f"The application sends `{name}`, which is ignored in training: agents sample with their own settings "
                 "and the seed of the run."
             )
+        lineage = self._find_lineage(chat_request)
         requested_turn = RequestedTurn(
-            self._with_turns(chat_request.model, chat_request.messages),
+            self._with_turns(chat_request.model, chat_request.messages, lineage),
             chat_request.tools,
             chat_request.stop,
             chat_request.sampling,
             chat_request.max_tokens,
-            self._find_lineage(chat_request),
+            lineage,
         )
         return await episode.turn_on(chat_request.model, requested_turn, sees=seen)
 
     def _find_lineage(self, chat_request: ChatRequest) -> int:
         """Return the conversation that a request continues. Other requests begin a conversation."""
-        # The agent's latest turn in the messages, after what the agent was shown for it. Ids tell calls apart that two
-        # conversations have in common
-        best, lineage = (False, 0), None
+        # The agent's latest turn in the messages, after what the agent was shown for it. Of two conversations that
+        # were the same so far, ids of calls tell which one is meant; else it is the one that was not continued
+        best, found = (False, 0, False), None
         for turn, reply, earlier in self._replies:
             count = len(earlier.messages)
             begins = earlier.model == chat_request.model and chat_request.messages[:count] == earlier.messages
             answer = chat_request.messages[count] if begins and len(chat_request.messages) > count else {}
             if answer.get("role") == "assistant" and _says(answer, reply):
-                rank = (_has_ids(answer, reply), count)
+                rank = (_has_ids(answer, reply), count, turn.index not in self._continued)
                 if rank >= best:
-                    best, lineage = rank, turn.lineage
-        if lineage is None:
-            lineage, self._num_lineages = self._num_lineages, self._num_lineages + 1
-        return lineage
+                    best, found = rank, turn
+        if found is None or found.lineage is None:
+            self._num_lineages += 1
+            return self._num_lineages - 1
+        self._continued.add(found.index)
+        return found.lineage
 
-    def _with_turns(self, agent: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _with_turns(self, agent: str, messages: Sequence[dict[str, Any]], lineage: int) -> list[dict[str, Any]]:
         """Return the messages, with those that are unchanged earlier turns of the agent replaced by these turns."""
         found: list[dict[str, Any]] = []
         used: list[Turn] = []
         for number, message in enumerate(messages):
-            turn = self._find_turn(agent, messages, number, used) if message["role"] == "assistant" else None
+            is_turn = message["role"] == "assistant"
+            turn = self._find_turn(agent, messages, number, used, lineage) if is_turn else None
             used += [turn] if turn is not None else []
             found.append(message if turn is None else {**message, "content": turn})
         return found
 
     def _find_turn(
-        self, agent: str, messages: Sequence[dict[str, Any]], number: int, used: Sequence[Turn]
+        self, agent: str, messages: Sequence[dict[str, Any]], number: int, used: Sequence[Turn], lineage: int
     ) -> Turn | None:
-        """Return the turn of a message: of several with the same text and calls, by ids or the messages before it."""
+        """
+        Return the turn of a message. Of several with the same text and calls, ids, the conversation and the messages
+        before it tell which one it is.
+        """
         message, before = messages[number], list(messages[:number])
         same = [
-            ((_has_ids(message, reply), chat_request.messages == before), position, turn)
+            (
+                (_has_ids(message, reply), turn.lineage == lineage, chat_request.messages == before),
+                position,
+                turn,
+            )
             for position, (turn, reply, chat_request) in enumerate(self._replies)
             if turn.agent == agent
             and _says(message, reply)
@@ -388,7 +400,7 @@ class _Conversation:
             and turn not in used
         ]
         # Several after the same messages are used in their order; else the latest one is meant
-        return max(same, key=lambda item: (item[0], -item[1] if item[0][1] else item[1]))[2] if same else None
+        return max(same, key=lambda item: (item[0], -item[1] if item[0][2] else item[1]))[2] if same else None
 
 
 def _says(message: Mapping[str, Any], reply: ChatReply) -> bool:

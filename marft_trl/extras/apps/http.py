@@ -109,7 +109,7 @@ class HTTPApplication:
 
     async def _models(self, request: web.Request) -> web.Response:
         models = [chat.model(name) for name in get_client(request).models]
-        return web.json_response({"object": "list", "data": models})
+        return web.json_response({"object": "list", "data": models, "has_more": False})
 
     async def _model(self, request: web.Request) -> web.Response:
         name, known = request.match_info["name"], get_client(request).models

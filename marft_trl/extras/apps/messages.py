@@ -39,12 +39,14 @@ _IGNORED = {"metadata", "service_tier", "cache_control", "inference_geo", "speed
 _POLICY = "Agents sample from their policies. Leave it out."
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "thinking": (({"type": "disabled"}, {"type": "adaptive"}), "Agents have no thinking budget. Leave it out."),
-    "output_config": (({}, *({"effort": effort} for effort in ("low", "medium", "high", "max"))), _POLICY),
+    "output_config": (({},), _POLICY),
     "output_format": ((), _POLICY),
     "mcp_servers": (([],), "Only the client's own tools can be called."),
     "container": ((), "Only the client's own tools can be called."),
     "context_management": (({}, {"edits": []}), "Send the messages that the agent should see."),
 }
+# Fields of these without an effect on what a model writes here
+_NO_EFFECT = {"thinking": {"display"}, "output_config": {"effort"}}
 # Blocks that are dropped
 _SKIPPED = ("thinking", "redacted_thinking")
 _ERRORS = {
@@ -61,19 +63,35 @@ _ERRORS = {
 def read(body: bytes, models: Sequence[str] | None) -> ChatRequest:
     """Read a request. A [`RequestError`] names the field, its value and what is accepted."""
     fields = read_object(body)
-    check_fields(fields, _READ, _IGNORED, _REFUSED)
+    check_fields(_without_hints(fields), _READ, _IGNORED, _REFUSED)
     if b'"cache_control"' in body:
         warn_of_cache_hints()
     return ChatRequest(
         model=read_model(fields, models),
         messages=_messages(fields),
         tools=_tools(fields),
-        stop=read_stops(fields, "stop_sequences"),
+        stop=read_stops(fields, "stop_sequences", most=64),
         stream=read_flag(fields, "stream", False),
         sampling=read_sampling(fields),
         max_tokens=read_max_tokens(fields),
         row=read_row(fields),
     )
+
+
+def _without_hints(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields without what asks for nothing: hints, nulls, and edits of thoughts, which are not shown."""
+    found = dict(fields)
+    for name in ("thinking", "output_config", "context_management"):
+        if isinstance(value := fields.get(name), dict):
+            hints = _NO_EFFECT.get(name, ())
+            found[name] = {key: entry for key, entry in value.items() if entry is not None and key not in hints}
+            if isinstance(edits := found[name].get("edits"), list):
+                found[name]["edits"] = [edit for edit in edits if not _clears_thoughts(edit)]
+    return found
+
+
+def _clears_thoughts(edit: Any) -> bool:
+    return isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking_")
 
 
 @functools.cache  # once per process
@@ -107,7 +125,7 @@ def _messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"`{where}` must have content and not be of the role 'assistant': agents do not continue a message.",
             field=where,
         )
-    return _merge_users(found)
+    return _merge_turns(found)
 
 
 def _read_blocks(content: Any, where: str) -> list[dict[str, Any]]:
@@ -172,12 +190,15 @@ def _other_messages(
     return found
 
 
-def _merge_users(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Consecutive texts of the user are one message, as in Anthropic's API."""
+def _merge_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Consecutive messages of the user, or of the assistant, are one message, as in Anthropic's API."""
     found: list[dict[str, Any]] = []
     for message in messages:
-        if found and message["role"] == found[-1]["role"] == "user":
-            message = {"role": "user", "content": f"{found.pop()['content']}\n\n{message['content']}"}
+        if found and message["role"] == found[-1]["role"] and message["role"] in ("user", "assistant"):
+            both = [found.pop(), message]
+            calls = [call for part in both for call in part.get("tool_calls", ())]
+            text = "\n\n".join(part["content"] for part in both if part["content"])
+            message = {"role": message["role"], "content": text, **({"tool_calls": calls} if calls else {})}
         found.append(message)
     return found
 

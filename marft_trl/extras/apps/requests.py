@@ -31,8 +31,8 @@ _LOGGED: deque[str] = deque(maxlen=1000)
 _DEEPEST = 64
 # Temperatures below it are greedy decoding
 _COLDEST = 1e-4
-# Largest number of answers to a request, and of stop strings, as OpenAI has it
-_MOST_ANSWERS, _MOST_STOPS = 16, 4
+# Largest number of answers to a request
+_MOST_ANSWERS = 16
 # Fields that are read in both forms of OpenAI's API
 _READ = {
     *("model", "tools", "tool_choice", "stop", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p"),
@@ -133,15 +133,15 @@ def read_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _check_value(value: Any) -> None:
-    """Raise a `ValueError` for halves of characters, and if a value is nested too deeply to be walked through."""
-    json.dumps(value, ensure_ascii=False).encode("utf-8")
+def _check_value(value: Any, deepest: int = _DEEPEST) -> None:
+    """Raise a `ValueError` for what is not JSON in UTF-8, and if a value is nested too deeply to be walked through."""
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
     level = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(deepest):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
         level = [entry for some in inner for entry in some]
     if level:
-        raise ValueError(f"values are nested more than {_DEEPEST} levels deep")
+        raise ValueError(f"values are nested more than {deepest} levels deep")
 
 
 def read_model(body: Mapping[str, Any], models: Sequence[str] | None) -> str:
@@ -210,12 +210,13 @@ def read_row(body: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def read_stops(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
+def read_stops(body: Mapping[str, Any], name: str = "stop", most: int = 4) -> tuple[str, ...]:
+    """Read stop strings. OpenAI's API takes up to four."""
     value = body.get(name)
     texts = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(texts, list) or len(texts) > _MOST_STOPS or not all(isinstance(t, str) and t for t in texts):
+    if not isinstance(texts, list) or len(texts) > most or not all(isinstance(t, str) and t for t in texts):
         raise RequestError(
-            f"`{name}` must be a string, or a list of up to {_MOST_STOPS} strings, none of them empty.", field=name
+            f"`{name}` must be a string, or a list of up to {most} strings, none of them empty.", field=name
         )
     return tuple(texts)
 
@@ -373,20 +374,24 @@ def _read_calls(turn: Turn) -> list[tuple[str, str]]:
     Return names and arguments of the calls. A turn with a call that has no valid name or arguments is a text, because
     clients send calls back, and no later request may be refused for what an agent wrote.
     """
-    calls = [(call.name, _as_json(call.arguments)) for call in turn.tool_calls]
+    calls = [(call.name, _as_json(call.arguments, call.name)) for call in turn.tool_calls]
     found = [(name, arguments) for name, arguments in calls if is_name(name) and arguments is not None]
     return found if len(found) == len(calls) and MALFORMED not in turn.tool_calls else []
 
 
-def _as_json(arguments: Any) -> str | None:
-    """Return arguments as JSON, which models also write as a text; `None` if they are not an object."""
-    if isinstance(arguments, str):
-        text = arguments.strip() or "{}"
-        try:
-            return text if isinstance(json.loads(text), dict) else None
-        except (ValueError, RecursionError):
-            return None
-    return json.dumps(arguments) if isinstance(arguments, Mapping) else None
+def _as_json(arguments: Any, name: Any) -> str | None:
+    """
+    Return arguments as JSON, which models also write as a text. `None` if they are not an object, or if a later
+    request could not have them or the name of the function: NaN, halves of characters, deep nesting.
+    """
+    try:
+        value = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
+        _check_value([name, value], _DEEPEST // 2)  # a request has it within a message
+    except (TypeError, ValueError, RecursionError):
+        return None
+    if not isinstance(value, Mapping):
+        return None
+    return (arguments.strip() or "{}") if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def _check_format(value: Any, where: str) -> None:
