@@ -39,7 +39,6 @@ MADE_BY = {
     "serving": "gateway",
     "spared_passes": "spared_passes",
     "staleness": "staleness",
-    "warm-up": "warm_up_seeds",
 }
 
 
