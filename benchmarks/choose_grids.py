@@ -14,6 +14,7 @@ from marft_trl.workflows import Debate, MixtureOfAgents, UntilApproved
 from marft_trl.workflows.base import together
 
 import numpy as np
+import torch
 from datasets import Dataset
 
 
@@ -26,17 +27,23 @@ SHORT = {"max_completion_length": 8}
 WORK = "Work out the answer in a few words."
 
 
+def make(*given, **settings):
+    """The experiment of `examples/real.py`, which sets the precision of products for a model in float32."""
+    experiment = real.make(*given, **settings)
+    torch.set_float32_matmul_precision("highest")
+    return experiment
+
+
 def settings(max_steps, preset=None, **changes):
-    """Training arguments: those of `examples/real.py`, with a preset or other changes."""
-    given = real.make(max_steps=max_steps).args
+    """Training arguments: those of `examples/real.py` in bfloat16, with a preset or other changes."""
+    given = make(max_steps=max_steps).args
     same = (
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "per_device_train_batch_size", "num_generations"),
         *("per_device_eval_batch_size", "num_generations_eval", "eval_k", "temperature", "eval_right_by"),
-        *("gradient_checkpointing", "logging_steps", "save_steps", "save_total_limit", "use_cpu", "bf16"),
-        *("model_init_kwargs", "max_steps"),
+        *("gradient_checkpointing", "logging_steps", "save_steps", "save_total_limit", "use_cpu", "max_steps"),
     )
     values = {name: getattr(given, name) for name in same} | {"preset": preset, "num_completions_to_print": 0}
-    values |= changes
+    values |= {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}, **changes}
     return MARFTConfig("unused", **{name: value for name, value in values.items() if value is not None})
 
 
@@ -63,7 +70,7 @@ def presets(team="chain", family="chain_sum", max_steps=16):
     Presets beside the configuration without one. Those with five updates of a batch take four times as long, and are
     in one setting alone.
     """
-    experiment = real.make(family, max_steps)
+    experiment = make(family, max_steps)
     if team == "judge":
         experiment = experiment.changed(
             agents=[
@@ -101,7 +108,7 @@ def rates(preset=None, family="chain_sum", max_steps=16):
     ranks = (8,) if preset else (8, 32)  # five updates of a batch take long
     first, *others = [(rank, name) for name in ("1e-3", "1e-4", "3e-4", "3e-3") for rank in ranks]
     named = {f"r={rank}, {name}": variant(rank, RATES[name]) for rank, name in others}
-    return changed(real.make(family, max_steps), first[0], RATES[first[1]]).changed(variants=named)
+    return changed(make(family, max_steps), first[0], RATES[first[1]]).changed(variants=named)
 
 
 # ---- Adapters ----
@@ -156,7 +163,7 @@ def sharing(team="voting", family="chain_sum", max_steps=20, held_out=None):
     """
     agents, workflow = TEAMS[team]
     shared = [dataclasses.replace(agent, adapter="team") for agent in agents]
-    experiment = real.make(family, max_steps)
+    experiment = make(family, max_steps)
     if held_out is not None:
         experiment = experiment.changed(eval_dataset=experiment.eval_dataset.select(range(held_out)))
     return experiment.changed(
@@ -308,7 +315,7 @@ def worth(setting="three votes", max_steps=20):
     name, _, longer = setting.partition(", ")
     kind, agents, workflow, solo, calls = WORTH[name]
     max_steps *= 3 if longer else 1
-    experiment = real.make("chain_sum", max_steps)
+    experiment = make("chain_sum", max_steps)
     if kind in KINDS:
         held_out = questions(kind, 64, seed=1)
         asked = [prompt[0]["content"] for prompt in held_out["prompt"]]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 
 ROOT = Path(__file__).parents[1]
@@ -63,6 +64,13 @@ def test_a_rate_is_compared_with_the_best_of_its_rank():
     of_8, of_32 = choose.against_best({"a setting": arms}).splitlines()[2:]
     assert of_8.startswith("| a setting | r=8 | 1e-3 | 1e-4: -25.0 [")
     assert of_32.startswith("| a setting | r=32 | 1e-4 | 1e-3: -50.0 [")
+
+
+def test_grids_run_in_the_precision_of_their_page():
+    """That of `examples/real.py` may change, and would change every row."""
+    args = choose.GRIDS["worth"][0](**choose.GRIDS["worth"][1][0]).args
+    assert args.bf16 and args.model_init_kwargs == {"dtype": "bfloat16"}
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_tables_go_between_their_comments():
