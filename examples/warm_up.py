@@ -6,7 +6,7 @@ Warm a team up on its own best turns, then go on with reinforcement learning. A 
 
 One round of rejection sampling: the untrained team answers each question several times; of each question that it got
 right, an episode is kept; `SFTTrainer` trains each agent on its own turns in them. Reinforcement learning begins with
-these adapters, and beside it with fresh ones. Needs `pip install "marft-trl[tasks]"`, for the model.
+these adapters, and beside it with fresh ones. Needs `pip install ".[tasks]"`, for the model.
 """
 
 import argparse

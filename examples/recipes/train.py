@@ -10,7 +10,7 @@ MARFT's experiments, one command each.
     python examples/recipes/train.py --config examples/recipes/math_duo.yaml --dry_run true
 
 The YAML files hold the published settings; the command line wins. `docs/reports/recipes.md` has the grid. The rewards
-need math-verify (`pip install "marft-trl[math]"`) or, for programs, Linux.
+need math-verify (`pip install ".[math]"`) or, for programs, Linux.
 """
 
 import math

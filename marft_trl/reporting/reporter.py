@@ -44,7 +44,7 @@ def save_learning_curve(
             Names of the metrics to write. Metrics of an agent are named `agents/<name>/...`.
 
     Raises:
-        ImportError: matplotlib is missing (`pip install marft-trl[plots]`). The CSV file is still written.
+        ImportError: matplotlib is missing (`pip install matplotlib`). The CSV file is still written.
     """
     folder = Path(folder)
     entries = [entry for entry in log_history if any(column in entry for column in columns)]

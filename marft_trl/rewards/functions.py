@@ -70,13 +70,11 @@ def math_reward(completions: Sequence[Any], solution: Sequence[Any], **kwargs: A
     answer is the content of the last `\\boxed{}`, or else the last number. If a solution is a longer text, its answer
     is found in the same way.
 
-    Requires `math-verify` (`pip install "marft-trl[math]"`). A separate process compares, with limits of time and
+    Requires `math-verify` (`pip install math-verify`). A separate process compares, with limits of time and
     memory; an answer that exceeds them scores 0. Equal answers to the same solution are compared once.
     """
     if importlib.util.find_spec("math_verify") is None:
-        raise ImportError(
-            '`math_reward` needs math-verify, which is not installed. Run `pip install "marft-trl[math]"`.'
-        )
+        raise ImportError("`math_reward` needs math-verify, which is not installed. Run `pip install math-verify`.")
     known = [index for index, right in enumerate(solution) if right is not None]
     pairs = [(last_text(completions[index]), str(solution[index])) for index in known]
     scores = dict(zip(known, _COMPARER.scores(pairs), strict=True))

@@ -134,7 +134,7 @@ def _ask(team: Team, question: str, greedy: bool, seed: int | None) -> int:
 
 def serve_options(parser: Parser) -> None:
     if importlib.util.find_spec("aiohttp") is None:
-        raise UsageError("aiohttp is not installed: `pip install 'marft-trl[serve]'`.")
+        raise UsageError("aiohttp is not installed: `pip install aiohttp`.")
     from ..apps.served_team import GatewaySettings
 
     add_team_arguments(parser)

@@ -70,7 +70,7 @@ def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
     [`EngineDownError`] if a server does not run.
     """
     if importlib.util.find_spec("aiohttp") is None:
-        raise ImportError("`use_vllm=True` needs aiohttp. Install it with `pip install 'marft-trl[vllm]'`.")
+        raise ImportError("`use_vllm=True` needs aiohttp. Install it with `pip install aiohttp`.")
     if not policies.has_adapters:
         raise ValueError(
             "`use_vllm=True` needs adapters: servers receive the weights of adapters after each update, never those "
@@ -319,7 +319,7 @@ class Servers:
             EngineDownError: a server does not answer.
         """
         if importlib.util.find_spec("aiohttp") is None:
-            raise ImportError("`engine=` needs aiohttp. Install it with `pip install 'marft-trl[serve]'`.")
+            raise ImportError("`engine=` needs aiohttp. Install it with `pip install aiohttp`.")
         return find_max_model_len(self.settings)
 
     def generator(

@@ -208,7 +208,7 @@ def write_report(comparison: Comparison, folder: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        print('Skipped report.png, which needs matplotlib (`pip install "marft-trl[plots]"`).')
+        print("Skipped report.png, which needs matplotlib (`pip install matplotlib`).")
     else:
         save_picture([comparison], folder / "report.png")
 

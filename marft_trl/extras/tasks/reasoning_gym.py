@@ -28,8 +28,7 @@ def load(module: str, package: str, what: str) -> Any:
         if error.name != module.split(".")[0]:
             raise
         raise ImportError(
-            f"{what} needs the package {package!r}, which is not installed. Run `pip install {package}`, or install "
-            'all packages for tasks with `pip install "marft-trl[tasks]"`.'
+            f"{what} needs the package {package!r}, which is not installed. Run `pip install {package}`."
         ) from error
 
 
