@@ -3,7 +3,8 @@ Self-play in the game of `examples/self_play.py`, over several seeds: winnable g
 player, before training, after it, and after twice as many steps. The opponents in training are the same policy, past
 copies of it, and a function that never errs.
 
-    python benchmarks/nim.py [--opponents self copies perfect] [--seeds 5] [--steps 60] [--games 200] [--page]
+    python benchmarks/nim.py [--opponents self copies perfect] [--seeds 5] [--steps 60] [--games 200]
+        [--jobs 2] [--page]
 """
 
 import argparse

@@ -5,7 +5,7 @@ Train a team of two tiny agents, offline and in minutes, and show its accuracy b
     python examples/quickstart.py --seed 1            # in an environment that has marft_trl
 
 The reasoner writes the steps of a small sum, and the actor reads the answer from the steps. Both start from one model,
-which has learned from demonstrations with errors. The reward is 1 for a right answer and 0 for a wrong one.
+`--model` or one that has learned from demonstrations with errors. The reward is 1 for a right answer and 0 otherwise.
 """
 
 import argparse
@@ -111,13 +111,13 @@ def main():
         num_generations_eval=1,
         per_device_eval_batch_size=200,
         max_steps=options.max_steps,
-        learning_rate=1.5e-3,
+        learning_rate=1e-4 if options.model else 1.5e-3,
         logging_steps=2,
         save_strategy="no",
         disable_tqdm=False,
         seed=options.seed,
         use_cpu=options.device == "cpu",
-        bf16=False,  # a model this small gains nothing
+        bf16=options.device == "cuda" and bool(options.model),  # the tiny model gains nothing
     )
     transcripts = Transcripts()
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")

@@ -178,7 +178,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.set_verbosity_error()
-    steps = options.teaching_steps or (50 if options.model else 800)
+    steps = (50 if options.model else 800) if options.teaching_steps is None else options.teaching_steps
     model, tokenizer = taught_model(options.seed, steps, options.model)
     base = options.output_dir / "base"
     model.save_pretrained(base)

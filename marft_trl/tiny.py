@@ -183,7 +183,8 @@ def scripted_turns(
             queries = [(specs[request.agent], request.episode.prompt, request.seen) for request in requests]
             texts = [reply(item.episode, item.agent, item.seen, draw) for item in requests]
             for observation, text in zip(builder.build(queries), texts, strict=True):
-                demonstrations.append((observation.ids, [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]))
+                written = tokenizer(text, add_special_tokens=False)["input_ids"]
+                demonstrations.append((observation.ids, [*written, tokenizer.eos_token_id]))
             return [value.make_completion(text) for value, text in zip(requests, texts, strict=True)]
 
         collect(workflow, [rows(draw) for _ in range(64)], TeamContext(tuple(specs)), answer)
@@ -215,16 +216,19 @@ def warm_up(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=learning_rate, total_steps=steps, pct_start=0.1)
     rows = _demonstrations(tokenizer, seed) if rows is None else rows
     model.train()
+    # Not what is masked: many tokenizers pad with a token that ends messages
+    filler = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     for _ in range(steps):
         batch = [next(rows) for _ in range(batch_size)]
         width = max(len(prompt) + len(completion) for prompt, completion in batch)
-        ids = torch.full((batch_size, width), tokenizer.pad_token_id)
-        labels = torch.full((batch_size, width), -100)
+        ids = torch.full((batch_size, width), filler)
+        mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
         for index, (prompt, completion) in enumerate(batch):
             end = len(prompt) + len(completion)
             ids[index, :end] = torch.tensor(prompt + completion)
+            mask[index, :end] = 1
             labels[index, len(prompt) : end] = torch.tensor(completion)
-        loss = model(input_ids=ids, attention_mask=(ids != tokenizer.pad_token_id).long(), labels=labels).loss
+        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

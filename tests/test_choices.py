@@ -68,8 +68,10 @@ def test_a_rate_is_compared_with_the_best_of_its_rank():
 
 def test_grids_run_in_the_precision_of_their_page():
     """That of `examples/real.py` may change, and would change every row."""
-    args = choose.GRIDS["worth"][0](**choose.GRIDS["worth"][1][0]).args
-    assert args.bf16 and args.model_init_kwargs == {"dtype": "bfloat16"}
+    for make, given, _ in choose.GRIDS.values():
+        experiment = make(**given[0])
+        for one in (experiment, *(change(experiment) for change in experiment.variants.values())):
+            assert one.args.bf16 and one.args.model_init_kwargs == {"dtype": "bfloat16"}
     assert torch.get_float32_matmul_precision() == "highest"
 
 

@@ -5,7 +5,7 @@ import itertools
 import json
 
 from marft_trl import AgentSpec, Team
-from marft_trl.episodes.records import Turn
+from marft_trl.episodes.records import EndOfEpisode, Turn
 from marft_trl.episodes.tools import ToolCall
 from marft_trl.extras.apps import AppEndpoint, AppRequest, BySystemPrompt, ByTools, ExternalApp
 from marft_trl.extras.apps import messages as dialect
@@ -137,6 +137,11 @@ def test_a_reply_in_two_messages_is_one():
         for contents in ([[*parts[0], *parts[1]]], parts)
     )
     assert whole.messages == split.messages and len(whole.messages) == 3
+    said = [{"role": "assistant", "content": each} for each in ("I think", "[interrupted]")]
+    assert [message["content"] for message in read(messages=[user("Hi."), *said, user("Go on.")]).messages[1:3]] == [
+        "I think",
+        "[interrupted]",
+    ]
 
 
 def test_errors_have_the_form_of_the_api_and_keys_come_by_either_header():
@@ -250,15 +255,10 @@ def test_sub_agents_and_shortened_histories_begin_lineages():
 
 
 def test_two_conversations_that_begin_alike_stay_apart():
-    """The same question and the same reply twice, and then different ones: each keeps the tokens of its replies."""
-    shown = []
-
-    def noting(requests):
-        shown.extend(request.requested_turn for request in requests)
-        return said_to(requests)
+    """The same question and the same reply twice, and then different ones. A request that fails continues neither."""
 
     async def app(row, endpoint):
-        client = talks_to(endpoint)
+        client = talks_to(endpoint, max_retries=0)
         histories = [], []
 
         async def ask(history, text):
@@ -267,13 +267,21 @@ def test_two_conversations_that_begin_alike_stay_apart():
             history.append({"role": "assistant", "content": reply.content[0].text})
 
         for texts in (("look", "look"), ("left", "right"), ("more", "more"), ("end", "end")):
+            if texts[0] == "left":
+                with pytest.raises(anthropic.BadRequestError):
+                    await ask([*histories[0]], "too long")
             await asyncio.gather(*(ask(history, text) for history, text in zip(histories, texts, strict=True)))
 
-    played(app, noting, together=0.1)
-    assert sorted(requested.lineage for requested in shown) == [0] * 4 + [1] * 4
-    for requested in shown:
-        earlier = [message["content"] for message in requested.messages if message["role"] == "assistant"]
-        assert [turn.lineage for turn in earlier] == [requested.lineage] * (len(requested.messages) // 2)
+    def answer(requests):
+        too_long = EndOfEpisode("It is too long.")
+        last = [request.requested_turn.messages[-1]["content"] for request in requests]
+        said = said_to(requests)
+        return [too_long if text == "too long" else reply for text, reply in zip(last, said, strict=True)]
+
+    (episode,) = played(app, answer, together=0.1)
+    lineages = [turn.lineage for turn in episode.turns]
+    assert [sorted(lineages[place : place + 2]) for place in (0, 2, 4, 6)] == [[0, 1]] * 4
+    assert lineages[2:4] == lineages[4:6] == lineages[6:]
 
 
 @pytest.mark.parametrize(
@@ -306,12 +314,12 @@ def test_a_sub_agent_learns_from_the_reward_of_the_episode(model_folder, tmp_pat
     given["reward_funcs"] = lambda completions, **kwargs: [float(index % 4) for index in range(len(completions))]
     trainer = team_trainer(model_folder, tmp_path, settings={"loss_type": "bnpo"}, **given)
     slice_ = only_slice(trainer, [trainer.train_dataset[index // 4] for index in range(8)])
-    by_agent = {
-        name: sorted(row.advantage for row in slice_.rows if row.agent == name) for name in ("reasoner", "actor")
-    }
-    assert len(by_agent["reasoner"]) == len(by_agent["actor"]) == 16
-    assert by_agent["reasoner"] == pytest.approx(by_agent["actor"])
-    assert len({round(value, 3) for value in by_agent["actor"]}) == 4
+    by_episode = {}
+    for row in slice_.rows:
+        by_episode.setdefault(row.episode, {"reasoner": [], "actor": []})[row.agent].append(row.advantage)
+    assert len(by_episode) == 8 and len({advantages["actor"][0] for advantages in by_episode.values()}) == 4
+    for advantages in by_episode.values():
+        assert advantages["reasoner"] == advantages["actor"] == [advantages["actor"][0]] * 2
 
 
 async def talk(endpoint, form, stream, tools):

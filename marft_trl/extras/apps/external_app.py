@@ -338,21 +338,33 @@ class _Conversation:
                 f"The application sends `{name}`, which is ignored in training: agents sample with their own settings "
                 "and the seed of the run."
             )
-        lineage = self._find_lineage(chat_request)
+        earlier = self._find_earlier(chat_request)
+        if earlier is None or earlier.lineage is None:
+            lineage, self._num_lineages = self._num_lineages, self._num_lineages + 1
+        else:
+            lineage = earlier.lineage
+            self._continued.add(earlier.index)
         requested_turn = RequestedTurn(
-            self._with_turns(chat_request.model, chat_request.messages, lineage),
+            self._with_turns(chat_request.model, chat_request.messages),
             chat_request.tools,
             chat_request.stop,
             chat_request.sampling,
             chat_request.max_tokens,
             lineage,
         )
-        return await episode.turn_on(chat_request.model, requested_turn, sees=seen)
+        try:
+            return await episode.turn_on(chat_request.model, requested_turn, sees=seen)
+        except BaseException:
+            if earlier is not None:
+                self._continued.discard(earlier.index)
+            raise
 
-    def _find_lineage(self, chat_request: ChatRequest) -> int:
-        """Return the conversation that a request continues. Other requests begin a conversation."""
-        # The agent's latest turn in the messages, after what the agent was shown for it. Of two conversations that
-        # were the same so far, ids of calls tell which one is meant; else it is the one that was not continued
+    def _find_earlier(self, chat_request: ChatRequest) -> Turn | None:
+        """
+        Return the turn whose conversation a request continues: the agent's latest turn in the messages, after what the
+        agent was shown for it. Of two conversations that were the same so far, ids of calls tell which one is meant,
+        and else it is one that was not continued.
+        """
         best, found = (False, 0, False), None
         for turn, reply, earlier in self._replies:
             count = len(earlier.messages)
@@ -362,37 +374,28 @@ class _Conversation:
                 rank = (_has_ids(answer, reply), count, turn.index not in self._continued)
                 if rank >= best:
                     best, found = rank, turn
-        if found is None or found.lineage is None:
-            self._num_lineages += 1
-            return self._num_lineages - 1
-        self._continued.add(found.index)
-        return found.lineage
+        return found
 
-    def _with_turns(self, agent: str, messages: Sequence[dict[str, Any]], lineage: int) -> list[dict[str, Any]]:
+    def _with_turns(self, agent: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages, with those that are unchanged earlier turns of the agent replaced by these turns."""
         found: list[dict[str, Any]] = []
         used: list[Turn] = []
         for number, message in enumerate(messages):
-            is_turn = message["role"] == "assistant"
-            turn = self._find_turn(agent, messages, number, used, lineage) if is_turn else None
+            turn = self._find_turn(agent, messages, number, used) if message["role"] == "assistant" else None
             used += [turn] if turn is not None else []
             found.append(message if turn is None else {**message, "content": turn})
         return found
 
     def _find_turn(
-        self, agent: str, messages: Sequence[dict[str, Any]], number: int, used: Sequence[Turn], lineage: int
+        self, agent: str, messages: Sequence[dict[str, Any]], number: int, used: Sequence[Turn]
     ) -> Turn | None:
         """
-        Return the turn of a message. Of several with the same text and calls, ids, the conversation and the messages
-        before it tell which one it is.
+        Return the turn of a message: of several with the same text and calls, by ids or the messages before it. It
+        does not depend on which conversation went on first, so that a re-run finds the recorded turns.
         """
         message, before = messages[number], list(messages[:number])
         same = [
-            (
-                (_has_ids(message, reply), turn.lineage == lineage, chat_request.messages == before),
-                position,
-                turn,
-            )
+            ((_has_ids(message, reply), chat_request.messages == before), position, turn)
             for position, (turn, reply, chat_request) in enumerate(self._replies)
             if turn.agent == agent
             and _says(message, reply)
@@ -400,7 +403,7 @@ class _Conversation:
             and turn not in used
         ]
         # Several after the same messages are used in their order; else the latest one is meant
-        return max(same, key=lambda item: (item[0], -item[1] if item[0][2] else item[1]))[2] if same else None
+        return max(same, key=lambda item: (item[0], -item[1] if item[0][1] else item[1]))[2] if same else None
 
 
 def _says(message: Mapping[str, Any], reply: ChatReply) -> bool:

@@ -191,14 +191,17 @@ def _other_messages(
 
 
 def _merge_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Consecutive messages of the user, or of the assistant, are one message, as in Anthropic's API."""
+    """
+    Join consecutive messages of the user, as in Anthropic's API, and calls with the text of the assistant before them.
+    Other messages of the assistant stay apart, so that its turns are found in them.
+    """
     found: list[dict[str, Any]] = []
     for message in messages:
-        if found and message["role"] == found[-1]["role"] and message["role"] in ("user", "assistant"):
-            both = [found.pop(), message]
-            calls = [call for part in both for call in part.get("tool_calls", ())]
-            text = "\n\n".join(part["content"] for part in both if part["content"])
-            message = {"role": message["role"], "content": text, **({"tool_calls": calls} if calls else {})}
+        last = found[-1] if found and found[-1]["role"] == message["role"] else {}
+        if last and message["role"] == "user":
+            message = {"role": "user", "content": f"{found.pop()['content']}\n\n{message['content']}"}
+        elif last and message["role"] == "assistant" and not message["content"] and "tool_calls" not in last:
+            message = {**message, "content": found.pop()["content"]}
         found.append(message)
     return found
 
