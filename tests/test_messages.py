@@ -268,8 +268,9 @@ def test_two_conversations_that_begin_alike_stay_apart():
 
         for texts in (("look", "look"), ("left", "right"), ("more", "more"), ("end", "end")):
             if texts[0] == "left":
-                with pytest.raises(anthropic.BadRequestError):
-                    await ask([*histories[0]], "too long")
+                for history in histories:
+                    with pytest.raises(anthropic.BadRequestError):
+                        await ask([*history], "too long")
             await asyncio.gather(*(ask(history, text) for history, text in zip(histories, texts, strict=True)))
 
     def answer(requests):
