@@ -26,7 +26,7 @@ quickstart: $(READY)  ## train the embedded team and show that it improved; on t
 	@test "$(DEVICE)" = cuda || test ! -e /dev/nvidia0 || echo "On the CPU, as the README's figures. DEVICE=cuda uses the GPU."
 	$(BIN)/python -W ignore examples/quickstart.py --device $(DEVICE)
 
-real: $(READY)  ## train a pretrained duo on three families of tasks, and one agent beside it: an hour on two cores
+real: $(READY)  ## train a pretrained duo on four families of tasks, and one agent beside it: an hour on two cores
 	$(BIN)/python -W ignore examples/real.py --device $(DEVICE)
 
 kuhn: $(READY)  ## self-play of a pretrained model in Kuhn poker, measured exactly: 20 minutes on two cores

@@ -117,11 +117,11 @@ def efficiency(options):
         runner = trainer.parts.runner
         rows = [trainer.train_dataset[index // 4] for index in range(options.episodes)]
         runner.generator.publish()
-        orders, generate = [], VLLMServer.generate
+        requests, generate = [], VLLMServer.generate
 
-        async def recorded(self, order):
-            orders.append(order)
-            return await generate(self, order)
+        async def recorded(self, request, on_tokens=None):
+            requests.append(request)
+            return await generate(self, request, on_tokens)
 
         async def replay(bodies):
             from aiohttp import ClientSession, TCPConnector
@@ -137,7 +137,7 @@ def efficiency(options):
 
         ratios, own, bare_own, rates = [], [], [], []
         for _ in range(options.rounds + 1):  # the first one warms up
-            orders.clear()
+            requests.clear()
             VLLMServer.generate = recorded
             start, cpu = time.monotonic(), time.process_time()
             episodes = runner.run(rows)
@@ -145,11 +145,11 @@ def efficiency(options):
             VLLMServer.generate = generate
             tokens = sum(len(turn.completion_ids) for episode in episodes for turn in episode.turns)
             start, before = time.monotonic(), time.process_time()
-            others = run_coroutine(replay, [order.body() for order in orders])
+            others = run_coroutine(replay, [request.body() for request in requests])
             bare = time.monotonic() - start
-            bare_own.append(1000 * (time.process_time() - before) / len(orders))
+            bare_own.append(1000 * (time.process_time() - before) / len(requests))
             ratios.append((tokens / seconds) / (others / bare))
-            own.append(1000 * cpu / len(orders))
+            own.append(1000 * cpu / len(requests))
             rates.append(tokens / seconds)
         runner.generator.close()
     report("efficiency: rollouts / bare client", ratios[1:])
