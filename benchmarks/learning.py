@@ -191,6 +191,8 @@ def draw(results: list[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 5.5))
+    colors = plt.get_cmap("tab20").colors
+    axes.set_prop_cycle(color=[*colors[::2], *colors[1::2]])
     for name in dict.fromkeys(result["preset"] for result in results):
         curves = [result["curve"] for result in results if result["preset"] == name]
         length = min(map(len, curves))
