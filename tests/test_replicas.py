@@ -9,7 +9,7 @@ from marft_trl.system.event_loop import run_coroutine
 
 import pytest
 
-from .vllm_server import answered, as_text, fake_servers, turn
+from .vllm_server import FakeServer, answered, as_text, fake_servers, turn
 
 
 def settings(servers, **changes):
@@ -187,6 +187,24 @@ def test_the_most_likely_tokens_are_those_without_the_sampled_one(server):
             return await one.next_token("a", [1, 2], 1.0, 5.0)
 
     assert run_coroutine(ask) == likely
+
+
+def test_connections_that_the_server_has_closed_are_not_used_again(monkeypatch):
+    """Also if this process was busy meanwhile, so that it has not seen them close. One attempt is enough."""
+    monkeypatch.setattr(engine, "_KEEP_SECONDS", 0.2)
+    server = FakeServer()
+    server.keep_seconds = 0.5
+    server.start().loaded["a-v1"] = "/somewhere"
+
+    async def run():
+        async with settings([server]).connected() as (client,):
+            for _ in range(2):
+                await asyncio.gather(*map(client.generate, orders()))
+                time.sleep(1.0)
+
+    run_coroutine(run)
+    assert len(server.requests) == 48
+    server.stop()
 
 
 @pytest.mark.parametrize("how", ["slow", "answers 500"])

@@ -20,6 +20,7 @@ class FakeServer:
         fault (`Callable`): `fault(body)` returns the answer to a request for a turn, or `None` for the usual one.
         calls (`list[str]`): what else was asked, in order.
         breaks (`Callable`): `breaks(count)`: whether a stream ends without an end after so many tokens.
+        keep_seconds (`float`): after which an idle connection is closed.
         delay (`Callable`): `delay(body)` returns the seconds that a turn takes.
         logps (`Callable`): `logps(adapter, ids, temperature)` returns log-probabilities of next tokens by their ids.
     """
@@ -30,7 +31,7 @@ class FakeServer:
         self.logps = lambda adapter, ids, temperature: {5: -1.0 / temperature}
         self.breaks, self.streams = lambda count: False, 0
         self.is_ill = self.hangs = False
-        self.takes_adapters = True
+        self.takes_adapters, self.keep_seconds = True, 75.0
         self.running = self.most = 0
         self.max_loras = 4
         self._loop, self._runner = asyncio.new_event_loop(), None
@@ -59,7 +60,7 @@ class FakeServer:
         app.router.add_post("/v1/unload_lora_adapter", self._unload)
         for path in ("/sleep", "/wake_up"):
             app.router.add_post(path, self._sleep)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1, keepalive_timeout=self.keep_seconds)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
         await site.start()

@@ -270,6 +270,11 @@ _MAX_FAILURES = 3
 _POLL_SECONDS = 0.5
 
 
+# Seconds after which an idle connection is not used again. vLLM closes it after five, and a request that is written to
+# a closed connection fails; after a pause, there are many of these
+_KEEP_SECONDS = 2.0
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """Settings of the servers of a team. Times are in seconds."""
@@ -288,7 +293,7 @@ class ServerSettings:
         from aiohttp import ClientSession, TCPConnector
 
         key = os.environ.get("VLLM_API_KEY") if self.own is None else self.own.key
-        async with ClientSession(connector=TCPConnector(limit=0)) as session:
+        async with ClientSession(connector=TCPConnector(limit=0, keepalive_timeout=_KEEP_SECONDS)) as session:
             yield [VLLMServer(url, session, self.request_timeout, key) for url in self.urls]
 
 
