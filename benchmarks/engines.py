@@ -127,7 +127,7 @@ def efficiency(options):
             from aiohttp import ClientSession, TCPConnector
 
             limit = asyncio.Semaphore(trainer.args.vllm_max_inflight)
-            async with ClientSession(connector=TCPConnector(limit=0)) as session:
+            async with ClientSession(connector=TCPConnector(limit=0, force_close=True)) as session:
 
                 async def send(body):
                     async with limit, session.post(options.url + "/v1/completions", json=body) as answer:

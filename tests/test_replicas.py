@@ -189,11 +189,10 @@ def test_the_most_likely_tokens_are_those_without_the_sampled_one(server):
     assert run_coroutine(ask) == likely
 
 
-def test_connections_that_the_server_has_closed_are_not_used_again(monkeypatch):
+def test_connections_that_the_server_has_closed_are_not_used_again():
     """Also if this process was busy meanwhile, so that it has not seen them close. One attempt is enough."""
-    monkeypatch.setattr(engine, "_KEEP_SECONDS", 0.2)
     server = FakeServer()
-    server.keep_seconds = 0.5
+    server.keep_seconds = 0.2
     server.start().loaded["a-v1"] = "/somewhere"
 
     async def run():

@@ -270,11 +270,6 @@ _MAX_FAILURES = 3
 _POLL_SECONDS = 0.5
 
 
-# Seconds after which an idle connection is not used again. vLLM closes it after five, and a request that is written to
-# a closed connection fails; after a pause, there are many of these
-_KEEP_SECONDS = 2.0
-
-
 @dataclass(frozen=True)
 class ServerSettings:
     """Settings of the servers of a team. Times are in seconds."""
@@ -293,7 +288,9 @@ class ServerSettings:
         from aiohttp import ClientSession, TCPConnector
 
         key = os.environ.get("VLLM_API_KEY") if self.own is None else self.own.key
-        async with ClientSession(connector=TCPConnector(limit=0, keepalive_timeout=_KEEP_SECONDS)) as session:
+        # Each request has its own connection: vLLM closes idle ones after 5 seconds, and with uvicorn 0.54 some requests
+        # on connections that had been used before got no answer until then
+        async with ClientSession(connector=TCPConnector(limit=0, force_close=True)) as session:
             yield [VLLMServer(url, session, self.request_timeout, key) for url in self.urls]
 
 
