@@ -288,8 +288,8 @@ class ServerSettings:
         from aiohttp import ClientSession, TCPConnector
 
         key = os.environ.get("VLLM_API_KEY") if self.own is None else self.own.key
-        # Each request has its own connection: vLLM closes idle ones after 5 seconds, and with uvicorn 0.54 some requests
-        # on connections that had been used before got no answer until then
+        # Each request has its own connection: vLLM closes idle ones after 5 seconds, and with uvicorn 0.54, some
+        # requests on connections that had been used before got no answer until then
         async with ClientSession(connector=TCPConnector(limit=0, force_close=True)) as session:
             yield [VLLMServer(url, session, self.request_timeout, key) for url in self.urls]
 
