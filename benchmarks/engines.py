@@ -18,7 +18,8 @@ Rollouts on vLLM servers: how much of a server's speed they reach, what waiting 
   that it is about a half.
 
 Each part prints ratios that were measured side by side. The server is started with the command that users are given,
-for a tiny model on the CPU.
+for a tiny model on the CPU. By default, the parts are those whose figures do not depend on the speed of this server,
+which stalls for seconds if it shares two cores with its client. `gpu_servers.py` runs the others.
 """
 
 import argparse
@@ -406,21 +407,16 @@ def tables(found):
     parity = [cell(f"parity: {kind}", "{:.1e}").partition(" ")[0] for kind in ("mean", "largest")]
     rows = [
         ["difference of log-probabilities between server and trainer, mean and largest", ", ".join(parity)],
-        [
-            "tokens per second of rollouts / of a bare client that sends the same requests at the same concurrency",
-            cell("efficiency: rollouts / bare client"),
-        ],
         ["publishing, as a share of a step", cell("publishing", "{:.1%}")],
         [
             "time if all episodes wait for the slowest at each turn / if none waits, as in training; "
-            "4 turns of uneven length",
-            cell("barrier on the server"),
+            "4 turns of uneven length (simulated server)",
+            cell("barrier, 4 turns, cv 1:"),
         ],
         [
             "steps per hour with `max_staleness=1` / with 0: server on other hardware (simulated)",
             cell("overlap: steps per hour"),
         ],
-        ["the same with a server on the cores that train", cell("overlap on the server: steps per hour")],
     ]
     return {"servers": figures.markdown(["what", "figure"], rows)}
 
@@ -454,6 +450,7 @@ def run_parts(options):
 if __name__ == "__main__":
     parser = arguments()
     parser.set_defaults(episodes=256, inflight=64, new_tokens=32)  # for two cores; `gpu_servers.py` has more
+    parser.set_defaults(parts=["parity", "publishing", "barrier", "overlap"])
     options = figures.parse(parser, free=("port",))
     options.device = "cpu"
     torch.set_num_threads(1)
