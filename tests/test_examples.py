@@ -15,7 +15,7 @@ from pathlib import Path
 from marft_trl import TeamManifest, Turn
 from marft_trl.extras.apps import ExternalApp
 from marft_trl.reporting.transcripts import format_turns
-from marft_trl.tiny import _demonstrations, questions
+from marft_trl.tiny import _demonstrations, questions, tiny_model, tiny_tokenizer, warm_up
 
 import pandas as pd
 import pytest
@@ -222,6 +222,16 @@ def test_the_store_pays_once_for_each_number(monkeypatch):
     assert act("3", "3") == ("left done, right wrong", {"left": 0.5, "right": 0.0}, False)
     assert act("3", "None") == ("left done, right wrong", {"left": 0.0, "right": 0.0}, False)
     assert act("9", " 5") == ("left done, right done", {"left": 0.0, "right": 0.5}, True)
+
+
+def test_teaching_masks_padding_alone():
+    """Also if a tokenizer pads with the token that ends messages, as that of SmolLM2."""
+    tokenizer, masks = tiny_tokenizer(), []
+    tokenizer.pad_token = tokenizer.eos_token
+    model, end = tiny_model(len(tokenizer)), tokenizer.eos_token_id
+    model.register_forward_pre_hook(lambda _, args, given: masks.append(given["attention_mask"]), with_kwargs=True)
+    warm_up(model, tokenizer, steps=1, batch_size=2, rows=iter([([end, 5], [6, end]), ([5], [end])]))
+    assert masks[0].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
 
 
 def test_the_rules_of_nim(monkeypatch):
