@@ -27,7 +27,7 @@ from marft_trl.reporting.evaluation import scores
 
 import numpy as np
 from choose_grids import GRIDS
-from figures import pasted
+from figures import pasted, processor
 
 
 ROOT = Path(__file__).parents[1]
@@ -80,6 +80,7 @@ def outcome(place):
         **{key: result[key] for key in ("tokens", "steps", "seconds")},
         "rewards": [round(reward, 4) for _, reward in result["curve"]],
         "grad_share": {agent: round(statistics.fmean(values), 4) for agent, values in shares.items()},
+        "processor": processor(),
     }
 
 
@@ -202,6 +203,16 @@ def against_best(found):
 FIRST = {"presets": "no preset", "rates": "r=8, 1e-3", "sharing": "own", "worth": "team"}
 
 
+def processors(found):
+    """Which settings ran on which processor."""
+    named = {}
+    for setting, arms in found.items():
+        for name in {run.get("processor", "not recorded") for runs in arms.values() for run in runs}:
+            named.setdefault(name, []).append(setting)
+    shown_names = (f"{name} (`{'`, `'.join(settings)}`)" for name, settings in named.items())
+    return f"Processors: {'; '.join(shown_names)}."
+
+
 def page_of(grid, found):
     """The tables of a grid."""
     tables = [table(grid, found)]
@@ -211,7 +222,7 @@ def page_of(grid, found):
         tables.append(against_best(found))
     if grid == "sharing":
         tables.append(shares(found))
-    return "\n\n".join(tables)
+    return "\n\n".join([*tables, processors(found)])
 
 
 def main():
