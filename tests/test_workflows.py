@@ -3,9 +3,12 @@
 import asyncio
 
 from marft_trl import Episode, Sequential, Workflow
+from marft_trl.episodes import collector
 from marft_trl.episodes.guard import EpisodeError
+from marft_trl.episodes.records import TeamContext
 from marft_trl.reporting.transcripts import format_episode
 from marft_trl.workflows import rehearse
+from marft_trl.workflows.base import together
 
 import pytest
 
@@ -73,6 +76,48 @@ def test_parallel_branches_and_episodes_of_other_lengths_share_batches():
     assert batches[2] == [(0, "judge"), (2, "judge")]
     assert [len(episode.turns) for episode in episodes] == [4, 1, 4, 1]
     assert [turn.sees for turn in episodes[0].turns] == [(), (0,), (0,), (1, 2)]
+
+
+@pytest.mark.parametrize("iterations", range(12))
+def test_a_branch_that_goes_on_after_a_function_shares_the_batch(iterations):
+    """At whichever iteration of the event loop the function ends: the branch needs a few more for its request."""
+
+    async def write(messages):
+        for _ in range(iterations):
+            await asyncio.sleep(0)
+        return "written"
+
+    async def reply(request):
+        return request.make_completion(await request.episode.write(write, []))
+
+    class Branches(Workflow):
+        async def run(self, episode):
+            await together([self.branch(episode), episode.turn("solver")])
+
+        async def branch(self, episode):
+            await episode.turn("script")
+            await asyncio.sleep(0)
+            await episode.turn("critic")
+
+    batches = []
+    context = TeamContext(("solver", "script", "critic"), scripts={"script": reply})
+    collector.collect(Branches(), [{"prompt": "x"}] * 2, context, answer_all(batches))
+    assert [sorted(batch) for batch in batches] == [[(0, "critic"), (0, "solver"), (1, "critic"), (1, "solver")]]
+
+
+def test_branches_share_a_batch_if_each_requests_soon_after_another():
+    class Staircase(Workflow):
+        async def run(self, episode):
+            await together(self.branch(episode, number) for number in range(6))
+
+        async def branch(self, episode, number):
+            for _ in range(3 * number):
+                await asyncio.sleep(0)
+            await episode.turn("solver")
+
+    batches = []
+    collect(Staircase(), [{"prompt": "x"}], ["solver"], answer_all(batches))
+    assert [len(batch) for batch in batches] == [6]
 
 
 def test_rehearse_works_inside_a_running_loop():

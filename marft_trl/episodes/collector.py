@@ -34,7 +34,7 @@ from .records import (
     TurnRequest,
 )
 from .rerun import RecordedTurn, Rerun
-from .state import EpisodeState
+from .state import EpisodeState, Progress
 from .tools import ToolCall
 
 
@@ -245,6 +245,7 @@ class _EpisodeBatch:
         if turn_request.agent in self._reply_functions:
             return await self._run_reply(request)
         self._pending[episode.index].append(request)
+        episode.progress.count += 1
         return await waiter
 
     async def _run_reply(self, request: Request) -> Turn:
@@ -323,10 +324,12 @@ class _EpisodeBatch:
             )
 
     async def _drive(self, group: Sequence[int]) -> None:
-        hang_detector = self._guard.watch()
+        hang_detector, progress = self._guard.watch(), Progress()
+        for index in group:
+            self._episodes[index].progress = progress
         while not all(self._tasks[index].done() for index in group):
             try:
-                await self._run_until_waiting(group, hang_detector)
+                await self._run_until_waiting(group, progress, hang_detector)
             except EpisodeError as error:  # an episode hangs
                 self._guard.note(error, replace=True)
                 self._tasks[cast(int, error.episode)].cancel()
@@ -348,14 +351,14 @@ class _EpisodeBatch:
             self._pending[index].clear()
         return batch
 
-    async def _run_until_waiting(self, group: Sequence[int], hang_detector: HangDetector) -> None:
+    async def _run_until_waiting(self, group: Sequence[int], progress: Progress, hang_detector: HangDetector) -> None:
         idle_iterations, poll_seconds, pending_since = 0, _MIN_POLL_SECONDS, math.inf
         hang_detector.begin()
         while True:
-            progress = self._get_progress(group)
+            count = progress.count
             await asyncio.sleep(0)
             # After a function returns, its branch needs a few iterations to request a turn
-            idle_iterations = idle_iterations + 1 if self._get_progress(group) == progress else 0
+            idle_iterations = idle_iterations + 1 if progress.count == count else 0
             if idle_iterations < _IDLE_ITERATIONS:
                 continue
             # Wait for the tools of all episodes in the group, so that batches do not depend on how long tools take
@@ -389,12 +392,6 @@ class _EpisodeBatch:
             "now continue without it, so results depend on timing. Check whether the episodes wait for each other, "
             "for a thread pool or for a shared limit. Otherwise, increase `max_wait_for_episodes`."
         )
-
-    def _get_progress(self, group: Sequence[int]) -> tuple[int, int, int]:
-        """Return the numbers of pending requests, of branches that run functions, and of queued episodes."""
-        episodes = [self._episodes[index] for index in group]
-        num_pending = sum(len(self._pending[index]) for index in group)
-        return num_pending, sum(episode.busy for episode in episodes), sum(episode.is_queued for episode in episodes)
 
     async def _answer_all(self, batch: list[Request]) -> None:
         pairs: list[tuple[Request, RecordedTurn | None]] = []

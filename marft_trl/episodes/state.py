@@ -35,6 +35,12 @@ from .tools import ToolResult, call_tools, tool_name
 _CANCELLATION_ITERATIONS = 20  # of the event loop, that a cancelled task gets to finish
 
 
+class Progress:
+    """Counts the requested turns and the finished functions and tools of episodes that wait for each other."""
+
+    count = 0
+
+
 class EpisodeState:
     def __init__(
         self,
@@ -53,6 +59,7 @@ class EpisodeState:
         self.environment: Any = None
         self.overflowed = False  # whether the episode ended because the context window is full
         self.busy = 0  # number of branches that wait for tools or for functions in a thread
+        self.progress = Progress()
         self.calling: list[Call] = []
         self.answered_calls = 0
         # Program that drives the episode. Only turns count as progress: it may retry a rejected request forever
@@ -232,6 +239,7 @@ class EpisodeState:
 
     def _finish_branch(self) -> None:
         self.busy -= 1
+        self.progress.count += 1
         if self.busy:
             return
         returned, self._pending_results = sorted(self._pending_results, key=lambda pending: pending[0]), []
