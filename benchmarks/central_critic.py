@@ -2,7 +2,7 @@
 What a central critic explains, and what it costs: agents that see their own observations alone, and a return that
 depends on what another one saw. The critic alone learns.
 
-    python benchmarks/central_critic.py [--seeds 5] [--steps 25] [--page]
+    python benchmarks/central_critic.py [--seeds 5] [--steps 25] [--page | --check]
 """
 
 import argparse
@@ -17,6 +17,7 @@ from marft_trl.tiny import tiny_model, tiny_tokenizer
 from marft_trl.workflows import EnvironmentLoop
 
 import figures
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers.utils import logging
@@ -85,9 +86,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=25)
-    options = figures.parse(parser)
+    options = figures.parse(parser, repeats='`"history"`, seed 0')
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    if options.check:
+        recorded = figures.load("central_critic")
+        figures.compare(recorded, recorded["runs"]["history"][0][0], run("history", 0, options.steps)[0])
+        return
     runs = {
         sees: [run(sees, seed, options.steps) for seed in range(options.seeds)] for sees in ("observation", "history")
     }

@@ -9,13 +9,14 @@ The grids behind the page "Choose": presets, learning rates, adapters, and wheth
 Every setting of a grid is a report of `marft_trl.extras.report`: arms are trained until they have generated as many
 tokens as the setting's first one, the team, with the same seed, and are evaluated on the same questions. A run that is
 done is not repeated, and one that was interrupted goes on from its last checkpoint. What came of the runs is kept in
-`--output_dir`. With `--page`, the settings that were run replace those in `docs/reports/data/<grid>.json`, from which
-the tables of `docs/reports/choices.md` are made.
+`--output_dir`. The settings that are run take the place of those in `docs/reports/data/<grid>.json`, from which tables
+are made. `--page` writes this file, and the tables of `docs/reports/choices.md`.
 """
 
 import argparse
 import json
 import statistics
+import tempfile
 from pathlib import Path
 
 from marft_trl.extras.report import report
@@ -26,6 +27,7 @@ from marft_trl.reporting import interval, paired_difference
 from marft_trl.reporting.evaluation import scores
 
 import numpy as np
+import torch
 from choose_grids import GRIDS
 from figures import pasted, processor
 
@@ -44,19 +46,19 @@ def label(given):
     return ", ".join("no preset" if value is None else str(value) for value in given.values())
 
 
-def collected(grid, folder):
-    """What came of the arms of a grid whose runs are done, for `docs/reports/data`."""
-    make, given, seeds = GRIDS[grid]
-    found = {}
-    for one in given:
-        experiment, arms = make(**one), {}
-        for arm in make_arms(experiment):
-            places = [Cell(arm.name, seed, folder / label(one) / "runs" / f"{arm.name}-{seed}") for seed in seeds]
-            if all(place.is_done for place in places):
-                arms[arm.name] = [{"seed": place.seed, **outcome(place)} for place in places]
-        if "team" in arms:
-            found[label(one)] = arms
-    return found
+def arms_of(grid, experiment):
+    """Names of the arms that a grid compares."""
+    return [arm.name for arm in make_arms(experiment) if arm.is_variant or arm.name in ("team", *ALSO.get(grid, ()))]
+
+
+def collected(grid, setting, folder):
+    """What came of the arms of a setting, all of whose runs are done."""
+    make, _, seeds = GRIDS[grid]
+    arms = {}
+    for arm in arms_of(grid, make(**setting)):
+        places = [Cell(arm, seed, folder / label(setting) / "runs" / f"{arm}-{seed}") for seed in seeds]
+        arms[arm] = [{"seed": place.seed, **outcome(place)} for place in places]
+    return arms
 
 
 def outcome(place):
@@ -94,26 +96,27 @@ def matrix(runs, key="right"):
 
 
 def run(grid, folder, workers, chosen=None):
-    make, given, seeds = GRIDS[grid]
+    """Run the settings of a grid, all or those chosen, and return what came of them."""
+    (make, given, seeds), found = GRIDS[grid], {}
     if unknown := {*(chosen or ())} - {label(one) for one in given}:
         raise SystemExit(f"no setting of {grid}: {', '.join(unknown)}; there are {'; '.join(map(label, given))}")
     for one in given:
         if chosen and label(one) not in chosen:
             continue
-        arms = [arm.name for arm in make_arms(make(**one)) if arm.is_variant or arm.name in ALSO.get(grid, ())]
+        arms = [arm for arm in arms_of(grid, make(**one)) if arm != "team"]  # which every report has
         report(
             f"{Path(__file__).with_name('choose_grids.py')}:{grid}",
             output_dir=str(folder / label(one)), seeds=seeds, arms=arms, workers=workers, settings=one,
         )  # fmt: skip
-        write(folder / f"{grid}.json", collected(grid, folder))
-
-
-def kept(grid, folder=None):
-    """What the data file has; of settings that were run in a folder, what came of these runs."""
-    found = {}
-    for file in [DATA / f"{grid}.json", *([folder / f"{grid}.json"] if folder else [])]:
-        found |= json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        found[label(one)] = collected(grid, one, folder)
+        write(folder / f"{grid}.json", found)  # nothing is lost if a later setting fails
     return found
+
+
+def kept(grid):
+    """What the data file has."""
+    file = DATA / f"{grid}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def write(file, found):
@@ -238,11 +241,13 @@ def main():
     folder = options.output_dir / options.grid
     if options.check:
         setting, arm, seed = options.check.split("/")
-        check(options.grid, setting, arm, seed, folder / "again" / setting)
+        torch.set_num_threads(1)
+        with tempfile.TemporaryDirectory() as folder:
+            check(options.grid, setting, arm, seed, Path(folder) / options.grid)
         return
+    found = kept(options.grid)
     if not options.tables:
-        run(options.grid, folder, options.workers, options.settings)
-    found = kept(options.grid, folder)
+        found |= run(options.grid, folder, options.workers, options.settings)
     tables = page_of(options.grid, found)
     print(tables)
     if options.page:
@@ -269,9 +274,10 @@ def check(grid, setting, arm, seed, folder):
         (budget / "result.json").write_text(json.dumps({key: team[key] for key in ("tokens", "steps")}))
     run_cell(make(**one), place)
     after = outcome(place)
-    different = [key for key in ("right", "tokens", "steps", "rewards") if before[key] != after[key]]
-    for key in ("right", "tokens", "steps", "rewards"):
-        print(f"{key}: {f'{before[key]} before, {after[key]} now' if key in different else 'the same'}")
+    compared = [key for key in before if key not in ("seed", "seconds", "processor")]
+    different = [key for key in compared if before[key] != after.get(key)]
+    for key in compared:
+        print(f"{key}: {f'{before[key]} before, {after.get(key)} now' if key in different else 'the same'}")
     if different:
         raise SystemExit(f"{setting}/{arm}/{seed} differs in {', '.join(different)}.")
 

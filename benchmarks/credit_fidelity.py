@@ -150,7 +150,7 @@ def main():
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--batch", type=int, default=8, help="prompts of a gradient")
     parser.add_argument("--output_dir", type=Path, default=Path("benchmark-output/credit_fidelity"))
-    options = figures.parse(parser)
+    options = figures.parse(parser, repeats="the first estimator of the first team, seed 0")
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     python_logging.disable(python_logging.WARNING)
@@ -160,6 +160,12 @@ def main():
     for team in options.teams:
         budget = statistics.fmean(measure(Team(team, seed), "c3", 24, options)[1] for seed in options.seeds)
         print(f"\n{team}, {budget:.1f} tokens per prompt:\n", flush=True)
+        if options.check:
+            recorded, (name, *_) = figures.load("credit_fidelity"), options.estimators
+            its, tokens = measure(Team(team, 0), name, budget, options)
+            (again,) = data([{"team": team, "estimator": name, "tokens": tokens, **its}])["runs"][team][name]
+            figures.compare(recorded, recorded["runs"][team][name][0], again)
+            return
         for name in options.estimators:
             per_seed = [measure(Team(team, seed), name, budget, options) for seed in options.seeds]
             for seed, (its, tokens) in zip(options.seeds, per_seed, strict=True):

@@ -6,6 +6,7 @@ them, and `sentences` of pages, where the single measurements were not kept.
     python benchmarks/figures.py     # write the tables of all pages again, from the data
 
 A benchmark writes both with `--page`, after a run with its default settings. `tests/test_figures.py` compares them.
+With `--check`, a benchmark of learning repeats one run of its data file and ends with an error if a figure differs.
 """
 
 import importlib
@@ -58,9 +59,14 @@ def made(command: str) -> dict:
     }
 
 
-def parse(parser, free=("output_dir", "jobs")):
-    """Parse the command line of a benchmark, with `--page`, which goes with the default settings alone."""
+def parse(parser, free=("output_dir", "jobs"), repeats=None):
+    """
+    Parse the command line of a benchmark, with `--page`, which goes with the default settings alone, and `--check` if
+    a run can be repeated, which `repeats` names.
+    """
     parser.add_argument("--page", action="store_true", help="write the data file, and the tables of pages")
+    if repeats is not None:
+        parser.add_argument("--check", action="store_true", help=f"repeat one run ({repeats}): an error if it differs")
     options = parser.parse_args()
     other = [
         name
@@ -70,6 +76,20 @@ def parse(parser, free=("output_dir", "jobs")):
     if options.page and other:
         parser.error(f"`--page` is for a run with the default settings. Leave out `--{'`, `--'.join(other)}`.")
     return options
+
+
+def compare(found: dict, before, after) -> None:
+    """
+    Compare a run of a data file with its repetition.
+
+    Raises:
+        SystemExit: a figure differs.
+    """
+    after = json.loads(json.dumps(after))
+    print(f"in the data file: {before}\nrepeated:         {after}")
+    if after != before:
+        made = found["made"]
+        raise SystemExit(f"The figures differ. Those of the file: {made['processor']}, {shown(made['versions'])}.")
 
 
 def publish(name: str, found: dict) -> None:

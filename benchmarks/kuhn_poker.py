@@ -16,10 +16,13 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import figures
+import torch
 
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "kuhn.py"
@@ -32,13 +35,13 @@ ARMS = {
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles by the number of seeds
 
 
-def run(arm, seed, options):
-    """Train in a process of its own, unless the run is there. Returns what it measured."""
+def run(arm, seed, taught, options):
+    """Train in a process of its own, unless the run is there. Returns what it measured, and its strategies."""
     players, baseline = arm.split("-")
     file = options.output_dir / f"{arm}-{seed}.json"
-    if file.exists() and json.loads(file.read_text(encoding="utf-8"))["measured"][-1][0] != options.max_steps:
-        file.unlink()  # of a call with another number of steps
-    if not file.exists():
+    settings = {"model": taught, "steps": options.max_steps, "device": options.device}
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if found.get("settings") != settings:
         command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--players", players, "--baseline", baseline]
         command += ["--seed", str(seed), "--max_steps", str(options.max_steps), "--device", options.device]
         command += ["--output_dir", str(options.output_dir), *(["--model", options.model] if options.model else [])]
@@ -47,34 +50,36 @@ def run(arm, seed, options):
         if done.returncode:
             raise RuntimeError(f"{arm}, seed {seed}:\n{done.stderr[-3000:]}")
         print(f"{arm}, seed {seed}: {done.stdout.splitlines()[-13]}", flush=True)
-    return json.loads(file.read_text(encoding="utf-8"))["measured"]
+        found = json.loads(file.read_text(encoding="utf-8"))
+    return found
 
 
-def interval(values):
-    """`0.31 [0.22, 0.40]`: mean and 95 % interval."""
+def interval(values, least=-math.inf):
+    """`0.31 [0.22, 0.40]`: mean and 95 % interval, of values that are at least `least`."""
     mean = statistics.fmean(values)
-    if len(values) < 2:
+    if len({*values}) < 2:  # all of one model, before training
         return f"{mean:.3f}"
     half = STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean:.3f} [{max(mean - half, 0):.3f}, {mean + half:.3f}]"
+    return f"{mean:.3f} [{max(mean - half, least):.3f}, {mean + half:.3f}]"
 
 
 def tables(found):
-    """Exploitability in chips a game: at the start, in the middle, at the end, and of the average strategies."""
+    """
+    Exploitability in chips a game: at the start, in the middle, at the end, of the average strategies, and how far the
+    first arm with one LoRA is from each other arm at the end, seed by seed.
+    """
     rows, steps = [], None
-    for arm, runs in found["runs"].items():
-        steps = [measured[0] for measured in runs[0]]
-        last, average = ([[measured[place] for measured in one] for one in runs] for place in (2, 3))
-        cells = [interval([values[index] for values in last]) for index in (0, len(steps) // 2, -1)]
-        rows.append([ARMS[arm], *cells, interval([values[-1] for values in average])])
-    columns = [
-        "players",
-        "before",
-        f"{steps[len(steps) // 2]} steps",
-        f"{steps[-1]} steps",
-        "average of the strategies",
-    ]
-    return {"kuhn": figures.markdown(columns, rows)}
+    columns = {arm: [list(zip(*run, strict=True)) for run in runs] for arm, runs in found["runs"].items()}
+    for arm, runs in columns.items():
+        steps = runs[0][0]
+        cells = [interval([run[2][index] for run in runs], 0.0) for index in (0, len(steps) // 2, -1)]
+        cells.append(interval([run[3][-1] for run in runs], 0.0))
+        if "one-rae" in columns:
+            pairs = zip(columns["one-rae"], runs, strict=True)
+            cells.append(interval([one[2][-1] - run[2][-1] for one, run in pairs]) if arm != "one-rae" else "")
+        rows.append([ARMS[arm], *cells])
+    names = ["players", "before", f"{steps[len(steps) // 2]} steps", f"{steps[-1]} steps", "average of the strategies"]
+    return {"kuhn": figures.markdown([*names, "one LoRA minus it"][: len(rows[0])], rows)}
 
 
 def draw(found, file):
@@ -100,18 +105,13 @@ def draw(found, file):
     figure.savefig(file, dpi=120)
 
 
-def check(options):
-    """Repeat the first run of the data file."""
-    found = figures.load("kuhn")
-    (arm, runs), *_ = found["runs"].items()
-    repeated = rounded(run(arm, 0, options))
-    print(f"{arm}, seed 0, in the data file: {runs[0]}\nrepeated on {figures.processor()}: {repeated}")
-    if repeated != runs[0]:
-        raise SystemExit(f"The figures differ. Those of the file were made on {found['made']['processor']}.")
-
-
-def rounded(measured):
-    return [[step, *(round(value, 4) for value in values)] for step, *values in measured]
+def rounded(found):
+    """What was measured, and by step the probability of the second move (bet, or call) in each information set."""
+    second = [[round(list(moves.values())[1], 4) for moves in policy.values()] for policy in found["policies"]]
+    return [
+        [step, *(round(value, 4) for value in values), chances]
+        for (step, *values), chances in zip(found["measured"], second, strict=True)
+    ]
 
 
 def main():
@@ -122,23 +122,33 @@ def main():
     parser.add_argument("--model", help="folder, or name on the Hub (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--check", action="store_true", help="repeat one run of the data file, into an empty folder")
     parser.add_argument("--output_dir", type=Path, default=Path("kuhn-output"))
-    options = figures.parse(parser)
-    options.output_dir.mkdir(parents=True, exist_ok=True)
-    if options.check:
-        check(options)
-        return
+    options = figures.parse(parser, repeats="the first, seed 0")
     sys.path.insert(0, str(EXAMPLE.parent))
-    import kuhn  # the model is taught once, before the runs
+    import kuhn
 
-    kuhn.taught_model(options.model or kuhn.smollm2(), options.output_dir)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.check:
+            options.output_dir = Path(folder)
+            torch.set_num_threads(1)  # as the runs of the data file
+            os.environ["OMP_NUM_THREADS"] = "1"
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+        taught = kuhn.taught_model(options.model or kuhn.smollm2(), options.output_dir)  # once, before the runs
+        if options.check:
+            recorded = figures.load("kuhn")
+            (arm, (before, *_)), *_ = recorded["runs"].items()
+            figures.compare(recorded, before, rounded(run(arm, 0, taught, options)))
+            return
+    start = time.monotonic()
     jobs = [(arm, seed) for seed in range(options.seeds) for arm in options.arms]
     with ThreadPoolExecutor(options.jobs) as pool:
-        results = dict(zip(jobs, pool.map(lambda job: run(*job, options), jobs), strict=True))
+        results = dict(zip(jobs, pool.map(lambda job: run(*job, taught, options), jobs), strict=True))
     runs = {arm: [rounded(results[arm, seed]) for seed in range(options.seeds)] for arm in options.arms}
-    found = {"made": figures.made("make kuhn"), "columns": ["step", "legal", "last", "average"], "runs": runs}
+    columns = ["step", "legal", "last", "average", "second move"]
+    sets = list(next(iter(results.values()))["policies"][0])
+    found = {"made": figures.made("make kuhn"), "columns": columns, "information sets": sets, "runs": runs}
     print(tables(found)["kuhn"])
+    print(f"This call took {(time.monotonic() - start) / 60:.0f} minutes.")
     draw(found, options.output_dir / "kuhn.png")
     print(f"picture: {options.output_dir}/kuhn.png")
     if options.page:

@@ -2,6 +2,7 @@
 Train the quickstart's team with every preset and several seeds, and compare accuracy, time and generated tokens.
 
     make benchmark-learning
+    python benchmarks/learning.py --check [--equal_tokens]
     python benchmarks/learning.py --presets marft-t grpo --seeds 2 --batches 20
     python benchmarks/learning.py --presets reinforce++ --set lr_scheduler_type=linear learning_rate=3e-3
 
@@ -218,7 +219,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output_dir", type=Path, default=Path("benchmark-output/learning"))
     parser.add_argument("--one", nargs=2, metavar=("PRESET", "SEED"), help=argparse.SUPPRESS)
-    options = figures.parse(parser, free=("output_dir", "jobs", "equal_tokens", "one"))
+    options = figures.parse(parser, free=("output_dir", "jobs", "equal_tokens", "one"), repeats="`c3`, seed 0")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if options.one:
@@ -229,6 +230,12 @@ def main():
             print(json.dumps(run(name, int(seed), *sizes, folder, changed, equal_tokens=options.equal_tokens)))
         return
     options.output_dir.mkdir(parents=True, exist_ok=True)
+    name = "equal_tokens" if options.equal_tokens else "learning"
+    if options.check:
+        repeated, recorded = data("", [in_process("c3", 0, options)]), figures.load(name)
+        runs = [dict(zip(found["columns"], found["runs"]["c3"][0], strict=True)) for found in (recorded, repeated)]
+        figures.compare(recorded, *({key: value for key, value in one.items() if key != "seconds"} for one in runs))
+        return
     options.presets = options.presets or (CREDIT if options.equal_tokens else [*PRESETS, *SOLO])
     tiny_team_model()  # built once, before the runs start
     jobs = [(name, seed) for seed in range(options.seeds) for name in options.presets]
@@ -241,7 +248,6 @@ def main():
     draw(results, options.output_dir / "learning.png")
     print(f"\n{table(results)}\n\nwritten to {options.output_dir}/")
     if options.page:
-        name = "equal_tokens" if options.equal_tokens else "learning"
         command = "python benchmarks/learning.py --equal_tokens" if options.equal_tokens else "make benchmark-learning"
         figures.publish(name, data(command, results))
 

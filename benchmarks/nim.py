@@ -4,7 +4,7 @@ player, before training, after it, and after twice as many steps. The opponents 
 copies of it, and a function that never errs.
 
     python benchmarks/nim.py [--opponents self copies perfect] [--seeds 5] [--steps 60] [--games 200]
-        [--jobs 2] [--page]
+        [--jobs 2] [--page | --check]
 """
 
 import argparse
@@ -68,7 +68,11 @@ def main():
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--games", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=2)
-    options = figures.parse(parser)
+    options = figures.parse(parser, repeats="the same policy, seed 0")
+    if options.check:
+        recorded = figures.load("self_play")
+        figures.compare(recorded, recorded["runs"]["self"][0], run("self", 0, options.steps, options.games))
+        return
     runs = {opponent: [] for opponent in options.opponents}
     jobs = [(opponent, seed) for opponent in options.opponents for seed in range(options.seeds)]
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:

@@ -2,6 +2,7 @@
 Write the tables and the picture of `make real` into the pages, from its finished reports in `real-output`.
 
     make real && python benchmarks/real_page.py --page
+    python benchmarks/real_page.py --check
 
 Reports with other settings than those of `make real` raise an error.
 """
@@ -10,15 +11,17 @@ import argparse
 import shutil
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 
 from marft_trl.extras.report import shown
-from marft_trl.extras.report.cells import Cell
+from marft_trl.extras.report.cells import Cell, run_cell
 from marft_trl.extras.report.experiment import collect_settings
 from marft_trl.reporting.evaluation import scores
 from marft_trl.reporting.metrics import interval, paired_difference
 
 import figures
+import torch
 
 
 FAMILIES = {
@@ -68,11 +71,32 @@ def tables(found):
     }
 
 
+def check():
+    """Repeat a run."""
+    import real
+
+    torch.set_num_threads(1)
+    recorded = figures.load("real")
+    team = recorded["families"]["chain_sum"]["team"]
+    with tempfile.TemporaryDirectory() as folder:
+        cell = Cell("team", 0, Path(folder))
+        run_cell(real.make("chain_sum"), cell)
+        after = [scores([cell.folder], name=name)[0].tolist() for name in ("start", "end")]
+        figures.compare(
+            recorded,
+            [team["untrained"][0], team["trained"][0], team["tokens"][0]],
+            [*after, cell.result()["tokens"]],
+        )  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("real-output"), help="folder of the reports")
-    options = figures.parse(parser)
+    options = figures.parse(parser, repeats="the team on `chain_sum`, seed 0")
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    if options.check:
+        check()
+        return
     families = {family: measured(family, options.output_dir / family) for family in FAMILIES}
     found = {"made": figures.made("make real && python benchmarks/real_page.py"), "families": families}
     print("\n\n".join(tables(found).values()))

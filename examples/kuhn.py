@@ -142,6 +142,14 @@ def games(count, players, seed):
 # ---- The strategy that is read from the model ----
 
 
+def token_of(move, tokenizer):
+    """The one token of a move."""
+    ids = tokenizer(move, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        raise SystemExit(f"The tokenizer of {tokenizer.name_or_path} has {len(ids)} tokens for {move!r}, not one.")
+    return ids[0]
+
+
 class PolicyReader:
     """Reads the probability of each move in each information set from the model's token probabilities."""
 
@@ -150,7 +158,7 @@ class PolicyReader:
         tokenizer = trainer.processing_class
         for moves in MOVES.values():
             for move in moves:
-                (self.tokens[move],) = tokenizer(move)["input_ids"]
+                self.tokens[move] = token_of(move, tokenizer)
         self.agents, rows = [], []
         for moves in MOVES:
             for card in CARDS:
@@ -191,6 +199,9 @@ def taught_model(base, output_dir, steps=30, seed=0):
         return str(folder)
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = TEMPLATE
+    for moves in MOVES.values():
+        for move in moves:
+            token_of(move, tokenizer)  # an error now, not after the model was taught
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(f"layers.{layer}." in name for layer in last_third(base)))
@@ -200,8 +211,10 @@ def taught_model(base, output_dir, steps=30, seed=0):
     pairs = sorted({(tuple(prompt), tuple(move)) for prompt, move in itertools.islice(turns, 1000)})
     rows = ((list(prompt), list(move)) for prompt, move in itertools.cycle(pairs))
     warm_up(model, tokenizer, steps=steps, batch_size=24, learning_rate=2e-4, rows=rows)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    unfinished = Path(f"{folder}.unfinished")
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(folder)
     return str(folder)
 
 
@@ -264,12 +277,12 @@ class Measure(TrainerCallback):
 
 
 def run(model, folder, players="own", baseline="rae", seed=0, max_steps=30, device="cpu", **settings):
-    """Train a team, and return what was measured and its last strategies."""
+    """Train a team, and return what was measured and the strategies."""
     trainer = make_trainer(model, folder, players, baseline, seed, max_steps, device, **settings)
     measure = Measure(PolicyReader(trainer, players))
     trainer.add_callback(measure)
     trainer.train()
-    return {"measured": measure.found, "policy": measure.policies[-1]}
+    return {"measured": measure.found, "policies": measure.policies}
 
 
 def main():
@@ -289,8 +302,9 @@ def main():
     name = f"{options.players}-{options.baseline}-{options.seed}"
     chosen = (options.players, options.baseline, options.seed, options.max_steps, options.device)
     found = run(taught, options.output_dir / name, *chosen)
+    found["settings"] = {"model": taught, "steps": options.max_steps, "device": options.device}
     (options.output_dir / f"{name}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    for shown_to_player, moves in found["policy"].items():
+    for shown_to_player, moves in found["policies"][-1].items():
         print(f"{shown_to_player:65}", ", ".join(f"{move} {value:.2f}" for move, value in moves.items()))
 
 

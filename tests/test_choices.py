@@ -31,6 +31,8 @@ def test_tables_of_the_page_are_those_of_the_data(grid):
         seeds = {name: [run["seed"] for run in runs] for name, runs in arms.items()}
         assert setting in map(choose.label, choose.GRIDS[grid][1])
         assert {*map(tuple, seeds.values())} == {tuple(choose.GRIDS[grid][2])}
+        (given,) = (given for given in choose.GRIDS[grid][1] if choose.label(given) == setting)
+        assert list(arms) == choose.arms_of(grid, choose.GRIDS[grid][0](**given))
 
 
 def run(seed, *right, **more):
@@ -95,7 +97,8 @@ def test_a_repeated_run_that_differs_is_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(choose, "outcome", lambda place: {**recorded, "tokens": recorded["tokens"] + 1})
     with pytest.raises(SystemExit, match="differs in tokens"):
         choose.check("worth", setting, "team", recorded["seed"], tmp_path)
-    assert capsys.readouterr().out.count("the same") == 3
+    out = capsys.readouterr().out
+    assert all(f"{key}: the same" in out for key in ("right", "start", "steps", "rewards", "grad_share"))
 
 
 @pytest.mark.slow
@@ -103,8 +106,7 @@ def test_a_run_that_is_repeated_is_the_same(tmp_path, monkeypatch, capsys):
     """A grid of one setting and one seed, from its runs to its table; one of its runs once more."""
     monkeypatch.setitem(choose.GRIDS, "sharing", (choose.GRIDS["sharing"][0], [SHORT], [0]))
     monkeypatch.setattr(choose, "DATA", tmp_path / "data")
-    choose.run("sharing", tmp_path / "runs", workers=2)
-    found = choose.kept("sharing", tmp_path / "runs")
+    found = choose.run("sharing", tmp_path / "runs", workers=2)
     assert not choose.DATA.exists()  # a data file is written with `--page` alone
     choose.write(choose.DATA / "sharing.json", found)
     (setting, arms), *others = found.items()
@@ -116,7 +118,7 @@ def test_a_run_that_is_repeated_is_the_same(tmp_path, monkeypatch, capsys):
     lines = choose.page_of("sharing", choose.kept("sharing")).splitlines()
     assert len(lines) == 2 * (2 + len(arms)) + 3 and processor() in lines[-1]
     choose.check("sharing", setting, "shared", 0, tmp_path / "again")
-    assert capsys.readouterr().out.count(": the same\n") == 4
+    assert capsys.readouterr().out.count(": the same\n") == 5
 
 
 CHOOSE = ROOT / "docs" / "guide" / "choose_an_algorithm.md"

@@ -32,6 +32,14 @@ def test_tables_of_pages_are_those_of_the_data(module):
     assert not files & figures.load("printed").keys()  # a table has one source
 
 
+def test_a_repeated_run_that_differs_is_an_error(module):
+    figures = module("figures")
+    found = {"made": {"processor": "another processor", "versions": {"torch": "2.0"}}}
+    figures.compare(found, [1, [0.25]], (1, (0.25,)))
+    with pytest.raises(SystemExit, match="figures differ. Those of the file: another processor, torch 2.0"):
+        figures.compare(found, [1, [0.25]], (1, (0.2501,)))
+
+
 def test_the_cost_of_a_step_is_that_of_the_data(module):
     peers = module("peers")
     found = json.loads((REPORTS / "data" / "peers.json").read_text())
