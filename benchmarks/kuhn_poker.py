@@ -49,7 +49,8 @@ def run(arm, seed, taught, options):
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             raise RuntimeError(f"{arm}, seed {seed}:\n{done.stderr[-3000:]}")
-        print(f"{arm}, seed {seed}: {done.stdout.splitlines()[-13]}", flush=True)
+        measured = [line for line in done.stdout.splitlines() if "exploitability" in line]
+        print(f"{arm}, seed {seed}: {measured[-1]}", flush=True)
         found = json.loads(file.read_text(encoding="utf-8"))
     return found
 
@@ -133,7 +134,8 @@ def main():
             torch.set_num_threads(1)  # as the runs of the data file
             os.environ["OMP_NUM_THREADS"] = "1"
         options.output_dir.mkdir(parents=True, exist_ok=True)
-        taught = kuhn.taught_model(options.model or kuhn.smollm2(), options.output_dir)  # once, before the runs
+        base = options.model or kuhn.smollm2()
+        taught = kuhn.taught_model(base, options.output_dir, device=options.device)  # once, before the runs
         if options.check:
             recorded = figures.load("kuhn")
             (arm, (before, *_)), *_ = recorded["runs"].items()

@@ -192,7 +192,7 @@ def last_third(model):
     return list(range(layers * 2 // 3, layers))
 
 
-def taught_model(base, output_dir, steps=30, seed=0):
+def taught_model(base, output_dir, steps=30, seed=0, device="cpu"):
     """The pretrained model after it has imitated players that toss coins, saved in a folder, once."""
     folder = Path(output_dir) / f"taught-{Path(base).name}-{steps}"
     if (folder / "config.json").exists():
@@ -202,7 +202,7 @@ def taught_model(base, output_dir, steps=30, seed=0):
     for moves in MOVES.values():
         for move in moves:
             token_of(move, tokenizer)  # an error now, not after the model was taught
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(device)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(f"layers.{layer}." in name for layer in last_third(base)))
     toss = lambda episode, agent, seen, draw: draw.choice(MOVES[episode.environment.moves])  # noqa: E731
@@ -298,7 +298,8 @@ def main():
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    taught = taught_model(options.model or smollm2(), options.output_dir, options.teaching_steps)
+    base, steps = options.model or smollm2(), options.teaching_steps
+    taught = taught_model(base, options.output_dir, steps, device=options.device)
     name = f"{options.players}-{options.baseline}-{options.seed}"
     chosen = (options.players, options.baseline, options.seed, options.max_steps, options.device)
     found = run(taught, options.output_dir / name, *chosen)

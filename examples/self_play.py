@@ -109,7 +109,7 @@ def games(count, seed, winnable=False):
     return rows
 
 
-def taught_model(seed, steps=800, base=None):
+def taught_model(seed, steps=800, base=None, device="cpu"):
     """Train a tiny model, or a pretrained one, to imitate players who move at random three times in four."""
     if base is None:
         tokenizer = tiny_tokenizer(WORDS)
@@ -117,6 +117,7 @@ def taught_model(seed, steps=800, base=None):
     else:
         tokenizer = AutoTokenizer.from_pretrained(base)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model.to(device)
     set_seed(seed)
 
     def said(episode, agent, seen, draw):
@@ -179,7 +180,7 @@ def main():
     options = parser.parse_args()
     logging.set_verbosity_error()
     steps = (50 if options.model else 800) if options.teaching_steps is None else options.teaching_steps
-    model, tokenizer = taught_model(options.seed, steps, options.model)
+    model, tokenizer = taught_model(options.seed, steps, options.model, options.device)
     base = options.output_dir / "base"
     model.save_pretrained(base)
     run = (options.output_dir, options.opponent, options.seed, options.max_steps)

@@ -228,6 +228,7 @@ def warm_up(
             ids[index, :end] = torch.tensor(prompt + completion)
             mask[index, :end] = 1
             labels[index, len(prompt) : end] = torch.tensor(completion)
+        ids, mask, labels = (tensor.to(model.device) for tensor in (ids, mask, labels))
         loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

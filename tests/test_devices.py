@@ -65,6 +65,24 @@ def test_a_base_that_is_spread_over_devices_trains_as_on_one(team, agents):
     assert whole["waits"]["generate"]["to the device"] <= 60
 
 
+TEACH = """
+import pretend_device
+device = pretend_device.install()
+from marft_trl.tiny import tiny_model, tiny_tokenizer, warm_up
+with pretend_device.Pretend():
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(len(tokenizer)).to(device)
+    before = model.lm_head.weight.detach().clone()
+    warm_up(model, tokenizer, steps=2, batch_size=4)
+    print(model.lm_head.weight.device, (model.lm_head.weight != before).any().item())
+"""
+
+
+@pretended
+def test_a_model_is_taught_on_its_device():
+    assert run("-c", f"import sys; sys.path.insert(0, 'tests')\n{TEACH}").split() == ["pretend:0", "True"]
+
+
 @pretended
 def test_by_default_a_frozen_base_is_in_half_precision_on_one_device_and_samples_what_it_scores():
     found = train("half", "--layouts", "named", "--settings", '{"max_completion_length": 3, "max_steps": 1}')["named"]
