@@ -15,6 +15,7 @@ are made. `--page` writes this file, and the tables of `docs/reports/choices.md`
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -26,15 +27,18 @@ from marft_trl.extras.report.comparison import shown
 from marft_trl.reporting import interval, paired_difference
 from marft_trl.reporting.evaluation import scores
 
+import figures
 import numpy as np
 import torch
 from choose_grids import GRIDS
-from figures import pasted, processor
+from figures import pasted
 
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reports" / "choices.md"
 DATA = ROOT / "docs" / "reports" / "data"
+MADE = "made.json"  # in the folder of a run
+NOT_RECORDED = "not recorded"
 
 
 # Arms that every report has
@@ -53,12 +57,17 @@ def arms_of(grid, experiment):
 
 def collected(grid, setting, folder):
     """What came of the arms of a setting, all of whose runs are done."""
+    return {
+        arm: [{"seed": place.seed, **outcome(place)} for place in places]
+        for arm, places in cells_of(grid, setting, folder).items()
+    }
+
+
+def cells_of(grid, setting, folder):
+    """The runs of a setting, by arm."""
     make, _, seeds = GRIDS[grid]
-    arms = {}
-    for arm in arms_of(grid, make(**setting)):
-        places = [Cell(arm, seed, folder / label(setting) / "runs" / f"{arm}-{seed}") for seed in seeds]
-        arms[arm] = [{"seed": place.seed, **outcome(place)} for place in places]
-    return arms
+    runs = folder / label(setting) / "runs"
+    return {arm: [Cell(arm, seed, runs / f"{arm}-{seed}") for seed in seeds] for arm in arms_of(grid, make(**setting))}
 
 
 def outcome(place):
@@ -77,12 +86,13 @@ def outcome(place):
         key: scores([place.folder], measure, name=when)[0].round(4).tolist()
         for key, (measure, when) in measures.items()
     }
+    made = place.folder / MADE
     return {
         **of_questions,
         **{key: result[key] for key in ("tokens", "steps", "seconds")},
         "rewards": [round(reward, 4) for _, reward in result["curve"]],
         "grad_share": {agent: round(statistics.fmean(values), 4) for agent, values in shares.items()},
-        "processor": processor(),
+        "made": json.loads(made.read_text(encoding="utf-8")) if made.exists() else NOT_RECORDED,
     }
 
 
@@ -97,19 +107,22 @@ def matrix(runs, key="right"):
 
 def run(grid, folder, workers, chosen=None):
     """Run the settings of a grid, all or those chosen, and return what came of them."""
-    (make, given, seeds), found = GRIDS[grid], {}
+    (_, given, seeds), found = GRIDS[grid], {}
     if unknown := {*(chosen or ())} - {label(one) for one in given}:
         raise SystemExit(f"no setting of {grid}: {', '.join(unknown)}; there are {'; '.join(map(label, given))}")
     for one in given:
         if chosen and label(one) not in chosen:
             continue
-        arms = [arm for arm in arms_of(grid, make(**one)) if arm != "team"]  # which every report has
+        cells = cells_of(grid, one, folder)
+        new = [cell for runs in cells.values() for cell in runs if not cell.is_done]
         report(
-            f"{Path(__file__).with_name('choose_grids.py')}:{grid}",
-            output_dir=str(folder / label(one)), seeds=seeds, arms=arms, workers=workers, settings=one,
+            f"{Path(__file__).with_name('choose_grids.py')}:{grid}", output_dir=str(folder / label(one)), seeds=seeds,
+            arms=[arm for arm in cells if arm != "team"],  # which every report has
+            workers=workers, settings=one,
         )  # fmt: skip
+        for cell in new:
+            (cell.folder / MADE).write_text(json.dumps(made_with()), encoding="utf-8")
         found[label(one)] = collected(grid, one, folder)
-        write(folder / f"{grid}.json", found)  # nothing is lost if a later setting fails
     return found
 
 
@@ -206,11 +219,17 @@ def against_best(found):
 FIRST = {"presets": "no preset", "rates": "r=8, 1e-3", "sharing": "own", "worth": "team"}
 
 
+def made_with():
+    """Processor and versions of runs."""
+    made = figures.made("")
+    return f"{made['processor']}, {figures.shown(made['versions'])}"
+
+
 def processors(found):
-    """Which settings ran on which processor."""
+    """Which settings ran on which processor, with which versions."""
     named = {}
     for setting, arms in found.items():
-        for name in {run.get("processor", "not recorded") for runs in arms.values() for run in runs}:
+        for name in dict.fromkeys(run.get("made", NOT_RECORDED) for runs in arms.values() for run in runs):
             named.setdefault(name, []).append(setting)
     shown_names = (f"{name} (`{'`, `'.join(settings)}`)" for name, settings in named.items())
     return f"Processors: {'; '.join(shown_names)}."
@@ -239,9 +258,10 @@ def main():
     parser.add_argument("--output_dir", type=Path, default=Path("benchmark-output/choose"))
     options = parser.parse_args()
     folder = options.output_dir / options.grid
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of each run
     if options.check:
         setting, arm, seed = options.check.split("/")
-        torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as folder:
             check(options.grid, setting, arm, seed, Path(folder) / options.grid)
         return
@@ -274,7 +294,7 @@ def check(grid, setting, arm, seed, folder):
         (budget / "result.json").write_text(json.dumps({key: team[key] for key in ("tokens", "steps")}))
     run_cell(make(**one), place)
     after = outcome(place)
-    compared = [key for key in before if key not in ("seed", "seconds", "processor")]
+    compared = [key for key in before if key not in ("seed", "seconds", "made")]
     different = [key for key in compared if before[key] != after.get(key)]
     for key in compared:
         print(f"{key}: {f'{before[key]} before, {after.get(key)} now' if key in different else 'the same'}")

@@ -61,8 +61,8 @@ def made(command: str) -> dict:
 
 def parse(parser, free=("output_dir", "jobs"), repeats=None):
     """
-    Parse the command line of a benchmark, with `--page`, which goes with the default settings alone, and `--check` if
-    a run can be repeated, which `repeats` names.
+    Parse the command line of a benchmark, with `--page`, and `--check` if a run can be repeated, which `repeats`
+    names. Both go with the default settings alone.
     """
     parser.add_argument("--page", action="store_true", help="write the data file, and the tables of pages")
     if repeats is not None:
@@ -71,10 +71,11 @@ def parse(parser, free=("output_dir", "jobs"), repeats=None):
     other = [
         name
         for name, value in vars(options).items()
-        if name not in ("page", *free) and value != parser.get_default(name)
+        if name not in ("page", "check", *free) and value != parser.get_default(name)
     ]
-    if options.page and other:
-        parser.error(f"`--page` is for a run with the default settings. Leave out `--{'`, `--'.join(other)}`.")
+    for action in ("page", "check"):
+        if getattr(options, action, False) and other:
+            parser.error(f"`--{action}` is for the default settings. Leave out `--{'`, `--'.join(other)}`.")
     return options
 
 

@@ -10,6 +10,7 @@ writes `kuhn.png` into `--output_dir`. Finished runs are kept there, so an inter
 """
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -35,23 +36,32 @@ ARMS = {
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles by the number of seeds
 
 
-def run(arm, seed, taught, options):
+def settings_of(base, options):
+    """What finished runs have to have in common with a call."""
+    made = {key: value for key, value in figures.made("make kuhn").items() if key != "command"}
+    code = hashlib.sha256(EXAMPLE.read_bytes()).hexdigest()[:12]
+    return {"base": base, "steps": options.max_steps, "device": options.device, "code": code, **made}
+
+
+def run(arm, seed, base, options):
     """Train in a process of its own, unless the run is there. Returns what it measured, and its strategies."""
     players, baseline = arm.split("-")
-    file = options.output_dir / f"{arm}-{seed}.json"
-    settings = {"model": taught, "steps": options.max_steps, "device": options.device}
+    settings = settings_of(base, options)
+    file = options.output_dir / "runs" / f"{arm}-{seed}-{options.max_steps}-{options.device}.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if found.get("settings") != settings:
         command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--players", players, "--baseline", baseline]
         command += ["--seed", str(seed), "--max_steps", str(options.max_steps), "--device", options.device]
         command += ["--output_dir", str(options.output_dir), *(["--model", options.model] if options.model else [])]
-        environment = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // options.jobs, 1)), **os.environ}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         if done.returncode:
             raise RuntimeError(f"{arm}, seed {seed}:\n{done.stderr[-3000:]}")
         measured = [line for line in done.stdout.splitlines() if "exploitability" in line]
         print(f"{arm}, seed {seed}: {measured[-1]}", flush=True)
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads((options.output_dir / f"{arm}-{seed}.json").read_text(encoding="utf-8"))
+        found["settings"] = settings
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(found), encoding="utf-8")
     return found
 
 
@@ -80,7 +90,7 @@ def tables(found):
             cells.append(interval([one[2][-1] - run[2][-1] for one, run in pairs]) if arm != "one-rae" else "")
         rows.append([ARMS[arm], *cells])
     names = ["players", "before", f"{steps[len(steps) // 2]} steps", f"{steps[-1]} steps", "average of the strategies"]
-    return {"kuhn": figures.markdown([*names, "one LoRA minus it"][: len(rows[0])], rows)}
+    return {"kuhn": figures.markdown([*names, "one LoRA, `rae`, minus this row"][: len(rows[0])], rows)}
 
 
 def draw(found, file):
@@ -106,6 +116,9 @@ def draw(found, file):
     figure.savefig(file, dpi=120)
 
 
+COLUMNS = ["step", "legal", "last", "average", "second move"]
+
+
 def rounded(found):
     """What was measured, and by step the probability of the second move (bet, or call) in each information set."""
     second = [[round(list(moves.values())[1], 4) for moves in policy.values()] for policy in found["policies"]]
@@ -128,27 +141,25 @@ def main():
     sys.path.insert(0, str(EXAMPLE.parent))
     import kuhn
 
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         if options.check:
             options.output_dir = Path(folder)
-            torch.set_num_threads(1)  # as the runs of the data file
-            os.environ["OMP_NUM_THREADS"] = "1"
         options.output_dir.mkdir(parents=True, exist_ok=True)
         base = options.model or kuhn.smollm2()
-        taught = kuhn.taught_model(base, options.output_dir, device=options.device)  # once, before the runs
+        kuhn.taught_model(base, options.output_dir, device=options.device)  # once, before the runs
         if options.check:
             recorded = figures.load("kuhn")
             (arm, (before, *_)), *_ = recorded["runs"].items()
-            figures.compare(recorded, before, rounded(run(arm, 0, taught, options)))
+            figures.compare(recorded, before, rounded(run(arm, 0, base, options)))
             return
     start = time.monotonic()
     jobs = [(arm, seed) for seed in range(options.seeds) for arm in options.arms]
     with ThreadPoolExecutor(options.jobs) as pool:
-        results = dict(zip(jobs, pool.map(lambda job: run(*job, taught, options), jobs), strict=True))
+        results = dict(zip(jobs, pool.map(lambda job: run(*job, base, options), jobs), strict=True))
     runs = {arm: [rounded(results[arm, seed]) for seed in range(options.seeds)] for arm in options.arms}
-    columns = ["step", "legal", "last", "average", "second move"]
     sets = list(next(iter(results.values()))["policies"][0])
-    found = {"made": figures.made("make kuhn"), "columns": columns, "information sets": sets, "runs": runs}
+    found = {"made": figures.made("make kuhn"), "columns": COLUMNS, "information sets": sets, "runs": runs}
     print(tables(found)["kuhn"])
     print(f"This call took {(time.monotonic() - start) / 60:.0f} minutes.")
     draw(found, options.output_dir / "kuhn.png")

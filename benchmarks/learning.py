@@ -229,13 +229,15 @@ def main():
             sizes = options.batches, options.prompts
             print(json.dumps(run(name, int(seed), *sizes, folder, changed, equal_tokens=options.equal_tokens)))
         return
-    options.output_dir.mkdir(parents=True, exist_ok=True)
     name = "equal_tokens" if options.equal_tokens else "learning"
     if options.check:
-        repeated, recorded = data("", [in_process("c3", 0, options)]), figures.load(name)
+        with tempfile.TemporaryDirectory() as folder:
+            options.output_dir = Path(folder)
+            repeated, recorded = data("", [in_process("c3", 0, options)]), figures.load(name)
         runs = [dict(zip(found["columns"], found["runs"]["c3"][0], strict=True)) for found in (recorded, repeated)]
         figures.compare(recorded, *({key: value for key, value in one.items() if key != "seconds"} for one in runs))
         return
+    options.output_dir.mkdir(parents=True, exist_ok=True)
     options.presets = options.presets or (CREDIT if options.equal_tokens else [*PRESETS, *SOLO])
     tiny_team_model()  # built once, before the runs start
     jobs = [(name, seed) for seed in range(options.seeds) for name in options.presets]

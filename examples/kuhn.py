@@ -18,6 +18,7 @@ far, because strategies that chase each other may cycle.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import random
@@ -194,7 +195,8 @@ def last_third(model):
 
 def taught_model(base, output_dir, steps=30, seed=0, device="cpu"):
     """The pretrained model after it has imitated players that toss coins, saved in a folder, once."""
-    folder = Path(output_dir) / f"taught-{Path(base).name}-{steps}"
+    which = hashlib.sha256(f"{base} {device}".encode()).hexdigest()[:8]
+    folder = Path(output_dir) / f"taught-{Path(base).name}-{steps}-{which}"
     if (folder / "config.json").exists():
         return str(folder)
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -303,7 +305,6 @@ def main():
     name = f"{options.players}-{options.baseline}-{options.seed}"
     chosen = (options.players, options.baseline, options.seed, options.max_steps, options.device)
     found = run(taught, options.output_dir / name, *chosen)
-    found["settings"] = {"model": taught, "steps": options.max_steps, "device": options.device}
     (options.output_dir / f"{name}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     for shown_to_player, moves in found["policies"][-1].items():
         print(f"{shown_to_player:65}", ", ".join(f"{move} {value:.2f}" for move, value in moves.items()))

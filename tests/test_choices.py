@@ -13,7 +13,6 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 choose = importlib.import_module("choose")
-processor = importlib.import_module("figures").processor
 
 SHORT = {"team": "evaluator", "family": "chain_sum", "max_steps": 1, "held_out": 8}
 
@@ -57,7 +56,7 @@ def test_differences_are_those_of_pairs():
     assert choose.pooled({"a": arms, "b": arms}).splitlines()[-1].startswith("| solo | -25.0 [")
     assert choose.pooled({"a": arms, "b": arms}).endswith("| 4 |")
     assert choose.fall([0.1, 0.9, 0.5], window=1) == pytest.approx(0.4)
-    elsewhere = {"solo": [run(0, 1.0, processor="A"), run(1, 1.0, processor="A")]}
+    elsewhere = {"solo": [run(0, 1.0, made="A"), run(1, 1.0, made="A")]}
     assert choose.processors({"a": arms, "b": elsewhere, "c": elsewhere}) == (
         "Processors: not recorded (`a`); A (`b`, `c`)."
     )
@@ -99,6 +98,7 @@ def test_a_repeated_run_that_differs_is_an_error(tmp_path, monkeypatch, capsys):
         choose.check("worth", setting, "team", recorded["seed"], tmp_path)
     out = capsys.readouterr().out
     assert all(f"{key}: the same" in out for key in ("right", "start", "steps", "rewards", "grad_share"))
+    assert "seconds" not in out and "made" not in out  # which may differ
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_a_run_that_is_repeated_is_the_same(tmp_path, monkeypatch, capsys):
         shares = one["grad_share"].values()
         assert not shares or sum(shares) == pytest.approx(1, abs=0.01)  # none if no answer was right
     lines = choose.page_of("sharing", choose.kept("sharing")).splitlines()
-    assert len(lines) == 2 * (2 + len(arms)) + 3 and processor() in lines[-1]
+    assert len(lines) == 2 * (2 + len(arms)) + 3 and choose.made_with() in lines[-1]
     choose.check("sharing", setting, "shared", 0, tmp_path / "again")
     assert capsys.readouterr().out.count(": the same\n") == 5
 

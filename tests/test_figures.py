@@ -5,6 +5,7 @@ import json
 import re
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,6 +39,34 @@ def test_a_repeated_run_that_differs_is_an_error(module):
     figures.compare(found, [1, [0.25]], (1, (0.25,)))
     with pytest.raises(SystemExit, match="figures differ. Those of the file: another processor, torch 2.0"):
         figures.compare(found, [1, [0.25]], (1, (0.2501,)))
+
+
+def test_a_run_of_kuhn_poker_is_repeated_unless_the_same_one_is_there(module, monkeypatch, tmp_path):
+    """Not one of another model, length, device, processor or version of the example."""
+    kuhn_poker = module("kuhn_poker")
+    options = SimpleNamespace(output_dir=tmp_path, max_steps=5, device="cpu", model=None)
+    policies, started = [{"a set": {"check": 0.75, "bet": 0.25}}], []
+
+    def train(command, **kwargs):
+        started.append(command)
+        found = {"measured": [[0, 1.0, 0.5, 0.5]], "policies": policies}
+        (tmp_path / "one-rae-0.json").write_text(json.dumps(found))
+        return SimpleNamespace(returncode=0, stdout="step 0: exploitability 0.5\n")
+
+    monkeypatch.setattr(kuhn_poker.subprocess, "run", train)
+    for count, (base, changes) in enumerate(
+        [("a", {}), ("b", {}), ("b", {"max_steps": 6}), ("b", {"device": "cuda"})], start=1
+    ):
+        vars(options).update(changes)
+        for _ in range(2):
+            found = kuhn_poker.run("one-rae", 0, base, options)
+            assert len(started) == count
+    assert kuhn_poker.rounded(found) == [[0, 1.0, 0.5, 0.5, [0.25]]]
+    monkeypatch.setattr(kuhn_poker.figures, "processor", lambda: "another")
+    kuhn_poker.run("one-rae", 0, "b", options)
+    monkeypatch.setattr(kuhn_poker, "EXAMPLE", Path(__file__))
+    kuhn_poker.run("one-rae", 0, "b", options)
+    assert len(started) == 6
 
 
 def test_the_cost_of_a_step_is_that_of_the_data(module):
