@@ -29,7 +29,7 @@ quickstart: $(READY)  ## train the embedded team and show that it improved; on t
 real: $(READY)  ## train a pretrained duo on four families of tasks, and one agent beside it: an hour on two cores
 	$(BIN)/python -W ignore examples/real.py --device $(DEVICE)
 
-kuhn: $(READY)  ## self-play of a pretrained model in Kuhn poker, measured exactly: 20 minutes on two cores
+kuhn: $(READY)  ## self-play of a pretrained model in Kuhn poker, measured exactly: 22 minutes on two cores
 	$(BIN)/python -W ignore benchmarks/kuhn_poker.py --device $(DEVICE)
 
 test: $(READY)  ## the tests, on the CPU: four minutes on two cores

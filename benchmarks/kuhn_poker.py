@@ -1,7 +1,7 @@
 """
 The exploitability of language models in Kuhn poker (`examples/kuhn.py`), over players, baselines and seeds.
 
-    make kuhn                                         # 20 minutes on two cores
+    make kuhn                                         # 22 minutes on two cores
     python benchmarks/kuhn_poker.py --arms own-rae --seeds 1 --max_steps 100 --device cuda
     python benchmarks/kuhn_poker.py --check                 # one run again: exits with an error where a digit differs
 

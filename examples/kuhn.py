@@ -235,7 +235,7 @@ def make_trainer(model, folder, players="own", baseline="rae", seed=0, max_steps
             "lr_scheduler_type": "constant_with_warmup",
             "warmup_steps": 10,
             # Both pull towards players that toss coins, so that every move keeps being sampled. The price: strategies
-            # settle at an exploitability of about 0.1, not at 0
+            # stay away from an equilibrium
             "beta": 0.3,
             "entropy_coef": 0.05,
             "gradient_checkpointing": False,

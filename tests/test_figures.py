@@ -62,6 +62,7 @@ def test_a_run_of_kuhn_poker_is_repeated_unless_the_same_one_is_there(module, mo
             found = kuhn_poker.run("one-rae", 0, base, options)
             assert len(started) == count
     assert kuhn_poker.rounded(found) == [[0, 1.0, 0.5, 0.5, [0.25]]]
+    assert module("figures").load("kuhn")["columns"] == kuhn_poker.COLUMNS  # as `--check` compares
     monkeypatch.setattr(kuhn_poker.figures, "processor", lambda: "another")
     kuhn_poker.run("one-rae", 0, "b", options)
     monkeypatch.setattr(kuhn_poker, "EXAMPLE", Path(__file__))
