@@ -31,7 +31,6 @@ import figures
 import numpy as np
 import torch
 from choose_grids import GRIDS
-from figures import pasted
 
 
 ROOT = Path(__file__).parents[1]
@@ -272,7 +271,7 @@ def main():
     print(tables)
     if options.page:
         write(DATA / f"{options.grid}.json", found)
-        PAGE.write_text(pasted(PAGE.read_text(encoding="utf-8"), options.grid, tables), encoding="utf-8")
+        PAGE.write_text(figures.pasted(PAGE.read_text(encoding="utf-8"), options.grid, tables), encoding="utf-8")
 
 
 def check(grid, setting, arm, seed, folder):

@@ -143,23 +143,22 @@ def games(count, players, seed):
 # ---- The strategy that is read from the model ----
 
 
-def token_of(move, tokenizer):
-    """The one token of a move."""
-    ids = tokenizer(move, add_special_tokens=False)["input_ids"]
-    if len(ids) != 1:
-        raise SystemExit(f"The tokenizer of {tokenizer.name_or_path} has {len(ids)} tokens for {move!r}, not one.")
-    return ids[0]
+def tokens_of_moves(tokenizer):
+    """The token of each move."""
+    tokens = {}
+    for move in itertools.chain(*MOVES.values()):
+        ids = tokenizer(move, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise SystemExit(f"The tokenizer of {tokenizer.name_or_path} has {len(ids)} tokens for {move!r}, not one.")
+        tokens[move] = ids[0]
+    return tokens
 
 
 class PolicyReader:
     """Reads the probability of each move in each information set from the model's token probabilities."""
 
     def __init__(self, trainer, players):
-        self.team, self.tokens = trainer.team, {}
-        tokenizer = trainer.processing_class
-        for moves in MOVES.values():
-            for move in moves:
-                self.tokens[move] = token_of(move, tokenizer)
+        self.team, self.tokens = trainer.team, tokens_of_moves(trainer.processing_class)
         self.agents, rows = [], []
         for moves in MOVES:
             for card in CARDS:
@@ -201,9 +200,7 @@ def taught_model(base, output_dir, steps=30, seed=0, device="cpu"):
         return str(folder)
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = TEMPLATE
-    for moves in MOVES.values():
-        for move in moves:
-            token_of(move, tokenizer)  # an error now, not after the model was taught
+    tokens_of_moves(tokenizer)  # an error now, not after the model was taught
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(device)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(f"layers.{layer}." in name for layer in last_third(base)))

@@ -25,7 +25,7 @@ def test_tables_of_the_page_are_those_of_the_data(grid):
         assert f"<!-- {grid} -->" not in page
         return
     found = json.loads(file.read_text(encoding="utf-8"))
-    assert choose.pasted(page, grid, choose.page_of(grid, found)) == page and f"<!-- {grid} -->" in page
+    assert choose.figures.pasted(page, grid, choose.page_of(grid, found)) == page and f"<!-- {grid} -->" in page
     for setting, arms in found.items():
         seeds = {name: [run["seed"] for run in runs] for name, runs in arms.items()}
         assert setting in map(choose.label, choose.GRIDS[grid][1])
@@ -83,10 +83,10 @@ def test_grids_run_in_the_precision_of_their_page():
 
 def test_tables_go_between_their_comments():
     page = "a\n<!-- rates -->\nold\n<!-- end of rates -->\nb\n"
-    assert choose.pasted(page, "rates", "new") == "a\n<!-- rates -->\nnew\n<!-- end of rates -->\nb\n"
-    assert choose.pasted(page, "worth", "new") == page
+    assert choose.figures.pasted(page, "rates", "new") == "a\n<!-- rates -->\nnew\n<!-- end of rates -->\nb\n"
+    assert choose.figures.pasted(page, "worth", "new") == page
     empty = "<!-- rates -->\n<!-- end of rates -->\nb\n"
-    assert choose.pasted(empty, "rates", "new") == "<!-- rates -->\nnew\n<!-- end of rates -->\nb\n"
+    assert choose.figures.pasted(empty, "rates", "new") == "<!-- rates -->\nnew\n<!-- end of rates -->\nb\n"
 
 
 def test_a_repeated_run_that_differs_is_an_error(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """Figures on pages are those of the data that a benchmark has written."""
 
+import argparse
 import importlib
 import json
 import re
@@ -39,6 +40,21 @@ def test_a_repeated_run_that_differs_is_an_error(module):
     figures.compare(found, [1, [0.25]], (1, (0.25,)))
     with pytest.raises(SystemExit, match="figures differ. Those of the file: another processor, torch 2.0"):
         figures.compare(found, [1, [0.25]], (1, (0.2501,)))
+
+
+@pytest.mark.parametrize("action", ["--page", "--check"])
+def test_data_files_are_of_the_default_settings(module, monkeypatch, capsys, action):
+    def parse(*arguments):
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--seeds", type=int, default=5)
+        parser.add_argument("--jobs", type=int, default=2)
+        monkeypatch.setattr("sys.argv", ["a benchmark", *arguments])
+        return module("figures").parse(parser, repeats="a run")
+
+    assert parse(action, "--jobs", "4").jobs == 4 and parse("--seeds", "1").seeds == 1
+    with pytest.raises(SystemExit):
+        parse(action, "--seeds", "1")
+    assert "Leave out `--seeds`" in capsys.readouterr().err
 
 
 def test_a_run_of_kuhn_poker_is_repeated_unless_the_same_one_is_there(module, monkeypatch, tmp_path):

@@ -169,6 +169,24 @@ def test_the_environment_plays_the_tree(kuhn):
         assert play(cards, node, []) == 5
 
 
+def test_moves_are_one_token_before_a_model_is_taught(kuhn, monkeypatch, tmp_path):
+    """Tokens in front of each text do not count. A folder belongs to one model and device."""
+
+    def tokenizer(text, add_special_tokens=True):
+        return {"input_ids": [0] * add_special_tokens + [len(text)]}
+
+    assert kuhn.tokens_of_moves(tokenizer) == {"check": 5, "bet": 3, "fold": 4, "call": 4}
+    tiny_tokenizer([*kuhn.CARDS, "check", "bet", "fold"]).save_pretrained(tmp_path / "base")  # without "call"
+    with pytest.raises(SystemExit, match="tokens for 'call', not one"):
+        kuhn.taught_model(str(tmp_path / "base"), tmp_path)  # there is no model to teach
+
+    def teach(base, device="cpu"):
+        return kuhn.taught_model(base, tmp_path, device=device)
+
+    monkeypatch.setattr(kuhn.Path, "exists", lambda path: True)
+    assert len({teach("a/base"), teach("b/base"), teach("b/base", "cuda")}) == 3
+
+
 @pytest.mark.parametrize("players", ["own", "one", "copies"])
 def test_policies_are_read_where_the_games_are_played(kuhn, monkeypatch, tmp_path, players):
     """The prompts of the twelve information sets are those of turns in games, and of the agent that learns there."""
