@@ -239,10 +239,15 @@ class AgentSpec:
         Return the spec as JSON-serializable data. The `peft_config`, which is saved in the adapter's folder, the
         reward functions, the view, the tools and `reply` are not included.
         """
-        left_out = {"peft_config", "reward_funcs", "view", "tools", "reply"}
-        left_out |= set() if self.copy_of is not None else {"copy_of", "copy_every", "copies"}
-        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
+        left_out = set() if self.copy_of is not None else {"copy_of", "copy_every", "copies"}
+        plain = {name: getattr(self, name) for name in self.stored_fields() if name not in left_out}
         return {**plain, "stop": list(self.stop) if self.stop is not None else None}
+
+    @classmethod
+    def stored_fields(cls) -> list[str]:
+        """Names of the fields that [`to_dict`] returns."""
+        left_out = {"peft_config", "reward_funcs", "view", "tools", "reply"}
+        return [field.name for field in fields(cls) if field.name not in left_out]
 
 
 AgentSpec.__init__ = checked_names("AgentSpec")(AgentSpec.__init__)  # type: ignore[method-assign]

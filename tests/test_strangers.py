@@ -3,16 +3,29 @@
 import contextlib
 import copy
 import dataclasses
+import inspect
 import json
 import shutil
 import socket
 
 from marft_trl import Team, load_adapters
 from marft_trl.adapters.manifest import BaseModel, Inference, TeamManifest
+from marft_trl.extras.apps import ByTools, ExternalApp
 from marft_trl.reporting.model_card import team_card
 from marft_trl.reporting.transcripts import Entry, Transcript, html_page
 from marft_trl.tiny import tiny_agents
-from marft_trl.workflows import Sequential
+from marft_trl.workflows import (
+    ByColumn,
+    Debate,
+    EnvironmentLoop,
+    Graph,
+    MixtureOfAgents,
+    Orchestrated,
+    Sequential,
+    UntilApproved,
+    rebuild,
+)
+from marft_trl.workflows.base import _ready_made
 
 import pytest
 import torch
@@ -295,3 +308,129 @@ def page_with(attacks):
 
 def sources(page):
     return [value for _, attributes in Reader.read(page).tags for value in attributes]
+
+
+# ---- Workflows, rules and settings of a stranger's manifest ----
+
+
+def ready_made_workflows():
+    """Every workflow that a manifest can name, with a description that `describe` wrote."""
+    app = ExternalApp(["true"], answer="actor", agent_of=ByTools({"grep": "actor"}, default="reasoner"))
+    made = [
+        Sequential(["reasoner", "actor"], rounds=2),
+        Graph({"plan": [], "do": ["plan"]}, {"plan": "reasoner", "do": "actor"}),
+        Debate(["reasoner", "actor"], judge="actor"),
+        MixtureOfAgents([["reasoner"]], "actor"),
+        UntilApproved("reasoner", "actor"),
+        Orchestrated("reasoner", agents=["actor"], penalty=-0.5),
+        EnvironmentLoop(World, agents=["actor"]),
+        ByColumn({"a": Sequential()}),
+        app,
+    ]
+    assert {type(workflow) for workflow in made} == set(_ready_made().values())
+    return made
+
+
+class World:
+    def reset(self, **row):
+        return ""
+
+    def step(self, turns):
+        return "", 0.0, True
+
+
+@pytest.mark.parametrize("workflow", ready_made_workflows(), ids=lambda workflow: type(workflow).__name__)
+def test_a_manifest_sets_no_argument_of_a_workflow_that_is_not_stored(workflow):
+    """Arguments that `describe` does not write are refused by name, and the types of those that it writes are checked."""
+    description = json.loads(json.dumps(workflow.describe()))
+    factory = World if isinstance(workflow, EnvironmentLoop) else None
+    assert rebuild(description, factory).describe() == workflow.describe()
+    for name in {*inspect.signature(type(workflow)).parameters, "self", "__class__", "max_wait_for_episodes"}:
+        if name not in description:
+            with pytest.raises(ValueError, match=f"has the unknown field '{name}'"):
+                rebuild({**description, name: ["bash", "-c", "touch /tmp/x"]}, factory)
+    stored = set(description) - {"class", "vote_function", "approves_function"}
+    assert stored == set(type(workflow).described)
+    for name in stored:
+        with pytest.raises(ValueError, match=f"as '{name}', which must be of type"):
+            rebuild({**description, name: 1.5j}, factory)
+
+
+@pytest.mark.parametrize("field", ["app", "cwd", "earns", "together"])
+def test_a_strangers_team_runs_no_command(model_folder, saved, tmp_path, field):
+    witness = tmp_path / "witness"
+    command = ["bash", "-c", f"touch {witness}"]
+    folder = shutil.copytree(saved, tmp_path / "team")
+    workflow = {"class": "ExternalApp", "answer": "actor", "tools": False, "app": command, field: command}
+    changed(folder, "marft_team.json", lambda data: data.update(workflow=workflow))
+    with pytest.raises(ValueError, match="`ExternalApp` of the team has the unknown field"):
+        Team.from_pretrained(folder, model=model_folder).run(["x"])
+    del workflow[field]
+    workflow.pop("app", None)
+    changed(folder, "marft_team.json", lambda data: data.update(workflow=workflow))
+    with pytest.raises(Exception, match="does not include its application"):
+        Team.from_pretrained(folder, model=model_folder).run(["x"])
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({}, "needs a 'rule'"),
+        ({"rule": "ByTools"}, "needs a 'rule'"),
+        ({"rule": "os.system", "agents": {}}, "needs a 'rule' .BySystemPrompt or ByTools."),
+        ({"rule": "ByTools", "agents": {"x": 1}}, "as 'agents', which must be of type"),
+        ({"rule": "ByTools", "agents": {}, "call": "x"}, "unknown field 'call'"),
+        ("ByTools", "as 'agent_of', which must be of type"),
+    ],
+    ids=str,
+)
+def test_malformed_rules_of_a_manifest_are_named(rule, message):
+    with pytest.raises(ValueError, match=message):
+        rebuild({"class": "ExternalApp", "agent_of": rule})
+
+
+@pytest.mark.parametrize(
+    ("place", "field", "value", "message"),
+    [
+        ("inference", "device", "cuda", "'inference' has the unknown field 'device'"),
+        ("inference", "view", 3, "'inference' has 3 as 'view'"),
+        ("inference", "share_prefixes", 1, "'inference' has 1 as 'share_prefixes'"),
+        ("inference", "workflow_timeout", float("nan"), "'inference' has nan as 'workflow_timeout'"),
+        ("inference", "tool_limits", {"run": "x"}, "'tool_limits' has the unknown field 'run'"),
+        ("inference", "chat_template_kwargs", {"tokenizer_kwargs": {}}, "which is an argument of the tokenizer"),
+        ("base", "trust_remote_code", True, "'base' has the unknown field 'trust_remote_code'"),
+        ("base", "name", None, "'base' has None as 'name'"),
+    ],
+)
+def test_unknown_and_mistyped_fields_of_a_manifest_are_named(saved, tmp_path, place, field, value, message):
+    folder = shutil.copytree(saved, tmp_path / "team")
+    changed(folder, "marft_team.json", lambda data: data[place].update({field: value}))
+    with pytest.raises(ValueError, match=message):
+        TeamManifest.load(folder)
+
+
+def test_fields_of_agents_that_are_not_stored_are_named(saved, tmp_path):
+    for field in ("reply", "tools", "peft_config", "view", "reward_funcs", "nmae"):
+        folder = shutil.copytree(saved, tmp_path / field)
+        changed(folder, "marft_team.json", lambda data, field=field: data["agents"][1].update({field: None}))
+        with pytest.raises(ValueError, match=f"agent 2 has the unknown field '{field}'"):
+            TeamManifest.load(folder)
+
+
+def test_links_out_of_a_teams_folder_are_not_followed(model_folder, saved, tmp_path):
+    elsewhere = shutil.copytree(saved, tmp_path / "elsewhere")
+    for name in ("adapter_config.json", "adapter_model.safetensors", ""):
+        folder = shutil.copytree(saved, tmp_path / f"team-{name}")
+        link, target = folder / "actor" / name, elsewhere / "actor" / name
+        shutil.rmtree(link) if link.is_dir() else link.unlink()
+        link.symlink_to(target)
+        with pytest.raises(ValueError, match="is a link to .*elsewhere.*, outside of the team's folder"):
+            load_adapters(AutoModelForCausalLM.from_pretrained(model_folder), folder)
+    cache = tmp_path / "models--me--team"  # as the cache of the Hub keeps a repository
+    snapshot = shutil.copytree(saved, cache / "snapshots" / "abc")
+    (cache / "blobs").mkdir()
+    weights = snapshot / "actor" / "adapter_model.safetensors"
+    weights.rename(cache / "blobs" / "123")
+    weights.symlink_to("../../../blobs/123")
+    load_adapters(AutoModelForCausalLM.from_pretrained(model_folder), snapshot)

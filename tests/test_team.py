@@ -204,8 +204,8 @@ def test_workflows_that_look_like_ready_made_ones_are_not_made_anew():
     for workflow in (UntilApproved("a", "b", approves=approves), Debate(["a"], vote=approves)):
         with pytest.raises(ValueError, match="calls the function `approves`"):
             rebuild(workflow.describe())
-    with pytest.raises(ValueError, match="cannot be rebuilt"):
-        rebuild({"class": "Debate", "agents": 3})
+    with pytest.raises(ValueError, match="cannot be rebuilt from the manifest: `agents` of `Debate` is empty"):
+        rebuild({"class": "Debate", "agents": []})
 
 
 def test_a_class_of_ones_own_takes_the_place_of_no_ready_made_one():

@@ -117,6 +117,8 @@ def load_onto_base(model: PreTrainedModel, folder: Path) -> PeftModel:
             "`AutoModelForCausalLM.from_pretrained`, or with `Team.from_pretrained`."
         )
     for name, agent in owners.items():
+        for file in (CONFIG_NAME, WEIGHTS_NAME):
+            _check_link(folder / name / file, folder)
         check_adapter(folder / name, agent, model, manifest.base.name)
     first, *others = dict.fromkeys(agent.adapter for agent in manifest.players)
     name = first
@@ -190,6 +192,14 @@ def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained
         raise ValueError(f"{folder / WEIGHTS_NAME} cannot be read: {error}") from error
     _check_tensors(agent, config, tensors, base, trained_on)
     _check_values(agent, tensors)
+
+
+def _check_link(file: Path, team: Path) -> None:
+    """Raise `ValueError` if a file of a team is a link to elsewhere, whose content a push would upload."""
+    # The cache of the Hub keeps files as links within the folder of the repository
+    root = team.parent.parent if team.parent.name == "snapshots" else team
+    if not file.resolve().is_relative_to(root.resolve()):
+        raise ValueError(f"{file} is a link to {file.resolve()}, outside of the team's folder. Copy the file instead.")
 
 
 def check_loadable(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]) -> PreTrainedModel | PeftModel:

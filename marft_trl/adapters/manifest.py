@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping
+import typing
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from ..episodes.tools import ToolLimits
 from ..seams.libraries import installed_version
 from ..seams.models import get_commit
 from ..system.hints import did_you_mean
+from ..system.json_fields import check_fields
 
 
 _SAMPLED_ELEMENTS = 64
@@ -194,9 +197,13 @@ class TeamManifest:
 
     @classmethod
     def _from_dict(cls, data: dict[str, Any], path: Path) -> TeamManifest:
-        agents = check_team([AgentSpec(**agent) for agent in data["agents"]])
-        if any(agent != AgentSpec(**agent.to_dict()) for agent in agents):
-            raise TypeError("an agent has a field that manifests do not have")
+        kinds = dict.fromkeys(AgentSpec.stored_fields(), Any)  # `AgentSpec` checks their types
+        agents = check_team(
+            [
+                AgentSpec(**check_fields(agent, kinds, f"{path}: agent {number}"))
+                for number, agent in enumerate(data["agents"], start=1)
+            ]
+        )
         adapters = dict(data["adapters"])
         for name, adapter in adapters.items():
             check_name(name, "an adapter")
@@ -205,7 +212,9 @@ class TeamManifest:
         workflow = data["workflow"]
         if not isinstance(workflow, dict) or not isinstance(workflow["class"], str):
             raise TypeError("the workflow is not a mapping with a class")
-        base, inference = _read(BaseModel, data["base"]), _read(Inference, data["inference"])
+        base = BaseModel(**check_fields(data["base"], typing.get_type_hints(BaseModel), f"{path}: 'base'"))
+        kinds = typing.get_type_hints(Inference)
+        inference = Inference(**check_fields(data["inference"], kinds, f"{path}: 'inference'"))
         _check_values(inference)
         if not base.is_local and not is_hub_id(base.name):
             raise ValueError(f"{path} names the base {base.name!r}, which is not a valid Hub id.")
@@ -275,27 +284,11 @@ def _near_path(name: str) -> str:
     return did_you_mean(Path(name).name, (file.parent.name for file in models))
 
 
-def _read(kind: type, data: Any) -> Any:
-    """Read a part of the manifest and ignore unknown fields, e.g. of a later version. `TypeError` for a wrong type."""
-    if data is None:
-        return None
-    part = kind(**{item.name: data[item.name] for item in fields(kind) if item.name in data})
-    for item in fields(kind):
-        value, (wanted, of) = getattr(part, item.name), _KINDS[str(item.type).replace(" | None", "")]
-        if value is None and "None" in str(item.type):
-            continue
-        if not isinstance(value, wanted):
-            raise TypeError(f"{item.name!r} is {value!r}")
-        for inner in value.values() if of is not object else ():
-            texts = inner if isinstance(inner, list) else []
-            if not isinstance(inner, of) or not all(isinstance(text, str) for text in texts):
-                raise TypeError(f"{item.name!r} has the value {inner!r}")
-    return part
-
-
 def _check_values(inference: Inference) -> None:
     """Raise `TypeError` or `ValueError` for values that would fail, or be ignored, only when the team answers."""
-    for name, limit in asdict(ToolLimits(**inference.tool_limits)).items():
+    kinds = dict.fromkeys((item.name for item in fields(ToolLimits)), Any)
+    limits = ToolLimits(**check_fields(inference.tool_limits, kinds, "'tool_limits'"))
+    for name, limit in asdict(limits).items():
         rounds = name == "rounds" and limit is None
         if not rounds and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not 0 <= limit < 1e9):
             raise ValueError(f"'tool_limits' has {limit!r} for {name!r}")
@@ -304,7 +297,8 @@ def _check_values(inference: Inference) -> None:
         raise ValueError(f"'workflow_timeout' is {timeout!r}")
     if inference.context_overflow not in ("raise", "drop_oldest_turn", "end_episode"):
         raise ValueError(f"'context_overflow' is {inference.context_overflow!r}")
-    reserved = sorted(_OF_TEMPLATE & set(inference.chat_template_kwargs))
+    of_tokenizer = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    reserved = sorted(set(of_tokenizer) & set(inference.chat_template_kwargs))
     if reserved:
         raise ValueError(f"'chat_template_kwargs' has {reserved[0]!r}, which is an argument of the tokenizer")
     for name, sampling in inference.sampling.items():
@@ -314,18 +308,3 @@ def _check_values(inference: Inference) -> None:
         for key, value in sampling.items():
             if key != "stop" and not isinstance(value, (int, float, type(None))):
                 raise TypeError(f"'sampling' of {name!r} has {value!r} for {key!r}")
-
-
-# Arguments of `apply_chat_template`
-_OF_TEMPLATE = {"conversation", "tools", "chat_template", "tokenize", "add_generation_prompt", "return_tensors"}
-_OF_TEMPLATE |= {"return_dict", "continue_final_message", "tokenizer_kwargs", "padding", "truncation", "max_length"}
-# Type of a field and, for mappings, type of the values
-_KINDS: dict[str, tuple[Any, type]] = {
-    "str": (str, object),
-    "bool": (bool, object),
-    "float": ((int, float), object),
-    "dict[str, Any]": (Mapping, object),
-    "dict[str, str]": (Mapping, str),
-    "dict[str, list[str]]": (Mapping, list),
-    "dict[str, dict[str, Any]]": (Mapping, Mapping),
-}

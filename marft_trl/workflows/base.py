@@ -11,14 +11,15 @@ import textwrap
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ..agents import AgentSpec
 from ..episodes.collector import rehearse
 from ..episodes.live import LiveEpisode
 from ..episodes.records import EndOfEpisode, Seen, Turn, unknown_agent
 from ..system.files import read_source
-from ..system.hints import did_you_mean
+from ..system.hints import brief, did_you_mean
+from ..system.json_fields import check_fields
 
 
 _LONGEST_PICTURE = 24  # turns in the flowchart of a loop
@@ -58,6 +59,9 @@ class Workflow(ABC):
         functions (`Sequence[Callable]`):
             Functions that the workflow passes as `episode.turn(..., tools=...)`, taken from an example episode. Before
             training, the trainer checks that they can be described to a model.
+        described (`Mapping[str, Any]`):
+            Fields of a ready-made workflow's description, with their types: the arguments of its constructor that a
+            saved team may set.
     """
 
     reward_funcs: Callable | Sequence[Callable] | None = None
@@ -65,6 +69,7 @@ class Workflow(ABC):
     acts_outside: bool = False
     max_wait_for_episodes: float | None = None
     functions: Sequence[Callable] = ()
+    described: ClassVar[Mapping[str, Any]] = {}
 
     @property
     def uses_tools(self) -> bool:
@@ -162,10 +167,7 @@ class Workflow(ABC):
         Return the workflow as JSON-serializable data for the team's manifest: the `class` and, for a ready-made
         workflow, the arguments from which [`rebuild`] creates it again.
         """
-        return self._described()
-
-    def _described(self, *names: str, **others: Any) -> dict[str, Any]:
-        return {"class": self.class_name, **{name: getattr(self, name) for name in names}, **others}
+        return {"class": self.class_name, **{name: getattr(self, name) for name in self.described}}
 
     @classmethod
     def from_description(cls, arguments: Mapping[str, Any], environment_factory: Any = None) -> Workflow:
@@ -180,16 +182,7 @@ class Workflow(ABC):
             raise ValueError(
                 f"`environment_factory` was passed, but the workflow `{cls.__name__}` of the team has no environment."
             )
-        return cls._from_arguments(**arguments)
-
-    @classmethod
-    def _from_arguments(cls, **arguments: Any) -> Workflow:
-        try:
-            return cls(**arguments)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"The workflow `{cls.__name__}` of the team cannot be rebuilt from the manifest: {error}"
-            ) from error
+        return cls(**arguments)
 
     @property
     def class_name(self) -> str:
@@ -210,9 +203,12 @@ def rebuild(
             or several by name.
 
     Raises:
-        ValueError: The workflow is your own class, or it needs a function that a description cannot contain.
+        ValueError: The workflow is your own class, needs a function that a description cannot contain, or has a field
+            that [`Workflow.describe`] does not write. Descriptions come from strangers, too.
     """
-    name = str(description["class"])
+    name = description.get("class")
+    if not isinstance(name, str):
+        raise ValueError(f"The workflow of the team has no name of a class as 'class', got {brief(repr(name), 80)}.")
     if name == "ExternalApp":
         from ..extras.apps import external_app  # noqa: F401 - which adds a class
     kind = _ready_made().get(name)
@@ -224,7 +220,11 @@ def rebuild(
             f"The workflow `{name}` of the team calls the function `{function}`. Pass the workflow as `workflow=`."
         )
     arguments = {key: value for key, value in description.items() if key != "class" and value is not None}
-    return kind.from_description(arguments, environment_factory)
+    check_fields(arguments, kind.described, f"The workflow `{name}` of the team")
+    try:
+        return kind.from_description(arguments, environment_factory)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"The workflow `{name}` of the team cannot be rebuilt from the manifest: {error}") from error
 
 
 def _ready_made() -> dict[str, type[Workflow]]:
@@ -232,7 +232,8 @@ def _ready_made() -> dict[str, type[Workflow]]:
     found: dict[str, type[Workflow]] = {}
     while kinds:
         kinds = [below for kind in kinds for below in kind.__subclasses__()]
-        found |= {kind.__name__: kind for kind in kinds if _is_ready_made(kind)}
+        public = [kind for kind in kinds if _is_ready_made(kind) and not kind.__name__.startswith("_")]
+        found |= {kind.__name__: kind for kind in public}
     return found
 
 

@@ -85,6 +85,11 @@ class EnvironmentLoop(Workflow):
             no `step`, and to none otherwise.
     """
 
+    described = {
+        **{"environment": str, "agents": list[str], "horizon": int, "turns": str, "shows": str},
+        **{"side_by_side": bool, "tools": list[str], "source": str},
+    }
+
     def __init__(
         self,
         environment: Callable[[], Environment],
@@ -249,19 +254,16 @@ class EnvironmentLoop(Workflow):
                 f"The team needs the environment `{arguments.get('environment')}`. Pass its class, or a function that "
                 "creates it, as `environment_factory=`, or pass the whole workflow as `workflow=`."
             )
-        return cls._from_arguments(**{**arguments, "environment": environment_factory})
+        return cls(**{**arguments, "environment": environment_factory})
 
     def describe(self) -> dict:
         return {
-            "class": self.class_name,
+            **super().describe(),
             "environment": callable_name(self.environment),
-            "agents": self.agents,
-            "horizon": self.horizon,
             "turns": None if self.turns == "all" else self.turns,
             "shows": None if self.shows == "all" else self.shows,
             "side_by_side": self.side_by_side or None,
             "tools": self.tools or None,
-            "source": self.source,
         }
 
 

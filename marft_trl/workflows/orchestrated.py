@@ -69,6 +69,11 @@ class Orchestrated(Workflow):
             Reward, zero or negative, of an orchestrator's turn without a valid decision.
     """
 
+    described = {
+        **{"orchestrator": str, "agents": list[str], "max_turns": int},
+        **{"max_tokens": int, "fallback": str, "penalty": float},
+    }
+
     def __init__(
         self,
         orchestrator: str,
@@ -153,5 +158,4 @@ class Orchestrated(Workflow):
         return [pair for name in called for pair in ((self.orchestrator, name), (name, self.orchestrator))]
 
     def describe(self) -> dict:
-        names = ("orchestrator", "agents", "max_turns", "max_tokens", "fallback")
-        return self._described(*names, penalty=self.penalty or None)
+        return {**super().describe(), "penalty": self.penalty or None}

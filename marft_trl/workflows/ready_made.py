@@ -28,6 +28,8 @@ class Sequential(Workflow):
             Number of times that the whole chain runs.
     """
 
+    described = {"agents": list[str], "rounds": int}
+
     def __init__(self, agents: Sequence[str] | None = None, rounds: int = 1):
         self.agents = check_names("agents", agents, self) if agents is not None else None
         self.rounds = check_count("rounds", rounds, self)
@@ -39,9 +41,6 @@ class Sequential(Workflow):
 
     def named_agents(self) -> list[str]:
         return list(self.agents or [])
-
-    def describe(self) -> dict:
-        return self._described("agents", "rounds")
 
 
 class Graph(Workflow):
@@ -69,6 +68,8 @@ class Graph(Workflow):
     Graph({"draft": [], "review": ["draft"], "final": ["draft", "review"]}, {"draft": "writer", "final": "writer"})
     ```
     """
+
+    described = {"sees": dict[str, list[str]], "agents": dict[str, str], "answer": str}
 
     def __init__(
         self, sees: Mapping[str, Sequence[str]], agents: Mapping[str, str] | None = None, answer: str | None = None
@@ -110,7 +111,7 @@ class Graph(Workflow):
 
     def describe(self) -> dict:
         renamed = {node: agent for node, agent in self.agents.items() if node != agent}
-        return {"class": self.class_name, "sees": self.sees, "agents": renamed or None, "answer": self.answer}
+        return {**super().describe(), "agents": renamed or None}
 
     def _unknown_nodes(self) -> list[str]:
         named = [(f"the node {node!r} sees", other) for node, others in self.sees.items() for other in others]
@@ -206,6 +207,8 @@ class Debate(Workflow):
             [`~marft_trl.rewards.math_answer`], and `None` for a text that does not vote. Defaults to the whole text.
     """
 
+    described = {"agents": list[str], "rounds": int, "judge": str}
+
     def __init__(
         self,
         agents: Sequence[str],
@@ -234,8 +237,7 @@ class Debate(Workflow):
         return [*self.agents, *([self.judge] if self.judge else [])]
 
     def describe(self) -> dict:
-        vote = None if self.vote is None else callable_name(self.vote)
-        return self._described("agents", "rounds", "judge", vote_function=vote)
+        return {**super().describe(), "vote_function": None if self.vote is None else callable_name(self.vote)}
 
 
 class MixtureOfAgents(Workflow):
@@ -249,6 +251,8 @@ class MixtureOfAgents(Workflow):
         aggregator (`str`):
             Name of the agent that gives the team's answer.
     """
+
+    described = {"layers": list[list[str]], "aggregator": str}
 
     def __init__(self, layers: Sequence[Sequence[str]], aggregator: str):
         if isinstance(layers, str) or not layers:
@@ -265,9 +269,6 @@ class MixtureOfAgents(Workflow):
     def named_agents(self) -> list[str]:
         return list(dict.fromkeys([*(agent for layer in self.layers for agent in layer), self.aggregator]))
 
-    def describe(self) -> dict:
-        return self._described("layers", "aggregator")
-
 
 class UntilApproved(Workflow):
     """
@@ -280,6 +281,8 @@ class UntilApproved(Workflow):
         approves (`str` or `Callable`, *optional*, defaults to `"APPROVED"`):
             Text that marks a review as an approval, or a function `approves(review: Turn) -> bool`.
     """
+
+    described = {"writer": str, "reviewer": str, "rounds": int, "approves": str}
 
     def __init__(
         self, writer: str, reviewer: str, rounds: int = 3, approves: str | Callable[[Turn], bool] = "APPROVED"
@@ -306,7 +309,7 @@ class UntilApproved(Workflow):
     def describe(self) -> dict:
         text = self.approves if isinstance(self.approves, str) else None
         function = None if isinstance(self.approves, str) else callable_name(self.approves)
-        return self._described("writer", "reviewer", "rounds", approves=text, approves_function=function)
+        return {**super().describe(), "approves": text, "approves_function": function}
 
 
 def most_frequent(turns: Sequence[Turn], vote: Callable[[str], str | None] | None = None) -> Turn:
@@ -328,6 +331,8 @@ class ByColumn(Workflow):
         column (`str`, *optional*, defaults to `"environment"`):
             Name of the column.
     """
+
+    described = {"column": str, "workflows": dict[str, dict[str, Any]]}
 
     def __init__(self, workflows: Mapping[str, Workflow], column: str = "environment"):
         if not isinstance(workflows, Mapping) or not workflows:
@@ -381,9 +386,10 @@ class ByColumn(Workflow):
     @classmethod
     def from_description(cls, arguments: Mapping[str, Any], environment_factory: Any = None) -> ByColumn:
         factories = environment_factory if isinstance(environment_factory, Mapping) else {}
-        workflows = {name: rebuild(argument, factories.get(name)) for name, argument in arguments["workflows"].items()}
-        return cls(workflows, arguments["column"])
+        descriptions = arguments.get("workflows", {})
+        workflows = {name: rebuild(description, factories.get(name)) for name, description in descriptions.items()}
+        return cls(**{**arguments, "workflows": workflows})
 
     def describe(self) -> dict:
         workflows = {name: workflow.describe() for name, workflow in self.workflows.items()}
-        return self._described("column", workflows=workflows)
+        return {**super().describe(), "workflows": workflows}

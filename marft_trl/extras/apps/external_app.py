@@ -21,7 +21,7 @@ from ...system.watchdog import end_thread
 from ...workflows.base import Workflow, callable_name
 from .program import AppResult, make_arguments, run_program, split_command
 from .requests import ChatReply, ChatRequest, RequestError, to_request_error
-from .routing import AgentRule, describe_rule, make_rule, named_agents
+from .routing import AgentRule, describe_rule, named_agents, rebuild_rule
 from .session import AppEndpoint, Session, Waiting, settle_future, shared_keys
 
 
@@ -81,6 +81,7 @@ class ExternalApp(Workflow):
     """
 
     acts_outside = True
+    described = {"answer": str, "tools": bool, "agent_of": dict[str, Any]}
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class ExternalApp(Workflow):
         together: float = 0.02,
         max_wait_for_episodes: float | None = 60.0,
         cwd: str | os.PathLike | None = None,
-        agent_of: AgentRule | Mapping[str, Any] | None = None,
+        agent_of: AgentRule | None = None,
     ):
         is_command = isinstance(app, str) or (isinstance(app, Sequence) and all(isinstance(item, str) for item in app))
         if app is not None and not callable(app) and not (is_command and app):
@@ -106,8 +107,8 @@ class ExternalApp(Workflow):
         if not together >= 0:
             raise ValueError(f"`together` must be at least 0 seconds, got {together!r}.")
         self.app, self.answer, self.takes_tools, self.earns = app, answer, bool(tools), bool(earns)
-        self.agent_of = make_rule(agent_of)
-        if self.agent_of is not None and not callable(self.agent_of):
+        self.agent_of = agent_of
+        if agent_of is not None and not callable(agent_of):
             raise TypeError(f"`agent_of` must be a function of an `AppRequest`, got {agent_of!r}.")
         self._told: set[str] = set()
         self.max_wait_for_episodes = max_wait_for_episodes
@@ -145,7 +146,8 @@ class ExternalApp(Workflow):
 
     @classmethod
     def from_description(cls, arguments: Mapping[str, Any], environment_factory: Any = None) -> Workflow:
-        return super().from_description({"app": None, **arguments}, environment_factory)
+        rule = rebuild_rule(arguments["agent_of"]) if "agent_of" in arguments else None
+        return super().from_description({**arguments, "app": None, "agent_of": rule}, environment_factory)
 
     async def run(self, episode: LiveEpisode) -> None:
         if self.app is None:

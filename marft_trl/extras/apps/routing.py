@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ...system.hints import brief
+from ...system.json_fields import check_fields
 from .requests import ChatRequest, RequestError
 
 
@@ -100,11 +102,17 @@ def describe_rule(rule: AgentRule | None) -> dict[str, Any] | None:
     return {"rule": type(rule).__name__, "agents": dict(rule.agents), "default": rule.default}
 
 
-def make_rule(description: Any) -> AgentRule | None:
-    """Make the rule of a description. Other rules are returned unchanged."""
-    if not isinstance(description, Mapping):
-        return description
-    return _RULES[description["rule"]](dict(description["agents"]), description["default"])
+def rebuild_rule(description: Mapping[str, Any]) -> AgentRule:
+    """Create a ready-made rule from its description. Raises `ValueError` for anything that is not a description."""
+    kinds = {"rule": str, "agents": dict[str, str], "default": str | None}
+    fields = check_fields(description, kinds, "`agent_of` of the workflow of the team")
+    rule = _RULES.get(fields.get("rule", ""))
+    if rule is None or "agents" not in fields:
+        raise ValueError(
+            f"`agent_of` of the workflow of the team needs a 'rule' ({' or '.join(_RULES)}) and its 'agents', got "
+            f"{brief(repr(fields), 200)}."
+        )
+    return rule(fields["agents"], fields.get("default"))
 
 
 def choose_agent(

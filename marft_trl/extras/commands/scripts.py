@@ -35,8 +35,8 @@ from ...system.files import import_file
 from ...system.hints import did_you_mean
 from ...tiny import tiny_team_model
 from ...trainer import MARFTTrainer
-from ...workflows import Workflow, rebuild
-from .. import sandbox
+from ...workflows import Workflow
+from .. import apps, sandbox
 from . import Parser, UsageError, as_tokens, as_usage_errors, check_unknown, read_config, read_yaml
 
 
@@ -191,10 +191,7 @@ def _workflow(value: Any) -> Workflow | None:
         if value["class"] not in known:
             hint = did_you_mean(value["class"], known) or f" Available classes: {', '.join(known)}."
             raise UsageError(f"`workflow` of the YAML file has the unknown class {value['class']!r}.{hint}")
-        try:
-            return rebuild(value)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"`workflow` of the YAML file: {error}") from error
+        return _made(**value)
     if isinstance(value, str) and ":" in value:
         made = _named(value)
         return made() if isinstance(made, type) else made
@@ -202,6 +199,22 @@ def _workflow(value: Any) -> Workflow | None:
         "`workflow` of the YAML file must be a mapping such as `{class: Sequential, rounds: 2}`, or 'file.py:Class', "
         f"got {value!r}."
     )
+
+
+def _made(**value: Any) -> Workflow:
+    """Create a workflow from its class and the arguments of its constructor, which the user wrote."""
+    name = value.pop("class")
+    kind = getattr(apps if name == "ExternalApp" else workflows, name)
+    known = inspect.signature(kind).parameters
+    if unknown := [argument for argument in value if argument not in known]:
+        hint = did_you_mean(unknown[0], known) or f" Its arguments are {', '.join(known)}."
+        raise UsageError(f"`workflow` of the YAML file: `{name}` has no argument `{unknown[0]}`.{hint}")
+    if name == "ByColumn" and isinstance(value.get("workflows"), dict):
+        value["workflows"] = {key: _workflow(workflow) for key, workflow in value["workflows"].items()}
+    try:
+        return kind(**value)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"`workflow` of the YAML file: {error}") from error
 
 
 def reward_named(name: Any) -> Callable:
