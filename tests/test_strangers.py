@@ -341,7 +341,7 @@ class World:
 
 @pytest.mark.parametrize("workflow", ready_made_workflows(), ids=lambda workflow: type(workflow).__name__)
 def test_a_manifest_sets_no_argument_of_a_workflow_that_is_not_stored(workflow):
-    """Arguments that `describe` does not write are refused by name, and the types of those that it writes are checked."""
+    """Arguments that `describe` does not write are refused by name, and those that it writes by their types."""
     description = json.loads(json.dumps(workflow.describe()))
     factory = World if isinstance(workflow, EnvironmentLoop) else None
     assert rebuild(description, factory).describe() == workflow.describe()
