@@ -5,6 +5,7 @@ import itertools
 import statistics
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.episodes import collector
@@ -224,6 +225,38 @@ def plain_scores(trainer, row):
 def plain_logps(trainer, row):
     """The same of the completion's own tokens, connected to the adapter."""
     return plain_scores(trainer, row).gather(1, row.completion_ids.unsqueeze(1)).squeeze(1)
+
+
+def chi_square_deviation(counts, expected) -> float:
+    """
+    Standard deviations by which the chi-square statistic of counts is above its mean. Rare outcomes are one outcome.
+    """
+    assert counts[expected == 0].sum() == 0, "an outcome without probability was drawn"
+    often, rare = expected >= 5, (expected < 5) & (expected > 0)
+    seen = torch.cat([counts[often], counts[rare].sum()[None]])
+    awaited = torch.cat([expected[often], expected[rare].sum()[None]])
+    seen, awaited = seen[awaited > 0], awaited[awaited > 0]
+    degrees = len(seen) - 1
+    assert degrees >= 3, "the distribution says too little"
+    return (((seen - awaited) ** 2 / awaited).sum().item() - degrees) / (2 * degrees) ** 0.5
+
+
+def sampling_deviation(trainer, agent="reasoner", count=3000) -> float:
+    """
+    Deviation of the first tokens of an agent's turns from the policy's probabilities, as [`chi_square_deviation`].
+    The base has to be a taught one: those drawn at random are nearly uniform, and any power of them looks alike.
+    """
+    temperature = trainer.parts.runner.generator.settings(agent)["temperature"]
+    torch.manual_seed(0)
+    shake(trainer.model, 0.2)
+    turns = [episode.turns[0] for episode in trainer.team.run([{"prompt": "What is 3+4?"}] * count, seed=0)]
+    prompt_ids, completion_ids = (torch.tensor(ids, device=trainer.model.device) for ids in (turns[0].prompt_ids, [0]))
+    row = SimpleNamespace(agent=agent, prompt_ids=prompt_ids, completion_ids=completion_ids)
+    with torch.no_grad():
+        logps = plain_scores(trainer, row)[0].double()
+    probabilities = (logps / temperature).softmax(-1).cpu()
+    drawn = torch.tensor([turn.completion_ids[0] for turn in turns])
+    return chi_square_deviation(torch.bincount(drawn, minlength=len(probabilities)).double(), count * probabilities)
 
 
 def add(a: int, b: int) -> int:

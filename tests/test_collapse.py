@@ -101,6 +101,29 @@ def test_a_resumed_run_restores_the_same(model_folder, tmp_path):
     assert any("collapse/restored" in entry for entry in resumed.state.log_history)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "error", "count"),
+    [
+        ([1.0, 0.89], 0.0, 1),  # a tenth of the best
+        ([1.0, 0.91], 0.0, 0),
+        ([-1.0, -1.11], 0.0, 1),
+        ([-1.0, -1.09], 0.0, 0),
+        ([1.0, 0.28], 0.1, 1),  # five standard errors of the difference: 5 * sqrt(2) * 0.1 = 0.707
+        ([1.0, 0.30], 0.1, 0),
+    ],
+)
+def test_a_drop_counts_from_a_tenth_and_five_standard_errors(model_folder, tmp_path, caplog, rewards, error, count):
+    trainer, _ = make(model_folder, tmp_path, on_collapse="warn")
+    watch, state = trainer.parts.collapse, trainer.state
+    state.max_steps, trainer.parts.reporter.evaluation_error = 100, error
+    watch.on_train_begin(None, state, None)
+    with caplog.at_level(logging.WARNING):
+        watch.on_evaluate(trainer.args, state, None, {"eval_reward": 5.0})  # of the untrained team, before step 1
+        for state.global_step, reward in enumerate(rewards, start=1):
+            watch.on_evaluate(trainer.args, state, None, {"eval_reward": reward})
+    assert len(collapse_warnings(caplog)) == count
+
+
 def test_luck_is_no_collapse(model_folder, tmp_path, caplog):
     """Evaluations of 64 episodes of a team that does not change, and of one that drops to a tenth."""
     draws = np.random.default_rng(0)

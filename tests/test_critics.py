@@ -62,6 +62,14 @@ def test_every_critic_learns_true_values(model_folder, tmp_path, critic):
     assert sum(explained[-3:]) / 3 > 0.95
 
 
+def test_each_agent_has_its_own_head_of_a_multi_head_critic(model_folder, tmp_path):
+    """The head of an agent is that of its place: values of one do not change with the weights of another."""
+    trainer = team_trainer(model_folder, tmp_path, settings={**PPO, "critic": "multi_head"})
+    critic = trainer.critic
+    outputs = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [7.0, 8.0]]])
+    assert critic.select_values(outputs, ["actor", "reasoner"]).tolist() == [[2.0, 4.0], [5.0, 7.0]]
+
+
 def test_values_are_read_before_each_sampled_token(model_folder, tmp_path):
     for level in ("token", "action"):
         trainer = team_trainer(model_folder, tmp_path, settings={**PPO, "level": level})

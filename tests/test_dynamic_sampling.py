@@ -76,11 +76,13 @@ def test_batches_are_filled_with_groups_that_differ(model_folder, tmp_path):
     assert min(drawn) >= 1 and max(drawn) > 1
 
 
-def test_it_stops_at_its_limit(model_folder, tmp_path):
-    trainer = trainer_with(model_folder, tmp_path, reward_of(), most=2.5, max_steps=1)
+@pytest.mark.parametrize("most", [2.5, dynamic_sampling.MOST_PROMPTS])
+def test_it_stops_at_its_limit_three_times_the_prompts_unless_changed(model_folder, tmp_path, most):
+    trainer = trainer_with(model_folder, tmp_path, reward_of(), most=most, max_steps=1)
     assert not moved_by_training(trainer)
     (entry,) = logged_steps(trainer)
-    assert entry["dynamic_sampling/prompts"] == 2.5 and entry["dynamic_sampling/filled"] == 0
+    drawn = 2.5 if most == 2.5 else 3.0
+    assert entry["dynamic_sampling/prompts"] == drawn and entry["dynamic_sampling/filled"] == 0
     assert entry["frac_rows_without_signal"] == 1
 
 

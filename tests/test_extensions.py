@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass
 
-from marft_trl import MARFTConfig
+from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.algorithms.baselines import BASELINES, CREDITS, Baseline, CreditRule
 from marft_trl.algorithms.critics import CRITICS, Critic
 from marft_trl.algorithms.rows import LEVELS, ActionLevel
 from marft_trl.rollout.generator import Generator, SampledTurn
+from marft_trl.seams.trl import LOSSES, LossType
 
 import pytest
 import torch
 from torch import nn
 
+from . import helpers
 from .helpers import moved_by_training, team_trainer
 
 
@@ -129,6 +131,33 @@ def test_a_level_of_ones_own_is_checked_as_the_ready_made_ones(tmp_path, monkeyp
         MARFTConfig(str(tmp_path), level="root", token_gamma=0.5, **PPO, critic="shared")
     assert MARFTConfig(str(tmp_path), level="root").loss_type == "grpo"
     assert not MARFTConfig(str(tmp_path), level="root").use_bias_correction_kl
+
+
+class ReinforceTrainer(MARFTTrainer):
+    """The loss `-A log p`, as the mean over tokens of a turn and over the turns of a micro-batch."""
+
+    def _compute_loss(self, model, inputs):
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        mask = inputs["completion_mask"]
+        logps, _, _ = self._get_per_token_logps_and_entropies(model, ids, attention_mask, mask.size(1))
+        per_turn = (logps * mask).sum(1) / mask.sum(1).clamp(min=1)
+        return -(inputs["advantages"].view(len(ids), -1)[:, 0] * per_turn).mean()
+
+
+def test_a_loss_of_ones_own(model_folder, tmp_path, monkeypatch):
+    """With episodes of the present weights, its gradient is that of `loss_type="grpo"`."""
+    monkeypatch.setitem(LOSSES, "reinforce", LossType(is_row_mean=True))
+    after = {}
+    for loss_type, trainer_class in (("reinforce", ReinforceTrainer), ("grpo", MARFTTrainer)):
+        settings = {"loss_type": loss_type, "max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
+        monkeypatch.setattr(helpers, "MARFTTrainer", trainer_class)
+        trainer = team_trainer(model_folder, tmp_path / loss_type, settings=settings)
+        moved = moved_by_training(trainer)
+        assert {name.split(".")[-2] for name in moved} == {"reasoner", "actor"}
+        after[loss_type] = {name: trainer.model.get_parameter(name).detach() for name in moved}
+    for name, weight in after["grpo"].items():
+        torch.testing.assert_close(after["reinforce"][name], weight, rtol=1e-4, atol=1e-6)
 
 
 def actors_alone(reward, turns, steps, discount, as_rewards):

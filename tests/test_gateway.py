@@ -12,7 +12,7 @@ import threading
 import urllib.error
 import urllib.request
 
-from marft_trl import AgentSpec, Team, Workflow
+from marft_trl import AgentSpec, Sequential, Team, Workflow
 from marft_trl.extras.apps import GatewaySettings, application
 from marft_trl.tiny import questions
 
@@ -328,6 +328,21 @@ def test_what_cannot_be_answered_is_told_why(named, change, status, message):
         assert body["choices"][0]["message"]["content"] == "Ann"
     else:
         assert re.search(message, body["error"]["message"]) and body["error"]["type"] == "invalid_request_error"
+
+
+def test_a_request_is_answered_by_its_seed_within_the_turns_of_the_server(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, workflow=Sequential(rounds=2))
+
+    def answers(url, model, seed):
+        body = {"model": model, "messages": asked("What is 3+4?"), "seed": seed, "n": 4, "temperature": 2}
+        _, _, reply = send(url, body)
+        return reply["error"]["message"] if "error" in reply else [c["message"]["content"] for c in reply["choices"]]
+
+    with serving(trainer.team, max_turns=4) as url:
+        for model in ("team", "actor"):
+            assert answers(url, model, 1) == answers(url, model, 1) != answers(url, model, 2)
+    with serving(trainer.team, max_turns=3) as url:
+        assert "already has 3 turns" in answers(url, "team", 1) and len(answers(url, "actor", 1)) == 4
 
 
 def test_routes_types_and_encodings(named):

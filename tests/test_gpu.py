@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import BitsAndBytesConfig
 
-from .helpers import calling, moved_by_training, shake, team_trainer
+from .helpers import calling, moved_by_training, sampling_deviation, shake, team_trainer
 from .test_equals_grpo import assert_equals_grpo
 
 
@@ -42,6 +42,13 @@ def test_captured_steps_sample_the_same_tokens(model_folder, tmp_path, settings,
     alike = sum(one == two for one, two in pairs) / len(pairs)
     assert alike == 1 if not settings else alike > 0.8  # in half precision, another order of sums may turn a choice
     assert found[1][:2] == found[1][2:]  # graphs that are used again
+
+
+@pytest.mark.parametrize("kind", [None, "dynamic"], ids=["captured", "plain"])
+def test_turns_follow_the_policy(model_folder, tmp_path, kind):
+    agents = [AgentSpec("reasoner", temperature=0.7), AgentSpec("actor")]
+    settings = {"max_completion_length": 2, "cache_implementation": kind}
+    assert abs(sampling_deviation(team_trainer(model_folder, tmp_path, agents=agents, settings=settings))) < 4
 
 
 def test_two_adapters_train_and_a_frozen_one_does_not(model_folder, tmp_path):
