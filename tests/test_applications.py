@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import dataclasses
 import functools
 import http.client
@@ -17,6 +18,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from marft_trl import AgentSpec, Sequential, Team, Workflow
 from marft_trl.episodes import collector
@@ -26,7 +28,7 @@ from marft_trl.episodes.records import EndOfEpisode, RequestedTurn, TeamContext
 from marft_trl.episodes.rerun import Rerun
 from marft_trl.episodes.tools import ToolCall
 from marft_trl.extras.apps import AppEndpoint, ExternalApp
-from marft_trl.extras.apps.program import run_program
+from marft_trl.extras.apps.program import Launch, run_program
 from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import together
@@ -332,7 +334,8 @@ def test_a_field_of_a_request_has_the_same_answer_on_every_route(namesakes):  # 
 
 PROGRAM = """
 import json, os, sys, urllib.request
-row = json.load(sys.stdin)
+text = sys.stdin.read()
+row = json.loads(text) if text else {}
 def ask(model, text):
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": text}]}).encode()
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
@@ -351,6 +354,57 @@ def program(tmp_path):
     return written
 
 
+def test_a_program_is_given_only_what_the_workflow_names(program, monkeypatch):
+    """Programs append standard input to the user's message, so that a model would be shown the solution."""
+    row = {"prompt": "What is 3+4?", "solution": "the seven", "hint": "add", "_private": "x"}
+    command = program(
+        """
+        given = " ".join(map(str, [*sys.argv, text, *os.environ.items()]))
+        print(ask("ann", "x" + text), "seven" in given, "private" in given, os.environ.get("ASKED"))
+        """
+    )
+    for options, shown, said in [
+        ({}, "x", "ann: x False False None\n"),
+        ({"stdin_columns": ["hint"], "env": {"ASKED": "{hint} {{}}"}}, 'x{"hint": "add"}', None),
+    ]:
+        (episode,) = collect(ExternalApp(command, together=0, **options), [row], ["ann"], said_to)
+        assert episode.turns[0].text == f"ann: {shown}"
+        assert episode.environment.output == (said or f"ann: {shown} False False add {{}}\n")
+    with pytest.raises(EpisodeError, match="`stdin_columns` contains 'solutoin', which is not a column of the row"):
+        collect(ExternalApp(command, stdin_columns=["solutoin"]), [row], ["ann"], said_to)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_files_of_an_episode_are_not_found_by_the_next(program, tmp_path, copies):
+    folder = tmp_path / "task"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "solution.txt").write_text("none")
+    command = program(
+        """
+        from pathlib import Path
+        ask("ann", "x")
+        here = Path(os.environ["PWD"])
+        assert here == Path.cwd() and "OLDPWD" not in os.environ and os.environ["HOME"] == str(here / "home")
+        print((here / "deep" / "solution.txt").read_text())
+        (here / "deep" / "solution.txt").write_text("solved")
+        """
+    )
+    workflow = ExternalApp(command, together=0, cwd=folder, copy_cwd=copies, env={"HOME": "{cwd}/home"})
+    results = []
+    for _ in range(2):
+        (episode,) = collect(workflow, [{"prompt": "x"}], ["ann"], said_to)
+        result = episode.environment
+        results.append(result.output.strip())
+        assert Path(result.cwd, "deep", "solution.txt").read_text() == "solved"  # as reward functions find it
+    assert results == (["none", "none"] if copies else ["none", "solved"])
+    assert (folder / "deep" / "solution.txt").read_text() == ("none" if copies else "solved")
+    assert (result.cwd == str(folder)) != copies
+    where = result.cwd
+    del episode
+    del result
+    assert eventually(lambda: gc.collect() is None or Path(where).exists() != copies)
+
+
 def test_a_program_gets_its_row_and_no_shell_reads_it(program, tmp_path):
     nasty = "--output='; touch " + str(tmp_path / "stolen") + " #{number} $(id) \\"
     command = program(
@@ -363,7 +417,8 @@ def test_a_program_gets_its_row_and_no_shell_reads_it(program, tmp_path):
         print(ask("ann", given.question), row["number"])
         """
     )
-    workflow = ExternalApp([*command, "--question={prompt}", "--", "{prompt}", "a b"], together=0)
+    command = [*command, "--question={prompt}", "--", "{prompt}", "a b"]
+    workflow = ExternalApp(command, together=0, stdin_columns=["prompt", "number"])
     (episode,) = collect(workflow, [{"prompt": nasty, "number": 7}], ["ann"], said_to)
     assert episode.turns[0].text == f"ann: {nasty}" and not (tmp_path / "stolen").exists()
     assert episode.environment.output == f"ann: {nasty} 7\n" and episode.environment.status == 0
@@ -1032,7 +1087,7 @@ def test_a_program_that_is_cancelled_while_it_starts_leaves_nothing(tmp_path):
             return found
 
         loop.subprocess_exec = on_a_busy_machine
-        task = asyncio.ensure_future(run_program(command, {"prompt": "x"}, AppEndpoint("http://x", "key-of-it"), "."))
+        task = asyncio.ensure_future(run_program(Launch(command, {}, "."), AppEndpoint("http://x", "key-of-it")))
         await asyncio.to_thread(eventually, started.exists)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -1225,7 +1280,9 @@ def test_an_application_that_dies_is_one_failed_episode_and_the_others_go_on(how
             sys.exit(3)
 
     command = program("ask('ann', 'x')\nif row['number'] == 1: os.kill(os.getpid(), 9)\nask('ann', 'y')")
-    workflow = ExternalApp(command if "SIGKILL" in how else app, together=0)
+    killed = "SIGKILL" in how
+    options = {"stdin_columns": ["number"]} if killed else {}
+    workflow = ExternalApp(command if killed else app, together=0, **options)
     rows, failures = [{"prompt": "x", "number": number} for number in range(3)], {}
     episodes = collector.collect(workflow, rows, TeamContext(("ann",)), said_to, failures=failures)
     assert failures.keys() == {1} and re.search(f"episode 1 .*{how}", str(failures[1]))

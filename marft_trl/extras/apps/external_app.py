@@ -19,7 +19,7 @@ from ...episodes.live import LiveEpisode
 from ...episodes.records import EndOfEpisode, RequestedTurn, Turn
 from ...system.watchdog import end_thread
 from ...workflows.base import Workflow, callable_name
-from .program import AppResult, make_arguments, run_program, split_command
+from .program import AppResult, Program, split_command
 from .requests import ChatReply, ChatRequest, RequestError, to_request_error
 from .routing import AgentRule, describe_rule, named_agents, rebuild_rule
 from .session import AppEndpoint, Session, Waiting, settle_future, shared_keys
@@ -56,9 +56,9 @@ class ExternalApp(Workflow):
     Args:
         app (`str`, `Sequence[str]` or `Callable`):
             A command, or a function `app(row, endpoint)` of the dataset row and the [`AppEndpoint`]. In a command,
-            `{column}` is a value of the row, and `{base_url}` and `{api_key}` are those of the endpoint; no shell
-            reads it. A program finds the row as JSON on its standard input. A function may be `async`; others run in a
-            thread of their own for each episode.
+            `{column}` is a value of the row, `{base_url}` and `{api_key}` are those of the endpoint, and `{cwd}` is
+            the folder that the program runs in; no shell reads it. A function may be `async`; others run in a thread
+            of their own for each episode.
         answer (`str`, *optional*):
             Name of the agent whose last turn is the team's answer. Defaults to whoever speaks last.
         tools (`bool`, *optional*, defaults to `False`):
@@ -74,7 +74,16 @@ class ExternalApp(Workflow):
             long anything takes. After that they are answered without it, with a warning. `None` for as long as it
             takes.
         cwd (`str`, *optional*):
-            Folder in which a program runs. Defaults to the present one.
+            Folder of a program. Each episode runs in its own copy, so that no episode finds what another one wrote.
+            The copy is `AppResult.cwd` for reward functions, and removed afterwards. Without `cwd`, all episodes run
+            in the current folder of the trainer.
+        copy_cwd (`bool`, *optional*, defaults to `True`):
+            Whether each episode runs in a copy of `cwd`, or all of them in `cwd` itself.
+        env (`Mapping[str, str]`, *optional*):
+            Further environment variables of a program, filled in like a command: `{"HOME": "{cwd}"}`.
+        stdin_columns (`Sequence[str]`, *optional*):
+            Columns of the row that a program finds as a JSON object on its standard input, which is empty by default:
+            many programs append it to what they send to a model. Do not list columns that only rewards need.
         agent_of (`Callable[[AppRequest], str]`, *optional*):
             Chooses the agent that answers a request, such as [`BySystemPrompt`] or [`ByTools`]. By default, the name
             of the model is the name of the agent.
@@ -92,6 +101,9 @@ class ExternalApp(Workflow):
         together: float = 0.02,
         max_wait_for_episodes: float | None = 60.0,
         cwd: str | os.PathLike | None = None,
+        copy_cwd: bool = True,
+        env: Mapping[str, str] | None = None,
+        stdin_columns: Sequence[str] | None = None,
         agent_of: AgentRule | None = None,
     ):
         is_command = isinstance(app, str) or (isinstance(app, Sequence) and all(isinstance(item, str) for item in app))
@@ -100,10 +112,16 @@ class ExternalApp(Workflow):
                 "`app` must be a command such as 'python my_app.py --question={prompt}', or a function `app(row, "
                 f"endpoint)`, got {app!r}."
             )
+        of_programs = {"cwd": cwd, "env": env, "stdin_columns": stdin_columns}
         if is_command:
             split_command(cast(Any, app))
+        elif unused := [name for name, value in of_programs.items() if value is not None]:
+            raise ValueError(f"`{unused[0]}` of `ExternalApp` has an effect on commands only, got the app {app!r}.")
         if cwd is not None and not os.path.isdir(cwd):
             raise ValueError(f"`cwd` of `ExternalApp` must be an existing folder, got {os.fspath(cwd)!r}.")
+        for name, texts in (("env", (env or {}).values()), ("stdin_columns", stdin_columns or [])):
+            if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+                raise TypeError(f"`{name}` of `ExternalApp` must have strings, got {of_programs[name]!r}.")
         if not together >= 0:
             raise ValueError(f"`together` must be at least 0 seconds, got {together!r}.")
         self.app, self.answer, self.takes_tools, self.earns = app, answer, bool(tools), bool(earns)
@@ -112,7 +130,10 @@ class ExternalApp(Workflow):
             raise TypeError(f"`agent_of` must be a function of an `AppRequest`, got {agent_of!r}.")
         self._told: set[str] = set()
         self.max_wait_for_episodes = max_wait_for_episodes
-        self.together, self.cwd = together, os.fspath(cwd) if cwd is not None else None
+        self.together = together
+        if is_command:
+            folder = os.fspath(cwd) if cwd is not None else None
+            self._program = Program(cast(Any, app), folder, copy_cwd, dict(env or {}), stdin_columns)
 
     @property
     def uses_tools(self) -> bool:
@@ -189,9 +210,7 @@ class ExternalApp(Workflow):
     async def _result(self, episode: LiveEpisode, endpoint: AppEndpoint, server: Any) -> AppResult:
         row = dict(episode.row)
         if not callable(self.app):
-            arguments = make_arguments(cast(Any, self.app), row, endpoint)
-            job = server.run(run_program(arguments, row, endpoint, self.cwd or os.getcwd()))
-            return await asyncio.wrap_future(job)
+            return await asyncio.wrap_future(server.run(self._program.run(row, endpoint)))
         if inspect.iscoroutinefunction(self.app) or inspect.iscoroutinefunction(type(self.app).__call__):
             value = self.app(row, endpoint)
         else:

@@ -8,10 +8,13 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import string
+import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -31,8 +34,8 @@ _OF_SHELLS = ("|", ">", ">>", "<", "&&", "||", ";", "&")
 _GRACE, _LATE = 2.0, 0.2
 # Variables of processes that a launcher started, which an application is not
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-# Other credentials that a client would send instead of the key
-_CREDENTIALS = ("ANTHROPIC_AUTH_TOKEN",)
+# Not inherited either: a credential that a client would send instead of the key, and a folder that is not its own
+_NOT_INHERITED = (*_OF_LAUNCHERS, "ANTHROPIC_AUTH_TOKEN", "OLDPWD")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class AppResult:
         status (`int`, *optional*): exit status; negative if a signal terminated the program. `None` for a function.
         value (`Any`): what a function returned.
         left (`int`): number of processes that the program left running, which were terminated.
+        cwd (`str`, *optional*): folder that a program ran in. A copy is removed together with this object.
     """
 
     output: str = ""
@@ -53,6 +57,8 @@ class AppResult:
     status: int | None = None
     value: Any = None
     left: int = 0
+    cwd: str | None = None
+    copy: Any = field(default=None, repr=False, compare=False)  # which keeps a copied folder
 
     @property
     def problem(self) -> str | None:
@@ -69,23 +75,77 @@ class AppResult:
         return "\n".join(filter(None, (for_log(text).strip()[-_TOLD:] for text in (self.output, self.errors))))
 
 
-def make_arguments(command: str | Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint) -> list[str]:
-    """Fill in a command. No shell parses it: a value of the row is one argument or a part of it."""
-    parts = split_command(command)
-    prompt = row["prompt"]
-    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
-        prompt = prompt[-1].get("content")
-    values = {**row, "prompt": prompt, "base_url": endpoint.base_url, "api_key": endpoint.api_key}
-    texts = {name: item if isinstance(item, str) else json.dumps(item, default=str) for name, item in values.items()}
-    plain = {name: text.replace("\0", "") for name, text in texts.items()}
-    try:
-        return [_Plain().vformat(part, (), plain) for part in parts]
-    except KeyError as error:
-        known = ", ".join(map(repr, row))
-        raise ValueError(
-            f"The command contains {{{error.args[0]}}}, which is not a column of the row. Use one of {known}, "
-            "`base_url` or `api_key`, or write `{{` and `}}` for braces."
-        ) from error
+@dataclass(frozen=True)
+class Program:
+    """
+    A command, and what its process is given in an episode: nothing of the row but what the command, the variables and
+    the columns name. The arguments are those of [`ExternalApp`].
+    """
+
+    command: str | Sequence[str]
+    cwd: str | None = None
+    copies_cwd: bool = True
+    env: Mapping[str, str] = field(default_factory=dict)
+    stdin_columns: Sequence[str] | None = None
+
+    async def run(self, row: Mapping[str, Any], endpoint: AppEndpoint) -> AppResult:
+        """Run the command for an episode. Cancellation terminates it."""
+        launch = await asyncio.to_thread(self.prepare, row, endpoint)  # which may copy a folder
+        return await run_program(launch, endpoint)
+
+    def prepare(self, row: Mapping[str, Any], endpoint: AppEndpoint) -> Launch:
+        """
+        Fill in the command and the variables for an episode. No shell parses them: a value of the row is one argument
+        or a part of it. A copy of the folder exists for as long as the returned object.
+        """
+        prompt = row["prompt"]
+        if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
+            prompt = prompt[-1].get("content")
+        copy = self._copied_folder()
+        cwd = copy.path if copy is not None else self.cwd or os.getcwd()
+        values = {**row, "prompt": prompt, "base_url": endpoint.base_url, "api_key": endpoint.api_key, "cwd": cwd}
+        texts = {name: v if isinstance(v, str) else json.dumps(v, default=str) for name, v in values.items()}
+        plain = {name: text.replace("\0", "") for name, text in texts.items()}
+        text = ""
+        try:
+            arguments = [_Plain().vformat(part, (), plain) for part in split_command(self.command)]
+            variables = {name: _Plain().vformat(text, (), plain) for name, text in self.env.items()}
+            if self.stdin_columns is not None:
+                text = json.dumps({name: row[name] for name in self.stdin_columns}, default=str)
+        except KeyError as error:
+            known = ", ".join(map(repr, row))
+            raise ValueError(
+                f"The command, `env` or `stdin_columns` contains {error.args[0]!r}, which is not a column of the row. "
+                f"Use one of {known}, or in the command and `env` `base_url`, `api_key` or `cwd`. Write `{{{{` and "
+                "`}}` for braces."
+            ) from error
+        return Launch(arguments, {**endpoint.variables, **variables}, cwd, text, copy)
+
+    def _copied_folder(self) -> _FolderCopy | None:
+        if self.cwd is None or not self.copies_cwd:
+            return None
+        return _FolderCopy(self.cwd)
+
+
+class _FolderCopy:
+    """A temporary copy of a folder, which is removed with this object, or when the process ends."""
+
+    def __init__(self, source: str):
+        top = tempfile.mkdtemp(prefix="marft_app_")
+        self.path = os.path.join(top, os.path.basename(os.path.abspath(source)) or "cwd")
+        weakref.finalize(self, shutil.rmtree, top, ignore_errors=True)
+        shutil.copytree(source, self.path, symlinks=True)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A program that is about to start: arguments, further variables, folder, and text of its standard input."""
+
+    arguments: Sequence[str]
+    variables: Mapping[str, str]
+    cwd: str
+    stdin: str = ""
+    copy: _FolderCopy | None = None
 
 
 def split_command(command: str | Sequence[str]) -> list[str]:
@@ -111,14 +171,14 @@ def _check_fields(command: str | Sequence[str], parts: Sequence[str]) -> None:
     """Check that no value of a row can be parsed as an option, or name the program, whatever it starts with."""
     are_values = False  # after `--`
     for number, part in enumerate(parts):
-        before, field, *_ = next(iter(string.Formatter().parse(part)), ("", None))
-        is_of_row = field is not None and field not in ("base_url", "api_key")
+        before, column, *_ = next(iter(string.Formatter().parse(part)), ("", None))
+        is_of_row = column is not None and column not in ("base_url", "api_key", "cwd")
         if is_of_row and not before.strip("-") and not are_values:
-            option = parts[number - 1] if number and parts[number - 1].startswith("-") else f"--{field}"
+            option = parts[number - 1] if number and parts[number - 1].startswith("-") else f"--{column}"
             raise ValueError(
-                f"An argument of the command {command!r} starts with {{{field}}}, so the program would parse a value "
+                f"An argument of the command {command!r} starts with {{{column}}}, so the program would parse a value "
                 f"such as `--output=x` as an option. Write `{option}={part}`, put `--` before positional arguments, "
-                "or let the program read the row from standard input."
+                f"or pass the value on standard input with `stdin_columns=[{column!r}]`."
             )
         are_values = part == "--" or (are_values and is_of_row)  # `--` of a launcher ends before its program
 
@@ -130,13 +190,12 @@ class _Plain(string.Formatter):
         return kwargs[field_name], field_name
 
 
-async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint: AppEndpoint, cwd: str) -> AppResult:
-    """Run a program with the row as JSON on its standard input. Cancellation terminates the program."""
-    variables = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS + _CREDENTIALS}
-    loop, variables = asyncio.get_running_loop(), {**variables, **endpoint.variables}
-    start = asyncio.ensure_future(
-        loop.subprocess_exec(_Listener, *arguments, env=variables, cwd=cwd, start_new_session=True)
-    )
+async def run_program(launch: Launch, endpoint: AppEndpoint) -> AppResult:
+    """Run a program. Cancellation terminates it."""
+    variables = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    variables |= {"PWD": os.path.abspath(launch.cwd), **launch.variables}
+    loop, options = asyncio.get_running_loop(), {"cwd": launch.cwd, "start_new_session": True}
+    start = asyncio.ensure_future(loop.subprocess_exec(_Listener, *launch.arguments, env=variables, **options))
     try:
         transport, heard = await asyncio.shield(start)
     except asyncio.CancelledError:  # asyncio would kill the program alone, and nothing that it has started
@@ -149,7 +208,7 @@ async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint
     keep(endpoint.api_key, pid)
     try:
         stdin: Any = transport.get_pipe_transport(0)
-        stdin.write(json.dumps(row, default=str).encode())  # which a program need not read
+        stdin.write(launch.stdin.encode())  # which a program need not read
         stdin.write_eof()
         await heard.has_ended.wait()
         with contextlib.suppress(TimeoutError):  # others may have inherited its output
@@ -159,7 +218,8 @@ async def run_program(arguments: Sequence[str], row: Mapping[str, Any], endpoint
         left = await _end(pid, heard, endpoint.api_key)
         let_go(endpoint.api_key)
         transport.close()
-    return AppResult(heard.text(1), heard.text(2), transport.get_returncode(), left=left)
+    status, copy = transport.get_returncode(), launch.copy
+    return AppResult(heard.text(1), heard.text(2), status, left=left, cwd=launch.cwd, copy=copy)
 
 
 class _Listener(asyncio.SubprocessProtocol):

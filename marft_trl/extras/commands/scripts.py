@@ -28,6 +28,7 @@ from ...adapters.manifest import MANIFEST_NAME
 from ...agents import AgentSpec
 from ...config.marft_config import MARFTConfig
 from ...episodes.guard import EpisodeError
+from ...episodes.records import Episode
 from ...reporting.metrics import interval
 from ...reporting.transcripts import format_episode
 from ...seams.libraries import get_options
@@ -346,10 +347,25 @@ def run_on_trainer(name: str, sentence: str, argv: Sequence[str]) -> int | None:
             print(trainer.plan())
         elif name == "rehearse":
             row = dict(next(iter(trainer.train_dataset)))
-            print(format_episode(trainer.parts.planner.rehearse(row).episode, title="rehearsal, placeholder turns"))
+            episode = trainer.parts.planner.rehearse(row).episode
+            print(format_episode(episode, title="rehearsal, placeholder turns"))
+            print(_system_prompts(episode), end="")
         else:
             _evaluate(trainer, path)
     return 0
+
+
+def _system_prompts(episode: Episode) -> str:
+    """Beginnings of the system prompts by agent, as rules such as `BySystemPrompt` need them."""
+    beginnings: dict[str, list[str]] = {}
+    for turn in episode.turns:
+        messages = turn.observation if isinstance(turn.observation, list) else []
+        system = [str(message["content"]) for message in messages[:1] if message["role"] == "system"]
+        beginnings.setdefault(turn.agent, []).extend(text.strip()[:100] for text in system)
+    lines = [
+        f"  {agent}: {text!r}\n" for agent, texts in beginnings.items() for text in dict.fromkeys(texts)
+    ]
+    return "\nBeginnings of system prompts, by agent:\n" + "".join(lines) if lines else ""
 
 
 def _train(trainer: MARFTTrainer, code: str | None) -> None:
