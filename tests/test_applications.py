@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-import gc
 import dataclasses
 import functools
+import gc
 import http.client
 import itertools
 import json
@@ -24,11 +24,22 @@ from marft_trl import AgentSpec, Sequential, Team, Workflow
 from marft_trl.episodes import collector
 from marft_trl.episodes.collector import collect_async
 from marft_trl.episodes.guard import EpisodeError
-from marft_trl.episodes.records import EndOfEpisode, RequestedTurn, TeamContext
+from marft_trl.episodes.records import EndOfEpisode, RequestedTurn, TeamContext, Turn
 from marft_trl.episodes.rerun import Rerun
 from marft_trl.episodes.tools import ToolCall
-from marft_trl.extras.apps import AppEndpoint, ExternalApp
+from marft_trl.extras.apps import (
+    AppEndpoint,
+    AppRequest,
+    BySystemPrompt,
+    ExternalApp,
+    external_app,
+    messages,
+    requests,
+    responses,
+)
+from marft_trl.extras.apps import chat as chat_api
 from marft_trl.extras.apps.program import Launch, run_program
+from marft_trl.extras.apps.responses import ResponseStore
 from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import together
@@ -39,8 +50,12 @@ import openai
 import psutil
 import pytest
 import torch
+from anthropic.types import message_create_params
+from anthropic.types.beta import message_create_params as beta_message_create_params
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai.types.chat import completion_create_params
+from openai.types.responses import response_create_params
 from transformers.utils import get_json_schema
 
 from .helpers import StopAt, collect, eventually, moved, moved_by_training, team_trainer, varied_reward, weights
@@ -215,6 +230,9 @@ def test_an_application_that_calls_its_tools_trains_as_an_agent_that_has_them(ap
     assert {name.split(".")[-2] for name in moved(before, mine)} == {"solver"}
 
 
+NAMED = ["ann", "ben"]
+
+
 def said_to(requests):
     """Each agent says its name and the last message that it was shown."""
     return [one.make_completion(f"{one.agent}: {one.requested_turn.messages[-1]['content']}") for one in requests]
@@ -224,7 +242,7 @@ def played(app, answer=said_to, rows=1, **settings):
     """Episodes of an application whose agents need no model."""
     workflow = ExternalApp(app, **{"together": 0.0, **settings})
     given = [{"prompt": f"question {number}", "number": number} for number in range(rows)]
-    return collect(workflow, given, ["ann", "ben"], answer, workflow_timeout=20)
+    return collect(workflow, given, NAMED, answer, workflow_timeout=20)
 
 
 closes = []  # what answers say of their connections
@@ -274,7 +292,8 @@ def test_what_an_application_can_ask_and_what_it_is_told():
     assert [one["id"] for one in json.loads(found["models"][1])["data"]] == ["ann", "ben"]
     status, text = found["nobody"]
     assert status == 404 and "'ann', 'ben'" in text and "Did you mean 'ann'" in text
-    assert all(found[name][0] == 400 and name in found[name][1] for name in ("n", "response_format"))
+    assert found["n"][0] == 400 and "n" in found["n"][1]
+    assert found["response_format"][0] == 200  # a hint
     assert found["tools"][0] == 400 and "tools=True" in found["tools"][1]
     assert found["elsewhere"][0] == 404 and "/v1/responses" in found["elsewhere"][1]
     assert found["key"][0] == 401 and "OPENAI_API_KEY" in found["key"][1]
@@ -284,8 +303,8 @@ def test_what_an_application_can_ask_and_what_it_is_told():
     events = [json.loads(line[6:]) for line in found["stream"][1].splitlines() if line.startswith("data: ")]
     assert events[-1]["type"] == "response.completed"
     assert [one["sequence_number"] for one in events] == list(range(len(events)))
-    assert [turn.text for turn in episode.turns] == ["ann: hello", "ann: hello", "ben: hi"]
-    assert episode.counts["app/requests"] == 3 and episode.counts["app/refused"] == 5
+    assert [turn.text for turn in episode.turns] == ["ann: hello", "ann: x", "ann: hello", "ben: hi"]
+    assert episode.counts["app/requests"] == 4 and episode.counts["app/refused"] == 4
 
 
 FIELDS = [
@@ -294,7 +313,7 @@ FIELDS = [
     {"logit_bias": {}}, {"logit_bias": {"5": 1}}, {"logprobs": True}, {"top_logprobs": 2}, {"n": 0}, {"n": 17},
     {"n": 2, "stream": True}, {"max_tokens": True}, {"max_output_tokens": 0}, {"row": []}, {"row": {"prompt": "x"}},
     {"show_turns": 1}, {"stream": "yes"}, {"stream_options": 1}, {"stop": [1]}, {"tool_choice": "required"},
-    {"tools": "f"}, {"tools": [{"type": "x"}]}, {"functions": [{}]}, {"previous_response_id": "x"}, {"x" * 99: 1},
+    {"tools": "f"}, {"tools": [{"type": "x"}]}, {"functions": [{}]}, {"conversation": "x"}, {"x" * 99: 1},
     {"user": "me", "metadata": {}, "reasoning_effort": "low", "logprobs": False, "unknown": None}, {"model": "nobody"},
     {"background": True}, {"audio": {}}, {"prompt": "x"},
 ]  # fmt: skip
@@ -323,7 +342,7 @@ def test_a_field_of_a_request_has_the_same_answer_on_every_route(namesakes):  # 
             note(where, f"{url}/v1")
     expected = found["training", "chat/completions"]
     accepted = [change for change, answer in zip(FIELDS, expected, strict=True) if answer == 200]
-    assert len(found) == 6 and len(accepted) == 5, accepted
+    assert len(found) == 6 and len(accepted) == 8, accepted
     for route, answers in found.items():
         for change, mine, one in zip(FIELDS, expected, answers, strict=True):
             if "model" in change:  # the names differ
@@ -518,9 +537,15 @@ def test_rewards_of_the_application():
             for wrong in ("1", True, None, {"eve": 1}, 1e300, [], {}):
                 status, text = await send("reward", {"reward": wrong})
                 assert status == 400 and "'ann', 'ben'" in text
-        return 2.0
+        return row.get("value", "good")
 
-    (episode,) = played(app, earns=True)
+    def earn(value):
+        return collect(ExternalApp(app, together=0, earns=True), [{"prompt": "x", "value": value}], NAMED, said_to)
+
+    for nothing in ({}, "1", True):
+        with pytest.raises(EpisodeError, match="must return a number, numbers by names of agents, or `None`, got"):
+            earn(nothing)
+    (episode,) = earn(2.0)
     assert episode.earned == (0.5, 2.0) and episode.own == {"ann": (0.0, 1.0), "ben": (0.0, -1.0)}
 
     async def unasked(row, endpoint):
@@ -531,7 +556,7 @@ def test_rewards_of_the_application():
 
     assert played(unasked)[0].earned == (0.0,)
 
-    with pytest.raises(EpisodeError, match="must return a reward or `None`, got 'good'"):
+    with pytest.raises(EpisodeError, match="must return a number, numbers by names of agents, or `None`, got 'good'"):
         played(lambda row, endpoint: asyncio.run(app(row, endpoint)) and "good", earns=True)
 
 
@@ -1308,3 +1333,203 @@ def test_the_others_wait_for_one_that_is_stuck_once():
     episodes = played(app, answer, rows=3, max_wait_for_episodes=0.7)
     assert [len(one.turns) for one in episodes] == [4, 4, 4] and waves == [3, 2, 2, 2, 1, 1, 1]
     assert [one.counts.get("held_up", 0) for one in episodes] == [1, 0, 0]
+
+
+# ---- What clients of the next release send ----
+
+
+def fields_of(params):
+    """Names of the fields of the parameters of a client's method."""
+    names, kinds = set(), [params]
+    while kinds:
+        kind = kinds.pop()
+        names |= set(getattr(kind, "__annotations__", {}))
+        kinds += [base for base in getattr(kind, "__orig_bases__", ()) if isinstance(base, type)]
+    return names - {"stream"}
+
+
+def test_every_field_of_the_installed_clients_is_known():
+    """A new release that has further fields fails here: read, ignore or refuse each of them on purpose."""
+    openai_fields = {*requests._READ, *requests._ASIDE, *requests._REFUSED}
+    read = openai_fields | {"messages", "response_format"}
+    assert fields_of(completion_create_params.CompletionCreateParamsBase) - read == set()
+    read = openai_fields | {"input", "instructions", "text"}
+    assert fields_of(response_create_params.ResponseCreateParamsBase) - read == set()
+    read = {*messages._READ, *messages._IGNORED, *messages._REFUSED, "output_format"}
+    for kind in (message_create_params, beta_message_create_params):
+        assert fields_of(kind.MessageCreateParamsBase) - read == set()
+
+
+def test_fields_of_a_later_release_formats_and_forced_calls_are_hints_with_one_warning_each(caplog, monkeypatch):
+    monkeypatch.setattr(requests, "_WARNED", set())
+    hosted = [SCHEMA, {"type": "web_search"}]
+    hints = {"brand_new": 1, "response_format": {"type": "json_object"}, "tool_choice": "required", "tools": hosted}
+
+    async def app(row, endpoint):
+        async with raw(endpoint) as send:
+            for number in range(3):
+                status, text = await send("chat/completions", chat("ann", f"{number}", **hints))
+                assert status == 200, text
+            text_format = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
+            body = {
+                "model": "ann",
+                "input": "x",
+                "text": text_format,
+                "tool_choice": {"type": "function", "name": "f"},
+            }
+            assert (await send("responses", body))[0] == 200
+
+    (episode,) = collect(ExternalApp(app, together=0, tools=True), [{"prompt": "x"}], NAMED, said_to)
+    assert len(episode.turns) == 4
+    warned = [text for text in caplog.messages if text.startswith("A client sends")]
+    assert len(warned) == len(set(warned)) == 6
+    for word in ("`brand_new`", "`response_format`", "`text.format`", '"required"', '"name": "f"', "'web_search'"):
+        assert sum(word in text for text in warned) == 1, word
+
+
+def test_functions_of_namespaces_are_called_by_their_own_names():
+    """As Codex sends them."""
+    shown = []
+
+    def answer(asked):
+        shown.extend(one.requested_turn.tools[0]["function"]["name"] for one in asked)
+        call = ToolCall("crm__find", {"x": 1})
+        return [one.make_completion("", tool_calls=(call,), without_calls="") for one in asked]
+
+    async def app(row, endpoint):
+        function = {"type": "function", "name": "find", "parameters": {}}
+        tools = [{"type": "namespace", "name": "crm", "description": "", "tools": [function]}]
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+            first = await client.responses.create(model="ann", input="x", tools=tools, stream=False)
+            (call,) = first.output
+            assert (call.namespace, call.name, call.arguments) == ("crm", "find", '{"x": 1}')
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+            back = [{"role": "user", "content": "x"}, call.model_dump(), result]
+            await client.responses.create(model="ann", input=back, tools=tools)
+
+    (episode,) = collect(ExternalApp(app, together=0, tools=True), [{"prompt": "x"}], NAMED, answer)
+    assert shown == ["crm__find"] * 2 and [turn.lineage for turn in episode.turns] == [0, 0]
+
+
+def test_responses_continue_and_refer_to_those_of_the_episode(caplog):
+    async def app(row, endpoint):
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+            first = await client.responses.create(model="ann", input="one")
+            stream = await client.responses.create(
+                model="ann", input="two", previous_response_id=first.id, instructions="Be brief.", stream=True
+            )
+            second = [event async for event in stream][-1].response
+            await client.responses.create(model="ann", input="three", previous_response_id=second.id)
+            items = [user("one"), {"type": "item_reference", "id": first.output[0].id}, user("four")]
+            await client.responses.create(model="ann", input=items, store=False)
+            for unknown in ({"input": "x", "previous_response_id": "resp_x"}, {"input": [{"id": "msg_x"}]}):
+                with pytest.raises(openai.NotFoundError, match="`store` false"):
+                    await client.responses.create(model="ann", **unknown)
+
+    requested = []
+
+    def answer(asked):
+        requested.extend([m["content"] for m in one.requested_turn.messages] for one in asked)
+        return said_to(asked)
+
+    (episode,) = played(app, answer)
+    texts = [[item.text if isinstance(item, Turn) else item for item in one] for one in requested]
+    assert texts == [
+        ["one"],
+        ["Be brief.", "one", "ann: one", "two"],
+        ["one", "ann: one", "two", "ann: two", "three"],
+        ["one", "ann: one", "four"],
+    ]
+    assert episode.counts["app/refused"] == 2
+    (warning,) = [text for text in caplog.messages if "were refused" in text]
+    assert "2 of 6 requests" in warning and "`previous_response_id` 'resp_x' is not among" in warning
+
+
+def test_stored_responses_have_a_limit():
+    store = ResponseStore(max_bytes=2_000)
+    item = {"id": "msg_{}", "type": "message", "role": "assistant", "content": "x" * 400}
+    previous = None
+    for number in range(6):
+        output = [{**item, "id": f"msg_{number}"}]
+        store.add(previous, [user("?")], {"id": f"resp_{number}", "output": output})
+        previous = f"resp_{number}"
+    with pytest.raises(requests.RequestError, match="not among the latest"):
+        store.items("resp_5")  # its first ones are gone
+    assert store.resolve({"id": "msg_5"}, "input[0]")["content"] and len(store._items) == len(store._responses) == 3
+    with pytest.raises(requests.RequestError, match="refers to the item"):
+        store.resolve({"type": "item_reference", "id": "msg_0"}, "input[0]")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rules_read_headers_in_any_case_and_no_keys_and_hold_up_nobody(is_async):
+    seen = []
+
+    def rule(request):
+        seen.append(dict(request.headers))
+        assert request.headers["x-agent"] == request.headers["X-AGENT"]
+        if request.model == "slow":
+            assert begun.wait(60)
+        return request.headers["X-Agent"]
+
+    async def in_coroutine(request):
+        return await asyncio.to_thread(rule, request)
+
+    async def app(row, endpoint):
+        keys = {"api-key": "k1", "X-Goog-Api-Key": "k2", "x-auth-token": "k3", "Cookie": "k4"}
+        async with raw(endpoint) as send:
+            slow = asyncio.ensure_future(send("chat/completions", chat("slow", "x"), **{"X-Agent": "ann", **keys}))
+            await asyncio.sleep(0.1)
+            assert (await send("chat/completions", chat("quick", "x"), **{"x-agent": "ben"}))[0] == 200
+            begun.set()
+            assert (await slow)[0] == 200
+
+    begun = threading.Event()
+    (episode,) = played(app, agent_of=in_coroutine if is_async else rule)
+    assert [turn.agent for turn in episode.turns] == ["ben", "ann"]
+    assert not any(f"k{number}" in text for headers in seen for text in headers.values() for number in range(1, 5))
+    assert not any(endpoint_key in str(seen) for endpoint_key in ("marft-",))
+
+
+def test_a_system_prompt_is_recognized_after_another_block():
+    rule = BySystemPrompt({"You search.": "searcher", "You": "other"}, default="coder")
+
+    def chosen(system):
+        return rule(AppRequest("m", system, frozenset(), {}))
+
+    assert chosen("You search. Now.") == "searcher" and chosen("billing: 7\n\nYou search.") == "searcher"
+    assert chosen("You code.\n\nYou search.") == "other"  # the beginning of the whole prompt comes first
+    assert chosen("Do not say: You search.") == "coder"
+
+
+def test_the_time_of_an_episode_is_linear_in_what_its_requests_hold(monkeypatch):
+    """Each turn is looked up, not compared with all others: digests of messages are counted in place of seconds."""
+    compared = []
+    said = external_app._said
+    monkeypatch.setattr(external_app, "_said", lambda message: compared.append(1) or said(message))
+    counts = {}
+    for turns in (20, 40):
+        compared.clear()
+
+        async def app(row, endpoint, turns=turns):
+            conversation = []
+            async with raw(endpoint) as send:
+                for _ in range(turns):
+                    conversation.append(user("go on"))
+                    body = {"model": "ann", "messages": conversation}
+                    _, text = await send("chat/completions", body)
+                    conversation.append(json.loads(text)["choices"][0]["message"])
+
+        (episode,) = played(app)
+        assert [turn.lineage for turn in episode.turns] == [0] * turns
+        counts[turns] = len(compared)
+    assert counts[40] <= 4.2 * counts[20]  # the messages of all requests, of which there are four times as many
+
+
+def test_too_many_messages_are_refused_before_they_are_read():
+    for read in (chat_api.read, messages.read):
+        body = {"model": "ann", "max_tokens": 1, "messages": [user("x")] * 5000}
+        with pytest.raises(requests.RequestError, match="`messages` may have 4,096 entries, got 5,000"):
+            read(json.dumps(body).encode(), ["ann"])
+    body = {"model": "ann", "input": [user("x")] * 5000}
+    with pytest.raises(requests.RequestError, match="`input` may have 4,096"):
+        responses.read(json.dumps(body).encode(), ["ann"], ResponseStore(1000))

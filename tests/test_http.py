@@ -7,6 +7,7 @@ from unittest.mock import AsyncMock
 
 from marft_trl.extras.apps import http
 from marft_trl.extras.apps.requests import ChatReply, RequestError
+from marft_trl.extras.apps.responses import ResponseStore
 
 import pytest
 from aiohttp import ClientSession, web
@@ -24,7 +25,7 @@ class Backend:
     timeout, max_body, closes_connections, json_only, models, agent_of = 20.0, 1 << 20, False, True, ["a"], None
 
     def __init__(self, ask):
-        self._ask, self.outcomes, self.num_lost = ask, [], 0
+        self._ask, self.outcomes, self.num_lost, self.responses = ask, [], 0, ResponseStore(1 << 20)
 
     def admit(self, request):
         return self
@@ -110,7 +111,7 @@ def test_a_stream_says_that_it_is_alive_also_while_teammates_speak(path, monkeyp
         return ChatReply("done")
 
     stream = streamed(Backend(long), path)[1]
-    assert texts_of(stream) == ["done"] and stream.count(": still at it") >= (path != "/v1/chat/completions")
+    assert texts_of(stream) == ["done"] and stream.count(": keep-alive") >= (path != "/v1/chat/completions")
 
 
 @both

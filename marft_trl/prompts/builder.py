@@ -225,26 +225,34 @@ class PromptBuilder:
     def _encode_messages(
         self, messages: Messages, turns: Sequence[Turn | None], functions: Sequence[Function]
     ) -> list[int]:
-        """Token ids of messages. Up to the last turn, they are the sampled ones, unless the template changes them."""
+        """
+        Token ids of messages. Turns keep their sampled tokens, unless the template changes them. Up to the last turn,
+        they are its prompt, if the same messages and tools were shown for it.
+        """
         pieces = self._pieces(messages, functions)
         found = {index: turn for index, turn in enumerate(turns) if turn is not None}
-        last = max(found, default=0)
-        if 0 < last < len(messages) - 1:
+        after: list[list[int]] = []  # from the last turn back to the first: its tokens, and what follows it
+        while True:
+            last = max((index for index in found if index < len(messages)), default=0)
+            if not 0 < last < len(messages) - (not after):
+                break
             before = self._pieces(messages[:last], functions)
             turn = found[last]  # the conversation continues from it
             ids = self._with_end_token(turn) if messages[last].get("tool_calls") else turn.completion_ids
             tail = self._tail(ids, before, pieces, messages[: last + 1], functions)
-            if tail and self._was_shown(turn, messages[:last], turns[:last], functions):
-                return [*turn.prompt_ids, *ids, *self._encode_pieces(tail, found)]
-        return self._encode_pieces(pieces, found)
+            if not tail:
+                break
+            after.append([*ids, *self._encode_pieces(tail, found)])
+            if self._was_shown(turn, messages[:last], functions):
+                return [*turn.prompt_ids, *(token for ids in reversed(after) for token in ids)]
+            messages, pieces = messages[:last], before
+            found = {index: turn for index, turn in found.items() if index < last}
+        return [*self._encode_pieces(pieces, found), *(token for ids in reversed(after) for token in ids)]
 
-    def _was_shown(
-        self, turn: Turn, messages: Messages, turns: Sequence[Turn | None], functions: Sequence[Function]
-    ) -> bool:
-        """Return `True` if a turn was sampled from these messages. Usually a cache knows, so nothing is rendered."""
+    def _was_shown(self, turn: Turn, messages: Messages, functions: Sequence[Function]) -> bool:
+        """Return `True` if a turn was sampled from these messages and tools, of which only latest turns are known."""
         shown = self._schemas.get(hash(tuple(turn.prompt_ids)))
-        is_known = messages == turn.observation and shown == repr(list(functions))
-        return is_known or self._encode_messages(messages, turns, functions) == list(turn.prompt_ids)
+        return messages == turn.observation and shown == repr(list(functions))
 
     def _tail(
         self, ids: Sequence[int], before: Pieces, pieces: Pieces, until: Messages, functions: Sequence[Function]

@@ -43,10 +43,17 @@ class LiveTurn:
     """
     A turn that is followed while it is sampled. Its tokens depend on `seed` and not on other turns in the batch,
     `limit` can only lower the number of tokens, and `on_tokens` gets the newest tokens in the running event loop.
+    Where the generator can constrain decoding, the turn follows the JSON `schema`.
     """
 
-    def __init__(self, seed: int, limit: int | None = None, on_tokens: Callable[[list[int]], None] | None = None):
-        self.seed, self.limit, self.on_tokens = seed, limit, on_tokens
+    def __init__(
+        self,
+        seed: int,
+        limit: int | None = None,
+        on_tokens: Callable[[list[int]], None] | None = None,
+        schema: Mapping[str, Any] | None = None,
+    ):
+        self.seed, self.limit, self.on_tokens, self.schema = seed, limit, on_tokens, schema
         self.loop = asyncio.get_running_loop()
         self.is_gone = False  # set from any thread once nobody waits for the turn, which then ends
 

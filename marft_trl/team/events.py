@@ -183,8 +183,9 @@ class Narrator:
         tokenizer: PreTrainedTokenizerBase,
         on_event: Callable[[Event], None] | None = None,
         limit: int | None = None,
+        schema: Mapping[str, Any] | None = None,  # of each turn
     ):
-        self._tokenizer, self._on_event, self._limit = tokenizer, on_event, limit
+        self._tokenizer, self._on_event, self._limit, self._schema = tokenizer, on_event, limit, schema
         self._turns: list[LiveTurn] = []
         self._begun: dict[Any, tuple[int, GrowingText]] = {}  # by what waits for the turn
         self._count = 0
@@ -201,7 +202,7 @@ class Narrator:
                 if new := text.add(ids):
                     on_event(TextDelta(request.agent, number, new))
 
-        self._turns.append(LiveTurn(seed, self._limit, on_tokens))
+        self._turns.append(LiveTurn(seed, self._limit, on_tokens, self._schema))
         return self._turns[-1]
 
     def turn_ended(self, request: Request, completion: Completion | EndOfEpisode) -> None:

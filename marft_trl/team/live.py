@@ -166,6 +166,7 @@ class Question:
     workflow: Workflow | None = None
     max_tokens: int | None = None  # of a turn, where it is below the limit of its agent
     max_turns: int | None = None
+    schema: Mapping[str, Any] | None = None  # JSON schema of turns, where the generator can constrain decoding
 
 
 class _Connection:
@@ -211,7 +212,7 @@ class LiveTeam:
 
     async def run(self, question: Question, on_event: Callable[[Event], None] | None = None) -> list[Episode]:
         """Return the episodes, in order. `on_event` needs a question with one row. Canceling the task ends turns."""
-        narrator = Narrator(self._runner.prompts.tokenizer, on_event, question.max_tokens)
+        narrator = Narrator(self._runner.prompts.tokenizer, on_event, question.max_tokens, question.schema)
         runner = self._runner.changed(
             dataclasses.replace(_ASKED, options=dict(question.options), listener=narrator),
             generator=self._generator,

@@ -204,8 +204,7 @@ class SavedTeam:
 
     def make_runner(self, agents: Sequence[AgentSpec], workflow: Workflow, model: PreTrainedModel) -> EpisodeRunner:
         inference, tokenizer = self.manifest.inference, self.tokenizer
-        uses_tools = workflow.uses_tools or any(agent.tools for agent in agents)
-        chat_template = prepare_tools(tokenizer, agents, workflow) if uses_tools else None
+        uses_tools, chat_template = find_template(agents, workflow, tokenizer)
         autocast = HALF.get(inference.mixed_precision)
         engine = ModelEngine(model, tokenizer, make_generate_settings(inference, model, tokenizer), autocast)
         samplings = {agent.name: _get_sampling(agent, inference) for agent in agents}
@@ -315,9 +314,19 @@ def _load_quantization_config(quantization: Mapping[str, Any]) -> BitsAndBytesCo
         ) from error
 
 
-def check_base_matches(manifest: TeamManifest, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def find_template(
+    agents: Sequence[AgentSpec], workflow: Workflow, tokenizer: PreTrainedTokenizerBase
+) -> tuple[bool, str | None]:
+    """Whether the team uses tools, and the template that is prepared for them, if it is not the tokenizer's."""
+    uses_tools = workflow.uses_tools or any(agent.tools for agent in agents)
+    return uses_tools, prepare_tools(tokenizer, agents, workflow) if uses_tools else None
+
+
+def check_base_matches(
+    manifest: TeamManifest, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat_template: str | None
+) -> None:
     """Warn if base, tokenizer or template differ from training. Raises if the base's vocabulary is too small."""
-    current = describe_base(base, tokenizer, tokenizer.chat_template)
+    current = describe_base(base, tokenizer, chat_template or tokenizer.chat_template)
     kinds = {"config_hash": "base", "tokenizer_hash": "tokenizer", "chat_template_hash": "chat template"}
     different = [kind for name, kind in kinds.items() if getattr(current, name) != getattr(manifest.base, name)]
     vocab_size = base.get_input_embeddings().weight.size(0)
@@ -326,8 +335,6 @@ def check_base_matches(manifest: TeamManifest, base: PreTrainedModel, tokenizer:
             f"The tokenizer of the team has {len(tokenizer):,} tokens, but the base has only {vocab_size:,}, so the "
             f"team was trained on another base. Pass that base ({manifest.base.name!r}) as `model=`."
         )
-    if manifest.inference.tools and "chat template" in different:
-        different.remove("chat template")  # teams with tools may use a template other than the tokenizer's
     if different:
         logger.warning(
             f"The {' and the '.join(different)} differ{'s' if len(different) == 1 else ''} from what the team was "

@@ -166,7 +166,8 @@ class Team:
         servers = _connect_servers(engine)
         device = torch.device("cpu") if servers is not None else PartialState().device
         base = saved_team.load_base(manifest, folder, model, quantization_config, device)
-        saved_team.check_base_matches(manifest, base, tokenizer)
+        _, template = saved_team.find_template(agents, workflow, tokenizer)
+        saved_team.check_base_matches(manifest, base, tokenizer, template)
         loaded = files.load_onto_base(base, folder) if manifest.adapters else base
         loaded.requires_grad_(False)
         saved = SavedTeam(manifest, tokenizer, views.get(None, team_view), servers)

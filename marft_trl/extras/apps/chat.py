@@ -14,6 +14,7 @@ from .requests import (
     ChatReply,
     ChatRequest,
     RequestError,
+    check_number_of_messages,
     check_object,
     read_call,
     read_content,
@@ -26,7 +27,7 @@ from .requests import (
 _ROLES = {**ROLES, "tool": "tool"}
 
 
-def read(body: bytes, models: Sequence[str]) -> ChatRequest:
+def read(body: bytes, models: Sequence[str] | None, stored: Any = None) -> ChatRequest:
     """Read a request. A [`RequestError`] names the field, its value and what is accepted."""
     own = ("messages", "response_format")
     return ChatRequest.from_body(read_object(body), models, own, _messages, nested_functions=True)
@@ -37,6 +38,7 @@ def _messages(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(items, list) or not items:
         form = '[{"role": "user", "content": "..."}]'
         raise RequestError(f"`messages` must be a list of messages such as `{form}`.", field="messages")
+    check_number_of_messages(items, "messages")
     messages = [_message(item, f"messages[{number}]") for number, item in enumerate(items)]
     return with_names(messages, "messages")
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import hashlib
 import inspect
 import json
 import logging
@@ -129,6 +130,7 @@ class ExternalApp(Workflow):
         if agent_of is not None and not callable(agent_of):
             raise TypeError(f"`agent_of` must be a function of an `AppRequest`, got {agent_of!r}.")
         self._told: set[str] = set()
+        self._reasons: set[str | None] = set()  # of refused requests
         self.max_wait_for_episodes = max_wait_for_episodes
         self.together = together
         if is_command:
@@ -237,6 +239,8 @@ class ExternalApp(Workflow):
                 f"Terminated {result.left} process{'es' * (result.left > 1)} that the application {self.name} left "
                 "running. Wait for child processes in the application."
             )
+        if session.first_refused is not None:
+            self._warn_of_refused(session)
         episode.environment = result
         answers = [turn for turn in episode.turns if turn.agent == self.answer]
         if answers:
@@ -245,8 +249,11 @@ class ExternalApp(Workflow):
             episode.earn(turn or episode.turns[-1], reward)
         value = result.value
         if self.earns and value is not None:
-            if not isinstance(value, (int, float, Mapping)) or isinstance(value, bool):
-                raise TypeError(f"With `earns=True`, {self.name} must return a reward or `None`, got {value!r}.")
+            if not isinstance(value, (int, float, Mapping)) or isinstance(value, bool) or value == {}:
+                raise TypeError(
+                    f"With `earns=True`, {self.name} must return a number, numbers by names of agents, or `None`, got "
+                    f"{value!r}."
+                )
             episode.earn(episode.turns[-1], value)
         elif self.earns and not session.rewards:
             raise RuntimeError(
@@ -273,6 +280,16 @@ class ExternalApp(Workflow):
                 "api_key=endpoint.api_key` to the client, and `env={**os.environ, **endpoint.variables}` to programs."
             ) from cause
 
+    def _warn_of_refused(self, session: Session) -> None:
+        """Warn of refusals, once for each reason: applications often go on without an answer."""
+        if session.first_refused not in self._reasons:
+            self._reasons.add(session.first_refused)
+            total = session.counts["requests"] + session.counts["refused"]
+            logger.warning(
+                f"{session.counts['refused']} of {total} requests of the application {self.name} in an episode were "
+                f"refused. The first: {session.first_refused}"
+            )
+
     def say_once(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
@@ -291,7 +308,7 @@ class _Conversation:
 
     def __init__(self, app: ExternalApp, episode: LiveEpisode, session: Session):
         self._app, self._episode, self._session = app, episode, session
-        self._replies: list[tuple[Turn, ChatReply, ChatRequest]] = []
+        self._replies = _Replies()
         self._num_lineages = 0
         self._continued: set[int] = set()  # turns after which their conversation went on
         self._open: list[Waiting] = []
@@ -340,7 +357,7 @@ class _Conversation:
         try:
             turn = await self._turn(waiting.chat_request, waiting.seen)
             reply = ChatReply.from_turn(turn, waiting.chat_request.stop)
-            self._replies.append((turn, reply, waiting.chat_request))
+            self._replies.add(turn, reply, waiting.chat_request)
             self._refused = 0
             waiting.settle((reply, turn))
         except asyncio.CancelledError:
@@ -359,14 +376,15 @@ class _Conversation:
                 f"The application sends `{name}`, which is ignored in training: agents sample with their own settings "
                 "and the seed of the run."
             )
-        earlier = self._find_earlier(chat_request)
+        prefixes = _prefixes(chat_request.messages)
+        earlier = self._find_earlier(chat_request, prefixes)
         if earlier is None or earlier.lineage is None:
             lineage, self._num_lineages = self._num_lineages, self._num_lineages + 1
         else:
             lineage = earlier.lineage
             self._continued.add(earlier.index)
         requested_turn = RequestedTurn(
-            self._with_turns(chat_request.model, chat_request.messages),
+            self._replies.with_turns(chat_request.model, chat_request.messages, prefixes),
             chat_request.tools,
             chat_request.stop,
             chat_request.sampling,
@@ -380,59 +398,94 @@ class _Conversation:
                 self._continued.discard(earlier.index)
             raise
 
-    def _find_earlier(self, chat_request: ChatRequest) -> Turn | None:
+    def _find_earlier(self, chat_request: ChatRequest, prefixes: Sequence[bytes]) -> Turn | None:
         """
         Return the turn whose conversation a request continues: the agent's latest turn in the messages, after what the
         agent was shown for it. Of two conversations that were the same so far, ids of calls tell which one is meant,
         and else it is one that was not continued.
         """
         best, found = (False, 0, False), None
-        for turn, reply, earlier in self._replies:
-            count = len(earlier.messages)
-            begins = earlier.model == chat_request.model and chat_request.messages[:count] == earlier.messages
-            answer = chat_request.messages[count] if begins and len(chat_request.messages) > count else {}
-            if answer.get("role") == "assistant" and _says(answer, reply):
+        for count, answer in enumerate(chat_request.messages):
+            if answer["role"] != "assistant":
+                continue
+            for turn, reply in self._replies.after(chat_request.model, prefixes[count], answer):
                 rank = (_has_ids(answer, reply), count, turn.index not in self._continued)
                 if rank >= best:
                     best, found = rank, turn
         return found
 
-    def _with_turns(self, agent: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+
+def _prefixes(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """Return a digest of the messages before each position, and of all of them."""
+    digest = hashlib.sha256()
+    found = [digest.digest()]
+    for message in messages:
+        digest.update(json.dumps(message, sort_keys=True).encode("utf-8", "surrogatepass") + b"\n")
+        found.append(digest.digest())
+    return found
+
+
+class _Replies:
+    """
+    The replies of an episode, by what they say and by the messages before them. Conversations have hundreds of turns,
+    and each request brings all of them again, so nothing is compared one by one.
+    """
+
+    def __init__(self) -> None:
+        self._by_key: dict[tuple, list[tuple[Turn, ChatReply]]] = {}
+
+    def add(self, turn: Turn, reply: ChatReply, chat_request: ChatRequest) -> None:
+        before, said = _prefixes(chat_request.messages)[-1], _said_by(reply)
+        keys: list[tuple] = [(chat_request.model, before, said)]
+        if reply.text == ChatReply.from_turn(turn).text:  # not one that is shown without its stop string
+            ids = tuple(call.id for call in reply.calls)
+            keys += [("turn", turn.agent, said, *more) for more in ((ids, before), (ids,), (None, before), ())]
+        for key in keys:
+            self._by_key.setdefault(key, []).append((turn, reply))
+
+    def after(self, model: str, before: bytes, message: Mapping[str, Any]) -> Sequence[tuple[Turn, ChatReply]]:
+        """Replies to requests for a model with the messages `before` that say what a message says."""
+        return self._by_key.get((model, before, _said(message)), ())
+
+    def with_turns(
+        self, agent: str, messages: Sequence[dict[str, Any]], prefixes: Sequence[bytes]
+    ) -> list[dict[str, Any]]:
         """Return the messages, with those that are unchanged earlier turns of the agent replaced by these turns."""
         found: list[dict[str, Any]] = []
-        used: list[Turn] = []
+        used: set[int] = set()
         for number, message in enumerate(messages):
-            turn = self._find_turn(agent, messages, number, used) if message["role"] == "assistant" else None
-            used += [turn] if turn is not None else []
+            turn = self._find_turn(agent, message, prefixes[number], used) if message["role"] == "assistant" else None
+            used |= {turn.index} if turn is not None else set()
             found.append(message if turn is None else {**message, "content": turn})
         return found
 
-    def _find_turn(
-        self, agent: str, messages: Sequence[dict[str, Any]], number: int, used: Sequence[Turn]
-    ) -> Turn | None:
+    def _find_turn(self, agent: str, message: Mapping[str, Any], before: bytes, used: set[int]) -> Turn | None:
         """
         Return the turn of a message: of several with the same text and calls, by ids or the messages before it. It
         does not depend on which conversation went on first, so that a re-run finds the recorded turns.
         """
-        message, before = messages[number], list(messages[:number])
-        same = [
-            ((_has_ids(message, reply), chat_request.messages == before), position, turn)
-            for position, (turn, reply, chat_request) in enumerate(self._replies)
-            if turn.agent == agent
-            and _says(message, reply)
-            and reply.text == ChatReply.from_turn(turn).text  # not one that is shown without its stop string
-            and turn not in used
-        ]
-        # Several after the same messages are used in their order; else the latest one is meant
-        return max(same, key=lambda item: (item[0], -item[1] if item[0][1] else item[1]))[2] if same else None
+        said = _said(message)
+        ids = tuple(call.get("id") for call in message.get("tool_calls") or ())
+        for more in ((ids, before), (ids,), (None, before), ()):
+            alike = self._by_key.get(("turn", agent, said, *more), ())
+            # Several after the same messages are used in their order; else the latest one is meant
+            in_order = alike if before in more else reversed(alike)
+            turn = next((turn for turn, _ in in_order if turn.index not in used), None)
+            if turn is not None:
+                return turn
+        return None
 
 
-def _says(message: Mapping[str, Any], reply: ChatReply) -> bool:
-    """Whether a message of a conversation is a reply: its text and its calls."""
+def _said(message: Mapping[str, Any]) -> tuple[str, str]:
+    """Text and calls of a message of the assistant, as a key."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [(function["name"], json.dumps(function["arguments"], sort_keys=True)) for function in functions]
-    own = ((call.name, json.dumps(json.loads(call.arguments), sort_keys=True)) for call in reply.calls)
-    return reply.text == message["content"] and list(own) == calls
+    return message["content"], json.dumps([[call["name"], call["arguments"]] for call in functions], sort_keys=True)
+
+
+def _said_by(reply: ChatReply) -> tuple[str, str]:
+    """The same of a reply."""
+    calls = [[call.name, json.loads(call.arguments)] for call in reply.calls]
+    return reply.text, json.dumps(calls, sort_keys=True)
 
 
 def _has_ids(message: Mapping[str, Any], reply: ChatReply) -> bool:

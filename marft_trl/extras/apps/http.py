@@ -56,9 +56,10 @@ class HTTPApplication:
     - `answering(request)`: context manager around the handling of a request;
     - `ended(request, client, outcome)`: called at the end. `client` is `None` if `admit` failed.
 
-    A client has the names of its `models`, `agent_of`, which chooses the agent of a request (`None`: the model names
-    it), and the coroutines `count_tokens(chat_request)` and `answer(chat_request, body, is_retry, on_text)`, which may
-    raise a [`RequestError`]. `answer` returns [`ChatReplies`], and calls `on_text`, if not `None`, with new text.
+    A client has the names of its `models`, its latest `responses`, `agent_of`, which chooses the agent of a request
+    (`None`: the model names it), and the coroutines `count_tokens(chat_request)` and `answer(chat_request, body,
+    is_retry, on_text)`, which may raise a [`RequestError`]. `answer` returns [`ChatReplies`], and calls `on_text`, if
+    not `None`, with new text.
     """
 
     def __init__(self, backend: Any):
@@ -124,10 +125,10 @@ class HTTPApplication:
             raise RequestError("`Content-Type` must be `application/json`.", 415)
         client, body = get_client(request), await read_body(request)
         if client.agent_of is None:
-            chat_request = routed = dialect.read(body, client.models)
+            chat_request = routed = dialect.read(body, client.models, client.responses)
         else:
-            chat_request = dialect.read(body, None)
-            routed = choose_agent(client.agent_of, chat_request, request.headers, client.models)
+            chat_request = dialect.read(body, None, client.responses)
+            routed = await choose_agent(client.agent_of, chat_request, request.headers.copy(), client.models)
         request[_MODEL] = routed.model
         return chat_request, routed, body
 
@@ -246,7 +247,7 @@ async def _write(response: web.StreamResponse, texts: asyncio.Queue, encoded: Ca
                     text = await texts.get()
                 break
             except TimeoutError:
-                written = [b": still at it\n\n"]
+                written = [b": keep-alive\n\n"]
 
 
 def get_client(request: web.Request) -> Any:

@@ -15,9 +15,12 @@ from .requests import (
     ReplyCall,
     RequestError,
     check_fields,
+    check_number_of_messages,
     check_object,
+    is_hosted,
     read_call,
     read_flag,
+    read_format,
     read_max_tokens,
     read_model,
     read_object,
@@ -35,18 +38,24 @@ _READ = {
     *("tools", "tool_choice", "row"),
 }
 # Fields that do not change what a model writes here
-_IGNORED = {"metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "betas"}
+_IGNORED = {
+    *("metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "betas", "thinking"),
+    "fallbacks",
+    *("fallback_credit_token", "billing_policy", "user_profile_id", "workspace_id"),
+}
 _POLICY = "Agents sample from their policies. Leave it out."
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "thinking": (({"type": "disabled"}, {"type": "adaptive"}), "Agents have no thinking budget. Leave it out."),
     "output_config": (({},), _POLICY),
-    "output_format": ((), _POLICY),
+    "compaction": (({},), "Send the messages that the agent should see."),
+    "thread": ((), "The server keeps no conversations. Send the whole conversation."),
     "mcp_servers": (([],), "Only the client's own tools can be called."),
     "container": ((), "Only the client's own tools can be called."),
     "context_management": (({}, {"edits": []}), "Send the messages that the agent should see."),
 }
 # Fields of these without an effect on what a model writes here
-_NO_EFFECT = {"thinking": {"display"}, "output_config": {"effort"}}
+_NO_EFFECT = {"output_config": {"effort", "format", "task_budget"}}
+# By which the client's tool runner knows that it has to send whole conversations
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": []}
 # Blocks that are dropped
 _SKIPPED = ("thinking", "redacted_thinking")
 _ERRORS = {
@@ -60,16 +69,23 @@ _ERRORS = {
 }
 
 
-def read(body: bytes, models: Sequence[str] | None) -> ChatRequest:
+def read(body: bytes, models: Sequence[str] | None, stored: Any = None) -> ChatRequest:
     """Read a request. A [`RequestError`] names the field, its value and what is accepted."""
     fields = read_object(body)
-    check_fields(_without_hints(fields), _READ, _IGNORED, _REFUSED)
+    try:
+        check_fields(_without_hints(fields), {*_READ, "output_format"}, _IGNORED, _REFUSED)
+    except RequestError as error:
+        error.details = _NO_THREADS if error.field == "thread" else None
+        raise
+    output_config = fields.get("output_config")
+    output_format = output_config.get("format") if isinstance(output_config, dict) else fields.get("output_format")
     if b'"cache_control"' in body:
         warn_of_cache_hints()
     return ChatRequest(
         model=read_model(fields, models),
         messages=_messages(fields),
         tools=_tools(fields),
+        schema=read_format(output_format, "output_config.format"),
         stop=read_stops(fields, "stop_sequences", most=64),
         stream=read_flag(fields, "stream", False),
         sampling=read_sampling(fields),
@@ -81,7 +97,7 @@ def read(body: bytes, models: Sequence[str] | None) -> ChatRequest:
 def _without_hints(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields without what asks for nothing: hints, nulls, and edits of thoughts, which are not shown."""
     found = dict(fields)
-    for name in ("thinking", "output_config", "context_management"):
+    for name in ("output_config", "context_management"):
         if isinstance(value := fields.get(name), dict):
             hints = _NO_EFFECT.get(name, ())
             found[name] = {key: entry for key, entry in value.items() if entry is not None and key not in hints}
@@ -104,6 +120,7 @@ def _messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(items, list) or not items:
         form = '[{"role": "user", "content": "..."}]'
         raise RequestError(f"`messages` must be a list of messages such as `{form}`.", field="messages")
+    check_number_of_messages(items, "messages")
     found: list[dict[str, Any]] = []
     if fields.get("system"):
         found.append({"role": "system", "content": _read_texts(fields["system"], "system")})
@@ -206,9 +223,15 @@ def _merge_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+# Tools that Anthropic runs itself. The client does not miss their calls
+_HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "mcp_toolset", "advisor_")
+
+
 def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    def read_function(tool: dict[str, Any], where: str) -> tuple[Any, str]:
+    def read_function(tool: dict[str, Any], where: str) -> tuple[Any, str] | None:
         kind = tool.get("type") or "custom"
+        if is_hosted(kind, _HOSTED):
+            return None
         if kind != "custom":
             raise RequestError(
                 f"`{where}.type` is {str(kind)[:80]!r}, a tool whose schema is not known here. If the client runs "
@@ -220,7 +243,7 @@ def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
         return {**{name: tool[name] for name in ("name", "description") if name in tool}, "parameters": schema}, where
 
     choice = check_object(fields.get("tool_choice") or {"type": "auto"}, "tool_choice").get("type")
-    return read_tools(fields, read_function, choice)
+    return read_tools(fields.get("tools") or [], read_function, choice)
 
 
 def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:
@@ -272,7 +295,8 @@ def encoded(event: Mapping[str, Any]) -> bytes:
 
 def error_body(error: RequestError) -> dict[str, Any]:
     kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    details = {"details": error.details} if error.details is not None else {}
+    return {"type": "error", "error": {"type": kind, "message": str(error), **details}}
 
 
 # The event of a stream that failed

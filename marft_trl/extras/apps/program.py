@@ -15,7 +15,7 @@ import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -194,7 +194,7 @@ async def run_program(launch: Launch, endpoint: AppEndpoint) -> AppResult:
     """Run a program. Cancellation terminates it."""
     variables = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     variables |= {"PWD": os.path.abspath(launch.cwd), **launch.variables}
-    loop, options = asyncio.get_running_loop(), {"cwd": launch.cwd, "start_new_session": True}
+    loop, options = asyncio.get_running_loop(), cast(Any, {"cwd": launch.cwd, "start_new_session": True})
     start = asyncio.ensure_future(loop.subprocess_exec(_Listener, *launch.arguments, env=variables, **options))
     try:
         transport, heard = await asyncio.shield(start)

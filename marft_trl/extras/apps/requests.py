@@ -38,18 +38,21 @@ _READ = {
     *("model", "tools", "tool_choice", "stop", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p"),
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "seed", "row", "show_turns"),
 }
-# Fields that are ignored: they do not affect what a model generates, or request the default
+# Fields that are ignored without a warning: they do not affect what a model generates, or request the default
 _ASIDE = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"),
     *("parallel_tool_calls", "reasoning", "reasoning_effort", "verbosity", "include", "truncation", "max_tool_calls"),
-    *("context_management", "prompt_cache_retention"),
+    *("context_management", "prompt_cache_retention", "client_metadata", "moderation", "access_programs"),
+    *("background_options",),
 }
 _LOGPROBS = "Log-probabilities are recorded with each turn, but not sent to the client."
 _POLICY = "Agents sample from their policies. Remove this field."
 _TEXTS = "Agents generate text only. Remove this field."
-_FORMAT = "Constrained decoding would change the policy. Describe the format in a message instead."
-_KEPT = "The server stores nothing between requests. Send the whole conversation."
-# Unsupported fields: the values that have no effect, and what to do
+_KEPT = "The server does not store it. Send the whole conversation."
+# Largest number of messages of a request, and of the warnings about what requests have
+_MOST_MESSAGES, _MOST_WARNINGS = 4096, 100
+_WARNED: set[str] = set()
+# Fields that would change the answer: the values that have no effect, and what to do
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logprobs": ((False,), _LOGPROBS),
     "top_logprobs": ((0,), _LOGPROBS),
@@ -65,6 +68,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "Remove this field."),
     "previous_response_id": ((), _KEPT),
     "conversation": ((), _KEPT),
+    "image": ((), _TEXTS),
     "prompt": ((), _KEPT),
     "background": ((False,), "Remove this field and wait for the answer."),
 }
@@ -73,9 +77,23 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 class RequestError(ValueError):
     """A request that cannot be answered: why, and what to change."""
 
-    def __init__(self, message: str, status: int = 400, field: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        field: str | None = None,
+        code: str | None = None,  # that of OpenAI
+        details: Mapping[str, Any] | None = None,  # those of Anthropic
+    ):
         super().__init__(printable(message))
-        self.status, self.field, self.code = status, field, code  # `code`: that of OpenAI
+        self.status, self.field, self.code, self.details = status, field, code, details
+
+
+def warn_of_request(text: str) -> None:
+    """Log a warning about what clients send, once. Clients cannot fill a disk with different ones."""
+    if text not in _WARNED and len(_WARNED) < _MOST_WARNINGS:
+        _WARNED.add(text)
+        logger.warning(printable(text))
 
 
 def to_request_error(error: BaseException) -> RequestError:
@@ -107,13 +125,17 @@ def check_fields(
     ignored: Collection[str],
     refused: Mapping[str, tuple[tuple[Any, ...], str]],  # values without an effect, and why others are refused
 ) -> None:
-    """Raise a [`RequestError`] if a field is unknown, or is unsupported and requests anything."""
+    """
+    Raise a [`RequestError`] if a field that would change the answer requests anything. Unknown fields, which each
+    release of a client may add, are ignored with one warning each.
+    """
     for name, value in body.items():
         if value is None or name in read or name in ignored:
             continue
         if name not in refused:
             hint = did_you_mean(name, read)
-            raise RequestError(f"Unknown field `{name[:80]}`.{hint}", field=name[:80])
+            warn_of_request(f"A client sends the unknown field `{name[:80]}`, which is ignored.{hint}")
+            continue
         nothing, why = refused[name]
         if not any(value == item and type(value) is type(item) for item in nothing):
             raise RequestError(f"`{name}` is not supported. {why}", field=name, code="unsupported_parameter")
@@ -279,11 +301,32 @@ class ReplyCall(NamedTuple):
     arguments: str
 
 
+def check_number_of_messages(messages: Sequence[Any], where: str) -> None:
+    """Raise a [`RequestError`] for more messages than a conversation has, before any is read."""
+    if len(messages) > _MOST_MESSAGES:
+        raise RequestError(f"`{where}` may have {_MOST_MESSAGES:,} entries, got {len(messages):,}.", field=where)
+
+
+def read_format(value: Any, where: str) -> dict[str, Any] | None:
+    """Read the format of an answer: the JSON schema, or `None` for texts. It is a hint where nothing can force it."""
+    if value is None or (kind := check_object(value, where).get("type")) == "text":
+        return None
+    warn_of_request(
+        f"A client sends `{where}` of the type {str(kind)[:40]!r}, which is a hint: only a vLLM server that serves a "
+        "team constrains decoding. In training, turns are samples of the policy. Describe the format in a message."
+    )
+    if kind == "json_schema":
+        inner = value.get("json_schema") if isinstance(value.get("json_schema"), Mapping) else value
+        return dict(check_object(inner.get("schema") or {}, f"{where}.schema"))
+    return {"type": "object"} if kind == "json_object" else None
+
+
 @dataclass(frozen=True)
 class ChatRequest:
     model: str
     messages: list[dict[str, Any]]  # for chat templates: calls have mappings as `arguments`, results have a `name`
     tools: tuple[dict[str, Any], ...] = ()  # JSON schemas
+    schema: dict[str, Any] | None = None  # of the answer
     stop: tuple[str, ...] = ()
     stream: bool = False
     with_usage: bool = False  # whether a stream ends with the numbers of tokens
@@ -293,6 +336,8 @@ class ChatRequest:
     seed: int | None = None
     row: dict[str, Any] = field(default_factory=dict)  # further dataset columns
     show_turns: bool = True  # whether the answer has the turns of teammates
+    namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # (namespace, name) of functions in one
+    on_response: Callable[[dict[str, Any]], None] = lambda response: None  # keeps a response for later requests
 
     @classmethod
     def from_body(
@@ -305,20 +350,27 @@ class ChatRequest:
     ) -> ChatRequest:
         """Read a request of OpenAI's API, whose forms differ in their fields (`own`), messages and tools."""
 
-        def read_function(tool: dict[str, Any], where: str) -> tuple[Any, str]:
-            if tool.get("type") != "function":
-                raise RequestError(f"`{where}.type` must be 'function'.", field=where)
+        def read_function(tool: dict[str, Any], where: str) -> tuple[Any, str] | None:
+            if is_hosted(kind := tool.get("type"), _HOSTED):
+                return None
+            if kind != "function":
+                raise RequestError(
+                    f"`{where}.type` must be 'function', got {str(kind)[:80]!r}. Agents call functions.", field=where
+                )
             return (tool.get("function"), f"{where}.function") if nested_functions else (tool, where)
 
         model = read_model(body, models)
         check_fields(body, {*_READ, *own}, _ASIDE, _REFUSED)
-        _check_format(body.get("response_format"), "response_format")
-        _check_format(check_object(body.get("text") or {}, "text").get("format"), "text.format")
+        text_format = check_object(body.get("text") or {}, "text").get("format")
+        schema = read_format(body.get("response_format"), "response_format") or read_format(text_format, "text.format")
         is_stream = read_flag(body, "stream", False)
+        tools, namespaces = _without_namespaces(body.get("tools") or [])
         return cls(
             model=model,
             messages=messages(body),
-            tools=read_tools(body, read_function, body.get("tool_choice")),
+            tools=read_tools(tools, read_function, body.get("tool_choice")),
+            namespaces=namespaces,
+            schema=schema,
             stop=read_stops(body),
             stream=is_stream,
             with_usage=read_flag(
@@ -394,27 +446,53 @@ def _as_json(arguments: Any, name: Any) -> str | None:
     return (arguments.strip() or "{}") if isinstance(arguments, str) else json.dumps(arguments)
 
 
-def _check_format(value: Any, where: str) -> None:
-    if value is not None and check_object(value, where).get("type") != "text":
-        raise RequestError(f"`{where}` is not supported. {_FORMAT}", field=where, code="unsupported_parameter")
+# Tools that OpenAI runs itself. The client does not miss their calls
+_HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search")
+
+
+def is_hosted(kind: Any, hosted: Sequence[str]) -> bool:
+    """Whether the provider of the API runs a tool of this type. Agents cannot call it, which one warning says."""
+    if not isinstance(kind, str) or not kind.startswith(tuple(hosted)):
+        return False
+    warn_of_request(f"A client sends the tool {kind[:80]!r}, which is ignored: nothing here runs it.")
+    return True
+
+
+def _without_namespaces(tools: Any) -> tuple[Any, dict[str, tuple[str, str]]]:
+    """Return tools with the functions of namespaces under `namespace__name`, and these names."""
+    if not isinstance(tools, list):
+        return tools, {}
+    found: list[Any] = []
+    names: dict[str, tuple[str, str]] = {}
+    for number, tool in enumerate(tools):
+        if not isinstance(tool, dict) or tool.get("type") != "namespace":
+            found.append(tool)
+            continue
+        where = f"tools[{number}]"
+        namespace, inner = read_name(tool.get("name"), f"{where}.name"), tool.get("tools")
+        for function in inner if isinstance(inner, list) else []:
+            name = read_name(check_object(function, f"{where}.tools").get("name"), f"{where}.tools.name")
+            names[f"{namespace}__{name}"] = (namespace, name)
+            found.append({**function, "name": f"{namespace}__{name}"})
+    return found, names
 
 
 def read_tools(
-    body: Mapping[str, Any], read_function: Callable[[dict[str, Any], str], tuple[Any, str]], choice: Any
+    tools: Any, read_function: Callable[[dict[str, Any], str], tuple[Any, str] | None], choice: Any
 ) -> tuple[dict[str, Any], ...]:
-    """Read the functions that a model may call. `read_function` returns the function of a tool and its field."""
-    tools = body.get("tools") or []
+    """
+    Read the functions that a model may call. `read_function` returns the function of a tool and its field, or `None`
+    for a tool that is ignored.
+    """
     if not isinstance(tools, list):
         raise RequestError("`tools` must be a list.", field="tools")
     places = [f"tools[{number}]" for number in range(len(tools))]
     functions = [read_function(check_object(tool, where), where) for tool, where in zip(tools, places, strict=True)]
-    schemas = tuple(_schema(*function) for function in functions)
+    schemas = tuple(_schema(*function) for function in functions if function is not None)
     if choice not in (None, "auto", "none"):
-        raise RequestError(
-            f"`tool_choice` must be 'auto' or 'none', got {json.dumps(choice)[:80]}. A forced call would not be "
-            "sampled from the agent's policy.",
-            field="tool_choice",
-            code="unsupported_parameter",
+        warn_of_request(
+            f"A client sends `tool_choice` {json.dumps(choice)[:80]}, which is a hint: turns are samples of the "
+            "policy, which need not call a function."
         )
     names = [schema["function"]["name"] for schema in schemas]
     if len(set(names)) < len(names):

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from . import chat
@@ -14,6 +17,7 @@ from .requests import (
     ChatReply,
     ChatRequest,
     RequestError,
+    check_number_of_messages,
     check_object,
     read_call,
     read_content,
@@ -26,35 +30,106 @@ from .requests import (
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
-def read(body: bytes, models: Sequence[str]) -> ChatRequest:
-    """Read a request, like `read` of `chat.py`."""
-    chat_request = ChatRequest.from_body(read_object(body), models, ("input", "instructions", "text"), _messages)
+class ResponseStore:
+    """
+    The latest responses, which later requests continue (`previous_response_id`) or refer to (`item_reference`).
+
+    Args:
+        max_bytes (`int`): size of the stored items. The oldest responses are dropped beyond it.
+    """
+
+    def __init__(self, max_bytes: int):
+        self._max_bytes, self._bytes = max_bytes, 0
+        # Id: the response before it, its items without those of earlier responses, and their size
+        self._responses: dict[str, tuple[str | None, list[dict[str, Any]], int]] = {}
+        self._items: dict[str, dict[str, Any]] = {}
+
+    def add(self, previous: str | None, items: list[dict[str, Any]], response: Mapping[str, Any]) -> None:
+        new = [*items, *response["output"]]
+        size = len(json.dumps(new))
+        self._responses[response["id"]] = previous, new, size
+        self._items |= {item["id"]: item for item in response["output"]}
+        self._bytes += size
+        while self._bytes > self._max_bytes:
+            _, dropped, size = self._responses.pop(next(iter(self._responses)))
+            self._bytes -= size
+            for item in dropped:
+                self._items.pop(item.get("id", ""), None)
+
+    def items(self, identity: str | None) -> list[dict[str, Any]]:
+        """Return the items of a response and of all before it."""
+        parts: list[list[dict[str, Any]]] = []
+        while identity is not None:
+            if identity not in self._responses:
+                raise RequestError(
+                    f"`previous_response_id` {str(identity)[:80]!r} is not among the latest responses. Send the whole "
+                    "conversation, with `store` false.",
+                    404,
+                    "previous_response_id",
+                    "previous_response_not_found",
+                )
+            identity, part, _ = self._responses[identity]
+            parts.insert(0, part)
+        return [item for part in parts for item in part]
+
+    def resolve(self, item: Any, where: str) -> Any:
+        """Return an item of the input, or the stored one that it refers to."""
+        if not isinstance(item, dict) or item.get("type", "item_reference") != "item_reference" or "role" in item:
+            return item
+        if item.get("id") not in self._items:
+            raise RequestError(
+                f"`{where}` refers to the item {str(item.get('id'))[:80]!r}, which is not of the latest responses. "
+                "Send the item itself, with `store` false.",
+                404,
+                where,
+            )
+        return self._items[item["id"]]
+
+
+def read(body: bytes, models: Sequence[str] | None, stored: ResponseStore) -> ChatRequest:
+    """Read a request, like `read` of `chat.py`. `stored` has earlier responses."""
+    fields = read_object(body)
+    previous, items = fields.get("previous_response_id"), _items(fields, stored)
+    own = ("input", "instructions", "text", "previous_response_id")
+    earlier = stored.items(previous)
+    chat_request = ChatRequest.from_body(fields, models, own, lambda body: _messages(body, [*earlier, *items]))
     if chat_request.count > 1:
         raise RequestError(
             f"`n` must be 1 for a response, got {chat_request.count}. Send a request for each answer.", field="n"
         )
-    return chat_request
+    if fields.get("store") is False:
+        return chat_request
+    return replace(chat_request, on_response=functools.partial(stored.add, previous, items))
 
 
-def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _items(body: Mapping[str, Any], stored: ResponseStore) -> list[dict[str, Any]]:
     items = body.get("input")
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:
         raise RequestError("`input` must be a string or a list of items.", field="input")
+    check_number_of_messages(items, "input")
+    places = [f"input[{number}]" for number in range(len(items))]
+    return [check_object(stored.resolve(item, where), where) for item, where in zip(items, places, strict=True)]
+
+
+def _messages(body: Mapping[str, Any], items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    check_number_of_messages(items, "input")
     messages: list[dict[str, Any]] = []
     if body.get("instructions") is not None:
         messages.append({"role": "system", "content": read_content(body["instructions"], "instructions")})
     for number, item in enumerate(items):
         where = f"input[{number}]"
-        kind = check_object(item, where).get("type", "message")
+        kind = item.get("type", "message")
         if kind == "message":
             role, text = read_role(item, where, ROLES), read_content(item.get("content"), f"{where}.content", _TEXTS)
             messages.append({"role": role, "content": text})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            call = read_call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
+            name = item.get("name")
+            name = f"{item['namespace']}__{name}" if item.get("namespace") else name
+            call = read_call(item.get("call_id"), name, item.get("arguments"), where)
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             output = read_content(item.get("output"), f"{where}.output", _TEXTS)
@@ -69,7 +144,9 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:
     """Return the answer. A truncated one is `completed` as well: clients raise an error for an incomplete response."""
     (reply,) = messages
-    return _response(identity, chat_request, "completed", _output(identity, reply), reply)
+    response = _response(identity, chat_request, "completed", _output(identity, chat_request, reply), reply)
+    chat_request.on_response(response)
+    return response
 
 
 class Stream:
@@ -100,7 +177,7 @@ class Stream:
     def end(self, reply: ChatReply) -> list[dict[str, Any]]:
         """Return the last events, with the text if none of it was sent."""
         found = self.delta(reply.text) if not self._has_text and (reply.text or not reply.calls) else []
-        items = _output(self._identity, reply)
+        items = _output(self._identity, self._chat_request, reply)
         for index, item in enumerate(items):
             if item["type"] == "message":
                 found.append(self._event("response.output_text.done", **self._place, text=reply.text, logprobs=[]))
@@ -109,9 +186,9 @@ class Stream:
                 begun = {**item, "status": "in_progress", "arguments": ""}
                 place = {"item_id": item["id"], "output_index": index}
                 found.append(self._event("response.output_item.added", output_index=index, item=begun))
-                name, arguments = item["name"], item["arguments"]
+                arguments = item["arguments"]
                 found.append(self._event("response.function_call_arguments.delta", **place, delta=arguments))
-                done = {"name": name, "arguments": arguments}
+                done = {"name": item["name"], "arguments": arguments}
                 found.append(self._event("response.function_call_arguments.done", **place, **done))
             found.append(self._event("response.output_item.done", output_index=index, item=item))
         whole_answer = answer(self._identity, self._chat_request, [reply])
@@ -155,11 +232,13 @@ def _response(
     }
 
 
-def _output(identity: str, reply: ChatReply) -> list[dict[str, Any]]:
+def _output(identity: str, chat_request: ChatRequest, reply: ChatReply) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
     for number, call in enumerate(reply.calls):
         head = {"type": "function_call", "id": f"fc_{identity}_{number}", "call_id": call.id}
-        calls.append({**head, "name": call.name, "arguments": call.arguments, "status": "completed"})
+        namespace, name = chat_request.namespaces.get(call.name, (None, call.name))
+        named = {"name": name} if namespace is None else {"namespace": namespace, "name": name}
+        calls.append({**head, **named, "arguments": call.arguments, "status": "completed"})
     return [_message_item(identity, reply.text), *calls] if reply.text or not calls else calls
 
 

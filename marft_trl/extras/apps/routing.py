@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +24,7 @@ class AppRequest(NamedTuple):
         model (`str`): name of the model that the application asks for.
         system (`str`): text of the first system messages.
         tools (`frozenset[str]`): names of the tools of the request.
-        headers (`Mapping[str, str]`): HTTP headers, without keys.
+        headers (`Mapping[str, str]`): HTTP headers without credentials, under names in any case.
     """
 
     model: str
@@ -30,9 +33,10 @@ class AppRequest(NamedTuple):
     headers: Mapping[str, str]
 
 
-# Chooses the name of the agent that answers
-AgentRule = Callable[[AppRequest], str]
-_SECRET_HEADERS = {"authorization", "x-api-key", "cookie", "proxy-authorization"}
+# Chooses the name of the agent that answers. Functions run in threads, so that a slow one holds up no other request
+AgentRule = Callable[[AppRequest], str | Awaitable[str]]
+# Parts of the names of headers with credentials
+_SECRET_HEADERS = re.compile("authorization|cookie|key|token|secret|password|credential", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class BySystemPrompt:
 
     Args:
         agents (`Mapping[str, str]`):
-            Names of agents by beginnings of system prompts. The longest one that matches counts.
+            Names of agents by beginnings of system prompts, or of a paragraph if none begins the prompt. The longest
+            one that matches counts.
         default (`str`, *optional*):
             Agent of other requests, unless they name one of these agents as their model. If omitted, they are refused.
     """
@@ -57,6 +62,8 @@ class BySystemPrompt:
     def __call__(self, request: AppRequest) -> str:
         system = request.system.lstrip()
         matching = [beginning for beginning in self.agents if system.startswith(beginning)]
+        # Clients may put another block before the prompt
+        matching = matching or [beginning for beginning in self.agents if f"\n\n{beginning}" in system]
         if matching:
             return self.agents[max(matching, key=len)]
         return _without_match(self, request, f"the system prompt {system[:80]!r}")
@@ -115,18 +122,26 @@ def rebuild_rule(description: Mapping[str, Any]) -> AgentRule:
     return rule(fields["agents"], fields.get("default"))
 
 
-def choose_agent(
-    rule: AgentRule, chat_request: ChatRequest, headers: Mapping[str, str], agents: Sequence[str]
+async def choose_agent(
+    rule: AgentRule, chat_request: ChatRequest, headers: MutableMapping[str, str], agents: Sequence[str]
 ) -> ChatRequest:
-    """Return the request for the agent that a rule chooses. Raises a [`RequestError`] for an unknown agent."""
+    """
+    Return the request for the agent that a rule chooses. `headers` are the caller's copy, whose names have no case.
+
+    Raises:
+        RequestError: the rule chose an agent that the team does not have.
+    """
     system = []
     for message in chat_request.messages:
         if message["role"] != "system":
             break
         system.append(message["content"])
     tools = frozenset(tool["function"]["name"] for tool in chat_request.tools)
-    public = {name: value for name, value in headers.items() if name.lower() not in _SECRET_HEADERS}
-    agent = rule(AppRequest(chat_request.model, "\n\n".join(system), tools, public))
+    for name in {name for name in headers if _SECRET_HEADERS.search(name)}:
+        del headers[name]
+    request = AppRequest(chat_request.model, "\n\n".join(system), tools, headers)
+    chosen = rule(request) if isinstance(rule, (BySystemPrompt, ByTools)) else await asyncio.to_thread(rule, request)
+    agent = await chosen if inspect.isawaitable(chosen) else chosen
     if agent not in agents:
         known = ", ".join(map(repr, agents))
         raise RequestError(f"`agent_of` chose {agent!r} for a request. The agents are {known}.", 404, "model")

@@ -11,11 +11,12 @@ import ipaddress
 import logging
 import secrets
 import signal
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from yarl import URL
@@ -27,10 +28,13 @@ from ...team import Event, Team, TextDelta
 from ...team.live import Question
 from ...workflows import Sequential, Workflow
 from ..engines.server import EngineDownError
+from .connections import Connections, listen
 from .external_app import OUTPUT, ExternalApp
 from .http import ChatReplies, HTTPApplication, Outcome, TextListener, get_api_key
 from .requests import ChatReply, ChatRequest, RequestError, to_request_error
+from .responses import ResponseStore
 from .routing import AgentRule
+from .session import logger as client_logger
 
 
 logger = logging.getLogger(__name__)
@@ -218,6 +222,8 @@ def as_data(episode: Episode) -> dict[str, Any]:
 # Paths that need no key
 _PUBLIC_PATHS = ("/", "/health")
 _UNSUPPORTED = "unsupported_parameter"
+# Bytes of the stored responses of all clients
+_MOST_STORED = 64 << 20
 
 
 def serve(team: Team, settings: GatewaySettings | None = None) -> None:
@@ -235,20 +241,31 @@ async def _serve(team: Team, settings: GatewaySettings) -> None:
     stop_requested, loop = asyncio.Event(), asyncio.get_running_loop()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signal_number, stop_requested.set)
+    backend = _TeamBackend(team, settings)
     runner = web.AppRunner(
-        application(team, settings),
+        backend.application(),
         handler_cancellation=True,
         shutdown_timeout=settings.grace,
         access_log=None,
         auto_decompress=False,  # a small body could expand without limit before the key is checked
+        logger=client_logger,
     )
     await runner.setup()
+    sockets: list[socket.socket] = []
+    accepting: list[asyncio.Task] = []
     try:
-        await web.TCPSite(runner, settings.host, settings.port).start()
-        url = URL.build(scheme="http", host=settings.host, port=runner.addresses[0][1])  # port 0 picks a free port
+        sockets = await listen(settings.host, settings.port)
+        server = cast(web.Server, runner.server)
+        accepting = [asyncio.ensure_future(backend.connections.accept(listening, server)) for listening in sockets]
+        url = URL.build(scheme="http", host=settings.host, port=sockets[0].getsockname()[1])
         logger.info(f"Serving {team!r} on {str(url).rstrip('/')}.")
         await stop_requested.wait()
     finally:
+        for task in accepting:
+            task.cancel()
+        await asyncio.gather(*accepting, return_exceptions=True)
+        for listening in sockets:
+            listening.close()
         await runner.cleanup()
 
 
@@ -296,6 +313,7 @@ class _TeamBackend:
         self._queue, self._counters = RequestQueue(max_running, settings.max_waiting), ServerMetrics()
         self._page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
         self._is_shutting_down = False
+        self.connections, self.responses = Connections(), ResponseStore(_MOST_STORED)
 
     @property
     def _workflows(self) -> dict[str, Workflow | None]:
@@ -350,7 +368,7 @@ class _TeamBackend:
         return self
 
     def answering(self, request: web.Request) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        return self.connections.answering(request.transport)
 
     def ended(self, request: web.Request, client: _TeamBackend | None, outcome: Outcome) -> None:
         if request.method == "POST":
@@ -369,7 +387,8 @@ class _TeamBackend:
         known = self._agent_names
         agent = chat_request.model if chat_request.model in known else known[0]
         try:
-            return await self._team.live.count_tokens(agent, chat_request.messages, chat_request.tools)
+            async with self._queue.place():
+                return await self._team.live.count_tokens(agent, chat_request.messages, chat_request.tools)
         except PromptError as error:
             raise to_request_error(error) from error
 
@@ -413,6 +432,7 @@ class _TeamBackend:
             workflow,
             chat_request.max_tokens,
             self._settings.max_turns,
+            chat_request.schema if chat_request.model in self._agent_names else None,
         )
         if chat_request.count > self._queue.places:
             raise RequestError(f"`n` must be at most {self._queue.places}, got {chat_request.count}.", field="n")

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
-import socket
 import threading
-import time
 import weakref
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ...system.child_processes import keep
-from ...system.files import spare_files
+from .connections import Connections, files_to_use, listen
 from .requests import RequestError, read_object
 from .session import AppEndpoint, Session, forget_shared_keys, logger, mark_of_process
 
@@ -27,14 +24,8 @@ if TYPE_CHECKING:
     from .http import Outcome
 
 
-_BACKLOG = 1024
-# Open files of an episode at a time, with those of a client, of its event loop or of the pipes of a program, and those
-# that are left to the rest of the run
-_FILES, _RESERVE = 24, 64
-# Seconds between two looks for room for a further connection, and before a further try where files are missing
-_PAUSE, _AGAIN = 0.01, 0.2
-# Seconds after which a connection without a valid request may have to make room
-_SILENT = 1.0
+# Open files of an episode at a time: those of a client, of its event loop or of the pipes of a program
+_FILES = 24
 
 
 class Endpoint:
@@ -61,13 +52,10 @@ class Endpoint:
                 os.environ[name] = ",".join(filter(None, [known, "127.0.0.1"]))
         keep(mark_of_process())  # programs that functions start, too, since they have a key
         self._sessions: dict[str, Session] = {}
-        files = (spare := spare_files()) - max(_RESERVE, spare // 8)
-        # `at_once`: maximum number of concurrent episodes
-        self.at_once, self._most_connections = max(1, files // _FILES), max(_FILES, files // 2)
+        self.at_once = max(1, files_to_use() // _FILES)  # maximum number of concurrent episodes
+        self._connections = Connections()
         self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
         self._places = weakref.WeakKeyDictionary()
-        # Connections, the oldest first, with whether a request is being answered
-        self._silent_since: dict[Any, float] = {}  # of each connection; infinite while a request is answered
         self._loop = asyncio.new_event_loop()
         started: Future[int] = Future()
         threading.Thread(target=self._work, args=(started,), name="marft-endpoint", daemon=True).start()
@@ -99,9 +87,9 @@ class Endpoint:
             settings: dict[str, Any] = {"access_log": None, "auto_decompress": False, "logger": logger}
             runner = web.AppRunner(self._application(), handler_cancellation=True, **settings)
             await runner.setup()
-            listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
-            listening.setblocking(False)
-            self._accepting = asyncio.ensure_future(self._accept(listening, cast(web.Server, runner.server)))
+            (listening,) = await listen("127.0.0.1", 0)
+            accepting = self._connections.accept(listening, cast(web.Server, runner.server))
+            self._accepting = asyncio.ensure_future(accepting)
             return listening.getsockname()[1]
 
         asyncio.set_event_loop(self._loop)
@@ -114,29 +102,6 @@ class Endpoint:
             started.set_exception(error)
             return
         self._loop.run_forever()
-
-    async def _accept(self, listening: socket.socket, server: web.Server) -> None:
-        """Accept connections up to the limit on open files. The oldest silent connection makes room for the next."""
-        while True:  # asyncio's own servers have no such limit, and log a thousand lines a second when files run out
-            try:
-                connection, _ = await self._loop.sock_accept(listening)
-                transport, _ = await self._loop.connect_accepted_socket(server, connection)
-            except OSError:
-                logger.exception("Failed to accept a connection.")
-                await asyncio.sleep(_AGAIN)
-                continue
-            self._silent_since[transport] = time.monotonic()
-            while len(self._open_connections()) > self._most_connections:
-                oldest = min(self._silent_since, key=self._silent_since.__getitem__)
-                if time.monotonic() - self._silent_since[oldest] > _SILENT:
-                    oldest.abort()
-                else:  # further clients wait in the backlog
-                    await asyncio.sleep(_PAUSE)
-
-    def _open_connections(self) -> dict[Any, float]:
-        for closed in [connection for connection in self._silent_since if connection.is_closing()]:
-            del self._silent_since[closed]
-        return self._silent_since
 
     def _application(self) -> web.Application:
         from .http import HTTPApplication, get_client, read_body
@@ -171,17 +136,8 @@ class Endpoint:
             )
         return session
 
-    @contextlib.contextmanager
-    def answering(self, request: web.Request) -> Iterator[None]:
-        """Mark a connection as active."""
-        transport = request.transport
-        if transport in self._silent_since:  # else its client is gone already
-            self._silent_since[transport] = math.inf
-        try:
-            yield
-        finally:
-            if transport in self._silent_since:
-                self._silent_since[transport] = time.monotonic()  # until its client has closed it
+    def answering(self, request: web.Request) -> contextlib.AbstractContextManager[None]:
+        return self._connections.answering(request.transport)
 
     def ended(self, request: web.Request, client: Session | None, outcome: Outcome) -> None:
         if client is not None and outcome.error is not None:

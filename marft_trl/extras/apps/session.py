@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...episodes.records import Turn
 from .requests import ChatReply, ChatRequest, RequestError
+from .responses import ResponseStore
 
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from .routing import AgentRule
 
 
-# Maximum number of unanswered requests of an episode
-_MOST_WAITING = 512
+# Maximum number of unanswered requests of an episode, and bytes of its stored responses
+_MOST_WAITING, _MOST_STORED = 512, 4 << 20
 # Prefix of the keys of this process and its forks
 _TOKEN = f"marft-{secrets.token_hex(4)}"
 # Modules whose `api_key` is that of all clients of the process, and that of the Agents SDK with its default client
@@ -156,8 +157,10 @@ class Session:
         self.secret = mark_of_process() + secrets.token_urlsafe(32)
         self.loop = asyncio.get_running_loop()
         self.inbox: asyncio.Queue[Waiting] = asyncio.Queue()  # in the event loop of the episode
+        self.responses = ResponseStore(_MOST_STORED)
         self.counts: Counter[str] = Counter()  # of requests, by outcome
         self.refused: str | None = None  # error of the latest refused request
+        self.first_refused: str | None = None
         # Each with the last turn that was answered before
         self.rewards: list[tuple[float | Mapping[str, float], Turn | None]] = []
         self._answered: list[Turn] = []
@@ -230,6 +233,7 @@ class Session:
     def refuse(self, error: RequestError) -> None:
         self.counts["refused"] += 1
         self.refused = str(error)
+        self.first_refused = self.first_refused or self.refused
 
     def reward(self, reward: Any) -> None:
         """Record a reward: a number for the team, or a mapping of agent names to numbers."""

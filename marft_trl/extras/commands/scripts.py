@@ -362,9 +362,7 @@ def _system_prompts(episode: Episode) -> str:
         messages = turn.observation if isinstance(turn.observation, list) else []
         system = [str(message["content"]) for message in messages[:1] if message["role"] == "system"]
         beginnings.setdefault(turn.agent, []).extend(text.strip()[:100] for text in system)
-    lines = [
-        f"  {agent}: {text!r}\n" for agent, texts in beginnings.items() for text in dict.fromkeys(texts)
-    ]
+    lines = [f"  {agent}: {text!r}\n" for agent, texts in beginnings.items() for text in dict.fromkeys(texts)]
     return "\nBeginnings of system prompts, by agent:\n" + "".join(lines) if lines else ""
 
 

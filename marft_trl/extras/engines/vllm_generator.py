@@ -322,6 +322,8 @@ class VLLMGenerator(Generator):
         limit = agent_sampling.max_completion_length
         if live is not None and live.limit is not None:
             limit = min(limit, live.limit)
+        if live is not None and live.schema is not None:
+            settings["structured_outputs"] = {"json": live.schema}
         request = GenerateRequest(version.name, ids, limit, settings)
         on_tokens = None if live is None else live.on_tokens
         generated, server = await self._connections[asyncio.get_running_loop()].generate(request, on_tokens)
