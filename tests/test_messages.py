@@ -17,7 +17,7 @@ import openai
 import pytest
 import torch
 
-from .helpers import add, only_slice, plain_logps, team_trainer
+from .helpers import add, only_slice, pairs, plain_logps, team_trainer
 from .test_applications import SCHEMA, played, question_of, raw, said_to, user
 from .test_gateway import serving
 from .test_live import namesakes  # noqa: F401
@@ -327,7 +327,7 @@ async def talk(endpoint, form, stream, tools):
     sdk = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
     sdk = talks_to(endpoint) if form == "messages" else sdk
     while len(history) < 6:
-        text, calls, said = await FORMS[form](sdk, history, stream, tools)
+        text, calls, said = await FORMS[form](sdk, history, stream, tools and (tools != "once" or len(history) == 1))
         texts.append(text)
         history += said
         results = [(identity, str(add(**json.loads(arguments)))) for identity, arguments in calls]
@@ -384,8 +384,7 @@ async def by_messages(sdk, history, stream, tools):
 FORMS = {"chat": by_chat, "responses": by_responses, "messages": by_messages}
 
 
-@pytest.mark.parametrize("tools", [False, True], ids=["texts", "tools"])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("stream", "tools"), pairs([False, True], [False, True, "once"]))
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_are_the_sampled_tokens_with_their_gradients(form, stream, tools, model_folder, tmp_path):
     """Whatever the client makes of them; log-probabilities and gradients are those of a computation by hand."""
@@ -401,7 +400,11 @@ def test_rows_are_the_sampled_tokens_with_their_gradients(form, stream, tools, m
         return [float(len(texts) % 3 + index % 4) for index in range(len(completions))]
 
     torch.manual_seed(0)
-    given = {"workflow": ExternalApp(app, tools=tools), "train_dataset": ROWS, "processing_class": tool_tokenizer()}
+    given = {
+        "workflow": ExternalApp(app, tools=bool(tools)),
+        "train_dataset": ROWS,
+        "processing_class": tool_tokenizer(),
+    }
     given |= {"agents": [AgentSpec("solver"), AgentSpec("judge", trainable=False)], "reward_funcs": noting}
     # So that rows have log-probabilities
     settings = {"max_completion_length": 64, "loss_type": "bnpo", "num_iterations": 2}
@@ -487,3 +490,36 @@ def test_a_team_answers_anthropic_clients(namesakes):  # noqa: F811
             client.messages.create(**asked, tools=[TOOL])
         models = client.models.list()
         assert models.has_more is False and {model.display_name for model in models} >= {"team"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_tool_runner_falls_back_to_whole_conversations(stream):
+    """Its first request names a thread, which the server does not keep. It knows the error by its details."""
+    results = []
+
+    @anthropic.beta_async_tool
+    async def add(a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: the first
+            b: the second
+        """
+        return str(a + b)
+
+    async def app(row, endpoint):
+        async with talks_to(endpoint) as client:
+            messages = [user("What is 3+4?")]
+            options = {"model": "ann", "max_tokens": 64, "tools": [add], "messages": messages, "stream": stream}
+            runner = client.beta.messages.tool_runner(**options)
+            last = await runner.until_done()
+            results.append(last.content[0].text)
+
+    def answer(asked):
+        first = all(isinstance(m["content"], str) and m["role"] != "tool" for m in asked[0].requested_turn.messages)
+        call = {"tool_calls": (ToolCall("add", {"a": 3, "b": 4}),), "without_calls": ""} if first else {}
+        return [one.make_completion("" if first else "It is 7.", **call) for one in asked]
+
+    (episode,) = collect(ExternalApp(app, tools=True, together=0), [{"prompt": "x"}], ["ann"], answer)
+    assert results == ["It is 7."] and [turn.lineage for turn in episode.turns] == [0, 0]
+    assert episode.turns[1].text == "It is 7." and episode.counts["app/refused"] == 1

@@ -241,6 +241,14 @@ async def _serve(team: Team, settings: GatewaySettings) -> None:
     stop_requested, loop = asyncio.Event(), asyncio.get_running_loop()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signal_number, stop_requested.set)
+    async with listening(team, settings) as url:
+        logger.info(f"Serving {team!r} on {url}.")
+        await stop_requested.wait()
+
+
+@contextlib.asynccontextmanager
+async def listening(team: Team, settings: GatewaySettings) -> AsyncIterator[str]:
+    """Serve a team within the context, in the current event loop. Yields its URL."""
     backend = _TeamBackend(team, settings)
     runner = web.AppRunner(
         backend.application(),
@@ -252,20 +260,19 @@ async def _serve(team: Team, settings: GatewaySettings) -> None:
     )
     await runner.setup()
     sockets: list[socket.socket] = []
-    accepting: list[asyncio.Task] = []
+    tasks: list[asyncio.Task] = []
     try:
         sockets = await listen(settings.host, settings.port)
         server = cast(web.Server, runner.server)
-        accepting = [asyncio.ensure_future(backend.connections.accept(listening, server)) for listening in sockets]
+        tasks = [asyncio.ensure_future(backend.connections.accept(open_socket, server)) for open_socket in sockets]
         url = URL.build(scheme="http", host=settings.host, port=sockets[0].getsockname()[1])
-        logger.info(f"Serving {team!r} on {str(url).rstrip('/')}.")
-        await stop_requested.wait()
+        yield str(url).rstrip("/")
     finally:
-        for task in accepting:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*accepting, return_exceptions=True)
-        for listening in sockets:
-            listening.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for open_socket in sockets:
+            open_socket.close()
         await runner.cleanup()
 
 
