@@ -1381,6 +1381,11 @@ def test_fields_of_a_later_release_formats_and_forced_calls_are_hints_with_one_w
 
     (episode,) = collect(ExternalApp(app, together=0, tools=True), [{"prompt": "x"}], NAMED, said_to)
     assert len(episode.turns) == 4
+    assert [turn.text.partition("\n\nAnswer with JSON")[0] for turn in episode.turns] == [
+        *(f"ann: {number}" for number in range(3)),
+        "ann: x",
+    ]
+    assert all('fits this schema: {"type": "object"}' in turn.text for turn in episode.turns)
     warned = [text for text in caplog.messages if text.startswith("A client sends")]
     assert len(warned) == len(set(warned)) == 6
     for word in ("`brand_new`", "`response_format`", "`text.format`", '"required"', '"name": "f"', "'web_search'"):

@@ -17,7 +17,7 @@ import openai
 import pytest
 import torch
 
-from .helpers import add, only_slice, pairs, plain_logps, team_trainer
+from .helpers import add, collect, only_slice, pairs, plain_logps, team_trainer
 from .test_applications import SCHEMA, played, question_of, raw, said_to, user
 from .test_gateway import serving
 from .test_live import namesakes  # noqa: F401

@@ -21,7 +21,7 @@ from ...episodes.records import EndOfEpisode, RequestedTurn, Turn
 from ...system.watchdog import end_thread
 from ...workflows.base import Workflow, callable_name
 from .program import AppResult, Program, split_command
-from .requests import ChatReply, ChatRequest, RequestError, to_request_error
+from .requests import ChatReply, ChatRequest, RequestError, to_request_error, with_format
 from .routing import AgentRule, describe_rule, named_agents, rebuild_rule
 from .session import AppEndpoint, Session, Waiting, settle_future, shared_keys
 
@@ -384,7 +384,9 @@ class _Conversation:
             lineage = earlier.lineage
             self._continued.add(earlier.index)
         requested_turn = RequestedTurn(
-            self._replies.with_turns(chat_request.model, chat_request.messages, prefixes),
+            with_format(
+                self._replies.with_turns(chat_request.model, chat_request.messages, prefixes), chat_request.schema
+            ),
             chat_request.tools,
             chat_request.stop,
             chat_request.sampling,

@@ -31,7 +31,7 @@ from ..engines.server import EngineDownError
 from .connections import Connections, listen
 from .external_app import OUTPUT, ExternalApp
 from .http import ChatReplies, HTTPApplication, Outcome, TextListener, get_api_key
-from .requests import ChatReply, ChatRequest, RequestError, to_request_error
+from .requests import ChatReply, ChatRequest, RequestError, to_request_error, with_format
 from .responses import ResponseStore
 from .routing import AgentRule
 from .session import logger as client_logger
@@ -300,7 +300,8 @@ class _RequestedTurnWorkflow(Workflow):
     async def run(self, episode: LiveEpisode) -> None:
         request = self._chat_request
         try:
-            await episode.turn_on(request.model, RequestedTurn(request.messages, request.tools, request.stop))
+            messages = with_format(request.messages, request.schema)
+            await episode.turn_on(request.model, RequestedTurn(messages, request.tools, request.stop))
         except EndOfEpisode as end:
             raise PromptError(str(end), end.is_too_long) from end
 
@@ -432,8 +433,9 @@ class _TeamBackend:
     async def _run_episodes(
         self, chat_request: ChatRequest, workflow: Workflow | None, on_event: Callable[[Event], None] | None
     ) -> list[Episode]:
+        prompt = with_format(chat_request.messages, chat_request.schema)
         question = Question(
-            [{**chat_request.row, "prompt": chat_request.messages} for _ in range(chat_request.count)],
+            [{**chat_request.row, "prompt": prompt} for _ in range(chat_request.count)],
             secrets.randbits(62) if chat_request.seed is None else chat_request.seed,
             decoding(chat_request.sampling),
             workflow,
