@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from marft_trl import AgentSpec, Turn
 from marft_trl.episodes.records import TOOL, Feedback
+from marft_trl.episodes.tools import ToolCall
 from marft_trl.extras.apps import ExternalApp, chat
 from marft_trl.prompts.builder import PromptBuilder, Query
 from marft_trl.prompts.chat_template import ChatTemplate
@@ -36,6 +37,21 @@ CALL_ENDS = {"gemma4_v2": "<turn|>", "gemma4": "<|tool_response>", "gptoss": "<|
 ENDS = {"gptoss": "<|return|>", "glm4moe": "<|user|>"}
 
 
+# A template that looks for flags in contents, removes them, and trims, as that of SmolLM3
+LIKE_SMOLLM3 = (
+    "{%- set ns = namespace(mode='/think') -%}{%- set first = '' -%}{%- if messages[0].role == 'system' -%}"
+    "{%- set first = messages[0].content -%}{%- endif -%}"
+    "{%- if '/no_think' in first -%}{%- set ns.mode = '/no_think' -%}{%- endif -%}"
+    "{{- '<|im_start|>system\nReasoning: ' + ns.mode + '\n' + first.replace('/no_think', '').replace('/think', '')"
+    ".rstrip() + '<|im_end|>\n' -}}{%- for m in messages -%}{%- if m.role == 'user' -%}"
+    "{{- '<|im_start|>user\n' + m.content + '<|im_end|>\n' -}}{%- elif m.role == 'assistant' -%}"
+    "{%- if ns.mode == '/no_think' -%}{{- '<|im_start|>assistant\n<think>\n\n</think>\n' + m.content.lstrip('\n') + "
+    "'<|im_end|>\n' -}}{%- else -%}{{- '<|im_start|>assistant\n' + m.content.lstrip('\n') + '<|im_end|>\n' -}}"
+    "{%- endif -%}{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}"
+    "{%- if ns.mode == '/no_think' -%}{{- '<think>\n\n</think>\n' -}}{%- endif -%}{%- endif -%}"
+)
+
+
 def of_family(table, name):
     return next((value for family, value in table.items() if name.startswith(family)), None)
 
@@ -45,7 +61,7 @@ class Family:
 
     def __init__(self, name):
         self.name, self.tokenizer = name, tiny_tokenizer()
-        source = chat_template(name)
+        source = LIKE_SMOLLM3 if name == "like_smollm3" else chat_template(name)
         marks = sorted(set(re.findall(r"<[^<>\s{}'\"=]+>|\[gMASK\]", source)))
         added = [mark for mark in marks if re.fullmatch(r"</?(think|tool_call|tool_response)>", mark)]
         special = [mark for mark in marks if re.search(r"[|\uff5c\[]|_of_|sop", mark)]
@@ -99,17 +115,32 @@ class Family:
         return PromptBuilder(self.tokenizer, tokenize, chat_template=template, end_token_ids=self.ends)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_agent_is_shown_what_the_template_makes_of_the_conversation(name):
+# System prompt, question, result of a tool, further question
+CONTENTS = {
+    "plain": ("Be brief.", "3+4?", "7", "Sure?"),
+    # What templates trim, quote, escape, look for or cut
+    "odd": (
+        '\nBe "brief" \\ /no_think.\n ',
+        " \n'3+4'? \t&lt; é\u0301\U0001f600 /think \n",
+        '{"temp": 21, "city": "Rome\\n"}\n',
+        "  Sure?/no_think",
+    ),
+}
+
+
+@pytest.mark.parametrize("contents", CONTENTS)
+@pytest.mark.parametrize("name", [*NAMES, "like_smollm3"])
+def test_an_agent_is_shown_what_the_template_makes_of_the_conversation(name, contents):
     """In training, when served, and in a workflow: a call, its result, an answer, and the next question."""
     family, agent = Family(name), AgentSpec("ann")
-    reasons = "" if "nothink" in name else "3 and 4 are 7"
+    system, question, result_text, doubt = CONTENTS[contents]
+    reasons = "" if "nothink" in name or name == "like_smollm3" else "3 and 4 are 7"
     plan = [family.said("", reasons, [CALL])] if family.has_tools else []
     plan += [family.said("It is 7.", reasons), family.said("Yes.", reasons)]
     builder, served = family.builder(), family.builder()
     stops_nowhere = SimpleNamespace(holds_stop=lambda *_: False)
     reader = TurnReader(family.tokenizer, family.ends, family.template, family.has_tools, is_lone=False)
-    start = [{"role": "system", "content": "Be brief."}] * family.has_system + [user("3+4?")]
+    start = [{"role": "system", "content": system}] * family.has_system + [user(question)]
     conversation, received, expected, trained, shown = list(start), [], [], [], []
 
     def answer(requests):
@@ -119,6 +150,8 @@ def test_an_agent_is_shown_what_the_template_makes_of_the_conversation(name):
         (observation,) = builder.build([Query(agent, "q", request.seen, tools, messages=messages)])
         (direct,) = served.build([Query(agent, "q", (), tools, messages=received[-1])])
         trained.append(observation.problem or family.tokenizer.decode(observation.ids))
+        whole = family.render(conversation, add_generation_prompt=True)
+        assert observation.ids == family.tokenizer(whole, add_special_tokens=False)["input_ids"]
         shown.append(direct.problem or family.tokenizer.decode(direct.ids))
         expected.append(family.render(conversation, add_generation_prompt=True))
         ids = family.sampled(plan[len(trained) - 1])
@@ -133,25 +166,25 @@ def test_an_agent_is_shown_what_the_template_makes_of_the_conversation(name):
             messages.append(said.model_dump(exclude_none=True))
             conversation.append(message)
             if said.tool_calls:
-                result = {"role": "tool", "content": "7"}
+                result = {"role": "tool", "content": result_text}
                 messages.append(result | {"tool_call_id": said.tool_calls[0].id})
                 conversation.append(result | {"name": "add"})
             elif number + 1 < len(plan):
-                messages.append(user("Sure?"))
-                conversation.append(user("Sure?"))
+                messages.append(user(doubt))
+                conversation.append(user(doubt))
 
     (episode,) = collect(ExternalApp(app, tools=family.has_tools, together=0.0), [{"prompt": "q"}], ["ann"], answer)
     assert trained == expected
     assert shown == expected
-    turns, result = episode.turns, Feedback("7", TOOL, tool="add", audience="ann")
+    turns, result = episode.turns, Feedback(result_text, TOOL, tool="add", audience="ann")
     seen, tools = ((turns[0], result, turns[1]), (add,)) if family.has_tools else ((turns[0],), ())
     if family.has_tools:
         sampled = (*turns[0].prompt_ids, *turns[0].completion_ids)
         assert turns[1].prompt_ids[: len(sampled)] == sampled
         (observation,) = builder.build([Query(agent, start, seen[:2], tools, turns[0])])
         assert family.tokenizer.decode(observation.ids) == expected[1]
-    (observation,) = builder.build([Query(agent, start, (*seen, Turn("ben", "Sure?", 9)), tools)])
-    conversation[-2:] = [user("[ben]\nSure?")]
+    (observation,) = builder.build([Query(agent, start, (*seen, Turn("ben", doubt, 9)), tools)])
+    conversation[-2:] = [user(f"[ben]\n{doubt}")]
     answers = [one if one["role"] != "assistant" else without_reasons(one) for one in conversation]
     possible = [family.render(messages, add_generation_prompt=True) for messages in (conversation, answers)]
     assert family.tokenizer.decode(observation.ids) in possible
@@ -159,3 +192,50 @@ def test_an_agent_is_shown_what_the_template_makes_of_the_conversation(name):
 
 def without_reasons(message):
     return {name: value for name, value in message.items() if name in ("role", "content", "tool_calls")}
+
+
+LISTS = [["Rome", '7 "x"\n'], [1, 2.5, None, True], [{"title": "a <b>", "score": [1, {"x": "y"}]}]]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if Family(name).has_tools])
+def test_a_list_that_a_tool_returns_is_shown_as_the_template_shows_lists(name):
+    """As in TRL, whose trainer hands lists to the template: as JSON, or each element apart."""
+    family, agent = Family(name), AgentSpec("ann")
+    question = "3+4?"
+    builder, start = family.builder(), [user(question)]
+    message = family.said("", "" if "nothink" in name else "3", [CALL])
+    (asked,) = builder.build([Query(agent, start, (), (add,))])
+    ids = tuple(family.sampled(message))
+    fields = {"observation": start, "prompt_ids": tuple(asked.ids), "completion_ids": ids}
+    text = family.tokenizer.decode(ids)
+    turn = Turn("ann", text, 0, raw_text=text, tool_calls=(ToolCall("add", {"a": 3, "b": 4}),), **fields)
+    for elements in LISTS:
+        result = Feedback(str(elements), TOOL, tool="add", audience="ann", elements=elements)
+        (observation,) = builder.build([Query(agent, start, (turn, result), (add,), turn)])
+        result = {"role": "tool", "name": "add", "content": str(elements)}
+        as_text = family.render([*start, message, result], True)
+        try:
+            shown = family.render([*start, message, {**result, "content": elements}], True)
+        except Exception:  # the template takes no such lists
+            shown = as_text
+        # Some templates show only the texts of parts, and nothing of other lists: they are shown the list as a text
+        leaves = re.findall(r"[A-Za-z]\w*|\d", json.dumps(elements))
+        is_whole = all(leaf in shown.partition(question)[2] for leaf in leaves if leaf not in ("n", "null", "true"))
+        shown = shown if is_whole else as_text
+        assert family.tokenizer.decode(observation.ids) == shown, elements
+
+
+def test_keys_and_strings_of_a_list_cannot_become_control_tokens():
+    family, agent = Family("gptoss"), AgentSpec("ann")
+    builder, start = family.builder(), [user("3+4?")]
+    (asked,) = builder.build([Query(agent, start, (), (add,))])
+    ids = tuple(family.sampled(family.said("", "3", [CALL])))
+    fields = {"observation": start, "prompt_ids": tuple(asked.ids), "completion_ids": ids}
+    turn = Turn("ann", "", 0, tool_calls=(ToolCall("add", {"a": 3, "b": 4}),), **fields)
+    counts = []
+    for word in ("plain", family.end):
+        for elements in ([word], [{"a": word}], [{word: 1}]):
+            result = Feedback(str(elements), TOOL, tool="add", audience="ann", elements=elements)
+            (observation,) = builder.build([Query(agent, start, (turn, result), (add,), turn)])
+            counts.append(observation.ids.count(family.ends[0]))
+    assert len(set(counts)) == 1

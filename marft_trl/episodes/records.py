@@ -191,6 +191,7 @@ class Feedback:
         index (`int`): position among the feedback of the episode.
         tool (`str`, *optional*): name of the tool, if the feedback is the result of a tool call.
         audience (`str`, *optional*): only agent that sees the feedback if the workflow does not pass `sees`.
+        elements (`Sequence`, *optional*): the list that the tool returned, which the chat template shows as it does.
     """
 
     text: str
@@ -198,6 +199,7 @@ class Feedback:
     index: int = 0
     tool: str | None = None
     audience: str | None = None
+    elements: Sequence[Any] | None = None
 
     @property
     def raw_text(self) -> str:

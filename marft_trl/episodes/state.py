@@ -217,8 +217,14 @@ class EpisodeState:
             if any(result.name in of_environment for result in results):
                 self.fed.append(turn.index)
             shown = [  # hide invented names, which would be tokenized as template text
-                Feedback(item.text, TOOL, tool=item.name if item.name in names else "unknown", audience=turn.agent)
-                for item in results
+                Feedback(
+                    result.text,
+                    TOOL,
+                    tool=result.name if result.name in names else "unknown",
+                    audience=turn.agent,
+                    elements=result.elements,
+                )
+                for result in results
             ]
             return list(map(self._record_feedback, shown))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ class ToolResult:
     name: str
     text: str  # result or error message that is shown to the agent
     problem: str | None = None  # "malformed", "unknown", "arguments", "error", "timeout" or "too_many"
+    elements: list[Any] | None = None  # of a list, which is no text to a chat template
 
 
 @dataclass(frozen=True)
@@ -69,33 +71,45 @@ async def call_tool(
     if _STRIKES.get(key, 0) >= MAX_STRIKES:
         return _failure(call.name, "timeout", f"Tool {call.name} is out of order. Go on without it.")
     lane: Lane = "environments" if call.name in map(tool_name, environment_tools) else "tools"
-    text, error = await _call_function(function, call.arguments, limits, lane)
+    value, error = await _call_function(function, call.arguments, limits, lane)
     _STRIKES[key] = _STRIKES.get(key, 0) + 1 if isinstance(error, _GaveUp) else 0
     if isinstance(error, _GaveUp):
         return _failure(call.name, "timeout", f"Tool {call.name} did not answer within {limits.seconds:g} seconds.")
     if error is not None:
         return _failure(call.name, "error", _shorten(_said_by(error), limits.output))
-    return ToolResult(call.name, _shorten(as_plain(text), limits.output))
+    text, elements = value
+    is_whole = elements is not None and len(text) <= limits.output
+    return ToolResult(call.name, _shorten(as_plain(text), limits.output), elements=elements if is_whole else None)
 
 
 class _GaveUp(Exception):
     """The call exceeded our time limit. Not a `TimeoutError`, since a tool may raise one itself."""
 
 
+def _as_result(value: Any) -> tuple[str, list[Any] | None]:
+    """A returned value as a text, and as plain JSON data if it is a list with elements."""
+    if isinstance(value, list) and value:
+        try:
+            return str(value), json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError, RecursionError):
+            pass
+    return str(value), None
+
+
 async def _call_function(
     function: Callable, arguments: dict, limits: ToolLimits, lane: Lane
-) -> tuple[str, BaseException | None]:
-    """Call a function and return its result as a text, and the exception that it raised or `None`."""
+) -> tuple[tuple[str, list[Any] | None], BaseException | None]:
+    """Call a function and return its result, and the exception that it raised or `None`."""
 
-    async def awaited(value: Any) -> tuple[str, BaseException | None]:
+    async def awaited(value: Any) -> tuple[Any, BaseException | None]:
         try:
-            return str(await value), None
+            return _as_result(await value), None
         except BaseException as error:  # also SystemExit: a tool does not end the training
-            return "", error
+            return ("", None), error
 
     def called() -> Any:
         value = function(**arguments)
-        return value if inspect.isawaitable(value) else str(value)
+        return value if inspect.isawaitable(value) else _as_result(value)
 
     seconds = limits.seconds
     if inspect.iscoroutinefunction(function):
@@ -116,7 +130,7 @@ async def _within(outcome: Any, seconds: float) -> Any:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     finally:
         task.cancel()  # also reached if the episode ends while it waits
-    return task.result() if done else ("", _GaveUp())
+    return task.result() if done else (("", None), _GaveUp())
 
 
 def _said_by(error: BaseException) -> str:

@@ -43,6 +43,7 @@ from .views import (
     make_message_calls,
     merge_consecutive,
     quote_speaker_lines,
+    result_message,
     speaker_line,
     team_view,
 )
@@ -413,6 +414,7 @@ class PromptBuilder:
                 else item
                 for item in shown
             ]
+        shown = list(map(self._with_plain_keys, shown))
         agent, seen = renamed(query.agent, shown, self.aliases) if self.aliases else (query.agent, shown)
         messages = call_view(self._get_view(query.agent), agent, self._quoted(prompt_messages), seen)
         if not self.template.renders_results:
@@ -456,8 +458,16 @@ class PromptBuilder:
 
     def _own_messages(self, query: Query, turn: Turn) -> Messages:
         results = [item for item in query.seen[query.seen.index(turn) + 1 :] if isinstance(item, Feedback)]
-        messages = [{"role": "tool", "name": result.tool, "content": result.text} for result in results]
-        return [{"role": "assistant", "content": turn.raw_text}, *self._quoted(messages)]
+        quote = str if self._is_single_agent else quote_speaker_lines
+        messages = [result_message(result, quote) for result in map(self._with_plain_keys, results)]
+        return [{"role": "assistant", "content": turn.raw_text}, *messages]
+
+    def _with_plain_keys(self, item: Seen) -> Any:
+        """A result without its list if a key in it spells a control token: keys are text of the template."""
+        if not isinstance(item, Feedback) or item.elements is None:
+            return item
+        is_plain = not self._encode.contains_control_token(" ".join(_keys(item.elements)))
+        return item if is_plain else replace(item, elements=None)
 
     def _join(self, observation: str | Messages, functions: Sequence[Function] = ()) -> list[int]:
         if isinstance(observation, str):
@@ -531,6 +541,13 @@ def _strings(value: Any) -> str:
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
     return value if isinstance(value, str) else " ".join(map(_strings, value)) if isinstance(value, Sequence) else ""
+
+
+def _keys(value: Any) -> list[str]:
+    """All keys within JSON data."""
+    if isinstance(value, Mapping):
+        return [*map(str, value), *(key for entry in value.values() for key in _keys(entry))]
+    return [key for entry in value for key in _keys(entry)] if isinstance(value, list) else []
 
 
 def _as_text(message: dict[str, Any], name: str) -> str:

@@ -50,7 +50,7 @@ def begins(pieces: Pieces, beginning: Pieces) -> bool:
 
 
 class ChatTemplate:
-    """Chat template of a tokenizer, rendered with placeholders instead of the contents of messages."""
+    """Chat template of a tokenizer, rendered with marks around the contents of messages."""
 
     def __init__(self, tokenizer, source: str | None = None, options: dict[str, Any] | None = None):
         self._tokenizer = tokenizer
@@ -74,9 +74,14 @@ class ChatTemplate:
     def pieces(
         self, messages: Messages, functions: Sequence[Function] = (), add_generation_prompt: bool = True
     ) -> Pieces:
-        """Render, and split at contents and reasoning. Raise a `ValueError` unless each content is rendered once."""
-        mark, hollow, parts = _hollow(messages)
-        pieces = _split(self.render(hollow, functions, add_generation_prompt), mark, parts)
+        """
+        Render, and split at contents and reasoning. The joined pieces are what the template makes of the messages: it
+        may trim or quote a content, or look for a flag in it.
+
+        Raises:
+            ValueError: a content is not rendered exactly once.
+        """
+        pieces = _find_pieces(messages, lambda shown: self.render(shown, functions, add_generation_prompt))
         if pieces is None:
             raise ValueError(
                 "The chat template of the tokenizer drops or changes messages with the roles "
@@ -90,15 +95,21 @@ class ChatTemplate:
         """As `pieces`, for results of tools, from behind the token that `ending` spells at the end of the call."""
         name = messages[0]["name"]
         turn = _calling(name)
-        mark, hollow, parts = _hollow(messages)
         before = self.render(turn, functions, add_generation_prompt=False)
-        whole = self.render([*turn, *hollow], functions)
         end = self._tokenizer.eos_token or ""
         if end and end in before[max(before.rfind(name), 0) :]:  # a line break after it was not sampled
             before = before[: before.rindex(end) + len(end)]
-        # GLM writes the same token at the end of a call and before a result
-        pieces = _split(whole[len(before) :].removeprefix(ending), mark, parts)
-        if not whole.startswith(before) or pieces is None:
+        are_kept = True
+
+        def render_results(shown: Messages) -> str:
+            nonlocal are_kept
+            whole = self.render([*turn, *shown], functions)
+            are_kept &= whole.startswith(before)
+            # GLM writes the same token at the end of a call and before a result
+            return whole[len(before) :].removeprefix(ending)
+
+        pieces = _find_pieces(messages, render_results)
+        if not are_kept or pieces is None:
             raise ValueError(
                 "The chat template of the tokenizer changes earlier messages when later messages follow, so an agent "
                 f"cannot continue after its call of {name!r}. Use a template that keeps earlier messages unchanged "
@@ -219,37 +230,120 @@ def make_call(name: str, arguments: Any = None) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
 
 
-def _hollow(messages: Messages) -> tuple[str, Messages, list[Part]]:
-    """Return a random mark, the messages with numbers between two marks instead of their texts, and these texts."""
+def _find_pieces(messages: Messages, render: Callable[[Messages], str]) -> Pieces | None:
+    """
+    Split the text of messages at their contents and reasoning; `None` unless each content occurs once, and each
+    reasoning at most once. Marks around the contents tell where they are, so that no text of a content can pass for
+    text of the template. A template that takes a content apart, or refuses it, is rendered with marks instead of
+    contents.
+    """
+    whole: str | None = None
+    as_texts = [
+        {**message, "content": str(message["content"])} if isinstance(message.get("content"), list) else message
+        for message in messages
+    ]
+    for shown in [messages] if as_texts == messages else [messages, as_texts]:
+        with contextlib.suppress(PromptError):
+            mark, marked, parts = _mark(shown, fills=True)
+            pieces = _split(render(marked), mark, parts)
+            whole = render(shown)
+            aligned = None if pieces is None or not _shows_lists(shown, render) else _align(pieces, whole)
+            if aligned is not None:
+                return aligned
+    messages = as_texts
+    mark, marked, parts = _mark(messages, fills=False)
+    pieces = _split(render(marked), mark, parts)
+    return pieces if pieces is None or whole is None else _align(pieces, whole) or pieces
+
+
+def _shows_lists(messages: Messages, render: Callable[[Messages], str]) -> bool:
+    """Whether all numbers of lists, which nothing can mark, are in the text of messages. Some templates drop them."""
+    number, count = secrets.randbelow(10**12) + 10**12, 0
+
+    def replaced(value: Any) -> Any:
+        nonlocal count
+        if isinstance(value, (list, dict)) and value:
+            return (
+                list(map(replaced, value)) if isinstance(value, list) else {k: replaced(v) for k, v in value.items()}
+            )
+        if isinstance(value, str):
+            return value
+        count += 1
+        return number
+
+    shown = [
+        {**message, "content": replaced(message["content"])} if isinstance(message.get("content"), list) else message
+        for message in messages
+    ]
+    return not count or render(shown).count(str(number)) == count
+
+
+def _mark(messages: Messages, fills: bool) -> tuple[str, Messages, list[Part]]:
+    """Return a random mark, the messages with two marks around their texts or instead of them, and these texts."""
     # From the operating system: no text can guess the mark, and the random states of training do not change.
     mark = f"@@{secrets.token_hex(8)}@@"
     parts: list[Part] = []
 
     def put(part: Part) -> str:
         parts.append(part)
-        return f"{mark}{len(parts) - 1}{mark}"
+        shown = part.text if fills and not part.is_reasoning else ""  # templates may drop reasoning
+        return f"{mark}{len(parts) - 1}({shown}{mark})"
 
-    hollow = []
+    def put_string(number: int, text: str) -> str:
+        return put(Part(number, text))
+
+    marked = []
     for number, message in enumerate(messages):
         fields = {name: message[name] for name in REASONING if isinstance(message.get(name), str) and message[name]}
         if fields:
             reasoning = put(Part(number, next(iter(fields.values())), is_reasoning=True))
             fields = dict.fromkeys(fields, reasoning)
-        if message.get("content") or not has_other_content(message):  # many have a line break before a content
-            fields["content"] = put(Part(number, message.get("content") or ""))
-        hollow.append({**message, **fields})
-    return mark, hollow, parts
+        content = message.get("content")
+        if isinstance(content, list):  # the result of a tool
+            fields["content"] = _map_strings(functools.partial(put_string, number), content)
+        elif content or not has_other_content(message):  # many have a line break before a content
+            fields["content"] = put(Part(number, content or ""))
+        marked.append({**message, **fields})
+    return mark, marked, parts
+
+
+def _map_strings(change: Callable[[str], str], value: Any) -> Any:
+    """Change the strings in JSON data, but not its keys."""
+    if isinstance(value, list):
+        return [_map_strings(change, entry) for entry in value]
+    if isinstance(value, dict):
+        return {key: _map_strings(change, entry) for key, entry in value.items()}
+    return change(value) if isinstance(value, str) else value
 
 
 def _split(text: str, mark: str, parts: Sequence[Part]) -> Pieces | None:
-    """A rendered text split at the parts; `None` unless each content occurs once, and each reasoning at most once."""
-    pieces: Pieces = re.split(f"{mark}(\\d+){mark}", text)
-    shown = [int(number) for number in pieces[1::2]]
+    """A marked text split at the parts; `None` unless each content occurs once, and each reasoning at most once."""
+    found: Pieces = re.split(rf"{mark}(\d+)\((.*?){mark}\)", text, flags=re.DOTALL)
+    shown = [int(number) for number in found[1::3]]
     missing = [part for number, part in enumerate(parts) if number not in shown and not part.is_reasoning]
-    if missing or len(set(shown)) < len(shown) or any(mark in piece for piece in pieces[::2]):
+    if missing or len(set(shown)) < len(shown) or any(mark in piece for piece in (*found[::3], *found[2::3])):
         return None
-    pieces[1::2] = [parts[number] for number in shown]
+    pieces = found[:1]
+    for number, content, following in zip(shown, found[2::3], found[3::3], strict=True):
+        part = parts[number]
+        pieces += [part._replace(text=content) if content else part, following]
     return pieces
+
+
+def _align(pieces: Pieces, text: str) -> Pieces | None:
+    """The pieces as they are in the text of the messages without marks, whose contents may be trimmed."""
+    if not text.startswith(pieces[0]):
+        return None
+    place, aligned = len(pieces[0]), pieces[:1]
+    for part, following in zip(pieces[1::2], pieces[2::2], strict=True):
+        for content in (part.text, part.text.rstrip(), part.text.lstrip(), part.text.strip()):
+            if text.startswith(content + following, place):
+                break
+        else:
+            return None
+        place += len(content) + len(following)
+        aligned += [part._replace(text=content), following]
+    return aligned if place == len(text) else None
 
 
 class EarlierReasoning:

@@ -148,8 +148,22 @@ def _as_message(agent: AgentSpec, item: Seen) -> dict[str, Any]:
         fields = {"content": item.without_calls or "", "tool_calls": calls} if calls else {"content": item.raw_text}
         return {"role": "assistant", **fields}
     if item.tool is not None and item.audience == agent.name:  # result of the agent's own call
-        return {"role": "tool", "name": item.tool, "content": quote_speaker_lines(item.text)}
+        return result_message(item, quote_speaker_lines)
     return {"role": "user", "content": said_by(item)}
+
+
+def result_message(result: Feedback, quote: Callable[[str], str] = str) -> dict[str, Any]:
+    """The message of a tool's result. Strings of a list are quoted like texts."""
+
+    def quoted(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(quoted, value))
+        if isinstance(value, dict):
+            return {key: quoted(entry) for key, entry in value.items()}
+        return quote(value) if isinstance(value, str) else value
+
+    content = result.text if result.elements is None else list(result.elements)
+    return {"role": "tool", "name": result.tool, "content": quoted(content)}
 
 
 def make_message_calls(turn: Turn) -> list[dict[str, Any]]:
