@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
 from marft_trl.config.dataset_checks import check_prompts
 from marft_trl.config.marft_config import EngineSettings, EvaluationSettings, LimitSettings
 from marft_trl.config.options import UNUSED, table
@@ -84,10 +84,6 @@ SILENT = {"role": "assistant", "content": ""}
         (rows([CHAT, [*CHAT, {"role": "assistant", "content": "2"}]]), ValueError, "row 1 .*ends with an assistant"),
         (rows(GOOD, image=GOOD), ValueError, "the column 'image'.*vision-language"),
         (rows(GOOD, turns=GOOD), ValueError, r"columns named \['turns'\]"),
-        (stream(), ValueError, "`train_dataset` is empty"),
-        (stream({"prompt": "x"}), ValueError, "has 1 prompts, but one generation batch needs 2"),
-        (stream({"q": "x"}), ValueError, "no column `prompt`"),
-        (stream({"prompt": ""}), ValueError, "row 0 .*is empty"),
     ],
 )
 def test_bad_datasets(model_folder, tmp_path, no_generation, dataset, error, message):
@@ -100,6 +96,53 @@ def test_bad_eval_datasets(model_folder, tmp_path, no_generation):
         team_trainer(model_folder, tmp_path, eval_dataset={"easy": tiny_dataset(4), "hard": rows([""])})
     with pytest.raises(TypeError, match="`eval_dataset` must be"):
         team_trainer(model_folder, tmp_path, eval_dataset="test")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "yielded no full batch of prompts"),
+        ([{"prompt": "x"}], "yielded no full batch of prompts"),
+        ([{"q": "x"}] * 8, "There is no `prompt` in a row"),
+        ([{"prompt": ""}] * 8, "The prompt in a row .*is empty"),
+    ],
+)
+def test_faults_of_a_stream_are_found_when_training_reads_it(model_folder, tmp_path, rows, message):
+    trainer = team_trainer(model_folder, tmp_path, train_dataset=stream(*rows))
+    with pytest.raises(Exception, match=message):
+        trainer.train()
+
+
+@pytest.mark.parametrize("settings", [{}, {"save_strategy": "steps", "save_steps": 1}], ids=["plain", "saves"])
+def test_no_row_of_a_stream_is_read_before_training_and_each_once(model_folder, tmp_path, settings):
+    """A source may be slow, or give each row once."""
+    read, source = [], iter(range(1000))
+
+    def rows():
+        for number in source:  # the same for each pass
+            read.append(number)
+            yield {"prompt": f"What is {number}+1?", "solution": "x"}
+
+    asked = []
+
+    def reward(prompts, completions, solution, **kwargs):
+        asked.extend(prompts)
+        return varied_reward(completions)
+
+    dataset = IterableDataset.from_generator(rows)
+    arguments = {"train_dataset": dataset, "reward_funcs": reward, "workflow": Own()}
+    settings = {"max_steps": 3, "shuffle_dataset": False, **settings}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings, **arguments)
+    assert read == []
+    trainer.train()
+    assert list(dict.fromkeys(asked)) == [f"What is {number}+1?" for number in range(len(set(asked)))]
+    assert len(read) <= len(set(asked)) + 4 and len(set(asked)) == 6  # two prompts a step, and the loader reads ahead
+
+
+class Own(Workflow):
+    async def run(self, episode):
+        for agent in episode.agents[::-1]:
+            await episode.turn(agent)
 
 
 def test_a_bad_row_of_a_stream_is_found_when_it_is_read(model_folder, tmp_path):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -23,18 +22,19 @@ PLACEHOLDER = [{"role": "user", "content": ""}]
 
 
 def check_datasets(train_dataset, eval_dataset, prompts_per_generation: int) -> None:
-    """Raise a `TypeError` for what is not a dataset, and a `ValueError` unless it has enough usable prompts."""
+    """
+    Raise a `TypeError` for what is not a dataset, and a `ValueError` unless it has enough usable prompts. No row of a
+    stream is read: its source may be slow, or give each row once. Its rows are checked when training reads them.
+    """
     if train_dataset is None:
         raise ValueError(
             "`train_dataset` is required unless an `environment_factory` is provided. Pass a dataset with a `prompt` "
             "column."
         )
     check_dataset(train_dataset, "train_dataset")
-    enough = islice(train_dataset, prompts_per_generation) if isinstance(train_dataset, IterableDataset) else None
-    count = len(train_dataset) if enough is None else sum(1 for _ in enough)
-    if count < prompts_per_generation:
+    if isinstance(train_dataset, Dataset) and len(train_dataset) < prompts_per_generation:
         raise ValueError(
-            f"`train_dataset` has {count} prompts, but one generation batch needs "
+            f"`train_dataset` has {len(train_dataset)} prompts, but one generation batch needs "
             f"{prompts_per_generation} (`generation_batch_size / num_generations`), so training could not take a "
             "single step. Add prompts, or lower `per_device_train_batch_size` or `steps_per_generation`."
         )
@@ -63,12 +63,12 @@ def _no_dataset(value: object, what: str) -> str:
 
 
 def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
-    """Raise if a row has no usable `prompt`. Of a streamed dataset, only the first row is checked."""
+    """Raise if a row has no usable `prompt`. Of a stream, only known columns are checked."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise TypeError(_no_dataset(dataset, what))
     columns = column_names(dataset)
     if columns is None:
-        raise ValueError(f"`{what}` is empty: it has no rows to take prompts from.")
+        return
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError(f"`{what}` is empty: it has 0 rows to take prompts from (columns: {columns}).")
     if "prompt" not in columns:
@@ -88,8 +88,8 @@ def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
             f"`{what}` has the column {pictures[0]!r}, which TRL passes to vision-language models. Agents see only "
             "text, so it would be ignored. Remove the column, or rename it if reward functions need it."
         )
-    rows = islice(dataset, 1) if isinstance(dataset, IterableDataset) else _prompts(dataset)
-    check_prompts(rows, what, start=0)
+    if isinstance(dataset, Dataset):
+        check_prompts(_prompts(dataset), what, start=0)
 
 
 def has_other_content(message: Mapping[str, Any]) -> bool:
@@ -98,11 +98,8 @@ def has_other_content(message: Mapping[str, Any]) -> bool:
 
 
 def column_names(dataset: Dataset | IterableDataset) -> list[str] | None:
-    """Names of the columns, or `None` for an empty stream."""
-    if dataset.column_names is not None:
-        return list(dataset.column_names)
-    first = next(iter(dataset), None)
-    return None if first is None else list(first)
+    """Names of the columns, or `None` for a stream that does not know them before it is read."""
+    return None if dataset.column_names is None else list(dataset.column_names)
 
 
 def _prompts(dataset: Dataset) -> Iterable[dict[str, Any]]:

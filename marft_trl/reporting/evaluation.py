@@ -187,8 +187,8 @@ def check_eval_metrics(eval_metrics: object, eval_dataset: Any, column: str) -> 
             )
     named = [metric.name for metric in metrics if is_of_evaluate(metric)]
     for name, dataset in named_sets(eval_dataset).items():
-        columns = column_names(dataset) or []
-        if named and column not in columns:
+        columns = column_names(dataset)
+        if named and columns is not None and column not in columns:
             raise ValueError(
                 f"The metric `{named[0]}` needs references, but `{name}` has no column {column!r}; it has "
                 f"{sorted(columns)}. Set `eval_reference_column=`."

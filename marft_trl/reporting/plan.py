@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from datasets import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from ..adapters.copies import PastCopies
@@ -72,9 +73,19 @@ class Planner:
         self._args, self._processes = run.args, run.processes
         self._runner, self._learner, self._batcher, self._past_copies = runner, learner, batcher, past_copies
         self._model, self._tokenizer, self._dataset = model, tokenizer, train_dataset
+        self._first_row: dict[str, Any] | None = None  # of a stream
+
+    def _example(self) -> dict[str, Any]:
+        """The first row of the dataset. That of a stream is read once."""
+        dataset = self._dataset()
+        if not isinstance(dataset, IterableDataset):
+            return dataset[0]
+        if self._first_row is None:
+            self._first_row = dict(next(iter(dataset)))
+        return self._first_row
 
     def plan(self) -> str:
-        rehearsal = self.rehearse(next(iter(self._dataset())))
+        rehearsal = self.rehearse(self._example())
         episode, shown = rehearsal.episode, rehearsal.shown
         links = [f"{start} -> {end}" for start, end in self.links(rehearsal)]
         parts = {
@@ -115,7 +126,7 @@ class Planner:
         trained = [p for p in [*model.parameters(), *critic_parameters] if p.requires_grad]
         trained = list({id(p): p for p in trained}.values())
         config, width = model.config.get_text_config(), 2 if self._args.bf16 or self._args.fp16 else 4
-        rehearsal = self.rehearse(next(iter(self._dataset())))
+        rehearsal = self.rehearse(self._example())
         read = {agent.name for agent in self._agents if agent.has_policy or critic is not None}  # by a model
         prompts = [prompt for prompt in rehearsal.prompts if prompt[0] in read]
         longest = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
@@ -261,7 +272,9 @@ class Planner:
         if pairs or len(self._agents) == 1 or (rehearsal is None and self._workflow.acts_outside):
             return pairs
         try:
-            return turn_links((rehearsal or self.rehearse(next(iter(self._dataset())))).episode.turns)
+            if rehearsal is None and isinstance(self._dataset(), IterableDataset):  # training reads its rows
+                return []
+            return turn_links((rehearsal or self.rehearse(self._example())).episode.turns)
         except Exception:  # a missing picture must not stop a run
             return []
 

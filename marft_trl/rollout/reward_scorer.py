@@ -200,7 +200,7 @@ def check_reward_functions(reward_funcs: Sequence, train_dataset, eval_dataset=N
             "method."
         )
     datasets = {"train_dataset": train_dataset, **named_sets(eval_dataset)}
-    columns_of = {name: column_names(dataset) or [] for name, dataset in datasets.items()}
+    columns_of = {name: column_names(dataset) for name, dataset in datasets.items()}
     for func in reward_funcs:
         if not isinstance(func, (str, nn.Module)) and not callable(func):
             raise TypeError(
@@ -224,19 +224,19 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def check_turn_reward_functions(functions: Mapping[str, Sequence[Callable]], train_dataset) -> None:
-    columns = column_names(train_dataset) or []
+    columns = column_names(train_dataset)
     for func in itertools.chain.from_iterable(functions.values()):
         _check_arguments(func, "train_dataset", columns, TURN_ARGUMENTS)
 
 
 def _check_arguments(
-    func: Any, dataset: str, columns: Sequence[str], passed: Sequence[str] = REWARD_ARGUMENTS
+    func: Any, dataset: str, columns: Sequence[str] | None, passed: Sequence[str] = REWARD_ARGUMENTS
 ) -> None:
     if isinstance(func, (str, nn.Module)):
         return
-    available = {*columns, *passed} - {"prompt"}
+    available = {*(columns or ()), *passed} - {"prompt"}
     missing = [name for name in _required_arguments(func) if name not in available]
-    if missing:
+    if missing and columns is not None:  # a stream may have any
         raise ValueError(
             f"The reward function `{get_callable_name(func)}` needs {missing}, but `{dataset}` has the columns "
             f"{sorted(columns)} and the trainer passes {list(passed)}. Add the column to the dataset, or "

@@ -241,8 +241,10 @@ def with_prompts(workflow: Workflow, dataset: Any) -> Any:
     have_environments = all(isinstance(item, EnvironmentLoop) for item in played)
     if not have_environments or not isinstance(dataset, (Dataset, IterableDataset)):
         return dataset
-    has_prompts = "prompt" in (column_names(dataset) or ["prompt"])
-    return dataset if has_prompts else dataset.map(lambda row: {"prompt": PLACEHOLDER})
+    columns = column_names(dataset)
+    if columns is None:
+        return dataset.map(lambda row: {"prompt": PLACEHOLDER, **row})
+    return dataset if "prompt" in columns else dataset.map(lambda row: {"prompt": PLACEHOLDER})
 
 
 def prepare_rewards(
