@@ -109,7 +109,8 @@ class AgentSpec:
             `view`.
         tools (`Callable` or `Sequence[Callable]`, *optional*):
             Functions that the agent may call. As in TRL, each function needs type hints and a Google-style docstring
-            with `Args:`. Functions may be `async`. Requires a chat template that supports tools.
+            with `Args:`. Functions may be `async`. Requires a chat template that supports tools. Defaults to the
+            `tools` of the trainer; with `[]`, the agent has no tools, also none of an environment.
         reply (`Callable`, *optional*):
             Function `reply(messages)` that writes the agent's turns: a script, an API or a person. It gets what the
             agent is shown, as chat messages, and returns the text of the turn. It may be `async`. The agent has no
@@ -156,7 +157,8 @@ class AgentSpec:
             stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
             object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "reward_funcs", as_reward_funcs(self.reward_funcs, f"agent {self.name!r}"))
-        object.__setattr__(self, "tools", as_tools(self.tools, f"agent {self.name!r}"))
+        if self.tools is not None:
+            object.__setattr__(self, "tools", as_tools(self.tools, f"agent {self.name!r}"))
         self._check_types()
         self._check_ranges()
         if self.reply is not None or self.copy_of is not None:
@@ -231,8 +233,8 @@ class AgentSpec:
 
     @property
     def functions(self) -> tuple[Callable, ...]:
-        """`tools` with the type of a tuple: `__post_init__` converts every accepted form into one."""
-        return self.tools  # type: ignore[return-value]
+        """`tools` with the type of a tuple, which `__post_init__` makes of every accepted form; empty for `None`."""
+        return self.tools or ()  # type: ignore[return-value]
 
     def to_dict(self) -> dict[str, Any]:
         """

@@ -20,6 +20,11 @@ from .helpers import collect, moved, team_trainer, weights
 # ---- The plan ----
 
 
+def longest_row(trainer):
+    """The row that a plan rehearses."""
+    return max(trainer.train_dataset, key=lambda row: len(str(row["prompt"])))
+
+
 def test_a_plan_names_agents_links_batches_and_observations(model_folder, tmp_path):
     agents = [
         AgentSpec("planner", system_prompt="Plan it.", max_completion_length=8),
@@ -44,16 +49,17 @@ def test_a_plan_names_agents_links_batches_and_observations(model_folder, tmp_pa
     assert "each episode is used 2 times; 2 steps" in plan
     # A batch of 4 slices, each used twice, lasts for 4 steps of 2 slices; 8 + 4 tokens and the judge's, as long as all
     longest = 8 + 4 + trainer.args.max_completion_length
-    assert f"1 generation batch per 4 optimizer steps, with at most {longest} decoding steps in sequence\n" in plan
-    row = trainer.train_dataset[0]["prompt"]
+    assert f"1 generation batch per 4 optimizer steps, with up to {longest} decoding steps in sequence\n" in plan
+    row = max(trainer.train_dataset["prompt"], key=len)
+    assert f"the rehearsal takes row {list(trainer.train_dataset['prompt']).index(row)} of `train_dataset`" in plan
     shown = dict(re.findall(r"Observation of (\w+): (\d+) tokens", plan))
     assert shown.keys() == {"planner", "solver", "judge"} and f"user: {row}" in plan
     assert "(what solver says)" in plan.partition("Observation of judge")[2]
     assert "(what planner says)" not in plan.partition("Observation of judge")[2]
-    rehearsal = trainer.parts.planner.rehearse(trainer.train_dataset[0])
+    rehearsal = trainer.parts.planner.rehearse({"prompt": row, "solution": ""})
     rows = [len(rehearsal.shown[name].ids) for name in ("planner", "solver")]
     made_up = len(trainer.processing_class("(what planner says)")["input_ids"])
-    assert f"at most {16 * (rows[0] + 8 + rows[1] + max(8 - made_up, 0) + 4):,} tokens" in plan
+    assert f"up to {16 * (rows[0] + 8 + rows[1] + max(8 - made_up, 0) + 4):,} tokens if all" in plan
     assert "TOO LONG" not in plan
 
 
@@ -82,7 +88,7 @@ def test_what_the_rehearsal_does_not_reach_is_shown_alone(model_folder, tmp_path
 
 def test_a_plan_reckons_with_turns_as_long_as_they_may_be(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, settings={"max_completion_length": 100}, agents=TEAM)
-    (_, alone, _), (_, second, _), (_, third, _) = trainer.parts.planner.rehearse(trainer.train_dataset[0]).prompts
+    (_, alone, _), (_, second, _), (_, third, _) = trainer.parts.planner.rehearse(longest_row(trainer)).prompts
     assert second > alone + 90 and third > second + 90
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     model.config.max_position_embeddings = third + 50
@@ -155,7 +161,7 @@ def test_a_plan_counts_candidates_and_re_runs(model_folder, tmp_path, monkeypatc
     episodes = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
     planned = re.search(r"optimizer step: ([\d,]+) training rows", trainer.plan())[1]
     new = {agent.name: agent.max_completion_length or trainer.args.max_completion_length for agent in trainer.agents}
-    prompts = trainer.parts.planner.rehearse(trainer.train_dataset[0]).prompts
+    prompts = trainer.parts.planner.rehearse(longest_row(trainer)).prompts
     alone = cache_size(trainer.model.config, episodes, max(length + new[one] for one, length, _ in prompts), 4)
     cache = trainer.memory_plan().cache
     trainer.train()
@@ -172,7 +178,7 @@ def test_a_plan_counts_turns_at_the_same_time(model_folder, tmp_path, monkeypatc
     workflow = Debate(names, rounds=1)
     trainer = team_trainer(model_folder, tmp_path, agents=agents, workflow=workflow, settings=settings)
     sizes = count_rows(monkeypatch, TrlEngine)
-    prompts = trainer.parts.planner.rehearse(trainer.train_dataset[0]).prompts
+    prompts = trainer.parts.planner.rehearse(longest_row(trainer)).prompts
     longest = max(length for _, length, _ in prompts) + trainer.args.max_completion_length
     assert trainer.memory_plan().cache == cache_size(trainer.model.config, times * episodes, longest, 4)
     trainer.train()

@@ -1,16 +1,17 @@
 """Functions that agents call: limits, who is shown what, tokens, and training as in TRL."""
 
 import asyncio
+import copy
 import time
 from dataclasses import replace
 
-from marft_trl import AgentSpec, Sequential, Workflow
+from marft_trl import AgentSpec, Sequential, Team, Workflow
 from marft_trl.episodes.tools import ToolCall, ToolLimits, call_tool, call_tools
 from marft_trl.prompts import team_view
 from marft_trl.prompts.builder import PromptBuilder, Query, Window
 from marft_trl.prompts.tool_calls import call_opening, call_pattern, parse_calls, prepare_template
 from marft_trl.rollout.generator import SampledTurn
-from marft_trl.tiny import tiny_tokenizer
+from marft_trl.tiny import tiny_model, tiny_tokenizer
 from marft_trl.workflows import EnvironmentLoop, rehearse, together
 
 import pytest
@@ -726,3 +727,40 @@ def test_hundreds_of_turns_are_dropped_in_a_moment():
     (observation,) = build.build([Query(AgentSpec("solver"), "q", tuple(episode.turns))])
     assert 0 < len(observation.seen) < 1200 and observation.dropped == 1200 - len(observation.seen)
     assert len(observation.ids) + 10 <= 200 and time.process_time() - start < 60
+
+
+def test_an_empty_list_of_tools_means_none(tmp_path):
+    """Not those of the trainer, and none of an environment; others get them, by name where that is asked for."""
+    tokenizer = tool_tokenizer()
+    model = tiny_model(len(tokenizer))
+
+    def shown(tools, environment_tools=None):
+        agents = [AgentSpec("writer", tools=[]), AgentSpec("caller", tools=tools), AgentSpec("other")]
+        loop = EnvironmentLoop(Shelf, tools=environment_tools)
+        settings = {"max_completion_length": 4}
+        given = {"workflow": loop, "reward_funcs": varied_reward, "processing_class": tokenizer, "tools": [add]}
+        trainer = team_trainer(copy.deepcopy(model), tmp_path, agents=agents, settings=settings, **given)
+        plan, (episode,) = trainer.plan(), trainer.team.run(["x"], seed=0)
+        texts = {turn.agent: tokenizer.decode(turn.prompt_ids) for turn in episode.turns}
+        has = {name: [tool for tool in ("add", "look") if f'"name": "{tool}"' in text] for name, text in texts.items()}
+        listed = {name: next(line for line in plan.splitlines() if line.startswith(f"  {name}: ")) for name in has}
+        for name, tools in has.items():
+            assert listed[name].partition("; tools ")[2].split(", ") == (tools or [""])
+        trainer.save_model()
+        again = Team.from_pretrained(tmp_path, model=copy.deepcopy(model), tools=[add], environment_factory=Shelf)
+        (episode,) = again.run(["x"], seed=0)
+        assert {turn.agent: tokenizer.decode(turn.prompt_ids) for turn in episode.turns} == texts
+        return has
+
+    assert shown(None) == {"writer": [], "caller": ["add", "look"], "other": ["add", "look"]}
+    assert shown([]) == {"writer": [], "caller": [], "other": ["add", "look"]}
+    assert shown(None, {"caller": ["look"]}) == {"writer": [], "caller": ["add", "look"], "other": ["add"]}
+
+
+class Shelf:
+    def reset(self, **row):
+        return ""
+
+    def look(self) -> str:
+        """Look at the shelf."""
+        return "books"

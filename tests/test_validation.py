@@ -698,3 +698,19 @@ def test_a_callback_that_changes_what_a_batch_is_is_named(model_folder, tmp_path
     trainer = team_trainer(model_folder, tmp_path, callbacks=[Changes()])
     with pytest.raises(RuntimeError, match=f"`{name}` changed from [124] to 8"):
         trainer.train()
+
+
+@pytest.mark.parametrize("role", ["usr", "User", "human", "", 3, None])
+def test_roles_that_no_template_has_are_refused(role):
+    row = {"prompt": [{"role": role, "content": "x"}]}
+    hint = {"usr": " Did you mean 'user'", "human": " Roles are 'user', 'assistant', 'system', 'tool'"}.get(role, "")
+    with pytest.raises(ValueError, match=f"role {role!r}, which no chat template has.{hint}|not a list of messages"):
+        check_prompts([row], "train_dataset", start=0)
+    for known in ("user", "developer", "tool", "ipython"):
+        check_prompts([{"prompt": [{"role": known, "content": "x"}]}], "train_dataset", start=0)
+
+
+def test_unknown_settings_of_generation_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="`generation_kwargs` has 'num_beam', .* Did you mean 'num_beams'"):
+        config(tmp_path, generation_kwargs={"num_beam": 2})
+    config(tmp_path, generation_kwargs={"repetition_penalty": 1.1})

@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from ..algorithms.baselines import BASELINES, CREDITS
 from ..algorithms.rows import LEVELS
@@ -412,6 +413,12 @@ def check_supported(args: Any) -> None:
             "`gradient_accumulation_steps`."
         )
     generation = args.generation_kwargs if isinstance(args.generation_kwargs, dict) else {}
+    known = GenerationConfig().to_dict()
+    if unknown := [name for name in generation if name not in known]:
+        raise ValueError(
+            f"`generation_kwargs` has {unknown[0]!r}, which is not a setting of `GenerationConfig` and would have no "
+            f"effect.{did_you_mean(unknown[0], known)}"
+        )
     for name, reason in _UNSUPPORTED_GENERATION_KWARGS.items():
         value = generation.get(name)
         if value not in (None, 1, False):

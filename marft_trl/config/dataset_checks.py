@@ -9,6 +9,8 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from trl import is_conversational
 
+from ..system.hints import did_you_mean
+
 
 # Arguments that the trainer passes to reward functions. Dataset columns must not have these names.
 REWARD_ARGUMENTS = (
@@ -17,6 +19,11 @@ REWARD_ARGUMENTS = (
 )
 TURN_ARGUMENTS = (*REWARD_ARGUMENTS, "turn", "answer_turn")  # arguments of reward functions of single turns
 _SCAN_ROWS = 1000
+# Roles of messages: those of TRL, and others that chat templates of model families have
+ROLES = (
+    *("user", "assistant", "system", "tool", "developer", "function", "ipython", "observation", "documents"),
+    *("context", "environment", "model"),
+)
 # Prompt of a row without a prompt of its own, which the environment provides, as in TRL
 PLACEHOLDER = [{"role": "user", "content": ""}]
 
@@ -146,8 +153,13 @@ def _find_kind(prompt: object, where: str) -> str:
     for message in prompt:
         if "content" not in message:
             raise ValueError(f"The prompt in {where} has a message without `content`; it has {sorted(message)}.")
-        if not isinstance(message["role"], str) or not message["role"]:
-            raise ValueError(f"The prompt in {where} has a message with the role {message['role']!r}, not a string.")
+        if message["role"] not in ROLES:
+            known = f" Roles are {', '.join(map(repr, ROLES[:4]))}." if isinstance(message["role"], str) else ""
+            hint = did_you_mean(message["role"], ROLES) or known
+            raise ValueError(
+                f"The prompt in {where} has a message with the role {message['role']!r}, which no chat template "
+                f"has.{hint}"
+            )
         if message["content"] in (None, ""):
             if has_other_content(message) or prompt == PLACEHOLDER:
                 continue

@@ -21,6 +21,7 @@ from ..config.checks import completes_candidates, uses_candidates
 from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
+from ..episodes.tools import tool_name
 from ..learning import batching
 from ..learning.batching import ActivationCost, MemoryPlan, MicroBatcher
 from ..learning.critic_learner import CriticLearner
@@ -30,12 +31,16 @@ from ..rollout.transformers_generator import MIXED_ROWS
 from ..seams.sharding import ShardSizes, shard_sizes
 from ..shared_prefix.decoding import PREFILL_TOKENS, ROOM
 from ..shared_prefix.forward import clusters
+from ..workflows import Debate, Graph, MixtureOfAgents, Sequential
 from ..workflows.base import callable_name, turn_links
 from .transcripts import messages_as_text
 
 
 # Maximum number of turns of a rehearsal. A loop may wait for text that placeholder turns never contain.
 _MAX_REHEARSAL_TURNS = 64
+_SCANNED_ROWS = 1000  # at a time, for the longest prompt
+# Workflows whose turns do not depend on texts
+_STATIC = (Sequential, Graph, Debate, MixtureOfAgents)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Rehearsal:
     # For each turn: agent, tokens of its prompt with all turns at maximum length, tokens before the first turn in it
     prompts: list[tuple[str, int, int]]
     generation_calls: list[list[str]]  # agents whose turns are generated together
+    tools: dict[str, list[str]]  # names by agent, those of an environment included
 
 
 _ONE_PROMPT = "ONE PROMPT per step: increase `per_device_train_batch_size`, for example to 8 prompts per step"
@@ -53,7 +59,7 @@ _PEAK_RATIO = 1.05
 
 
 class Planner:
-    """Describes a run before it starts. The workflow runs on the first row of the dataset with placeholder turns."""
+    """Describes a run before it starts: the workflow takes the row with the longest prompt and placeholder turns."""
 
     def __init__(
         self,
@@ -76,20 +82,29 @@ class Planner:
         self._first_row: dict[str, Any] | None = None  # of a stream
 
     def _example(self) -> dict[str, Any]:
-        """The first row of the dataset. That of a stream is read once."""
+        """The row with the longest prompt. Of a stream, the first one, which is read once."""
         dataset = self._dataset()
-        if not isinstance(dataset, IterableDataset):
-            return dataset[0]
-        if self._first_row is None:
-            self._first_row = dict(next(iter(dataset)))
-        return self._first_row
+        if isinstance(dataset, IterableDataset):
+            if self._first_row is None:
+                self._first_row = dict(next(iter(dataset)))
+            return self._first_row
+        return dataset[self._longest_row()]
+
+    def _longest_row(self) -> int:
+        prompts = self._dataset().select_columns("prompt")
+        lengths = [
+            len(str(prompt))
+            for start in range(0, len(prompts), _SCANNED_ROWS)
+            for prompt in prompts[start : start + _SCANNED_ROWS]["prompt"]
+        ]
+        return max(range(len(lengths)), key=lengths.__getitem__)
 
     def plan(self) -> str:
         rehearsal = self.rehearse(self._example())
         episode, shown = rehearsal.episode, rehearsal.shown
         links = [f"{start} -> {end}" for start, end in self.links(rehearsal)]
         parts = {
-            "Team": [self._describe(agent) for agent in self._agents],
+            "Team": [self._describe(agent, rehearsal.tools.get(agent.name, ())) for agent in self._agents],
             f"Workflow: {type(self._workflow).__name__}": links or ["(no agent sees turns of another agent)"],
             "Batches": self._describe_batches(rehearsal),
             "Memory per process, with every turn at maximum length": self._describe_memory(),
@@ -223,11 +238,13 @@ class Planner:
         shown: dict[str, Observation] = {}
         prompts: list[tuple[str, int, int]] = []
         generation_calls: list[list[str]] = []
+        tools = {agent.name: list(map(tool_name, agent.functions)) for agent in self._agents if agent.functions}
 
         async def answer(requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
             generation_calls.append([value.agent for value in requests])
             built = runner.observe(runner.query(entry)._replace(after=None) for entry in requests)
             for request, observation in zip(requests, built, strict=True):
+                tools[request.agent] = list(map(tool_name, request.functions))
                 shown.setdefault(request.agent, observation)
                 shared = self._shared_length(runner, request, observation)
                 prompts.append((request.agent, self._max_length(observation), shared))
@@ -241,7 +258,7 @@ class Planner:
             rest = [agent for agent in self._agents if agent.name not in shown]
             alone = runner.observe(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
         shown |= {agent.name: item for agent, item in zip(rest, alone, strict=True)}
-        return Rehearsal(episode, shown, prompts, generation_calls)
+        return Rehearsal(episode, shown, prompts, generation_calls, tools)
 
     def _max_length(self, observation: Observation) -> int:
         """Return the number of tokens of an observation if all turns in it had maximum length."""
@@ -284,7 +301,7 @@ class Planner:
         with self._runner.rehearsal_runner():
             return self._workflow.mermaid([agent.name for agent in self._agents], self.links())
 
-    def _describe(self, agent: AgentSpec) -> str:
+    def _describe(self, agent: AgentSpec, tools: Sequence[str]) -> str:
         sampling = self._samplings[agent.name]
         most = f"up to {sampling.max_completion_length} tokens"
         if agent.reply is not None:
@@ -299,7 +316,7 @@ class Planner:
         where = self._policies.get_origin(adapter)
         facts = [f"adapter {adapter}, {weights:,} weights, {where}", trained]
         facts += [f"temperature {sampling.temperature:g}", most]
-        facts += [f"tools {', '.join(tool.__name__ for tool in agent.functions)}"] if agent.functions else []
+        facts += [f"tools {', '.join(tools)}"] if tools else []
         return f"{agent.name}: {'; '.join(facts)}"
 
     def _describe_batches(self, rehearsal: Rehearsal) -> list[str]:
@@ -313,21 +330,35 @@ class Planner:
         lengths = [(name, prompt + most[name]) for name, prompt, _ in rehearsal.prompts]
         longest = sum(length * self._candidates(name) for name, length in lengths if name in trained)
         by_agent = ", ".join(f"{name} {count}" for name, count in turns.items())
+        # Slices of a step go through the model together, with all turns of an agent
+        together = args.per_device_train_batch_size
+        together *= args.gradient_accumulation_steps if self._batcher.joins_slices else 1
+        turns_of_agent = max((turns[name] * self._candidates(name) for name in trained), default=1) or 1
         return [
             f"{_count(episodes, 'episode is', 'episodes are')} generated at once: "
             f"{_count(episodes // args.num_generations, 'prompt')} x "
             f"{_count(args.num_generations, 'episode')}, on {_count(processes, 'process', 'processes')}",
             f"{_count(len(rehearsal.episode.turns), 'turn')} per episode in the rehearsal: {by_agent}",
-            f"{_count(per_step, 'episode')} in an optimizer step: {_count(per_step * rows, 'training row')}, at most "
-            f"{per_step * longest:,} tokens, with every turn at maximum length",
+            self._describe_rehearsal(),
+            f"{_count(per_step, 'episode')} in an optimizer step: {_count(per_step * rows, 'training row')} and up to "
+            f"{per_step * longest:,} tokens if all episodes go as the rehearsal, with every turn at maximum length",
             self._describe_generation(rehearsal),
             *self._describe_window(lengths),
-            f"micro-batches of at most {_count(args.per_device_train_batch_size, 'row')}"
+            f"micro-batches of at most {_count(together * turns_of_agent, 'row')}"
             + (f" and {args.max_tokens_per_micro_batch} tokens" if args.max_tokens_per_micro_batch else ""),
             f"each episode is used {_count(args.num_iterations, 'time')}; {self._describe_length()}",
             # As with TRL's default batch size of 8
             *([_ONE_PROMPT] if episodes <= args.num_generations else []),
         ]
+
+    def _describe_rehearsal(self) -> str:
+        """What the numbers of the plan are of, and what they do not know."""
+        if isinstance(self._dataset(), IterableDataset):
+            row = "the first row of the stream, and others may be longer"
+        else:
+            row = f"row {self._longest_row()} of `train_dataset`, which has the longest prompt"
+        branches = "" if isinstance(self._workflow, _STATIC) else " Other turns may be taken where texts decide."
+        return f"the rehearsal takes {row}, with placeholders as turns.{branches}"
 
     def _describe_length(self) -> str:
         args = self._args
@@ -353,7 +384,7 @@ class Planner:
         turns = [turn.agent for turn in rehearsal.episode.turns if turn.agent in policies]
         longest = sum(self._samplings[name].max_completion_length for name in turns)
         extra = completes_candidates(args) or CREDITS[args.credit].reruns
-        return f"{batches} per {steps}, with at most {longest:,} decoding steps in sequence" + (
+        return f"{batches} per {steps}, with up to {longest:,} decoding steps in sequence" + (
             ", plus those of candidates and re-runs" if extra else ""
         )
 

@@ -101,7 +101,7 @@ class EpisodeRunner:
         past_copies: PastCopies | None = None,
     ):
         self._specs = {agent.name: agent for agent in agents}
-        self._tools = {agent.name: agent.functions for agent in agents if agent.functions}
+        self._tools = {agent.name: agent.functions for agent in agents if agent.tools is not None}
         self._workflow, self._reader, self._limits, self.past_copies = workflow, reader, limits, past_copies
         self.prompts, self.generator, self.randomness = prompts, generator, randomness
         self._users = users or UserState({})

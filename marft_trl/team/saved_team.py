@@ -105,7 +105,7 @@ def attach_functions(
     return [
         dataclasses.replace(
             agent,
-            tools=tuple(by_name[tool] for tool in inference.tools.get(agent.name, ())),
+            tools=[by_name[tool] for tool in inference.tools[agent.name]] if agent.name in inference.tools else None,
             view=views.get(agent.name),
         )
         for agent in agents
@@ -265,7 +265,7 @@ class SavedTeam:
         inference = dataclasses.replace(
             self.manifest.inference,
             sampling=sampling,
-            tools={agent.name: list(map(tool_name, agent.functions)) for agent in agents if agent.functions},
+            tools={a.name: list(map(tool_name, a.functions)) for a in agents if a.tools is not None},
             agent_views={agent.name: callable_name(agent.view) for agent in agents if agent.view is not None},
             replies={agent.name: callable_name(agent.reply) for agent in agents if agent.reply is not None},
         )

@@ -74,7 +74,8 @@ class MARFTTrainer(GRPOTrainer):
             Config of the adapters of agents without a `peft_config`. If no agent has one either, all agents share one
             fully trained policy.
         tools (`list[Callable]`, *optional*):
-            Functions that agents without `AgentSpec(tools=...)` may call, as in `GRPOTrainer`.
+            Functions that agents without `AgentSpec(tools=...)` may call, as in `GRPOTrainer`. An agent with
+            `AgentSpec(tools=[])` has none.
         rollout_func:
             Not supported. Write a [`Workflow`] instead.
         environment_factory (`Callable` or `dict[str, Callable]`, *optional*):

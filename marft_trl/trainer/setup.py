@@ -177,7 +177,7 @@ def with_tools(agents: Sequence[AgentSpec], tools: Any) -> list[AgentSpec]:
     # As in TRL, tools of the trainer are everybody's; an agent's own replace them
     general = as_tools(tools, "the trainer")
     return [
-        dataclasses.replace(agent, tools=general) if general and agent.has_policy and not agent.tools else agent
+        dataclasses.replace(agent, tools=general) if general and agent.has_policy and agent.tools is None else agent
         for agent in agents
     ]
 

@@ -66,7 +66,9 @@ class TeamFiles:
                 generation=without_secrets(general_settings(settings(agents[0].name))),
                 **self._inference,
                 context_overflow=self._args.context_overflow,
-                tools={agent.name: list(map(tool_name, agent.functions)) for agent in agents if agent.functions},
+                tools={
+                    agent.name: list(map(tool_name, agent.functions)) for agent in agents if agent.tools is not None
+                },
                 tool_limits=asdict(tool_limits(self._args)),
                 view=None if view is team_view else callable_name(view),
                 agent_views={agent.name: callable_name(agent.view) for agent in agents if agent.view is not None},

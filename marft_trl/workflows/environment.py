@@ -9,7 +9,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from ..episodes.live import LiveEpisode
 from ..episodes.records import EndOfEpisode, Feedback, Seen, Turn, unknown_agent
@@ -80,14 +80,15 @@ class EnvironmentLoop(Workflow):
             round.
         source (`str`, *optional*, defaults to `"environment"`):
             Name of the environment that agents are shown with its feedback.
-        tools (`Sequence[str]`, *optional*):
-            Names of the methods that agents may call as tools. Defaults to all public methods if the environment has
-            no `step`, and to none otherwise.
+        tools (`Sequence[str]` or `Mapping[str, Sequence[str]]`, *optional*):
+            Names of the methods that agents may call as tools, for all agents or by agent name. Defaults to all public
+            methods if the environment has no `step`, and to none otherwise. An agent with `AgentSpec(tools=[])` has
+            none.
     """
 
     described = {
         **{"environment": str, "agents": list[str], "horizon": int, "turns": str, "shows": str},
-        **{"side_by_side": bool, "tools": list[str], "source": str},
+        **{"side_by_side": bool, "tools": list[str] | dict[str, list[str]], "source": str},
     }
 
     def __init__(
@@ -99,7 +100,7 @@ class EnvironmentLoop(Workflow):
         shows: str = "all",
         side_by_side: bool = False,
         source: str = "environment",
-        tools: Sequence[str] | None = None,
+        tools: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
     ):
         if not isinstance(source, str) or not SPEAKER_PATTERN.fullmatch(source):
             raise ValueError(
@@ -114,7 +115,10 @@ class EnvironmentLoop(Workflow):
             )
         self.environment = environment
         example = self._example()
-        self.tools = _tool_names(example, tools)
+        by_agent = tools if isinstance(tools, Mapping) else None
+        listed = list(dict.fromkeys(name for names in by_agent.values() for name in names)) if by_agent else tools
+        self.tools = _tool_names(example, cast(Any, listed))
+        self._tools_by_agent = None if by_agent is None else {name: list(names) for name, names in by_agent.items()}
         self.functions = [getattr(example, name) for name in self.tools]
         self.has_steps = hasattr(example, "step")
         self.earns = self.has_steps or hasattr(example, "get_reward")
@@ -157,8 +161,8 @@ class EnvironmentLoop(Workflow):
         for number in range(self.horizon):
             try:
                 acting = await self._next(episode, agents, environment)
-                tools = [getattr(environment, name) for name in self.tools]
-                requested = (episode.turn(name, self._seen(episode, name), tools=tools) for name in acting)
+                tools = {name: self._methods(episode, name, environment) for name in acting}
+                requested = (episode.turn(name, self._seen(episode, name), tools=tools[name]) for name in acting)
                 turns = await together(requested) if self.side_by_side else [await turn for turn in requested]
             except EndOfEpisode:
                 await self._finish(episode, environment, number)
@@ -175,8 +179,15 @@ class EnvironmentLoop(Workflow):
         if not is_done:
             (following, *_) = await self._next(episode, agents, environment)
             sees = {name: self._seen(episode, name) for name in agents}
-            episode.cut(following, sees, tools=tools)
+            episode.cut(following, sees, tools=self._methods(episode, following, environment))
         await self._finish(episode, environment, number + 1)
+
+    def _methods(self, episode: LiveEpisode, agent: str, environment: Environment) -> list[Callable]:
+        """The methods of an environment that an agent may call."""
+        if episode.state.tools.get(agent) == ():
+            return []
+        by_agent = self._tools_by_agent
+        return [getattr(environment, name) for name in (self.tools if by_agent is None else by_agent.get(agent, ()))]
 
     async def _finish(self, episode: LiveEpisode, environment: Environment, rounds: int) -> None:
         episode.count("rounds", rounds)
@@ -236,7 +247,7 @@ class EnvironmentLoop(Workflow):
             )
 
     def named_agents(self) -> list[str]:
-        return list(self.agents or [])
+        return list(dict.fromkeys([*(self.agents or []), *(self._tools_by_agent or {})]))
 
     def links(self, agents: Sequence[str]) -> list[tuple[str, str]]:
         speakers = self.agents or list(agents)
@@ -263,7 +274,7 @@ class EnvironmentLoop(Workflow):
             "turns": None if self.turns == "all" else self.turns,
             "shows": None if self.shows == "all" else self.shows,
             "side_by_side": self.side_by_side or None,
-            "tools": self.tools or None,
+            "tools": self._tools_by_agent or self.tools or None,
         }
 
 
@@ -319,8 +330,8 @@ def _checked(outcome: Any, environment: Any, number: int) -> tuple[Any, Any, boo
     feedback, reward, is_done = outcome
     if feedback is not None and not isinstance(feedback, (str, Mapping)):
         raise TypeError(f"{where} must return a string, strings by agent name, or None as feedback, got {feedback!r}.")
-    if reward is None:
-        raise TypeError(f"{where} returned None as reward. Return 0.0 for no reward.")
+    if reward is None or reward == {}:
+        raise TypeError(f"{where} returned {reward!r} as reward. Return 0.0 for no reward.")
     if not isinstance(is_done, bool) and type(is_done).__name__ not in ("bool_", "bool"):  # NumPy's
         raise TypeError(f"{where} must return True or False as the third value (done), got {is_done!r}.")
     return feedback, reward, bool(is_done)
