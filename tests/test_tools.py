@@ -35,6 +35,7 @@ from .helpers import (
     moved,
     only_slice,
     team_trainer,
+    varied_reward,
     weights,
 )
 from .tokenizers_and_templates import chat_template

@@ -23,6 +23,12 @@ lowest | newest)
   grep -vE "^(#|$built_on|huggingface_hub)" constraints.txt >"$constraints"
   if [ "$which" = lowest ]; then
     sed -nE "s/^  \"($built_on)>=([0-9.]+),.*/\1==\2.*/p" pyproject.toml >>"$constraints"
+    # What the extras need, too
+    extras=$(sed -nE '/^\[project.optional-dependencies\]/,/^test = /p' pyproject.toml | grep -oE '"[a-z-]+>=[0-9.]+' | sort -u)
+    for need in ${extras//\"/}; do
+      sed -i "/^${need%%>=*}==/d" "$constraints"
+      echo "${need%%>=*}==${need##*>=}.*" >>"$constraints"
+    done
   fi
   export MARFT_NEWEST=1 # newer versions than `TESTED` names are what this is for
   ;;
