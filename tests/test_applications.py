@@ -303,7 +303,8 @@ def test_what_an_application_can_ask_and_what_it_is_told():
     events = [json.loads(line[6:]) for line in found["stream"][1].splitlines() if line.startswith("data: ")]
     assert events[-1]["type"] == "response.completed"
     assert [one["sequence_number"] for one in events] == list(range(len(events)))
-    assert [turn.text for turn in episode.turns] == ["ann: hello", "ann: x", "ann: hello", "ben: hi"]
+    texts = [turn.text.partition("\n\nAnswer with JSON")[0] for turn in episode.turns]
+    assert texts == ["ann: hello", "ann: x", "ann: hello", "ben: hi"]
     assert episode.counts["app/requests"] == 4 and episode.counts["app/refused"] == 4
 
 
@@ -422,6 +423,26 @@ def test_files_of_an_episode_are_not_found_by_the_next(program, tmp_path, copies
     del episode
     del result
     assert eventually(lambda: gc.collect() is None or Path(where).exists() != copies)
+
+
+def test_agents_are_shown_the_same_folder_in_every_episode(program, tmp_path):
+    """Prompts depend neither on the episode nor on the run, so that re-runs find their turns."""
+    (tmp_path / "task").mkdir()
+    command = program(
+        """
+        here = os.getcwd()
+        first = ask("ann", "I am in " + here)
+        assert here in first and first == "ann: I am in " + here
+        ask("ann", "Again in " + first)
+        """
+    )
+    workflow, folders, shown = ExternalApp(command, together=0, cwd=tmp_path / "task"), set(), set()
+    for _ in range(2):
+        for episode in collect(workflow, [{"prompt": "x"}] * 2, ["ann"], said_to):
+            folders.add(episode.environment.cwd)
+            shown.add(tuple(turn.text for turn in episode.turns))
+    assert len(folders) == 4 and len(shown) == 1
+    assert Path(next(iter(shown))[0].removeprefix("ann: I am in ")).name == "task"
 
 
 def test_a_program_gets_its_row_and_no_shell_reads_it(program, tmp_path):
@@ -1386,6 +1407,9 @@ def test_fields_of_a_later_release_formats_and_forced_calls_are_hints_with_one_w
         "ann: x",
     ]
     assert all('fits this schema: {"type": "object"}' in turn.text for turn in episode.turns)
+    cut = [{"role": "assistant", "content": episode.turns[0]}, user("Again.")]
+    shown = requests.with_format(cut, {"type": "object"})
+    assert shown[0] == cut[0] and shown[1]["content"].startswith("Again.\n\nAnswer with JSON")
     warned = [text for text in caplog.messages if text.startswith("A client sends")]
     assert len(warned) == len(set(warned)) == 6
     for word in ("`brand_new`", "`response_format`", "`text.format`", '"required"', '"name": "f"', "'web_search'"):

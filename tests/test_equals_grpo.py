@@ -56,6 +56,25 @@ def assert_equals_grpo(model_folder, tmp_path, tolerance, peft=True, **settings)
         torch.testing.assert_close(our_weights[name], value, rtol=0, atol=tolerance, msg=name)
 
 
+@pytest.mark.parametrize(("accumulation", "are_spread"), [(1, True), (2, False)])
+def test_steps_have_the_episodes_of_trls_steps_where_prefixes_are_shared(
+    model_folder, tmp_path, monkeypatch, accumulation, are_spread
+):
+    """TRL spreads a batch of several optimizer steps over them by a permutation. Within one, groups stay together."""
+    settings = {"steps_per_generation": 2, "gradient_accumulation_steps": accumulation}
+    args = MARFTConfig(str(tmp_path), **{**SETTINGS, **settings})
+    given = {"reward_funcs": varied_reward, "train_dataset": tiny_dataset(64), "peft_config": lora()}
+    trainer = MARFTTrainer(model=model_folder, args=args, agents=[AgentSpec("solo"), AgentSpec("duo")], **given)
+    order = torch.tensor([(7 * place) % 16 for place in range(16)])
+    monkeypatch.setattr(torch, "randperm", lambda count, **kwargs: order)
+    trainer.model.train()
+    slices = trainer.parts.experience.for_training([trainer.train_dataset[row // 4] for row in range(16)])
+    found = [list(dict.fromkeys(row.episode for row in slice_.rows)) for slice_ in slices]
+    assert len(found) == 2 and (found == [order[:8].tolist(), order[8:].tolist()]) == are_spread
+    if not are_spread:
+        assert all({episode // 4 for episode in episodes} != set(range(4)) for episodes in found)
+
+
 @pytest.mark.parametrize(
     ("loss_type", "beta", "num_iterations", "peft"), pairs(["dapo", "grpo"], [0.0, 0.1], [1, 2], [True, False])
 )

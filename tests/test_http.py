@@ -30,6 +30,9 @@ class Backend:
     def admit(self, request):
         return self
 
+    def as_shown(self, text):
+        return text
+
     def answering(self, request):
         return contextlib.nullcontext()
 

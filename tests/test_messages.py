@@ -522,4 +522,15 @@ def test_anthropics_tool_runner_falls_back_to_whole_conversations(stream):
 
     (episode,) = collect(ExternalApp(app, tools=True, together=0), [{"prompt": "x"}], ["ann"], answer)
     assert results == ["It is 7."] and [turn.lineage for turn in episode.turns] == [0, 0]
-    assert episode.turns[1].text == "It is 7." and episode.counts["app/refused"] == 1
+    assert episode.turns[1].text == "It is 7." and not episode.counts.get("app/refused")
+
+
+def test_deferred_tools_are_shown_once_a_search_has_found_them():
+    deferred = [{**TOOL, "name": name, "defer_loading": True} for name in ("fetch", "never")]
+    names = lambda request: [tool["function"]["name"] for tool in request.tools]  # noqa: E731
+    assert names(read(tools=[TOOL, *deferred])) == ["add"]
+    call = {"type": "tool_use", "id": "t", "name": "add", "input": {}}
+    found = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "fetch"}]}
+    messages = [user("x"), {"role": "assistant", "content": [call]}, user([found])]
+    request = read(tools=[TOOL, *deferred], messages=messages)
+    assert names(request) == ["add", "fetch"] and request.messages[-1]["content"] == "The tool fetch is available."

@@ -510,4 +510,3 @@ def test_every_import_is_of_a_declared_dependency():
             distribution = DISTRIBUTIONS.get(name, name).lower()
             is_needed = name in at_once and not module_name(path).startswith("extras.")
             assert distribution in (declared if is_needed else declared | extras), f"{path} imports {name}"
-

@@ -153,7 +153,12 @@ class BatchMaker:
         advantages, generated = advantages_by_turn(rollout, rows), self._rollouts.take_generated()
         self._reporter.rollout(rollout, std, advantages, own_rewards, generated)
         order = torch.randperm(len(rows))  # TRL draws exactly this permutation here
-        if self._batcher.share:  # groups that stay together share prefixes
+        # Groups that stay together share prefixes. Where slices of a step are joined, they share them in any order,
+        # and the order decides only which episodes are in which step, as in TRL
+        args = self._args
+        decides_steps = args.steps_per_generation > args.gradient_accumulation_steps
+        are_joined = self._batcher.joins_slices or args.gradient_accumulation_steps == 1
+        if self._batcher.share and not (are_joined and decides_steps):
             # Groups may span processes, so the group index counts the rows of all processes
             first, size = self._processes.index * len(rows), self._settings.group_size(training=True)
             order = make_groups_adjacent(order, [(first + index) // size for index in range(len(rows))])

@@ -56,10 +56,10 @@ class HTTPApplication:
     - `answering(request)`: context manager around the handling of a request;
     - `ended(request, client, outcome)`: called at the end. `client` is `None` if `admit` failed.
 
-    A client has the names of its `models`, its latest `responses`, `agent_of`, which chooses the agent of a request
-    (`None`: the model names it), and the coroutines `count_tokens(chat_request)` and `answer(chat_request, body,
-    is_retry, on_text)`, which may raise a [`RequestError`]. `answer` returns [`ChatReplies`], and calls `on_text`, if
-    not `None`, with new text.
+    A client has the names of its `models`, its latest `responses`, `as_shown(text)`, which changes bodies, `agent_of`,
+    which chooses the agent of a request (`None`: the model names it), and the coroutines `count_tokens(chat_request)`
+    and `answer(chat_request, body, is_retry, on_text)`, which may raise a [`RequestError`]. `answer` returns
+    [`ChatReplies`], and calls `on_text`, if not `None`, with new text.
     """
 
     def __init__(self, backend: Any):
@@ -124,6 +124,7 @@ class HTTPApplication:
         if self._backend.json_only and request.content_type != "application/json":
             raise RequestError("`Content-Type` must be `application/json`.", 415)
         client, body = get_client(request), await read_body(request)
+        body = client.as_shown(body.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
         if client.agent_of is None:
             chat_request = routed = dialect.read(body, client.models, client.responses)
         else:

@@ -161,6 +161,8 @@ def _read_texts(content: Any, where: str) -> str:
 
 def _read_text(block: Mapping[str, Any], where: str) -> str:
     kind, text = block.get("type"), block.get("text")
+    if kind == "tool_reference":
+        return f"The tool {block.get('tool_name')} is available."
     if kind != "text":
         raise RequestError(
             f"`{where}` is a block of type {str(kind)[:80]!r}, which is not supported here: agents read texts.",
@@ -242,8 +244,25 @@ def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
         schema = check_object(tool.get("input_schema") or {}, f"{where}.input_schema")
         return {**{name: tool[name] for name in ("name", "description") if name in tool}, "parameters": schema}, where
 
+    def is_shown(tool: Any) -> bool:
+        """Deferred tools are, once a result of a search refers to them."""
+        return not isinstance(tool, dict) or tool.get("defer_loading") is not True or tool.get("name") in references
+
+    references = set(_referenced(fields.get("messages")))
+    listed = fields.get("tools") or []
+    listed = [tool for tool in listed if is_shown(tool)] if isinstance(listed, list) else listed
     choice = check_object(fields.get("tool_choice") or {"type": "auto"}, "tool_choice").get("type")
-    return read_tools(fields.get("tools") or [], read_function, choice)
+    return read_tools(listed, read_function, choice)
+
+
+def _referenced(value: Any) -> list[str]:
+    """Names in `tool_reference` blocks, at any depth."""
+    if isinstance(value, list):
+        return [name for entry in value for name in _referenced(entry)]
+    if not isinstance(value, dict):
+        return []
+    own = [str(value.get("tool_name"))] if value.get("type") == "tool_reference" else []
+    return own + _referenced(value.get("content"))
 
 
 def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:

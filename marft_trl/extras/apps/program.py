@@ -21,7 +21,7 @@ import psutil
 
 from ...system.child_processes import keep, kill_group, let_go, started_by
 from ...system.redaction import for_log
-from .session import AppEndpoint
+from .session import AppEndpoint, folder_name
 
 
 # Maximum number of characters that are kept of each output stream of a program, from its end
@@ -101,7 +101,7 @@ class Program:
         prompt = row["prompt"]
         if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
             prompt = prompt[-1].get("content")
-        copy = self._copied_folder()
+        copy = _FolderCopy(self.cwd, folder_name(endpoint.api_key)) if self.cwd and self.copies_cwd else None
         cwd = copy.path if copy is not None else self.cwd or os.getcwd()
         values = {**row, "prompt": prompt, "base_url": endpoint.base_url, "api_key": endpoint.api_key, "cwd": cwd}
         texts = {name: v if isinstance(v, str) else json.dumps(v, default=str) for name, v in values.items()}
@@ -121,17 +121,13 @@ class Program:
             ) from error
         return Launch(arguments, {**endpoint.variables, **variables}, cwd, text, copy)
 
-    def _copied_folder(self) -> _FolderCopy | None:
-        if self.cwd is None or not self.copies_cwd:
-            return None
-        return _FolderCopy(self.cwd)
-
 
 class _FolderCopy:
     """A temporary copy of a folder, which is removed with this object, or when the process ends."""
 
-    def __init__(self, source: str):
-        top = tempfile.mkdtemp(prefix="marft_app_")
+    def __init__(self, source: str, name: str):
+        top = os.path.join(tempfile.gettempdir(), name)
+        os.mkdir(top, 0o700)
         self.path = os.path.join(top, os.path.basename(os.path.abspath(source)) or "cwd")
         weakref.finalize(self, shutil.rmtree, top, ignore_errors=True)
         shutil.copytree(source, self.path, symlinks=True)

@@ -311,6 +311,9 @@ def read_format(value: Any, where: str) -> dict[str, Any] | None:
     """Read the format of an answer: the JSON schema, or `None` for texts. It is a hint where nothing can force it."""
     if value is None or (kind := check_object(value, where).get("type")) == "text":
         return None
+    if kind not in ("json_schema", "json_object"):
+        warn_of_request(f"A client sends `{where}` of the type {str(kind)[:40]!r}, which is ignored.")
+        return None
     warn_of_request(
         f"A client sends `{where}` of the type {str(kind)[:40]!r}, which is a hint: agents are shown the format, and "
         "only a team that is served from vLLM is held to it. In training, turns are samples of the policy."
@@ -318,19 +321,22 @@ def read_format(value: Any, where: str) -> dict[str, Any] | None:
     if kind == "json_schema":
         inner = value.get("json_schema") if isinstance(value.get("json_schema"), Mapping) else value
         return dict(check_object(inner.get("schema") or {}, f"{where}.schema"))
-    return {"type": "object"} if kind == "json_object" else None
+    return {"type": "object"}
 
 
 def with_format(messages: Sequence[dict[str, Any]], schema: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """
-    Return the messages with the schema of the answer at the end of the first one, which later requests repeat: a
-    system message, or else the user's. Clients leave it to the server to tell the model.
+    Return the messages with the schema of the answer at the end of the first one of the system or the user, which
+    later requests repeat. Clients leave it to the server to tell the model.
     """
     if schema is None or not messages:
         return list(messages)
-    first, *rest = messages
+    place = next((i for i, message in enumerate(messages) if message["role"] in ("system", "user")), None)
     text = f"Answer with JSON that fits this schema: {json.dumps(schema)}"
-    return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
+    return [
+        {**message, "content": f"{message['content']}\n\n{text}"} if number == place else message
+        for number, message in enumerate(messages)
+    ]
 
 
 @dataclass(frozen=True)

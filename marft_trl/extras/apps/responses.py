@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,19 +36,20 @@ class ResponseStore:
 
     Args:
         max_bytes (`int`): size of the stored items. The oldest responses are dropped beyond it.
+        as_shown (`Callable[[str], str]`, *optional*): changes texts of responses into those that agents are shown.
     """
 
-    def __init__(self, max_bytes: int):
-        self._max_bytes, self._bytes = max_bytes, 0
+    def __init__(self, max_bytes: int, as_shown: Callable[[str], str] = str):
+        self._max_bytes, self._bytes, self._as_shown = max_bytes, 0, as_shown
         # Id: the response before it, its items without those of earlier responses, and their size
         self._responses: dict[str, tuple[str | None, list[dict[str, Any]], int]] = {}
         self._items: dict[str, dict[str, Any]] = {}
 
     def add(self, previous: str | None, items: list[dict[str, Any]], response: Mapping[str, Any]) -> None:
-        new = [*items, *response["output"]]
-        size = len(json.dumps(new))
-        self._responses[response["id"]] = previous, new, size
-        self._items |= {item["id"]: item for item in response["output"]}
+        text = self._as_shown(json.dumps([items, response["output"]]))
+        size, (items, output) = len(text), json.loads(text)
+        self._responses[response["id"]] = previous, [*items, *output], size
+        self._items |= {item["id"]: item for item in output}
         self._bytes += size
         while self._bytes > self._max_bytes:
             _, dropped, size = self._responses.pop(next(iter(self._responses)))

@@ -354,6 +354,9 @@ class _TeamBackend:
 
     # ---- Backend interface ----
 
+    def as_shown(self, text: str) -> str:
+        return text
+
     def admit(self, request: web.Request) -> _TeamBackend:
         """Check the API key and the origin: web pages of other origins are refused."""
         origin = request.headers.get("Origin")
@@ -396,7 +399,8 @@ class _TeamBackend:
         agent = chat_request.model if chat_request.model in known else known[0]
         try:
             async with self._queue.place():
-                return await self._team.live.count_tokens(agent, chat_request.messages, chat_request.tools)
+                messages = with_format(chat_request.messages, chat_request.schema)
+                return await self._team.live.count_tokens(agent, messages, chat_request.tools)
         except PromptError as error:
             raise to_request_error(error) from error
 

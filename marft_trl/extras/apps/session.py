@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...episodes.records import Turn
-from .requests import ChatReply, ChatRequest, RequestError
+from .requests import ChatReply, ChatRequest, RequestError, with_format
 from .responses import ResponseStore
 
 
@@ -59,6 +60,16 @@ class AppEndpoint(NamedTuple):
             **{"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key},
             **{"ANTHROPIC_BASE_URL": self.root_url, "ANTHROPIC_API_KEY": self.api_key},
         }
+
+
+# Name of the temporary folder of an application, as agents are shown it. It has letters and digits alone, which
+# applications that make other names of a path keep
+FOLDER = "marftapp000000000000"
+
+
+def folder_name(secret: str) -> str:
+    """Name of the temporary folder of the episode with a key."""
+    return f"marftapp{hashlib.sha256(secret.encode()).hexdigest()[:12]}"
 
 
 def mark_of_process() -> str:
@@ -157,7 +168,8 @@ class Session:
         self.secret = mark_of_process() + secrets.token_urlsafe(32)
         self.loop = asyncio.get_running_loop()
         self.inbox: asyncio.Queue[Waiting] = asyncio.Queue()  # in the event loop of the episode
-        self.responses = ResponseStore(_MOST_STORED)
+        self._folder = folder_name(self.secret)
+        self.responses = ResponseStore(_MOST_STORED, self.as_shown)
         self.counts: Counter[str] = Counter()  # of requests, by outcome
         self.refused: str | None = None  # error of the latest refused request
         self.first_refused: str | None = None
@@ -207,13 +219,26 @@ class Session:
             self._num_waiting -= 1
         if turn not in self._answered:
             self._answered.append(turn)
-        return ChatReplies([reply], functools.partial(self.on_send_failed, waiting))
+        return ChatReplies([self._as_sent(reply)], functools.partial(self.on_send_failed, waiting))
+
+    def as_shown(self, text: str) -> str:
+        """
+        A text of the application for agents: with the same name of its folder in every episode and re-run, so that
+        prompts are the same, too.
+        """
+        return text.replace(self._folder, FOLDER)
+
+    def _as_sent(self, reply: ChatReply) -> ChatReply:
+        """A reply with the name that the folder really has."""
+        calls = [call._replace(arguments=call.arguments.replace(FOLDER, self._folder)) for call in reply.calls]
+        return dataclasses.replace(reply, text=reply.text.replace(FOLDER, self._folder), calls=tuple(calls))
 
     async def count_tokens(self, chat_request: ChatRequest) -> int:
         self._check(chat_request)
         if self._count is None:
             raise RequestError("Tokens cannot be counted here.", 404)
-        count = functools.partial(self._count, chat_request.model, chat_request.messages, chat_request.tools)
+        messages = with_format(chat_request.messages, chat_request.schema)
+        count = functools.partial(self._count, chat_request.model, messages, chat_request.tools)
         return await asyncio.to_thread(count)
 
     def on_send_failed(self, waiting: Waiting) -> None:
@@ -231,6 +256,8 @@ class Session:
         return left[0] if left else there[-1] if there and is_retry and len(there) >= firsts else None
 
     def refuse(self, error: RequestError) -> None:
+        if error.details is not None:  # the client knows it, and goes on in another way
+            return
         self.counts["refused"] += 1
         self.refused = str(error)
         self.first_refused = self.first_refused or self.refused
