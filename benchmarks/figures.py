@@ -17,6 +17,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "reports" / "data"
@@ -44,10 +46,16 @@ MADE_BY = {
 
 
 def processor() -> str:
-    """Name of the processor, as Linux has it."""
+    """
+    Name of the processor, as Linux has it, with family and model, which a name such as "AMD EPYC" does not tell, and
+    the instructions that PyTorch uses: both decide about the last digits.
+    """
     info = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []
-    return names[0] if names else platform.machine()
+    text = info.read_text() if info.exists() else ""
+    names = re.findall(r"^model name\s*: (.*)$", text, re.MULTILINE) or [platform.machine()]
+    numbers = [re.search(rf"^{field}\s*: (\d+)$", text, re.MULTILINE) for field in ("cpu family", "model")]
+    which = ", ".join(number[1] for number in numbers if number is not None)
+    return f"{names[0]}{f' ({which})' if which else ''}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def made(command: str) -> dict:

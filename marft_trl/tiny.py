@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -246,7 +248,10 @@ def tiny_team_model(folder: str | os.PathLike | None = None, steps: int = WARM_U
     Build the model once, with `steps` of supervised warm-up, and return its folder, which is by default under
     `$XDG_CACHE_HOME/marft_trl` (`~/.cache/marft_trl`).
     """
-    recipe = hashlib.sha256(Path(__file__).read_bytes() + str(steps).encode()).hexdigest()[:12]
+    # All that decides about the last digits of the weights: another machine may share the folder
+    made_with = [steps, torch.__version__, transformers.__version__, torch.get_num_threads()]
+    made_with += [torch.backends.cpu.get_cpu_capability(), platform.machine()]
+    recipe = hashlib.sha256(Path(__file__).read_bytes() + repr(made_with).encode()).hexdigest()[:12]
     if folder is None:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(cache) / "marft_trl" / f"tiny-{recipe}"
