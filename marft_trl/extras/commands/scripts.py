@@ -8,6 +8,7 @@ import importlib
 import inspect
 import re
 import subprocess
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 import trl.rewards
 from accelerate.commands.launch import launch_command, launch_command_parser
 from datasets import load_dataset
+from datasets.exceptions import DatasetGenerationError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
@@ -78,6 +80,16 @@ class Recipe:
 def _is_of_the_user(error: BaseException) -> bool:
     name = traceback.extract_tb(error.__traceback__)[-1].filename
     return "site-packages" not in name and not Path(name).is_relative_to(Path(__file__).parents[2])
+
+
+def _passed_the_user(error: BaseException) -> bool:
+    """Whether code that is neither installed nor ours raised an error, or called what did."""
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
+    installed = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[2]))
+    return any("site-packages" not in frame.filename and not frame.filename.startswith(installed) for frame in frames)
+
+
+_KINDS_OF_ERRORS = (EpisodeError, ValueError, TypeError, OSError, ImportError)
 
 
 def load_module(path: str) -> Any:
@@ -246,7 +258,10 @@ def _datasets(data: ScriptArguments, evaluates: bool) -> tuple[Any, Any]:
     if kind is not None:
         if not Path(name).is_file():
             raise UsageError(f"`dataset_name` is {name!r}, but there is no such file.")
-        return load_dataset(kind, data_files=name, split="train"), None
+        try:
+            return load_dataset(kind, data_files=name, split="train"), None
+        except DatasetGenerationError as error:
+            raise UsageError(f"`dataset_name={name!r}` cannot be read: {error.__cause__ or error}") from error
     splits = load_dataset(name, name=data.dataset_config, streaming=data.dataset_streaming)
     for split in (data.dataset_train_split, *((data.dataset_test_split,) if evaluates else ())):
         if split not in splits:
@@ -337,10 +352,13 @@ def run_on_trainer(name: str, sentence: str, argv: Sequence[str]) -> int | None:
         return launcher.launch(options, [name, path, _LAUNCHED, *tokens])
     if on_line and not is_launched:
         raise UsageError(f"{on_line[0]!r} is an option of `accelerate launch`, which `marft {name}` does not use.")
-    parsed = recipe.parse(tokens)
+    with as_usage_errors(ValueError, TypeError, OSError):  # of settings
+        parsed = recipe.parse(tokens)
+    if not getattr(parsed[0], "output_dir", None):
+        raise UsageError("`output_dir` is empty. Pass the folder of the run.")
     with as_usage_errors(ValueError, TypeError, OSError, ImportError, unless=_is_of_the_user):
         trainer = recipe.make(parsed)
-    with as_usage_errors(EpisodeError, unless=lambda error: launches):  # whose authors need the traceback
+    with as_usage_errors(*_KINDS_OF_ERRORS, unless=_passed_the_user):  # whose authors need the traceback
         if name == "train":
             _train(trainer, recipe.code)
         elif name == "plan":
@@ -368,7 +386,9 @@ def _system_prompts(episode: Episode) -> str:
 
 def _train(trainer: MARFTTrainer, code: str | None) -> None:
     """Train, save, and push to the Hub if `push_to_hub` is set. `code`: what loading the trained team needs."""
-    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint or True)
+    resumes = trainer.args.resume_from_checkpoint
+    as_flag = {"false": False, "no": False, "true": True, "none": True}.get(str(resumes).lower(), resumes)
+    trainer.train(resume_from_checkpoint=as_flag)
     trainer.save_model()
     if trainer.args.push_to_hub:
         trainer.push_to_hub()
