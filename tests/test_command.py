@@ -379,3 +379,28 @@ def test_a_gateway_as_a_process_ends_when_it_is_told_to(script, model_folder):
 
 def test_rewards_and_workflows_of_the_extras_have_names_in_yaml_files():
     assert reward_named("code_reward") is code_reward and reward_named("math_reward") is math_reward
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num_generations", "7"], "must be divisible by num_generations"),
+        (["--output_dir="], "`output_dir` is empty"),
+        (["--max_steps", "ten"], "max_steps"),
+    ],
+)
+def test_wrong_settings_end_a_command_without_a_traceback(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "duo"]) == 0
+    assert main(["train", "team.py", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said
+
+
+def test_a_broken_line_of_a_data_file_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
+    text = "{dataset_name: bad.jsonl, model_name_or_path: x, agents: [a], reward_funcs: math_reward, output_dir: o}"
+    (tmp_path / "team.yaml").write_text(text)
+    assert main(["train", "team.yaml"]) == 2
+    assert "`dataset_name='bad.jsonl'` cannot be read: JSON parse error" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Workflow
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential, Team, Workflow
 from marft_trl.config.dataset_checks import check_prompts
 from marft_trl.config.marft_config import EngineSettings, EvaluationSettings, LimitSettings
 from marft_trl.config.options import UNUSED, table
@@ -21,6 +21,7 @@ from marft_trl.rollout.generator import SampledTurn
 from marft_trl.rollout.reward_scorer import check_scores
 from marft_trl.tiny import exact_answer, tiny_dataset
 from marft_trl.trainer.setup import as_marft_config
+from marft_trl.workflows import rehearse, together
 
 import numpy as np
 import pytest
@@ -714,3 +715,38 @@ def test_unknown_settings_of_generation_are_refused(tmp_path):
     with pytest.raises(ValueError, match="`generation_kwargs` has 'num_beam', .* Did you mean 'num_beams'"):
         config(tmp_path, generation_kwargs={"num_beam": 2})
     config(tmp_path, generation_kwargs={"repetition_penalty": 1.1})
+
+
+def test_names_of_reward_functions_are_not_taken_for_models(model_folder, tmp_path):
+    with pytest.raises(ValueError, match="'accuracy_reward'` is the name of a reward function.*Import the function"):
+        team_trainer(model_folder, tmp_path, reward_funcs="accuracy_reward")
+    with pytest.raises(FileNotFoundError, match="`reward_funcs='./acuracy_reward'`"):
+        team_trainer(model_folder, tmp_path, reward_funcs="./acuracy_reward")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda e: e.turn("a", temperature=0.2), r"`temperature`. Set it on the agent: `AgentSpec\(name, temperature"),
+        (lambda e: e.turn(AgentSpec("a")), "names the agent 'AgentSpec', .* Pass the name of the agent: 'a'"),
+        (lambda e: together(e.turn("a"), e.turn("a")), "`together` takes one list of turns"),
+    ],
+)
+def test_mistakes_in_a_workflow_are_told_with_the_cure(call, message):
+    class Own(Workflow):
+        async def run(self, episode):
+            await call(episode)
+
+    with pytest.raises(Exception, match=message) as raised:
+        rehearse(Own(), ["a"], lambda agent, seen: "x")
+    assert "Traceback" not in str(raised.value)
+
+
+def test_a_folder_of_a_run_names_its_latest_saved_team(model_folder, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    team_trainer(model_folder, tmp_path / "run", settings=settings).train()
+    message = "has no marft_team.json, which `trainer.save_model..` writes. Its latest saved team is .*checkpoint-2"
+    with pytest.raises(FileNotFoundError, match=message):
+        Team.from_pretrained(tmp_path / "run")
+    with pytest.raises(TypeError, match="no argument `device`. Load the base with it"):
+        Team.from_pretrained(tmp_path / "run", device="cuda")

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from ..agents import AgentSpec
 from ..seams.models import without_bitsandbytes
 from .lora import adapter_parameters, check_adapter_config, linear_shape
-from .manifest import MANIFEST_NAME, TeamManifest, is_hub_id
+from .manifest import MANIFEST_NAME, TeamManifest, is_hub_id, no_team
 
 
 logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
@@ -52,7 +52,7 @@ def team_folder(team: str | os.PathLike, revision: str | None = None, token: str
     path = Path(team)
     if path.is_dir():
         if not (path / MANIFEST_NAME).is_file():
-            raise FileNotFoundError(f"{path} has no {MANIFEST_NAME}, so MARFTTrainer did not save this folder.")
+            raise FileNotFoundError(no_team(path))
         return path
     if not is_hub_id(str(team)):
         raise FileNotFoundError(

@@ -180,7 +180,7 @@ class TeamManifest:
         """
         path = Path(folder) / MANIFEST_NAME
         if not path.is_file():
-            raise FileNotFoundError(f"{folder} has no {MANIFEST_NAME}, so MARFTTrainer did not save this folder.")
+            raise FileNotFoundError(no_team(Path(folder)))
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] != FORMAT:
@@ -243,6 +243,15 @@ class TeamManifest:
         }
         path = Path(folder) / MANIFEST_NAME
         path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def no_team(folder: Path) -> str:
+    """The message for a folder without a manifest."""
+    saved = sorted((path.parent for path in folder.glob(f"*/{MANIFEST_NAME}")), key=lambda path: path.stat().st_mtime)
+    hint = f" Its latest saved team is {saved[-1]}." if saved else ""
+    if not saved and (folder / "adapter_config.json").is_file():
+        hint = " It has a PEFT adapter: load that with `PeftModel.from_pretrained`."
+    return f"{folder} has no {MANIFEST_NAME}, which `trainer.save_model()` writes.{hint}"
 
 
 def is_hub_id(name: str) -> bool:

@@ -8,13 +8,19 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from ..system.hints import NearNames
+from ..system.hints import NearNames, checked_names
 from .records import Feedback, Horizon, Messages, RequestedTurn, Seen, Turn
 from .state import EpisodeState
 
 
 # Attributes of the state that workflows read, and may set
 _SHARED = ("row", "index", "prompt", "agents", "aliases", "copies", "turns", "feedback", "history", "environment")
+
+# Settings of turns that agents have
+_OF_AGENTS = {
+    name: f"Set it on the agent: `AgentSpec(name, {name}=...)`."
+    for name in ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "stop", "system_prompt")
+} | dict.fromkeys(("max_tokens", "max_new_tokens"), "Set `AgentSpec(name, max_completion_length=...)`.")
 
 
 class LiveEpisode(NearNames):
@@ -62,6 +68,7 @@ class LiveEpisode(NearNames):
         # asyncio writes out what its tasks return, and every turn names all that it was shown
         return f"LiveEpisode(index={self.index}, prompt={str(self.prompt)[:40]!r}, turns={len(self.turns)})"
 
+    @checked_names("episode.turn", elsewhere=_OF_AGENTS)
     def turn(
         self,
         agent: str,

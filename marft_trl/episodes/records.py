@@ -377,6 +377,10 @@ class TurnLimitError(RuntimeError):
 def unknown_agent(name: object, known: Sequence[str], where: str) -> str:
     """Return the error message for an unknown agent name, with the nearest known name."""
     hint = did_you_mean(name, known)
+    if not isinstance(name, str):
+        own = getattr(name, "name", None)
+        hint = f" Pass the name of the agent: {own!r}." if own else " Pass the name of the agent, a text."
+        name = type(name).__name__
     return f"{where} names the agent {name!r}, but the team's agents are {', '.join(map(repr, known))}.{hint}"
 
 

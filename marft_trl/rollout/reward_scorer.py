@@ -16,11 +16,13 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import trl.rewards
 from torch import nn
 from transformers import TrainerState
 from trl import is_conversational
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+from .. import rewards
 from ..adapters.manifest import check_model_name
 from ..agents import AgentSpec
 from ..algorithms.functional import team_rewards
@@ -208,9 +210,23 @@ def check_reward_functions(reward_funcs: Sequence, train_dataset, eval_dataset=N
                 f"type {type(func).__name__}."
             )
         if isinstance(func, str):
-            check_model_name(func, "reward_funcs")
+            _check_reward_name(func)
         for name, columns in columns_of.items():
             _check_arguments(func, name, columns)
+
+
+def _check_reward_name(name: str) -> None:
+    """Raise for the name of a reward function, which is no model, and for a model that cannot be there."""
+    known = {*trl.rewards.__all__, *rewards.__all__}
+    if name in known:
+        raise ValueError(
+            f"`reward_funcs={name!r}` is the name of a reward function, and a text stands for a reward model. Import "
+            f"the function, and pass it: `reward_funcs={name}`."
+        )
+    try:
+        check_model_name(name, "reward_funcs")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}{did_you_mean(name, known)}") from None
 
 
 def unique_names(names: Sequence[str]) -> list[str]:

@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     from ..extras.engines.setup import Servers
 
 
+# Options that the base is loaded with, which is loaded onto one device
+_OF_THE_BASE = dict.fromkeys(
+    ("device", "device_map", "dtype", "torch_dtype", "attn_implementation"),
+    "Load the base with it, and pass it: `model=AutoModelForCausalLM.from_pretrained(...)`.",
+)
 _PROGRESS_BAR_ABOVE = 20  # number of episodes above which a progress bar is shown
 
 
@@ -88,6 +93,7 @@ class Team:
         return f"Team({names}; {type(self.workflow).__name__})"
 
     @classmethod
+    @checked_names("Team.from_pretrained", elsewhere=_OF_THE_BASE)
     def from_pretrained(
         cls,
         team: str | os.PathLike,

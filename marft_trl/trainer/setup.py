@@ -43,7 +43,7 @@ from ..rollout.reward_scorer import check_judges, check_reward_functions, check_
 from ..seams.libraries import get_logger
 from ..seams.models import keep_4bit_weights
 from ..seams.runs import timeout_of_processes
-from ..system.hints import did_you_mean
+from ..system.hints import brief, did_you_mean
 from ..system.processes import device_map_kwargs, restrict_to_one_device
 from ..system.redaction import without_secrets
 from ..workflows import ByColumn, EnvironmentLoop, Sequential, Workflow
@@ -627,6 +627,7 @@ def _warn_of_generation_config(base: PreTrainedModel | PeftModel, args: MARFTCon
     if unused:
         logger.warning(
             "The generation config of the base sets "
-            f"{', '.join(f'{name}={value!r}' for name, value in unused.items())}, which has no effect: the training "
-            "arguments set how turns are sampled. To use it, set `min_p` or `generation_kwargs`."
+            f"{', '.join(f'{name}={brief(repr(value), 60)}' for name, value in unused.items())}, which has no effect: "
+            f"the training arguments set how turns are sampled. To use {', '.join(map(repr, unused))}, set "
+            f"{'`min_p`' if set(unused) == {'min_p'} else '`generation_kwargs`'}."
         )

@@ -268,8 +268,10 @@ def turn_links(turns: Sequence[Turn], numbered: bool = True) -> list[tuple[str, 
     return pairs if numbered else list(dict.fromkeys(pairs))
 
 
-async def together(turns: Iterable[Awaitable[Turn]]) -> list[Turn]:
+async def together(turns: Iterable[Awaitable[Turn]], *others: Any) -> list[Turn]:
     """Run turns in parallel: `await together(episode.turn(name, sees=[plan]) for name in names)`."""
+    if others or not isinstance(turns, Iterable):
+        raise TypeError("`together` takes one list of turns: `together([episode.turn('a'), episode.turn('b')])`.")
     tasks = [asyncio.ensure_future(turn) for turn in turns]
     try:
         return [await task for task in tasks]
