@@ -39,7 +39,9 @@ from marft_trl.extras.apps import (
 )
 from marft_trl.extras.apps import chat as chat_api
 from marft_trl.extras.apps.program import Launch, run_program
+from marft_trl.extras.apps.requests import ChatReply, ChatRequest, RequestError
 from marft_trl.extras.apps.responses import ResponseStore
+from marft_trl.extras.apps.session import FOLDER, Session, folder_name
 from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import together
@@ -1562,3 +1564,51 @@ def test_too_many_messages_are_refused_before_they_are_read():
     body = {"model": "ann", "input": [user("x")] * 5000}
     with pytest.raises(requests.RequestError, match="`input` may have 4,096"):
         responses.read(json.dumps(body).encode(), ["ann"], ResponseStore(1000))
+
+
+def test_a_further_try_of_a_request_that_was_refused_is_a_request_of_its_own():
+    async def talk():
+        session, request = Session(["ann"], takes_tools=False, earns=False), ChatRequest("ann", [user("x")])
+
+        async def come(is_retry):
+            answer = asyncio.ensure_future(session.answer(request, b"x", is_retry, None))
+            coming = asyncio.ensure_future(session.inbox.get())
+            await asyncio.wait([answer, coming], return_when=asyncio.FIRST_COMPLETED)
+            assert coming.done()
+            return answer, coming.result()
+
+        answer, waiting = await come(is_retry=False)
+        waiting.settle(RequestError("No.", 409))
+        with pytest.raises(RequestError, match="No."):
+            await answer
+        answer, waiting = await come(is_retry=True)
+        waiting.settle((ChatReply("yes"), Turn("ann", "yes", 0)))
+        assert (await answer).messages[0].text == "yes"
+        assert session.counts == {"requests": 2}
+
+    asyncio.run(talk())
+
+
+def test_clients_of_anthropic_add_the_version_to_the_address_themselves():
+    variables = AppEndpoint("http://host:1/v1", "key").variables
+    assert variables["OPENAI_BASE_URL"] == "http://host:1/v1" and variables["ANTHROPIC_BASE_URL"] == "http://host:1"
+    assert variables["OPENAI_API_KEY"] == variables["ANTHROPIC_API_KEY"] == "key"
+
+
+def test_calls_name_the_folder_that_the_application_has():
+    """Agents are shown another name of it; their calls are of the real one."""
+    shown = []
+
+    async def app(row, endpoint):
+        path = f"/tmp/{folder_name(endpoint.api_key)}/file"
+        said = await Client(endpoint)("ann", user(path), tools=[SCHEMA])
+        (call,) = said.tool_calls
+        assert json.loads(call.function.arguments) == {"a": path, "b": 1}
+
+    def answer(requests):
+        (request,) = requests
+        shown.append(request.requested_turn.messages[-1]["content"])
+        return [request.make_completion("", tool_calls=(ToolCall("add", {"a": shown[-1], "b": 1}),))]
+
+    played(app, answer, tools=True)
+    assert shown == [f"/tmp/{FOLDER}/file"]

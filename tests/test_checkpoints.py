@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from marft_trl.runs import run_folder as commits
 from marft_trl.runs.resume import check_same_team, check_structure, read_accepted, tunables
@@ -476,3 +477,32 @@ def test_a_process_that_sees_another_folder_says_so_before_training(tmp_path, mo
         with pytest.raises(CheckpointError, match="is not the one that the first process of the run writes to"):
             other.check_mark(mark)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_has_to_have_room_for_two_checkpoints(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * 10**6))
+    RunFolder(tmp_path).check_space(10**6)
+    assert not caplog.records
+    RunFolder(tmp_path).check_space(10**6 + 1)
+    assert "Saving may fail" in caplog.text
+
+
+def test_a_run_that_goes_back_sets_no_checkpoint_of_another_run_aside(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.continue_run("me")
+    for step, state in ((1, "complete"), (2, "foreign"), (3, "complete")):
+        written(folder, step, state)
+    RunFolder(tmp_path).continue_run("me", 1)
+    assert [path.name for path in folder.checkpoints()] == ["checkpoint-1", "checkpoint-2"]
+    assert (tmp_path / "_aside-checkpoint-3").is_dir()
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.continue_run("me")
+    for step in (9, 100, 10):
+        written(folder, step, "complete")
+    assert [path.name for path in folder.checkpoints()] == ["checkpoint-9", "checkpoint-10", "checkpoint-100"]
+    assert folder.newest()[1].step == 100
+    folder.rotate(2)
+    assert [path.name for path in folder.checkpoints()] == ["checkpoint-10", "checkpoint-100"]

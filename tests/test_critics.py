@@ -248,3 +248,16 @@ def test_the_critics_gradient_is_clipped_by_its_own_norm_and_by_none_at_zero(mod
     trainer.train()
     changes = [(a - b).abs().max().item() for a, b in zip(trainer.critic.heads.parameters(), before, strict=True)]
     assert (max(changes) < 1e-10) == (limit == 1e-9)
+
+
+def test_gradients_of_a_step_that_was_not_finished_are_no_part_of_the_next(model_folder, tmp_path):
+    trainer = team_trainer(model_folder, tmp_path, settings=PPO)
+    updates, heads = trainer.parts.updates, list(trainer.critic.heads.parameters())
+    with updates.micro_step(trainer.model):
+        for parameter in heads:
+            parameter.grad = torch.ones_like(parameter)
+    with updates.micro_step(trainer.model):  # of the same step
+        assert all(parameter.grad is not None for parameter in heads)
+    updates.forget()
+    with updates.micro_step(trainer.model):
+        assert all(parameter.grad is None for parameter in heads)

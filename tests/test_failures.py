@@ -782,3 +782,18 @@ def test_sigterm_says_where_a_launcher_is_quicker_than_a_step(monkeypatch, capfd
     found = capfd.readouterr().err
     assert "SIGTERM: finishing the step, then saving" in found and signals.received == signal.SIGTERM
     assert ("`--shutdown-timeout 120`" in found) == said
+
+
+def test_what_a_function_logs_is_logged_once_though_each_completion_is_tried_alone():
+    logged = []
+
+    def judge(completions, log_metric, log_extra, **kwargs):
+        log_metric("count", float(len(completions)))
+        log_extra("text", list(completions))
+        return [boom() if text == "c" else 1.0 for text in completions]
+
+    wrapped = wrap_reward_function(judge, None, Failures("skip"))
+    given = {"prompts": ["q"] * 4, "completions": list("abcd")}
+    logs = {name: lambda key, value: logged.append((key, value)) for name in ("log_metric", "log_extra")}
+    assert wrapped(**given, **logs) == [1.0, 1.0, None, 1.0]
+    assert logged == [("count", 4.0), ("text", list("abcd"))]

@@ -5,6 +5,7 @@ from collections import Counter
 
 from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.algorithms.baselines import BASELINES, TurnReturns
+from marft_trl.learning.adapter_updates import Schedule
 from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import tiny_dataset
 from marft_trl.workflows import EnvironmentLoop
@@ -492,3 +493,15 @@ def test_rewards_of_turns_get_the_turn_that_answers(model_folder, tmp_path):
     agents = team(**{name: {"reward_funcs": note} for name in TEAM})
     arrived(model_folder, tmp_path, PlannerAnswers(), agents, **BY_RETURNS, credit="per_step")
     assert len(asked) == 12 and all(answer is turns[0] and turn in turns for turn, answer, turns in asked)
+
+
+def test_in_sequential_updates_every_agent_learns_once_from_each_generation_batch():
+    schedule, orders = Schedule(("a", "b", "c"), phase=2, order="sequential"), set()
+    for first in range(0, 120, 6):
+        learning = [schedule.learning(step, step) for step in range(first, first + 6)]
+        order = [name for (name,) in learning[::2]]
+        assert learning[::2] == learning[1::2] and sorted(order) == ["a", "b", "c"]
+        updated = [schedule.just_updated(step) for step in range(first, first + 6)]
+        assert updated == [None, None, order[0], None, order[1], None]
+        orders.add(tuple(order))
+    assert len(orders) > 1  # drawn again for each batch

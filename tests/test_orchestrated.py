@@ -3,6 +3,7 @@
 import string
 
 from marft_trl import AgentSpec
+from marft_trl.episodes.tools import ToolCall
 from marft_trl.workflows import Orchestrated, rehearse
 from marft_trl.workflows.orchestrated import Route, parse_route
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .helpers import grows_linearly, logged_steps, moved_by_training, team_trainer
+from .helpers import add, collect, grows_linearly, logged_steps, moved_by_training, team_trainer
 
 
 TEAM = ["boss", "solver", "critic"]
@@ -129,3 +130,29 @@ def test_an_orchestrated_team_trains(model_folder, tmp_path):
     log = logged_steps(trainer)[0]
     assert log["workflow/routing/no_tag"] == pytest.approx(2.0, abs=1.0)  # the tiny model knows no tags
     assert log["rewards/environment_reward/mean"] == pytest.approx(-0.5 * log["workflow/routing/no_tag"])
+
+
+def test_rounds_of_tool_calls_stay_within_the_turns_of_an_episode():
+    def reply(agent, seen):
+        return "<call>solver</call>" if agent == "boss" else ToolCall("add", {"a": 1, "b": 2})
+
+    for max_turns in (2, 3, 4):
+        workflow = Orchestrated("boss", max_turns=max_turns)
+        episode = rehearse(workflow, TEAM, reply, tools={"solver": [add]})
+        assert [turn.agent for turn in episode.turns] == ["boss"] + ["solver"] * (max_turns - 1)
+
+
+def test_no_turn_begins_after_the_last_token_of_the_budget():
+    def answer(requests):  # three tokens each
+        texts = ["<call>solver</call>" if one.agent == "boss" else "7" for one in requests]
+        return [one.make_completion(text, completion_ids=(1, 2, 3)) for one, text in zip(requests, texts, strict=True)]
+
+    for max_tokens, turns in ((3, 1), (5, 2), (6, 2), (7, 3)):
+        (episode,) = collect(Orchestrated("boss", max_tokens=max_tokens), [{"prompt": "q"}], TEAM, answer)
+        assert len(episode.turns) == turns and episode.counts == {"routing/out_of_tokens": 1}
+
+
+def test_the_default_prompt_lists_only_who_may_be_called():
+    team = [AgentSpec(name) for name in TEAM]
+    (prompt,) = Orchestrated("boss", ["critic"]).system_prompts(team).values()
+    assert "- critic\n" in prompt and "- solver" not in prompt and "- boss" not in prompt

@@ -8,6 +8,7 @@ import math
 import random
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 from marft_trl.algorithms import functional
@@ -315,3 +316,22 @@ def test_a_probe_knows_the_most_likely_tokens():
     probe = Probe.from_log_probs([1, 2], torch.log_softmax(torch.arange(1000).float() / 100, dim=-1))
     assert len(probe.logps) == 512 and 999 in probe.logps and 0 not in probe.logps
     assert probe.hot_logps[999] == pytest.approx(torch.log_softmax(torch.arange(1000).double() / 200, 0)[999].item())
+
+
+def test_log_probabilities_that_are_no_numbers_are_a_mismatch(servers, tmp_path):
+    one = library(tmp_path, servers[:1])
+    servers[0].logps = lambda *asked: dict.fromkeys(right(*asked), math.nan)
+    with pytest.raises(MismatchError):
+        one.publish()
+    assert not servers[0].loaded
+
+
+def test_files_of_states_that_no_server_has_are_deleted(servers, tmp_path):
+    one, versions = library(tmp_path, servers), []
+    for _ in range(4):
+        (tensor,) = one._entries["actor"].tensors().values()
+        tensor += 1
+        versions.append(one.publish()["actor"])
+    # Those of the state before last may still be read
+    assert [Path(version.folder).exists() for version in versions] == [False, False, True, True]
+    assert all(server.loaded == {versions[-1].name: versions[-1].folder} for server in servers)

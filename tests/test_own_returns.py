@@ -474,3 +474,23 @@ def test_what_is_told_by_hand(caplog):
     for _ in range(2 * PATIENCE):
         reach.note_advantages({"a": True, "b": False})
     assert caplog.text.count("NO REWARD REACHES THE AGENT 'b'") == 1
+
+
+def test_deviations_of_a_batch_are_those_of_each_agent():
+    """Of two agents whose returns differ in their scale alone, advantages are the same."""
+    places = {"episodes": torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]), "agents": torch.tensor([0, 1] * 4)}
+    returns = torch.tensor([0.0, 0.0, 1.0, 100.0, 3.0, 300.0, 5.0, 500.0])
+    samples = TurnReturns(**places, nodes=torch.tensor([0, 1] * 4), returns=returns, group_size=2, num_agents=2)
+    found = BASELINES["agent"].function(samples, "batch")
+    assert torch.allclose(found[::2], found[1::2], rtol=1e-3) and found.abs().min() > 0.1
+
+
+def test_rewards_that_cancelled_before_others_did_not_are_not_counted():
+    reach = RewardReachChecker(["a", "b"])
+    opposed, common = [{"a": 1.0, "b": -1.0}] * 6, [{"a": 1.0, "b": 1.0}]
+    for _ in range(3):
+        reach.check_opposed(opposed)
+        reach.check_opposed(common)
+    reach.check_opposed(opposed)
+    with pytest.raises(ValueError, match="in all of the last 8 episodes"):
+        reach.check_opposed(opposed[:2])

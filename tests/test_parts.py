@@ -160,3 +160,10 @@ def test_equal_turns_have_advantages_of_their_own():
     rows = [Row("planner", "planner", *ids, advantage=value) for value in (1.0, -1.0)]
     its = Rollout([twice], one.rewards_per_func, one.rewards)
     assert advantages_by_turn(its, [rows]) == [[1.0, -1.0]] and advantages_by_turn(its, [rows[1:]]) == [[-1.0, None]]
+
+
+def test_each_baseline_of_candidates_has_its_like_in_evaluation(tmp_path, processes):
+    for name, like in (("turn", "group"), ("turn_itself", "group"), ("c3", "leave_one_out")):
+        run = run_of(config(tmp_path, advantage=name, turn_candidates=2), processes, Board())
+        estimator = BaselineEstimator(team_of(), run, None, None)
+        assert estimator.baseline(True).name == name and estimator.baseline(False).name == like

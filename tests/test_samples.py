@@ -335,3 +335,15 @@ def test_a_number_of_samples_that_batches_cannot_have(model_folder, tmp_path):
         trainer.evaluate(num_samples=7)
     with pytest.raises(ValueError, match="num_generations_eval=8"):
         trainer.evaluate(k=[8])
+
+
+def test_an_interval_that_ends_at_zero_is_not_clear():
+    assert not Interval(0.1, 0.0, 0.2, 1, 10).is_clear and not Interval(-0.1, -0.2, 0.0, 1, 10).is_clear
+    assert Interval(0.1, 0.01, 0.2, 1, 10).is_clear and Interval(-0.1, -0.2, -0.01, 1, 10).is_clear
+
+
+def test_options_of_a_paired_difference_are_those_of_an_interval():
+    scores, others = np.random.default_rng(0).random((2, 1, 30))
+    found = {name: paired_difference(scores, others, confidence=name) for name in (0.5, 0.95)}
+    assert found[0.5].high - found[0.5].low < 0.6 * (found[0.95].high - found[0.95].low)
+    assert paired_difference(scores, others, seed=1) != paired_difference(scores, others, seed=2)
