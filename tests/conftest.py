@@ -29,6 +29,7 @@ from .helpers import SIZES
 
 
 MEMORY: list[int] = []
+SECONDS: list[float] = []
 STARTED: list[None] = []  # tests of this process
 # No test may depend on what a tiny model happens to sample: `MARFT_TEST_SEED=1 make test` runs with other weights
 tiny_model.__defaults__ = (int(os.environ.get("MARFT_TEST_SEED", "0")),)
@@ -142,14 +143,18 @@ def small_model(built_once, tokenizer) -> str:
 
 
 def pytest_sessionfinish(session):
-    """A worker tells its largest memory, in kB."""
+    """A worker tells its largest memory, in kB, and its CPU seconds with those of processes that it started."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        session.config.workeroutput["memory"] = used[0].ru_maxrss
+        session.config.workeroutput["seconds"] = sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    MEMORY.append(getattr(node, "workeroutput", {}).get("memory", 0))
+    output = getattr(node, "workeroutput", {})
+    MEMORY.append(output.get("memory", 0))
+    SECONDS.append(output.get("seconds", 0.0))
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -158,6 +163,7 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line("This machine has a GPU, and these tests ran on the CPU: `make test-gpu` uses it.")
     if any(MEMORY):
         terminalreporter.write_line(f"Memory of the largest worker: {max(MEMORY) / 1e6:.2f} GB.")
+        terminalreporter.write_line(f"CPU time of all workers: {sum(SECONDS):.0f} s.")
     passed = [item for report in terminalreporter.stats.get("passed", []) for item in report.user_properties]
     points = sum(count for name, count in passed if name == "exact_points")
     if points:

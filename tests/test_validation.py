@@ -750,3 +750,9 @@ def test_a_folder_of_a_run_names_its_latest_saved_team(model_folder, tmp_path):
         Team.from_pretrained(tmp_path / "run")
     with pytest.raises(TypeError, match="no argument `device`. Load the base with it"):
         Team.from_pretrained(tmp_path / "run", device="cuda")
+
+
+@pytest.mark.parametrize("name", ["max_steps", "gradient_accumulation_steps", "learning_rate", "num_generations"])
+def test_texts_in_place_of_numbers_are_named(tmp_path, name):
+    with pytest.raises(ValueError, match=f"`{name}` must be a number, got (the text )?'2'"):
+        config(tmp_path, **{name: "2"})

@@ -400,6 +400,18 @@ def check_engine(args: Any) -> None:
     )
 
 
+# Types of fields of transformers and TRL that are numbers
+_NUMBERS = {int, float, "int | None", "float | None", int | None, float | None}
+
+
+def check_texts(args: Any) -> None:
+    """Raise a `ValueError` for a text where a number is needed, before transformers computes with it."""
+    for field in fields(args):
+        value = getattr(args, field.name)
+        if isinstance(value, str) and field.type in _NUMBERS:
+            raise ValueError(f"`{field.name}` must be a number, got the text {value!r}.")
+
+
 def check_supported(args: Any) -> None:
     """Raise a `ValueError` with a fix for settings of [`~trl.GRPOConfig`] that a team does not support."""
     for name, reason in _UNSUPPORTED.items():

@@ -524,6 +524,7 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         if self.bf16 is None:
             # GRPOConfig turns bfloat16 on everywhere, and TrainingArguments then refuses to start without a GPU.
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+        checks.check_texts(self)
         checks.check_numbers(self)
         if isinstance(self.vllm_server_base_url, str):
             self.vllm_server_base_url = self.vllm_server_base_url.split(",")
