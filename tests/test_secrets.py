@@ -163,6 +163,8 @@ def test_arguments_keep_paths_where_they_are_not_published(tmp_path):
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdef012345", "npm_0123456789abcdefghijklmnopqrstuvwxyz",
         "pypi-AgEIcHlwaS5vcmcCJDAxMjM0NTY3ODkwMTIzNDU2Nzg5", "Basic dXNlcjpwYXNzd29yZA==",
         "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\n-----END RSA PRIVATE KEY-----",
+        "x-api-key: 0123456789abcdef", "'api_key': '0123456789abcdef'", "api-key=0123456789abcdef",
+        "https://x.blob.net/a?sv=1&sig=0123456789abcdef",
     ],
     ids=lambda text: text[:12],
 )  # fmt: skip
@@ -175,6 +177,7 @@ def test_texts_that_only_look_like_secrets_stay():
     for text in (
         *("sk-learn is a library", "Basic algebra", "npm_config", "eyJ is how a token begins", "pypi-server"),
         *("You teach Basic arithmetic to children.", "Basic instructions: answer", "Bearer of bad news"),
+        *("api_key=endpoint.api_key", "the api_key: none was passed", "signature: f(x, y)"),
     ):
         assert without_secrets(text) == text
 

@@ -32,7 +32,12 @@ _FORMS = re.compile(
 )
 _VARIABLE = re.compile("(KEY|PASS|AUTH)$")  # environment variables that hold secrets, besides those with a secret key
 _SHORTEST = 8  # secrets that are shorter are taken for words where they are looked for in a text
-_QUERY = re.compile(r"(?i)(?<=[?&])([\w-]*(?:token|key|secret|password))=[^&\s'\"]*")
+_QUERY = re.compile(r"(?i)(?<=[?&])([\w-]*(?:token|key|secret|password|sig|signature))=[^&\s'\"]*")
+# Keys and signatures in running text, such as `x-api-key: ...`; words without a digit are none
+_NAMED = re.compile(
+    r"(?i)\b((?:x-)?api[_-]?key|access[_-]?key|(?:access|auth)[_-]?token|sig|signature)(['\"]?\s*[:=]\s*['\"]?)"
+    r"(?=[^\s'\",;&]*\d)[^\s'\",;&]{8,}"
+)
 
 
 @contextlib.contextmanager
@@ -51,7 +56,7 @@ def without_secrets(value: Any) -> Any:
     texts that have the form of a token. Other objects are returned as they are.
     """
     if isinstance(value, str):
-        return _QUERY.sub(r"\1=", _FORMS.sub("", _CREDENTIALS.sub("", value)))
+        return _NAMED.sub(r"\1\2", _QUERY.sub(r"\1=", _FORMS.sub("", _CREDENTIALS.sub("", value))))
     if isinstance(value, Mapping):
         kept = {key: without_secrets(item) for key, item in value.items() if not _is_secret(key, item)}
         return kept if type(value) is dict or kept != dict(value) else value
