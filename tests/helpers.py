@@ -241,7 +241,7 @@ def chi_square_deviation(counts, expected) -> float:
     return (((seen - awaited) ** 2 / awaited).sum().item() - degrees) / (2 * degrees) ** 0.5
 
 
-def sampling_deviation(trainer, agent="reasoner", count=3000) -> float:
+def sampling_deviation(trainer, agent="reasoner", count=2000) -> float:
     """
     Deviation of the first tokens of an agent's turns from the policy's probabilities, as [`chi_square_deviation`].
     The base has to be a taught one: those drawn at random are nearly uniform, and any power of them looks alike.

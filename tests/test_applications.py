@@ -38,6 +38,7 @@ from marft_trl.extras.apps import (
     responses,
 )
 from marft_trl.extras.apps import chat as chat_api
+from marft_trl.extras.apps import program as programs
 from marft_trl.extras.apps.program import Launch, run_program
 from marft_trl.extras.apps.requests import ChatReply, ChatRequest, RequestError
 from marft_trl.extras.apps.responses import ResponseStore
@@ -1612,3 +1613,22 @@ def test_calls_name_the_folder_that_the_application_has():
 
     played(app, answer, tools=True)
     assert shown == [f"/tmp/{FOLDER}/file"]
+
+
+def test_a_copy_of_a_folder_leaves_out_what_cannot_be_copied(tmp_path, monkeypatch):
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "a.txt").write_text("a")
+    os.mkfifo(tmp_path / "task" / "pipe")
+    monkeypatch.setattr(programs.tempfile, "gettempdir", lambda: str(tmp_path / "task"))
+    copy = programs._FolderCopy(str(tmp_path / "task"), "marftapp123")
+    assert os.listdir(copy.path) == ["a.txt"]
+
+
+@pytest.mark.parametrize("identity", [[], {}, 3])
+def test_odd_ids_of_responses_are_refused_with_a_reason(identity):
+    for body in ({"previous_response_id": identity}, {"input": [{"type": "item_reference", "id": identity}]}):
+        text = json.dumps({"model": "ann", "input": "x", **body})
+        with pytest.raises(requests.RequestError, match="not (among|of) the latest"):
+            responses.read(text.encode(), ["ann"], ResponseStore(1000))
+    tools = [{"name": identity, "input_schema": {}, "defer_loading": True}]
+    messages.read(json.dumps({"model": "ann", "messages": [user("x")], "tools": tools}).encode(), ["ann"])

@@ -18,6 +18,7 @@ SHORT = {"team": "evaluator", "family": "chain_sum", "max_steps": 1, "held_out":
 
 
 @pytest.mark.parametrize("grid", list(choose.GRIDS))
+@pytest.mark.slow
 def test_tables_of_the_page_are_those_of_the_data(grid):
     file = choose.DATA / f"{grid}.json"
     page = choose.PAGE.read_text(encoding="utf-8")
@@ -72,6 +73,7 @@ def test_a_rate_is_compared_with_the_best_of_its_rank():
     assert of_32.startswith("| a setting | r=32 | 1e-4 | 1e-3: -50.0 [")
 
 
+@pytest.mark.slow
 def test_grids_run_in_the_precision_of_their_page():
     """That of `examples/real.py` may change, and would change every row."""
     for make, given, _ in choose.GRIDS.values():

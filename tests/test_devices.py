@@ -79,11 +79,13 @@ with pretend_device.Pretend():
 
 
 @pretended
+@pytest.mark.slow
 def test_a_model_is_taught_on_its_device():
     assert run("-c", f"import sys; sys.path.insert(0, 'tests')\n{TEACH}").split() == ["pretend:0", "True"]
 
 
 @pretended
+@pytest.mark.slow
 def test_by_default_a_frozen_base_is_in_half_precision_on_one_device_and_samples_what_it_scores():
     found = train("half", "--layouts", "named", "--settings", '{"max_completion_length": 3, "max_steps": 1}')["named"]
     assert found["devices"] == ["pretend:0"] and found["moved"] == ["a0", "a1"]

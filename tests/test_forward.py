@@ -226,7 +226,8 @@ def test_training_is_the_same_in_every_family(tokenizer, tmp_path, family, level
 
 
 def test_the_episodes_of_a_group_stay_together(model_folder, tmp_path):
-    trainer = team_trainer(model_folder, tmp_path, settings={"steps_per_generation": 2})
+    settings = {"steps_per_generation": 2, "gradient_accumulation_steps": 2}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
     trainer.model.train()
     rows = [row for row in tiny_dataset(4).to_list() for _ in range(4)]
     for _ in range(3):

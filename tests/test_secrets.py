@@ -11,6 +11,7 @@ import pickle
 import re
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections import OrderedDict
@@ -177,7 +178,7 @@ def test_texts_that_only_look_like_secrets_stay():
     for text in (
         *("sk-learn is a library", "Basic algebra", "npm_config", "eyJ is how a token begins", "pypi-server"),
         *("You teach Basic arithmetic to children.", "Basic instructions: answer", "Bearer of bad news"),
-        *("api_key=endpoint.api_key", "the api_key: none was passed", "signature: f(x, y)"),
+        *("api_key=endpoint.api_key", "the api_key: none was passed", "signature = hashlib.sha256(x)"),
     ):
         assert without_secrets(text) == text
 
@@ -270,3 +271,13 @@ def test_a_secret_in_a_system_prompt_is_named(model_folder, tmp_path, caplog):
     assert "system prompt of agent 'actor' has what looks like a secret" in caplog.text
     assert "agent 'reasoner' has" not in caplog.text and token not in caplog.text
     assert trainer.agents[1].system_prompt == agents[1].system_prompt
+
+
+def test_the_length_that_is_searched_for_a_secret_is_bounded():
+    """Agents write what programs print. The number of steps is that of the text, not of its square."""
+    seconds = []
+    for count in (2_000, 20_000):
+        start = time.process_time()
+        without_secrets("api_key=" * count)
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 60 * max(seconds[0], 0.05)  # of a square: a hundred times

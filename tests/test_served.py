@@ -136,6 +136,7 @@ def test_what_is_skipped_counts_for_its_own_batch(model_folder, tmp_path, server
     assert [log["episodes/skipped"] for log in logged_steps(trainer)] == [0.25] * 4
 
 
+@pytest.mark.slow
 def test_an_evaluation_between_two_updates_makes_no_turn_staler(model_folder, tmp_path, server):
     settings = {"max_staleness": 1, "num_iterations": 2, "max_steps": 6, "eval_strategy": "steps", "eval_steps": 1}
     team = {"eval_dataset": tiny_dataset(4, seed=1)}

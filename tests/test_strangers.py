@@ -434,3 +434,10 @@ def test_links_out_of_a_teams_folder_are_not_followed(model_folder, saved, tmp_p
     weights.rename(cache / "blobs" / "123")
     weights.symlink_to("../../../blobs/123")
     load_adapters(AutoModelForCausalLM.from_pretrained(model_folder), snapshot)
+
+
+def test_numbers_of_any_size_are_refused_by_name():
+    with pytest.raises(ValueError, match="`rounds` of `Debate` must be an integer of at least 1"):
+        rebuild({"class": "Debate", "agents": ["a"], "rounds": -(10**400)})
+    with pytest.raises(ValueError, match="as 'penalty'"):
+        rebuild({"class": "Orchestrated", "orchestrator": "a", "penalty": float("nan")})

@@ -705,7 +705,7 @@ def test_a_callback_that_changes_what_a_batch_is_is_named(model_folder, tmp_path
 def test_roles_that_no_template_has_are_refused(role):
     row = {"prompt": [{"role": role, "content": "x"}]}
     hint = {"usr": " Did you mean 'user'", "human": " Roles are 'user', 'assistant', 'system', 'tool'"}.get(role, "")
-    with pytest.raises(ValueError, match=f"role {role!r}, which no chat template has.{hint}|not a list of messages"):
+    with pytest.raises(ValueError, match=f"role {role!r}, which is not a known role.{hint}|not a list of messages"):
         check_prompts([row], "train_dataset", start=0)
     for known in ("user", "developer", "tool", "ipython"):
         check_prompts([{"prompt": [{"role": known, "content": "x"}]}], "train_dataset", start=0)
@@ -754,5 +754,5 @@ def test_a_folder_of_a_run_names_its_latest_saved_team(model_folder, tmp_path):
 
 @pytest.mark.parametrize("name", ["max_steps", "gradient_accumulation_steps", "learning_rate", "num_generations"])
 def test_texts_in_place_of_numbers_are_named(tmp_path, name):
-    with pytest.raises(ValueError, match=f"`{name}` must be a number, got (the text )?'2'"):
+    with pytest.raises(ValueError, match=f"`{name}` must be a number, got '2'"):
         config(tmp_path, **{name: "2"})

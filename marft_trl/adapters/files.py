@@ -197,7 +197,8 @@ def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained
 def _check_link(file: Path, team: Path) -> None:
     """Raise `ValueError` if a file of a team is a link to elsewhere, whose content a push would upload."""
     # The cache of the Hub keeps files as links within the folder of the repository
-    root = team.parent.parent if team.parent.name == "snapshots" else team
+    repository = team.parent.parent
+    root = repository if team.parent.name == "snapshots" and repository.name.startswith("models--") else team
     if not file.resolve().is_relative_to(root.resolve()):
         raise ValueError(f"{file} is a link to {file.resolve()}, outside of the team's folder. Copy the file instead.")
 

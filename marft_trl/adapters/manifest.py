@@ -307,7 +307,8 @@ def _check_values(inference: Inference) -> None:
     if inference.context_overflow not in ("raise", "drop_oldest_turn", "end_episode"):
         raise ValueError(f"'context_overflow' is {inference.context_overflow!r}")
     of_tokenizer = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-    reserved = sorted(set(of_tokenizer) & set(inference.chat_template_kwargs))
+    of_template = {"documents"}  # which templates read, like further names
+    reserved = sorted((set(of_tokenizer) - of_template) & set(inference.chat_template_kwargs))
     if reserved:
         raise ValueError(f"'chat_template_kwargs' has {reserved[0]!r}, which is an argument of the tokenizer")
     for name, sampling in inference.sampling.items():

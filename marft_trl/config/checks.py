@@ -409,7 +409,7 @@ def check_texts(args: Any) -> None:
     for field in fields(args):
         value = getattr(args, field.name)
         if isinstance(value, str) and field.type in _NUMBERS:
-            raise ValueError(f"`{field.name}` must be a number, got the text {value!r}.")
+            raise ValueError(f"`{field.name}` must be a number, got {value!r}.")
 
 
 def check_supported(args: Any) -> None:

@@ -96,7 +96,7 @@ def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
             "text, so it would be ignored. Remove the column, or rename it if reward functions need it."
         )
     if isinstance(dataset, Dataset):
-        check_prompts(_prompts(dataset), what, start=0)
+        check_prompts(read_prompts(dataset), what, start=0)
 
 
 def has_other_content(message: Mapping[str, Any]) -> bool:
@@ -109,7 +109,8 @@ def column_names(dataset: Dataset | IterableDataset) -> list[str] | None:
     return None if dataset.column_names is None else list(dataset.column_names)
 
 
-def _prompts(dataset: Dataset) -> Iterable[dict[str, Any]]:
+def read_prompts(dataset: Dataset) -> Iterable[dict[str, Any]]:
+    """Rows with their prompts alone, read in parts."""
     only = dataset.select_columns("prompt")
     for start in range(0, len(only), _SCAN_ROWS):
         for prompt in only[start : start + _SCAN_ROWS]["prompt"]:
@@ -157,8 +158,8 @@ def _find_kind(prompt: object, where: str) -> str:
             known = f" Roles are {', '.join(map(repr, ROLES[:4]))}." if isinstance(message["role"], str) else ""
             hint = did_you_mean(message["role"], ROLES) or known
             raise ValueError(
-                f"The prompt in {where} has a message with the role {message['role']!r}, which no chat template "
-                f"has.{hint}"
+                f"The prompt in {where} has a message with the role {message['role']!r}, which is not a known "
+                f"role.{hint}"
             )
         if message["content"] in (None, ""):
             if has_other_content(message) or prompt == PLACEHOLDER:

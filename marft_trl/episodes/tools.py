@@ -90,7 +90,7 @@ def _as_result(value: Any) -> tuple[str, list[Any] | None]:
     """A returned value as a text, and as plain JSON data if it is a list with elements."""
     if isinstance(value, list) and value:
         try:
-            return str(value), json.loads(json.dumps(value, allow_nan=False))
+            return str(value), json.loads(as_plain(json.dumps(value, allow_nan=False, ensure_ascii=False)))
         except (TypeError, ValueError, RecursionError):
             pass
     return str(value), None

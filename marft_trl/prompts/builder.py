@@ -414,7 +414,8 @@ class PromptBuilder:
                 else item
                 for item in shown
             ]
-        shown = list(map(self._with_plain_keys, shown))
+        is_team_view = self._get_view(query.agent) is team_view  # other views read texts
+        shown = [self._with_plain_keys(item) if is_team_view else _without_elements(item) for item in shown]
         agent, seen = renamed(query.agent, shown, self.aliases) if self.aliases else (query.agent, shown)
         messages = call_view(self._get_view(query.agent), agent, self._quoted(prompt_messages), seen)
         if not self.template.renders_results:
@@ -467,7 +468,7 @@ class PromptBuilder:
         if not isinstance(item, Feedback) or item.elements is None:
             return item
         is_plain = not self._encode.contains_control_token(" ".join(_keys(item.elements)))
-        return item if is_plain else replace(item, elements=None)
+        return item if is_plain else _without_elements(item)
 
     def _join(self, observation: str | Messages, functions: Sequence[Function] = ()) -> list[int]:
         if isinstance(observation, str):
@@ -541,6 +542,10 @@ def _strings(value: Any) -> str:
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
     return value if isinstance(value, str) else " ".join(map(_strings, value)) if isinstance(value, Sequence) else ""
+
+
+def _without_elements(item: Seen) -> Any:
+    return replace(item, elements=None) if isinstance(item, Feedback) and item.elements is not None else item
 
 
 def _keys(value: Any) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import os
 import re
 import secrets
@@ -248,12 +249,27 @@ def _find_pieces(messages: Messages, render: Callable[[Messages], str]) -> Piece
             pieces = _split(render(marked), mark, parts)
             whole = render(shown)
             aligned = None if pieces is None or not _shows_lists(shown, render) else _align(pieces, whole)
-            if aligned is not None:
+            if aligned is not None and not _moves_texts(aligned, shown, render):
                 return aligned
     messages = as_texts
     mark, marked, parts = _mark(messages, fills=False)
     pieces = _split(render(marked), mark, parts)
     return pieces if pieces is None or whole is None else _align(pieces, whole) or pieces
+
+
+def _moves_texts(pieces: Pieces, messages: Messages, render: Callable[[Messages], str]) -> bool:
+    """
+    Whether a control token of a content is in the text between contents, where a template can move it. Contents
+    without such a text cost nothing.
+    """
+    texts = json.dumps([message.get("content") for message in messages], ensure_ascii=False)
+    tags = set(_TAG.findall(texts))
+    if not tags:
+        return False
+    mark, marked, parts = _mark(messages, fills=False)
+    hollow = _split(render(marked), mark, parts)
+    between, known = "\n".join(pieces[::2]), "\n".join([] if hollow is None else hollow[::2])
+    return any(between.count(tag) > known.count(tag) for tag in tags)
 
 
 def _shows_lists(messages: Messages, render: Callable[[Messages], str]) -> bool:

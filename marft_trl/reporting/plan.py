@@ -18,6 +18,7 @@ from ..adapters.copies import PastCopies
 from ..agents import AgentSpec
 from ..algorithms.baselines import CREDITS
 from ..config.checks import completes_candidates, uses_candidates
+from ..config.dataset_checks import read_prompts
 from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.collector import Request
 from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
@@ -38,7 +39,6 @@ from .transcripts import messages_as_text
 
 # Maximum number of turns of a rehearsal. A loop may wait for text that placeholder turns never contain.
 _MAX_REHEARSAL_TURNS = 64
-_SCANNED_ROWS = 1000  # at a time, for the longest prompt
 # Workflows whose turns do not depend on texts
 _STATIC = (Sequential, Graph, Debate, MixtureOfAgents)
 
@@ -80,24 +80,26 @@ class Planner:
         self._runner, self._learner, self._batcher, self._past_copies = runner, learner, batcher, past_copies
         self._model, self._tokenizer, self._dataset = model, tokenizer, train_dataset
         self._first_row: dict[str, Any] | None = None  # of a stream
+        self._longest: tuple[Any, int] | None = None  # data set, and the place of its longest prompt
 
     def _example(self) -> dict[str, Any]:
         """The row with the longest prompt. Of a stream, the first one, which is read once."""
         dataset = self._dataset()
         if isinstance(dataset, IterableDataset):
             if self._first_row is None:
-                self._first_row = dict(next(iter(dataset)))
+                first = next(iter(dataset), None)
+                if first is None:
+                    raise ValueError("`train_dataset` is empty: the stream has no row to plan with.")
+                self._first_row = dict(first)
             return self._first_row
         return dataset[self._longest_row()]
 
     def _longest_row(self) -> int:
-        prompts = self._dataset().select_columns("prompt")
-        lengths = [
-            len(str(prompt))
-            for start in range(0, len(prompts), _SCANNED_ROWS)
-            for prompt in prompts[start : start + _SCANNED_ROWS]["prompt"]
-        ]
-        return max(range(len(lengths)), key=lengths.__getitem__)
+        dataset = self._dataset()
+        if self._longest is None or self._longest[0] is not dataset:
+            lengths = [len(str(row["prompt"])) for row in read_prompts(dataset)]
+            self._longest = dataset, max(range(len(lengths)), key=lengths.__getitem__)
+        return self._longest[1]
 
     def plan(self) -> str:
         rehearsal = self.rehearse(self._example())

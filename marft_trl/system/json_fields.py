@@ -52,5 +52,6 @@ def has_type(value: Any, kind: Any) -> bool:
         )
     if kind in (int, float):
         numbers = (int, float) if kind is float else int
-        return isinstance(value, numbers) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = isinstance(value, numbers) and not isinstance(value, bool)
+        return is_number and (isinstance(value, int) or math.isfinite(value))
     return isinstance(value, kind)

@@ -33,10 +33,10 @@ _FORMS = re.compile(
 _VARIABLE = re.compile("(KEY|PASS|AUTH)$")  # environment variables that hold secrets, besides those with a secret key
 _SHORTEST = 8  # secrets that are shorter are taken for words where they are looked for in a text
 _QUERY = re.compile(r"(?i)(?<=[?&])([\w-]*(?:token|key|secret|password|sig|signature))=[^&\s'\"]*")
-# Keys and signatures in running text, such as `x-api-key: ...`; words without a digit are none
+# Keys in running text, such as `x-api-key: ...`: long, with a digit, and no code
 _NAMED = re.compile(
-    r"(?i)\b((?:x-)?api[_-]?key|access[_-]?key|(?:access|auth)[_-]?token|sig|signature)(['\"]?\s*[:=]\s*['\"]?)"
-    r"(?=[^\s'\",;&]*\d)[^\s'\",;&]{8,}"
+    r"(?i)\b((?:x-)?api[_-]?key|access[_-]?key|(?:access|auth)[_-]?token)(['\"]?\s{0,4}[:=]\s{0,4}['\"]?)"
+    r"(?=[\w+/=-]{0,200}\d)[\w+/=-]{16,}(?![\w.(])"
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import math
 import socket
 import time
@@ -86,12 +87,21 @@ async def listen(host: str, port: int) -> list[socket.socket]:
     found = await asyncio.get_running_loop().getaddrinfo(host, port, **hints)
     addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
     sockets: list[socket.socket] = []
+    missing: OSError | None = None
     try:
-        # Port 0 is any free one, of one address
-        for family, address in addresses[:1] if port == 0 else addresses:
-            sockets.append(socket.create_server(address[:2], family=family, backlog=BACKLOG))
+        for family, address in addresses:
+            if sockets and port == 0:  # any free one, of one address
+                break
+            try:
+                sockets.append(socket.create_server(address[:2], family=family, backlog=BACKLOG))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # of a machine without IPv6
+                    raise
+                missing = error
     except OSError:
         for listening in sockets:
             listening.close()
         raise
+    if missing is not None and not sockets:
+        raise missing
     return sockets

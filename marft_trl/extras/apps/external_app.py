@@ -12,6 +12,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 # Maximum number of consecutive requests without a turn: the time limit does not count the time of refusals
 _MOST_REFUSED = 1000
+# Maximum number of reasons of refused requests that are logged
+_MOST_REASONS = 20
 # Source of the feedback that holds the output of an application. Agents do not see it
 OUTPUT = "application"
 
@@ -130,7 +133,7 @@ class ExternalApp(Workflow):
         if agent_of is not None and not callable(agent_of):
             raise TypeError(f"`agent_of` must be a function of an `AppRequest`, got {agent_of!r}.")
         self._told: set[str] = set()
-        self._reasons: set[str | None] = set()  # of refused requests
+        self._reasons: set[str] = set()  # of refused requests
         self.max_wait_for_episodes = max_wait_for_episodes
         self.together = together
         if is_command:
@@ -282,8 +285,9 @@ class ExternalApp(Workflow):
 
     def _warn_of_refused(self, session: Session) -> None:
         """Warn of refusals, once for each reason: applications often go on without an answer."""
-        if session.first_refused not in self._reasons:
-            self._reasons.add(session.first_refused)
+        reason = re.sub(r"\d+", "0", session.first_refused or "")  # which may name sizes and places
+        if reason not in self._reasons and len(self._reasons) < _MOST_REASONS:
+            self._reasons.add(reason)
             total = session.counts["requests"] + session.counts["refused"]
             logger.warning(
                 f"{session.counts['refused']} of {total} requests of the application {self.name} in an episode were "

@@ -78,7 +78,8 @@ def read(body: bytes, models: Sequence[str] | None, stored: Any = None) -> ChatR
         error.details = _NO_THREADS if error.field == "thread" else None
         raise
     output_config = fields.get("output_config")
-    output_format = output_config.get("format") if isinstance(output_config, dict) else fields.get("output_format")
+    output_format = output_config.get("format") if isinstance(output_config, dict) else None
+    output_format = fields.get("output_format") if output_format is None else output_format
     if b'"cache_control"' in body:
         warn_of_cache_hints()
     return ChatRequest(
@@ -246,7 +247,9 @@ def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
 
     def is_shown(tool: Any) -> bool:
         """Deferred tools are, once a result of a search refers to them."""
-        return not isinstance(tool, dict) or tool.get("defer_loading") is not True or tool.get("name") in references
+        return (
+            not isinstance(tool, dict) or tool.get("defer_loading") is not True or str(tool.get("name")) in references
+        )
 
     references = set(_referenced(fields.get("messages")))
     listed = fields.get("tools") or []

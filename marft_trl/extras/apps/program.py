@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -101,6 +102,8 @@ class Program:
         prompt = row["prompt"]
         if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
             prompt = prompt[-1].get("content")
+        if "cwd" in row and any("{cwd}" in text for text in (*split_command(self.command), *self.env.values())):
+            raise ValueError("`{cwd}` is the folder of the program, and the dataset has a column `cwd`. Rename it.")
         copy = _FolderCopy(self.cwd, folder_name(endpoint.api_key)) if self.cwd and self.copies_cwd else None
         cwd = copy.path if copy is not None else self.cwd or os.getcwd()
         values = {**row, "prompt": prompt, "base_url": endpoint.base_url, "api_key": endpoint.api_key, "cwd": cwd}
@@ -130,7 +133,18 @@ class _FolderCopy:
         os.mkdir(top, 0o700)
         self.path = os.path.join(top, os.path.basename(os.path.abspath(source)) or "cwd")
         weakref.finalize(self, shutil.rmtree, top, ignore_errors=True)
-        shutil.copytree(source, self.path, symlinks=True)
+        shutil.copytree(source, self.path, symlinks=True, ignore=functools.partial(_not_copied, os.path.realpath(top)))
+
+
+def _not_copied(top: str, folder: str, names: list[str]) -> list[str]:
+    """Sockets and pipes, which belong to other programs, and the copies themselves."""
+
+    def is_left_out(path: str) -> bool:
+        if os.path.realpath(path).startswith(os.path.join(os.path.dirname(top), "marftapp")):
+            return True
+        return not (os.path.islink(path) or os.path.isfile(path) or os.path.isdir(path))
+
+    return [name for name in names if is_left_out(os.path.join(folder, name))]
 
 
 @dataclass(frozen=True)

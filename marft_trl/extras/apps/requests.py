@@ -380,7 +380,8 @@ class ChatRequest:
         model = read_model(body, models)
         check_fields(body, {*_READ, *own}, _ASIDE, _REFUSED)
         text_format = check_object(body.get("text") or {}, "text").get("format")
-        schema = read_format(body.get("response_format"), "response_format") or read_format(text_format, "text.format")
+        schema = read_format(body.get("response_format"), "response_format")
+        schema = read_format(text_format, "text.format") if schema is None else schema
         is_stream = read_flag(body, "stream", False)
         tools, namespaces = _without_namespaces(body.get("tools") or [])
         return cls(

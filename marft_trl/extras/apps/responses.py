@@ -61,7 +61,7 @@ class ResponseStore:
         """Return the items of a response and of all before it."""
         parts: list[list[dict[str, Any]]] = []
         while identity is not None:
-            if identity not in self._responses:
+            if not isinstance(identity, str) or identity not in self._responses:
                 raise RequestError(
                     f"`previous_response_id` {str(identity)[:80]!r} is not among the latest responses. Send the whole "
                     "conversation, with `store` false.",
@@ -77,7 +77,7 @@ class ResponseStore:
         """Return an item of the input, or the stored one that it refers to."""
         if not isinstance(item, dict) or item.get("type", "item_reference") != "item_reference" or "role" in item:
             return item
-        if item.get("id") not in self._items:
+        if not isinstance(item.get("id"), str) or item["id"] not in self._items:
             raise RequestError(
                 f"`{where}` refers to the item {str(item.get('id'))[:80]!r}, which is not of the latest responses. "
                 "Send the item itself, with `store` false.",

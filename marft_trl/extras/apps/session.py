@@ -141,7 +141,8 @@ class Waiting:
     def order(self) -> str:
         """Sort key of requests that arrive together, so that their order does not depend on which came first."""
         request = self.chat_request
-        return json.dumps([request.model, request.messages, request.tools, request.stop], sort_keys=True)
+        shown = [request.model, request.messages, request.tools, request.stop, request.schema]
+        return json.dumps(shown, sort_keys=True)
 
     def settle(self, result: tuple[ChatReply, Turn] | BaseException) -> None:
         """Answer the request once, from the event loop of the episode."""

@@ -40,6 +40,7 @@ from ...tiny import tiny_team_model
 from ...trainer import MARFTTrainer
 from ...workflows import Workflow
 from .. import apps, sandbox
+from ..apps.routing import rebuild_rule
 from . import Parser, UsageError, as_tokens, as_usage_errors, check_unknown, read_config, read_yaml
 
 
@@ -84,8 +85,9 @@ def _is_of_the_user(error: BaseException) -> bool:
 
 def _passed_the_user(error: BaseException) -> bool:
     """Whether code that is neither installed nor ours raised an error, or called what did."""
-    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
+    found = traceback.extract_tb((error.__cause__ or error).__traceback__)
     installed = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[2]))
+    frames = [frame for frame in found if not frame.filename.startswith("<")]
     return any("site-packages" not in frame.filename and not frame.filename.startswith(installed) for frame in frames)
 
 
@@ -225,6 +227,8 @@ def _made(**value: Any) -> Workflow:
     if name == "ByColumn" and isinstance(value.get("workflows"), dict):
         value["workflows"] = {key: _workflow(workflow) for key, workflow in value["workflows"].items()}
     try:
+        if isinstance(value.get("agent_of"), dict):
+            value["agent_of"] = rebuild_rule(value["agent_of"])
         return kind(**value)
     except (TypeError, ValueError) as error:
         raise UsageError(f"`workflow` of the YAML file: {error}") from error
