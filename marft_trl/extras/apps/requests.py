@@ -316,7 +316,7 @@ def read_format(value: Any, where: str) -> dict[str, Any] | None:
         return None
     warn_of_request(
         f"A client sends `{where}` of the type {str(kind)[:40]!r}, which is a hint: agents are shown the format, and "
-        "only a team that is served from vLLM is held to it. In training, turns are samples of the policy."
+        "only a team that is served from vLLM decodes under it. In training, turns are samples of the policy."
     )
     if kind == "json_schema":
         inner = value.get("json_schema") if isinstance(value.get("json_schema"), Mapping) else value
