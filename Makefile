@@ -3,6 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 FUZZ_SECONDS ?= 20
 DEVICE ?= cpu
+# No slow test begins after so many seconds; what is left is skipped
+SLOW_SECONDS ?= inf
 READY := $(VENV)/.ready
 
 export HF_HUB_OFFLINE := 1
@@ -33,13 +35,13 @@ kuhn: $(READY)  ## self-play of a pretrained model in Kuhn poker, measured exact
 	$(BIN)/python -W ignore benchmarks/kuhn_poker.py --device $(DEVICE)
 
 test: $(READY)  ## the tests, on the CPU: four minutes on two cores
-	$(BIN)/python -m pytest -n 3 --dist worksteal -q -m "not slow and not exhaustive"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not slow and not exhaustive"
 
 test-gpu: $(READY)  ## what means something on a GPU alone; three minutes
 	MARFT_TEST_CUDA=1 $(BIN)/python -m pytest -q -rs -m "gpu and not exhaustive" tests/test_gpu.py
 
 test-slow: $(READY)  ## longer checks; `make test-slow SLOW="tests/test_kills.py"` for some
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "slow and not exhaustive" $(SLOW)
+	MARFT_TEST_SECONDS=$(SLOW_SECONDS) $(BIN)/python -m pytest -n 2 --maxschedchunk 1 -q -m "slow and not exhaustive" $(SLOW)
 
 test-versions:  ## the tests with the lowest and with the newest versions of what this builds on
 	PYTHON=$(PYTHON) bash tests/scripts/versions.sh lowest

@@ -13,7 +13,9 @@ import contextlib
 import fcntl
 import functools
 import gc
+import math
 import resource
+import time
 import warnings
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
 import jinja2
 import pytest
 import torch
-from accelerate.utils import imports, other
+from accelerate.utils import imports, memory, other
 from hypothesis import settings
 
 from .helpers import SIZES
@@ -31,15 +33,17 @@ from .helpers import SIZES
 MEMORY: list[int] = []
 SECONDS: list[float] = []
 STARTED: list[None] = []  # tests of this process
+DEADLINE = time.monotonic() + float(os.environ.get("MARFT_TEST_SECONDS", math.inf))
 # No test may depend on what a tiny model happens to sample: `MARFT_TEST_SEED=1 make test` runs with other weights
 tiny_model.__defaults__ = (int(os.environ.get("MARFT_TEST_SEED", "0")),)
 
 # What takes a fifth of the time of all tests and changes no result: metadata and modules that accelerate reads for
-# every model that it unwraps, the template of each adapter's card, which PEFT compiles again each time, the
-# certificates that each HTTP client reads, the stack that torch formats for every seed of a GPU that is not there, and
-# the disk (whether a file survives a power cut is nothing that a test could see).
+# every model that it unwraps, garbage that it collects before a training, the template of each adapter's card, which
+# PEFT compiles again each time, the certificates that each HTTP client reads, the stack that torch formats for every
+# seed of a GPU that is not there, and the disk (whether a file survives a power cut is nothing that a test could see).
 imports._is_package_available = functools.cache(imports._is_package_available)
 other.has_compiled_regions = lambda model: False
+memory.clear_device_cache = lambda garbage_collection=False: None
 jinja2.Template = functools.cache(jinja2.Template)
 with contextlib.suppress(ImportError):  # openai before 3 has another client
     import httpcore2
@@ -68,7 +72,9 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_setup(item):
-    """The same once more, when what is imported late is there."""
+    """The same once more, when what is imported late is there. No test begins after the deadline."""
+    if time.monotonic() > DEADLINE:
+        pytest.skip("the time for these tests is used up")
     STARTED.append(None)
     if len(STARTED) == 30:
         gc.collect()

@@ -2,24 +2,23 @@
 Which slow tests a change runs: those of the rooms that it touches, a fixed core, and a quarter of the rest by the day.
 
 ```bash
-python tests/selection.py --bounded  # files, one a line; on the standard error, what is left out
-python tests/selection.py --vllm     # exit status 0 if tests on a real server are due, 3 if not
+python tests/selection.py         # files, one a line; on the standard error, what is left out
+python tests/selection.py --vllm  # exit status 0 if tests on a real server are due, 3 if not
 ```
 
 What has changed is the difference from `MARFT_CHANGED_SINCE`, or from the newest commit that is a day older than the
-last one. All files run where that is not known, and after changes that may break any test. All of them take an hour on
-a fast machine: with `--bounded`, the core and as many others as fit 16 minutes of this machine run, others each day.
-`make test-slow` runs all.
+last one. All files run where that is not known, and after changes that may break any test. CI ends after some minutes
+of them (`SLOW_SECONDS`), so their order changes each day. `make test-slow` runs all.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 
@@ -57,8 +56,6 @@ ROOMS |= {"__main__": ["command"], "agents": ["tools", "secrets"], "tiny": ["exa
 ALL_OF_THEM = re.compile(
     r"marft_trl/(config/\w+|configs|__init__)\.py|tests/(?!test_)|pyproject\.toml|constraints\.txt|Makefile"
 )
-# Seconds for slow tests in CI, and a file's share of them on a machine whose loop of [`slowness`] takes a second
-BUDGET, SECONDS_OF_FILE = 16 * 60, 25.0
 # Whose changes are tried on a real server
 SERVED = re.compile(r"marft_trl/(extras/engines|prompts|rollout|adapters)|tests/(scripts/)?(test_)?vllm")
 NOT_DUE = 3  # exit status; that of an error is 1
@@ -102,20 +99,11 @@ def chosen(paths: list[str] | None, day: int) -> set[str]:
     return (names & every) | set(rest[day % 4 :: 4])
 
 
-def slowness() -> float:
-    """Seconds of a short loop of what tests do: interpreted code. About one on a fast machine, two on a slow one."""
-    start, total = time.perf_counter(), 0
-    for number in range(12_000_000):
-        total += number & 3
-    return time.perf_counter() - start
-
-
-def bounded(names: set[str], day: int, seconds: float) -> set[str]:
-    """The core and as many of the other names as fit the budget, others each day. `seconds`: those of [`slowness`]."""
-    most = max(int(BUDGET / (SECONDS_OF_FILE * max(seconds, 0.1))), len(CORE))
-    others = sorted(names - set(CORE))
-    start = day * 7 % max(len(others), 1)
-    return (names & set(CORE)) | set([*others[start:], *others[:start]][: most - len(CORE)])
+def ordered(names: set[str], day: int) -> list[str]:
+    """A file of the core and one of the others in turn, beginning with other files each day."""
+    core, others = sorted(names & set(CORE)), sorted(names - set(CORE))
+    turned = [[*files[day % len(files) :], *files[: day % len(files)]] for files in (core, others) if files]
+    return [name for pair in itertools.zip_longest(*turned) for name in pair if name]
 
 
 def main() -> None:
@@ -124,13 +112,9 @@ def main() -> None:
         sys.exit(0 if paths is None or any(map(SERVED.match, paths)) else NOT_DUE)
     day = datetime.date.today().timetuple().tm_yday
     names = chosen(paths, day)
-    if "--bounded" in sys.argv:
-        seconds = slowness()
-        names = bounded(names, day, seconds)
-        print(f"the loop took {seconds:.2f} s: {len(names)} files of slow tests fit", file=sys.stderr)
     left_out = sorted(slow_files() - names)
     print("slow tests left out:", ", ".join(left_out) or "none", file=sys.stderr)
-    print("\n".join(f"tests/test_{name}.py" for name in sorted(names)))
+    print("\n".join(f"tests/test_{name}.py" for name in ordered(names, day)))
 
 
 if __name__ == "__main__":

@@ -1181,6 +1181,7 @@ def run_with_few_files():
     run.communicate()
 
 
+@pytest.mark.slow
 def test_more_episodes_than_there_are_files_for_run_one_after_the_other(run_with_few_files):
     said, errors = run_with_few_files.communicate("80\n", 60)
     assert said.split()[1:] == ["160"], errors
@@ -1234,6 +1235,7 @@ def test_an_application_that_asks_again_after_each_refusal_is_ended(why, rows):
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.slow
 def test_a_function_that_catches_its_end_is_ended_again():
     """As does Python itself, where the end reaches a callback of a weak reference."""
     caught = []

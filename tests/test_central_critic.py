@@ -90,6 +90,7 @@ def test_the_clip_of_values_is_about_the_head_alone(model_folder, tmp_path):
     assert [entry["critic/clip_ratio"] for entry in logs] == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_normalized_values_take_large_rewards(model_folder, tmp_path, size=1e3):
     """After the first batch, values are of the size of the rewards, which heads of that size never reach."""
 

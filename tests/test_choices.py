@@ -94,6 +94,9 @@ def test_tables_go_between_their_comments():
 def test_a_repeated_run_that_differs_is_an_error(tmp_path, monkeypatch, capsys):
     (setting, *_) = choose.kept("worth")
     recorded = choose.kept("worth")[setting]["team"][0]
+    monkeypatch.setitem(
+        choose.GRIDS, "worth", (lambda **setting: None, *choose.GRIDS["worth"][1:])
+    )  # which teaches a model
     monkeypatch.setattr(choose, "run_cell", lambda experiment, place: None)
     monkeypatch.setattr(choose, "outcome", lambda place: {**recorded, "tokens": recorded["tokens"] + 1})
     with pytest.raises(SystemExit, match="differs in tokens"):

@@ -218,6 +218,7 @@ def test_own_returns_are_a_signal(model_folder, tmp_path):
     assert entry["dynamic_sampling/with_signal"] > 0 and math.isfinite(entry["loss"])
 
 
+@pytest.mark.slow
 def test_limits_of_a_batch_are_not_those_of_its_rounds(model_folder, tmp_path):
     """Rounds of further prompts may have no reward at all, more often than batches may in a row."""
     calls = {}

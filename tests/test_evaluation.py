@@ -187,6 +187,7 @@ def test_the_loss_of_an_evaluation_is_that_of_training_on_the_same_episodes(mode
     )
 
 
+@pytest.mark.slow
 def test_the_best_model_is_told_by_the_loss_of_evaluations_unless_set(model_folder, tmp_path):
     trainer = evaluated(model_folder, tmp_path, settings={**BEST, "num_generations_eval": 2, "beta": 0.1})
     trainer.train()

@@ -286,6 +286,7 @@ def test_the_tiny_model_is_warmed_up_on_training_questions(tokenizer):
     assert len(shown) > 100 and shown.isdisjoint(held_out)
 
 
+@pytest.mark.slow
 def test_the_questions_of_the_pretrained_duo_are_held_out(monkeypatch, model_folder):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.setattr("torch.set_float32_matmul_precision", lambda precision: None)

@@ -98,6 +98,7 @@ def test_a_row_that_does_not_fit_is_checkpointed_and_training_is_the_same(model_
         torch.testing.assert_close(ends[1][name], weight, rtol=0, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_what_is_set_of_checkpointing_stays_and_costs_do_not_depend_on_it(model_folder, tmp_path, monkeypatch):
     room_for(monkeypatch, 1000)
     costs = []

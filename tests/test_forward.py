@@ -191,8 +191,8 @@ def trained_weights(model, tmp_path, share, given=None, **settings):
             {"gradient_accumulation_steps": 2, "loss_type": "grpo", "entropy_coef": 0.05}, marks=pytest.mark.slow
         ),
         {"advantage": "gae", "critic": "shared", "level": "token"},
-        {"advantage": "gae", "critic": "frozen", "level": "action", "beta": 0.1},
-        {"max_tokens_per_micro_batch": 200, "gradient_checkpointing": True},
+        pytest.param({"advantage": "gae", "critic": "frozen", "level": "action", "beta": 0.1}, marks=pytest.mark.slow),
+        pytest.param({"max_tokens_per_micro_batch": 200, "gradient_checkpointing": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -149,6 +149,7 @@ def dead_run(model, tmp_path, steps=PATIENCE + 1, **arguments):
     return moved_by_training(trainer), trainer
 
 
+@pytest.mark.slow
 def test_a_constant_reward_is_said(small_model, tmp_path, caplog):
     changed, trainer = dead_run(small_model, tmp_path, reward_funcs=lambda completions, **_: [1.0] * len(completions))
     assert not changed and trainer.state.log_history[0]["frac_reward_zero_std"] == 1.0

@@ -140,7 +140,7 @@ def _another_users_python():
 @pytest.mark.parametrize(
     ("user", "its_walls", "every"),
     [
-        ("this user", "", 5),
+        ("this user", "", 11),
         *(
             pytest.param(user, its_walls, 1, marks=pytest.mark.slow)
             for user in ("this user", "no capabilities", "another user")

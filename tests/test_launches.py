@@ -35,17 +35,21 @@ def test_passes_do_not_depend_on_how_a_batch_is_split():
 GAE = {"advantage": "gae", "critic": "shared", "level": "token"}
 CASES = [
     {"loss_type": "bnpo", "beta": 0.1, "num_iterations": 2},
+    {"steps_per_generation": 1, "entropy_coef": 0.01, "agent_weight": "equal"},  # a step has rows of several batches
+    {**GAE, "critic": "per_agent", "beta": 0.1},
+]
+SLOW_CASES = [
     {"loss_type": "grpo", "num_iterations": 2, "target_kl": 0.02},
     {"loss_type": "dr_grpo", "steps_per_generation": 1, "num_iterations": 2},  # a step has the same rows twice
-    {"steps_per_generation": 1, "entropy_coef": 0.01, "agent_weight": "equal"},  # and rows of several batches
     {"update_order": "sequential", "steps_per_generation": 2, "loss_type": "dapo"},
     {"top_entropy_quantile": 0.5},
     {**GAE, "steps_per_generation": 1, "num_iterations": 2},
-    {**GAE, "critic": "per_agent", "beta": 0.1},
 ]
 
 
-@pytest.mark.parametrize("settings", CASES, ids=str)
+@pytest.mark.parametrize(
+    "settings", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=str
+)
 def test_slices_that_go_through_together_teach_the_same(settings, model_folder, tmp_path, monkeypatch):
     found = []
     for joins in (False, True):

@@ -384,8 +384,7 @@ async def by_messages(sdk, history, stream, tools):
 FORMS = {"chat": by_chat, "responses": by_responses, "messages": by_messages}
 
 
-@pytest.mark.parametrize(("stream", "tools"), pairs([False, True], [False, True, "once"]))
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "stream", "tools"), pairs([*FORMS], [False, True], [False, True, "once"]))
 def test_rows_are_the_sampled_tokens_with_their_gradients(form, stream, tools, model_folder, tmp_path):
     """Whatever the client makes of them; log-probabilities and gradients are those of a computation by hand."""
     texts = []

@@ -40,7 +40,8 @@ def failing(model, folder, at_backward, failures=1, **settings):
     "settings",
     [
         {},
-        {"gradient_accumulation_steps": 2},  # gradients of the first micro-step are there already
+        # gradients of the first micro-step are there already
+        pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
         pytest.param({"advantage": "gae", "critic": "shared"}, marks=pytest.mark.slow),
         pytest.param({"loss_type": "grpo", "num_iterations": 2}, marks=pytest.mark.slow),
     ],
@@ -99,6 +100,7 @@ def test_a_step_is_taken_again_with_the_same_random_numbers(model_folder, tmp_pa
     assert not full.left and twice == once * 2
 
 
+@pytest.mark.slow
 def test_gradients_are_checkpointed_where_a_single_row_does_not_fit(model_folder, tmp_path, caplog):
     settings = {"gradient_checkpointing": None, "max_tokens_per_micro_batch": 1}
     trainer, _ = failing(model_folder, tmp_path, 2, **settings)
@@ -113,7 +115,7 @@ def test_a_second_failure_ends_the_run_with_the_plan(model_folder, tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_limit_that_has_fitted_is_kept(model_folder, tmp_path, checkpointing):
     trainer, _ = failing(model_folder, tmp_path, 2, gradient_checkpointing=checkpointing)
     limits, fit = [], trainer.parts.batcher.fit

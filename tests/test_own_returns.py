@@ -149,7 +149,11 @@ def test_opposed_rewards_reach_every_own_turn(model_folder, tmp_path, advantage,
 
 @pytest.mark.parametrize(
     ("environment", "side_by_side"),
-    [(Mixed, False), (Alternating, False), *(pytest.param(one, True, marks=SLOW) for one in (Duel, Mixed))],
+    [
+        (Mixed, False),
+        pytest.param(Alternating, False, marks=SLOW),
+        *(pytest.param(one, True, marks=SLOW) for one in (Duel, Mixed)),
+    ],
 )
 def test_returns_to_go_of_games(model_folder, tmp_path, environment, side_by_side):
     """As rewards, a turn is worth what its agent receives from its joint step on."""
@@ -248,6 +252,7 @@ def test_own_returns_by_the_setting_are_reported_also_of_a_workflow_that_earns_n
     assert {"agents/reasoner/return", "agents/actor/return"} <= trainer.state.log_history[0].keys()
 
 
+@pytest.mark.slow
 def test_rae_compares_with_earlier_batches(model_folder, tmp_path):
     settings = {"advantage": "rae", "num_generations": 1, "learning_rate": 0.0}
     (first, _), (second, rows) = run(model_folder, tmp_path, EnvironmentLoop(Duel), steps=2, **settings)
@@ -430,6 +435,7 @@ def test_opposed_rewards_that_cancel_are_an_error(model_folder, tmp_path):
         trainer.train()
 
 
+@pytest.mark.slow
 def test_opposed_rewards_that_nearly_cancel_are_said_once_and_loudly(model_folder, tmp_path, caplog):
     duellists(model_folder, tmp_path, Nearly, returns="team").train()
     (one,) = said(caplog, "ARE OPPOSED")

@@ -350,6 +350,7 @@ def test_rows_of_a_checkpoint_are_those_that_were_saved(tmp_path):
         assert row.sampling_logps.item() == -1.0 and row.sampling_weights.item() == 0.5
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_written_again_pushes_no_state_of_the_run(model_folder, tmp_path):
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, **PPO, "critic": "shared"}
     team_trainer(model_folder, tmp_path, settings=settings).train()

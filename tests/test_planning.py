@@ -63,6 +63,7 @@ def test_a_plan_names_agents_links_batches_and_observations(model_folder, tmp_pa
     assert "TOO LONG" not in plan
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_number_of_steps_and_says_where_one_has_a_single_prompt(small_model, tmp_path):
     settings = {"max_steps": -1, "num_train_epochs": 1.5, "num_iterations": 2, "gradient_accumulation_steps": 3}
     settings |= {"steps_per_generation": 2, "max_completion_length": 2, "logging_steps": 100}

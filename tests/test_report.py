@@ -190,6 +190,7 @@ def test_a_whole_report(model_folder, tmp_path, capsys):
     assert all(file.stat().st_mtime_ns == then for file, then in before.items())
 
 
+@pytest.mark.slow
 def test_arms_of_ones_own(model_folder, tmp_path):
     """Trained with as many tokens as the team or for their own steps; another function is another experiment."""
     variants = {**SLOW, "twice as long": lambda one: one.with_args(max_steps=2)}
@@ -312,6 +313,7 @@ def killed_after(step, monkeypatch, call):
         call()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on(model_folder, tmp_path, monkeypatch):
     """It has the figures and samples of a run that was not; a checkpoint that is not complete is passed over."""
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}

@@ -209,6 +209,7 @@ def test_two_threads_may_share_the_scores_of_programs(monkeypatch):
     assert (first.result(), second.result()) == ([1, 8], [2])
 
 
+@pytest.mark.slow
 def test_mathematics_in_the_background_has_a_time_limit(comparer, comparing, monkeypatch):
     comparing("\n_SECONDS = 5 ", "\n_SECONDS = 1 ")
     monkeypatch.setattr(math_module, "_COMPARER", comparer)
@@ -256,7 +257,7 @@ def test_equal_answers_are_compared_once(comparer, comparing, tmp_path):
     [
         pytest.param("while True: pass", marks=pytest.mark.slow),
         pytest.param("x = []\n        while True: x.append(bytearray(1 << 24))", marks=pytest.mark.slow),
-        "import os; os._exit(1)",
+        pytest.param("import os; os._exit(1)", marks=pytest.mark.slow),
     ],
 )
 def test_a_pair_that_never_ends_scores_nothing(comparer, comparing, monkeypatch, fault):
@@ -274,6 +275,7 @@ def test_a_comparer_that_does_not_start_is_an_error(comparer, comparing):
         comparer.scores([("1", "1")])
 
 
+@pytest.mark.slow
 def test_a_comparison_that_is_interrupted_answers_no_other(comparer, comparing):
     comparing(BEGIN, f"    if answer == '13':\n        time.sleep(1)\n{BEGIN}")
     assert comparer.scores([("1", "1")]) == [1.0]

@@ -133,20 +133,28 @@ def covering(truth, times, make, seed=0):
     return sum(one.low <= truth <= one.high for one in found)
 
 
-@pytest.mark.parametrize(("share", "questions", "seeds"), [(0.01, 96, 3), (0.9, 20, 1), (0.98, 96, 5)])
+@pytest.mark.parametrize(
+    ("share", "questions", "seeds"),
+    [(0.01, 96, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.9, 20, 1), (0.98, 96, 5)))],
+)
 def test_intervals_cover_the_true_share(share, questions, seeds):
     made = lambda draws, **how: interval(draws.random((seeds, questions)) < share, **how)  # noqa: E731
     assert covering(share, 100, made) >= 88
 
 
-@pytest.mark.parametrize(("share", "samples", "questions"), [(0.02, 4, 30), (0.95, 8, 50)])
+@pytest.mark.parametrize(
+    ("share", "samples", "questions"), [(0.02, 4, 30), pytest.param(0.95, 8, 50, marks=pytest.mark.slow)]
+)
 def test_intervals_of_questions_with_several_samples_cover_the_true_share(share, samples, questions):
     """`benchmarks/interval_coverage.py` has more."""
     made = lambda draws, **how: interval(draws.binomial(samples, share, questions) / samples, **how)  # noqa: E731
     assert covering(share, 300, made) >= 279
 
 
-@pytest.mark.parametrize(("better", "worse", "questions", "seeds"), [(0.1, 0.0, 10, 1), (0.98, 0.9, 96, 3)])
+@pytest.mark.parametrize(
+    ("better", "worse", "questions", "seeds"),
+    [(0.1, 0.0, 10, 1), pytest.param(0.98, 0.9, 96, 3, marks=pytest.mark.slow)],
+)
 def test_differences_of_shares_near_their_ends_are_covered(better, worse, questions, seeds):
     def made(draws, **how):
         return paired_difference(*(draws.random((seeds, questions)) < share for share in (better, worse)), **how)

@@ -77,7 +77,9 @@ def planted(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"peft_config": None}], ids=["adapters", "full"])
+@pytest.mark.parametrize(
+    "arguments", [{}, pytest.param({"peft_config": None}, marks=pytest.mark.slow)], ids=["adapters", "full"]
+)
 def test_no_planted_secret_is_saved_logged_or_shown(planted, model_folder, tmp_path, caplog, arguments):
     """Nor is a path of this machine in a file, all of which may be pushed."""
     settings = {**RESUME, **PLANTED, "max_steps": 2, "save_steps": 1, "log_completions": True}

@@ -431,12 +431,10 @@ def test_every_room_names_the_slow_tests_that_guard_it():
     for path in ("constraints.txt", "tests/helpers.py", "tests/scripts/lives.py", "marft_trl/configs.py"):
         assert selection.chosen([path], 0) == every, path
     assert selection.chosen(None, 0) == every
-    core = set(selection.CORE) & every
-    for seconds, most in ((1.0, 38), (2.0, 19), (1000.0, len(core))):  # of a short loop: the time of a machine
-        parts = [selection.bounded(every, day, seconds) for day in range(len(every))]
-        assert all(core <= part and len(part) <= most for part in parts)
-        assert set().union(*parts) == (every if most > len(core) else core)
-    assert selection.bounded(one, 0, 0.1) == one
+    orders = [selection.ordered(every, day) for day in range(len(every))]
+    assert all(set(order) == every and len(order) == len(every) for order in orders)
+    assert {order[0] for order in orders} == set(selection.CORE) & every
+    assert {order[1] for order in orders} == every - set(selection.CORE)  # each is among the first on some day
     due = ("marft_trl/rollout/runner.py", "tests/test_vllm.py", "tests/scripts/vllm_cpu.sh", "tests/vllm_server.py")
     assert all(map(selection.SERVED.match, due)) and not selection.SERVED.match(task)
 

@@ -433,6 +433,7 @@ def test_what_a_saved_team_could_not_be_loaded_with_is_not_trained(model_folder,
 @pytest.mark.parametrize(
     "family", [name if name == "qwen3_moe" else pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES]
 )
+@pytest.mark.slow
 def test_a_team_on_a_mixture_of_experts_makes_the_whole_round_trip(tokenizer, tmp_path, family):
     """Trained on all linear layers, saved, loaded, asked, and trained on: PEFT rewrites the config of its adapters."""
     arguments = {"processing_class": tokenizer, "settings": {"max_steps": 1}}
@@ -447,7 +448,7 @@ def test_a_team_on_a_mixture_of_experts_makes_the_whole_round_trip(tokenizer, tm
     team_trainer(loaded, tmp_path / "on", peft_config=None, **arguments).train()
 
 
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_lora_on_the_embeddings_makes_the_whole_round_trip(model_folder, tmp_path, share):
     """Trained, saved, resumed, loaded, published: nothing of the base lies in the files."""
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["embed_tokens", "q_proj"])
