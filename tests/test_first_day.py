@@ -2,9 +2,11 @@
 
 import itertools
 import re
+import time
 from types import SimpleNamespace
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team, Workflow, load_adapters
+from marft_trl.episodes import collector
 from marft_trl.extras.engines import server
 from marft_trl.extras.engines.server import parse_addresses
 from marft_trl.extras.report import Experiment
@@ -14,7 +16,7 @@ from marft_trl.reporting import Interval
 from marft_trl.reporting.evaluation import scores
 from marft_trl.rollout.reward_scorer import unique_names
 from marft_trl.runs.run_folder import DamagedCheckpoint
-from marft_trl.tiny import tiny_agents, tiny_dataset
+from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model
 from marft_trl.workflows import EnvironmentLoop, rehearse, together
 
 import pytest
@@ -57,6 +59,17 @@ class Mistaken:
     async def awaits_twice(self, episode):
         await together([await episode.turn("reasoner"), await episode.turn("actor")])
 
+    async def reads_no_column(self, episode):
+        await episode.turn("reasoner")
+        episode.row["solutoin"]
+
+    async def no_await_of_a_call(self, episode):
+        episode.call(len, "x")
+        await episode.turn("reasoner")
+
+    async def awaits_feedback(self, episode):
+        await episode.observe("x", after=[await episode.turn("reasoner")])
+
 
 def wrong(name):
     return type(name, (Workflow,), {"run": getattr(Mistaken, name)})()
@@ -70,6 +83,11 @@ class OtherName(Workflow):
 class World:
     def reset(self, **row):
         return "Go."
+
+
+class Misspelt(World):
+    def stp(self, turns):
+        return "x", 0.0, True
 
 
 class Paid(World):
@@ -116,6 +134,7 @@ MISTAKES = {
     "itself": (ValueError, {"agents": [AgentSpec("a", copy_of="a")]}, "cannot be a copy of itself"),
     "replies": (ValueError, {"agents": [AgentSpec("a", reply=len)]}, "a function writes their turns"),
     "environment": (TypeError, {"workflow": World}, r"pass `workflow=EnvironmentLoop\(Environment\)`"),
+    "gguf": (ValueError, {"model": "models/x.gguf"}, "a GGUF file, which cannot be trained"),
     "config": (TypeError, {"config": 1}, "Did you mean 'args'?"),
     "tokenizer": (TypeError, {"tokenizer": 1}, "Did you mean 'processing_class'?"),
     "4 bits": (TypeError, {"quantization_config": True}, r"BitsAndBytesConfig\(load_in_4bit=True\)"),
@@ -149,6 +168,9 @@ IN_AN_EPISODE = {
     "sees_one": r"takes a list of turns, got a single turn. Pass `\[turn\]`",
     "reads_content": "`Turn` has no attribute `content`. Did you mean 'text'",
     "awaits_twice": "`together` takes turns that are not awaited yet",
+    "reads_no_column": r"test_first_day.py, line \d+, in `reads_no.*row has 'prompt', 'solution'. Did you mean 'solu",
+    "no_await_of_a_call": r"Write .* `await episode.call\(...\)`",
+    "awaits_feedback": "Only `episode.turn`, `episode.call` and `together` are awaited",
 }
 MISTAKES |= {name: (RuntimeError, {"workflow": wrong(name)}, said) for name, said in IN_AN_EPISODE.items()}
 
@@ -160,6 +182,30 @@ def test_a_mistake_is_named_with_its_cure(model_folder, tmp_path, name):
     resume = given.pop("resume", None)
     with pytest.raises(error, match=message):
         team_trainer(**given).train(resume_from_checkpoint=resume)
+
+
+def test_a_misspelt_step_of_an_environment_is_named():
+    with pytest.raises(ValueError, match=r"no `step`, but `stp`. Rename it to `step`, or pass `tools=\['stp'\]`"):
+        EnvironmentLoop(Misspelt)
+    assert EnvironmentLoop(Misspelt, tools=[]).tools == []
+
+
+def test_a_model_without_a_tokenizer_is_named(tokenizer, tmp_path):
+    tiny_model(len(tokenizer)).save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match=r"bare'` has no tokenizer.*Pass `processing_class=AutoTokenizer"):
+        team_trainer(str(tmp_path / "bare"), tmp_path)
+
+
+class Sleeps(Workflow):
+    async def run(self, episode):
+        time.sleep(0.1)
+        await episode.turn("reasoner")
+
+
+def test_a_workflow_that_blocks_the_other_episodes_is_named_once(small_model, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(collector, "BLOCKING_SECONDS", 0.2)
+    team_trainer(small_model, tmp_path, workflow=Sleeps(), settings={"max_steps": 1}).train()
+    assert caplog.text.count("block the other episodes for more than a second") == 1
 
 
 VIEWS = {
@@ -402,7 +448,7 @@ def test_a_plan_says_what_copies_begin_with(model_folder, tmp_path):
 def test_a_base_with_too_few_tokens_is_refused(model_folder, folder, tokenizer):
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     base.resize_token_embeddings(len(tokenizer) - 4)
-    with pytest.raises(ValueError, match="the team was trained on another base. Pass that base"):
+    with pytest.raises(ValueError, match=r"Pass the base of training .* with the tokens that were added"):
         Team.from_pretrained(folder, model=base)
 
 

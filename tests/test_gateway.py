@@ -340,6 +340,11 @@ CALLED = [*asked("?"), {"role": "assistant", "tool_calls": [CALL]}, RESULT]
         ({"model": "an"}, 404, "Did you mean 'ann'"),
         ({"model": None}, 404, "must be one of 'team', 'ann'"),
         ({"messages": []}, 400, "must be a list of messages"),
+        (
+            {"messages": None, "prompt": "1+1="},
+            400,
+            "`prompt` is not supported. .* Send the whole conversation as `messages`",
+        ),
         ({"messages": asked(" ")}, 400, "A user message is empty"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "no earlier message makes that call"),
         ({"messages": CALLED}, 400, "tools and stop strings that it was trained with"),

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -50,6 +51,7 @@ def fence(tmp_path, monkeypatch):
     def put(source: str) -> None:
         (tmp_path / "fence.py").write_text(source)
         jail_module._missing.cache_clear()
+        jail_module._warn_of_missing.cache_clear()
         monkeypatch.setattr(jail_module, "_FENCE", tmp_path / "fence.py")
 
     found = jail_module._missing
@@ -384,12 +386,27 @@ def test_no_file_is_left_open(tmp_path, monkeypatch, walls):
         ("def main() -> None:", "def main() -> None:\n    raise OSError('no such call')", "a Python .*no such call"),
     ],
 )
-def test_a_machine_that_cannot_fence_in_is_refused(fence, part, instead, lacks):
+def test_a_machine_that_cannot_fence_in_is_refused(fence, part, instead, lacks, caplog):
     fence(_without(jail_module._FENCE.read_text(), part, instead))
     with pytest.raises(JailError, match=rf"(?s)it lacks {lacks}.*Run in a container .* `strict=False`"):
         run_python("print(1)")
     if "no such call" not in instead:
-        assert run_python("print(1)", limits=Limits(strict=False)).stdout == "1\n"
+        for _ in range(2):
+            assert run_python("print(1)", limits=Limits(strict=False)).stdout == "1\n"
+        assert re.search(rf"this machine lacks {lacks}. Only their time and memory are limited", caplog.text)
+        assert caplog.text.count("Programs run without a sandbox") == 1
+
+
+def test_a_refused_descriptor_of_a_process_or_timer_fails_no_right_program(fence, monkeypatch):
+    def refused(pid):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", refused, raising=False)
+    assert run_python("print(1)").status == "ok"
+    timer = 'signal.setitimer(signal.ITIMER_REAL, settings["seconds"])'
+    fence(_without(jail_module._FENCE.read_text(), timer, "raise OSError(1, 'refused')"))
+    with pytest.raises(JailError, match="it lacks setitimer"):
+        run_python("print(1)")
 
 
 def test_a_program_that_could_not_be_started_is_not_a_wrong_one(fence, monkeypatch):

@@ -77,7 +77,7 @@ def test_an_agent_is_a_plain_model_with_its_own_adapter(load, quantized):
         with pytest.raises(RuntimeError, match=r"`team.merge\(agent\)`, which returns a merged copy"):
             model.merge_and_unload()
     assert ids_of(team) == before
-    with pytest.raises(KeyError, match="Did you mean 'actor'"):
+    with pytest.raises(ValueError, match="Did you mean 'actor'"):
         team["actr"]
 
 
@@ -143,10 +143,10 @@ def test_what_cannot_be_changed_is_refused_and_changes_nothing(load, before, mod
         (lambda: team.add_agent(AgentSpec("new")), ValueError, "The adapter of agent 'new' needs exactly one source"),
         (lambda: team.add_agent(AgentSpec("actor"), peft_config=lora()), ValueError, "actor"),
         (lambda: team.add_agent(AgentSpec("new"), weights=tmp_path), FileNotFoundError, "adapter_config.json"),
-        (lambda: team.add_agent(AgentSpec("new"), weights=f"{team_folder}/actor", before="x"), KeyError, "'x'"),
+        (lambda: team.add_agent(AgentSpec("new"), weights=f"{team_folder}/actor", before="x"), ValueError, "'x'"),
         (lambda: team.rename_agent("actor", "reasoner"), ValueError, "reasoner"),
         (lambda: team.rename_agent("actor", "Not a name"), ValueError, "cannot be the name"),
-        (lambda: team.drop_agent("nobody"), KeyError, "nobody"),
+        (lambda: team.drop_agent("nobody"), ValueError, "nobody"),
         (lambda: load(workflow=Sequential(["reasoner", "actor"])).drop_agent("actor"), ValueError, "actor"),
         # Found when the changed team is put together
         (lambda: team.rename_agent("actor", "solver", workflow=undescribed), ValueError, "tool"),

@@ -30,6 +30,11 @@ def test_a_line_has_step_reward_change_seconds_and_each_agent():
     assert line({**functions, **scored}, 7, 100) == (
         "step   7/100  reward 0.400 (-0.100)  right 0.300  form 1.000  planner: steps 0.500"
     )
+    returns = {"agents/planner/return": 0.25, "agents/solver/return": -0.25, "agents/planner/win_rate/solver": 0.625}
+    assert line({"reward": 0.0, **own, **returns, "agents/planner/win_rate/solver/copy_1": 1.0}, 7, 100) == (
+        "step   7/100  reward 0.000 (-0.400)  planner: return 0.250, wins 62%  solver: return -0.250"
+    )
+    line({"reward": 0.4}, 7, 100)
     four = {f"rewards/{name}/mean": 1.0 for name in "abcd"}
     assert line({"reward": 0.4, **four}, 7, 100) == "step   7/100  reward 0.400 (+0.000)"
     assert line({"eval_hard_reward": 0.1}, 6, 100) == "step   6/100  eval hard  reward 0.100"

@@ -13,6 +13,7 @@ from marft_trl.reporting.transcripts import Entry, Transcript, format_episode, h
 from marft_trl.tiny import exact_answer
 from marft_trl.workflows import rehearse
 
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,6 +97,8 @@ def test_the_own_reward_of_a_turn_is_told_though_no_transcript_is_printed(model_
     team_trainer(model_folder, tmp_path, agents=agents, settings=settings).train()
     (page,) = (tmp_path / "completions").glob("transcripts_*.html")
     assert "own reward: half 0.25" in page.read_text() and "the team's answer" not in capsys.readouterr().out
+    table = pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
+    assert len(table) == 8 and set(table["turn_reward/half"]) == {0.25}
 
 
 LEGEND = ["--a:-1", "--a:-.5", "--a:0", "--a:.5", "--a:1"]

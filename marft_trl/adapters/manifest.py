@@ -264,7 +264,12 @@ def is_hub_id(name: str) -> bool:
 
 
 def check_model_name(name: str, argument: str = "model") -> None:
-    """Raise `FileNotFoundError` if `name` is neither a folder nor a valid Hub id."""
+    """Raise `FileNotFoundError` if `name` is neither a folder nor a valid Hub id, and `ValueError` for a GGUF file."""
+    if name.endswith(".gguf"):
+        raise ValueError(
+            f"`{argument}={name!r}` is a GGUF file, which cannot be trained. Pass the folder or Hub id of the model "
+            "that it was converted from."
+        )
     if not os.path.exists(name) and not is_hub_id(name):
         raise FileNotFoundError(
             f"`{argument}={name!r}` is neither a folder (searched in {Path.cwd()}) nor a valid Hub id. Pass a folder "

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 _IDLE_ITERATIONS = 4
 # Minimum and maximum seconds between two checks of episodes that wait for something other than a turn
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.0005, 0.05
+BLOCKING_SECONDS = 1.0  # of a step of all episodes, after which a warning is logged
 BLOCKED_EXTRA_SECONDS = 5.0  # after `workflow_timeout`, until code that blocks the event loop is interrupted
 # Time limit that [`collect_async`] applies to code that blocks the event loop
 _BLOCKING_LIMIT: contextvars.ContextVar[TimeLimit | None] = contextvars.ContextVar("marft_limit", default=None)
@@ -275,6 +276,7 @@ class _EpisodeBatch:
         is_over = asyncio.Event()
         # The task factory stays set: other batches of this loop may continue after this batch has ended
         asyncio.get_running_loop().set_task_factory(make_task)
+        self._began = time.monotonic()
         self._tasks = [asyncio.ensure_future(self._guard.run(episode, is_over)) for episode in self._episodes]
         drivers = [asyncio.ensure_future(self._drive(group)) for group in groups]
         try:
@@ -324,6 +326,7 @@ class _EpisodeBatch:
             )
 
     async def _drive(self, group: Sequence[int]) -> None:
+        self._check_blocking(self._began, len(self._episodes))  # the first steps of all episodes
         hang_detector, progress = self._guard.watch(), Progress()
         for index in group:
             self._episodes[index].progress = progress
@@ -355,8 +358,9 @@ class _EpisodeBatch:
         idle_iterations, poll_seconds, pending_since = 0, _MIN_POLL_SECONDS, math.inf
         hang_detector.begin()
         while True:
-            count = progress.count
+            count, start = progress.count, time.monotonic()
             await asyncio.sleep(0)
+            self._check_blocking(start, len(group))
             # After a function returns, its branch needs a few iterations to request a turn
             idle_iterations = idle_iterations + 1 if progress.count == count else 0
             if idle_iterations < _IDLE_ITERATIONS:
@@ -382,6 +386,13 @@ class _EpisodeBatch:
             tasks = [self._tasks[index] for index in blocked or unfinished]
             await asyncio.wait(tasks, timeout=poll_seconds, return_when=asyncio.FIRST_COMPLETED)
             idle_iterations, poll_seconds = 0, min(2 * poll_seconds, _MAX_POLL_SECONDS)
+
+    def _check_blocking(self, start: float, count: int) -> None:
+        if time.monotonic() - start > max(BLOCKING_SECONDS, 0.05 * count):
+            _warn_once(
+                f"Steps of the workflow `{self._guard.name}` block the other episodes for more than a second. Use "
+                "`await asyncio.sleep(...)`, and call slow functions with `await episode.call(function, ...)`."
+            )
 
     def _stop_waiting_for(self, blocked: Sequence[int], seconds: float) -> None:
         self._not_awaited.update(blocked)

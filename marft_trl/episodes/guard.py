@@ -6,15 +6,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ..system.event_loop import STARTED, StepContext, StepWrapper
-from ..system.hints import brief
+from ..system.hints import brief, did_you_mean
 from ..system.watchdog import TimeLimit
 from .live import LiveEpisode
 from .records import Call, EndOfEpisode, Messages, Turn
 from .state import EpisodeState
+
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 class RunsEpisodes(Protocol):
@@ -82,16 +87,17 @@ async def _run_one(workflow: RunsEpisodes, episode: EpisodeState, is_over: async
             raise
         raise EpisodeError(
             f"The workflow `{type(workflow).__name__}` failed in episode {episode.index} after "
-            f"{len(episode.turns)} turns, on the prompt {shorten(episode.prompt)}: {type(error).__name__}: {error}"
-            + _hint(error),
+            f"{len(episode.turns)} turns, on the prompt {shorten(episode.prompt)}{_place(error)}: "
+            f"{type(error).__name__}: {error}" + _hint(error, episode.row),
             episode.index,
         ) from error
     finally:
         episode.has_ended = True
-    if not episode.overflowed and (count := await episode.close_unawaited_turns()) > 0:
+    if not episode.overflowed and (count := await episode.close_unawaited()) > 0:
         raise EpisodeError(
-            f"The workflow `{type(workflow).__name__}` requested {count} turns in episode {episode.index} without "
-            f"awaiting them, on the prompt {shorten(episode.prompt)}. Write `await episode.turn(...)`.",
+            f"The workflow `{type(workflow).__name__}` requested {count} turns or calls in episode {episode.index} "
+            f"without awaiting them, on the prompt {shorten(episode.prompt)}. Write `await episode.turn(...)` and "
+            "`await episode.call(...)`.",
             episode.index,
         )
     if not episode.turns:
@@ -102,8 +108,20 @@ async def _run_one(workflow: RunsEpisodes, episode: EpisodeState, is_over: async
         )
 
 
-def _hint(error: BaseException) -> str:
+def _place(error: BaseException) -> str:
+    """Where the user's code raised the error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if not Path(frame.filename).is_relative_to(_PACKAGE)), None)
+    return f" ({Path(frame.filename).name}, line {frame.lineno}, in `{frame.name}`)" if frame else ""
+
+
+def _hint(error: BaseException, row: Mapping[str, Any]) -> str:
     text = str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, KeyError) and frames and "row[" in (frames[-1].line or ""):
+        return f". The row has {', '.join(map(repr, row))}.{did_you_mean(error.args[0], row)}"
+    if "can't be used in 'await' expression" in text:
+        return ". Only `episode.turn`, `episode.call` and `together` are awaited."
     is_forgotten = isinstance(error, (AttributeError, TypeError)) and (
         "'coroutine' object" in text or "a coroutine" in text
     )

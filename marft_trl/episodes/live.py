@@ -123,7 +123,7 @@ class LiveEpisode(NearNames):
         """
         return self.state.request(agent, self.state.take_requested(agent, given, sees))
 
-    async def call(self, function: Callable, *arguments: Any, **named: Any) -> Any:
+    def call(self, function: Callable, *arguments: Any, **named: Any) -> Coroutine[Any, Any, Any]:
         """
         Call a function of your own. A synchronous function runs in a thread that all episodes share, one call at a
         time, while other episodes continue. Branches of this episode that call functions at the same time continue
@@ -131,7 +131,7 @@ class LiveEpisode(NearNames):
 
         Returns: the function's result, awaited if the function is asynchronous.
         """
-        return await self.state.call(function, *arguments, **named)
+        return self.state.expect(self.state.call(function, *arguments, **named))
 
     def observe(
         self,

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ..system.event_loop import StepContext, in_thread, one_at_a_time
 from .records import (
@@ -32,6 +32,7 @@ from .records import (
 from .tools import ToolResult, call_tools, tool_name
 
 
+T = TypeVar("T")
 _CANCELLATION_ITERATIONS = 20  # of the event loop, that a cancelled task gets to finish
 
 
@@ -68,7 +69,7 @@ class EpisodeState:
         self.step_context: StepContext = contextlib.nullcontext  # around user code. [`EpisodeGuard`] sets it
         self.limits, self._max_turns, self.trains = context.limits, context.max_turns, context.trains
         self.count_tokens = context.count_tokens
-        self._turn_coroutines: list[Coroutine[Any, Any, Turn]] = []
+        self._requested: list[Coroutine[Any, Any, Any]] = []  # turns and calls that the workflow has to await
         self.has_ended, self.num_late = False, 0  # turns that were requested after the end
         self.started: list[tuple[asyncio.Task, str]] = []  # tasks and the names of their coroutines
         self._speak, self.tools, self._scripts = speak, context.tools, context.scripts
@@ -116,18 +117,22 @@ class EpisodeState:
             self.num_late += 1
             requested.close()
             raise RuntimeError(f"A task requested a turn of {agent!r} after the workflow returned. Await the task.")
-        waiting = [item for item in self._turn_coroutines if inspect.getcoroutinestate(item) != inspect.CORO_CLOSED]
-        self._turn_coroutines = [*waiting, requested]
+        return self.expect(requested)
+
+    def expect(self, requested: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        """Note a coroutine that the workflow has to await."""
+        waiting = [item for item in self._requested if inspect.getcoroutinestate(item) != inspect.CORO_CLOSED]
+        self._requested = [*waiting, requested]
         return requested
 
-    async def close_unawaited_turns(self) -> int:
+    async def close_unawaited(self) -> int:
         states = (inspect.CORO_CREATED, inspect.CORO_SUSPENDED)
         for _ in range(_CANCELLATION_ITERATIONS):
-            unfinished = any(inspect.getcoroutinestate(value) in states for value in self._turn_coroutines)
+            unfinished = any(inspect.getcoroutinestate(value) in states for value in self._requested)
             if not unfinished or not any(task.cancelling() and not task.done() for task, _ in self.started):
                 break
             await asyncio.sleep(0)  # let tasks that were just cancelled finish
-        unawaited = [item for item in self._turn_coroutines if inspect.getcoroutinestate(item) in states]
+        unawaited = [item for item in self._requested if inspect.getcoroutinestate(item) in states]
         for entry in unawaited:
             if inspect.getcoroutinestate(entry) == inspect.CORO_CREATED:
                 entry.close()

@@ -121,6 +121,10 @@ def prepare_template(tokenizer, whose: str) -> str | None:
     """
     if not supports_tool_calling(tokenizer):
         lacks = "has no chat template" if tokenizer.chat_template is None else "has a chat template without tools"
+        if isinstance(tokenizer.chat_template, dict):
+            lacks = f"has several chat templates ({', '.join(map(repr, tokenizer.chat_template))})"
+            if "tool_use" in tokenizer.chat_template:
+                lacks += "; set `tokenizer.chat_template = tokenizer.chat_template['tool_use']`"
         raise ValueError(
             f"{whose} has tools, but the tokenizer {lacks}. The template must render tools, the assistant's calls and "
             "messages with the role `tool`. Use a model that was trained for tools, e.g. from the Qwen 2.5 or Qwen 3 "

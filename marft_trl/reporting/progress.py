@@ -16,7 +16,7 @@ from transformers.utils import is_rich_available
 
 
 # Metrics of an agent that are in a log line, with their names in the line
-_OF_AGENTS = {"reward": "reward", "kl": "kl", "completions/mean_length": "length"}
+_OF_AGENTS = {"reward": "reward", "return": "return", "kl": "kl", "completions/mean_length": "length"}
 _FUNCTIONS = 3  # most reward functions, of the team or of an agent, that are in a log line
 # If the relative difference of the agents' rewards is smaller, they come from the same episodes and differ only
 # because agents have different numbers of turns
@@ -63,12 +63,16 @@ class LogLine:
 
     def _format_agent(self, prefix: str, agent: str, logs: Mapping[str, Any], with_reward: bool) -> str:
         values = {name: _number(logs.get(f"{prefix}agents/{agent}/{metric}")) for metric, name in _OF_AGENTS.items()}
-        if not with_reward:
+        if not with_reward or values["return"] is not None:  # the team's reward says nothing of a player
             values["reward"] = None
-        formats = {"reward": "{:.3f}", "kl": "{:.2g}", "length": "{:.0f}"}
+        formats = {"reward": "{:.3f}", "return": "{:.3f}", "kl": "{:.2g}", "length": "{:.0f}"}
         own = _means(logs, f"{prefix}agents/{agent}/rewards/")
         parts = [f"{name} {value:.3f}" for name, value in own.items()] if len(own) <= _FUNCTIONS else []
         parts += [f"{name} {formats[name].format(value)}" for name, value in values.items() if value is not None]
+        rates = f"{prefix}agents/{agent}/win_rate/"
+        opponents = [key for key in logs if key.startswith(rates) and "/" not in key[len(rates) :]]
+        if len(opponents) == 1 and (wins := _number(logs[opponents[0]])) is not None:
+            parts.append(f"wins {wins:.0%}")
         return f"{agent}: {', '.join(parts)}" if parts else ""
 
 

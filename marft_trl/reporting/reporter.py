@@ -360,11 +360,11 @@ class Reporter:
         for index, episode in enumerate(rollout.episodes):
             position, rewards = rollout.first + index, self._rewards_by_function(rollout, index)
             turn_advantages = advantages[index] if advantages is not None else None
+            own = own_rewards[index] if own_rewards else None
             # If none is printed, the page still shows some
             if position < (self._settings.num_completions_to_print or MAX_TRANSCRIPTS):
                 title = f"step {step}, episode {before + position}"
                 tokens = [self.token_texts(turn.completion_ids) for turn in episode.turns]
-                own = own_rewards[index] if own_rewards else None
                 known = (episode.row.get(name) for name in (self._args.eval_reference_column, "solution", "answer"))
                 reference = next((item for item in known if isinstance(item, str) and item), "")
                 total = _to_float(rollout.rewards[position])
@@ -374,6 +374,8 @@ class Reporter:
                 identity = (mode, before + position, turn.index, turn.agent, str(list(turn.sees)))
                 columns = dict(zip(TABLE_COLUMNS, identity, strict=True))
                 columns |= {column: values[index] for column, values in extra.items()}
+                columns |= {"earned": episode.earned[turn.index]} if any(episode.earned) else {}
+                columns |= {f"turn_reward/{name}": value for name, value in (own[turn.index] if own else {}).items()}
                 advantage = _mean(turn_advantages[turn.index]) if turn_advantages is not None else None
                 table.append(TableRow(turn.observation, turn.raw_text, rewards, advantage, columns))
         self._episode_rewards += map(_to_float, rollout.rewards)

@@ -332,8 +332,9 @@ def check_base_matches(
     vocab_size = base.get_input_embeddings().weight.size(0)
     if "base" in different and len(tokenizer) > vocab_size:  # the base of training may lack tokens, too
         raise ValueError(
-            f"The tokenizer of the team has {len(tokenizer):,} tokens, but the base has only {vocab_size:,}, so the "
-            f"team was trained on another base. Pass that base ({manifest.base.name!r}) as `model=`."
+            f"The tokenizer of the team has {len(tokenizer):,} tokens, but the base has only {vocab_size:,}. Pass "
+            f"the base of training ({manifest.base.name!r}) as `model=`: another one, or the same one with the tokens "
+            "that were added to it before training (`resize_token_embeddings`, then `save_pretrained`)."
         )
     if different:
         logger.warning(

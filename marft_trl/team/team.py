@@ -27,11 +27,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..adapters import files
 from ..adapters.manifest import TeamManifest
 from ..agents import AgentSpec, check_team
-from ..episodes.records import Episode, Messages, unknown_agent
+from ..episodes.records import Episode, Messages
 from ..prompts.views import View, team_view
 from ..rollout.runner import EpisodeRunner, RunMode, SeedKeys
 from ..shared_prefix.forward import in_mode
-from ..system.hints import checked_names
+from ..system.hints import checked_names, did_you_mean
 from ..system.randomness import UserRandomness
 from ..workflows import Workflow, rebuild
 from . import saved_team
@@ -554,7 +554,10 @@ class Team:
     def _find_agent(self, name: str) -> AgentSpec:
         found = next((agent for agent in self.agents if agent.name == name), None)
         if found is None:
-            raise KeyError(unknown_agent(name, [item.name for item in self.agents], "the team"))
+            names = [agent.name for agent in self.agents]
+            raise ValueError(
+                f"The team has no agent {name!r}, only {', '.join(map(repr, names))}.{did_you_mean(name, names)}"
+            )
         return found
 
     def _require_loaded(self, method: str) -> SavedTeam:

@@ -80,6 +80,11 @@ def load_tokenizer(
             padding_side="left",
             trust_remote_code=args.trust_remote_code,
         )
+        if isinstance(processing_class, PreTrainedTokenizerBase) and not processing_class("How many?")["input_ids"]:
+            raise ValueError(
+                f"`model={get_config_model_id(model.config)!r}` has no tokenizer, and the one that transformers makes "
+                "has no vocabulary. Pass `processing_class=AutoTokenizer.from_pretrained(...)`."
+            )
     if hasattr(processing_class, "tokenizer"):
         raise ValueError(
             "Vision-language models are not supported by MARFTTrainer: the processor "

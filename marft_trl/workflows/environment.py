@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import inspect
 import itertools
 import logging
@@ -121,6 +122,12 @@ class EnvironmentLoop(Workflow):
         self._tools_by_agent = None if by_agent is None else {name: list(names) for name, names in by_agent.items()}
         self.functions = [getattr(example, name) for name in self.tools]
         self.has_steps = hasattr(example, "step")
+        near = difflib.get_close_matches("step", () if self.has_steps or tools is not None else self.tools, 1, 0.85)
+        if near:
+            raise ValueError(
+                f"`{type(example).__name__}` has no `step`, but `{near[0]}`. Rename it to `step`, or pass "
+                f"`tools={self.tools}` if agents shall call it."
+            )
         self.earns = self.has_steps or hasattr(example, "get_reward")
         self.agents = check_names("agents", agents, self) if agents is not None else None
         self.horizon = check_count("horizon", horizon, self)

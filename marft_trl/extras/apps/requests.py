@@ -48,7 +48,7 @@ _ASIDE = {
 _LOGPROBS = "Log-probabilities are recorded with each turn, but not sent to the client."
 _POLICY = "Agents sample from their policies. Remove this field."
 _TEXTS = "Agents generate text only. Remove this field."
-_KEPT = "The server does not store it. Send the whole conversation."
+_KEPT = "The server stores no prompts or conversations. Send the whole conversation as `messages` or `input`."
 # Largest number of messages of a request, and of the warnings about what requests have
 _MOST_MESSAGES, _MOST_WARNINGS = 4096, 100
 _WARNED: set[str] = set()

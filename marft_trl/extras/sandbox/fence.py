@@ -246,6 +246,10 @@ def main() -> None:
         settings = marshal.load(file)  # noqa: S302  # written by the parent process
     os.chdir(settings["folder"])
     missing = fence(settings)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, settings["seconds"])  # its signal ends the process
+    except OSError:
+        missing.append("setitimer")
     # The program runs after this file is closed, so it cannot write there
     os.write(settings["report"], marshal.dumps(missing))
     os.close(settings["report"])
@@ -254,7 +258,6 @@ def main() -> None:
     sys.argv = ["main.py"]
     sys.path += settings["packages"]
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which `site` defines
-    signal.setitimer(signal.ITIMER_REAL, settings["seconds"])  # its signal ends the process
     if settings["function"] is None:
         load("__main__")
     else:

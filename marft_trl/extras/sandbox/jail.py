@@ -134,13 +134,23 @@ def run_python(
         JailError: the machine cannot sandbox programs, and `limits.strict` is set; or it cannot start a process.
     """
     limits = limits or Limits()
-    missing = _missing() if limits.strict else ()
-    if missing:
+    missing = _missing()
+    if missing and not limits.strict:
+        _warn_of_missing(missing)
+    elif missing:
         raise JailError(
             f"This machine cannot sandbox programs: it lacks {', '.join(missing)}. Run in a container and set "
             "`strict=False`, which only keeps the time and memory limits."
         )
     return _in_folder(code, stdin, function, arguments, limits)
+
+
+@functools.cache  # once
+def _warn_of_missing(missing: Sequence[str]) -> None:
+    logger.warning(
+        f"Programs run without a sandbox (`strict=False`): this machine lacks {', '.join(missing)}. Only their time "
+        "and memory are limited."
+    )
 
 
 @functools.cache
@@ -249,7 +259,9 @@ def _watch(process: subprocess.Popen, folder: Path, limits: Limits, report: Any)
 @contextlib.contextmanager
 def _ending(process: subprocess.Popen):
     """Yield a function that waits some seconds for a process, and returns `True` as soon as it has exited."""
-    if not hasattr(os, "pidfd_open"):
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):  # another system, or a container that refuses the call
 
         def ended(seconds: float) -> bool:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -258,7 +270,6 @@ def _ending(process: subprocess.Popen):
 
         yield ended
         return
-    descriptor = os.pidfd_open(process.pid)
     try:
         waiting = select.poll()
         waiting.register(descriptor, select.POLLIN)
