@@ -33,7 +33,8 @@ class Watched:
 
     def __init__(self, tmp_path, **settings):
         self.layer = nn.Linear(3, 3)
-        self.metrics = Metrics({"train": defaultdict(list), "eval": defaultdict(list)}, lambda: True)
+        store = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self.metrics = Metrics(store, SimpleNamespace(model=self.layer))
         policies = SimpleNamespace(trained=["planner"], has_adapters=True)
         policies.is_trained = policies.trained.__contains__
         policies.get_agents = lambda adapter: [adapter] if adapter in NAMES else []

@@ -31,7 +31,7 @@ class Board(dict):
         super().__init__(train=defaultdict(list), eval=defaultdict(list))
 
     def metrics(self):
-        return Metrics(self, lambda: True)
+        return Metrics(self, SimpleNamespace(model=torch.nn.Identity()))
 
 
 def one_process():

@@ -51,25 +51,23 @@ class ZeroGradientFilter:
 
     def split(self, rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
         """Return the rows with a gradient and the rows without, each in order."""
+        settings, state = self._settings, self._state
+        # The router loss and the entropy quantile are computed over the tokens of all rows
+        keeps_all = settings.aux_loss_enabled or settings.top_entropy_quantile < 1.0
+        if keeps_all or not self._args.skip_rows_without_signal or not state.is_training:
+            return list(rows), []
+        keeps_counted = settings.beta != 0.0 or state.has_entropy_bonus
         with_gradient: list[Row] = []
         without_gradient: list[Row] = []
         for row in rows:
-            (with_gradient if self._has_gradient(row) else without_gradient).append(row)
+            has_gradient = not len(row.completion_ids) or (row.counts and (keeps_counted or _has_advantage(row)))
+            (with_gradient if has_gradient else without_gradient).append(row)
         return with_gradient, without_gradient
 
-    def _has_gradient(self, row: Row) -> bool:
-        settings, state = self._settings, self._state
-        if not self._args.skip_rows_without_signal or not state.is_training or not len(row.completion_ids):
-            return True
-        # The router loss and the entropy quantile are computed over the tokens of all rows
-        if settings.aux_loss_enabled or settings.top_entropy_quantile < 1.0:
-            return True
-        if not row.counts:
-            return False
-        if settings.beta != 0.0 or state.has_entropy_bonus:
-            return True
-        advantage = row.advantage
-        return row.factor != 0.0 and bool(advantage.any() if isinstance(advantage, torch.Tensor) else advantage)
+
+def _has_advantage(row: Row) -> bool:
+    advantage = row.advantage
+    return row.factor != 0.0 and bool(advantage.any() if isinstance(advantage, torch.Tensor) else advantage)
 
 
 # Fraction of the free memory that micro-batches may use. The rest is for short-lived tensors and fragmentation

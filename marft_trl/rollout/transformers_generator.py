@@ -163,7 +163,7 @@ class TransformersGenerator(Generator):
         logps = recorder.logps.tolist() if recorder is not None and recorder.logps is not None else None
         if live is not None:
             sampled = [ids[:limit] for ids, limit in zip(sampled, live.limits, strict=True)]
-        turns = [self._stops[own.stop].cut(ids) for ids in sampled]
+        turns = list(map(self._stops[own.stop].cut, sampled)) if own.stop else sampled
         return [SampledTurn(ids, logps[i][: len(ids)] if logps is not None else None) for i, ids in enumerate(turns)]
 
     @property
@@ -253,4 +253,5 @@ class TransformersGenerator(Generator):
             self._store.clear()
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
-        return self._stops[self._samplings[agent].stop].are_in(ids)
+        stop = self._samplings[agent].stop
+        return bool(stop) and self._stops[stop].are_in(ids)

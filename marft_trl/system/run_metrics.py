@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -23,21 +24,29 @@ AGENT_METRICS = frozenset(
 )
 
 
-class Metrics:
-    """Metrics of a run since the last log, in the dictionary that TRL logs and clears."""
+class HasModel(Protocol):
+    model: Any  # a `torch.nn.Module`, which training may replace
 
-    def __init__(self, store: dict[str, dict[str, list[float]]], is_training: Callable[[], bool]):
-        self._store, self._is_training = store, is_training  # `store`: values by mode (`"train"` or `"eval"`) and name
+
+class Metrics:
+    """
+    Metrics of a run since the last log, in the dictionary that TRL logs and clears: values by mode (`"train"` or
+    `"eval"`) and name. The mode is that of `trainer.model`, as in TRL.
+    """
+
+    def __init__(self, store: dict[str, dict[str, list[float]]], trainer: HasModel):
+        self._store, self._trainer = store, trainer
         self._latest: dict[str, float] = {}
 
     @property
     def mode(self) -> str:
-        return "train" if self._is_training() else "eval"
+        return "train" if self._trainer.model.training else "eval"
 
     def add(self, name: str, value: float) -> None:
         """Add a value. The values of a name are averaged when they are logged."""
-        self._store[self.mode][name].append(value)
-        if self.mode == "train":
+        mode = self.mode
+        self._store[mode][name].append(value)
+        if mode == "train":
             self._latest[name] = value
 
     def take_latest(self) -> dict[str, float]:

@@ -213,6 +213,7 @@ class BatchMaker:
 
     def _rows(self, rollout: Rollout, turns: Sequence[Sequence[Any]], training: bool) -> list[Row]:
         rows: list[Row] = []
+        leaves_out_truncated = self._settings.mask_truncated_completions
         for index, (episode, episode_turns) in enumerate(zip(rollout.episodes, turns, strict=True)):
             # Turns of a joint action share an importance factor in sequential updates
             joint_actions = episode.joint_actions()
@@ -226,7 +227,7 @@ class BatchMaker:
                         adapter=self._policies.get_adapter(turn.agent),
                         prompt_ids=torch.tensor(turn.prompt_ids, dtype=torch.long),
                         completion_ids=torch.tensor(turn.completion_ids, dtype=torch.long),
-                        counts=not (self._settings.mask_truncated_completions and turn.truncated),
+                        counts=not (leaves_out_truncated and turn.truncated),
                         episode=index,
                         is_trained=self._policies.is_trained(turn.agent),
                         joint_action=joint_actions[turn.index] if is_episode_turn else 0,  # candidates have none

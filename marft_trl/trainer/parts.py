@@ -84,7 +84,7 @@ class Parts:
         self._trainer, self._team, self._schedule, self._code, self._engine = trainer, team, schedule, code, engine
         self._args, self._model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
         self.state, self.processes = TrlState(trainer), Processes(trainer.accelerator)
-        metrics = Metrics(self.state.metrics, lambda: self.state.is_training)
+        metrics = Metrics(self.state.metrics, trainer)
         self._context = RunContext(self._args, TrlSettings(trainer), self.state, metrics, self.processes)
         self._make_scoring()
         self._make_episodes()
