@@ -4,6 +4,7 @@ has vLLM.
 """
 
 import asyncio
+import functools
 import json
 import os
 import re
@@ -221,6 +222,19 @@ def test_a_loaded_team_is_asked_on_the_server(model_folder, tmp_path, server):
     with pytest.raises(MismatchError, match="The log-probabilities of .* and the trainer differ by"):
         other("1 + 1 = ?")
     other.close()
+
+
+def test_agents_decode_under_the_schema_of_a_request(model_folder, tmp_path, server):
+    saved(model_folder, tmp_path)
+    # Within an object, a model that knows no JSON may write spaces up to its limit
+    wanted = {"type": "json_schema", "json_schema": {"name": "number", "schema": {"enum": [7]}}}
+    with Team.from_pretrained(tmp_path, model=model_folder, engine=server.url) as team, serving(team) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        ask = functools.partial(client.chat.completions.create, messages=[{"role": "user", "content": QUESTIONS[0]}])
+        for seed in range(3):
+            answer = ask(model="actor", response_format=wanted, seed=seed)
+            assert answer.choices[0].message.content == "7"
+        assert ask(model="actor", seed=0).choices[0].message.content != "7"
 
 
 def test_agents_that_share_an_adapter_are_asked_on_the_server(model_folder, tmp_path, server):
