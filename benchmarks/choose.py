@@ -72,12 +72,6 @@ def cells_of(grid, setting, folder):
 def outcome(place):
     """What came of a run: the share of right samples of each question, and what it took."""
     result = place.result()
-    log = json.loads((place.folder / "log_history.json").read_text())
-    shares = {}
-    for entry in log:
-        for name, value in entry.items():
-            if name.startswith("agents/") and name.endswith("/grad_share"):
-                shares.setdefault(name.split("/")[1], []).append(value)
     measures = {"right": ("avg", "end"), **{f"maj@{k}": (f"maj@{k}", "end") for k in votes_of(place)}}
     if place.arm in ("team", "solo"):
         measures["start"] = ("avg", "start")
@@ -90,7 +84,6 @@ def outcome(place):
         **of_questions,
         **{key: result[key] for key in ("tokens", "steps", "seconds")},
         "rewards": [round(reward, 4) for _, reward in result["curve"]],
-        "grad_share": {agent: round(statistics.fmean(values), 4) for agent, values in shares.items()},
         "made": json.loads(made.read_text(encoding="utf-8")) if made.exists() else NOT_RECORDED,
     }
 
@@ -173,19 +166,13 @@ def pooled(found):
     return "\n".join(lines)
 
 
-def shares(found):
-    """Shares of the gradient by agent, means over runs, and the largest of a run."""
-    lines = ["| setting | arm | shares of the gradient | largest of a run | below its best at the end |"]
-    lines.append("|---|---|---|---|---|")
+def falls(found):
+    """How far the reward of each run ends below its best."""
+    lines = ["| setting | arm | below its best at the end |", "|---|---|---|"]
     for setting, arms in found.items():
         for name, runs in arms.items():
-            known = [run["grad_share"] for run in runs if run["grad_share"]]  # none if no answer of a run was right
-            means = {agent: statistics.fmean(run[agent] for run in known) for agent in (known[0] if known else ())}
-            largest = f"{max(max(run.values()) for run in known):.2f}" if known else ""
-            shown_means = ", ".join(f"{agent} {share:.2f}" for agent, share in means.items()) or "no gradient"
-            falls = ", ".join(f"{100 * fall(run['rewards']):.0f}" for run in runs)
-            cells = [setting, FIRST["sharing"] if name == "team" else name, shown_means, largest, falls]
-            lines.append(f"| {' | '.join(cells)} |")
+            ends = ", ".join(f"{100 * fall(run['rewards']):.0f}" for run in runs)
+            lines.append(f"| {setting} | {FIRST['sharing'] if name == 'team' else name} | {ends} |")
     return "\n".join(lines)
 
 
@@ -242,7 +229,7 @@ def page_of(grid, found):
     if grid == "rates":
         tables.append(against_best(found))
     if grid == "sharing":
-        tables.append(shares(found))
+        tables.append(falls(found))
     return "\n\n".join([*tables, processors(found)])
 
 

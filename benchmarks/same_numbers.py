@@ -37,7 +37,7 @@ RUNS = {
     "reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
     "dynamic": {"dynamic_sampling": True, "with": "rare rewards"},
     "shared": {"agent_weight": "equal", "with": "one adapter"},
-    "debate": {"mixed_passes": True, "with": "debate", **EVALUATED, "eval_k": [1, 2]},
+    "debate": {"with": "debate", **EVALUATED, "eval_k": [1, 2]},
 }
 ON_TWO = ["plain", "leave_one_out", "critic", "sequential", "reference", "dynamic", "shared"]
 # Times, and memory of the machine

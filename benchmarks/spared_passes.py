@@ -1,11 +1,10 @@
 """
-Measure what is saved in a training step: rows that teach nothing, and passes that agents share.
+Measure what a training step saves by leaving out rows that teach nothing.
 
     python benchmarks/spared_passes.py [--page]
-    python benchmarks/spared_passes.py --hidden 256 --layers 4 --agents 8 --rows 4
+    python benchmarks/spared_passes.py --hidden 256 --layers 4
 
-A team of two, of whose groups half have no signal, with and without the passes of their rows; and `--agents` agents
-with `--rows` turns each, in parallel and in a chain, with passes of their own and with mixed ones. Times are those of
+A team of two, of whose groups half have no signal, with and without the passes of their rows. Times are those of
 the training part of a step (losses, backward passes, the optimizer) and of whole steps with generation; CPU
 milliseconds of one thread. Variants alternate; shown are medians and the range of the ratio of neighboring steps.
 """
@@ -17,9 +16,8 @@ import time
 import warnings
 from contextlib import contextmanager
 
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Sequential
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
 from marft_trl.tiny import tiny_dataset, tiny_model, tiny_tokenizer
-from marft_trl.workflows import Debate
 
 import figures
 import torch
@@ -31,7 +29,7 @@ from transformers.utils import logging
 class Steps:
     """A trainer that takes one step at a time."""
 
-    def __init__(self, options, folder, agents, episodes, group, reward, workflow=None, **settings):
+    def __init__(self, options, folder, agents, episodes, group, reward, **settings):
         tokenizer = tiny_tokenizer()
         sizes = {"hidden_size": options.hidden, "intermediate_size": 3 * options.hidden}
         model = tiny_model(len(tokenizer), num_hidden_layers=options.layers, **sizes)
@@ -39,7 +37,6 @@ class Steps:
         self.trainer = MARFTTrainer(
             model=model,
             agents=agents,
-            workflow=workflow,
             reward_funcs=reward,
             args=MARFTConfig(
                 folder,
@@ -134,8 +131,6 @@ def main():
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--new_tokens", type=int, default=16)
-    parser.add_argument("--agents", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--episodes", type=int, default=64, help="episodes of the first table")
     parser.add_argument("--repeats", type=int, default=9)
     options = figures.parse(parser)
@@ -155,18 +150,6 @@ def main():
             },
             options.repeats,
         )
-        names = [f"agent{number}" for number in range(options.agents)]
-        many = [AgentSpec(name, system_prompt=f"Part {number}.") for number, name in enumerate(names)]
-        sizes = options.rows, options.rows
-        for shape, workflow in (("in parallel", Debate(names, rounds=1)), ("in a chain", Sequential(names))):
-            runs[f"{options.agents} agents {shape}"] = compare(
-                {
-                    "separate passes": Steps(options, path, many, *sizes, varied, workflow, mixed_passes=False),
-                    "mixed passes": Steps(options, path, many, *sizes, varied, workflow, mixed_passes=True),
-                    "by default": Steps(options, path, many, *sizes, varied, workflow),
-                },
-                options.repeats,
-            )
     found = {"made": figures.made("python benchmarks/spared_passes.py"), "runs": runs}
     print(tables(found)["spared_passes"])
     if options.page:

@@ -70,35 +70,6 @@ def test_own_adapters_do_not_notice(model_folder, tmp_path):
     assert not moved(*map(weights, ends))
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"gradient_accumulation_steps": 2, "max_tokens_per_micro_batch": 40}], ids=str
-)
-def test_shares_are_those_of_separate_gradients(model_folder, tmp_path, settings):
-    """With SGD and without accumulation, the gradient of each agent can be computed alone."""
-    team = agents("talker", "quiet", own=["judge"])
-    workflow = Sequential(["talker", "talker", "quiet", "judge"])
-    trainer = make(model_folder, tmp_path, team, workflow, max_steps=1, learning_rate=0.0, **settings)
-    slices = []
-    inner = trainer.parts.loss.slice_loss
-
-    def noting(model, slice_, *args):
-        slices.append(slice_)
-        return inner(model, slice_, *args)
-
-    trainer.parts.loss.slice_loss = noting
-    trainer.train()
-    entry = next(entry for entry in trainer.state.log_history if "agents/quiet/grad_share" in entry)
-    steps = settings.get("gradient_accumulation_steps", 1)
-    assert len(slices) == steps
-    trainer.parts.loss.slice_loss = inner
-    trainer.model.train()
-    norms = {}
-    for name, adapter in (("talker", "team"), ("quiet", "team"), ("judge", "judge")):
-        norms[name] = sum(gradients(trainer, slice_, name)[adapter] for slice_ in slices).norm().item()
-    for name, norm in norms.items():
-        assert entry[f"agents/{name}/grad_share"] == pytest.approx(norm / sum(norms.values()), rel=1e-3)
-
-
 def test_a_resumed_run_is_the_same(model_folder, tmp_path):
     settings = {"agent_weight": "equal", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     settings |= {"steps_per_generation": 2, "num_train_epochs": 100}

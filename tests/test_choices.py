@@ -102,7 +102,7 @@ def test_a_repeated_run_that_differs_is_an_error(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="differs in tokens"):
         choose.check("worth", setting, "team", recorded["seed"], tmp_path)
     out = capsys.readouterr().out
-    assert all(f"{key}: the same" in out for key in ("right", "start", "steps", "rewards", "grad_share"))
+    assert all(f"{key}: the same" in out for key in ("right", "start", "steps", "rewards"))
     assert "seconds" not in out and "made" not in out  # which may differ
 
 
@@ -118,8 +118,6 @@ def test_a_run_that_is_repeated_is_the_same(tmp_path, monkeypatch, capsys):
     assert not others and set(arms) == {"team", "shared", "shared, equal weights"}
     for (one,) in arms.values():
         assert one["steps"] == 1 and one["tokens"] > 0 and len(one["right"]) == 8
-        shares = one["grad_share"].values()
-        assert not shares or sum(shares) == pytest.approx(1, abs=0.01)  # none if no answer was right
     lines = choose.page_of("sharing", choose.kept("sharing")).splitlines()
     assert len(lines) == 2 * (2 + len(arms)) + 3 and choose.made_with() in lines[-1]
     choose.check("sharing", setting, "shared", 0, tmp_path / "again")

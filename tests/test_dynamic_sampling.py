@@ -218,21 +218,6 @@ def test_own_returns_are_a_signal(model_folder, tmp_path):
     assert entry["dynamic_sampling/with_signal"] > 0 and math.isfinite(entry["loss"])
 
 
-@pytest.mark.slow
-def test_limits_of_a_batch_are_not_those_of_its_rounds(model_folder, tmp_path):
-    """Rounds of further prompts may have no reward at all, more often than batches may in a row."""
-    calls = {}
-
-    def reward(completions, prompts, trainer_state, **kwargs):
-        step = trainer_state.global_step
-        calls[step] = calls.get(step, 0) + 1
-        return [0.0 if calls[step] == 1 else None for _ in completions]
-
-    settings = {"most": 6.0, "max_unscored_batches": 2, "max_steps": 2, "per_device_train_batch_size": 8}
-    trainer_with(model_folder, tmp_path, reward, **settings).train()
-    assert len(calls) == 2 and min(calls.values()) > 3
-
-
 def test_sums_that_were_earned_at_different_turns_teach_something(model_folder, tmp_path):
     class Earning(Workflow):
         earns = True

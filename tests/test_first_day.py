@@ -345,7 +345,7 @@ SETTINGS = {
     "critic": ("shared", "Set `advantage='gae'`"),
     "max_staleness": (1, "Set `use_vllm=True`"),
     "dynamic_sampling": ("no", "`dynamic_sampling` must be True or False; got 'no'"),
-    "mixed_passes": ("no", "`mixed_passes` must be True or False, or None; got 'no'"),
+    "mixed_passes": (True, "no longer has the setting `mixed_passes`: rows of several agents share passes in gener"),
     "max_prompt_length": (512, "prompts are not truncated"),
     "reward_weights": ({"f": 1.0}, "must be a list of numbers, one for each reward function"),
     "clip_agents": (1, "has no setting `clip_agents`"),

@@ -89,6 +89,8 @@ _REMOVED_SETTINGS = {
     "max_parallel_tools": "synchronous tools run one at a time; write tools that may run concurrently as `async def`",
     "candidate_reward": "`advantage='turn_itself'` replaces `advantage='turn'` with `candidate_reward='turn'`",
     "max_episode_retries": "a failed call is retried twice",
+    "mixed_passes": "rows of several agents share passes in generation only",
+    "max_unscored_batches": "a `TrainerCallback` may stop training by `frac_unscored`",
 }
 
 

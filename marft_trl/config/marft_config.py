@@ -89,10 +89,6 @@ class LimitSettings:
         max_episode_turns (`int`, *optional*, defaults to `1000`):
             Maximum number of turns of an episode. A workflow that requests more has failed, see `on_episode_error`.
             `None` disables the limit.
-        max_unscored_batches (`int`, *optional*, defaults to `None`):
-            Number of consecutive generation batches without a single reward after which training stops with an error.
-            A batch has no reward if every reward function returned `None` for all of its episodes. If `None`, training
-            continues, with TRL's warning.
     """
 
     context_overflow: str = option("raise", choices=("raise", "drop_oldest_turn", "end_episode"))
@@ -104,7 +100,6 @@ class LimitSettings:
     on_episode_error: str = option("raise", choices=("raise", "skip", "retry"))
     max_skipped_share: float = option(0.5, SHARE)
     max_episode_turns: int | None = option(1000, ABOVE_0, integer=True, none="no limit")
-    max_unscored_batches: int | None = option(None, ABOVE_0, integer=True, none="no limit")
 
 
 # Sampling settings of an evaluation, with their ranges
@@ -415,7 +410,7 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
         agent_weight (`str`, *optional*, defaults to `"size"`):
             Weight of agents that share an adapter. `"size"`: all their turns (or tokens, see `loss_type`) count alike,
             so an agent that speaks more learns more. `"equal"`: the loss is a mean over agents of the mean over the
-            turns of each. `agents/<name>/grad_share` is an agent's share of the gradient norm.
+            turns of each.
         agent_iteration_interval (`int`, *optional*, defaults to `0`):
             Number of optimizer steps for which only one agent is trained, before the next agent follows. `0` trains
             all agents in every step.
@@ -446,10 +441,6 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             generation batch serves several optimizer steps, the episodes of a group stay in the same step. If
             `False`, the forward passes are those of `GRPOTrainer`, so a single agent reproduces its results bit by
             bit; models with learned position embeddings (GPT-2) are passed explicit positions.
-        mixed_passes (`bool`, *optional*, defaults to `None`):
-            Whether rows of several agents, each with the LoRA of its own, go through the model together in training.
-            If `None`, micro-batches of at most 512 tokens on average do, in a team with at least four trained
-            adapters. Gradients change only by rounding. It does not go with gradient checkpointing.
         skip_rows_without_signal (`bool`, *optional*, defaults to `None`):
             Whether rows whose gradient is exactly 0, because their advantage is 0 and nothing else is in the loss, are
             left out of forward and backward passes. Updates are the same up to rounding; entropies and KL are means
@@ -504,7 +495,6 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
     max_tokens_per_micro_batch: int | None = option(None, ABOVE_0, integer=True)
     gradient_checkpointing: bool | None = option(None)  # type: ignore[assignment]
     share_prefixes: bool = option(True)
-    mixed_passes: bool | None = option(None)
     skip_rows_without_signal: bool | None = option(None)
     resume_changes: dict | str | None = option(None, about="files")
 

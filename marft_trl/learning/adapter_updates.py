@@ -17,15 +17,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..adapters.policies import Policies
 from ..algorithms import functional
 from ..algorithms.rows import Row, Slice
 from ..config.marft_config import MARFTConfig
 from ..config.team_setup import RunContext, TeamSetup
 from ..seams.libraries import get_logger
 from ..seams.runs import restart_schedule, schedule_of_any_length, step_without_gradients
-from ..system.processes import Processes
-from ..system.run_metrics import Metrics
 from .log_probs import LogProbs
 
 
@@ -248,91 +245,6 @@ def _check_groups(optimizer: torch.optim.Optimizer, saved: dict) -> None:
         )
 
 
-# Maximum number of gradient elements that are read of a shared adapter, evenly spaced
-_ELEMENTS = 2**20
-
-
-class GradientShares:
-    """
-    Logs `agents/<name>/grad_share`, a share of the sum of gradient norms. In a backward pass, at most one agent uses
-    each adapter.
-    """
-
-    def __init__(self, policies: Policies, metrics: Metrics, processes: Processes):
-        self._policies, self._metrics, self._processes = policies, metrics, processes
-        groups = {adapter: policies.get_agents(adapter) for adapter in policies.trained}
-        self._groups = {adapter: agents for adapter, agents in groups.items() if len(agents) > 1}
-        self._parts: dict[str, torch.Tensor] = {}  # by agent, since the optimizer step began
-        self._last: dict[str, torch.Tensor] = {}  # by adapter, when the gradient was looked at
-        self._current: list[str] = []
-
-    def begin(self, agents: Sequence[str]) -> None:
-        """Attribute the next backward passes to these agents, at most one for each adapter."""
-        watched = [agent for agent in agents if self._policies.get_adapter(agent) in self._groups]
-        if watched != self._current:
-            self._settle()
-            self._current = watched
-
-    def _settle(self) -> None:
-        """Attribute what was added to gradients since the last call to the current agents."""
-        for agent in self._current:
-            adapter = self._policies.get_adapter(agent)
-            now, before = self._look(adapter), self._last.get(adapter)
-            part = now if before is None else now - before
-            known = self._parts.get(agent)
-            self._parts[agent] = part if known is None else known + part
-            self._last[adapter] = now
-        self._current = []
-
-    def _look(self, adapter: str) -> torch.Tensor:
-        parameters = list(self._policies.parameters(adapter).values())
-        stride = self._stride(adapter)
-        found = [
-            torch.zeros(len(range(0, p.numel(), stride)), device=p.device)
-            if p.grad is None
-            else p.grad.reshape(-1)[::stride].float()
-            for p in parameters
-        ]
-        return torch.cat([part.to(found[0].device) for part in found]).clone()
-
-    def _stride(self, adapter: str) -> int:
-        size = sum(parameter.numel() for parameter in self._policies.parameters(adapter).values())
-        return max(math.ceil(size / _ELEMENTS), 1)
-
-    def report(self, norms: Mapping[str, float], scale: float = 1.0) -> None:
-        """Log an optimizer step and clear it. `norms` are by trained adapter; `scale` is that of fp16 gradients."""
-        self._settle()
-        agent_norms: dict[str, float] = {}
-        for adapter, norm in norms.items():
-            if adapter in self._groups:
-                agent_norms |= self._within(adapter, scale)
-            else:
-                agent_norms[self._policies.get_agents(adapter)[0]] = norm
-        total = sum(agent_norms.values())
-        if total > 0 and math.isfinite(total):
-            for agent, norm in agent_norms.items():
-                self._metrics.add(f"agents/{agent}/grad_share", norm / total)
-        self.clear()
-
-    def _within(self, adapter: str, scale: float) -> dict[str, float]:
-        """Norms of the parts of agents in the gradient of their adapter, averaged over processes."""
-        nothing = torch.zeros_like(self._look(adapter))
-        parts = torch.stack([self._parts.get(agent, nothing) for agent in self._groups[adapter]])
-        norms = self._processes.sum(parts).norm(dim=1) / self._processes.count / scale
-        return dict(zip(self._groups[adapter], (norms * self._stride(adapter) ** 0.5).tolist(), strict=True))
-
-    def snapshot(self) -> Callable[[], None]:
-        """Return a function that removes everything recorded after this call."""
-        self._settle()
-        kept = {"_parts": dict(self._parts), "_last": dict(self._last), "_current": list(self._current)}
-        return functools.partial(vars(self).update, kept)
-
-    def clear(self) -> None:
-        self._parts.clear()
-        self._last.clear()
-        self._current = []
-
-
 # Number of consecutive updates of an adapter that may be skipped because of non-finite gradients before training stops
 MAX_SKIPPED_UPDATES = 5
 
@@ -372,7 +284,6 @@ class AdapterUpdates:
         if accelerator.scaler is not None:
             step_without_gradients(accelerator.scaler)
         self.divergence = DivergenceSums()
-        self.shares = GradientShares(team.policies, run.metrics, run.processes)
         self._is_within_step = False
         self._active_adapters: set[str] = set()  # adapters with a row on any process since the last update
         self._skipped_in_a_row: dict[str, int] = defaultdict(int)
@@ -454,7 +365,6 @@ class AdapterUpdates:
         """Discard an optimizer step that training did not finish."""
         self._active_adapters.clear()
         self.divergence.clear()
-        self.shares.clear()
         self._is_within_step = False
 
     @contextlib.contextmanager
@@ -549,8 +459,6 @@ class AdapterUpdates:
                 norms[adapter] = norm
             for name in names:
                 self._metrics.add(f"{name}/grad_norm", norm.item())
-        scale = 1.0 if self._accelerator.scaler is None else self._accelerator.scaler.get_scale()
-        self.shares.report({adapter: norm.item() for adapter, norm in norms.items()}, scale)
         if len(norms) == 1:
             return next(iter(norms.values()))
         return torch.stack(list(norms.values())).norm() if norms else torch.zeros(())

@@ -24,7 +24,6 @@ from ..config.marft_config import MARFTConfig
 from ..config.team_setup import TeamSetup
 from ..seams.generation import HALF
 from ..seams.libraries import get_logger
-from ..seams.lora_layers import MixedLora
 from ..seams.models import ScoringTemperature, is_checkpointing
 from ..seams.swapping import swapped
 from ..shared_prefix import forward
@@ -242,17 +241,13 @@ class LogProbs:
             for row, value, states in zip(batch.rows, logps.cpu(), hidden, strict=True):
                 yield row, value[: len(row.completion_ids)].clone(), states
 
-    def compute_states(self, batches: Sequence[MicroBatch], lora: MixedLora | None) -> tuple[torch.Tensor, ...]:
-        """Hidden states `(B, V, H)` of each micro-batch, all from one pass, for [`~LogProbs.reading`]."""
-        rows = [row for batch in batches for row in batch.rows]
-        prompts, completions = [row.prompt_ids.tolist() for row in rows], [row.completion_ids.tolist() for row in rows]
-        if lora is None:
-            self.activate(batches[0].agent)
-        adapters = None if lora is None else forward.RowAdapters([row.adapter for row in rows], lora.use)
-        backbone, mixed = self._passes.base.base_model, contextlib.nullcontext() if lora is None else lora.on()
-        with mixed, self._passes.autocast():
-            hidden = forward.hidden_states(backbone, prompts, completions, self._passes.share, adapters)
-        return hidden.split([len(batch.rows) for batch in batches])
+    def compute_states(self, batch: MicroBatch) -> torch.Tensor:
+        """Hidden states `(B, V, H)` of a micro-batch, for [`~LogProbs.reading`]."""
+        prompts = [row.prompt_ids.tolist() for row in batch.rows]
+        completions = [row.completion_ids.tolist() for row in batch.rows]
+        self.activate(batch.agent)
+        with self._passes.autocast():
+            return forward.hidden_states(self._passes.base.base_model, prompts, completions, self._passes.share)
 
     def reading(self, hidden: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """Context manager: log-probabilities are computed from these states `(B, V, H)` of a pass."""

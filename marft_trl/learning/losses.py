@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Loss of an optimizer step: micro-batches of agents and critics, mixed passes, and out-of-memory retries."""
+"""Loss of an optimizer step: micro-batches of agents and critics, and out-of-memory retries."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers import TrainerCallback
 
-from ..adapters.policies import Policies
 from ..algorithms.rows import MicroBatch, Row, Slice
-from ..config.marft_config import MARFTConfig
 from ..config.team_setup import RunContext, TeamSetup
 from ..seams.libraries import get_logger
-from ..seams.lora_layers import MixedLora
 from ..seams.trl import LOSSES, OLD_LOGPS, TrlLoss, TrlSettings
-from ..shared_prefix.forward import plan_passes
 from ..system.randomness import RandomStates
 from ..system.run_metrics import StepMetrics
 from . import batching
@@ -33,106 +29,6 @@ from .log_probs import LogProbs
 
 
 logger = get_logger(__name__)
-
-# Minimum number of trained adapters for which passes are mixed by default. Fewer adapters gain little
-_MIN_MIXED_ADAPTERS = 4
-# Passes are mixed by default up to this mean number of tokens per micro-batch, on every machine: larger ones keep the
-# device busy on their own. Measured on one CPU core (docs/reports/performance.md)
-_MAX_MIXED_TOKENS = 512
-# Maximum ratio of the tokens of a mixed pass, including padding, to the tokens of separate passes
-_MAX_PADDING_RATIO = 1.25
-
-
-class MixedPass:
-    """Decides which micro-batches share a pass. Every row goes through the LoRA of its own adapter."""
-
-    def __init__(self, lora: MixedLora, batcher: MicroBatcher, always: bool):
-        self.lora, self._batcher, self._always = lora, batcher, always
-
-    @classmethod
-    def create(
-        cls,
-        model: nn.Module,
-        policies: Policies,
-        args: MARFTConfig,
-        batcher: MicroBatcher,
-        places_rows: bool,
-        has_shards: bool,
-    ) -> MixedPass | None:
-        """
-        The mixed passes of a run, or `None` for separate ones. Raises `ValueError` if `mixed_passes=True` is not
-        possible. `model` has no wrappers; `places_rows`: passes get position ids.
-        """
-        reason = _reason_not_mixed(model, policies, args, places_rows, has_shards)
-        if args.mixed_passes and reason is not None:
-            raise ValueError(
-                f"`mixed_passes=True` cannot be used, because {reason}. Leave `mixed_passes` unset to mix the rows "
-                "of several agents only where that is possible and faster."
-            )
-        return None if reason is not None else cls(MixedLora(model), batcher, bool(args.mixed_passes))
-
-    def plan(self, batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
-        """Group micro-batches of one agent each, of different adapters, into shared passes within the token limit."""
-        if self._batcher.is_checkpointing:  # checkpointing re-runs the forward pass layer by layer
-            return [[batch] for batch in batches]
-        groups: list[tuple[list[MicroBatch], list[_PassShape]]] = []
-        for batch in sorted(batches, key=lambda candidate: max(row.length for row in candidate.rows)):
-            shape = _pass_shape(batch.rows)
-            for group, shapes in groups:
-                if batch.adapter not in [item.adapter for item in group] and self._fit([*shapes, shape]):
-                    group.append(batch)
-                    shapes.append(shape)
-                    break
-            else:
-                groups.append(([batch], [shape]))
-        return [group for group, _ in groups]
-
-    def _fit(self, shapes: Sequence[_PassShape]) -> bool:
-        mixed, separate = _count_tokens(shapes), sum(_count_tokens([shape]) for shape in shapes)
-        max_tokens = self._batcher.max_tokens
-        if mixed > _MAX_PADDING_RATIO * separate or (max_tokens is not None and mixed > max_tokens):
-            return False
-        return self._always or separate <= _MAX_MIXED_TOKENS * len(shapes)
-
-
-def _reason_not_mixed(
-    model: nn.Module, policies: Policies, args: MARFTConfig, places_rows: bool, has_shards: bool
-) -> str | None:
-    """Return the reason why rows are not mixed, or `None` if they can be mixed."""
-    trained = policies.trained
-    if args.mixed_passes is False:
-        return "`mixed_passes=False`"
-    if len(trained) < (2 if args.mixed_passes else _MIN_MIXED_ADAPTERS):
-        return f"the number of trained adapters is {len(trained)}"
-    if has_shards:
-        return "the base model is sharded"
-    if not places_rows:
-        return (
-            "rows use the forward passes of `GRPOTrainer` (`share_prefixes=False`, or a model that needs these passes)"
-        )
-    if args.gradient_checkpointing is True:
-        return "gradient checkpointing is on (`gradient_checkpointing=True`)"
-    return MixedLora.find_obstacle(model, trained)
-
-
-# Number of shared prefixes, length of the longest, number of rows, and length of the longest after its prefix
-_PassShape = tuple[int, int, int, int]
-
-
-def _pass_shape(rows: Sequence[Row]) -> _PassShape:
-    prompts = [row.prompt_ids.tolist() for row in rows]
-    completion_lengths = [max(len(row.completion_ids) - 1, 0) for row in rows]
-    groups = plan_passes(prompts, completion_lengths)
-    starts = dict.fromkeys(range(len(rows)), 0) | {row: group.length for group in groups for row in group.rows}
-    rest = max(len(prompts[row]) + completion_lengths[row] - start for row, start in starts.items())
-    return len(groups), max((group.length for group in groups), default=0), len(rows), rest
-
-
-def _count_tokens(shapes: Sequence[_PassShape]) -> int:
-    """Tokens of a pass over several micro-batches, including padding."""
-    num_prefixes, lengths, num_rows, rests = zip(*shapes, strict=True)
-    return sum(num_prefixes) * max(lengths) + sum(num_rows) * max(rests)
-
 
 # Maximum bytes of gradients that are copied before each micro-step after the first, so that it can be retried
 _MAX_GRADIENT_COPY_BYTES = 2**30
@@ -221,11 +117,6 @@ def _first_line(error: BaseException) -> str:
     return str(error).split("\n")[0].split(". ")[0].rstrip(".")
 
 
-class LossTerm(NamedTuple):
-    agents: Sequence[str]  # whose rows the term covers; empty for the critic
-    loss: Callable[[], torch.Tensor]
-
-
 @dataclass(eq=False)
 class _PendingSlice:
     """A slice whose forward and backward passes are pending, and what its losses collect."""
@@ -264,14 +155,13 @@ class TeamLoss(TrainerCallback):
         collate: Collator,
         critic: CriticLearner | None,
         updates: AdapterUpdates,
-        mixing: MixedPass | None,
         out_of_memory: OutOfMemory,
     ):
         self._trl_loss, self._log_probs, self._batcher, self._collate = trl_loss, log_probs, batcher, collate
         self._critic, self._updates, self._policies, self._level = critic, updates, team.policies, team.level
         self._samplings, self._agents = team.samplings, team.names
         self._args, self._state, self._metrics, self._processes = run.args, run.state, run.metrics, run.processes
-        self.mixing, self.out_of_memory = mixing, out_of_memory
+        self.out_of_memory = out_of_memory
         self._settings, self._signal = run.settings, batching.ZeroGradientFilter(run.args, run.settings, run.state)
         self._waiting: list[_PendingSlice] = []  # slices of the current optimizer step whose passes are pending
         self._unlogged: list[_PendingSlice] = []
@@ -294,16 +184,15 @@ class TeamLoss(TrainerCallback):
 
         def learn() -> torch.Tensor:
             total = torch.zeros((), device=self._processes.device)
-            for term in self._loss_terms(model, waiting):
-                self._updates.shares.begin(term.agents)
-                loss = term.loss()
+            for compute in self._loss_terms(model, waiting):
+                loss = compute()
                 backward(loss)
                 total += loss.detach()
             return total.requires_grad_()  # the Trainer calls `backward` on it, which has nothing left to do
 
         self._unlogged += waiting
         recorders = [part for item in waiting for part in (item.metrics, item.values) if part is not None]
-        snapshots = [recorder.snapshot for recorder in (*recorders, self._updates.divergence, self._updates.shares)]
+        snapshots = [recorder.snapshot for recorder in (*recorders, self._updates.divergence)]
         # Losses gather thresholds from all processes, and every pass through a sharded model needs all processes
         is_local = not self._processes.is_base_sharded
         is_local &= self._processes.count == 1 or self._settings.top_entropy_quantile >= 1.0
@@ -325,8 +214,8 @@ class TeamLoss(TrainerCallback):
         """Compute the loss of an evaluation batch, without an effect on the statistics of training."""
         pending = self._pending(slice_, learning, DivergenceSums())
         total = torch.zeros((), device=self._processes.device)
-        for term in self._loss_terms(model, [pending]):
-            total += term.loss()
+        for compute in self._loss_terms(model, [pending]):
+            total += compute()
         self._log(pending)
         self._policies.activate_first()
         return total
@@ -337,7 +226,6 @@ class TeamLoss(TrainerCallback):
 
     def end_step(self, is_update: bool) -> None:
         """End a micro-step and report its metrics. `is_update`: whether it ends an optimizer step."""
-        self._updates.shares.begin([])
         for pending in self._unlogged:
             self._log(pending)
         self._unlogged = []
@@ -352,10 +240,10 @@ class TeamLoss(TrainerCallback):
         for name, value in found.items():
             self._metrics.add(name, value)
 
-    def _loss_terms(self, model: nn.Module, waiting: Sequence[_PendingSlice]) -> list[LossTerm]:
-        """Return the loss terms of the micro-batches of slices, which are computed one after another."""
+    def _loss_terms(self, model: nn.Module, waiting: Sequence[_PendingSlice]) -> list[Callable[[], torch.Tensor]]:
+        """Return the losses of the micro-batches of slices, which are computed one after another."""
         # The critic comes first, so that its saved activations are freed before the policies need memory
-        terms = self._critic_terms(self._critic, waiting) if self._critic is not None else []
+        losses = self._critic_terms(self._critic, waiting) if self._critic is not None else []
         rows_by_slice = []
         for item in waiting:
             trained = [row for row in item.slice.rows if row.is_trained and row.adapter in item.learning]
@@ -367,17 +255,16 @@ class TeamLoss(TrainerCallback):
             rows_by_slice.append((item, trained))
         # An optimizer step may train on the same rows several times
         for entries in _group_by_key(rows_by_slice, key=lambda row: row):
-            batches = list(self._batcher.cut([row for row, _ in entries.values()]))
-            for group in self.mixing.plan(batches) if self.mixing is not None else [[batch] for batch in batches]:
-                slice_rows = [_split_rows(batch, [entries[row][1] for row in batch.rows]) for batch in group]
-                loss = functools.partial(self._shared_pass_loss, model, group, slice_rows)
-                if len(group) == len(slice_rows[0]) == 1:  # TRL's loss runs the pass
-                    loss = functools.partial(self._batch_loss, model, slice_rows[0][0].batch, slice_rows[0][0].owner)
-                terms.append(LossTerm([batch.agent for batch in group], loss))
-        return terms
+            for batch in self._batcher.cut([row for row, _ in entries.values()]):
+                pieces = _split_rows(batch, [entries[row][1] for row in batch.rows])
+                loss = functools.partial(self._shared_pass_loss, model, batch, pieces)
+                if len(pieces) == 1:  # TRL's loss runs the pass
+                    loss = functools.partial(self._batch_loss, model, pieces[0].batch, pieces[0].owner)
+                losses.append(loss)
+        return losses
 
-    def _critic_terms(self, critic: CriticLearner, waiting: Sequence[_PendingSlice]) -> list[LossTerm]:
-        """Return the loss terms of the micro-batches of the critic."""
+    def _critic_terms(self, critic: CriticLearner, waiting: Sequence[_PendingSlice]) -> list[Callable]:
+        """Return the losses of the micro-batches of the critic."""
         terms, steps = [], self._state.accumulation_steps
         learned = [(item, [row for row in item.slice.rows if row.critic in item.learning]) for item in waiting]
         # The critic identifies rows by their number in a generation batch, and an optimizer step may span several
@@ -394,19 +281,15 @@ class TeamLoss(TrainerCallback):
                     ]
                     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-                terms.append(LossTerm([], loss))
+                terms.append(loss)
         return terms
 
-    def _shared_pass_loss(
-        self, model: nn.Module, batches: Sequence[MicroBatch], slice_rows: Sequence[Sequence[_SliceRows]]
-    ) -> torch.Tensor:
-        """Compute the sum of the losses of micro-batches that share a pass."""
-        lora = self.mixing.lora if self.mixing is not None and len(batches) > 1 else None
-        losses = []
-        for hidden, batch_pieces in zip(self._log_probs.compute_states(batches, lora), slice_rows, strict=True):
-            for piece in batch_pieces:
-                with self._log_probs.reading(piece.select(hidden)):
-                    losses.append(self._batch_loss(model, piece.batch, piece.owner))
+    def _shared_pass_loss(self, model: nn.Module, batch: MicroBatch, slice_rows: Sequence[_SliceRows]) -> torch.Tensor:
+        """Compute the sum of the losses of several slices whose rows share a pass."""
+        hidden, losses = self._log_probs.compute_states(batch), []
+        for piece in slice_rows:
+            with self._log_probs.reading(piece.select(hidden)):
+                losses.append(self._batch_loss(model, piece.batch, piece.owner))
         return torch.stack(losses).sum()
 
     def _record_skipped_rows(

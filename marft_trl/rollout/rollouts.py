@@ -85,17 +85,15 @@ class Rollouts:
         self._workflow, self._own, self._reach, self._args = workflow, own, reach, run.args
         self._uses_candidates = uses_candidates(run.args)
         self._metrics, self._processes = run.metrics, run.processes
-        self._unscored_in_a_row = 0
         self._has_told_of_unscored = False
         self._counted: dict[str, set[str]] = {"train": set(), "eval": set()}  # by workflows
 
     def state_dict(self) -> dict[str, Any]:
         counted = {mode: sorted(names) for mode, names in self._counted.items()}
         failed = {mode: sorted(names) for mode, names in self._failed.items()}
-        return {"unscored_in_a_row": self._unscored_in_a_row, "counted": counted, "failed": failed}
+        return {"counted": counted, "failed": failed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._unscored_in_a_row = state["unscored_in_a_row"]
         self._counted = {mode: set(names) for mode, names in state["counted"].items()}
         self._failed = {mode: set(names) for mode, names in state.get("failed", self._failed).items()}
 
@@ -124,7 +122,7 @@ class Rollouts:
         has_own_returns = self._own.note(episodes)
         self._check_earned(episodes, training)
         per_func = self._scorer.score_batch(episodes)
-        self._check_rewards(per_func, training and not further)
+        self._check_rewards(per_func)
         if self._failures is not None:
             self._check_skipped(self._failures, per_func.size(0), 1.0 if further else self._args.max_skipped_share)
         first = self._processes.index * len(rows)
@@ -217,7 +215,7 @@ class Rollouts:
             self._metrics.add("tools/call_frequency", calls / count)
             self._metrics.add("tools/failure_frequency", failures / calls if calls else 0.0)
 
-    def _check_rewards(self, per_func: torch.Tensor, training: bool) -> None:
+    def _check_rewards(self, per_func: torch.Tensor) -> None:
         for index, (func, name) in enumerate(zip(self._rewards.functions, self._rewards.names, strict=True)):
             if isinstance(func, nn.Module) and not per_func[:, index].isfinite().all():
                 raise ValueError(
@@ -232,18 +230,6 @@ class Rollouts:
                 "All reward functions returned None for the following kwargs: those of "
                 f"{unscored} of {len(per_func)} episodes (skipped episodes included). Agents learn nothing from "
                 "these episodes. The metric `frac_unscored` logs their share. This warning is logged once."
-            )
-        if not training:  # an evaluation says nothing of the batches of training
-            return
-        self._unscored_in_a_row = self._unscored_in_a_row + 1 if torch.isnan(per_func).all() else 0
-        most = self._args.max_unscored_batches
-        if most is not None and self._unscored_in_a_row >= most:
-            raise self._processes.mark_shared(
-                ValueError(
-                    f"Every reward function ({', '.join(self._rewards.names)}) returned None for all {len(per_func)} "
-                    f"episodes of {most} generation batches in a row (`max_unscored_batches`), so there is nothing to "
-                    "learn from. At least one function must return a number for some episodes."
-                )
             )
 
 

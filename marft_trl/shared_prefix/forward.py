@@ -155,25 +155,21 @@ def hidden_states(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     share: bool = True,
-    adapters: RowAdapters | None = None,
 ) -> torch.Tensor:
     """
     Compute the hidden states `(B, V, H)` that predict the tokens of completions. `V` is the length of the longest
     completion, at least 1; states after the end of a completion are not valid. An empty completion gets the hidden
-    state of the last token of its prompt, which is never empty. Rows of different adapters share nothing.
+    state of the last token of its prompt, which is never empty.
     """
     device = next(backbone.parameters()).device
     counts = [max(len(completion), 1) for completion in completions]
     parts = zip(prompts, completions, counts, strict=True)
     rows = [[*prompt, *completion[: count - 1]] for prompt, completion, count in parts]
-    kinds = None if adapters is None else adapters.names
-    groups = plan_passes(prompts, [count - 1 for count in counts], kinds) if share else []
+    groups = plan_passes(prompts, [count - 1 for count in counts]) if share else []
     if groups:
         with checkpointing_with_caches(backbone):
-            hidden, starts = shared_pass(backbone, rows, groups, RepeatedLayer, adapters)
+            hidden, starts = shared_pass(backbone, rows, groups, RepeatedLayer)
     else:
-        if adapters is not None:
-            adapters.use(adapters.names)
         ids, mask = padded(rows, device)
         positions = torch.arange(ids.size(1), device=device).expand_as(ids)
         output = backbone(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)

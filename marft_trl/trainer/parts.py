@@ -23,7 +23,7 @@ from ..learning.advantages import BaselineEstimator, CreditAssigner, CriticEstim
 from ..learning.batching import Collator, MicroBatcher
 from ..learning.critic_learner import CriticLearner, ValueScale
 from ..learning.log_probs import LogProbs, ModelPass
-from ..learning.losses import MixedPass, OutOfMemory, TeamLoss
+from ..learning.losses import OutOfMemory, TeamLoss
 from ..prompts.builder import PromptBuilder, is_plain, is_single_agent, make_window, warn_of_unprotected
 from ..prompts.chat_template import ChatTemplate
 from ..prompts.tool_calls import prepare_tools
@@ -195,8 +195,7 @@ class Parts:
         calls, policies = TrlEngine(trainer, settings), self._team.policies
         is_exact = passes.sample_what_they_score()
         if self._engine is None:
-            may_mix = self._args.mixed_passes is not False and not is_sharded and passes.share
-            may_mix = may_mix and MixedLora.find_obstacle(self._model, policies.names) is None
+            may_mix = not is_sharded and passes.share and MixedLora.find_obstacle(self._model, policies.names) is None
             mixed = MixedLora(self._model) if may_mix else None
             decoding = Decoding(passes.share, self._needs_old and is_exact, mixed, captures=not is_sharded)
             return TransformersGenerator(calls, policies, self._team.samplings, decoding, self._past_copies)
@@ -252,13 +251,11 @@ class Parts:
             make_state = BASELINES[args.advantage].state
             self._running = make_state(args) if make_state is not None else None
             self._estimator = BaselineEstimator(team, run, credit, self._rewards, self._running)
-        places, shards = self.passes.give_positions, self.processes.is_base_sharded
-        mixing = MixedPass.create(self._model, team.policies, args, batcher, places, shards)
         device = self.processes.device
         random_states = RandomStates(device, others=other_devices(self._model, device))
         again = OutOfMemory(run, batcher, self.updates, random_states)
         scoring = (self.log_probs, batcher, self._collate)
-        self.loss = TeamLoss(team, run, TrlLoss(trainer), *scoring, self.critic, self.updates, mixing, again)
+        self.loss = TeamLoss(team, run, TrlLoss(trainer), *scoring, self.critic, self.updates, again)
         trainer.add_callback(self.loss)
         is_sequential = args.update_order == "sequential"
         self.sequential = SequentialFactors(team, run, self.log_probs) if is_sequential else None

@@ -55,7 +55,7 @@ TEAMS = {
     "duo": (PLAIN, 2, None),
     "half": ({}, 2, None),
     "critic": (PLAIN | {"advantage": "gae", "critic": "shared"}, 2, None),
-    "parallel": (PLAIN | {"mixed_passes": True}, 4, Fan()),
+    "parallel": (PLAIN, 4, Fan()),
 }
 
 
