@@ -1,9 +1,5 @@
 """Critics: what their gradients touch, what they learn, where values are read, and what they share."""
 
-from dataclasses import replace
-
-from marft_trl import MARFTConfig
-from marft_trl.learning import batching as micro_batcher
 from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import tiny_dataset
 
@@ -11,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from .helpers import by_hand, in_turn, moved, moved_by_training, only_slice, team_trainer, varied_reward, weights
+from .helpers import by_hand, in_turn, moved_by_training, only_slice, team_trainer
 
 
 ROWS = [tiny_dataset(1)[0]] * 8
@@ -122,99 +118,6 @@ def test_the_reference_pass_serves_the_frozen_critic(model_folder, tmp_path, lev
     shared, passes = features(0.1)
     assert passes == features(0.1, ppo={})[1]  # none for the critic
     torch.testing.assert_close(shared, alone, rtol=1e-5, atol=1e-5)
-
-
-def partly_scored(completions, **kwargs):
-    rewards = varied_reward(completions)
-    return [None if reward == 0 else reward for reward in rewards]
-
-
-def test_no_pass_is_kept_while_gradients_are_checkpointed(model_folder, tmp_path):
-    """The limit of a micro-batch is then one for layers that keep nothing."""
-    trainer = team_trainer(model_folder, tmp_path, settings={**PPO, "gradient_checkpointing": None})
-    with_values, asked = trainer.parts.critic.with_values, []
-    trainer.parts.critic.with_values = lambda rollout, rows, keep: asked.append(keep) or with_values(rollout, rows)
-    for _ in range(2):
-        only_slice(trainer, ROWS)
-        trainer.accelerator.unwrap_model(trainer.model).gradient_checkpointing_enable({"use_reentrant": False})
-    assert asked == [True, False]
-
-
-def train_and_count(model_folder, tmp_path, settings, keeps=True):
-    """The weights after training, how many micro-batches of values were kept, and passes of the backbone."""
-    settings = {**PPO, "gae_lambda": 0.9, "max_steps": 2, "optim": "sgd", "learning_rate": 0.1, **settings}
-    trainer = team_trainer(model_folder, tmp_path, settings=settings, reward_funcs=partly_scored)
-    kept, passes, critic = [], [], trainer.parts.critic
-    with_values = critic.with_values
-
-    def note(rollout, rows, may_keep):
-        filled = with_values(rollout, rows, may_keep and keeps)
-        kept.append(critic.num_kept_passes)
-        assert all(not row.old_values.requires_grad for row in filled)
-        return filled
-
-    only_slice(trainer, ROWS)  # a step that was broken off
-    assert critic.num_kept_passes
-    critic.with_values = note
-    trainer.model.get_base_model().model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
-    trainer.train()
-    assert not critic.num_kept_passes
-    heads = {f"heads.{name}": tensor for name, tensor in trainer.critic.heads.state_dict().items()}
-    return {**weights(trainer), **heads}, sum(kept), len(passes)
-
-
-@pytest.mark.parametrize(
-    ("critic", "level"),
-    [
-        ("shared", "token"),
-        *(pytest.param(*its, marks=pytest.mark.slow) for its in [("per_agent", "action"), ("multi_head", "token")]),
-    ],
-)
-def test_the_critic_learns_from_the_values_of_the_advantages(model_folder, tmp_path, critic, level):
-    settings = {"critic": critic, "level": level}
-    again, none, passes_again = train_and_count(model_folder, tmp_path / "again", settings, keeps=False)
-    once, kept, passes_once = train_and_count(model_folder, tmp_path / "once", settings)
-    assert none == 0 and kept >= 2 and passes_once < passes_again  # two steps
-    fresh = weights(team_trainer(model_folder, tmp_path, settings={**PPO, **settings}))
-    assert moved(fresh, once) >= {name for name in once if "_critic" in name and "lora_B" in name}
-    for name, expected in again.items():
-        torch.testing.assert_close(once[name], expected, rtol=1e-5, atol=1e-7, msg=name)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_iterations": 2},
-        {"gradient_accumulation_steps": 2},  # the second slice is trained on after the first
-        {"update_order": "sequential"},
-        {"gradient_checkpointing": None},  # memory is short
-        {"max_tokens_per_micro_batch": 100},
-        {"critic": "frozen"},
-        {"credit": "counterfactual", "gae_lambda": MARFTConfig.gae_lambda, "gamma": MARFTConfig.gamma},
-    ],
-    ids=str,
-)
-def test_values_are_not_kept_where_they_would_be_old_or_too_large(model_folder, tmp_path, monkeypatch, settings):
-    if "gradient_checkpointing" in settings:
-        monkeypatch.setattr(micro_batcher, "free_memory", lambda device: 10**6)
-    trainer = team_trainer(model_folder, tmp_path, settings={**PPO, "gae_lambda": 0.9, **settings})
-    trainer.model.train()
-    trainer.parts.experience.for_training(ROWS * trainer.args.steps_per_generation)
-    assert not trainer.parts.critic.num_kept_passes
-
-
-def test_kept_values_that_nothing_learns_from_are_let_go(model_folder, tmp_path):
-    trainer = team_trainer(model_folder, tmp_path, settings={**PPO, "critic": "per_agent"})
-    slice_, critic = only_slice(trainer, ROWS), trainer.parts.critic
-    first, second = trainer.critic.parts
-    assert critic.num_kept_passes >= 2
-    rows = [replace(row, value_targets=None if row.critic == first else row.value_targets) for row in slice_.rows]
-    batches = critic.batches(rows)
-    assert {batch.agent for batch in batches} == {second} and not critic.num_kept_passes
-    with_targets = {row.number for row in rows if row.num_value_targets}
-    assert {row.number for batch in batches for row in batch.rows} == with_targets
-    others = [replace(row, number=row.number + 1000) for row in rows]  # of episodes that nothing was kept of
-    assert sum(len(batch.rows) for batch in critic.batches(others)) == len(with_targets)
 
 
 def test_warm_up_teaches_the_critic_alone(model_folder, tmp_path):

@@ -129,14 +129,12 @@ def test_a_plan_reckons_with_little_room(model_folder, tmp_path, monkeypatch):
     assert trainer.memory_plan().activations < whole.activations / 1.5
 
 
-def test_a_plan_reckons_with_the_passes_that_a_critic_keeps(model_folder, tmp_path):
-    def activations(**settings):
-        settings = {"advantage": "gae", "level": "token", **settings}
+def test_a_plan_reckons_with_a_critic_that_reads_the_turns_of_all_agents(model_folder, tmp_path):
+    def activations(critic):
+        settings = {"advantage": "gae", "level": "token", "critic": critic}
         return team_trainer(model_folder, tmp_path, settings=settings).memory_plan().activations
 
-    once, twice = activations(critic="shared"), activations(critic="shared", num_iterations=2)
-    assert once > 1.2 * twice  # the turns of both agents, but without the LM head
-    assert activations(critic="frozen") == pytest.approx(twice, rel=0.01)
+    assert activations("shared") > 1.2 * activations("frozen")  # the turns of both agents, but without the LM head
 
 
 def test_plans_change_nothing(model_folder, tmp_path):
@@ -229,4 +227,4 @@ def test_the_plan_is_a_close_bound_of_what_training_takes(tmp_path, settings, si
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["measured"] < found["planned"] < 1.25 * found["measured"], found["plan"]
+    assert found["measured"] < found["planned"] < 1.25 * found["measured"], found

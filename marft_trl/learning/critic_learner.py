@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 
 from ..algorithms import functional
-from ..algorithms.baselines import CREDITS
 from ..algorithms.critics import Critic
 from ..algorithms.rows import MicroBatch, Row, Slice
 from ..config.team_setup import RunContext, TeamSetup
@@ -20,7 +19,6 @@ from ..episodes.records import Episode, Feedback, Seen, Turn
 from ..rollout.rollouts import Rollout
 from ..rollout.runner import EpisodeRunner
 from ..system.processes import Processes
-from .adapter_updates import Schedule
 from .batching import MicroBatcher
 
 
@@ -121,7 +119,6 @@ class CriticLearner:
         self,
         team: TeamSetup,
         run: RunContext,
-        schedule: Schedule,
         batcher: MicroBatcher,
         runner: EpisodeRunner,
         scale: ValueScale,
@@ -130,40 +127,17 @@ class CriticLearner:
         self._critic = cast(Critic, team.critic)  # it is built for a team that has one
         self._batcher, self._runner, self._policies = batcher, runner, team.policies
         self._specs = {agent.name: agent for agent in team.agents}
-        self._schedule, self._args, self._processes, self._share = schedule, run.args, run.processes, batcher.share
-        # Passes that wait for the update: the part, the numbers of the rows, and their values `(B, V)`
-        self._kept: list[tuple[str, list[int], torch.Tensor]] = []
-        # Values of the micro-batches that are about to be trained on, where they were kept
-        self._known: dict[MicroBatch, torch.Tensor] = {}
+        self._args, self._processes, self._share = run.args, run.processes, batcher.share
 
-    @property
-    def may_keep_passes(self) -> bool:
-        """
-        Whether the critic's update may reuse the passes that gave `old_values`: if rows serve one update, the weights
-        are still the same. Not if memory is short, if turns are generated or scored between the two, or if the base is
-        sharded: a pass would then wait for its backward pass on some of the processes only.
-        """
-        rule = CREDITS[self._args.credit]
-        if self._critic.num_kept_features(1) or self._batcher.is_checkpointing or self._processes.is_base_sharded:
-            return False
-        is_alone = self._schedule.generate_every == self._args.gradient_accumulation_steps == 1
-        return is_alone and not (rule.reruns or rule.scores_turns)
-
-    @property
-    def num_kept_passes(self) -> int:
-        """Number of passes that wait for the critic's update."""
-        return len(self._kept)
-
-    def with_values(self, rollout: Rollout, rows: Sequence[Row], may_keep: bool = False) -> list[Row]:
+    def with_values(self, rollout: Rollout, rows: Sequence[Row]) -> list[Row]:
         """
         Rows, one for each turn, with `old_values` (and the features of a frozen critic), and with `last_value` where a
-        horizon cut the episode: at the last turn, or, if each agent has its own return, at the last turn of each. With
-        `may_keep`, passes may be kept for the critic's update.
+        horizon cut the episode: at the last turn, or, if each agent has its own return, at the last turn of each.
         """
         if self._args.critic_sees == "history":
             rows = self._with_histories(rollout, rows)
         beyond = self._rows_beyond_horizons(rollout, first_number=len(rows))
-        filled = self._fill([*rows, *beyond.values()], may_keep)
+        filled = self._fill([*rows, *beyond.values()])
         filled, ahead = filled[: len(rows)], filled[len(rows) :]
         last_turns = {(row.episode, row.agent if rollout.has_own_returns else ""): row.number for row in filled}
         for (index, agent), row in zip(beyond, ahead, strict=True):
@@ -221,25 +195,18 @@ class CriticLearner:
             for position, ((index, horizon), observation) in enumerate(zip(cut, observations, strict=True))
         }
 
-    def _fill(self, rows: Sequence[Row], may_keep: bool) -> list[Row]:
+    @torch.no_grad()
+    def _fill(self, rows: Sequence[Row]) -> list[Row]:
         originals = {row.number: row for row in rows}
         rows = self._as_seen(rows)
         known = [row for row in rows if row.features is not None]
         unknown = [row for row in rows if row.features is None]
-        batches = [*self._by_part(known), *self._by_part(unknown)]
-        # All activations have to fit into the memory that one micro-batch may take
-        limit = self._batcher.max_tokens
-        keeps = may_keep and limit is not None and sum(batch.num_tokens for batch in batches) <= limit
-        self._kept.clear()
-        self._known.clear()
         filled: dict[int, Row] = {}
-        for batch in batches:
-            with torch.set_grad_enabled(keeps):
-                features = self._features(batch)
-                values = self._critic.values(batch.agent, features, [row.agent for row in batch.rows])
-            outputs = values.detach().cpu()
+        for batch in (*self._by_part(known), *self._by_part(unknown)):
+            features = self._features(batch)
+            outputs = self._critic.values(batch.agent, features, [row.agent for row in batch.rows]).cpu()
             read = self._scale.read(batch.agent, outputs)
-            for row, raw, value, states in zip(batch.rows, outputs, read, features.detach(), strict=True):
+            for row, raw, value, states in zip(batch.rows, outputs, read, features, strict=True):
                 length = len(row.completion_ids)
                 count, num_values = self._critic.num_kept_features(length), self._critic.num_values(length)
                 filled[row.number] = replace(
@@ -248,8 +215,6 @@ class CriticLearner:
                     old_outputs=raw[:num_values].clone() if self._scale.is_on else None,
                     features=states[:count].cpu().clone() if count else row.features,
                 )
-            if keeps:
-                self._kept.append((batch.agent, [row.number for row in batch.rows], values))
         return [filled[row.number] for row in rows]
 
     @staticmethod
@@ -272,17 +237,8 @@ class CriticLearner:
         return self._critic.features(batch.agent, prompts, completions, self._share)
 
     def batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
-        """Micro-batches that the critic learns from, of rows with value targets. Those that were kept stay as cut."""
-        with_targets = {row.number: row for row in self._as_seen(rows) if row.num_value_targets}
-        kept, self._kept, self._known = self._kept, [], {}
-        if not with_targets or not with_targets.keys() <= {number for _, numbers, _ in kept for number in numbers}:
-            return list(self._by_part(list(with_targets.values())))
-        for part, numbers, values in kept:
-            places = [place for place, number in enumerate(numbers) if number in with_targets]
-            if places:
-                batch = MicroBatch(part, [with_targets[numbers[place]] for place in places])
-                self._known[batch] = values[places]
-        return list(self._known)
+        """Micro-batches that the critic learns from, of rows with value targets."""
+        return list(self._by_part([row for row in self._as_seen(rows) if row.num_value_targets]))
 
     def _old_outputs(self, row: Row) -> torch.Tensor | None:
         if row.old_outputs is not None or row.old_values is None or row.critic is None:
@@ -291,10 +247,7 @@ class CriticLearner:
 
     def compute_values(self, batch: MicroBatch) -> torch.Tensor:
         """The values `(B, V)` of one of [`~CriticLearner.batches`], with a gradient."""
-        values = self._known.pop(batch, None)
-        if values is None:
-            values = self._critic.values(batch.agent, self._features(batch), [row.agent for row in batch.rows])
-        return values
+        return self._critic.values(batch.agent, self._features(batch), [row.agent for row in batch.rows])
 
     def loss(
         self, batch: MicroBatch, values: torch.Tensor, slice_: Slice, accumulation_steps: int, sums: ValueSums

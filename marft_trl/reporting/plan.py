@@ -25,7 +25,6 @@ from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
 from ..episodes.tools import tool_name
 from ..learning import batching
 from ..learning.batching import ActivationCost, MemoryPlan, MicroBatcher
-from ..learning.critic_learner import CriticLearner
 from ..prompts.builder import Observation, Query
 from ..rollout.runner import EpisodeRunner
 from ..rollout.transformers_generator import MIXED_ROWS
@@ -70,14 +69,13 @@ class Planner:
         model: Any,
         tokenizer: PreTrainedTokenizerBase,
         train_dataset: Callable[[], Any],
-        learner: CriticLearner | None,
         past_copies: PastCopies | None,
     ):
         self._agents, self._workflow, self._policies = team.agents, team.workflow, team.policies
         self._critic, self._level = team.critic, team.level
         self._samplings, self._aliases = team.samplings, team.aliases
         self._args, self._processes = run.args, run.processes
-        self._runner, self._learner, self._batcher, self._past_copies = runner, learner, batcher, past_copies
+        self._runner, self._batcher, self._past_copies = runner, batcher, past_copies
         self._model, self._tokenizer, self._dataset = model, tokenizer, train_dataset
         self._first_row: dict[str, Any] | None = None  # of a stream
         self._longest: tuple[Any, int] | None = None  # data set, and the place of its longest prompt
@@ -171,8 +169,8 @@ class Planner:
         )
 
     def _activations(self, prompts: Sequence[tuple[str, int, int]], longest: int, cost: ActivationCost) -> int:
-        """Bytes of the largest micro-batch: of an agent, or of a critic that keeps its passes over all turns."""
-        config, needed, limits = self._model.config.get_text_config(), [], []
+        """Bytes of the largest micro-batch of an agent or of a trained critic."""
+        config, needed = self._model.config.get_text_config(), []
         work: list[tuple[int, ...]] = [self._count_tokens(*prompt) for prompt in prompts]
         if self._batcher.joins_slices:  # a micro-batch may have all turns of an agent
             agents = dict.fromkeys(agent for agent, *_ in prompts)
@@ -185,10 +183,25 @@ class Planner:
             share = min(limit / tokens, 1.0)
             kept = cost.size(round(share * tokens), round(share * repeated), checkpointing)
             needed.append(kept + batching.head_size(config.vocab_size, round(share * scored), self._processes.device))
-            limits.append(0 if checkpointing else limit)
-        if self._learner is not None and self._learner.may_keep_passes:
-            needed.append(self._kept_by_critic(prompts, min(limits), cost))
+        for tokens, repeated in self._critic_work(prompts):
+            limit, checkpointing = self._batcher.compute_limits(
+                longest, cost, self._batcher.free_for_activations(0, cost.fixed)
+            )
+            share = min(limit / tokens, 1.0)
+            needed.append(cost.size(round(share * tokens), round(share * repeated), checkpointing))
         return round(_PEAK_RATIO * max(needed))
+
+    def _critic_work(self, prompts: Sequence[tuple[str, int, int]]) -> list[tuple[int, int]]:
+        """Computed and repeated tokens of each part of a trained critic, which reads the turns of several agents."""
+        if self._critic is None or self._critic.num_kept_features(1):  # a frozen critic's states are kept
+            return []
+        work: dict[str, tuple[int, int]] = {}
+        for prompt in prompts:
+            tokens, repeated, scored = self._count_tokens(*prompt)
+            part = self._critic.get_part(prompt[0])
+            before = work.get(part, (0, 0))
+            work[part] = before[0] + tokens - (0 if self._level.reads_completions else scored), before[1] + repeated
+        return list(work.values())
 
     def _count_tokens(self, agent: str, length: int, same: int) -> tuple[int, int, int]:
         """Numbers of computed, repeated and scored tokens of an agent's micro-batch."""
@@ -197,17 +210,6 @@ class Planner:
         same = same if self._batcher.share else 0
         tokens = math.ceil(rows / self._args.num_generations) * same + rows * (length - same + new)
         return tokens, rows * same, rows * new
-
-    def _kept_by_critic(self, prompts: Sequence[tuple[str, int, int]], limit: int, cost: ActivationCost) -> int:
-        work = [self._count_tokens(*prompt) for prompt in prompts]
-        if sum(cost.size(tokens, repeated, False) for tokens, repeated, _ in work) > limit * cost.per_token:
-            return 0
-        reads_all = self._level.reads_completions  # otherwise, only prompts
-        read = [(tokens if reads_all else tokens - scored, repeated) for tokens, repeated, scored in work]
-        sizes = [cost.size(*tokens, False) for tokens in read]
-        # Each size includes temporary memory of one layer, which only one backward pass needs at a time
-        layers = self._model.config.get_text_config().num_hidden_layers
-        return round((sum(sizes) * layers + max(sizes)) / (layers + 1))
 
     def _episodes_at_once(self) -> int:
         return self._args.per_device_train_batch_size * self._args.steps_per_generation

@@ -206,9 +206,8 @@ class BatchMaker:
             with log_probs.scoring():
                 rows = log_probs.with_reference(rows, *kept)
         if learner is not None:
-            may_keep = training and learner.may_keep_passes  # read before `scoring` turns checkpointing off
             with log_probs.scoring():
-                rows = learner.with_values(rollout, rows, may_keep)
+                rows = learner.with_values(rollout, rows)
         return rows
 
     def _rows(self, rollout: Rollout, turns: Sequence[Sequence[Any]], training: bool) -> list[Row]:

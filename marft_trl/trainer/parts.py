@@ -105,7 +105,6 @@ class Parts:
             self._model,
             self._trainer.processing_class,
             train_dataset=lambda: self._trainer.train_dataset,
-            learner=self.critic,
             past_copies=self._past_copies,
         )
 
@@ -245,7 +244,7 @@ class Parts:
             # The heads are no part of the base, so accelerate does not move them
             team.critic.heads.to(trainer.accelerator.device)
             self._scale = ValueScale(args.normalize_values, team.critic.parts, self.processes)
-            self.critic = CriticLearner(team, run, self._schedule, batcher, self.runner, self._scale)
+            self.critic = CriticLearner(team, run, batcher, self.runner, self._scale)
             self._estimator: Estimator = CriticEstimator(team, run, credit, self._scale)
         else:
             make_state = BASELINES[args.advantage].state
