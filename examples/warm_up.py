@@ -15,12 +15,12 @@ import re
 import time
 from pathlib import Path
 
-from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team, load_adapters
+from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team
 from marft_trl.extras.tasks import smollm2
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 from trl import SFTConfig, SFTTrainer
@@ -81,7 +81,7 @@ def make_trainer(model, folder, options, seed, **arguments):
 
 
 def warm_up(base, folder, options, seed):
-    """A saved team whose agents have learnt from their own best turns."""
+    """A model with the adapters of agents that have learned from their own best turns."""
     train, _ = sums(seed)
     trainer = make_trainer(base, folder / "untrained", options, seed, peft_config=lora())
     trainer.save_model()
@@ -111,13 +111,11 @@ def warm_up(base, folder, options, seed):
         trainer.train()
         trainer.save_model()
         print(f"{agent.name}: warmed up on {len(dataset)} turns")
-    team = Team.from_pretrained(folder / "untrained", model=base)
-    for agent in AGENTS:  # each with the adapter that SFTTrainer has saved
-        team.rename_agent(agent.name, f"old-{agent.name}")
-        team.add_agent(agent, weights=folder / agent.name)
-        team.drop_agent(f"old-{agent.name}")
-    team.save_pretrained(folder / "warm")
-    return folder / "warm"
+    first, *others = (agent.name for agent in AGENTS)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder / first, adapter_name=first)
+    for name in others:
+        model.load_adapter(folder / name, name)
+    return model
 
 
 def run(base, folder, options, seed):
@@ -130,9 +128,8 @@ def run(base, folder, options, seed):
     start = time.time()
     warm = warm_up(base, folder, options, seed)
     found["warm-up, seconds"] = time.time() - start
-    model = load_adapters(AutoModelForCausalLM.from_pretrained(base), warm)
-    tokenizer = AutoTokenizer.from_pretrained(warm)
-    trainer = make_trainer(model, folder / "warm-rl", options, seed, processing_class=tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "untrained")
+    trainer = make_trainer(warm, folder / "warm-rl", options, seed, processing_class=tokenizer)
     found["warm"] = trainer.evaluate()["eval_reward"]
     start = time.time()
     trainer.train()

@@ -15,7 +15,7 @@ from marft_trl.shared_prefix.decoding import decode
 from marft_trl.team import Answer, TextDelta, TurnEnded, TurnStarted
 from marft_trl.team import saved_team as room
 from marft_trl.team.events import GrowingText
-from marft_trl.tiny import questions
+from marft_trl.tiny import questions, tiny_agents
 
 import pytest
 import torch
@@ -110,9 +110,9 @@ def test_an_answer_depends_on_its_seed_and_not_on_what_else_is_sampled(team_fold
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_stream_tells_what_the_episode_holds(team_folder, model_folder, is_async):
-    team = Team.from_pretrained(team_folder, model=model_folder)
-    team.add_agent(AgentSpec("clerk", reply=lambda messages: "noted: 1 + 1"), workflow=Both())
+def test_a_stream_tells_what_the_episode_holds(model_folder, tmp_path, is_async):
+    agents = [*tiny_agents(), AgentSpec("clerk", reply=lambda messages: "noted: 1 + 1")]
+    team = team_trainer(model_folder, tmp_path, agents=agents, workflow=Both()).team
 
     async def listen():
         return [event async for event in team.astream(QUESTIONS[0], greedy=True)]
@@ -150,8 +150,6 @@ def test_who_stops_listening_ends_the_turn(namesakes):
     async def cancel():
         task = asyncio.ensure_future(team.arun([QUESTIONS[0]]))
         await asyncio.sleep(0.12)
-        with pytest.raises(RuntimeError, match="a team while it answers"):
-            team.drop_agent(NAMES[0])
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task

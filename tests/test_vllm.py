@@ -213,8 +213,6 @@ def test_a_loaded_team_is_asked_on_the_server(model_folder, tmp_path, server):
                 assert said.choices[0].message.content == turns[-1]
                 alone = client.chat.completions.create(model="reasoner", messages=message, temperature=0, stream=True)
                 assert "".join(part.choices[0].delta.content or "" for part in alone) == turns[0]
-        team.rename_agent("actor", "solver")
-        assert texts(team.run(QUESTIONS[:10], greedy=True)) == expected[:10]
         assert len(names_on(server)) == 3
     assert len(names_on(server)) == 1  # the base
     other = Team.from_pretrained(tmp_path, model=model_folder, engine=server.url)

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
 import json
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -343,81 +341,3 @@ def _only(model: PeftModel, adapter: str) -> PeftModel:
     for name in [name for name in model.peft_config if name != adapter]:
         model.delete_adapter(name)
     return model
-
-
-def add_adapter(
-    model: PeftModel, agent: AgentSpec, weights: str | os.PathLike | None, peft_config: PeftConfig | None
-) -> None:
-    """
-    Add the adapter of a new agent, from a folder or Hub id (`weights`) or fresh from a config. Raises `ValueError` if
-    the adapter does not fit, or its source is missing or ambiguous.
-    """
-    config = agent.peft_config or peft_config
-    if agent.adapter in model.peft_config:
-        if weights is None and config is None and agent.adapter != agent.name:
-            return
-        raise ValueError(
-            f"The team already has an adapter {agent.adapter!r}. Choose another name, or share the adapter: "
-            f"pass an agent of another name with `adapter={agent.adapter!r}`, without `weights` or `peft_config`."
-        )
-    if (weights is None) == (config is None):
-        raise ValueError(
-            f"The adapter of agent {agent.name!r} needs exactly one source: pass `weights=` (folder or Hub id of a "
-            "PEFT adapter), or `peft_config=` for a new adapter, or an `AgentSpec` whose `adapter=` is one of "
-            f"{', '.join(map(repr, model.peft_config))}."
-        )
-    base = cast(PreTrainedModel, model.get_base_model())
-    if weights is not None:
-        folder = adapter_folder(weights)
-        check_adapter(folder, agent, base, None)
-        with without_bitsandbytes(model):
-            model.load_adapter(str(folder), agent.adapter)
-        _as_saved(model, agent.adapter, folder)
-    else:
-        check_adapter_config(agent, config, base)
-        with without_bitsandbytes(model):
-            model.add_adapter(agent.adapter, copy.deepcopy(config))
-    for parameter in adapter_parameters(model, agent.adapter).values():
-        parameter.requires_grad_(False)
-
-
-@torch.no_grad()
-def rename_adapter(model: PeftModel, old: str, new: str) -> None:
-    with without_bitsandbytes(model):
-        model.add_adapter(new, copy.deepcopy(model.peft_config[old]))
-    pairs = zip(adapter_parameters(model, old).values(), adapter_parameters(model, new).values(), strict=True)
-    for old_parameter, new_parameter in pairs:
-        new_parameter.data = old_parameter.data
-        new_parameter.requires_grad_(False)
-    model.delete_adapter(old)
-
-
-@contextlib.contextmanager
-def renaming(model: PeftModel, old: str, new: str) -> Iterator[None]:
-    """Context manager: an adapter has another name from now on, unless what is done within fails."""
-    if old != new:
-        rename_adapter(model, old, new)
-    try:
-        yield
-    except BaseException:
-        if old != new:
-            rename_adapter(model, new, old)
-        raise
-
-
-def drop_adapters(model: PeftModel, agents: Sequence[AgentSpec]) -> None:
-    used = {agent.adapter for agent in agents if agent.has_policy}
-    model.set_adapter(next(name for name in model.peft_config if name in used))
-    for name in [name for name in model.peft_config if name not in used]:
-        model.delete_adapter(name)
-
-
-def has_own_adapter(agent: AgentSpec, agents: Sequence[AgentSpec]) -> bool:
-    """`True` if no other agent acts with the adapter of an agent."""
-    return agent.has_policy and not any(item.adapter == agent.adapter for item in agents if item is not agent)
-
-
-def replaced(agents: Sequence[AgentSpec], old: AgentSpec, new: AgentSpec) -> list[AgentSpec]:
-    """A team in which an agent has another name. Those who act with its past copies know it by the new one."""
-    known = [dataclasses.replace(item, copy_of=new.name) if item.copy_of == old.name else item for item in agents]
-    return [new if value is old else item for value, item in zip(agents, known, strict=True)]

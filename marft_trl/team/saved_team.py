@@ -21,7 +21,7 @@ from ..adapters.files import check_no_adapter, forget_local_base, warn_of_leftov
 from ..adapters.manifest import Inference, TeamManifest, describe_base, loading_model
 from ..adapters.policies import Policies
 from ..agents import AgentSpec, as_tools
-from ..config.team_setup import Sampling, own_settings
+from ..config.team_setup import Sampling
 from ..episodes.tools import ToolLimits, tool_name
 from ..learning.batching import cache_size, free_memory
 from ..prompts.builder import PromptBuilder, is_plain, is_single_agent, make_window, warn_of_unprotected
@@ -40,7 +40,7 @@ from ..shared_prefix.forward import find_obstacle
 from ..system.processes import device_map_kwargs
 from ..system.randomness import UserRandomness
 from ..workflows import Workflow
-from ..workflows.base import alias_names, callable_name
+from ..workflows.base import alias_names
 
 
 if TYPE_CHECKING:
@@ -249,33 +249,6 @@ class SavedTeam:
         reader = TurnReader(tokenizer, engine.end_token_ids, prompts.template, uses_tools, is_lone=len(agents) == 1)
         limits = Limits(ToolLimits(**inference.tool_limits), inference.workflow_timeout)
         return EpisodeRunner(agents, workflow, prompts, generator, reader, UserRandomness(0, model.device), limits)
-
-    def with_agents(self, agents: Sequence[AgentSpec], workflow: Workflow, old_names: Mapping[str, str]) -> SavedTeam:
-        """Return the saved team with other agents. `old_names` has the old names of renamed agents, by new name."""
-        specs = {agent.name: agent for agent in self.manifest.agents}
-        defaults, settings = SimpleNamespace(), self.manifest.inference.sampling
-        for name, value in vars(_DEFAULT_SAMPLING).items():  # agents that do not set it have the trainer's value
-            of_trainer = [settings[agent][name] for agent in settings if getattr(specs[agent], name) is None]
-            setattr(defaults, name, of_trainer[0] if of_trainer else value)
-        sampling: dict[str, dict[str, Any]] = {}
-        for agent in agents:
-            saved = settings.get(old_names.get(agent.name, agent.name))
-            new = own_settings(Sampling.from_agent(agent, defaults).as_generation_kwargs())
-            sampling[agent.name] = saved if saved is not None else new
-        inference = dataclasses.replace(
-            self.manifest.inference,
-            sampling=sampling,
-            tools={a.name: list(map(tool_name, a.functions)) for a in agents if a.tools is not None},
-            agent_views={agent.name: callable_name(agent.view) for agent in agents if agent.view is not None},
-            replies={agent.name: callable_name(agent.reply) for agent in agents if agent.reply is not None},
-        )
-        adapters: dict[str, dict[str, Any]] = {}
-        if self.manifest.adapters:
-            adapters = {a.adapter: {"folder": a.adapter, "trained": a.trainable} for a in agents if a.has_policy}
-        manifest = dataclasses.replace(
-            self.manifest, agents=list(agents), workflow=workflow.describe(), adapters=adapters, inference=inference
-        )
-        return dataclasses.replace(self, manifest=manifest)
 
     def save(self, folder: Path, model: PreTrainedModel) -> None:
         """Save the team with its weights to a folder, in the same format as [`MARFTTrainer`]."""

@@ -20,13 +20,13 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from huggingface_hub import CommitInfo, HfApi
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..adapters import files
 from ..adapters.manifest import TeamManifest
-from ..agents import AgentSpec, check_team
+from ..agents import AgentSpec
 from ..episodes.records import Episode, Messages
 from ..prompts.views import View, team_view
 from ..rollout.runner import EpisodeRunner, RunMode, SeedKeys
@@ -428,87 +428,6 @@ class Team:
             has_adapters = isinstance(self.model, PeftModel)
             return files.merged(self.model, adapter) if has_adapters else copy.deepcopy(self.model)
 
-    def add_agent(
-        self,
-        agent: AgentSpec,
-        weights: str | os.PathLike | None = None,
-        peft_config: PeftConfig | None = None,
-        before: str | None = None,
-        workflow: Workflow | None = None,
-    ) -> None:
-        """
-        Add an agent to a loaded team.
-
-        Args:
-            agent ([`AgentSpec`]):
-                The agent. Set `adapter=` to use an existing adapter of the team.
-            weights (`str` or `os.PathLike`, *optional*):
-                Folder or Hub id of the agent's adapter, for example as saved by `SFTTrainer`.
-            peft_config ([`~peft.PeftConfig`], *optional*):
-                Config of a new adapter. The agent behaves like the base until the adapter is trained.
-            before (`str`, *optional*):
-                Name of the agent to insert the new agent before. Defaults to the end of the team.
-            workflow ([`Workflow`], *optional*):
-                Workflow of the new team. Required if the current workflow names its agents and the new agent shall
-                act.
-
-        Raises:
-            ValueError: the name is taken, or the weights do not fit the base.
-        """
-        saved = self._require_loaded("add_agent")
-        place = len(self.agents) if before is None else self.agents.index(self._find_agent(before))
-        agents = check_team([*self.agents[:place], agent, *self.agents[place:]])
-        workflow = workflow or self.workflow
-        workflow.check([item.name for item in agents])
-        with self._reserve_model():
-            known = set(self.model.peft_config) if isinstance(self.model, PeftModel) else set()
-            if known and agent.has_policy:
-                files.add_adapter(self.model, agent, weights, peft_config)
-            try:
-                self._replace_agents(agents, workflow, saved.with_agents(agents, workflow, {}))
-            except Exception:  # for example, the template cannot show a tool
-                for name in set(getattr(self.model, "peft_config", ())) - known:
-                    self.model.delete_adapter(name)
-                raise
-
-    def rename_agent(self, agent: str, name: str, workflow: Workflow | None = None) -> None:
-        """
-        Rename an agent. Its adapter is renamed too, unless other agents share it.
-
-        Args:
-            agent (`str`): current name of the agent.
-            name (`str`): new name of the agent.
-            workflow ([`Workflow`], *optional*): workflow of the new team, if the current workflow names the agent.
-        """
-        saved, old = self._require_loaded("rename_agent"), self._find_agent(agent)
-        owns_adapter = isinstance(self.model, PeftModel) and files.has_own_adapter(old, self.agents)
-        adapter = name if owns_adapter else old.adapter
-        new = dataclasses.replace(old, name=name, adapter=adapter)
-        agents = check_team(files.replaced(self.agents, old, new))
-        workflow = workflow or self.workflow
-        workflow.check([item.name for item in agents])
-        with self._reserve_model(), files.renaming(self.model, str(old.adapter), str(adapter)):
-            self._replace_agents(agents, workflow, saved.with_agents(agents, workflow, {name: agent}))
-
-    def drop_agent(self, agent: str, workflow: Workflow | None = None) -> None:
-        """
-        Remove an agent. Its adapter is removed too, unless other agents share it.
-
-        Args:
-            agent (`str`): name of the agent.
-            workflow ([`Workflow`], *optional*): workflow of the new team, if the current workflow names the agent.
-        """
-        saved, old = self._require_loaded("drop_agent"), self._find_agent(agent)
-        agents = [item for item in self.agents if item is not old]
-        if not any(entry.has_policy for entry in agents):
-            raise ValueError(f"{agent!r} is the last agent with a policy, and a team needs at least one.")
-        agents, workflow = check_team(agents), workflow or self.workflow
-        workflow.check([value.name for value in agents])
-        with self._reserve_model():
-            self._replace_agents(agents, workflow, saved.with_agents(agents, workflow, {}))
-            if isinstance(self.model, PeftModel):
-                files.drop_adapters(self.model, agents)
-
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """
         Save a loaded team in the format of [`MARFTTrainer`]: one PEFT folder per adapter, tokenizer, manifest and
@@ -564,15 +483,7 @@ class Team:
         if self._saved is None:
             how = "Save it with `trainer.save_model()`, and load it with `Team.from_pretrained`."
             raise RuntimeError(f"`{method}` needs a loaded team, but this team is in training. {how}")
-        if method.endswith("_agent") and self._live is not None and self._live.running:
-            raise RuntimeError(f"`{method}` cannot change a team while it answers. Wait until it has finished.")
         return self._saved
-
-    def _replace_agents(self, agents: list[AgentSpec], workflow: Workflow, saved: SavedTeam) -> None:
-        before, self._runner = self._runner, saved.make_runner(agents, workflow, self.model)
-        before.generator.close()
-        self._runner.device_lock = before.device_lock  # this thread has acquired it
-        self.agents, self.workflow, self._saved, self._live = agents, workflow, saved, None
 
     @contextlib.contextmanager
     def _running(self, options: dict[str, Any], seed: int | None) -> Iterator[EpisodeRunner]:
