@@ -34,6 +34,7 @@ from marft_trl.workflows import EnvironmentLoop
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from self_play import PastSelves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.utils import logging
 
@@ -118,7 +119,7 @@ def agents(players):
     """`own`: each seat has a LoRA. `one`: both seats share one. `copies`: one LoRA plays against past copies."""
     how = {"max_completion_length": 1, "view": last_alone}
     if players == "copies":
-        return [AgentSpec("first", **how), AgentSpec("second", copy_of="first", copy_every=10, copies=8, **how)]
+        return [AgentSpec("first", **how), AgentSpec("second", trainable=False, **how)]
     return [AgentSpec("first", **how), AgentSpec("second", adapter="first" if players == "one" else None, **how)]
 
 
@@ -246,7 +247,7 @@ def make_trainer(model, folder, players="own", baseline="rae", seed=0, max_steps
             **settings,
         },
     )
-    return MARFTTrainer(
+    trainer = MARFTTrainer(
         model=model,
         agents=agents(players),
         workflow=WORKFLOW,
@@ -254,6 +255,9 @@ def make_trainer(model, folder, players="own", baseline="rae", seed=0, max_steps
         train_dataset=Dataset.from_list(games(4000, players, seed)),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=MATRICES, layers_to_transform=last_third(model)),
     )
+    if players == "copies":
+        PastSelves(trainer, "first", "second", size=8)
+    return trainer
 
 
 class Measure(TrainerCallback):

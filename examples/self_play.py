@@ -25,7 +25,7 @@ from marft_trl.workflows import EnvironmentLoop
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from transformers.utils import logging
 
 
@@ -93,10 +93,39 @@ def players(opponent):
     shown = {"system_prompt": "Take one to three.", "max_completion_length": 3, "view": last_alone}
     rival = {
         "self": AgentSpec("rival", adapter="player", **shown),
-        "copies": AgentSpec("rival", copy_of="player", copy_every=10, copies=4, **shown),
+        "copies": AgentSpec("rival", trainable=False, **shown),  # its weights are those of `PastSelves`
         "perfect": AgentSpec("rival", reply=perfect, **shown),
     }
     return [AgentSpec("player", **shown), rival[opponent]]
+
+
+class PastSelves(TrainerCallback):
+    """
+    Fictitious self-play (1710.03748): before each step, the frozen agent `rival` gets the weights that `player` had at
+    some earlier step. A copy joins the pool every `every` steps, and the latest `size` are kept. A resumed run begins
+    with the weights of its checkpoint.
+    """
+
+    def __init__(self, trainer, player, rival, every=10, size=4):
+        adapters = {agent.name: agent.adapter for agent in trainer.agents}
+        self.player, self.rival = (trainer.policies.parameters(adapters[name]) for name in (player, rival))
+        self.every, self.size, self.pool = every, size, []
+        trainer.add_callback(self)
+
+    def take(self):
+        self.pool = [*self.pool, [weight.detach().clone() for weight in self.player.values()]][-self.size :]
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.take()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        copied = random.Random(f"{args.seed} {state.global_step}").choice(self.pool)  # the same on all processes
+        for weight, value in zip(self.rival.values(), copied, strict=True):
+            weight.data.copy_(value)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.every == 0:
+            self.take()
 
 
 def games(count, seed, winnable=False):
@@ -149,7 +178,7 @@ def make_trainer(model, tokenizer, output_dir, opponent="self", seed=0, max_step
             **settings,
         },
     )
-    return MARFTTrainer(
+    trainer = MARFTTrainer(
         model=model,
         processing_class=tokenizer,
         agents=players(opponent),
@@ -158,6 +187,9 @@ def make_trainer(model, tokenizer, output_dir, opponent="self", seed=0, max_step
         train_dataset=Dataset.from_list(games(4000, seed)),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
     )
+    if opponent == "copies":
+        PastSelves(trainer, "player", "rival")
+    return trainer
 
 
 def share_not_lost(folder, model, tokenizer, seed=1, count=200, greedy=True):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from .episodes.tools import tool_name
-from .system.hints import brief, checked_names, did_you_mean
+from .system.hints import brief, checked_names
 
 
 if TYPE_CHECKING:
@@ -115,14 +115,6 @@ class AgentSpec:
             Function `reply(messages)` that writes the agent's turns: a script, an API or a person. It gets what the
             agent is shown, as chat messages, and returns the text of the turn. It may be `async`. The agent has no
             adapter and is never trained.
-        copy_of (`str`, *optional*):
-            Name of a trained agent. The agent acts with past copies of that agent's adapter, as in fictitious
-            self-play: each episode draws one from a pool. It is never trained.
-        copy_every (`int`, *optional*, defaults to `20` with `copy_of`):
-            Number of optimizer steps after which a copy joins the pool. The pool starts with a copy of the adapter
-            before training.
-        copies (`int`, *optional*, defaults to `4` with `copy_of`):
-            Maximum number of copies in the pool. A new copy replaces the oldest.
     """
 
     name: str
@@ -142,13 +134,10 @@ class AgentSpec:
     view: Callable | None = None
     tools: Callable | Sequence[Callable] | None = None
     reply: Callable | None = None
-    copy_of: str | None = None
-    copy_every: int = None  # type: ignore[assignment]  # set below
-    copies: int = None  # type: ignore[assignment]
 
     def __post_init__(self):
         check_name(self.name, "an agent")
-        self._check_opponent()
+        self._check_reply()
         if self.adapter is None and self.has_policy:
             object.__setattr__(self, "adapter", self.name)
         if self.has_policy:
@@ -161,7 +150,7 @@ class AgentSpec:
             object.__setattr__(self, "tools", as_tools(self.tools, f"agent {self.name!r}"))
         self._check_types()
         self._check_ranges()
-        if self.reply is not None or self.copy_of is not None:
+        if self.reply is not None:
             object.__setattr__(self, "trainable", False)
 
     @property
@@ -169,30 +158,19 @@ class AgentSpec:
         """`True` if a model writes the agent's turns."""
         return self.reply is None
 
-    def _check_opponent(self) -> None:
-        if self.reply is not None and not callable(self.reply):
+    def _check_reply(self) -> None:
+        if self.reply is None:
+            return
+        if not callable(self.reply):
             raise TypeError(self._complaint("reply", "a function `reply(messages)` or None"))
-        if self.copy_of is not None:
-            check_name(self.copy_of, f"the agent that {self.name!r} is a copy of")
-            object.__setattr__(self, "copy_every", 20 if self.copy_every is None else self.copy_every)
-            object.__setattr__(self, "copies", 4 if self.copies is None else self.copies)
-        elif self.copy_every is not None or self.copies is not None:
-            name = "copy_every" if self.copy_every is not None else "copies"
-            raise ValueError(
-                f"`{name}` of agent {self.name!r} has no effect without `copy_of`. Set `copy_of`, or leave `{name}` "
-                "out."
-            )
-        if self.reply is not None and self.adapter == self.name:  # of a spec that is changed
+        if self.adapter == self.name:  # of a spec that is changed
             object.__setattr__(self, "adapter", None)
-        kind = "reply" if self.reply is not None else "copy_of" if self.copy_of is not None else None
-        unused = {
-            "reply": ("copy_of", "adapter", "peft_config", "learning_rate", "tools", "reward_funcs", "stop"),
-            "copy_of": ("peft_config", "learning_rate", "reward_funcs"),
-        }
-        for name in unused.get(kind or "", ()):
+        for name in ("adapter", "peft_config", "learning_rate", "tools", "reward_funcs", "stop"):
             if getattr(self, name) not in (None, ()):
-                why = "takes its turns from `reply`" if kind == "reply" else f"is a copy of {self.copy_of!r}"
-                raise ValueError(f"Agent {self.name!r} {why}, so `{name}` would have no effect. Leave it out.")
+                raise ValueError(
+                    f"Agent {self.name!r} takes its turns from `reply`, so `{name}` would have no effect. Leave it "
+                    "out."
+                )
 
     def _check_types(self) -> None:
         for field_name in ("system_prompt", "description"):
@@ -205,7 +183,7 @@ class AgentSpec:
             raise TypeError(self._complaint("trainable", "True or False"))
         if self.stop is not None and not all(isinstance(text, str) and text for text in self.stop):
             raise TypeError(self._complaint("stop", "a non-empty string or a list of non-empty strings"))
-        integers = dict.fromkeys(("max_completion_length", "top_k", "copy_every", "copies"), (int, "an integer"))
+        integers = dict.fromkeys(("max_completion_length", "top_k"), (int, "an integer"))
         numbers = dict.fromkeys(("learning_rate", "temperature", "top_p", "min_p"), (int | float, "a number"))
         for field_name, (kind, needed) in (integers | numbers).items():
             value = getattr(self, field_name)
@@ -220,8 +198,6 @@ class AgentSpec:
             "top_p": (lambda v: 0 < v <= 1, "a number in (0, 1]"),
             "top_k": (lambda v: v >= 0, "an integer of at least 0"),
             "min_p": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
-            "copy_every": (lambda v: v >= 1, "an integer of at least 1"),
-            "copies": (lambda v: v >= 1, "an integer of at least 1"),
         }
         for field_name, (holds, needed) in ranges.items():
             value = getattr(self, field_name)
@@ -241,8 +217,7 @@ class AgentSpec:
         Return the spec as JSON-serializable data. The `peft_config`, which is saved in the adapter's folder, the
         reward functions, the view, the tools and `reply` are not included.
         """
-        left_out = set() if self.copy_of is not None else {"copy_of", "copy_every", "copies"}
-        plain = {name: getattr(self, name) for name in self.stored_fields() if name not in left_out}
+        plain = {name: getattr(self, name) for name in self.stored_fields()}
         return {**plain, "stop": list(self.stop) if self.stop is not None else None}
 
     @classmethod
@@ -252,7 +227,12 @@ class AgentSpec:
         return [field.name for field in fields(cls) if field.name not in left_out]
 
 
-AgentSpec.__init__ = checked_names("AgentSpec")(AgentSpec.__init__)  # type: ignore[method-assign]
+_PAST_COPIES = (
+    "An opponent with past weights is a frozen agent, `AgentSpec(name, trainable=False)`, whose adapter a callback "
+    "changes: see `PastSelves` in examples/self_play.py."
+)
+_REMOVED = dict.fromkeys(("copy_of", "copy_every", "copies"), _PAST_COPIES)
+AgentSpec.__init__ = checked_names("AgentSpec", elsewhere=_REMOVED)(AgentSpec.__init__)  # type: ignore[method-assign]
 
 
 def check_team(agents: object) -> list[AgentSpec]:
@@ -276,7 +256,6 @@ def check_team(agents: object) -> list[AgentSpec]:
             raise ValueError(f"Two agents have the name {agent.name!r}; names must be unique in a team.")
         seen[agent.name] = agent
     _check_shared_adapters([agent for agent in agents if agent.has_policy])
-    _check_copies(seen)
     for agent in agents:
         if agent.has_policy and agent.adapter in seen and not seen[agent.adapter].has_policy:
             raise ValueError(
@@ -286,30 +265,11 @@ def check_team(agents: object) -> list[AgentSpec]:
     return list(agents)
 
 
-def _check_copies(agents: dict[str, AgentSpec]) -> None:
-    for agent in agents.values():
-        if agent.copy_of is None:
-            continue
-        source = agents.get(agent.copy_of)
-        if source is None:
-            raise ValueError(
-                f"Agent {agent.name!r} is a copy of {agent.copy_of!r}, but the agents of the team are "
-                f"{', '.join(map(repr, agents))}.{did_you_mean(agent.copy_of, list(agents))}"
-            )
-        if source is agent:
-            raise ValueError(f"Agent {agent.name!r} cannot be a copy of itself. Name a trained agent.")
-        if not source.trainable:
-            raise ValueError(
-                f"Agent {agent.name!r} is a copy of {source.name!r}, which is not trained, so all copies would be the "
-                "same. Name a trained agent, or give both agents the same adapter."
-            )
-
-
 def _check_shared_adapters(agents: list[AgentSpec]) -> None:
     owners: dict[str, AgentSpec] = {}
     for agent in agents:
         owner = owners.setdefault(agent.adapter, agent)
-        for field_name in ("trainable", "learning_rate", "peft_config", "copy_of", "copy_every", "copies"):
+        for field_name in ("trainable", "learning_rate", "peft_config"):
             value, owner_value = getattr(agent, field_name), getattr(owner, field_name)
             if value != owner_value:
                 raise ValueError(

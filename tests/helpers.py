@@ -46,7 +46,6 @@ def by_hand(generate):
             mine = [place for place, one in enumerate(observed) if one.by_reference == by_reference]
             asked = [observed[place] for place in mine]
             more = {"by_reference": True} if by_reference else {}
-            more |= {"copies": [one.copy for one in asked]} if any(one.copy is not None for one in asked) else {}
             if mine:
                 turns = generate([one.agent for one in asked], [one.ids for one in asked], **options, **more)
                 found |= dict(zip(mine, turns, strict=False))

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 CORE = ["kills", "resume", "persistence", "equals_grpo", "distributed", "team"]
 # A room of the package, and the slow tests that guard it beside the core
 ROOMS = {
-    "adapters": ["opponents", "strangers", "secrets"],
+    "adapters": ["strangers", "secrets"],
     "algorithms": ["unbiased", "small_teams", "critics", "central_critic", "signal"],
     "config": ["settings"],
     "episodes": ["failures", "tools", "orchestrated"],
@@ -41,7 +41,7 @@ ROOMS = {
     "prompts": ["tools", "speakers"],
     "reporting": ["evaluation", "report", "transcripts"],
     "rewards": ["rewards"],
-    "rollout": ["tools", "served", "dynamic_sampling", "opponents", "own_returns"],
+    "rollout": ["tools", "served", "dynamic_sampling", "own_returns"],
     "runs": ["checkpoints", "failures", "settings"],
     "seams": ["forward", "sharding", "critics"],
     "shared_prefix": ["devices", "forward", "fitting"],

@@ -3,7 +3,6 @@
 import json
 import logging
 
-from marft_trl import AgentSpec
 from marft_trl.seams.trl import TrlState
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
@@ -209,14 +208,6 @@ def test_a_step_from_before_adapters_went_back_is_not_saved(model_folder, tmp_pa
     assert not checkpoints.save_recorded_step(lambda: saved.append(True)) and not saved
     checkpoints.record_step()
     assert checkpoints.save_recorded_step(lambda: saved.append(True)) and saved
-
-
-def test_copies_of_collapsed_policies_leave_the_pool(model_folder, tmp_path):
-    agents = [AgentSpec("left"), AgentSpec("right", copy_of="left", copy_every=1, copies=8, trainable=False)]
-    trainer, _ = make(model_folder, tmp_path, {1: 0.7, 3: 0.2}, agents=agents, max_steps=3)
-    trainer.train()
-    steps = trainer.parts.checkpoints.past_copies.steps("right")
-    assert 1 in steps and 2 not in steps  # the copy of step 3 is taken after the adapters went back
 
 
 def test_gradients_of_collapsed_policies_are_not_applied_to_restored_ones(model_folder, tmp_path):

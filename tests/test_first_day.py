@@ -131,7 +131,6 @@ MISTAKES = {
     "frame": (TypeError, {"train_dataset": DataFrame({"prompt": ["a"]})}, r"`Dataset.from_pandas\(frame\)`"),
     "eval sets": (TypeError, {"eval_dataset": [rows(prompt=["a"])]}, "Pass several sets by name"),
     "lora by name": (TypeError, {"peft_config": {"reasoner": 1}}, r"set `AgentSpec\(peft_config=...\)`"),
-    "itself": (ValueError, {"agents": [AgentSpec("a", copy_of="a")]}, "cannot be a copy of itself"),
     "replies": (ValueError, {"agents": [AgentSpec("a", reply=len)]}, "a function writes their turns"),
     "environment": (TypeError, {"workflow": World}, r"pass `workflow=EnvironmentLoop\(Environment\)`"),
     "gguf": (ValueError, {"model": "models/x.gguf"}, "a GGUF file, which cannot be trained"),
@@ -437,12 +436,6 @@ def test_no_adapter_is_lost_in_silence(model_folder, folder, tmp_path, tokenizer
     caplog.clear()
     make([actor], "both").save_model()
     assert "also has the adapters 'reasoner' of an earlier team" in caplog.text
-
-
-def test_a_plan_says_what_copies_begin_with(model_folder, tmp_path):
-    agents = [AgentSpec("player"), AgentSpec("rival", copy_of="player", copy_every=2, copies=2)]
-    plan = team_trainer(model_folder, tmp_path, agents=agents).plan()
-    assert re.search("rival: adapter rival, .* weights, copied from 'player';", plan)
 
 
 def test_a_base_with_too_few_tokens_is_refused(model_folder, folder, tokenizer):

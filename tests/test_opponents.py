@@ -1,33 +1,32 @@
-"""Agents that are not trained: past copies of a trained adapter, and functions that write turns."""
+"""Agents that are not trained: functions that write turns, and opponents with past weights."""
 
 import asyncio
+import importlib
 import itertools
+import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 from marft_trl import AgentSpec, Team
-from marft_trl.adapters.copies import COPIES_NAME
+from marft_trl.adapters.manifest import MANIFEST_NAME
 from marft_trl.agents import check_team
 from marft_trl.config.team_setup import TeamSetup
 from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.rerun import Rerun
-from marft_trl.reporting.reporter import EpisodeOutcome, GameMetrics
-from marft_trl.tiny import tiny_dataset
+from marft_trl.reporting.reporter import GameMetrics
 from marft_trl.workflows import EnvironmentLoop, Sequential, Workflow, together
 
 import pytest
 import torch
-from peft import get_peft_model
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import TrainerCallback
 
 from .exactness import differences
-from .helpers import StopAt, lora, moved_by_training, team_trainer
+from .helpers import StopAt, moved_by_training, team_trainer
 from .test_own_returns import GAME, Alternating, letters, own
 
 
-COPY = AgentSpec("right", copy_of="left", copy_every=1, copies=2)
 SLOW = pytest.mark.slow
 
 
@@ -132,19 +131,14 @@ def test_what_a_function_writes_is_a_turn_that_is_never_trained(model_folder, tm
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "opponent", [pytest.param(AgentSpec("right", reply=parrot), marks=SLOW), COPY], ids=["function", "copy"]
-)
 @pytest.mark.parametrize("is_last", [pytest.param(True, marks=SLOW), False], ids=["last", "first"])
-def test_every_setting_trains_beside_an_opponent(model_folder, tmp_path, opponent, is_last, settings):
+def test_every_setting_trains_beside_an_opponent(model_folder, tmp_path, is_last, settings):
     more = {"reward_funcs": letters} if settings.get("returns") == "team" else {}  # else the sum cancels
+    opponent = AgentSpec("right", reply=parrot)
     trainer = trainer_of(model_folder, tmp_path, opponent, is_last=is_last, arguments=more, max_steps=1, **settings)
     changed = adapters(moved_by_training(trainer))
     trainer.evaluate(trainer.train_dataset.select(range(8)))
-    expected = {"left"} if opponent.reply else {"left", "right"}  # the newest copy lies in the adapter
-    assert {name for name in changed if not name.startswith("_critic")} == expected
-    trained = {p for group in trainer.optimizer.param_groups for p in group["params"]}
-    assert trained.isdisjoint(trainer.policies.parameters("right").values() if opponent.copy_of else [])
+    assert {name for name in changed if not name.startswith("_critic")} == {"left"}
 
 
 def test_its_text_is_as_untrusted_as_a_models(model_folder, tmp_path):
@@ -267,171 +261,50 @@ def test_a_rerun_asks_a_function_only_where_it_is_shown_something_else(model_fol
     assert [turn.text for turn in again.turns if turn.agent == "right"] == ["answer 1", "answer 3"]
 
 
-# ---- Past copies ----
+# ---- Past weights ----
 
 
-@pytest.fixture(scope="module")
-def played(model_folder, tmp_path_factory):
-    """A trainer after two steps beside copies, and its folder."""
-    folder = tmp_path_factory.mktemp("played")
-    trainer = trainer_of(model_folder, folder, COPY, learning_rate=0.05)
-    trainer.train()
-    return trainer, folder
+def test_an_opponent_plays_with_past_weights(model_folder, tmp_path, monkeypatch):
+    """`PastSelves` of examples/self_play.py: the weights that the player had, the latest copies alone."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    self_play = importlib.import_module("self_play")
+    rival = AgentSpec("right", trainable=False)
+    trainer = trainer_of(model_folder, tmp_path, rival, max_steps=6, learning_rate=0.05)
+    self_play.PastSelves(trainer, "left", "right", every=2, size=2)
+    mine, theirs = {0: held(trainer, "left")}, []
 
-
-def test_copies_join_and_leave_the_pool(model_folder, tmp_path):
-    opponent = AgentSpec("right", copy_of="left", copy_every=2, copies=2)
-    trainer = trainer_of(model_folder, tmp_path, opponent, max_steps=5)
-    past, kept = trainer.parts.runner.past_copies, {}
-
-    class Note(StopAt):
+    class Note(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            kept[state.global_step] = held(trainer, "left")
+            mine[state.global_step] = held(trainer, "left")
+            theirs.append(held(trainer, "right"))
 
-    trainer.add_callback(Note(5))
-    assert past.steps("right") == [0]
+    trainer.add_callback(Note())
     trainer.train()
-    assert past.steps("right") == [2, 4]
-    for step in (2, 4):
-        with past.acting("right", step):
-            assert alike(held(trainer, "right"), kept[step])
-    assert alike(held(trainer, "right"), kept[4])  # the newest one
-    assert {metrics["agents/right/copies"] for metrics in trainer.state.log_history[:-1]} == {1.0, 2.0}
+    played = [next(step for step, weights in mine.items() if alike(weights, other)) for other in theirs]
+    assert all(step in pool for step, pool in zip(played, ([0], [0], [0, 2], [0, 2], [2, 4], [2, 4]), strict=True))
+    assert len(set(played)) > 1 and not alike(mine[0], mine[6])
 
 
-def test_an_opponent_speaks_with_the_weights_of_its_copy(played):
-    """Greedy turns of each copy are those of a team whose agent has these weights itself."""
-    trainer, _ = played
-    past, prompt = trainer.parts.runner.past_copies, "Begin"
-    episodes = trainer.team.run([prompt] * 12, seed=5, greedy=True)
-    assert {episode.copies["right"] for episode in episodes} == set(past.steps("right")) == {1, 2}
-    texts = {}
-    for episode in episodes:
-        turn = episode.turns[1]
-        texts[episode.copies["right"]] = turn.completion_ids
-        with past.acting("right", episode.copies["right"]):
-            trainer.policies.activate("right")
-            ids = torch.tensor([[*turn.prompt_ids, *turn.completion_ids]])
-            with torch.no_grad():
-                logits = trainer.model(input_ids=ids).logits[0, len(turn.prompt_ids) - 1 : -1]
-        assert logits.argmax(-1).tolist() == list(turn.completion_ids)
-    assert texts[1] != texts[2]
+@pytest.mark.parametrize("name", ["copy_of", "copy_every", "copies"])
+def test_settings_of_past_copies_say_what_to_use(name):
+    with pytest.raises(TypeError, match=rf"no argument `{name}`. An opponent with past weights is a frozen agent"):
+        AgentSpec("right", **{name: 2})
 
 
-def test_every_copy_has_a_place_of_its_own_on_servers(model_folder, tmp_path):
-    """And keeps it as long as it is in the pool, also where a resumed run takes copies at other steps."""
-    past = trainer_of(model_folder, tmp_path, replace(COPY, copies=3)).parts.runner.past_copies
-    assert [past.at("right", place) for place in range(3)] == [0, 0, 0]
-    for step in (3, 6, 9, 10):
-        before = {one: past.entry("right", one) for one in past.steps("right")}
-        past.take(step)
-        steps = past.steps("right")
-        assert len({past.entry("right", one) for one in steps}) == len(steps) == min(3, len(before) + 1)
-        assert all(past.entry("right", one) == before[one] for one in steps if one in before)
-        assert {past.at("right", place) for place in range(3)} == set(steps)
-        assert all(past.entry("right", past.at("right", place)).endswith(str(place)) for place in range(len(steps)))
-    past.save(tmp_path)
-    past.load(tmp_path)
-    assert past.steps("right") == [6, 9, 10] and len({past.entry("right", one) for one in (6, 9, 10)}) == 3
-
-
-def test_a_rerun_meets_the_same_opponent(played):
-    trainer, _ = played
-    episodes = trainer.team.run(["Begin"] * 12, seed=1)
-    assert len({episode.copies["right"] for episode in episodes}) == 2
-    again = trainer.parts.runner.run([one.row for one in episodes], reruns=[Rerun(one, changed=0) for one in episodes])
-    assert [one.copies for one in again] == [one.copies for one in episodes]
-
-
-def test_copies_are_saved_and_resumed_exactly(model_folder, tmp_path):
-    whole, resumed = whole_and_resumed(model_folder, tmp_path, lambda: replace(COPY, copies=3), steps=3)
-    assert pools(whole) == pools(resumed) == {"right": [1, 2, 3]}
-    assert load_file(tmp_path / "cut" / "checkpoint-1" / COPIES_NAME)
-
-
-def pools(trainer):
-    past = trainer.parts.runner.past_copies
-    return {agent: past.steps(agent) for agent in past.agents} if past is not None else {}
-
-
-@pytest.mark.parametrize(
-    ("agents", "expected"),
-    [
-        ([replace(COPY, copies=2)], {"right": [1, 2]}),
-        pytest.param([replace(COPY, copies=5)], {"right": [0, 1, 2]}, marks=SLOW),
-        pytest.param([AgentSpec("right", trainable=False)], {}, marks=SLOW),
-    ],
-    ids=["smaller", "larger", "no copy any more"],
-)
-def test_pools_follow_changes_of_the_team(model_folder, tmp_path, agents, expected):
-    given = {"arguments": {"workflow": Sequential(["left"]), "reward_funcs": letters}}
-    given |= {"save_strategy": "steps", "save_steps": 2}
-    trainer_of(model_folder, tmp_path, replace(COPY, copies=3), max_steps=2, **given).train()
-    resumed = trainer_of(model_folder, tmp_path, *agents, max_steps=3, **given)
-    found = {}
-
-    class Look(StopAt):
-        def on_train_begin(self, args, state, control, **kwargs):
-            found.update(pools(resumed))
-
-    resumed.add_callback(Look(2))
-    resumed.train(resume_from_checkpoint=True)
-    assert found == expected
-
-
-def test_a_second_training_begins_with_a_pool_of_its_own(model_folder, tmp_path):
-    trainer = trainer_of(model_folder, tmp_path, COPY)
-    trainer.train()
-    assert pools(trainer) == {"right": [1, 2]}
-    trainer.args.max_steps = 1
-    trainer.train()
-    assert pools(trainer) == {"right": [0, 1]}
-    assert alike(held(trainer, "right"), held(trainer, "left"))
-
-
-@pytest.mark.slow
-def test_the_best_team_meets_no_later_copies(model_folder, tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "best", "greater_is_better": True}
-    arguments = {"eval_dataset": tiny_dataset(4)}
-    trainer = trainer_of(model_folder, tmp_path, replace(COPY, copies=9), arguments=arguments, **saving, **best)
-    loop = trainer.evaluation_loop
-
-    def judged(*args, **kwargs):
-        output = loop(*args, **kwargs)
-        output.metrics["eval_best"] = float(trainer.state.global_step == 1)
-        return output
-
-    trainer.evaluation_loop = judged
-    trainer.train()
-    past = trainer.parts.runner.past_copies
-    assert past.steps("right") == [0, 1] and past.entry("right", 1).endswith("1")
-    assert alike(held(trainer, "right"), held(trainer, "left"))
-
-
-def test_a_copy_has_the_config_of_its_source(model_folder, tmp_path):
-    base = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="left")
-    base.add_adapter("right", lora(r=8))
-    given = {"peft_config": None}
-    with pytest.raises(ValueError, match="acts with past copies of 'left', but its adapter 'right' has a different"):
-        trainer_of(base, tmp_path, COPY, arguments=given)
-    base.delete_adapter("right")
-    trainer = trainer_of(base, tmp_path, COPY, arguments=given)
-    assert trainer.model.peft_config["right"].r == 4 and pools(trainer) == {"right": [0]}
-
-
-def test_a_saved_team_plays_with_the_newest_copy(model_folder, played):
-    trainer, folder = played
+def test_a_team_of_an_earlier_version_has_the_newest_copy(model_folder, tmp_path):
+    trainer = trainer_of(model_folder, tmp_path, AgentSpec("right", trainable=False), max_steps=1)
     trainer.save_model()
-    assert "past copies of left" in (folder / "README.md").read_text()
-    team = Team.from_pretrained(folder, model=model_folder, environment_factory=Alternating)
-    episodes = trainer.team.run(["Begin"] * 8, seed=5, greedy=True)
-    newest = next(one for one in episodes if one.copies["right"] == 2)
-    (episode,) = team.run(["Begin"], greedy=True)
-    assert [t.completion_ids for t in episode.turns] == [t.completion_ids for t in newest.turns]
-    given = {"environment_factory": Alternating, "replies": {"right": parrot}}
-    (episode,) = Team.from_pretrained(folder, model=model_folder, **given).run(["Begin"])
-    assert episode.turns[1].text == "I he"
+    manifest = json.loads((tmp_path / MANIFEST_NAME).read_text())
+    manifest["agents"][1] |= {"copy_of": "left", "copy_every": 20, "copies": 4}
+    manifest["agents"][0] |= {"copy_of": None, "copy_every": None, "copies": None}
+    (tmp_path / MANIFEST_NAME).write_text(json.dumps(manifest))
+    team = Team.from_pretrained(tmp_path, model=model_folder, environment_factory=Alternating)
+    assert [agent.trainable for agent in team.agents] == [True, False]
+    assert texts(team) == texts(trainer.team)
+
+
+def texts(team):
+    return [turn.text for turn in team.run(["Begin"], greedy=True)[0].turns]
 
 
 # ---- Metrics ----
@@ -440,25 +313,19 @@ def test_a_saved_team_plays_with_the_newest_copy(model_folder, played):
 def test_win_rates_by_hand():
     policies = SimpleNamespace(is_trained=lambda name: name == "left")
     team = TeamSetup([AgentSpec("left"), AgentSpec("right")], None, policies, None, None, {}, {}, None)
-    games = GameMetrics(team, own=None, past_copies=SimpleNamespace(agents=("right",), steps=lambda agent: [2, 5]))
-    results = [(1, -1, 2), (0.1 + 0.2, 0.3, 2), (-2, 2, 5), (3, 1, 5)]
-    played = [EpisodeOutcome({"left": left, "right": right}, {"right": copy}) for left, right, copy in results]
+    games = GameMetrics(team, own=None)
+    played = [{"left": left, "right": right} for left, right in ((1, -1), (0.1 + 0.2, 0.3), (-2, 2), (3, 1))]
     assert games.metrics([*played, None]) == {
         "agents/left/return": pytest.approx(2.3 / 4),
         "agents/right/return": pytest.approx(2.3 / 4),
-        "agents/right/copies": 2.0,
         "agents/left/win_rate/right": 0.5,
         "agents/left/draw_rate/right": 0.25,
-        "agents/left/win_rate/right/copy_1": 0.5,
-        "agents/left/draw_rate/right/copy_1": 0.0,
-        "agents/left/win_rate/right/copy_2": 0.5,
-        "agents/left/draw_rate/right/copy_2": 0.5,
     }
 
 
 def test_wins_are_those_of_the_episodes(model_folder, tmp_path):
     """In training and in evaluation, by returns of one's own."""
-    trainer = trainer_of(model_folder, tmp_path, COPY, max_steps=1)
+    trainer = trainer_of(model_folder, tmp_path, AgentSpec("right", trainable=False), max_steps=1)
     episodes = []
     run = trainer.parts.runner.run
     trainer.parts.runner.run = lambda *args, **kwargs: episodes.append(run(*args, **kwargs)) or episodes[-1]
@@ -479,16 +346,7 @@ def test_wins_are_those_of_the_episodes(model_folder, tmp_path):
     [
         ({"reply": "hello"}, TypeError, r"`reply` of agent 'right' must be a function `reply\(messages\)`"),
         ({"reply": parrot, "adapter": "x"}, ValueError, r"'right' takes its turns from `reply`, so `adapter` would"),
-        ({"reply": parrot, "copy_of": "left"}, ValueError, r"so `copy_of` would have no effect"),
         ({"reply": parrot, "learning_rate": 1.0}, ValueError, r"so `learning_rate` would have no effect"),
-        ({"copy_of": "left", "learning_rate": 1.0}, ValueError, r"'right' is a copy of 'left', so `learning_rate`"),
-        ({"copy_of": 3}, TypeError, r"the agent that 'right' is a copy of must be a string"),
-        ({"copy_of": "left", "copies": 0}, ValueError, r"`copies` of agent 'right' must be an integer of at least 1"),
-        ({"copy_of": "left", "copy_every": 0.5}, TypeError, r"`copy_every` of agent 'right' must be an integer"),
-        ({"copies": 2}, ValueError, r"`copies` of agent 'right' has no effect without `copy_of`"),
-        ({"copy_of": "lefty"}, ValueError, r"copy of 'lefty', but the agents of the team are 'left', 'right'.*'left'"),
-        ({"copy_of": "right"}, ValueError, r"'right' cannot be a copy of itself"),
-        ({"copy_of": "left", "adapter": "left"}, ValueError, r"share the adapter 'left' but differ in `trainable`"),
     ],
 )
 def test_what_cannot_be_an_opponent(fields, error, message):
@@ -517,18 +375,11 @@ def test_functions_have_no_window(model_folder, tmp_path):
     assert long.memory_plan().activations < 1.2 * short.memory_plan().activations  # it is no row
 
 
-def test_full_pools_are_in_the_memory_plan(model_folder, tmp_path):
-    sizes = [trainer_of(model_folder, tmp_path, replace(COPY, copies=n)).memory_plan().adapters for n in (1, 5)]
-    assert sizes[1] - sizes[0] == 4 * sizes[0] / 3  # two adapters and one copy, and four copies more
-
-
 def test_rewards_that_cancel_in_turns_are_an_error_too(model_folder, tmp_path):
     with pytest.raises(ValueError, match="sum to zero in all"):
         trainer_of(model_folder, tmp_path, AgentSpec("right"), returns="team", max_steps=4).train()
 
 
 def test_what_a_run_cannot_have(model_folder, tmp_path):
-    with pytest.raises(ValueError, match=r"'right' acts with past copies .* Pass `peft_config="):
-        trainer_of(model_folder, tmp_path, COPY, arguments={"peft_config": None})
     with pytest.raises(ValueError, match=r"All agents have `trainable=False`"):
         team_trainer(model_folder, tmp_path, agents=[AgentSpec("right", reply=parrot)])

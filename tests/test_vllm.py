@@ -37,7 +37,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from .helpers import lora, moved, moved_by_training, plain_logps, team_trainer, weights
+from .helpers import lora, moved, moved_by_training, plain_logps, shake, team_trainer, weights
 from .test_distributed import launch
 from .test_gateway import serving
 
@@ -559,23 +559,18 @@ def test_training_while_servers_sample_does_not_depend_on_timing(model_folder, t
 # ---- The command ----
 
 
-def test_copies_have_places_on_servers(model_folder, tmp_path, server):
-    """Every pool has its places; turns of an opponent have the log-probabilities of the copy that was drawn."""
-    rival = AgentSpec("rival", copy_of="actor", copy_every=1, copies=2)
-    agents = [*tiny_agents(), rival]
+def test_a_frozen_adapter_that_a_callback_changes_is_published(model_folder, tmp_path, server):
+    """As that of an opponent with past weights: its turns have the log-probabilities of the weights it has."""
+    agents = [*tiny_agents(), AgentSpec("rival", trainable=False)]
     workflow = Sequential(["reasoner", "actor", "rival"])
-    settings = {"max_steps": 3, "learning_rate": 0.05}
-    trainer = served(model_folder, tmp_path, [server], settings=settings, agents=agents, workflow=workflow)
+    trainer = served(model_folder, tmp_path, [server], settings={"max_steps": 2}, agents=agents, workflow=workflow)
     trainer.train()
-    past, places = trainer.parts.runner.past_copies, {"=rival-copy-0", "=rival-copy-1"}
-    assert [past.entry("rival", step) for step in past.steps("rival")] == ["=rival-copy-0", "=rival-copy-1"]
-    episodes = trainer.team.run(["How many?"] * 12, seed=1)
-    assert set(trainer.parts.runner.generator.library.current) == {"reasoner", "actor", *places}
-    assert {one.copies["rival"] for one in episodes} == {2, 3}
-    for turn, step in ((one.turns[2], one.copies["rival"]) for one in episodes):
+    shake(trainer.model, 0.3, "lora_B.rival")
+    for episode in trainer.team.run(["How many?"] * 6, seed=1):
+        turn = episode.turns[2]
         row = SimpleNamespace(agent="rival", prompt_ids=torch.tensor(turn.prompt_ids))
         row.completion_ids = torch.tensor(turn.completion_ids)
-        with past.acting("rival", step), torch.no_grad():
+        with torch.no_grad():
             expected = plain_logps(trainer, row)
         torch.testing.assert_close(torch.tensor(turn.logps), expected, rtol=0, atol=2e-3)
 
@@ -595,6 +590,5 @@ def test_the_command_has_what_a_team_needs():
     stale = shlex.split(vllm_command("m", agents, MARFTConfig(use_vllm=True, max_staleness=2)))
     assert stale[stale.index("--max-loras") + 1] == "7"  # two adapters in three versions each, and the base
     assert re.search("--enforce-eager", vllm_command("m", agents, device="cpu"))
-    others = [*agents, AgentSpec("d", copy_of="a", copies=3), AgentSpec("e", reply=lambda messages: "")]
-    pools = shlex.split(vllm_command("m", others))
-    assert pools[pools.index("--max-loras") + 1] == "6"  # two adapters, three copies, and the base
+    others = shlex.split(vllm_command("m", [*agents, AgentSpec("d", reply=lambda messages: "")]))
+    assert others[others.index("--max-loras") + 1] == "3"  # two adapters and the base

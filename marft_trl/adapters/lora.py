@@ -43,7 +43,7 @@ def add_adapters(
     agents = [agent for agent in agents if agent.has_policy]
     if isinstance(model, PeftModel):
         return _complete(model, agents, peft_config)
-    configs = {agent.adapter: get_adapter_config(agent, agents, peft_config) for agent in agents}
+    configs = {agent.adapter: agent.peft_config or peft_config for agent in agents}
     if all(config is None for config in configs.values()):
         _check_shared_policy(agents)
         if len(agents) > 1:
@@ -76,8 +76,7 @@ def find_origins(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]
     made = "copied from the adapter 'default'" if "default" in known else "fresh"
     found = {}
     for agent in (agent for agent in agents if agent.has_policy):
-        source = made if agent.copy_of is None else f"copied from {agent.copy_of!r}"
-        found[agent.adapter] = "loaded" if agent.adapter in known else source
+        found[agent.adapter] = "loaded" if agent.adapter in known else made
     return found
 
 
@@ -100,11 +99,7 @@ def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftCo
     """Add missing adapters to a `PeftModel`, made from their agents' configs or copied from the adapter `default`."""
     base = cast(PreTrainedModel, model.get_base_model())
     missing = {agent.adapter: agent for agent in agents if agent.adapter not in model.peft_config}
-    configs = {name: get_adapter_config(agent, agents, peft_config) for name, agent in missing.items()}
-    for name, agent in missing.items():  # a copy has the shape of an adapter that may be there already
-        source = next((item.adapter for item in agents if item.name == agent.copy_of), None)
-        if source is not None and source not in missing:
-            configs[name] = model.peft_config[source]
+    configs = {name: agent.peft_config or peft_config for name, agent in missing.items()}
     has_default = "default" in model.peft_config
     known = next((agent for agent in agents if agent.peft_config is not None and agent.adapter not in missing), None)
     if known is not None:
@@ -137,44 +132,14 @@ def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftCo
             copies = adapter_parameters(model, name).values()
             for copied, source in zip(copies, adapter_parameters(model, "default").values(), strict=True):
                 copied.data.copy_(source.data)
-    _check_copies(model, agents)
     if has_default:
         model.set_adapter(agents[0].adapter)
         model.delete_adapter("default")
     return model
 
 
-def _check_copies(model: PeftModel, agents: Sequence[AgentSpec]) -> None:
-    """Raise if an adapter that is there already cannot hold copies of another one."""
-    left_out = {"inference_mode", "base_model_name_or_path", "revision", "init_lora_weights", "lora_dropout"}
-    adapters = {agent.name: agent.adapter for agent in agents}
-    for agent in (item for item in agents if item.copy_of is not None):
-        names = agent.adapter, adapters[str(agent.copy_of)]
-        config, original = (model.peft_config[name].to_dict() for name in names)
-        other = sorted(key for key in config if key not in left_out and config[key] != original.get(key))
-        if other:
-            raise ValueError(
-                f"Agent {agent.name!r} acts with past copies of {agent.copy_of!r}, but its adapter {agent.adapter!r} "
-                f"has a different `{other[0]}` ({config[other[0]]!r}, not {original.get(other[0])!r}). Delete it from "
-                f"the model (`model.delete_adapter({agent.adapter!r})`), and the trainer adds it again."
-            )
-
-
-def get_adapter_config(
-    agent: AgentSpec, agents: Sequence[AgentSpec], peft_config: PeftConfig | None
-) -> PeftConfig | None:
-    """Config of an agent's adapter: its own, or the team's; of a copy, that of the agent that it is a copy of."""
-    source = next((item for item in agents if item.name == agent.copy_of), agent)
-    return source.peft_config or peft_config
-
-
 def _check_shared_policy(agents: Sequence[AgentSpec]) -> None:
     for agent in agents:
-        if agent.copy_of is not None:
-            raise ValueError(
-                f"Agent {agent.name!r} acts with past copies of the adapter of {agent.copy_of!r}, but without a "
-                "`peft_config` there are no adapters. Pass `peft_config=LoraConfig(...)`."
-            )
         if not agent.trainable or agent.learning_rate is not None:
             raise ValueError(
                 f"Agent {agent.name!r} sets `{'learning_rate' if agent.trainable else 'trainable'}`, but without a "

@@ -197,10 +197,10 @@ class TeamManifest:
 
     @classmethod
     def _from_dict(cls, data: dict[str, Any], path: Path) -> TeamManifest:
-        kinds = dict.fromkeys(AgentSpec.stored_fields(), Any)  # `AgentSpec` checks their types
+        kinds = dict.fromkeys((*AgentSpec.stored_fields(), *_OF_PAST_COPIES), Any)  # `AgentSpec` checks their types
         agents = check_team(
             [
-                AgentSpec(**check_fields(agent, kinds, f"{path}: agent {number}"))
+                AgentSpec(**_without_past_copies(check_fields(agent, kinds, f"{path}: agent {number}")))
                 for number, agent in enumerate(data["agents"], start=1)
             ]
         )
@@ -261,6 +261,15 @@ def is_hub_id(name: str) -> bool:
     except HFValidationError:
         return False
     return True
+
+
+# Fields of versions up to 0.4, in which an agent could act with past copies of another one. The newest is its adapter
+_OF_PAST_COPIES = ("copy_of", "copy_every", "copies")
+
+
+def _without_past_copies(agent: dict[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in agent.items() if name not in _OF_PAST_COPIES}
+    return {**plain, "trainable": False} if agent.get("copy_of") is not None else plain
 
 
 def check_model_name(name: str, argument: str = "model") -> None:

@@ -232,11 +232,7 @@ class _EpisodeBatch:
         self._answer, self._reruns, self._guard = answer, reruns, guard
         self._pending: list[list[Request]] = [[] for _ in rows]  # by episode
         self._reply_functions = context.scripts
-        copies = [rerun.copies for rerun in reruns] if reruns is not None else [None] * len(rows)
-        self._episodes = [
-            EpisodeState(row, index, self._request_turn, context, episode_copies)
-            for index, (row, episode_copies) in enumerate(zip(rows, copies, strict=True))
-        ]
+        self._episodes = [EpisodeState(row, index, self._request_turn, context) for index, row in enumerate(rows)]
         self._tasks: list[asyncio.Task] = []
         self._not_awaited: set[int] = set()  # indices of episodes that the other episodes do not wait for
 

@@ -14,7 +14,7 @@ from .state import EpisodeState
 
 
 # Attributes of the state that workflows read, and may set
-_SHARED = ("row", "index", "prompt", "agents", "aliases", "copies", "turns", "feedback", "history", "environment")
+_SHARED = ("row", "index", "prompt", "agents", "aliases", "turns", "feedback", "history", "environment")
 
 # Settings of turns that agents have
 _OF_AGENTS = {
@@ -37,7 +37,6 @@ class LiveEpisode(NearNames):
         prompt (`str` or `list[dict]`): the `prompt` of the row.
         agents (`tuple[str, ...]`): names of the agents of the team, in order.
         aliases (`Mapping[str, str]`): names under which agents know one another, where they are not their own.
-        copies (`Mapping[str, int]`): for agents that act with a past copy of an adapter, the step that it is from.
         turns (`list[Turn]`): turns so far.
         feedback (`list[Feedback]`): texts of environments and tools so far.
         history (`list[Turn | Feedback]`): turns and feedback together, in the order in which they came.
@@ -50,7 +49,6 @@ class LiveEpisode(NearNames):
     prompt: str | Messages
     agents: tuple[str, ...]
     aliases: Mapping[str, str]
-    copies: Mapping[str, int]
     turns: list[Turn]
     feedback: list[Feedback]
     history: list[Seen]

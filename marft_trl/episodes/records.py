@@ -67,7 +67,6 @@ class TeamContext:
     max_turns: int | None = None
     # What completes the requests of agents whose turns a function writes
     scripts: Mapping[str, Callable[..., Awaitable[Any]]] = field(default_factory=dict)
-    draw: Callable[[int], Mapping[str, int]] = lambda index: {}  # past copies that agents act with, by episode
     trains: bool = False  # whether turns are trained on, so that the agents' own sampling settings hold
     count_tokens: Callable[..., int] | None = None  # `count_tokens(agent, messages, tools)`, of what it would be shown
 
@@ -294,8 +293,6 @@ class Episode(NearNames):
         final_turns (`Mapping[int, int]`): for each turn that called tools and that its agent went on from, the
             position of the turn that the agent ended with.
         failure (`str`, *optional*): why the episode was skipped (`on_episode_error="skip"`). It has no turns then.
-        copies (`Mapping[str, int]`): for agents that acted with a past copy of an adapter (`AgentSpec.copy_of`), the
-            number of optimizer steps after which the copy was made.
     """
 
     prompt: str | Messages
@@ -316,7 +313,6 @@ class Episode(NearNames):
     environment: Any = None
     final_turns: Mapping[int, int] = field(default_factory=dict)
     failure: str | None = None
-    copies: Mapping[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         # Every turn names all that it was shown

@@ -34,7 +34,6 @@ class Rerun:
         skip: int = 0,  # number of pending requests before `candidate` that show the same; they are generated
         keys: Sequence[tuple] | None = None,  # of [`make_keys`], for several re-runs of a record
     ):
-        self.copies = episode.copies  # opponents are the same ones
         # Whether the changed, removed or candidate turn was taken; a re-run that ends without it says nothing about it
         self.holds_turn = False
         # For each key what was recorded, in order; `None` for a turn that is to be generated

@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from ..system.event_loop import StepContext, in_thread, one_at_a_time
@@ -49,10 +49,8 @@ class EpisodeState:
         index: int,
         speak: Callable[[EpisodeState, TurnRequest], Awaitable[Turn]],  # takes a turn
         context: TeamContext,
-        copies: Mapping[str, int] | None = None,  # past copies that agents act with; drawn at random by default
     ):
         self.row, self.index = row, index
-        self.copies = dict(context.draw(index) if copies is None else copies)
         self.prompt: str | Messages = row["prompt"]
         self.agents, self.aliases = context.agents, context.aliases
         self.turns: list[Turn] = []
@@ -105,7 +103,6 @@ class EpisodeState:
             overflowed=self.overflowed,
             environment=self.environment,
             final_turns=dict(self._final_turns),
-            copies=self.copies,
         )
 
     @property

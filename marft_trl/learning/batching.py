@@ -432,7 +432,7 @@ class MemoryPlan:
 
     # As stored (half a byte per weight in 4 bits); if sharded, the own shards and the layers gathered at once
     base: int
-    adapters: int  # LoRAs and pools of past copies; 0 if the base itself is trained
+    adapters: int  # LoRAs; 0 if the base itself is trained
     critic: int  # LoRAs and value heads
     gradients: int  # of all trained parameters
     optimizer: int  # state of all trained parameters

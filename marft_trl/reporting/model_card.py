@@ -206,8 +206,6 @@ def _agents_table(manifest: TeamManifest) -> str:
         trained = "yes" if adapter is None or adapter["trained"] else "no"
         if agent.name in scripted:
             folder, trained = f"none: {_code(scripted[agent.name])}", "no"
-        elif agent.copy_of is not None:
-            trained = f"no, past copies of {agent.copy_of}"
         rows.append(f"| {agent.name} | {folder} | {trained} | {_markdown(agent.system_prompt or '(none)')} |")
     return "\n".join(rows)
 

@@ -14,7 +14,6 @@ from typing import Any
 from datasets import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from ..adapters.copies import PastCopies
 from ..agents import AgentSpec
 from ..algorithms.baselines import CREDITS
 from ..config.checks import completes_candidates, uses_candidates
@@ -69,13 +68,12 @@ class Planner:
         model: Any,
         tokenizer: PreTrainedTokenizerBase,
         train_dataset: Callable[[], Any],
-        past_copies: PastCopies | None,
     ):
         self._agents, self._workflow, self._policies = team.agents, team.workflow, team.policies
         self._critic, self._level = team.critic, team.level
         self._samplings, self._aliases = team.samplings, team.aliases
         self._args, self._processes = run.args, run.processes
-        self._runner, self._batcher, self._past_copies = runner, batcher, past_copies
+        self._runner, self._batcher = runner, batcher
         self._model, self._tokenizer, self._dataset = model, tokenizer, train_dataset
         self._first_row: dict[str, Any] | None = None  # of a stream
         self._longest: tuple[Any, int] | None = None  # data set, and the place of its longest prompt
@@ -149,12 +147,11 @@ class Planner:
         self._processes.wait()  # the number of passes that it takes may differ
         at_once = self._turns_at_once([item[0] for item in prompts], rehearsal.generation_calls)
         keeps = self._runner.generator.keeps_cache
-        copies = self._past_copies.size() if self._past_copies is not None else 0
         has_ddp = self._processes.count > 1 and not self._processes.is_base_sharded
         cache = batching.cache_size(config, at_once, longest + (-longest % ROOM if keeps else 0), width)
         return MemoryPlan(
             base=sum(self._shards()) if self._processes.is_base_sharded else batching.count_bytes(base),
-            adapters=batching.count_bytes(adapters) + copies,
+            adapters=batching.count_bytes(adapters),
             critic=batching.count_bytes(critic_parameters),
             # DDP keeps a second copy of all gradients, in its buckets
             gradients=batching.count_bytes(trained) * (2 if has_ddp else 1),
@@ -314,9 +311,6 @@ class Planner:
         weights = sum(p.numel() for p in self._policies.parameters(adapter).values())
         rate = self._args.learning_rate if agent.learning_rate is None else agent.learning_rate
         trained = f"learning rate {rate:g}" if agent.trainable else "frozen"
-        if agent.copy_of is not None:
-            pool = _count(agent.copies, "past copy", "past copies")
-            trained = f"up to {pool} of {agent.copy_of}, a new copy every {_count(agent.copy_every, 'step')}"
         where = self._policies.get_origin(adapter)
         facts = [f"adapter {adapter}, {weights:,} weights, {where}", trained]
         facts += [f"temperature {sampling.temperature:g}", most]

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..adapters.copies import PastCopies
 from ..algorithms.baselines import CREDITS
 from ..algorithms.functional import nan_std
 from ..config.team_setup import RunContext, TeamSetup
@@ -66,65 +65,42 @@ def save_learning_curve(
     figure.savefig(folder / "learning_curve.png", dpi=120)
 
 
-class EpisodeOutcome(NamedTuple):
-    """Return of each agent in an episode, and the past copies that agents acted with."""
-
-    returns: Mapping[str, float]
-    copies: Mapping[str, int]
-
-
 class GameMetrics:
-    def __init__(self, team: TeamSetup, own: AgentReturns, past_copies: PastCopies | None = None):
-        self._agents, self._trained, self._own, self._past_copies = team.names, team.trained, own, past_copies
+    def __init__(self, team: TeamSetup, own: AgentReturns):
+        self._agents, self._trained, self._own = team.names, team.trained, own
 
-    def played(self, rollout: Rollout) -> list[EpisodeOutcome | None]:
-        """Outcomes of the episodes of this process; `None` if unscored, or if all agents share a return."""
+    def played(self, rollout: Rollout) -> list[dict[str, float] | None]:
+        """Returns by agent of the episodes of this process; `None` if unscored, or if all agents share a return."""
         if not rollout.has_own_returns:
             return [None] * len(rollout.episodes)
         return [
-            EpisodeOutcome(
-                {name: self._own.get_agent_reward(reward, episode, name) for name in self._agents},
-                dict(episode.copies),
-            )
+            {name: self._own.get_agent_reward(reward, episode, name) for name in self._agents}
             if reward == reward and episode.turns
             else None
             for episode, reward in zip(rollout.episodes, rollout.local_rewards, strict=True)
         ]
 
-    def metrics(self, played: Iterable[EpisodeOutcome | None]) -> dict[str, float]:
-        """Returns of agents; win and draw rates of trained agents, also against copies (`copy_1` is the newest)."""
-        scored = [item for item in played if item is not None]
+    def metrics(self, played: Iterable[Mapping[str, float] | None]) -> dict[str, float]:
+        """Returns of agents; win and draw rates of trained agents."""
+        scored = [returns for returns in played if returns is not None]
         metrics: dict[str, float] = {}
-        if self._past_copies is not None:
-            for name in self._past_copies.agents:
-                metrics[f"agents/{name}/copies"] = float(len(self._past_copies.steps(name)))
         if not scored:
             return metrics
         for name in self._agents:
-            metrics[f"agents/{name}/return"] = sum(value.returns[name] for value in scored) / len(scored)
+            metrics[f"agents/{name}/return"] = sum(returns[name] for returns in scored) / len(scored)
         for name in self._trained:
             for other in (other for other in self._agents if other != name):
-                metrics |= _win_rates(scored, name, other, f"agents/{name}", other)
-                metrics |= self._copy_win_rates(scored, name, other)
-        return metrics
-
-    def _copy_win_rates(self, known: Sequence[EpisodeOutcome], name: str, other: str) -> dict[str, float]:
-        pools = self._past_copies
-        steps = pools.steps(other) if pools is not None and other in pools.agents else []
-        metrics: dict[str, float] = {}
-        for age, step in enumerate(reversed(steps), 1):
-            outcomes = [item for item in known if item.copies.get(other) == step]
-            if outcomes:
-                metrics |= _win_rates(outcomes, name, other, f"agents/{name}", f"{other}/copy_{age}")
+                metrics |= _win_rates(scored, name, other)
         return metrics
 
 
-def _win_rates(played: Sequence[EpisodeOutcome], name: str, other: str, prefix: str, label: str) -> dict[str, float]:
-    pairs = [(item.returns[name], item.returns[other]) for item in played]
+def _win_rates(played: Sequence[Mapping[str, float]], name: str, other: str) -> dict[str, float]:
+    pairs = [(returns[name], returns[other]) for returns in played]
     equal = [math.isclose(*pair, rel_tol=1e-5, abs_tol=1e-6) for pair in pairs]  # rewards add up in float32
     wins = sum(mine > value and not same for (mine, value), same in zip(pairs, equal, strict=True))
     draws = sum(equal)
-    return {f"{prefix}/win_rate/{label}": wins / len(played), f"{prefix}/draw_rate/{label}": draws / len(played)}
+    rates = {f"win_rate/{other}": wins / len(played), f"draw_rate/{other}": draws / len(played)}
+    return {f"agents/{name}/{rate}": share for rate, share in rates.items()}
 
 
 # Number of episodes per logging step to print and to write as a page, if `num_completions_to_print` is not set.

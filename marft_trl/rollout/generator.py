@@ -63,7 +63,6 @@ class SampleRequest(NamedTuple):
     ids: list[int]
     key: tuple = ()  # place of the turn in the run, for any number of processes; seeds are made from it
     by_reference: bool = False  # sample from the agent's reference
-    copy: int | None = None  # past copy that the agent acts with, see `PastCopies`
     live: LiveTurn | None = None  # follows the turn; of the turns of a call, all are followed or none is
 
 

@@ -12,7 +12,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from ..adapters.copies import PastCopies
 from ..agents import AgentSpec
 from ..config.team_setup import decoding
 from ..episodes.collector import Request, apply_time_limit, collect_async, limit_blocking_code, run_to_completion
@@ -98,11 +97,10 @@ class EpisodeRunner:
         limits: Limits,
         users: UserState | None = None,
         seed: int = 0,
-        past_copies: PastCopies | None = None,
     ):
         self._specs = {agent.name: agent for agent in agents}
         self._tools = {agent.name: agent.functions for agent in agents if agent.tools is not None}
-        self._workflow, self._reader, self._limits, self.past_copies = workflow, reader, limits, past_copies
+        self._workflow, self._reader, self._limits = workflow, reader, limits
         self.prompts, self.generator, self.randomness = prompts, generator, randomness
         self._users = users or UserState({})
         self.mode, self.keys, self.uses_tools = RunMode(), SeedKeys(seed), reader.uses_tools
@@ -221,7 +219,7 @@ class EpisodeRunner:
         return await collect_async(
             self._workflow,
             rows,
-            self._team_context(key),
+            self._team_context(),
             answer_all,
             reruns,
             self._limits.workflow_timeout,
@@ -230,7 +228,7 @@ class EpisodeRunner:
             together=self._batches_episodes,
         )
 
-    def _team_context(self, key: tuple) -> TeamContext:
+    def _team_context(self) -> TeamContext:
         is_rehearsal = self.mode.is_rehearsal
         scripts = {} if is_rehearsal else {name: self._run_reply for name, spec in self._specs.items() if spec.reply}
         return TeamContext(
@@ -240,7 +238,6 @@ class EpisodeRunner:
             self.prompts.aliases,
             self._limits.max_turns,
             scripts,
-            functools.partial(self._draw_copies, key),
             self.mode.trains and not is_rehearsal,
             self.count_tokens,
         )
@@ -251,9 +248,6 @@ class EpisodeRunner:
         with self._tokenizer_lock:
             (observation,) = self.prompts.build([query])
         return len(observation.ids)
-
-    def _draw_copies(self, key: tuple, index: int) -> Mapping[str, int]:
-        return self.past_copies.draw((*key[:-1], key[-1] + index)) if self.past_copies is not None else {}
 
     @contextlib.contextmanager
     def rehearsal_runner(self) -> Iterator[EpisodeRunner]:
@@ -329,9 +323,9 @@ class EpisodeRunner:
         mode, listener = self.mode, self.mode.listener
 
         def make_sample_request(index: int, request: Request, observation: Observation) -> SampleRequest:
-            sample_key, past_copy = (*turn_key(request, key), index), request.episode.copies.get(request.agent)
+            sample_key = (*turn_key(request, key), index)
             live = listener.turn_started(request, make_seed(sample_key)) if listener is not None else None
-            return SampleRequest(request.agent, observation.ids, sample_key, request.by_reference, past_copy, live)
+            return SampleRequest(request.agent, observation.ids, sample_key, request.by_reference, live)
 
         inputs = {
             index: make_sample_request(index, request, observation)

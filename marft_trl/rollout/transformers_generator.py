@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..adapters.copies import PastCopies
 from ..adapters.policies import Policies
 from ..config.team_setup import GREEDY, Sampling
 from ..seams.generation import (
@@ -83,7 +82,6 @@ class _Group(NamedTuple):
 
     adapter: str
     sampling: Sampling
-    copied: int | None
 
 
 class Decoding(NamedTuple):
@@ -100,9 +98,8 @@ class TransformersGenerator(Generator):
         policies: Policies,
         samplings: Mapping[str, Sampling],
         decoding: Decoding,
-        past: PastCopies | None = None,
     ):
-        self._share, self._mixed, self._past = decoding.share, decoding.mixed, past
+        self._share, self._mixed = decoding.share, decoding.mixed
         self.records = decoding.share and decoding.records
         self._engine, self._policies, self._samplings = engine, policies, samplings
         self._captures, self._is_noted = decoding.captures, False
@@ -122,7 +119,7 @@ class TransformersGenerator(Generator):
             for index, item in enumerate(observed):
                 if item.by_reference == by_reference:
                     agent_sampling: Sampling = dataclasses.replace(self._samplings[item.agent], **overrides)
-                    group = _Group(self._policies.get_adapter(item.agent), agent_sampling, item.copy)
+                    group = _Group(self._policies.get_adapter(item.agent), agent_sampling)
                     groups.setdefault(group, []).append(index)
             for group, indices in (groups if by_reference else self._joined(groups)).items():
                 sampled = self._generate_group(group, [observed[index] for index in indices], overrides, greedy)
@@ -137,8 +134,6 @@ class TransformersGenerator(Generator):
         agent, by_reference, own = observed[0].agent, observed[0].by_reference, group.sampling
         self._policies.activate(agent)
         speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
-        if group.copied is not None and self._past is not None:
-            speaker = self._past.acting(agent, group.copied)
         recorder = Recorder() if self.records and not by_reference else None
         settings = self._engine.settings(own) | overrides | (GREEDY if greedy else {})
         live = self._live_rows(observed, settings)
@@ -207,7 +202,7 @@ class TransformersGenerator(Generator):
         for group, indices in groups.items():
             alike = [value for item, value in groups.items() if item[1:] == group[1:]]
             is_small = sum(map(len, alike)) <= MIXED_ROWS * len(alike)
-            may_be = self._mixed is not None and group.copied is None and len(alike) > 1 and is_small
+            may_be = self._mixed is not None and len(alike) > 1 and is_small
             if may_be and self._can_decode(self._engine.settings(group.sampling)):
                 group = group._replace(adapter="")
             joined.setdefault(group, []).extend(indices)

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..adapters.copies import PastCopies
 from ..adapters.lora import load_adapter_weights
 from ..adapters.manifest import MANIFEST_NAME, TeamManifest
 from ..adapters.policies import Policies, load_references, save_references
@@ -208,10 +207,9 @@ class Checkpoints:
         model: Any,
         ref_model: nn.Module | None,
         settings: RunSettings,
-        past_copies: PastCopies | None,
         best: BestAdapters | None,
     ):
-        self.past_copies, self.best = past_copies, best
+        self.best = best
         self.stateful = dict(stateful)
         self.folder = RunFolder(run.args.output_dir or ".")
         self.accepted = read_accepted(run.args.resume_changes)
@@ -274,8 +272,6 @@ class Checkpoints:
         save_rollouts(folder, rank, world_size, state["micro_step"], state["slices"], state["extra"])
         if self._args.sync_ref_model and self._args.should_save:
             save_references(self._policies, self._ref_model, folder)
-        if self.past_copies is not None and self._args.should_save:
-            self.past_copies.save(folder)
         if self.best is not None and self.best.adapters and self._args.should_save:
             self.best.save(folder)
 
@@ -411,8 +407,6 @@ class Checkpoints:
     def load(self, folder: str | Path) -> None:
         if self._args.sync_ref_model:
             load_references(self._policies, self._ref_model, folder)
-        if self.past_copies is not None:
-            self.past_copies.load(folder)
         if self.best is not None:
             self.best.load(folder)
         has_changes = bool(self.accepted)
@@ -436,10 +430,8 @@ class Checkpoints:
             self._log_window = None
 
     def load_best(self, folder: str | Path) -> None:
-        """Load the weights of the best checkpoint of this run, and drop past copies that are newer."""
+        """Load the weights of the best checkpoint of this run."""
         self.load_weights(folder)
-        if self.past_copies is not None:
-            self.past_copies.drop_after_checkpoint(folder)
 
     def load_weights(self, folder: str | Path) -> None:
         load_team_adapters(self._model, self._policies, self._agents, folder, self._anonymous)

@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..adapters.copies import PastCopies
 from ..adapters.policies import Policies
 from ..config.team_setup import RunContext
 from ..seams.libraries import get_logger
@@ -36,11 +35,10 @@ class Collapse(TrainerCallback):
         error_of_evaluation: Callable[[], float],
         policies: Policies,
         adapters: BestAdapters | None = None,
-        past_copies: PastCopies | None = None,
     ):
         self._metrics, self._error_of_evaluation = run.metrics, error_of_evaluation
         self._processes, self._state = run.processes, run.state
-        self._policies, self._adapters, self._past_copies = policies, adapters, past_copies
+        self._policies, self._adapters = policies, adapters
         self._best: tuple[float, float] | None = None  # `eval_reward` and its standard error
         self._best_step, self._found = 0, ""  # `_found`: why adapters are restored before the next episodes
         self._was_logged = self._is_training = self._is_ignored = False
@@ -113,8 +111,6 @@ class Collapse(TrainerCallback):
             return
         for name in self._adapters.adapters:
             self._adapters.restore(name)
-        if self._past_copies is not None:  # copies of later steps are of the collapsed policies
-            self._past_copies.drop_after(self._best_step, self._adapters.adapters)
         self._metrics.add("collapse/restored", 1.0)
         logger.warning(
             f"THE TEAM HAS COLLAPSED: {self._found}. All adapters and their optimizer state are RESTORED to step "

@@ -127,7 +127,7 @@ def attach_replies(
             f"The function `{inference.replies[missing[0]]}` wrote the turns of agent {missing[0]!r} in training. "
             f"Pass it, or another function, as `replies={{{missing[0]!r}: ...}}`."
         )
-    of_policies = ("adapter", "tools", "stop", "copy_of", "copy_every", "copies", "learning_rate")
+    of_policies = ("adapter", "tools", "stop", "learning_rate")
     unset: dict[str, Any] = dict.fromkeys(of_policies)
     return [
         dataclasses.replace(agent, reply=replies[agent.name], **unset) if agent.name in replies else agent

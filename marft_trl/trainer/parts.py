@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from trl import GRPOTrainer
 
-from ..adapters.copies import PastCopies, PastCopiesCallback
 from ..adapters.manifest import describe_base
 from ..agents import AgentSpec
 from ..algorithms.baselines import BASELINES, CREDITS
@@ -105,7 +104,6 @@ class Parts:
             self._model,
             self._trainer.processing_class,
             train_dataset=lambda: self._trainer.train_dataset,
-            past_copies=self._past_copies,
         )
 
     def _make_scoring(self) -> None:
@@ -150,12 +148,6 @@ class Parts:
         uses_tools = team.workflow.uses_tools or any(agent.tools for agent in team.agents)
         if uses_tools:
             trainer.chat_template = prepare_tools(tokenizer, team.agents, team.workflow)
-        # Places of copies are filled now, so that the first batch has opponents
-        self._past_copies = None
-        if any(agent.copy_of is not None for agent in team.agents):
-            self._past_copies = PastCopies(team.policies, team.agents)
-            self._past_copies.take(0)
-            trainer.add_callback(PastCopiesCallback(self._past_copies))
         without_model = [agent.name for agent in team.agents if team.critic is None and not agent.has_policy]
         longest = self._engine.max_model_len if self._engine is not None else None
         prompts = PromptBuilder(
@@ -180,7 +172,7 @@ class Parts:
         generator = self._generator()
         reader = TurnReader(tokenizer, trainer.eos_token_ids, prompts.template, uses_tools, len(team.agents) == 1)
         limits = Limits(setup.tool_limits(args), args.workflow_timeout, args.max_episode_turns, self._vocabulary)
-        parts = (prompts, generator, reader, self._randomness, limits, self._users, args.seed, self._past_copies)
+        parts = (prompts, generator, reader, self._randomness, limits, self._users, args.seed)
         self.runner = EpisodeRunner(team.agents, team.workflow, *parts).changed(RunMode(trains=True))
 
     def _generator(self) -> Generator:
@@ -197,7 +189,7 @@ class Parts:
             may_mix = not is_sharded and passes.share and MixedLora.find_obstacle(self._model, policies.names) is None
             mixed = MixedLora(self._model) if may_mix else None
             decoding = Decoding(passes.share, self._needs_old and is_exact, mixed, captures=not is_sharded)
-            return TransformersGenerator(calls, policies, self._team.samplings, decoding, self._past_copies)
+            return TransformersGenerator(calls, policies, self._team.samplings, decoding)
         from ..extras.engines.setup import make_vllm_generator
 
         return make_vllm_generator(
@@ -211,7 +203,6 @@ class Parts:
             vocabulary=self._vocabulary,
             is_exact=is_exact,
             next_token=self.log_probs.next_token,
-            past=self._past_copies,
         )
 
     def _make_rollouts(self) -> None:
@@ -267,10 +258,10 @@ class Parts:
 
     def _make_reports(self) -> None:
         """What users are told: metrics, tables, transcripts, and warnings when a run learns nothing."""
-        team, run, code, copies = self._team, self._context, self._code, self._past_copies
+        team, run, code = self._team, self._context, self._code
         # Agents have returns of their own only where a workflow rewards them by name, or the setting says so
-        has_games = team.workflow.earns or copies is not None or self._args.returns == "agent"
-        games = GameMetrics(team, self._own_returns, copies) if has_games else None
+        has_games = team.workflow.earns or self._args.returns == "agent"
+        games = GameMetrics(team, self._own_returns) if has_games else None
         episodes = (self._rewards, self._trainer.processing_class, self._randomness)
         self.reporter = Reporter(team, run, *episodes, code.eval_metrics, code.vote, games)
         self.loss.out_of_memory.plan = lambda: self.planner.memory_plan()
@@ -282,7 +273,7 @@ class Parts:
         self._best = BestAdapters(team.policies, lambda: self._trainer.optimizer) if restores else None
         self.collapse = None  # compares evaluations, and may restore adapters
         if self._args.on_collapse != "ignore" and self._trainer.eval_dataset is not None:
-            self.collapse = Collapse(run, lambda: self.reporter.evaluation_error, team.policies, self._best, copies)
+            self.collapse = Collapse(run, lambda: self.reporter.evaluation_error, team.policies, self._best)
         self.evaluations = EvaluationOptions(run, team.names, self.reporter, self.collapse)
 
     def _make_experience(self) -> None:
@@ -320,7 +311,6 @@ class Parts:
             "sequential": self.sequential,
             "health": self.health,
             "users": self._users,
-            "copies": self._past_copies,
             "runner": self.runner.keys,
             "reporter": self.reporter,
         }
@@ -341,9 +331,7 @@ class Parts:
             num_processes=self.processes.count,
         )
         models = (trainer.model, trainer.ref_model)
-        self.checkpoints = Checkpoints(
-            team, self._context, stateful, self._schedule, *models, settings, self._past_copies, self._best
-        )
+        self.checkpoints = Checkpoints(team, self._context, stateful, self._schedule, *models, settings, self._best)
         inference = {
             "chat_template_kwargs": dict(trainer.chat_template_kwargs),
             "share_prefixes": self.passes.share,

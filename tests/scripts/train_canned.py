@@ -118,7 +118,7 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
     agents = [*tiny_agents(), AgentSpec("idle", system_prompt="x")]
     tokenizer = tiny_tokenizer()
     if kind == "opponents":
-        agents += [AgentSpec("rival", copy_of="actor", copy_every=1, copies=3), AgentSpec("judge", reply=judge)]
+        agents += [AgentSpec("rival", trainable=False), AgentSpec("judge", reply=judge)]
     if kind == "tools":
         agents[0] = AgentSpec("reasoner", system_prompt="Write the steps.", max_completion_length=128, tools=[add])
         tokenizer.chat_template = qwen3_chat_template

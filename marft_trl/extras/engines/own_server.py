@@ -15,8 +15,6 @@ from pathlib import Path
 
 from peft import LoraConfig, PeftConfig
 
-from ...adapters.copies import served_entries
-from ...adapters.lora import get_adapter_config
 from ...agents import AgentSpec
 from ...config.marft_config import MARFTConfig
 from ...system.child_processes import keep, kill_group, let_go
@@ -103,10 +101,10 @@ def server_flags(
 def adapter_ranks(agents: Sequence[AgentSpec], peft_config: PeftConfig | None = None) -> Mapping[str, int]:
     """Rank of each adapter that servers have of a team."""
     ranks: dict[str, int] = {}
-    for agent in agents:
-        config = get_adapter_config(agent, agents, peft_config)
+    for agent in (agent for agent in agents if agent.has_policy):
+        config = agent.peft_config or peft_config
         rank = config.r if isinstance(config, LoraConfig) else LoraConfig().r
-        ranks |= {name: max(rank, ranks.get(name, 0)) for name in served_entries(agent)}
+        ranks[agent.adapter] = max(rank, ranks.get(agent.adapter, 0))
     return ranks
 
 

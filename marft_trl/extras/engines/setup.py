@@ -18,7 +18,6 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from ...adapters.copies import PastCopies, copy_entries, served_entries
 from ...adapters.policies import Policies
 from ...agents import AgentSpec
 from ...algorithms.baselines import CREDITS
@@ -79,14 +78,9 @@ def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
     served = [agent for agent in agents if agent.has_policy]
     for agent in served:
         check_servable(agent, model.peft_config[agent.adapter])
-        if agent.copy_of is not None and args.max_staleness:
-            raise ValueError(
-                f"Agent {agent.name!r} acts with past copies, but the pool of copies would change while episodes run "
-                f"ahead of training (`max_staleness={args.max_staleness}`). Set `max_staleness=0`."
-            )
     own = None
     if args.vllm_mode == "colocate":
-        ranks = {name: model.peft_config[item.adapter].r for item in served for name in served_entries(item)}
+        ranks = {agent.adapter: model.peft_config[agent.adapter].r for agent in served}
         own = start_own_server(args, model, ranks)
         urls: tuple[str, ...] = (own.url,)
     else:
@@ -121,19 +115,16 @@ def make_vllm_generator(
     vocabulary: int,
     is_exact: bool,
     next_token: NextToken,
-    past: PastCopies | None = None,
 ) -> VLLMGenerator:
     """The generator of a team on vLLM servers. `is_exact`: whether the trainer computes in float32."""
     args = run.args
     served = [agent for agent in team.agents if agent.has_policy]
     entries = _entries(args, served, team.policies, model, next_token)
-    for agent in served:
-        entries |= _copies(agent, past, model, next_token) if past is not None and agent.copy_of is not None else {}
     folder = args.vllm_adapter_dir or Path(args.output_dir or ".") / "_adapters"
     tolerance = choose_tolerance(args.fidelity_tolerance, is_exact)
     library = AdapterLibrary(folder, entries, servers, vocabulary, tolerance)
     generator = VLLMGenerator(
-        team.policies, team.samplings, library, servers, settings, tokenizer, end_token_ids, run.processes, past
+        team.policies, team.samplings, library, servers, settings, tokenizer, end_token_ids, run.processes
     )
     others = [agent.name for agent in served if not generator.samples_scored_distribution(agent.name)]
     trained = [agent.name for agent in team.agents if agent.name in others and agent.trainable]
@@ -157,8 +148,8 @@ def _entries(
     args: MARFTConfig, agents: Sequence[AgentSpec], policies: Policies, model: PeftModel, next_token: NextToken
 ) -> dict[str, Entry]:
     """What servers are given: the adapters, and the references if turns are sampled from them."""
-    agents = [agent for agent in agents if agent.copy_of is None]
-    entries = adapter_entries(agents, model, next_token, policies.trained)
+    # Callbacks may change a frozen adapter, such as that of an opponent
+    entries = adapter_entries(agents, model, next_token, changing=policies.names)
     if not CREDITS[args.credit].uses_references:
         return entries
     for agent in agents:
@@ -173,35 +164,17 @@ def _entries(
 
 
 def adapter_entries(
-    agents: Sequence[AgentSpec], model: PeftModel, next_token: NextToken, trained: Sequence[str] = ()
+    agents: Sequence[AgentSpec], model: PeftModel, next_token: NextToken, changing: Sequence[str] = ()
 ) -> dict[str, Entry]:
-    """The adapters of agents, by their names. The weights of those in `trained` change."""
+    """The adapters of agents, by their names. The weights of those in `changing` may change."""
     return {
         agent.adapter: Entry(
             functools.partial(adapter_tensors, model, agent.adapter),
             served_config(model, agent.adapter),
             functools.partial(next_token, agent.name, by_reference=False),
-            is_fixed=agent.adapter not in trained,
+            is_fixed=agent.adapter not in changing,
         )
         for agent in agents
-    }
-
-
-def _copies(agent: AgentSpec, past: PastCopies, model: PeftModel, next_token: NextToken) -> dict[str, Entry]:
-    """What servers are given of an agent that acts with past copies: an entry for each."""
-
-    def tensors(position: int) -> dict[str, Any]:
-        with past.acting(agent.name, past.at(agent.name, position)):
-            return {name: tensor.clone() for name, tensor in adapter_tensors(model, agent.adapter).items()}
-
-    def expected(position: int, ids: Sequence[int]) -> torch.Tensor:
-        with past.acting(agent.name, past.at(agent.name, position)):
-            return next_token(agent.name, ids, by_reference=False)
-
-    config = served_config(model, agent.adapter)
-    return {
-        name: Entry(functools.partial(tensors, position), config, functools.partial(expected, position))
-        for position, name in enumerate(copy_entries(agent))
     }
 
 

@@ -15,7 +15,6 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from transformers import PreTrainedTokenizerBase
 
-from ...adapters.copies import PastCopies
 from ...adapters.policies import Policies
 from ...algorithms import functional
 from ...algorithms.rows import Row
@@ -194,9 +193,7 @@ class VLLMGenerator(Generator):
         tokenizer: PreTrainedTokenizerBase,
         end_token_ids: Sequence[int],
         processes: Processes | None = None,  # of which the first publishes for all
-        past: PastCopies | None = None,
     ):
-        self._past = past
         self.library, self.servers, self._policies = library, servers, policies
         self._samplings, self._settings, self._end_token_ids = samplings, settings, list(end_token_ids)
         self._processes = processes
@@ -309,13 +306,11 @@ class VLLMGenerator(Generator):
     async def _sample(
         self, observed: SampleRequest, greedy: bool, sampling: Mapping[str, float] | None
     ) -> SampledTurn:
-        agent, ids, key, by_reference, past_copy, live = observed
+        agent, ids, key, by_reference, live = observed
         agent_sampling = self._samplings[agent]
         entry = self._policies.get_adapter(agent)
         if by_reference:
             entry = BASE if self._policies.base_is_reference(agent) else make_reference_name(entry)
-        if past_copy is not None and self._past is not None:
-            entry = self._past.entry(agent, past_copy)
         version, seed = (_PINNED.get() or self.library.current)[entry], make_seed(key)
         overrides = {"temperature": 0.0} if greedy else sampling or {}
         settings = {**self._requests[agent], "seed": seed, **overrides}

@@ -170,7 +170,7 @@ def _agent_arms(experiment: Experiment) -> list[Arm]:
 
 
 def _trained(experiment: Experiment) -> list[AgentSpec]:
-    return [agent for agent in experiment.agents if agent.trainable and agent.has_policy and agent.copy_of is None]
+    return [agent for agent in experiment.agents if agent.trainable and agent.has_policy]
 
 
 def _has_adapters(experiment: Experiment) -> bool:

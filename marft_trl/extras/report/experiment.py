@@ -226,7 +226,7 @@ class Experiment:
         """Return the agent that works alone."""
         if self.solo is not None:
             return self.solo
-        last = next((agent for agent in reversed(self.agents) if agent.has_policy and agent.copy_of is None), None)
+        last = next((agent for agent in reversed(self.agents) if agent.has_policy), None)
         if last is None:
             raise ValueError(
                 "No agent of the team has its own policy, so none can work alone. Set `solo` of the `Experiment`."
