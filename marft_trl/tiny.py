@@ -25,8 +25,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from .agents import AgentSpec
-from .episodes.collector import Request, collect
-from .episodes.records import Completion, Seen, TeamContext, Turn
+from .episodes.collector import collect
+from .episodes.records import Completion, Request, Seen, TeamContext, Turn
 from .episodes.state import EpisodeState
 from .prompts.builder import PromptBuilder
 from .workflows import Workflow

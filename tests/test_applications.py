@@ -1019,7 +1019,7 @@ def test_a_rerun_knows_requests_of_an_application_by_their_messages(about, order
     if is_candidate:  # for the second turn, when the first one has been taken
         request = asked[1][0]
         record = dataclasses.replace(record, turns=record.turns[:1], asked=record.asked[:1], given=record.given[:1])
-        rerun = Rerun(record, candidate=(request.turn_request, request.make_completion("better")))
+        rerun = Rerun(record, candidate=(request, request.make_completion("better")))
     else:
         rerun = Rerun(record, **{about: 1})
     (again,) = collect(ExternalApp(app), [record.row], ["ann"], said, [rerun])

@@ -106,7 +106,7 @@ def calling(requests):
     """Every second turn of an agent calls a tool."""
     completions = echo()(requests)
     for place, request in enumerate(requests):
-        if request.functions and not request.turn_request.is_final and len(request.seen) % 2 == 0:
+        if request.functions and not request.is_final and len(request.seen) % 2 == 0:
             call = ToolCall("add", {"a": request.episode.index, "b": len(request.seen)})
             completions[place] = request.make_completion(completions[place].text, tool_calls=(call,))
     return completions

@@ -15,7 +15,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ..system.event_loop import Result, StepContext, make_task, run_coroutine
@@ -25,13 +24,11 @@ from .records import (
     Completion,
     EndOfEpisode,
     Episode,
-    Function,
     Messages,
-    RequestedTurn,
+    Request,
     Seen,
     TeamContext,
     Turn,
-    TurnRequest,
 )
 from .rerun import RecordedTurn, Rerun
 from .state import EpisodeState, Progress
@@ -52,45 +49,6 @@ BLOCKED_EXTRA_SECONDS = 5.0  # after `workflow_timeout`, until code that blocks 
 _BLOCKING_LIMIT: contextvars.ContextVar[TimeLimit | None] = contextvars.ContextVar("marft_limit", default=None)
 HEARTBEAT_SECONDS = 1.0  # of the event loop
 _CLEANUP_SECONDS = 1.0  # that a cancelled workflow has
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    episode: EpisodeState
-    turn_request: TurnRequest
-    waiter: asyncio.Future[Turn]
-    fed: int = 0  # number of turns that had gone into the environment when this turn was requested, see [`Turn`]
-    by_reference: bool = False  # whether the agent's reference policy samples the turn
-    number: int = 0  # index that the turn will have in its episode if all earlier requests are answered
-
-    @property
-    def agent(self) -> str:
-        return self.turn_request.agent
-
-    @property
-    def seen(self) -> tuple[Seen, ...]:
-        return self.turn_request.seen
-
-    @property
-    def after(self) -> Turn | None:
-        return self.turn_request.after
-
-    @property
-    def functions(self) -> tuple[Function, ...]:
-        return self.turn_request.functions
-
-    @property
-    def requested_turn(self) -> RequestedTurn | None:
-        return self.turn_request.requested_turn
-
-    def make_completion(self, text: str, seen: Sequence[Seen] | None = None, **fields: Any) -> Completion:
-        return Completion(text, seen=self.seen if seen is None else tuple(seen), **fields)
-
-    def make_turn(self, completion: Completion) -> Turn:
-        turn = Turn.of(completion, self.agent, len(self.episode.turns), self.fed, self.turn_request.is_final)
-        if self.requested_turn is None or self.requested_turn.lineage is None:
-            return turn
-        return replace(turn, lineage=self.requested_turn.lineage)
 
 
 # Returns one completion per request, in order. An `EndOfEpisode` instead of a completion ends that episode.
@@ -236,14 +194,13 @@ class _EpisodeBatch:
         self._tasks: list[asyncio.Task] = []
         self._not_awaited: set[int] = set()  # indices of episodes that the other episodes do not wait for
 
-    async def _request_turn(self, episode: EpisodeState, turn_request: TurnRequest) -> Turn:
-        waiter: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        request = Request(episode, turn_request, waiter, fed=len(episode.fed))
-        if turn_request.agent in self._reply_functions:
+    async def _request_turn(self, request: Request) -> Turn:
+        if request.agent in self._reply_functions:
             return await self._run_reply(request)
-        self._pending[episode.index].append(request)
-        episode.progress.count += 1
-        return await waiter
+        request.waiter = asyncio.get_running_loop().create_future()
+        self._pending[request.episode.index].append(request)
+        request.episode.progress.count += 1
+        return await request.waiter
 
     async def _run_reply(self, request: Request) -> Turn:
         recorded = self._find_recorded_turn(request)
@@ -253,16 +210,16 @@ class _EpisodeBatch:
         return self._add_turn(request, completion, recorded)
 
     def _find_recorded_turn(self, request: Request) -> RecordedTurn | None:
-        return self._reruns[request.episode.index].find(request.turn_request) if self._reruns is not None else None
+        return self._reruns[request.episode.index].find(request) if self._reruns is not None else None
 
     def _get_completion(self, request: Request, recorded: RecordedTurn | None) -> Completion | None:
         if self._reruns is None or recorded is None:
             return None
-        return self._reruns[request.episode.index].completion(recorded, request.turn_request)
+        return self._reruns[request.episode.index].completion(recorded, request)
 
     def _add_turn(self, request: Request, completion: Completion, recorded: RecordedTurn | None) -> Turn:
         turn = request.make_turn(completion)
-        request.episode.add(turn, request.turn_request)
+        request.episode.add(turn, request)
         if self._reruns is not None and recorded is not None:
             self._reruns[request.episode.index].add(turn, recorded)
         return turn
@@ -346,7 +303,7 @@ class _EpisodeBatch:
             # If a branch ended the episode, the requests of the other branches are cancelled or obsolete
             has_ended = self._tasks[index].done()
             valid = [request for request in self._pending[index] if not request.waiter.done() and not has_ended]
-            batch += sorted(valid, key=lambda request: request.turn_request.order)
+            batch += sorted(valid, key=lambda request: request.order)
             self._pending[index].clear()
         return batch
 
@@ -405,9 +362,9 @@ class _EpisodeBatch:
         num_earlier: Counter[int] = Counter()  # in the batch, by episode
         for request in batch:
             recorded, index = self._find_recorded_turn(request), request.episode.index
-            by_reference = recorded is not None and recorded.completion is None
-            number = len(request.episode.turns) + num_earlier[index]
-            pairs.append((replace(request, by_reference=by_reference, number=number), recorded))
+            request.by_reference = recorded is not None and recorded.completion is None
+            request.number = len(request.episode.turns) + num_earlier[index]
+            pairs.append((request, recorded))
             num_earlier[index] += 1
         to_generate = [request for request, recorded in pairs if recorded is None or recorded.completion is None]
         generated = iter(await self._answer(to_generate)) if to_generate else iter(())

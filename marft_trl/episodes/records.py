@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..system.hints import NearNames, did_you_mean
@@ -40,7 +41,11 @@ class RequestedTurn:
     lineage: int | None = None
 
 
-class TurnRequest(NamedTuple):
+@dataclass(eq=False)
+class Request:
+    """A request for a turn. `seen` is what the agent's view is given, unless another program writes the messages."""
+
+    episode: Any  # the `EpisodeState` that the turn becomes a part of
     agent: str
     seen: tuple[Seen, ...]
     functions: tuple[Function, ...] = ()
@@ -48,6 +53,19 @@ class TurnRequest(NamedTuple):
     order: int = 0  # position among the requests of its episode; a turn and those that go on from it share one
     is_final: bool = True  # whether it is the agent's last turn of the request; its calls are not answered
     requested_turn: RequestedTurn | None = None  # what the agent is shown instead of its view, and how it is asked
+    waiter: asyncio.Future[Turn] = field(init=False)
+    fed: int = 0  # number of turns that had gone into the environment when this turn was requested, see [`Turn`]
+    by_reference: bool = False  # whether the agent's reference policy samples the turn
+    number: int = 0  # index that the turn will have in its episode if all earlier requests are answered
+
+    def make_completion(self, text: str, seen: Sequence[Seen] | None = None, **fields: Any) -> Completion:
+        return Completion(text, seen=self.seen if seen is None else tuple(seen), **fields)
+
+    def make_turn(self, completion: Completion) -> Turn:
+        turn = Turn.of(completion, self.agent, len(self.episode.turns), self.fed, self.is_final)
+        if self.requested_turn is None or self.requested_turn.lineage is None:
+            return turn
+        return replace(turn, lineage=self.requested_turn.lineage)
 
 
 @dataclass(eq=False)

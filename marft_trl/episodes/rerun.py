@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .records import Completion, Episode, Feedback, RequestedTurn, Seen, Turn, TurnRequest
+from .records import Completion, Episode, Feedback, Request, RequestedTurn, Seen, Turn
 
 
 class RecordedTurn(NamedTuple):
@@ -30,7 +30,7 @@ class Rerun:
         episode: Episode,  # the record; the episode may still be running
         changed: int | None = None,  # turn that is not repeated, but sampled again from the agent's reference
         removed: int | None = None,  # turn that is replaced by an empty one
-        candidate: tuple[TurnRequest, Completion] | None = None,  # for a turn that is yet to come
+        candidate: tuple[Request, Completion] | None = None,  # for a turn that is yet to come
         skip: int = 0,  # number of pending requests before `candidate` that show the same; they are generated
         keys: Sequence[tuple] | None = None,  # of [`make_keys`], for several re-runs of a record
     ):
@@ -55,13 +55,13 @@ class Rerun:
             key = observation_key(request.agent, request.seen, request.requested_turn)
             self._recorded[key] += [*[None] * skip, RecordedTurn(completion, request.seen, None, True)]
 
-    def find(self, request: TurnRequest) -> RecordedTurn | None:
+    def find(self, request: Request) -> RecordedTurn | None:
         """What was recorded for a request of the re-run; `None` if it has to be generated."""
         key = observation_key(request.agent, request.seen, request.requested_turn, self._origins)
         waiting = self._recorded.get(key)
         return waiting.pop(0) if waiting else None
 
-    def completion(self, found: RecordedTurn, request: TurnRequest) -> Completion | None:
+    def completion(self, found: RecordedTurn, request: Request) -> Completion | None:
         if found.completion is None:
             return None
         pairs: Iterable[tuple[Seen, Seen]] = ()

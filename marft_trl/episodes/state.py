@@ -11,7 +11,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ..system.event_loop import StepContext, in_thread, one_at_a_time
 from .records import (
@@ -21,12 +21,12 @@ from .records import (
     Feedback,
     Horizon,
     Messages,
+    Request,
     RequestedTurn,
     Seen,
     TeamContext,
     Turn,
     TurnLimitError,
-    TurnRequest,
     unknown_agent,
 )
 from .tools import ToolResult, call_tools, tool_name
@@ -47,7 +47,7 @@ class EpisodeState:
         self,
         row: dict[str, Any],
         index: int,
-        speak: Callable[[EpisodeState, TurnRequest], Awaitable[Turn]],  # takes a turn
+        speak: Callable[[Request], Awaitable[Turn]],  # takes a turn
         context: TeamContext,
     ):
         self.row, self.index = row, index
@@ -71,7 +71,7 @@ class EpisodeState:
         self.has_ended, self.num_late = False, 0  # turns that were requested after the end
         self.started: list[tuple[asyncio.Task, str]] = []  # tasks and the names of their coroutines
         self._speak, self.tools, self._scripts = speak, context.tools, context.scripts
-        self._turn_requests: list[TurnRequest] = []
+        self._requests: list[Request] = []  # of the turns
         self.history: list[Seen] = []
         self.fed: list[int] = []  # indices of the turns that were passed to the environment
         self.earned: Counter[int] = Counter()  # rewards by the index of the turn after which they were received
@@ -93,8 +93,8 @@ class EpisodeState:
             answer=self.answer,
             feedback=tuple(self.feedback),
             history=tuple(self.history),
-            asked=tuple(turn_request.seen for turn_request in self._turn_requests),
-            given=tuple(turn_request.requested_turn for turn_request in self._turn_requests),
+            asked=tuple(request.seen for request in self._requests),
+            given=tuple(request.requested_turn for request in self._requests),
             fed=tuple(self.fed),
             earned=tuple(self.earned[turn.index] for turn in self.turns),
             own={name: tuple(value[turn.index] for turn in self.turns) for name, value in self.own.items()},
@@ -144,10 +144,10 @@ class EpisodeState:
         environment_tools = list(tools or ()) if agent not in self._scripts else []  # `reply` calls tools itself
         functions = (*self.tools.get(agent, ()), *environment_tools)
         self._num_requests += 1
-        turn_request = TurnRequest(agent, seen, functions, order=self._num_requests)
+        request = Request(self, agent, seen, functions, order=self._num_requests, fed=len(self.fed))
         if not functions:
-            return await self._speak(self, turn_request)
-        return await self._with_tools(turn_request, functions, environment_tools, rounds)
+            return await self._speak(request)
+        return await self._with_tools(request, environment_tools, rounds)
 
     async def take_requested(self, agent: str, requested_turn: RequestedTurn, sees: Sequence[Seen] | None) -> Turn:
         self._check_turn_limit(agent)
@@ -163,9 +163,8 @@ class EpisodeState:
         # Copy for the record: the caller may keep changing its list
         messages = [dict(message) for message in requested_turn.messages]
         requested_turn = dataclasses.replace(requested_turn, messages=messages)
-        functions, order = tuple(requested_turn.tools), self._num_requests
-        turn_request = TurnRequest(agent, seen, functions, order=order, requested_turn=requested_turn)
-        return await self._speak(self, turn_request)
+        functions, order, fed = tuple(requested_turn.tools), self._num_requests, len(self.fed)
+        return await self._speak(Request(self, agent, seen, functions, None, order, True, requested_turn, fed))
 
     def _check_turn_limit(self, agent: str) -> None:
         if self._max_turns is not None and len(self.turns) >= self._max_turns:
@@ -175,36 +174,36 @@ class EpisodeState:
                 "stopping condition."
             )
 
-    async def _with_tools(
-        self,
-        turn_request: TurnRequest,
-        functions: Sequence[Callable],
-        environment_tools: list[Callable],
-        rounds: int | None,
-    ) -> Turn:
+    async def _with_tools(self, request: Request, environment_tools: list[Callable], rounds: int | None) -> Turn:
         """Request turns from an agent until a turn calls no tool or a limit is reached. Return the final turn."""
         max_rounds = min((limit for limit in (rounds, self.limits.rounds) if limit is not None), default=math.inf)
         calls_left, num_rounds, calling_turns, is_exhausted = self.limits.calls, 0, [], False
-        turn = await self._speak(self, turn_request._replace(is_final=num_rounds >= max_rounds))
+        request.is_final = num_rounds >= max_rounds
+        turn = await self._speak(request)
         while turn.audience is not None:  # the turn calls tools and the agent may continue with the results
             is_exhausted = calls_left <= 0
-            left, order = max(calls_left, 0), turn_request.order
-            results = await self._call_tools(turn, functions, environment_tools, left, order)
+            results = await self._call_tools(turn, request, environment_tools, max(calls_left, 0))
             calling_turns.append(turn.index)
             calls_left, num_rounds = calls_left - len(turn.tool_calls), num_rounds + 1
             # The turn after the message that no calls are left is the final turn
-            turn_request = turn_request._replace(
-                seen=(*turn_request.seen, turn, *results),
+            request = Request(
+                self,
+                request.agent,
+                seen=(*request.seen, turn, *results),
+                functions=request.functions,
                 after=turn,
+                order=request.order,
                 is_final=is_exhausted or num_rounds >= max_rounds,
+                fed=len(self.fed),
             )
-            turn = await self._speak(self, turn_request)
+            turn = await self._speak(request)
         self._final_turns |= dict.fromkeys(calling_turns, turn.index)
         return turn
 
     async def _call_tools(
-        self, turn: Turn, functions: Sequence[Callable], environment_tools: Sequence[Callable], left: int, order: int
+        self, turn: Turn, request: Request, environment_tools: Sequence[Callable], left: int
     ) -> list[Feedback]:
+        functions = cast("Sequence[Callable]", request.functions)
         names, of_environment = set(map(tool_name, functions)), set(map(tool_name, environment_tools))
 
         async def call_all() -> list[ToolResult]:
@@ -230,7 +229,7 @@ class EpisodeState:
             ]
             return list(map(self._record_feedback, shown))
 
-        return await self._in_order(order, call_all(), record)
+        return await self._in_order(request.order, call_all(), record)
 
     async def _in_order(self, order: int, job: Awaitable[Any], record: Callable[[Any], Any]) -> Any:
         """Await a job and return `record(result)`. Branches go on in order: nothing depends on how long jobs take."""
@@ -318,10 +317,10 @@ class EpisodeState:
             raise TypeError(f"Feedback from {source!r} must be a string, got {text!r} of type {type(text).__name__}.")
         return self._record_feedback(Feedback(text, source, audience=audience))
 
-    def add(self, turn: Turn, turn_request: TurnRequest) -> None:
+    def add(self, turn: Turn, request: Request) -> None:
         self.turns.append(turn)
         self.history.append(turn)
-        self._turn_requests.append(turn_request)
+        self._requests.append(request)
 
     def seen_by(self, agent: str, sees: Sequence[Seen] | None, method: str) -> list[Seen]:
         self.check_agent(agent, method)

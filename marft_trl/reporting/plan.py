@@ -19,8 +19,7 @@ from ..algorithms.baselines import CREDITS
 from ..config.checks import completes_candidates, uses_candidates
 from ..config.dataset_checks import read_prompts
 from ..config.team_setup import RunContext, TeamSetup
-from ..episodes.collector import Request
-from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
+from ..episodes.records import Completion, EndOfEpisode, Episode, Request, Turn
 from ..episodes.tools import tool_name
 from ..learning import batching
 from ..learning.batching import ActivationCost, MemoryPlan, MicroBatcher

@@ -12,8 +12,7 @@ import torch
 from ..algorithms.baselines import CREDITS
 from ..config.checks import completes_candidates
 from ..config.team_setup import RunContext, TeamSetup
-from ..episodes.collector import Request
-from ..episodes.records import Completion, EndOfEpisode, Episode, Turn
+from ..episodes.records import Completion, EndOfEpisode, Episode, Request, Turn
 from ..episodes.rerun import Rerun, make_keys, observation_key
 from .reward_scorer import AgentReturns, RewardScorer
 from .runner import EpisodeRunner, turn_key
@@ -90,7 +89,7 @@ class Alternatives:
             reruns = [
                 Rerun(
                     records[index],
-                    candidate=(requests[index].turn_request, candidates[index][place]),
+                    candidate=(requests[index], candidates[index][place]),
                     skip=skips[index],
                     keys=keys[index],
                 )

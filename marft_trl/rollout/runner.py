@@ -14,9 +14,9 @@ from typing import Any, Protocol, cast
 
 from ..agents import AgentSpec
 from ..config.team_setup import decoding
-from ..episodes.collector import Request, apply_time_limit, collect_async, limit_blocking_code, run_to_completion
+from ..episodes.collector import apply_time_limit, collect_async, limit_blocking_code, run_to_completion
 from ..episodes.guard import EpisodeError
-from ..episodes.records import Completion, EndOfEpisode, Episode, Function, Messages, PromptError, TeamContext
+from ..episodes.records import Completion, EndOfEpisode, Episode, Function, Messages, PromptError, Request, TeamContext
 from ..episodes.rerun import Rerun
 from ..episodes.tools import ToolLimits, tool_name
 from ..prompts.builder import Observation, PromptBuilder, Query

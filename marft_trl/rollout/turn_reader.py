@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..episodes.collector import Request
-from ..episodes.records import Completion, EndOfEpisode
+from ..episodes.records import Completion, EndOfEpisode, Request
 from ..episodes.tools import MALFORMED, ToolCall, as_plain
 from ..prompts.builder import Observation
 from ..prompts.chat_template import ChatTemplate, EarlierReasoning

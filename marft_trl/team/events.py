@@ -13,8 +13,7 @@ from trl import is_conversational
 from ..config.dataset_checks import check_prompts
 from ..config.marft_config import check_sampling
 from ..config.team_setup import decoding
-from ..episodes.collector import Request
-from ..episodes.records import Completion, EndOfEpisode, Episode
+from ..episodes.records import Completion, EndOfEpisode, Episode, Request
 from ..rollout.generator import LiveTurn
 
 
@@ -187,14 +186,14 @@ class Narrator:
     ):
         self._tokenizer, self._on_event, self._limit, self._schema = tokenizer, on_event, limit, schema
         self._turns: list[LiveTurn] = []
-        self._begun: dict[Any, tuple[int, GrowingText]] = {}  # by what waits for the turn
+        self._begun: dict[Request, tuple[int, GrowingText]] = {}  # by what waits for the turn
         self._count = 0
 
     def turn_started(self, request: Request, seed: int) -> LiveTurn:
         on_event, on_tokens = self._on_event, None
         if on_event is not None:
             number, text = self._count, GrowingText(self._tokenizer)
-            self._begun[request.waiter] = number, text
+            self._begun[request] = number, text
             self._count += 1
             on_event(TurnStarted(request.agent, number))
 
@@ -208,11 +207,11 @@ class Narrator:
     def turn_ended(self, request: Request, completion: Completion | EndOfEpisode) -> None:
         if self._on_event is None or isinstance(completion, EndOfEpisode):
             return
-        if request.waiter not in self._begun:  # a function has written it
+        if request not in self._begun:  # a function has written it
             self._on_event(TurnStarted(request.agent, self._count))
-            self._begun[request.waiter] = self._count, GrowingText(self._tokenizer)
+            self._begun[request] = self._count, GrowingText(self._tokenizer)
             self._count += 1
-        number, text = self._begun.pop(request.waiter)
+        number, text = self._begun.pop(request)
         if rest := text.get_rest(completion.text):
             self._on_event(TextDelta(request.agent, number, rest))
         self._on_event(TurnEnded(request.agent, number, completion.text))
