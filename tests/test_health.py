@@ -14,7 +14,7 @@ from marft_trl.episodes.live import LiveEpisode
 from marft_trl.reporting.health import PATIENCE, Health
 from marft_trl.rollout.generator import SampledTurn, check_sampled
 from marft_trl.system.run_metrics import Metrics
-from marft_trl.trainer.experience import check_finite
+from marft_trl.trainer.batch_maker import check_finite
 from marft_trl.workflows import Workflow
 
 import pytest

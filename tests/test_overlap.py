@@ -16,7 +16,7 @@ from marft_trl.algorithms.rows import Row
 from marft_trl.config.team_setup import RunContext
 from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.records import SampledBy
-from marft_trl.extras.engines.library import AdapterLibrary, Entry, MismatchError, Probe
+from marft_trl.extras.engines.library import AdapterLibrary, MismatchError, Probe, ServedAdapter
 from marft_trl.extras.engines.prefetch import Prefetcher, UpcomingRows
 from marft_trl.extras.engines.server import RefusedError, ServerSettings
 from marft_trl.extras.engines.vllm_generator import FidelityError, SamplingCorrection
@@ -238,7 +238,7 @@ def library(folder, servers):
         return torch.log_softmax(torch.arange(50).float() / 10, dim=-1)
 
     tensors = {"base_model.model.x.lora_A.weight": torch.zeros(2, 2)}
-    entries = {"actor": Entry(lambda: tensors, lora(), next_token)}
+    entries = {"actor": ServedAdapter(lambda: tensors, lora(), next_token)}
     settings = ServerSettings(tuple(server.url for server in servers), server_timeout=5.0)
     return AdapterLibrary(folder, entries, settings, 50, 0.01)
 

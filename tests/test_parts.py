@@ -15,7 +15,7 @@ from marft_trl.rollout.rollouts import Rollout
 from marft_trl.system.processes import Processes
 from marft_trl.system.randomness import UserRandomness
 from marft_trl.system.run_metrics import Metrics
-from marft_trl.trainer.experience import advantages_by_turn
+from marft_trl.trainer.batch_maker import advantages_by_turn
 
 import pytest
 import torch

@@ -12,7 +12,7 @@ from marft_trl import Team, load_adapters
 from marft_trl.adapters.manifest import BaseModel, Inference, TeamManifest
 from marft_trl.extras.apps import ByTools, ExternalApp
 from marft_trl.reporting.model_card import team_card
-from marft_trl.reporting.transcripts import Entry, Transcript, html_page
+from marft_trl.reporting.transcripts import Transcript, TranscriptMessage, html_page
 from marft_trl.tiny import tiny_agents
 from marft_trl.workflows import (
     ByColumn,
@@ -298,11 +298,11 @@ def test_a_browser_finds_no_element_that_is_not_ours(tmp_path):
 
 def page_with(attacks):
     entries = [
-        Entry(attack, attack, (attack,), attack, tokens, advantages)
+        TranscriptMessage(attack, attack, (attack,), attack, tokens, advantages)
         for attack in attacks
         for tokens, advantages in (((), None), ((), 0.5), ((attack, attack), (0.5, -0.5)))
     ]
-    entries.append(Entry("x", attacks[0], is_feedback=True))
+    entries.append(TranscriptMessage("x", attacks[0], is_feedback=True))
     return html_page([Transcript(one, one, tuple(entries), {one: 1.0, "y": None}) for one in attacks], attacks[0])
 
 

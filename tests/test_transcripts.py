@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from marft_trl import AgentSpec, Sequential, Workflow
 from marft_trl.episodes.tools import ToolCall
 from marft_trl.extras.commands import main
-from marft_trl.reporting.transcripts import Entry, Transcript, format_episode, html_page, write_index
+from marft_trl.reporting.transcripts import Transcript, TranscriptMessage, format_episode, html_page, write_index
 from marft_trl.tiny import exact_answer
 from marft_trl.workflows import rehearse
 
@@ -106,13 +106,13 @@ LEGEND = ["--a:-1", "--a:-.5", "--a:0", "--a:.5", "--a:1"]
 
 def test_tokens_are_coloured_by_their_advantage():
     tokens = ("th", "rough", " <b>")
-    entry = Entry("solver", "through <b>", tokens=tokens, advantages=(1.5, -0.25, 0.0))
+    entry = TranscriptMessage("solver", "through <b>", tokens=tokens, advantages=(1.5, -0.25, 0.0))
     page = Reader.read(html_page([Transcript("", "q", (entry,))]))
     assert page.colours == [*LEGEND, "--a:1.00", "--a:-0.25", "--a:0.00"] and "through <b>" in page.text
     assert "advantages -0.25 to +1.5" in page.text
-    whole = Reader.read(html_page([Transcript("", "q", (Entry("solver", "through", advantages=-3.0),))]))
+    whole = Reader.read(html_page([Transcript("", "q", (TranscriptMessage("solver", "through", advantages=-3.0),))]))
     assert whole.colours == [*LEGEND, "--a:-1.00"] and "advantage -3" in whole.text
-    assert Reader.read(html_page([Transcript("", "q", (Entry("solver", "through"),))])).colours == LEGEND
+    assert Reader.read(html_page([Transcript("", "q", (TranscriptMessage("solver", "through"),))])).colours == LEGEND
 
 
 PIECES = ["<script>", "</pre>", "</section>", "<!--", "-->", "&lt;", '"', "'", "\x1b[31m", "\u202e", "\ud800", "\r"]
@@ -123,7 +123,7 @@ ODD = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4), st.charac
 def test_texts_that_claim_to_be_escaped_are_escaped():
     """An environment that writes its texts with jinja2 returns such ones."""
     attack = Markup("<img src=x>")
-    entry = Entry(attack, attack, notes=(attack,), shown=attack, tokens=(attack,), advantages=(1.0,))
+    entry = TranscriptMessage(attack, attack, notes=(attack,), shown=attack, tokens=(attack,), advantages=(1.0,))
     page = html_page([Transcript(attack, attack, (entry,), {attack: 1.0}, reference=attack)], attack, attack)
     assert "<img" not in page and page.count("&lt;img") >= 9
 
@@ -131,7 +131,7 @@ def test_texts_that_claim_to_be_escaped_are_escaped():
 def renders_safely(text):
     """Whether a text leaves the structure of the page and the terminal as they are."""
     transcripts = [
-        Transcript(one, one, (Entry(one, one, (one,), one, (one, one), (0.1, 0.2)),), {one: 1.0})
+        Transcript(one, one, (TranscriptMessage(one, one, (one,), one, (one, one), (0.1, 0.2)),), {one: 1.0})
         for one in (f"a{text}", "plain")
     ]
     odd, plain = (Reader.read(html_page([one], one.title)) for one in transcripts)
@@ -185,7 +185,9 @@ def test_characters_of_several_tokens_are_whole(model_folder, tmp_path):
 def test_a_browser_shows_the_page(tmp_path):
     tokens, advantages = [[], [], ["through ", "the door"]], [0.5, None, [1.0, -1.0]]
     transcript = Transcript.of(episode_with_everything(), {"exact": 1.0}, "step 3", advantages, tokens)
-    attack = Entry("solver", "<script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">")
+    attack = TranscriptMessage(
+        "solver", "<script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
+    )
     page = tmp_path / "page.html"
     page.write_text(html_page([transcript, Transcript("attack", "q", (attack,))]), encoding="utf-8")
     dumped = run_browser(page, "--virtual-time-budget=2000", "--dump-dom")
@@ -232,7 +234,7 @@ def test_a_run_lists_its_pages_and_tells_right_answers_and_rewards(model_folder,
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_episodes_are_searched_sorted_and_read_by_keyboard(tmp_path):
     def transcript(number):
-        entry = Entry("solver", f"word{number} " * 400, shown="the whole question", advantages=0.5)
+        entry = TranscriptMessage("solver", f"word{number} " * 400, shown="the whole question", advantages=0.5)
         return Transcript(f"episode {number}", "q", (entry,), {"exact": number / 4}, number / 4, f"answer {number}")
 
     page = tmp_path / "page.html"

@@ -29,7 +29,7 @@ Advantage = float | Sequence[float] | None
 
 
 @dataclass(frozen=True)
-class Entry:
+class TranscriptMessage:
     speaker: str  # name of the agent, or source of the feedback
     text: str  # with control tokens spelled out
     notes: tuple[str, ...] = ()  # the earlier turns it was shown, tool calls, truncation, rewards
@@ -45,7 +45,7 @@ class Transcript:
 
     title: str
     prompt: str
-    entries: tuple[Entry, ...]
+    entries: tuple[TranscriptMessage, ...]
     rewards: Mapping[str, float | None] = field(default_factory=dict)  # by reward function; `None` if it did not apply
     reward: float | None = None  # what the episode earned in all; `None` if nothing scored it
     reference: str = ""  # right answer of the dataset row, if it has one
@@ -73,7 +73,7 @@ class Transcript:
                 entries.append(_turn_entry(item, names, item is episode.answer, notes, advantages, tokens))
             else:
                 note = "feedback" if item.tool is None else f"result of {item.tool}, for {item.audience}"
-                entries.append(Entry(item.agent, item.raw_text, (note,), is_feedback=True))
+                entries.append(TranscriptMessage(item.agent, item.raw_text, (note,), is_feedback=True))
         return cls(title, messages_as_text(episode.prompt), tuple(entries), dict(rewards or {}), reward, reference)
 
     def as_text(self, width: int = 80) -> str:
@@ -124,7 +124,7 @@ def _turn_entry(
     rewards: Sequence[str] = (),
     advantages: Sequence[Advantage] | None = None,
     tokens: Sequence[Sequence[str]] | None = None,
-) -> Entry:
+) -> TranscriptMessage:
     saw = [names[index] for index in turn.sees] + (["feedback"] if turn.hears else [])
     notes = [f"sees {', '.join(saw)}" if saw else "sees the prompt"]
     notes += [f"calls {', '.join(call.name for call in turn.tool_calls)}"] if turn.tool_calls else []
@@ -132,7 +132,7 @@ def _turn_entry(
     notes += rewards
     notes += ["the team's answer"] if answers else []
     advantage = advantages[turn.index] if advantages is not None else None
-    return Entry(
+    return TranscriptMessage(
         speaker=turn.agent,
         text=turn.raw_text,
         notes=tuple(notes),
@@ -234,7 +234,7 @@ def _plain(value: Any) -> Any:
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
-    if isinstance(value, (Transcript, Entry)):
+    if isinstance(value, (Transcript, TranscriptMessage)):
         return replace(value, **{name: _plain(item) for name, item in vars(value).items()})
     return value
 

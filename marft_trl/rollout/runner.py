@@ -48,7 +48,7 @@ class TurnListener(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     tools: ToolLimits
     workflow_timeout: float | None = None  # seconds to wait for something that is neither a turn nor a tool
     max_turns: int | None = None
@@ -94,7 +94,7 @@ class EpisodeRunner:
         generator: Generator,
         reader: TurnReader,
         randomness: UserRandomness,
-        limits: Limits,
+        limits: EpisodeLimits,
         users: UserState | None = None,
         seed: int = 0,
     ):

@@ -77,7 +77,7 @@ class ModelEngine:
         return ids[: next((index for index, token in enumerate(ids) if token in self.end_token_ids), len(ids)) + 1]
 
 
-class _Group(NamedTuple):
+class _DecodingGroup(NamedTuple):
     """What the rows of one call of `generate` have in common. The adapter is empty if they differ in it."""
 
     adapter: str
@@ -115,11 +115,11 @@ class TransformersGenerator(Generator):
         overrides: dict[str, Any] = dict(sampling or {})
         completions: list[SampledTurn] = [SampledTurn([]) for _ in observed]
         for by_reference in (False, True):
-            groups: dict[_Group, list[int]] = {}
+            groups: dict[_DecodingGroup, list[int]] = {}
             for index, item in enumerate(observed):
                 if item.by_reference == by_reference:
                     agent_sampling: Sampling = dataclasses.replace(self._samplings[item.agent], **overrides)
-                    group = _Group(self._policies.get_adapter(item.agent), agent_sampling)
+                    group = _DecodingGroup(self._policies.get_adapter(item.agent), agent_sampling)
                     groups.setdefault(group, []).append(index)
             for group, indices in (groups if by_reference else self._joined(groups)).items():
                 sampled = self._generate_group(group, [observed[index] for index in indices], overrides, greedy)
@@ -128,7 +128,7 @@ class TransformersGenerator(Generator):
         return completions
 
     def _generate_group(
-        self, group: _Group, observed: Sequence[SampleRequest], overrides: dict[str, Any], greedy: bool
+        self, group: _DecodingGroup, observed: Sequence[SampleRequest], overrides: dict[str, Any], greedy: bool
     ) -> list[SampledTurn]:
         """The turns of one call of `generate`, either all by references or none."""
         agent, by_reference, own = observed[0].agent, observed[0].by_reference, group.sampling
@@ -197,8 +197,8 @@ class TransformersGenerator(Generator):
         ends = [ends] if isinstance(ends, int) else ends or []
         return LiveRows(turns, ends, settings["max_new_tokens"], bool(settings["do_sample"]), device)
 
-    def _joined(self, groups: dict[_Group, list[int]]) -> dict[_Group, list[int]]:
-        joined: dict[_Group, list[int]] = {}
+    def _joined(self, groups: dict[_DecodingGroup, list[int]]) -> dict[_DecodingGroup, list[int]]:
+        joined: dict[_DecodingGroup, list[int]] = {}
         for group, indices in groups.items():
             alike = [value for item, value in groups.items() if item[1:] == group[1:]]
             is_small = sum(map(len, alike)) <= MIXED_ROWS * len(alike)

@@ -235,12 +235,12 @@ class _Pack:
         self._order = [layers[name] for names in groups for name in names]
         self._shapes = [tensor.shape for tensor in self._weights()]
         self._targets: list[torch.Tensor] = []
-        self._groups: list[_Group] = []
+        self._groups: list[_LayerGroup] = []
         self.forwards: dict[str, Callable[..., torch.Tensor]] = {}
         for names in groups:
             pairs = [(layers[name].lora_A[adapter].weight, layers[name].lora_B[adapter].weight) for name in names]
             rank = sum(len(down) for down, _ in pairs)
-            group = _Group(pairs[0][0].new_empty(rank, pairs[0][0].size(1), dtype=dtype))
+            group = _LayerGroup(pairs[0][0].new_empty(rank, pairs[0][0].size(1), dtype=dtype))
             self._groups.append(group)
             start = 0
             for name, (down, up) in zip(names, pairs, strict=True):
@@ -268,7 +268,7 @@ class _Pack:
             group.source = group.product = None
 
 
-class _Group:
+class _LayerGroup:
     """Layers that read the same input: `down` `(R, in)` has the first matrices of all their LoRAs."""
 
     def __init__(self, down: torch.Tensor):

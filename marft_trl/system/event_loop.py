@@ -30,7 +30,7 @@ _GRACE = 5.0  # seconds
 # Number of threads of `asyncio.to_thread` and others at a time; they are started when they are needed
 _MOST_THREADS = 1024
 _UNSET = object()
-_WORKERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Lane, _Worker]] = weakref.WeakKeyDictionary()
+_WORKERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Lane, _LoopThread]] = weakref.WeakKeyDictionary()
 
 
 def run_coroutine(function: Callable[..., Coroutine[Any, Any, Result]], *arguments: Any) -> Result:
@@ -106,7 +106,7 @@ async def in_thread(function: Callable[[], Any], lane: Lane) -> tuple[Any, BaseE
     loop = asyncio.get_running_loop()
     workers = _WORKERS.setdefault(loop, {})
     if lane not in workers:
-        workers[lane] = _Worker()
+        workers[lane] = _LoopThread()
         weakref.finalize(loop, workers[lane].end)
     context, step_context = contextvars.copy_context(), _STEP_CONTEXT.get()
     running = workers[lane].run(loop, functools.partial(context.run, _run_in_step_context, function, step_context))
@@ -202,7 +202,7 @@ def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -
     return task
 
 
-class _Worker:
+class _LoopThread:
     """Daemon thread. Unlike threads of `asyncio.to_thread`, it does not block the exit of Python if it hangs."""
 
     finished: asyncio.Future[None]  # of the latest function

@@ -28,7 +28,7 @@ _PAUSE = 0.002  # seconds that the thread waits for further turns when it has ha
 _ASKED = RunMode(is_concurrent=True)  # of questions that are answered at the same time
 
 
-class _Job(NamedTuple):
+class _GenerationJob(NamedTuple):
     observed: SampleRequest
     greedy: bool
     sampling: Mapping[str, float] | None
@@ -61,7 +61,7 @@ class DeviceThread(Generator):
         most: Callable[[int], int],  # `most(tokens)`: number of turns of so many tokens that memory suffices for
     ):
         self._generator, self._acting, self._most = generator, acting, most
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_GenerationJob | None] = queue.SimpleQueue()
         self._lock, self._users = threading.Lock(), 0
 
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
@@ -88,7 +88,7 @@ class DeviceThread(Generator):
         self, observed: Sequence[SampleRequest], greedy: bool = False, sampling: Mapping[str, float] | None = None
     ) -> list[SampledTurn]:
         loop = asyncio.get_running_loop()
-        jobs = [_Job(item, greedy, sampling, loop, loop.create_future()) for item in observed]
+        jobs = [_GenerationJob(item, greedy, sampling, loop, loop.create_future()) for item in observed]
         for job in jobs:
             self._jobs.put(job)
         return await asyncio.gather(*[job.turn for job in jobs])
@@ -98,7 +98,7 @@ class DeviceThread(Generator):
     def _work(self) -> None:
         while (first := self._jobs.get()) is not None:
             time.sleep(_PAUSE)
-            waiting: list[_Job | None] = [first]
+            waiting: list[_GenerationJob | None] = [first]
             with contextlib.suppress(queue.Empty):
                 while True:
                     waiting.append(self._jobs.get_nowait())
@@ -117,7 +117,7 @@ class DeviceThread(Generator):
                     self._jobs.put(None)
                 return
 
-    def _next_batch(self, jobs: Sequence[_Job]) -> list[_Job]:
+    def _next_batch(self, jobs: Sequence[_GenerationJob]) -> list[_GenerationJob]:
         """The longest waiting turn, and as many others of its kind as there is memory for."""
         alike = [job for job in jobs if job.kind == jobs[0].kind]
         limits = [self._generator.settings(job.observed.agent)["max_new_tokens"] for job in alike]
@@ -125,7 +125,7 @@ class DeviceThread(Generator):
         count = next((n for n in range(len(alike), 1, -1) if n <= self._most(max(lengths[:n]))), 1)
         return alike[:count]
 
-    def _sample(self, batch: Sequence[_Job]) -> None:
+    def _sample(self, batch: Sequence[_GenerationJob]) -> None:
         batch = [job for job in batch if not job.is_gone]
         if not batch:
             return

@@ -30,7 +30,7 @@ from ..prompts.tool_calls import prepare_tools
 from ..prompts.views import View
 from ..reporting.model_card import CARD_NAME, TAGS, team_card
 from ..rollout.generator import Generator
-from ..rollout.runner import EpisodeRunner, Limits
+from ..rollout.runner import EpisodeLimits, EpisodeRunner
 from ..rollout.transformers_generator import Decoding, ModelEngine, TransformersGenerator
 from ..rollout.turn_reader import TurnReader
 from ..seams.generation import HALF
@@ -247,7 +247,7 @@ class SavedTeam:
             mixed = MixedLora(model) if share and MixedLora.find_obstacle(model, policies.names) is None else None
             generator = TransformersGenerator(engine, policies, samplings, Decoding(share, mixed=mixed))
         reader = TurnReader(tokenizer, engine.end_token_ids, prompts.template, uses_tools, is_lone=len(agents) == 1)
-        limits = Limits(ToolLimits(**inference.tool_limits), inference.workflow_timeout)
+        limits = EpisodeLimits(ToolLimits(**inference.tool_limits), inference.workflow_timeout)
         return EpisodeRunner(agents, workflow, prompts, generator, reader, UserRandomness(0, model.device), limits)
 
     def save(self, folder: Path, model: PreTrainedModel) -> None:

@@ -37,7 +37,7 @@ from ..rollout.failures import Failures
 from ..rollout.generator import Generator
 from ..rollout.reward_scorer import AgentReturns, RewardReachChecker, RewardScorer
 from ..rollout.rollouts import Rollouts
-from ..rollout.runner import EpisodeRunner, Limits, RunMode
+from ..rollout.runner import EpisodeLimits, EpisodeRunner, RunMode
 from ..rollout.transformers_generator import Decoding, TransformersGenerator
 from ..rollout.turn_reader import TurnReader
 from ..runs.checkpoints import BestAdapters, Checkpoints
@@ -53,7 +53,8 @@ from ..system.processes import Processes, other_devices
 from ..system.randomness import RandomStates, UserRandomness, UserState
 from ..system.run_metrics import Metrics
 from . import setup
-from .experience import BatchMaker, EvaluationOptions
+from .batch_maker import BatchMaker, ModelOutputs
+from .evaluation_options import EvaluationOptions
 from .team_files import TeamFiles
 
 
@@ -171,9 +172,21 @@ class Parts:
         self._vocabulary = self._base.get_input_embeddings().weight.size(0)
         generator = self._generator()
         reader = TurnReader(tokenizer, trainer.eos_token_ids, prompts.template, uses_tools, len(team.agents) == 1)
-        limits = Limits(setup.tool_limits(args), args.workflow_timeout, args.max_episode_turns, self._vocabulary)
-        parts = (prompts, generator, reader, self._randomness, limits, self._users, args.seed)
-        self.runner = EpisodeRunner(team.agents, team.workflow, *parts).changed(RunMode(trains=True))
+        limits = EpisodeLimits(
+            setup.tool_limits(args), args.workflow_timeout, args.max_episode_turns, self._vocabulary
+        )
+        runner = EpisodeRunner(
+            team.agents,
+            team.workflow,
+            prompts,
+            generator,
+            reader,
+            self._randomness,
+            limits,
+            users=self._users,
+            seed=args.seed,
+        )
+        self.runner = runner.changed(RunMode(trains=True))
 
     def _generator(self) -> Generator:
         """
@@ -228,8 +241,9 @@ class Parts:
     def _make_learning(self) -> None:
         """From rows to losses."""
         trainer, team, run, args, batcher = self._trainer, self._team, self._context, self._args, self.batcher
-        scored = (self._scorer, self._rewards, self._own_returns)
-        credit = CreditAssigner(run, *scored, team.workflow.earns, self._alternatives)
+        credit = CreditAssigner(
+            run, self._scorer, self._rewards, self._own_returns, team.workflow.earns, self._alternatives
+        )
         self.critic = self._running = self._scale = None
         if team.critic is not None:
             # The heads are no part of the base, so accelerate does not move them
@@ -243,9 +257,17 @@ class Parts:
             self._estimator = BaselineEstimator(team, run, credit, self._rewards, self._running)
         device = self.processes.device
         random_states = RandomStates(device, others=other_devices(self._model, device))
-        again = OutOfMemory(run, batcher, self.updates, random_states)
-        scoring = (self.log_probs, batcher, self._collate)
-        self.loss = TeamLoss(team, run, TrlLoss(trainer), *scoring, self.critic, self.updates, again)
+        self.loss = TeamLoss(
+            team,
+            run,
+            TrlLoss(trainer),
+            self.log_probs,
+            batcher,
+            self._collate,
+            self.critic,
+            self.updates,
+            OutOfMemory(run, batcher, self.updates, random_states),
+        )
         trainer.add_callback(self.loss)
         is_sequential = args.update_order == "sequential"
         self.sequential = SequentialFactors(team, run, self.log_probs) if is_sequential else None
@@ -262,8 +284,16 @@ class Parts:
         # Agents have returns of their own only where a workflow rewards them by name, or the setting says so
         has_games = team.workflow.earns or self._args.returns == "agent"
         games = GameMetrics(team, self._own_returns) if has_games else None
-        episodes = (self._rewards, self._trainer.processing_class, self._randomness)
-        self.reporter = Reporter(team, run, *episodes, code.eval_metrics, code.vote, games)
+        self.reporter = Reporter(
+            team,
+            run,
+            self._rewards,
+            self._trainer.processing_class,
+            self._randomness,
+            code.eval_metrics,
+            code.vote,
+            games,
+        )
         self.loss.out_of_memory.plan = lambda: self.planner.memory_plan()
         self.loss.out_of_memory.release = self.runner.generator.drop_cache
         vocabulary = self._base.config.get_text_config().vocab_size
@@ -277,17 +307,18 @@ class Parts:
         self.evaluations = EvaluationOptions(run, team.names, self.reporter, self.collapse)
 
     def _make_experience(self) -> None:
-        run, further = self._context, (lambda: self._trainer.train_dataset, self._own_returns)
-        self._sampling = DynamicSampling(run, self.rollouts, *further) if self._args.dynamic_sampling else None
+        run, self._sampling = self._context, None
+        if self._args.dynamic_sampling:
+            self._sampling = DynamicSampling(
+                run, self.rollouts, lambda: self._trainer.train_dataset, self._own_returns
+            )
+        outputs = ModelOutputs(run, self.log_probs, self._needs_old, self.critic, self._correction)
         self.experience = BatchMaker(
             self._team,
             run,
             self._schedule,
             self._sampling or self.rollouts,
-            self.log_probs,
-            self._needs_old,
-            self.critic,
-            self._correction,
+            outputs,
             self._estimator,
             self.batcher,
             self.reporter,
@@ -330,8 +361,16 @@ class Parts:
             dataset=trainer.train_dataset,
             num_processes=self.processes.count,
         )
-        models = (trainer.model, trainer.ref_model)
-        self.checkpoints = Checkpoints(team, self._context, stateful, self._schedule, *models, settings, self._best)
+        self.checkpoints = Checkpoints(
+            team,
+            self._context,
+            stateful,
+            self._schedule,
+            trainer.model,
+            trainer.ref_model,
+            settings,
+            self._best,
+        )
         inference = {
             "chat_template_kwargs": dict(trainer.chat_template_kwargs),
             "share_prefixes": self.passes.share,

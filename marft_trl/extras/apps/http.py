@@ -36,7 +36,7 @@ class ChatReplies(NamedTuple):
     on_send_failed: Callable[[], None] = lambda: None  # called if the replies could not be sent
 
 
-class Outcome(NamedTuple):
+class RequestOutcome(NamedTuple):
     """Outcome of a request, for logs and metrics."""
 
     model: str  # empty if the request was not parsed
@@ -105,7 +105,7 @@ class HTTPApplication:
             status = response.status
             return response
         finally:
-            outcome = Outcome(request.get(_MODEL, ""), status, time.monotonic() - start, request_error)
+            outcome = RequestOutcome(request.get(_MODEL, ""), status, time.monotonic() - start, request_error)
             self._backend.ended(request, client, outcome)
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -30,7 +30,7 @@ from ...workflows import Sequential, Workflow
 from ..engines.server import EngineDownError
 from .connections import Connections, listen
 from .external_app import OUTPUT, ExternalApp
-from .http import ChatReplies, HTTPApplication, Outcome, TextListener, get_api_key
+from .http import ChatReplies, HTTPApplication, RequestOutcome, TextListener, get_api_key
 from .requests import ChatReply, ChatRequest, RequestError, to_request_error, with_format
 from .responses import ResponseStore
 from .routing import AgentRule
@@ -381,7 +381,7 @@ class _TeamBackend:
     def answering(self, request: web.Request) -> contextlib.AbstractContextManager[None]:
         return self.connections.answering(request.transport)
 
-    def ended(self, request: web.Request, client: _TeamBackend | None, outcome: Outcome) -> None:
+    def ended(self, request: web.Request, client: _TeamBackend | None, outcome: RequestOutcome) -> None:
         if request.method == "POST":
             self._counters.request(outcome.model, outcome.status, outcome.seconds)
 

@@ -21,7 +21,7 @@ from .session import AppEndpoint, Session, forget_shared_keys, logger, mark_of_p
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from .http import Outcome
+    from .http import RequestOutcome
 
 
 # Open files of an episode at a time: those of a client, of its event loop or of the pipes of a program
@@ -139,6 +139,6 @@ class Endpoint:
     def answering(self, request: web.Request) -> contextlib.AbstractContextManager[None]:
         return self._connections.answering(request.transport)
 
-    def ended(self, request: web.Request, client: Session | None, outcome: Outcome) -> None:
+    def ended(self, request: web.Request, client: Session | None, outcome: RequestOutcome) -> None:
         if client is not None and outcome.error is not None:
             client.refuse(outcome.error)

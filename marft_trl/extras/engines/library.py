@@ -125,7 +125,7 @@ class Version:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ServedAdapter:
     """Weights that servers are given."""
 
     tensors: Callable[[], Mapping[str, torch.Tensor]]  # current tensors of a LoRA, by their names in PEFT's files
@@ -147,7 +147,7 @@ class AdapterLibrary:
     def __init__(
         self,
         folder: str | os.PathLike,
-        entries: Mapping[str, Entry],
+        entries: Mapping[str, ServedAdapter],
         servers: ServerSettings,
         vocabulary: int,
         tolerance: float,

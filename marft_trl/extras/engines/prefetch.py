@@ -80,7 +80,7 @@ class _Reader:
 _LAST_WORDS = 10.0
 
 
-class _Job(NamedTuple):
+class _PrefetchJob(NamedTuple):
     """A generation batch, sampled from the weights of a pin."""
 
     rows: Sequence[dict[str, Any]]
@@ -103,8 +103,8 @@ class Prefetcher:
         self._runner, self._look_ahead, self._staleness = runner, look_ahead, int(run.args.max_staleness)
         self._generator = cast(VLLMGenerator, runner.generator)
         self._failures, self._processes = failures, run.processes
-        self._jobs: dict[int, _Job] = {}
-        self._worker: _Worker | None = None
+        self._jobs: dict[int, _PrefetchJob] = {}
+        self._worker: _PrefetchThread | None = None
 
     def episodes(self, rows: Sequence[dict[str, Any]]) -> list[Episode]:
         """The episodes of the batch that is due. Later batches begin. Raises an `EpisodeError` if one fails."""
@@ -130,10 +130,12 @@ class Prefetcher:
         if number in self._jobs:
             return
         if self._worker is None:
-            self._worker = _Worker(self._runner)
+            self._worker = _PrefetchThread(self._runner)
         key = self._runner.keys.next(self._processes.index * len(rows))
         failures = None if self._failures is None else self._failures.apart()
-        job = self._jobs[number] = _Job(list(rows), key, self._generator.pin(), failures, concurrent.futures.Future())
+        job = self._jobs[number] = _PrefetchJob(
+            list(rows), key, self._generator.pin(), failures, concurrent.futures.Future()
+        )
         self._worker.begin(job)
 
     def _take(self, number: int) -> list[Episode]:
@@ -150,7 +152,7 @@ class Prefetcher:
         return episodes
 
 
-class _Worker:
+class _PrefetchThread:
     """A thread with an event loop, in which all batches under way run."""
 
     def __init__(self, runner: EpisodeRunner):
@@ -158,11 +160,11 @@ class _Worker:
         self._runner = runner.changed(dataclasses.replace(runner.mode, is_concurrent=True))
         self._generator = cast(VLLMGenerator, runner.generator)
         self._loop = asyncio.new_event_loop()
-        self._wishes: asyncio.Queue[_Job | None] = asyncio.Queue()
+        self._wishes: asyncio.Queue[_PrefetchJob | None] = asyncio.Queue()
         self._thread = threading.Thread(target=self._run, name="marft-rollouts", daemon=True)
         self._thread.start()
 
-    def begin(self, job: _Job) -> None:
+    def begin(self, job: _PrefetchJob) -> None:
         self._loop.call_soon_threadsafe(self._wishes.put_nowait, job)
 
     def take_dropped(self) -> int:
@@ -184,7 +186,7 @@ class _Worker:
 
     async def _work(self) -> None:
         tasks: set[asyncio.Task] = set()
-        job: _Job | None = None
+        job: _PrefetchJob | None = None
         while True:
             try:
                 async with self._runner.connected():
@@ -207,7 +209,7 @@ class _Worker:
                 waiting.episodes.set_exception(error)
                 job = None
 
-    async def _episodes(self, job: _Job) -> None:
+    async def _episodes(self, job: _PrefetchJob) -> None:
         tries = itertools.count()
 
         async def run(rows, failures):  # a repeated episode is no copy of another one

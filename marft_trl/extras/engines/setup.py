@@ -26,7 +26,7 @@ from ...config.team_setup import RunContext, Sampling, TeamSetup
 from ...rollout.transformers_generator import ModelEngine
 from ...seams.libraries import get_logger
 from ...system.event_loop import run_coroutine
-from .library import AdapterLibrary, Entry, adapter_tensors, check_servable, served_config, zero_tensors
+from .library import AdapterLibrary, ServedAdapter, adapter_tensors, check_servable, served_config, zero_tensors
 from .own_server import MODULE, UPDATES, OwnServer, server_flags
 from .server import ServerSettings, find_max_model_len, parse_addresses, put_to_sleep
 from .vllm_generator import BASE, SamplingCorrection, VLLMGenerator, make_reference_name
@@ -146,7 +146,7 @@ def make_vllm_generator(
 
 def _entries(
     args: MARFTConfig, agents: Sequence[AgentSpec], policies: Policies, model: PeftModel, next_token: NextToken
-) -> dict[str, Entry]:
+) -> dict[str, ServedAdapter]:
     """What servers are given: the adapters, and the references if turns are sampled from them."""
     # Callbacks may change a frozen adapter, such as that of an opponent
     entries = adapter_entries(agents, model, next_token, changing=policies.names)
@@ -156,19 +156,19 @@ def _entries(
         adapter, reference = agent.adapter, functools.partial(next_token, agent.name, by_reference=True)
         if policies.base_is_reference(agent.name):
             tensors = functools.partial(zero_tensors, model, adapter)
-            entries[BASE] = Entry(tensors, served_config(model, adapter), reference, is_fixed=True)
+            entries[BASE] = ServedAdapter(tensors, served_config(model, adapter), reference, is_fixed=True)
         else:
             tensors = functools.partial(_reference_tensors, policies, model, agent)
-            entries[make_reference_name(adapter)] = Entry(tensors, served_config(model, adapter), reference)
+            entries[make_reference_name(adapter)] = ServedAdapter(tensors, served_config(model, adapter), reference)
     return entries
 
 
 def adapter_entries(
     agents: Sequence[AgentSpec], model: PeftModel, next_token: NextToken, changing: Sequence[str] = ()
-) -> dict[str, Entry]:
+) -> dict[str, ServedAdapter]:
     """The adapters of agents, by their names. The weights of those in `changing` may change."""
     return {
-        agent.adapter: Entry(
+        agent.adapter: ServedAdapter(
             functools.partial(adapter_tensors, model, agent.adapter),
             served_config(model, agent.adapter),
             functools.partial(next_token, agent.name, by_reference=False),

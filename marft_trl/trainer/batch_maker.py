@@ -3,22 +3,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..algorithms.rows import Row, Slice
-from ..config.marft_config import check_k, check_sampling
-from ..config.team_setup import RunContext, TeamSetup, decoding
-from ..episodes.records import unknown_agent
+from ..config.team_setup import RunContext, TeamSetup
 from ..learning.adapter_updates import Schedule
 from ..learning.advantages import Estimated, Estimator
 from ..learning.batching import MicroBatcher, Pools, count_rows, cut_slices, make_groups_adjacent, make_slices
 from ..learning.critic_learner import CriticLearner
 from ..learning.log_probs import LogProbs
-from ..learning.losses import TeamLoss
 from ..reporting.reporter import Reporter
 from ..reporting.transcripts import Advantage
 from ..rollout.dynamic_sampling import DynamicSampling
@@ -26,88 +22,10 @@ from ..rollout.reward_scorer import RewardReachChecker
 from ..rollout.rollouts import Rollout, Rollouts
 from ..rollout.runner import RunMode
 from ..runs.collapse import Collapse
-from ..team.events import check_count
 
 
 if TYPE_CHECKING:
     from ..extras.engines.vllm_generator import SamplingCorrection
-
-
-class EvaluationOptions:
-    """Settings of evaluation, from the training arguments or from a call of `evaluate`."""
-
-    def __init__(self, run: RunContext, agents: Sequence[str], reporter: Reporter, collapse: Collapse | None):
-        self._args, self._settings, self._agents, self._reporter = run.args, run.settings, agents, reporter
-        self._collapse = collapse
-        self._silent: frozenset[str] = frozenset()
-        self._sampling: Mapping[str, Any] | None = run.args.eval_sampling  # type: ignore[assignment]
-        self._with_losses = True
-
-    @contextlib.contextmanager
-    def override(
-        self,
-        num_samples: int | None,
-        sampling: Mapping[str, float] | None,
-        k: Sequence[int] | None,
-        is_other_set: bool,
-    ) -> Iterator[None]:
-        """Context manager: override settings that are not `None`. `is_other_set`: the set is not the trainer's."""
-        check_sampling(sampling, "sampling")
-        if num_samples is not None:
-            check_count("num_samples", num_samples)
-        count = num_samples or self._settings.group_size(training=False)
-        batch_size = self._args.per_device_eval_batch_size * self._args.world_size
-        if batch_size % count:  # pass@k needs all samples of a question in one batch
-            raise ValueError(
-                f"`{'num_samples' if num_samples else 'num_generations_eval'}` ({count}) must divide the number of "
-                f"episodes in an evaluation batch ({batch_size}), which is `per_device_eval_batch_size` times the "
-                f"number of processes. Set `per_device_eval_batch_size` to a multiple of {count}."
-            )
-        values = self._reporter.k_values if k is None else k
-        check_k(values, count, "eval_k" if k is None else "k")
-        # `evaluate` calls itself for each of several sets. The inner calls keep the settings of the outer call
-        outer = self._sampling, self._reporter.k_values
-        is_other = is_other_set or num_samples is not None or sampling is not None
-        collapse = self._collapse
-        watch = collapse.ignoring_evaluations(is_other) if collapse is not None else contextlib.nullcontext()
-        self._sampling = self._sampling if sampling is None else sampling
-        self._reporter.k_values = values
-        try:
-            with watch, self._settings.override_eval_group_size(num_samples):
-                yield
-        finally:
-            self._sampling, self._reporter.k_values = outer
-
-    @contextlib.contextmanager
-    def without_losses(self) -> Iterator[None]:
-        """Context manager that evaluates without a loss, which saves a forward pass. Other metrics stay the same."""
-        self._with_losses = False
-        try:
-            yield
-        finally:
-            self._with_losses = True
-
-    def loss(self, losses: TeamLoss, *batch: Any) -> torch.Tensor | None:
-        return losses.evaluation_loss(*batch) if self._with_losses else None
-
-    @contextlib.contextmanager
-    def silence_agents(self, *names: str) -> Iterator[None]:
-        """Context manager that replaces turns of these agents by empty text, also for environments and answers."""
-        for name in names:
-            if name not in self._agents:
-                raise ValueError(unknown_agent(name, self._agents, "`silence_agents`"))
-        outer, self._silent = self._silent, frozenset(names)
-        try:
-            yield
-        finally:
-            self._silent = outer
-
-    @property
-    def mode(self) -> RunMode:
-        return RunMode(decoding(self._sampling), silent=self._silent)
-
-    def metrics(self, dataset: Any, prefix: str) -> dict[str, float]:
-        return {f"{prefix}_{name}": value for name, value in self._reporter.end_evaluation(dataset, prefix).items()}
 
 
 _WEIGHTS_ADVICE = (
@@ -116,6 +34,37 @@ _WEIGHTS_ADVICE = (
 )
 _ADVANTAGES_ADVICE = "Check the magnitude of the rewards and of the critic's values, and the setting `scale_rewards`."
 _MODEL_OUTPUT_ADVICE = dict.fromkeys(("old_per_token_logps", "ref_per_token_logps", "old_values"), _WEIGHTS_ADVICE)
+
+
+class ModelOutputs:
+    """Adds to rows what passes through the model give: log-probabilities of the policies that matter, and values."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        log_probs: LogProbs,
+        needs_old: bool,
+        learner: CriticLearner | None,
+        correction: SamplingCorrection | None,
+    ):
+        self._log_probs, self._needs_old, self._needs_reference = log_probs, needs_old, run.settings.beta != 0.0
+        self._learner, self._correction = learner, correction
+
+    def add(self, rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
+        """Add old and reference log-probabilities, then values. Later ones use what earlier ones add."""
+        log_probs, learner, correction = self._log_probs, self._learner, self._correction
+        if training and self._needs_old:
+            with log_probs.scoring(dropout=correction is None):  # servers sample without dropout
+                rows = log_probs.with_old(rows)
+            rows = rows if correction is None else correction.corrected(rows)
+        if self._needs_reference:
+            kept = [] if learner is None else [learner.num_features_of_reference]
+            with log_probs.scoring():
+                rows = log_probs.with_reference(rows, *kept)
+        if learner is not None:
+            with log_probs.scoring():
+                rows = learner.with_values(rollout, rows)
+        return rows
 
 
 class BatchMaker:
@@ -127,10 +76,7 @@ class BatchMaker:
         run: RunContext,
         schedule: Schedule,
         rollouts: Rollouts | DynamicSampling,
-        log_probs: LogProbs,
-        needs_old: bool,
-        learner: CriticLearner | None,
-        correction: SamplingCorrection | None,
+        outputs: ModelOutputs,
         estimator: Estimator,
         batcher: MicroBatcher,
         reporter: Reporter,
@@ -140,8 +86,7 @@ class BatchMaker:
         self._policies, self._critic, self._schedule = team.policies, team.critic, schedule
         self._args, self._settings, self._metrics, self._processes = run.args, run.settings, run.metrics, run.processes
         self._rollouts, self._estimator, self._batcher = rollouts, estimator, batcher
-        self._log_probs, self._needs_old, self._needs_reference = log_probs, needs_old, run.settings.beta != 0.0
-        self._learner, self._correction = learner, correction
+        self._outputs = outputs
         self._reporter, self._reach, self._collapse = reporter, reach, collapse
 
     def for_training(self, inputs: Sequence[dict[str, Any]]) -> list[Slice]:
@@ -180,7 +125,7 @@ class BatchMaker:
         if training:
             # Before the first pass over the rows, so that no pass needs more memory than is free
             self._batcher.fit([row for row in rows if row.is_trained or row.critic is not None])
-        rows = self._with_outputs(rollout, rows, training)
+        rows = self._outputs.add(rollout, rows, training)
         # Forward passes take all rows in one list, but estimators need them by episode
         filled = iter(rows)
         by_episode = [[next(filled) for _ in episode_turns] for episode_turns in turns]
@@ -193,22 +138,6 @@ class BatchMaker:
         with self._processes.failing_together():
             check_finite([row for value in estimated.rows for row in value], {"advantage": _ADVANTAGES_ADVICE})
         return estimated
-
-    def _with_outputs(self, rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
-        """Add old and reference log-probabilities, then values. Later ones use what earlier ones add."""
-        log_probs, learner, correction = self._log_probs, self._learner, self._correction
-        if training and self._needs_old:
-            with log_probs.scoring(dropout=correction is None):  # servers sample without dropout
-                rows = log_probs.with_old(rows)
-            rows = rows if correction is None else correction.corrected(rows)
-        if self._needs_reference:
-            kept = [] if learner is None else [learner.num_features_of_reference]
-            with log_probs.scoring():
-                rows = log_probs.with_reference(rows, *kept)
-        if learner is not None:
-            with log_probs.scoring():
-                rows = learner.with_values(rollout, rows)
-        return rows
 
     def _rows(self, rollout: Rollout, turns: Sequence[Sequence[Any]], training: bool) -> list[Row]:
         rows: list[Row] = []
