@@ -115,7 +115,7 @@ def test_a_stream_adds_up_to_the_whole_answer(reply, reason, stop, parts):
     request = ChatRequest("ann", [user("Hi.")])
     whole = dialect.answer("1", request, [reply])
     assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, stop)
-    stream = dialect.Stream("1", request)
+    stream = dialect.stream("1", request)
     events = [*stream.begin(), *(event for part in parts for event in stream.delta(part)), *stream.end(reply)]
     body = b"".join(map(dialect.encoded, events))
     response = httpx.Response(200, headers={"Content-Type": "text/event-stream"}, content=body)

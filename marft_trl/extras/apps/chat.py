@@ -87,7 +87,7 @@ def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatRepl
     return {**head, "choices": choices, "usage": _usage(messages), **shown}
 
 
-class Stream:
+class ChatStream:
     """The parts of a streamed answer."""
 
     def __init__(self, identity: str, chat_request: ChatRequest):
@@ -118,10 +118,11 @@ class Stream:
 
 
 END = b"data: [DONE]\n\n"
+stream = ChatStream
 
 
-def encoded(part: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(part, default=str).encode() + b"\n\n"
+def encoded(event: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(event, default=str).encode() + b"\n\n"
 
 
 def error_body(error: RequestError) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from aiohttp import web
 
@@ -17,8 +17,35 @@ from .requests import ChatReply, ChatRequest, RequestError, to_request_error
 from .routing import choose_agent
 
 
-# To add an API, write a module with `read`, `answer`, `Stream`, `encoded`, `failed`, `error_body` and `END`
-DIALECTS: dict[str, Any] = {"/v1/chat/completions": chat, "/v1/responses": responses, "/v1/messages": messages}
+class ReplyStream(Protocol):
+    """Events of a reply that is sent while it is generated."""
+
+    def begin(self) -> list[dict[str, Any]]: ...
+
+    def delta(self, text: str, is_answer: bool = True, agent: str = "", turn: int = 0) -> list[dict[str, Any]]: ...
+
+    def end(self, reply: ChatReply) -> list[dict[str, Any]]: ...
+
+
+class Dialect(Protocol):
+    """A module that reads and writes a chat API. To add an API, write one and add its path to `DIALECTS`."""
+
+    END: bytes  # sent after the last event of a stream
+
+    def read(self, body: bytes, models: Sequence[str] | None, stored: Any) -> ChatRequest: ...
+
+    def answer(self, identity: str, chat_request: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]: ...
+
+    def stream(self, identity: str, chat_request: ChatRequest) -> ReplyStream: ...
+
+    def encoded(self, event: Mapping[str, Any]) -> bytes: ...
+
+    def failed(self, error: RequestError) -> dict[str, Any]: ...  # the event of an error within a stream
+
+    def error_body(self, error: RequestError) -> dict[str, Any]: ...
+
+
+DIALECTS: dict[str, Dialect] = {"/v1/chat/completions": chat, "/v1/responses": responses, "/v1/messages": messages}
 _COUNT_TOKENS = "/v1/messages/count_tokens"
 # Maximum seconds for reading a request body, and seconds between keep-alive comments in an idle stream, for proxies
 _BODY_SECONDS, _KEEP_ALIVE_SECONDS = 60.0, 15.0
@@ -119,7 +146,7 @@ class HTTPApplication:
             raise RequestError(f"Unknown model {name[:80]!r}. Models: {there}.", 404, "model", "model_not_found")
         return web.json_response(chat.model(name))
 
-    async def _read(self, request: web.Request, dialect: Any) -> tuple[ChatRequest, ChatRequest, bytes]:
+    async def _read(self, request: web.Request, dialect: Dialect) -> tuple[ChatRequest, ChatRequest, bytes]:
         """Read a request. Returns it as the client wrote it, the same for the agent that answers, and the body."""
         if self._backend.json_only and request.content_type != "application/json":
             raise RequestError("`Content-Type` must be `application/json`.", 415)
@@ -138,13 +165,13 @@ class HTTPApplication:
         async with asyncio.timeout(self._backend.timeout):
             return web.json_response({"input_tokens": await get_client(request).count_tokens(routed)})
 
-    def _handler(self, dialect: Any) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(request: web.Request) -> web.StreamResponse:
             chat_request, routed, body = await self._read(request, dialect)
             is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
             reply_id = secrets.token_hex(12)
             if chat_request.stream:
-                stream = dialect.Stream(reply_id, chat_request)
+                stream = dialect.stream(reply_id, chat_request)
                 return await self._streamed(request, dialect, stream, routed, body, is_retry)
             async with asyncio.timeout(self._backend.timeout):
                 found = await get_client(request).answer(routed, body, is_retry, None)
@@ -165,7 +192,13 @@ class HTTPApplication:
         return answer
 
     async def _streamed(
-        self, request: web.Request, dialect: Any, stream: Any, chat_request: ChatRequest, body: bytes, is_retry: bool
+        self,
+        request: web.Request,
+        dialect: Dialect,
+        stream: ReplyStream,
+        chat_request: ChatRequest,
+        body: bytes,
+        is_retry: bool,
     ) -> web.StreamResponse:
         """Send server-sent events. Generation does not wait for a client that reads slowly."""
         texts: asyncio.Queue[tuple[str, bool, str, int] | None] = asyncio.Queue()

@@ -275,7 +275,7 @@ def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatRepl
     return {**_message(identity, chat_request), "content": content, **_ending(reply), "usage": _usage(reply)}
 
 
-class Stream:
+class MessageStream:
     """The events of an answer that grows."""
 
     def __init__(self, identity: str, chat_request: ChatRequest):
@@ -309,6 +309,7 @@ class Stream:
 
 
 END = b""
+stream = MessageStream
 
 
 def encoded(event: Mapping[str, Any]) -> bytes:

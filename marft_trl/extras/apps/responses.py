@@ -150,7 +150,7 @@ def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatRepl
     return response
 
 
-class Stream:
+class ResponseStream:
     """The events of an answer that grows."""
 
     def __init__(self, identity: str, chat_request: ChatRequest):
@@ -201,6 +201,7 @@ class Stream:
 
 
 END = b""
+stream = ResponseStream
 error_body = chat.error_body
 
 
