@@ -182,7 +182,7 @@ def test_a_judge_is_not_trained_on_its_own_scores():
             check_judges(agents, team, of_agents)
     check_judges([solver, frozen], [score], {})
     check_judges([solver, AgentSpec("judge", reply=lambda messages: "")], [score], {})
-    check_judges([solver, AgentSpec("judge", copy_of="solver")], [score], {})
+    check_judges([solver, AgentSpec("judge", trainable=False)], [score], {})
     check_judges([solver, trained], [], {"solver": [score]})
     with pytest.raises(ValueError, match="'jugde'.* names an unknown agent.*Did you mean 'judge'"):
         check_judges([solver, frozen], [judge_reward("jugde")], {})

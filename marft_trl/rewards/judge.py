@@ -50,7 +50,7 @@ def judge_reward(
         judge (`str` or `Callable`): base URL of an OpenAI-compatible endpoint; or the name of an agent of the team,
             whose last turn in an episode has the score, and whose system prompt has the rubric; or a function
             `judge(messages)` that returns a text, as [`AgentSpec.reply`], which may be `async`. An agent has to be
-            frozen, a past copy, or a function: a trained one would learn to score itself well.
+            frozen or a function: a trained one would learn to score itself well.
         rubric (`str`, *optional*): what a good answer is. Needed unless an agent judges.
         model (`str`, *optional*): name of the model at the endpoint.
         scale (`tuple[float, float]`, *optional*, defaults to `(0.0, 10.0)`): lowest and highest score.
