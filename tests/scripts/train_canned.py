@@ -45,8 +45,8 @@ def canned(trainer, kind):
 
     async def generate(observed, **options):
         replies = []
-        for agent, ids, _, _, copy, _ in observed:
-            key = (trainer.state.global_step, agent, tuple(ids), *([copy] if copy is not None else []))
+        for agent, ids, *_ in observed:
+            key = (trainer.state.global_step, agent, tuple(ids))
             seen[key] += 1
             draw = random.Random(repr((key, seen[key])))
             reply = [draw.randrange(3, 200) for _ in range(draw.randint(1, 9))]
