@@ -32,6 +32,7 @@ from marft_trl.extras.apps import (
     AppRequest,
     BySystemPrompt,
     ExternalApp,
+    connections,
     external_app,
     messages,
     requests,
@@ -42,7 +43,9 @@ from marft_trl.extras.apps import program as programs
 from marft_trl.extras.apps.program import Launch, run_program
 from marft_trl.extras.apps.requests import ChatReply, ChatRequest, RequestError
 from marft_trl.extras.apps.responses import ResponseStore
-from marft_trl.extras.apps.session import FOLDER, Session, folder_name
+from marft_trl.extras.apps.routing import choose_agent
+from marft_trl.extras.apps.server import Endpoint
+from marft_trl.extras.apps.session import FOLDER, Session, Waiting, folder_name
 from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import together
@@ -63,7 +66,7 @@ from transformers.utils import get_json_schema
 
 from .helpers import StopAt, collect, eventually, moved, moved_by_training, team_trainer, varied_reward, weights
 from .namesakes import NAMES
-from .test_gateway import JSON, MESSAGES, send, serving
+from .test_gateway import BROKEN, FORMAT, JSON, JSON_SCHEMA, MESSAGES, send, serving
 from .test_live import namesakes  # noqa: F401
 from .test_served import served, server  # noqa: F401
 from .test_tools import ROWS, add, began_at, canned, tool_tokenizer
@@ -380,6 +383,7 @@ def program(tmp_path):
 def test_a_program_is_given_only_what_the_workflow_names(program, monkeypatch):
     """Programs append standard input to the user's message, so that a model would be shown the solution."""
     row = {"prompt": "What is 3+4?", "solution": "the seven", "hint": "add", "_private": "x"}
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "seven")  # which a client would send in place of the key
     command = program(
         """
         given = " ".join(map(str, [*sys.argv, text, *os.environ.items()]))
@@ -1195,7 +1199,7 @@ def test_clients_neither_stop_a_run_nor_fill_its_log(run_with_few_files):
     with contextlib.ExitStack() as opened:
         for number in range(150):
             client = opened.enter_context(socket.create_connection(("127.0.0.1", port)))
-            client.sendall((b"", b"nothing\r\n\r\n", endless)[number % 3])
+            client.sendall((b"", BROKEN, endless)[number % 3])
         said, errors = run_with_few_files.communicate("3\n", 60)
     assert said.split() == ["6"] and len(errors) < 20_000, errors
 
@@ -1620,10 +1624,14 @@ def test_calls_name_the_folder_that_the_application_has():
 def test_a_copy_of_a_folder_leaves_out_what_cannot_be_copied(tmp_path, monkeypatch):
     (tmp_path / "task").mkdir()
     (tmp_path / "task" / "a.txt").write_text("a")
+    (tmp_path / "task" / "link").symlink_to("/nowhere")
+    (tmp_path / "task" / "marftapp456").mkdir()
     os.mkfifo(tmp_path / "task" / "pipe")
     monkeypatch.setattr(programs.tempfile, "gettempdir", lambda: str(tmp_path / "task"))
     copy = programs._FolderCopy(str(tmp_path / "task"), "marftapp123")
-    assert os.listdir(copy.path) == ["a.txt"]
+    assert sorted(os.listdir(copy.path)) == ["a.txt", "link"] and Path(copy.path, "link").is_symlink()
+    with pytest.raises(FileExistsError):  # a folder that somebody else has made is not used
+        programs._FolderCopy(str(tmp_path / "task"), "marftapp456")
 
 
 @pytest.mark.parametrize("identity", [[], {}, 3])
@@ -1634,3 +1642,174 @@ def test_odd_ids_of_responses_are_refused_with_a_reason(identity):
             responses.read(text.encode(), ["ann"], ResponseStore(1000))
     tools = [{"name": identity, "input_schema": {}, "defer_loading": True}]
     messages.read(json.dumps({"model": "ann", "messages": [user("x")], "tools": tools}).encode(), ["ann"])
+
+
+def test_silent_connections_do_not_end_a_request_of_training(monkeypatch):
+    endpoint = Endpoint.get_or_start()
+    monkeypatch.setattr(endpoint._connections, "_most", 3)
+    monkeypatch.setattr(connections, "_SILENT", 0.05)
+    port = int(re.search(r":(\d+)", endpoint.base_url)[1])
+
+    def answer(asked):
+        with contextlib.ExitStack() as stack:
+            for _ in range(6):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                time.sleep(0.1)
+        return said_to(asked)
+
+    async def app(row, endpoint):
+        async with raw(endpoint) as send:
+            assert (await send("chat/completions", chat("ann", "x")))[0] == 200
+
+    assert played(app, answer)[0].counts == {"app/requests": 1, "app/lineages": 1}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["X-Api-KEY", "Proxy-Authorization", "my-cookie", "x-token", "X-Client-Secret", "db-password", "X-Credential"],
+)
+def test_headers_that_hold_keys_are_hidden_from_rules(name):
+    seen, headers = [], {name: "k", "X-Agent": "ann"}
+    rule = lambda request: seen.append(request.headers) or "ann"  # noqa: E731
+    asyncio.run(choose_agent(rule, ChatRequest("m", [user("x")]), headers, ["ann"]))
+    assert seen == [{"X-Agent": "ann"}]
+
+
+def test_of_replies_that_say_the_same_each_is_used_once_and_the_latest_first():
+    replies = external_app._Replies()
+    for number, before in enumerate(("one", "two", "two")):
+        replies.add(Turn("ann", "ok", number), ChatReply("ok"), ChatRequest("ann", [user(before)]))
+    replies.add(Turn("ann", "cut here", 3), ChatReply("cut"), ChatRequest("ann", [user("one")]))
+
+    def found(*said):
+        history = [part for before, text in said for part in (user(before), {"role": "assistant", "content": text})]
+        shown = replies.with_turns("ann", history, external_app._prefixes(history))[1::2]
+        return [text.index if isinstance(text := message["content"], Turn) else None for message in shown]
+
+    assert found(("one", "ok"), ("shortened", "ok"), ("shortened", "ok")) == [0, 2, 1]
+    assert found(("two", "ok")) == [1] and found(("one", "cut")) == [None] and found(("one", "other")) == [None]
+
+
+def test_ids_of_calls_tell_which_of_two_conversations_goes_on():
+    turns = []
+
+    def answer(asked):
+        turns.extend(one.requested_turn for one in asked)
+        call = {"tool_calls": (ToolCall("add", {"a": 1, "b": 2}),), "without_calls": ""}
+        return [one.make_completion("", **call) for one in asked]
+
+    async def app(row, endpoint):
+        ask = Client(endpoint)
+        first, second = [await ask("ann", user("x"), tools=[SCHEMA]) for _ in range(2)]
+        for said in (first, second, first):
+            call = said.tool_calls[0].model_dump()
+            history = [user("x"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+            await ask("ann", *history, {"role": "tool", "content": "3", "tool_call_id": call["id"]}, tools=[SCHEMA])
+
+    (episode,) = played(app, answer, tools=True)
+    assert [turn.lineage for turn in episode.turns] == [0, 1, 0, 1, 0]
+    assert [one.messages[1]["content"].index for one in turns[2:]] == [0, 1, 0]
+
+
+def test_sampled_calls_stay_where_a_later_request_has_other_tools(model_folder, tmp_path):
+    tokenizer, asked = tool_tokenizer(), []
+    call = '<tool_call>\n{"name":  "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'  # as no template writes it
+    ids = [*tokenizer(call)["input_ids"], tokenizer.eos_token_id]
+
+    async def app(row, endpoint):
+        ask, messages = Client(endpoint), [user("x")]
+        for tools in ({"tools": [SCHEMA]}, {"tools": [SCHEMA]}, {}):
+            said = await ask("solo", *messages, **tools)
+            messages.append(said.model_dump(exclude_none=True))
+            messages += [{"role": "tool", "tool_call_id": one.id, "content": "7"} for one in said.tool_calls or ()]
+
+    async def generate(observed, **options):
+        asked.append(tokenizer.decode(observed[0].ids))
+        return [SampledTurn(ids)]
+
+    given = {"agents": [AgentSpec("solo")], "workflow": ExternalApp(app, tools=True), "processing_class": tokenizer}
+    trainer = team_trainer(model_folder, tmp_path, **given)
+    trainer.parts.runner.generator.generate = generate
+    trainer.team.run(["x"])
+    assert [text.count(call) for text in asked] == [0, 1, 2]
+    assert ["# Tools" in text for text in asked] == [True, True, False]
+
+
+def test_a_conversation_of_responses_has_the_same_limit():
+    store = ResponseStore(1 << 24)
+    store.add(None, [user("x")] * 4000, {"id": "r", "output": [{"id": "m"}]})
+    body = {"model": "ann", "input": [user("x")] * 200, "previous_response_id": "r"}
+    with pytest.raises(RequestError, match="`input` may have 4,096 entries, got 4,201"):
+        responses.read(json.dumps(body).encode(), ["ann"], store)
+
+
+def test_responses_are_stored_as_agents_are_shown_them_and_only_if_wanted():
+    store = ResponseStore(1 << 20, as_shown=lambda text: text.replace("real", "shown"))
+    for number, is_kept in enumerate((True, False)):
+        body = {"model": "ann", "input": "in real", "store": is_kept}
+        request = responses.read(json.dumps(body).encode(), ["ann"], store)
+        responses.answer(str(number), request, [ChatReply("in real, too")])
+    kept = store.items("resp_0")
+    assert kept[0]["content"] == "in shown" and "real" not in json.dumps(kept)
+    with pytest.raises(RequestError, match="is not among the latest"):
+        store.items("resp_1")
+
+
+def test_warnings_about_clients_have_a_limit(caplog, monkeypatch):
+    monkeypatch.setattr(requests, "_WARNED", set())
+    for number in range(300):
+        requests.warn_of_request(f"A client sends the unknown field `{number}`.")
+    assert len(caplog.messages) == 100
+
+
+def test_a_format_is_where_later_requests_repeat_it_and_counted_and_orders_requests():
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        user("x"),
+        {"role": "assistant", "content": "x"},
+        user("y"),
+    ]
+    shown = requests.with_format(messages, JSON_SCHEMA)
+    assert [message["content"].count("Answer with JSON") for message in shown] == [1, 0, 0, 0]
+
+    async def counts_and_orders():
+        session = Session(["ann"], False, False, count=lambda model, messages, tools: len(messages[0]["content"]))
+        asked = [ChatRequest("ann", [user("x")], schema=schema) for schema in (None, {})]
+        return [await session.count_tokens(one) for one in asked], {Waiting(one, ()).order for one in asked}
+
+    counts, orders = asyncio.run(counts_and_orders())
+    assert counts == [1, len("x\n\nAnswer with JSON that fits this schema: {}")] and len(orders) == 2
+
+
+def test_a_server_decodes_under_the_schema_of_a_request(model_folder, tmp_path, server):  # noqa: F811
+    trainer = served(model_folder, tmp_path, server)
+    with serving(trainer.team) as url:
+        for more in ({}, FORMAT):
+            assert send(url, {"model": "actor", "messages": [user("1 + 1 = ?")], "max_tokens": 4, **more})[0] == 200
+    assert [body.get("structured_outputs") for body in server.requests] == [None, {"json": JSON_SCHEMA}]
+
+
+def test_options_of_programs_are_for_programs_and_texts(tmp_path):
+    for options in ({"cwd": tmp_path}, {"env": {}}, {"stdin_columns": []}):
+        with pytest.raises(
+            ValueError, match=f"`{next(iter(options))}` of `ExternalApp` has an effect on commands only"
+        ):
+            ExternalApp(lambda row, endpoint: None, **options)
+    for options in ({"env": {"A": 1}}, {"stdin_columns": "prompt"}):
+        with pytest.raises(TypeError, match=f"`{next(iter(options))}` of `ExternalApp` must have strings"):
+            ExternalApp("true", **options)
+    with pytest.raises(EpisodeError, match="the dataset has a column `cwd`. Rename it"):
+        collect(ExternalApp("true {cwd}"), [{"prompt": "x", "cwd": "/"}], NAMED, said_to)
+
+
+def test_each_reason_of_refused_requests_is_told_once(caplog):
+    async def app(row, endpoint):
+        async with raw(endpoint) as send:
+            for fields in ({}, {"n": row["n"]}, {"seed": "x"}):
+                await send("chat/completions", chat("ann", "x", **fields))
+
+    workflow = ExternalApp(app, together=0)
+    for number in (2, 3):
+        collect(workflow, [{"prompt": "x", "n": number}], NAMED, said_to)
+    (warning,) = [text for text in caplog.messages if "were refused" in text]
+    assert "2 of 3 requests" in warning and "The first: `n` must be 1 for an agent, got 2" in warning

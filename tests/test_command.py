@@ -12,7 +12,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from marft_trl import MARFTConfig, Team, TeamManifest
+from marft_trl import MARFTConfig, MARFTTrainer, Team, TeamManifest
 from marft_trl.extras.commands import COMMANDS, as_tokens, main, read_config
 from marft_trl.extras.commands.scripts import Launcher, Recipe, reward_named
 from marft_trl.extras.commands.teams import KINDS
@@ -404,3 +404,21 @@ def test_a_broken_line_of_a_data_file_is_named(tmp_path, monkeypatch, capsys):
     (tmp_path / "team.yaml").write_text(text)
     assert main(["train", "team.yaml"]) == 2
     assert "`dataset_name='bad.jsonl'` cannot be read: JSON parse error" in capsys.readouterr().err
+
+
+def test_errors_of_a_run_have_a_traceback_only_where_own_code_raised_them(script, capsys):
+    assert main(["train", "--resume_from_checkpoint", "nowhere"]) == 2 and "nowhere" in capsys.readouterr().err
+    code = Path("team.py").read_text().replace("reward_funcs=exact_answer", "reward_funcs=wrong")
+    Path("team.py").write_text(code + "def wrong(completions, **kwargs):\n    raise ValueError('mine')\n")
+    with pytest.raises(Exception, match="mine") as raised:
+        main(["train"])
+    assert type(raised.value).__name__ != "UsageError"
+
+
+@pytest.mark.parametrize(("value", "given"), [("false", False), ("No", False), ("true", True), ("a/b", "a/b")])
+def test_a_run_begins_anew_where_that_is_asked_for(script, monkeypatch, value, given):
+    asked = []
+    monkeypatch.setattr(
+        MARFTTrainer, "train", lambda self, resume_from_checkpoint: asked.append(resume_from_checkpoint)
+    )
+    assert main(["train", "--resume_from_checkpoint", value]) == 0 and asked == [given]

@@ -11,9 +11,20 @@ from marft_trl.workflows import EnvironmentLoop, Sequential, rehearse
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
-from .helpers import by_hand, calling, collect, config, earned, echo, moved_by_training, only_slice, team_trainer
+from .helpers import (
+    by_hand,
+    calling,
+    collect,
+    config,
+    earned,
+    echo,
+    moved_by_training,
+    only_slice,
+    team_trainer,
+    varied_reward,
+)
 
 
 class Countdown:
@@ -164,6 +175,7 @@ def returning(outcome):
         (("x", 1.0, None), r"as the third value \(done\), got None"),
         ((3, 1.0, True), r"must return a string, strings by agent name, or None as feedback, got 3"),
         (("x", None, True), r"returned None as reward"),
+        (("x", {}, True), r"returned {} as reward"),
         (("x", float("nan"), True), r"The reward for the turn of 'a' must be finite, got nan"),
         (("x", "1", True), r"The reward for the turn of 'a' must be a number, got '1'"),
         (("x", {"b": 1.0}, True), r"`episode.earn` names the agent 'b', but the team's agents are 'a'"),
@@ -172,6 +184,15 @@ def returning(outcome):
 def test_what_an_environment_must_not_do(outcome, message):
     with pytest.raises(EpisodeError, match=message):
         play(EnvironmentLoop(returning(outcome)), ["a"], [{"prompt": "q"}])
+
+
+def test_an_empty_mapping_is_no_reward_in_the_end_either():
+    class Ends(Steered):
+        def get_reward(self):
+            return {}
+
+    with pytest.raises(EpisodeError, match=r"`Ends.get_reward` returned {}. Return 0.0 for no reward"):
+        play(EnvironmentLoop(Ends), ["a", "b"], [{"prompt": "q", "left": 1}])
 
 
 def test_nonsense_is_refused():
@@ -326,3 +347,10 @@ def test_an_environment_may_own_the_data(model_folder, tmp_path):
     assert episode.turns[0].observation == [{"role": "user", "content": "[environment]\nSay a letter."}]
     with pytest.raises(ValueError, match="`max_steps` must be set to a positive value"):
         team_trainer(model_folder, tmp_path, settings={"max_steps": -1}, **given)
+
+
+def test_rows_of_a_stream_without_prompts_get_them_from_the_environment(model_folder, tmp_path):
+    rows = IterableDataset.from_generator(lambda: iter([{"level": 1}] * 8))
+    given = {"agents": [AgentSpec("solo")], "environment_factory": OwnsItsData, "reward_funcs": varied_reward}
+    trainer = team_trainer(model_folder, tmp_path, train_dataset=rows, **given)
+    assert "Say a letter." in trainer.plan() and next(iter(trainer.train_dataset))["level"] == 1

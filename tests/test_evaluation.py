@@ -1,6 +1,7 @@
 """Evaluation measures the team on every question once, whatever the batches."""
 
 from marft_trl.reporting import team_exact_match
+from marft_trl.reporting.evaluation import check_eval_metrics
 from marft_trl.tiny import exact_answer, tiny_dataset
 
 import evaluate
@@ -194,3 +195,8 @@ def test_the_best_model_is_told_by_the_loss_of_evaluations_unless_set(model_fold
     losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
     best = min(losses, key=losses.get)
     assert len(losses) == 2 and trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
+
+
+def test_a_stream_that_does_not_know_its_columns_may_have_references():
+    stream = IterableDataset.from_generator(lambda: iter([{"prompt": "x"}]))
+    assert check_eval_metrics(METRIC, stream, "solution") == [METRIC]

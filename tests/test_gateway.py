@@ -9,13 +9,15 @@ import random
 import re
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 from marft_trl import AgentSpec, Sequential, Team, Workflow
-from marft_trl.extras.apps import GatewaySettings, application, connections
+from marft_trl.extras.apps import ExternalApp, GatewaySettings, application, connections
 from marft_trl.extras.apps.served_team import listening
+from marft_trl.extras.apps.server import Endpoint
 from marft_trl.tiny import questions
 
 import openai
@@ -259,10 +261,73 @@ def test_silent_connections_keep_nobody_out_and_are_not_logged(namesakes, monkey
         for number in range(40):
             silent = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
             if number % 2:
-                silent.sendall(b"nonsense\r\n\r\n")
+                silent.sendall(BROKEN)
         for _ in range(3):
             assert send(url, GOOD)[0] == 200
     assert len(caplog.text) < 20_000
+
+
+# Not a method that is none, which aiohttp does not log
+BROKEN = b"GET / HTTP/1.1\r\n: x\r\n\r\n"
+
+
+def test_broken_requests_are_logged_once_by_both_servers(namesakes, caplog):  # noqa: F811
+    team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
+    with serving(team) as url:
+        ports = [int(re.search(r":(\d+)", address)[1]) for address in (url, Endpoint.get_or_start().base_url)]
+        for port in [*ports, *ports]:
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as broken:
+                broken.sendall(BROKEN)
+                assert b"400 Bad Request" in broken.recv(1000)
+    assert caplog.text.count("Error handling request") <= 1
+
+
+def test_connections_are_silent_while_nothing_is_answered(namesakes, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(connections, "_FEWEST", 4)
+    monkeypatch.setattr(connections, "files_to_use", lambda: 0)
+    monkeypatch.setattr(connections, "_SILENT", 0.05)
+    team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
+    release, entered = slow_count(team)
+    with serving(team) as url, ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        slow = pool.submit(send, url, {"model": "ann", "messages": asked("?")}, "/v1/messages/count_tokens")
+        assert entered.wait(60)
+        for _ in range(8):  # more than fit: those that were answered make room, and the one that waits does not
+            idle = stack.enter_context(socket.create_connection(("127.0.0.1", int(url.split(":")[2])), timeout=10))
+            idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"200 OK" in idle.recv(1000)
+            time.sleep(0.06)
+        release.set()
+        assert slow.result()[0] == 200
+
+
+def test_counting_tokens_is_given_up_after_its_time(namesakes):  # noqa: F811
+    team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
+    release, _ = slow_count(team)
+    with serving(team, timeout=0.5) as url:
+        assert send(url, {"model": "ann", "messages": asked("?")}, "/v1/messages/count_tokens")[0] == 504
+        release.set()
+
+
+JSON_SCHEMA = {"type": "object", "title": "Sum"}
+FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": JSON_SCHEMA}}}
+OF_ANTHROPIC = {"type": "json_schema", "schema": JSON_SCHEMA}
+
+
+@pytest.mark.parametrize("workflow", [None, ExternalApp(["true"])], ids=["own", "application"])
+def test_a_format_is_shown_to_agents_of_a_served_team_and_counted(namesakes, workflow):  # noqa: F811
+    team, given = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base", workflow=workflow), []
+    run, models = team.live.run, ["ann"] if workflow else ["team", "ann"]
+    team.live.run = lambda question, on_event: given.append(question) or run(question, on_event)
+    with serving(team) as url:
+        for model in models:
+            body = {"model": model, "messages": asked("1 + 1 = ?"), "max_tokens": 4}
+            read = [send(url, {**body, **more})[2]["usage"]["prompt_tokens"] for more in ({}, FORMAT)]
+            formats = ({}, {"output_config": {"format": OF_ANTHROPIC}}, {"output_format": OF_ANTHROPIC})
+            counts = [send(url, {**body, **more}, "/v1/messages/count_tokens")[2]["input_tokens"] for more in formats]
+            assert counts[0] < counts[1] == counts[2] and read[0] < read[1]
+            assert model == "team" or read == counts[:2]
+    assert [question.schema for question in given] == [None, None, None, JSON_SCHEMA][-2 * len(models) :]
+    assert all('"title": "Sum"' in str(question.rows) for question in given[1::2])
 
 
 def test_counting_tokens_waits_its_turn(namesakes):  # noqa: F811

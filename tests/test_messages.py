@@ -69,6 +69,7 @@ def test_a_conversation_becomes_that_of_a_chat_template():
     assert request.tools[0]["function"] == {"name": "add", "description": "Add.", "parameters": TOOL["input_schema"]}
     assert (request.stop, request.max_tokens, request.sampling) == (("\n",), 9, {"temperature": 0.5, "top_k": 5})
     assert read(tools=[TOOL], tool_choice={"type": "none"}).tools == ()
+    assert read(tools=[{"type": "web_search_20250305", "name": "web_search"}]).tools == ()  # of the provider
     assert read(context_management={"edits": []}, output_config={"effort": "high"}, thinking={"type": "adaptive"})
     kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     assert read(context_management=kept, output_config={"effort": "xhigh", "format": None})

@@ -12,9 +12,10 @@ from marft_trl.workflows.base import alias_names, anonymity, anonymize
 
 import pytest
 import torch
+from datasets import Dataset, IterableDataset
 from transformers import AutoModelForCausalLM
 
-from .helpers import collect, moved, team_trainer, weights
+from .helpers import collect, moved, team_trainer, varied_reward, weights
 
 
 # ---- The plan ----
@@ -279,3 +280,39 @@ def test_a_plan_leaves_every_module_in_its_mode(model_folder, tmp_path):
     assert True in before and False in before  # a loaded base evaluates, and the wrapper of PEFT trains
     trainer.plan()
     assert [module.training for module in trainer.model.modules()] == before
+
+
+class Reads(Workflow):
+    async def run(self, episode):
+        await episode.turn("actor")
+
+
+def test_a_plan_says_what_it_does_not_know(model_folder, tmp_path):
+    read = []
+
+    def rows():
+        read.append(1)
+        yield {"prompt": "What is 1+1?"}
+
+    given = {"train_dataset": IterableDataset.from_generator(rows), "reward_funcs": varied_reward}
+    trainer = team_trainer(model_folder, tmp_path, workflow=Reads(), **given)
+    plan = trainer.plan()
+    assert "takes the first row of the stream, and others may be longer, with" in plan
+    assert "Other turns may be taken where texts decide." in plan
+    assert trainer.plan() == plan and read == [1]
+    assert "Other turns" not in team_trainer(model_folder, tmp_path).plan()
+
+
+def test_a_plan_is_of_the_data_set_that_the_trainer_has_now(small_model, tmp_path):
+    trainer = team_trainer(small_model, tmp_path)
+    trainer.plan()
+    trainer.train_dataset = Dataset.from_dict({"prompt": ["x"] * 8 + ["longer"], "solution": ["1"] * 9})
+    assert "the rehearsal takes row 8 of `train_dataset`" in trainer.plan()
+
+
+@pytest.mark.parametrize(("share", "slices"), [(True, 2), (False, 1)])
+def test_a_plan_counts_the_rows_of_joined_slices(model_folder, tmp_path, share, slices):
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "share_prefixes": share}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings)
+    rows = trainer.args.per_device_train_batch_size * slices
+    assert f"micro-batches of at most {rows} rows" in trainer.plan()

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import inspect
 import json
+import math
 import shutil
 import socket
 
@@ -13,6 +14,7 @@ from marft_trl.adapters.manifest import BaseModel, Inference, TeamManifest
 from marft_trl.extras.apps import ByTools, ExternalApp
 from marft_trl.reporting.model_card import team_card
 from marft_trl.reporting.transcripts import Transcript, TranscriptMessage, html_page
+from marft_trl.system.json_fields import has_type
 from marft_trl.tiny import tiny_agents
 from marft_trl.workflows import (
     ByColumn,
@@ -441,3 +443,21 @@ def test_numbers_of_any_size_are_refused_by_name():
         rebuild({"class": "Debate", "agents": ["a"], "rounds": -(10**400)})
     with pytest.raises(ValueError, match="as 'penalty'"):
         rebuild({"class": "Orchestrated", "orchestrator": "a", "penalty": float("nan")})
+
+
+def test_the_folder_of_an_adapter_is_told_from_that_of_a_team(saved):
+    with pytest.raises(FileNotFoundError, match="has a PEFT adapter: load that with `PeftModel.from_pretrained`"):
+        Team.from_pretrained(f"{saved}/actor")
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "fits"),
+    [
+        (1, int, True), (True, int, False), (1.0, int, False), (1, float, True), (True, float, False),
+        (1, bool, False), (math.nan, float, False), (["a"], list[str], True), ([1], list[str], False),
+        ("a", list[str], False), ({"a": ["b"]}, dict[str, list[str]], True), (None, str | None, True),
+        ({"a": [1]}, dict[str, list[str]], False),
+    ],
+)  # fmt: skip
+def test_types_of_json_data(value, kind, fits):
+    assert has_type(value, kind) == fits

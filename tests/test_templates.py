@@ -269,3 +269,12 @@ def test_views_that_wrap_the_default_read_texts_of_lists():
     result = Feedback("['x']", TOOL, tool="add", audience="ann", elements=["x"])
     (observation,) = builder.build([Query(agent, [user("q")], (turn, result), (add,))])
     assert "['x']" in family.tokenizer.decode(observation.ids)
+
+
+@pytest.mark.parametrize("trim", [" | trim", ".lstrip()", ".rstrip()"])
+def test_contents_are_trimmed_as_the_template_trims_them(trim):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content" + trim + " }}{% endfor %}"
+    template, said = ChatTemplate(tokenizer), [user(" a \n"), user("\nb ")]
+    pieces = template.pieces(said)
+    assert "".join(piece if isinstance(piece, str) else piece.text for piece in pieces) == template.render(said)

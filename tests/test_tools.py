@@ -765,3 +765,30 @@ class Shelf:
     def look(self) -> str:
         """Look at the shelf."""
         return "books"
+
+
+def test_a_list_that_a_tool_returns_is_plain_and_shown_whole_or_as_a_text():
+    def look():
+        return ["Rome\ud83d", 7]
+
+    whole, short = [asyncio.run(call_tool([look], ToolCall("look"), ToolLimits(output=size))) for size in (40, 8)]
+    assert whole.elements == ["Rome?", 7] and short.elements is None and "left out" in short.text
+    episode = rehearse(
+        Sequential(), ["a"], lambda agent, seen: "so" if seen else ToolCall("look"), tools={"a": [look]}
+    )
+    assert episode.feedback[0].elements == ["Rome?", 7]
+
+
+class Endless(Stateless):
+    def step(self, turns):
+        return None, 0.0, False
+
+
+def test_tools_by_agent_are_of_agents_of_the_team_and_of_who_would_act_next():
+    with pytest.raises(ValueError, match="'c'"):
+        EnvironmentLoop(Endless, tools={"c": ["peek"]}).check(["a", "b"])
+    for name, count in (("a", 1), ("b", 0)):
+        loop = EnvironmentLoop(Endless, horizon=1, tools={name: ["peek"]})
+        episode = rehearse(loop, ["a", "b"], lambda agent, seen: "x")
+        assert len(episode.horizon.functions) == count
+        assert {horizon.agent: len(horizon.functions) for horizon in episode.horizons} == {"a": count, "b": 1 - count}

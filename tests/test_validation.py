@@ -26,7 +26,7 @@ from marft_trl.workflows import rehearse, together
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, Value
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
@@ -748,3 +748,29 @@ def test_a_folder_of_a_run_names_its_latest_saved_team(model_folder, tmp_path):
 def test_texts_in_place_of_numbers_are_named(tmp_path, name):
     with pytest.raises(ValueError, match=f"`{name}` must be a number, got '2'"):
         config(tmp_path, **{name: "2"})
+
+
+class Reads(Workflow):
+    async def run(self, episode):
+        for agent in episode.row["order"]:
+            await episode.turn(agent)
+
+
+@pytest.mark.parametrize("columns", [Features({"prompt": Value("string"), "order": [Value("string")]}), None])
+def test_neither_checks_nor_links_read_a_stream(model_folder, tmp_path, columns):
+    read = []
+
+    def rows():
+        read.append(1)
+        yield {"prompt": "What is 1+1?", "order": ["actor", "reasoner"]}
+
+    dataset = IterableDataset.from_generator(rows, features=columns)
+    trainer = team_trainer(model_folder, tmp_path, train_dataset=dataset, reward_funcs=varied_reward, workflow=Reads())
+    assert trainer.parts.planner.links() == [] and read == []
+
+
+def test_nearly_the_name_of_a_reward_function_is_named(model_folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="Did you mean 'accuracy_reward'"):
+        team_trainer(model_folder, tmp_path, reward_funcs="a/b/acuracy_reward")
+    with pytest.raises(ValueError, match="'math_reward'` is the name of a reward function"):
+        team_trainer(model_folder, tmp_path, reward_funcs="math_reward")

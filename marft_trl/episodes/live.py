@@ -205,7 +205,7 @@ class LiveEpisode(NearNames):
         self,
         agent: str,
         sees: Sequence[Seen] | Mapping[str, Sequence[Seen] | None] | None = None,
-        tools: Sequence[Callable] | None = None,
+        tools: Sequence[Callable] | Mapping[str, Sequence[Callable]] | None = None,
     ) -> None:
         """
         Mark the episode as truncated by a horizon before the task was finished. The critic then adds its value of the
@@ -218,8 +218,8 @@ class LiveEpisode(NearNames):
             sees (`Sequence[Turn]` or `Mapping[str, Sequence[Turn]]`, *optional*):
                 Turns and feedback that the agent would have been shown, or that agents would have been by name.
                 Defaults to all turns and feedback so far.
-            tools (`Sequence[Callable]`, *optional*):
-                Methods of an environment that the agent could have called.
+            tools (`Sequence[Callable]` or `Mapping[str, Sequence[Callable]]`, *optional*):
+                Methods of an environment that the agents could have called, or that agents could have by name.
         """
         seen = sees if isinstance(sees, Mapping) else {agent: sees}
         names = dict.fromkeys([agent, *(turn.agent for turn in self.turns)])
@@ -227,7 +227,10 @@ class LiveEpisode(NearNames):
             Horizon(
                 name,
                 tuple(self.state.seen_by(name, seen.get(name), "cut")),
-                (*self.state.tools.get(name, ()), *(tools or ())),
+                (
+                    *self.state.tools.get(name, ()),
+                    *((tools.get(name, ()) if isinstance(tools, Mapping) else tools) or ()),
+                ),
             )
             for name in names
         )

@@ -186,7 +186,7 @@ class EnvironmentLoop(Workflow):
         if not is_done:
             (following, *_) = await self._next(episode, agents, environment)
             sees = {name: self._seen(episode, name) for name in agents}
-            episode.cut(following, sees, tools=self._methods(episode, following, environment))
+            episode.cut(following, sees, {name: self._methods(episode, name, environment) for name in agents})
         await self._finish(episode, environment, number + 1)
 
     def _methods(self, episode: LiveEpisode, agent: str, environment: Environment) -> list[Callable]:
@@ -199,7 +199,10 @@ class EnvironmentLoop(Workflow):
     async def _finish(self, episode: LiveEpisode, environment: Environment, rounds: int) -> None:
         episode.count("rounds", rounds)
         if hasattr(environment, "get_reward") and episode.turns:
-            episode.earn(episode.turns[-1], await episode.call(environment.get_reward))
+            reward = await episode.call(environment.get_reward)
+            if reward == {}:
+                raise TypeError(f"`{type(environment).__name__}.get_reward` returned {{}}. Return 0.0 for no reward.")
+            episode.earn(episode.turns[-1], reward)
         close = getattr(environment, "close", None) if self.has_steps and "close" not in self.tools else None
         if close is not None and not inspect.signature(close).parameters:  # with arguments, it means something else
             try:
