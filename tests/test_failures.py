@@ -388,9 +388,7 @@ def test_a_turn_that_is_not_awaited_is_an_error():
             await episode.turn("a")
 
     for workflow in (Forgetful(), Leaves(lambda episode: episode.turn("a"))):  # also one that is under way at the end
-        with pytest.raises(
-            EpisodeError, match="requested 1 turns or calls in episode 0 without awaiting them.*`await episode"
-        ):
+        with pytest.raises(EpisodeError, match="did not await 1 of its turns or calls in episode 0.*`await episode"):
             play(workflow)
 
 

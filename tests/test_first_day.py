@@ -1,6 +1,7 @@
 """What somebody meets who uses the package for the first time: everyday mistakes, each with its answer."""
 
 import itertools
+import json
 import re
 import time
 from types import SimpleNamespace
@@ -62,6 +63,14 @@ class Mistaken:
     async def reads_no_column(self, episode):
         await episode.turn("reasoner")
         episode.row["solutoin"]
+
+    async def reads_no_key(self, episode):
+        await episode.turn("reasoner")
+        {}[episode.row["solution"]]
+
+    async def fails_in_a_library(self, episode):
+        await episode.turn("reasoner")
+        json.loads("{")
 
     async def no_await_of_a_call(self, episode):
         episode.call(len, "x")
@@ -168,6 +177,8 @@ IN_AN_EPISODE = {
     "reads_content": "`Turn` has no attribute `content`. Did you mean 'text'",
     "awaits_twice": "`together` takes turns that are not awaited yet",
     "reads_no_column": r"test_first_day.py, line \d+, in `reads_no.*row has 'prompt', 'solution'. Did you mean 'solu",
+    "reads_no_key": r"KeyError: '[^']*'$",
+    "fails_in_a_library": r"\(test_first_day.py, line \d+, in `fails_in_a_library`\): JSONDecodeError",
     "no_await_of_a_call": r"Write .* `await episode.call\(...\)`",
     "awaits_feedback": "Only `episode.turn`, `episode.call` and `together` are awaited",
 }

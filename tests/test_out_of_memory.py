@@ -81,13 +81,13 @@ def test_a_step_that_does_not_fit_is_taken_again_with_the_same_result(
 
 
 def test_a_step_is_taken_again_with_the_same_random_numbers(model_folder, tmp_path, monkeypatch):
-    drawn, parts = [], TeamLoss._loss_terms
+    drawn, parts = [], TeamLoss._losses
 
     def noting(*args):
         drawn.append(torch.rand(()).item())
         return parts(*args)
 
-    monkeypatch.setattr(TeamLoss, "_loss_terms", noting)
+    monkeypatch.setattr(TeamLoss, "_losses", noting)
 
     def draws(failures):
         trainer, full = failing(model_folder, tmp_path, 1, failures, max_steps=1)

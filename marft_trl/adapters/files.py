@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Files of adapters: load the adapters of a saved team, and merge, rename or drop adapters of a base."""
+"""Files of adapters: load the adapters of a saved team, and merge an adapter into its base."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def team_folder(team: str | os.PathLike, revision: str | None = None, token: str
             f"{str(team)!r} is neither a folder nor a valid Hub id. Pass the folder that `save_model` wrote, or an id "
             "such as 'me/my-team'."
         )
-    return _download(str(team), "team", revision=revision, token=token, ignore_patterns=_UNUSED)
+    return _download(str(team), revision=revision, token=token, ignore_patterns=_UNUSED)
 
 
-def _download(name: str, what: str, **options: Any) -> Path:
+def _download(name: str, **options: Any) -> Path:
     try:
         return Path(snapshot_download(name, **options))
     except (RepositoryNotFoundError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
-            f"{name!r} is not a local folder, and the {what} could not be loaded from the Hub: {error}"
+            f"{name!r} is not a local folder, and the team could not be loaded from the Hub: {error}"
         ) from error
 
 
@@ -135,17 +135,6 @@ def load_onto_base(model: PreTrainedModel, folder: Path) -> PeftModel:
     return loaded
 
 
-def adapter_folder(adapter: str | os.PathLike) -> Path:
-    """The folder of an adapter that PEFT saved, perhaps from the Hub. Raises `FileNotFoundError` if there is none."""
-    path = Path(adapter)
-    if not path.is_dir() and is_hub_id(str(adapter)):
-        path = _download(str(adapter), "adapter", allow_patterns=[CONFIG_NAME, WEIGHTS_NAME])
-    missing = [name for name in (CONFIG_NAME, WEIGHTS_NAME) if not (path / name).is_file()]
-    if missing:
-        raise FileNotFoundError(f"{path} has no {missing[0]}, so it is not the folder of an adapter that PEFT saved.")
-    return path
-
-
 def warn_of_leftovers(folder: Path, adapters: Sequence[str]) -> None:
     """Warn of adapters of an earlier team, which are pushed with the folder but never loaded."""
     others = sorted(item.parent.name for item in folder.glob(f"*/{CONFIG_NAME}") if item.parent.name not in adapters)
@@ -163,7 +152,7 @@ def check_no_adapter(folder: Path) -> None:
             raise ValueError(f"{folder} has the full weights of a policy and also {name}. Remove {name}.")
 
 
-def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained_on: str | None) -> None:
+def check_adapter(folder: Path, agent: AgentSpec, base: PreTrainedModel, trained_on: str) -> None:
     """
     Check an adapter before it is loaded. Raises `ValueError` if the config would change the base, the tensors are not
     those of a LoRA, or the adapter was trained on another base, and `FileNotFoundError` if there are no weights.

@@ -263,7 +263,7 @@ def is_hub_id(name: str) -> bool:
     return True
 
 
-# Fields of versions up to 0.4, in which an agent could act with past copies of another one. The newest is its adapter
+# Fields of versions up to 0.4, in which an agent could act with past copies of another one. Its adapter has the newest
 _OF_PAST_COPIES = ("copy_of", "copy_every", "copies")
 
 

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _IDLE_ITERATIONS = 4
 # Minimum and maximum seconds between two checks of episodes that wait for something other than a turn
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.0005, 0.05
-BLOCKING_SECONDS = 1.0  # of a step of all episodes, after which a warning is logged
+BLOCKING_SECONDS = 1.0  # that the steps of all episodes may take before a warning is logged
 BLOCKED_EXTRA_SECONDS = 5.0  # after `workflow_timeout`, until code that blocks the event loop is interrupted
 # Time limit that [`collect_async`] applies to code that blocks the event loop
 _BLOCKING_LIMIT: contextvars.ContextVar[TimeLimit | None] = contextvars.ContextVar("marft_limit", default=None)
@@ -192,6 +192,7 @@ class _EpisodeBatch:
         self._reply_functions = context.scripts
         self._episodes = [EpisodeState(row, index, self._request_turn, context) for index, row in enumerate(rows)]
         self._tasks: list[asyncio.Task] = []
+        self._began = math.inf  # when the first steps began
         self._not_awaited: set[int] = set()  # indices of episodes that the other episodes do not wait for
 
     async def _request_turn(self, request: Request) -> Turn:
@@ -279,7 +280,7 @@ class _EpisodeBatch:
             )
 
     async def _drive(self, group: Sequence[int]) -> None:
-        self._check_blocking(self._began, len(self._episodes))  # the first steps of all episodes
+        self._check_blocking(self._began)  # the first steps
         hang_detector, progress = self._guard.watch(), Progress()
         for index in group:
             self._episodes[index].progress = progress
@@ -313,7 +314,7 @@ class _EpisodeBatch:
         while True:
             count, start = progress.count, time.monotonic()
             await asyncio.sleep(0)
-            self._check_blocking(start, len(group))
+            self._check_blocking(start)
             # After a function returns, its branch needs a few iterations to request a turn
             idle_iterations = idle_iterations + 1 if progress.count == count else 0
             if idle_iterations < _IDLE_ITERATIONS:
@@ -340,8 +341,9 @@ class _EpisodeBatch:
             await asyncio.wait(tasks, timeout=poll_seconds, return_when=asyncio.FIRST_COMPLETED)
             idle_iterations, poll_seconds = 0, min(2 * poll_seconds, _MAX_POLL_SECONDS)
 
-    def _check_blocking(self, start: float, count: int) -> None:
-        if time.monotonic() - start > max(BLOCKING_SECONDS, 0.05 * count):
+    def _check_blocking(self, start: float) -> None:
+        """Warn once if the steps that all episodes have taken since `start` took long."""
+        if time.monotonic() - start > max(BLOCKING_SECONDS, 0.05 * len(self._episodes)):
             _warn_once(
                 f"Steps of the workflow `{self._guard.name}` block the other episodes for more than a second. Use "
                 "`await asyncio.sleep(...)`, and call slow functions with `await episode.call(function, ...)`."

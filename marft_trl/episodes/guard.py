@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -19,7 +21,8 @@ from .records import Call, EndOfEpisode, Messages, Turn
 from .state import EpisodeState
 
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
 class RunsEpisodes(Protocol):
@@ -95,8 +98,8 @@ async def _run_one(workflow: RunsEpisodes, episode: EpisodeState, is_over: async
         episode.has_ended = True
     if not episode.overflowed and (count := await episode.close_unawaited()) > 0:
         raise EpisodeError(
-            f"The workflow `{type(workflow).__name__}` requested {count} turns or calls in episode {episode.index} "
-            f"without awaiting them, on the prompt {shorten(episode.prompt)}. Write `await episode.turn(...)` and "
+            f"The workflow `{type(workflow).__name__}` did not await {count} of its turns or calls in episode "
+            f"{episode.index}, on the prompt {shorten(episode.prompt)}. Write `await episode.turn(...)` and "
             "`await episode.call(...)`.",
             episode.index,
         )
@@ -108,17 +111,23 @@ async def _run_one(workflow: RunsEpisodes, episode: EpisodeState, is_over: async
         )
 
 
+def _is_in(file: str, folders: Sequence[str]) -> bool:
+    return any(Path(file).is_relative_to(folder) for folder in folders)
+
+
 def _place(error: BaseException) -> str:
-    """Where the user's code raised the error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next((frame for frame in reversed(frames) if not Path(frame.filename).is_relative_to(_PACKAGE)), None)
+    """The last line of the user's code in the traceback of an error."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_in(frame.filename, (_PACKAGE,))]
+    own = [frame for frame in frames if not _is_in(frame.filename, _LIBRARIES)]
+    frame = next(iter(reversed(own or frames)), None)
     return f" ({Path(frame.filename).name}, line {frame.lineno}, in `{frame.name}`)" if frame else ""
 
 
 def _hint(error: BaseException, row: Mapping[str, Any]) -> str:
     text = str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, KeyError) and frames and "row[" in (frames[-1].line or ""):
+    key = re.escape(str(error.args[0])) if isinstance(error, KeyError) and error.args else None
+    if key is not None and re.search(rf"\brow\[[\"']{key}[\"']\]", frames[-1].line or "" if frames else ""):
         return f". The row has {', '.join(map(repr, row))}.{did_you_mean(error.args[0], row)}"
     if "can't be used in 'await' expression" in text:
         return ". Only `episode.turn`, `episode.call` and `together` are awaited."

@@ -53,7 +53,7 @@ class Request:
     order: int = 0  # position among the requests of its episode; a turn and those that go on from it share one
     is_final: bool = True  # whether it is the agent's last turn of the request; its calls are not answered
     requested_turn: RequestedTurn | None = None  # what the agent is shown instead of its view, and how it is asked
-    waiter: asyncio.Future[Turn] = field(init=False)
+    waiter: asyncio.Future[Turn] = field(init=False, repr=False)
     fed: int = 0  # number of turns that had gone into the environment when this turn was requested, see [`Turn`]
     by_reference: bool = False  # whether the agent's reference policy samples the turn
     number: int = 0  # index that the turn will have in its episode if all earlier requests are answered

@@ -184,7 +184,7 @@ class TeamLoss(TrainerCallback):
 
         def learn() -> torch.Tensor:
             total = torch.zeros((), device=self._processes.device)
-            for compute in self._loss_terms(model, waiting):
+            for compute in self._losses(model, waiting):
                 loss = compute()
                 backward(loss)
                 total += loss.detach()
@@ -214,7 +214,7 @@ class TeamLoss(TrainerCallback):
         """Compute the loss of an evaluation batch, without an effect on the statistics of training."""
         pending = self._pending(slice_, learning, DivergenceSums())
         total = torch.zeros((), device=self._processes.device)
-        for compute in self._loss_terms(model, [pending]):
+        for compute in self._losses(model, [pending]):
             total += compute()
         self._log(pending)
         self._policies.activate_first()
@@ -240,10 +240,10 @@ class TeamLoss(TrainerCallback):
         for name, value in found.items():
             self._metrics.add(name, value)
 
-    def _loss_terms(self, model: nn.Module, waiting: Sequence[_PendingSlice]) -> list[Callable[[], torch.Tensor]]:
+    def _losses(self, model: nn.Module, waiting: Sequence[_PendingSlice]) -> list[Callable[[], torch.Tensor]]:
         """Return the losses of the micro-batches of slices, which are computed one after another."""
         # The critic comes first, so that its saved activations are freed before the policies need memory
-        losses = self._critic_terms(self._critic, waiting) if self._critic is not None else []
+        losses = self._critic_losses(self._critic, waiting) if self._critic is not None else []
         rows_by_slice = []
         for item in waiting:
             trained = [row for row in item.slice.rows if row.is_trained and row.adapter in item.learning]
@@ -263,9 +263,12 @@ class TeamLoss(TrainerCallback):
                 losses.append(loss)
         return losses
 
-    def _critic_terms(self, critic: CriticLearner, waiting: Sequence[_PendingSlice]) -> list[Callable]:
+    def _critic_losses(
+        self, critic: CriticLearner, waiting: Sequence[_PendingSlice]
+    ) -> list[Callable[[], torch.Tensor]]:
         """Return the losses of the micro-batches of the critic."""
-        terms, steps = [], self._state.accumulation_steps
+        terms: list[Callable[[], torch.Tensor]] = []
+        steps = self._state.accumulation_steps
         learned = [(item, [row for row in item.slice.rows if row.critic in item.learning]) for item in waiting]
         # The critic identifies rows by their number in a generation batch, and an optimizer step may span several
         # batches

@@ -188,13 +188,13 @@ class Planner:
         return round(_PEAK_RATIO * max(needed))
 
     def _critic_work(self, prompts: Sequence[tuple[str, int, int]]) -> list[tuple[int, int]]:
-        """Computed and repeated tokens of each part of a trained critic, which reads the turns of several agents."""
+        """Computed and repeated tokens of the micro-batches of a trained critic, which may read several agents."""
         if self._critic is None or self._critic.num_kept_features(1):  # a frozen critic's states are kept
             return []
-        work: dict[str, tuple[int, int]] = {}
-        for prompt in prompts:
+        work: dict[Any, tuple[int, int]] = {}
+        for number, prompt in enumerate(prompts):
             tokens, repeated, scored = self._count_tokens(*prompt)
-            part = self._critic.get_part(prompt[0])
+            part = self._critic.get_part(prompt[0]) if self._batcher.joins_slices else number
             before = work.get(part, (0, 0))
             work[part] = before[0] + tokens - (0 if self._level.reads_completions else scored), before[1] + repeated
         return list(work.values())

@@ -309,7 +309,7 @@ def check_judges(agents: Sequence[AgentSpec], team: Sequence[Any], of_agents: Ma
                 raise ValueError(
                     f"`judge_reward({judge!r})` would train {judge!r} on its own scores, so the agent would learn to "
                     f"give itself the highest score. Freeze the agent with a separate adapter (`AgentSpec({judge!r}, "
-                    "trainable=False)`), make it a function (`reply=...`), or let this function reward "
+                    "trainable=False)`), let a function write its turns (`reply=...`), or let this function reward "
                     "only other agents (`AgentSpec(reward_funcs=...)`)."
                 )
 

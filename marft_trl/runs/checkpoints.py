@@ -429,10 +429,6 @@ class Checkpoints:
             self._state.restore_log_window(self._log_window)
             self._log_window = None
 
-    def load_best(self, folder: str | Path) -> None:
-        """Load the weights of the best checkpoint of this run."""
-        self.load_weights(folder)
-
     def load_weights(self, folder: str | Path) -> None:
         load_team_adapters(self._model, self._policies, self._agents, folder, self._anonymous)
         if self._critic is not None:

@@ -286,7 +286,9 @@ def check_structure(
 
 def tunables(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Changed settings that take effect (name, then, now), without fields that another version did not record."""
-    differences = _differences("", saved.get("tunable"), present.get("tunable"))
+    gone = (".copy_of", ".copy_every", ".copies")  # of agents, up to version 0.4
+    then = {name: value for name, value in saved.get("tunable", {}).items() if not name.endswith(gone)}
+    differences = _differences("", then, present.get("tunable"))
     return [difference for difference in differences if _UNKNOWN not in difference or not difference[0].isidentifier()]
 
 

@@ -23,9 +23,9 @@ PLAIN_LORAS = ("Linear", "Linear4bit", "Linear8bitLt")
 
 class MixedLora:
     """
-    Passes in which each row goes through the LoRA of its own adapter. PEFT (0.21) refuses `adapter_names` in training
-    mode, and runs the LoRAs of a layer one after the other. Here the matrices of all adapters are stacked, padded to
-    the largest rank, and multiplied at once. Not with gradient checkpointing, which runs forward passes again.
+    Passes in which each row goes through the LoRA of its own adapter, for decoding. PEFT (0.21) runs the LoRAs of a
+    layer one after the other. Here the matrices of all adapters are stacked, padded to the largest rank, and
+    multiplied at once.
     """
 
     def __init__(self, model: PeftModel):

@@ -186,7 +186,7 @@ class Narrator:
     ):
         self._tokenizer, self._on_event, self._limit, self._schema = tokenizer, on_event, limit, schema
         self._turns: list[LiveTurn] = []
-        self._begun: dict[Request, tuple[int, GrowingText]] = {}  # by what waits for the turn
+        self._begun: dict[Request, tuple[int, GrowingText]] = {}  # by request
         self._count = 0
 
     def turn_started(self, request: Request, seed: int) -> LiveTurn:

@@ -420,7 +420,7 @@ class MARFTTrainer(GRPOTrainer):
 
     def _load_best_model(self) -> None:
         if self.policies.has_adapters:
-            self.parts.checkpoints.load_best(self.state.best_model_checkpoint)
+            self.parts.checkpoints.load_weights(self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
 

@@ -126,7 +126,7 @@ class EnvironmentLoop(Workflow):
         if near:
             raise ValueError(
                 f"`{type(example).__name__}` has no `step`, but `{near[0]}`. Rename it to `step`, or pass "
-                f"`tools={self.tools}` if agents shall call it."
+                f"`tools={self.tools}` if agents are to call it."
             )
         self.earns = self.has_steps or hasattr(example, "get_reward")
         self.agents = check_names("agents", agents, self) if agents is not None else None
