@@ -406,6 +406,7 @@ def test_questions_that_cannot_be_answered(model_folder, folder, tmp_path):
         (lambda: team("  "), ValueError, "Prompt 0 of 1 is empty"),
         (lambda: team("1", max_new_tokens=1), TypeError, "no argument `max_new_tokens`. .* `max_completion_length`"),
         (lambda: team("1", temperature=1), TypeError, "Write `sampling={'temperature': ...}`"),
+        (lambda: team.to("cuda"), AttributeError, r"`to`. .* 'Team.from_pretrained\(..., device=...\)'"),
         (lambda: team("1", greed=1), TypeError, r"`team\(question\)` has no argument .* Did you mean 'greedy'?"),
         (lambda: team.run("1+1="), TypeError, r"or call `team\(prompt\)`"),
         (lambda: team.run(["1+1=", ""], num_samples=2), ValueError, "Prompt 1 of 2 is empty"),

@@ -163,8 +163,16 @@ class EpisodeState:
         # Copy for the record: the caller may keep changing its list
         messages = [dict(message) for message in requested_turn.messages]
         requested_turn = dataclasses.replace(requested_turn, messages=messages)
-        functions, order, fed = tuple(requested_turn.tools), self._num_requests, len(self.fed)
-        return await self._speak(Request(self, agent, seen, functions, None, order, True, requested_turn, fed))
+        request = Request(
+            self,
+            agent,
+            seen,
+            tuple(requested_turn.tools),
+            order=self._num_requests,
+            requested_turn=requested_turn,
+            fed=len(self.fed),
+        )
+        return await self._speak(request)
 
     def _check_turn_limit(self, agent: str) -> None:
         if self._max_turns is not None and len(self.turns) >= self._max_turns:

@@ -31,7 +31,7 @@ from ..episodes.records import Episode, Messages
 from ..prompts.views import View, team_view
 from ..rollout.runner import EpisodeRunner, RunMode, SeedKeys
 from ..shared_prefix.forward import in_mode
-from ..system.hints import checked_names, did_you_mean
+from ..system.hints import NearNames, checked_names, did_you_mean
 from ..system.randomness import UserRandomness
 from ..workflows import Workflow, rebuild
 from . import saved_team
@@ -53,7 +53,7 @@ _OF_THE_BASE = dict.fromkeys(
 _PROGRESS_BAR_ABOVE = 20  # number of episodes above which a progress bar is shown
 
 
-class Team:
+class Team(NearNames):
     """
     A team of agents for inference. [`Team.from_pretrained`] loads a saved team; `trainer.team` is the trained team.
 
@@ -72,6 +72,8 @@ class Team:
         finish (`Callable[[], None]`, *optional*): called at the end of a run, which other processes may reach later.
         saved ([`SavedTeam`], *optional*): further parts of a loaded team. Without them, its agents cannot change.
     """
+
+    also_called = dict.fromkeys(("to", "cuda"), "Team.from_pretrained(..., device=...)")
 
     def __init__(
         self,
