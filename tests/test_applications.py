@@ -32,6 +32,7 @@ from marft_trl.extras.apps import (
     AppRequest,
     BySystemPrompt,
     ExternalApp,
+    Program,
     connections,
     external_app,
     messages,
@@ -394,11 +395,11 @@ def test_a_program_is_given_only_what_the_workflow_names(program, monkeypatch):
         ({}, "x", "ann: x False False None\n"),
         ({"stdin_columns": ["hint"], "env": {"ASKED": "{hint} {{}}"}}, 'x{"hint": "add"}', None),
     ]:
-        (episode,) = collect(ExternalApp(command, together=0, **options), [row], ["ann"], said_to)
+        (episode,) = collect(ExternalApp(Program(command, **options), together=0), [row], ["ann"], said_to)
         assert episode.turns[0].text == f"ann: {shown}"
         assert episode.environment.output == (said or f"ann: {shown} False False add {{}}\n")
     with pytest.raises(EpisodeError, match="`stdin_columns` contains 'solutoin', which is not a column of the row"):
-        collect(ExternalApp(command, stdin_columns=["solutoin"]), [row], ["ann"], said_to)
+        collect(ExternalApp(Program(command, stdin_columns=["solutoin"])), [row], ["ann"], said_to)
 
 
 @pytest.mark.parametrize("copies", [True, False])
@@ -416,7 +417,7 @@ def test_files_of_an_episode_are_not_found_by_the_next(program, tmp_path, copies
         (here / "deep" / "solution.txt").write_text("solved")
         """
     )
-    workflow = ExternalApp(command, together=0, cwd=folder, copy_cwd=copies, env={"HOME": "{cwd}/home"})
+    workflow = ExternalApp(Program(command, folder, copies, {"HOME": "{cwd}/home"}), together=0)
     results = []
     for _ in range(2):
         (episode,) = collect(workflow, [{"prompt": "x"}], ["ann"], said_to)
@@ -443,7 +444,7 @@ def test_agents_are_shown_the_same_folder_in_every_episode(program, tmp_path):
         ask("ann", "Again in " + first)
         """
     )
-    workflow, folders, shown = ExternalApp(command, together=0, cwd=tmp_path / "task"), set(), set()
+    workflow, folders, shown = ExternalApp(Program(command, tmp_path / "task"), together=0), set(), set()
     for _ in range(2):
         for episode in collect(workflow, [{"prompt": "x"}] * 2, ["ann"], said_to):
             folders.add(episode.environment.cwd)
@@ -465,7 +466,7 @@ def test_a_program_gets_its_row_and_no_shell_reads_it(program, tmp_path):
         """
     )
     command = [*command, "--question={prompt}", "--", "{prompt}", "a b"]
-    workflow = ExternalApp(command, together=0, stdin_columns=["prompt", "number"])
+    workflow = ExternalApp(Program(command, stdin_columns=["prompt", "number"]), together=0)
     (episode,) = collect(workflow, [{"prompt": nasty, "number": 7}], ["ann"], said_to)
     assert episode.turns[0].text == f"ann: {nasty}" and not (tmp_path / "stolen").exists()
     assert episode.environment.output == f"ann: {nasty} 7\n" and episode.environment.status == 0
@@ -1336,8 +1337,7 @@ def test_an_application_that_dies_is_one_failed_episode_and_the_others_go_on(how
 
     command = program("ask('ann', 'x')\nif row['number'] == 1: os.kill(os.getpid(), 9)\nask('ann', 'y')")
     killed = "SIGKILL" in how
-    options = {"stdin_columns": ["number"]} if killed else {}
-    workflow = ExternalApp(command if killed else app, together=0, **options)
+    workflow = ExternalApp(Program(command, stdin_columns=["number"]) if killed else app, together=0)
     rows, failures = [{"prompt": "x", "number": number} for number in range(3)], {}
     episodes = collector.collect(workflow, rows, TeamContext(("ann",)), said_to, failures=failures)
     assert failures.keys() == {1} and re.search(f"episode 1 .*{how}", str(failures[1]))
@@ -1790,14 +1790,34 @@ def test_a_server_decodes_under_the_schema_of_a_request(model_folder, tmp_path, 
 
 
 def test_options_of_programs_are_for_programs_and_texts(tmp_path):
-    for options in ({"cwd": tmp_path}, {"env": {}}, {"stdin_columns": []}):
-        with pytest.raises(
-            ValueError, match=f"`{next(iter(options))}` of `ExternalApp` has an effect on commands only"
-        ):
-            ExternalApp(lambda row, endpoint: None, **options)
+    with pytest.raises(TypeError, match=r"no argument `cwd`. Pass `ExternalApp\(Program\(command, cwd=...\)\)`"):
+        ExternalApp("true", cwd=tmp_path)
+    with pytest.raises(ValueError, match="`cwd` of `Program` must be an existing folder"):
+        Program("true", cwd=tmp_path / "none")
     for options in ({"env": {"A": 1}}, {"stdin_columns": "prompt"}):
-        with pytest.raises(TypeError, match=f"`{next(iter(options))}` of `ExternalApp` must have strings"):
-            ExternalApp("true", **options)
+        with pytest.raises(TypeError, match=f"`{next(iter(options))}` of `Program` must have strings"):
+            Program("true", **options)
+
+
+def test_a_limit_of_episodes_at_a_time_holds_and_none_waits_for_those_in_the_queue(program):
+    running, highest = 0, 0
+
+    async def app(row, endpoint):
+        nonlocal running, highest
+        running += 1
+        highest = max(highest, running)
+        await Client(endpoint)("ann", user(row["prompt"]))
+        running -= 1
+
+    rows = [{"prompt": str(number)} for number in range(7)]
+    workflow = ExternalApp(app, together=0, max_concurrent_episodes=2, max_wait_for_episodes=None)
+    episodes = collect(workflow, rows, ["ann"], said_to)
+    assert highest == 2 and [episode.turns[0].text for episode in episodes] == [f"ann: {n}" for n in range(7)]
+    with pytest.raises(ValueError, match="`max_concurrent_episodes` must be at least 1, got 0"):
+        ExternalApp(app, max_concurrent_episodes=0)
+
+
+def test_a_column_does_not_shadow_the_folder_of_a_program():
     with pytest.raises(EpisodeError, match="the dataset has a column `cwd`. Rename it"):
         collect(ExternalApp("true {cwd}"), [{"prompt": "x", "cwd": "/"}], NAMED, said_to)
 

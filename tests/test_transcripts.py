@@ -230,6 +230,22 @@ def test_a_run_lists_its_pages_and_tells_right_answers_and_rewards(model_folder,
     assert re.search(r"^half 0.5$", said, re.MULTILINE) and "advantage: -1" not in said
 
 
+def test_a_limit_keeps_the_completions_of_the_latest_steps(model_folder, tmp_path):
+    folder = tmp_path / "completions"
+    folder.mkdir()
+    kept = {"transcripts_00009.html", "completions_00009.parquet", "notes.txt"}  # of a later step, and of the user
+    for name in (*kept, "transcripts_00000.html"):
+        (folder / name).write_text("x")
+    settings = {"max_steps": 3, "log_completions": True, "num_completions_to_print": 0, "completions_total_limit": 2}
+    team_trainer(model_folder, tmp_path, settings=settings).train()
+    names = {
+        f"{kind}_0000{step}{end}"
+        for step in (2, 3)
+        for kind, end in (("transcripts", ".html"), ("completions", ".parquet"))
+    }
+    assert {path.name for path in folder.iterdir()} == {*names, *kept, "index.html"}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_episodes_are_searched_sorted_and_read_by_keyboard(tmp_path):

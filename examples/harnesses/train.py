@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
-from marft_trl.extras.apps import ExternalApp
+from marft_trl.extras.apps import ExternalApp, Program
 from marft_trl.extras.sandbox import run_python
 
 from datasets import Dataset
@@ -56,10 +56,12 @@ def passes(environments, test, **kwargs):
 def make_trainer(options, **arguments):
     start = str(Path(__file__).with_name("start.py"))
     workflow = ExternalApp(
-        [sys.executable, start, options.harness, "Task: {prompt}"],
+        Program(
+            [sys.executable, start, options.harness, "Task: {prompt}"],
+            cwd=folder_of_tasks(),
+            env={"HOME": "{cwd}"},  # the settings and memories of the harness are those of the episode
+        ),
         tools=True,
-        cwd=folder_of_tasks(),
-        env={"HOME": "{cwd}"},  # the settings and memories of the harness are those of the episode
         agent_of=lambda request: "coder",  # also of its titles and sub-agents
     )
     args = MARFTConfig(

@@ -446,6 +446,9 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             left out of forward and backward passes. Updates are the same up to rounding; entropies and KL are means
             over the other rows, and `frac_rows_without_signal` has the share of these. If `None`, it is the value of
             `share_prefixes`.
+        completions_total_limit (`int`, *optional*, defaults to `None`):
+            Maximum number of logging steps whose transcripts and tables of completions are kept (`log_completions`).
+            `None` keeps all.
         resume_changes (`dict`, *optional*, defaults to `None`):
             Intended changes of a resumed run, which is refused without them. `{"accept": ["dataset"]}`: parts that
             may differ, among `"dataset"`, `"seed"`, `"workflow"`, `"base"`, `"tokenizer"`, `"batch"` and
@@ -496,6 +499,7 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
     gradient_checkpointing: bool | None = option(None)  # type: ignore[assignment]
     share_prefixes: bool = option(True)
     skip_rows_without_signal: bool | None = option(None)
+    completions_total_limit: int | None = option(None, ABOVE_0, integer=True, none="all are kept", about="files")
     resume_changes: dict | str | None = option(None, about="files")
 
     def __new__(cls, *args, **kwargs):

@@ -26,7 +26,15 @@ from ..system.randomness import UserRandomness
 from ..system.redaction import without_secrets
 from ..system.run_metrics import AGENT_METRICS, length_metrics
 from . import evaluation
-from .transcripts import INDEX, Advantage, Transcript, html_page, log_traces, write_index
+from .transcripts import (
+    INDEX,
+    Advantage,
+    Transcript,
+    html_page,
+    log_traces,
+    remove_old_completions,
+    write_index,
+)
 
 
 logger = get_logger(__name__)
@@ -420,6 +428,8 @@ class Reporter:
         run = without_secrets(self._args.run_name or "") or Path(self._args.output_dir or ".").resolve().name
         page = html_page(self._transcripts, f"Episodes logged at step {step}", run, INDEX, self._episode_rewards)
         (folder / f"transcripts_{step:05d}.html").write_text(page, encoding="utf-8")
+        if self._args.completions_total_limit is not None:
+            remove_old_completions(folder, step, self._args.completions_total_limit)
         write_index(folder, run)
 
 

@@ -205,6 +205,17 @@ def _format_mean(rewards: Sequence[float | None]) -> str:
     return f", mean reward {sum(known) / len(known):.3g}" if known else ""
 
 
+def remove_old_completions(folder: Path, step: int, limit: int) -> None:
+    """Remove the pages and tables of all but the latest `limit` logging steps up to `step`."""
+    matches = {file: re.fullmatch(r"(?:transcripts|completions)_(\d+)", file.stem) for file in folder.iterdir()}
+    # Files of later steps are those of a run that this one resumes, which writes them again
+    steps = {file: int(match[1]) for file, match in matches.items() if match is not None and int(match[1]) <= step}
+    kept = sorted({step, *steps.values()})[-limit:]
+    for file in steps:
+        if steps[file] not in kept:
+            file.unlink()
+
+
 def write_index(folder: Path, run: str = "") -> None:
     """Write the page that lists the pages of all steps in a folder, the latest first."""
     found = {page: re.fullmatch(r"transcripts_(\d+)", page.stem) for page in folder.glob("transcripts_*.html")}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .external_app import ExternalApp
-    from .program import AppResult
+    from .program import AppResult, Program
     from .routing import AppRequest, BySystemPrompt, ByTools
     from .served_team import GatewaySettings, application, serve
     from .session import AppEndpoint
@@ -22,6 +22,7 @@ _MODULES = {
     "ByTools": "routing",
     "ExternalApp": "external_app",
     "GatewaySettings": "served_team",
+    "Program": "program",
     "application": "served_team",
     "serve": "served_team",
 }
@@ -33,6 +34,7 @@ __all__ = [
     "ByTools",
     "ExternalApp",
     "GatewaySettings",
+    "Program",
     "application",
     "serve",
 ]

@@ -11,7 +11,6 @@ import hashlib
 import inspect
 import json
 import logging
-import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from ...episodes.live import LiveEpisode
 from ...episodes.records import EndOfEpisode, RequestedTurn, Turn
 from ...system.watchdog import end_thread
 from ...workflows.base import Workflow, callable_name
-from .program import AppResult, Program, split_command
+from .program import AppResult, Program
 from .requests import ChatReply, ChatRequest, RequestError, to_request_error, with_format
 from .routing import AgentRule, describe_rule, named_agents, rebuild_rule
 from .session import AppEndpoint, Session, Waiting, settle_future, shared_keys
@@ -58,11 +57,10 @@ class ExternalApp(Workflow):
     that raises, is a failed episode (`on_episode_error`); one that gets no turn for `workflow_timeout` seconds, too.
 
     Args:
-        app (`str`, `Sequence[str]` or `Callable`):
-            A command, or a function `app(row, endpoint)` of the dataset row and the [`AppEndpoint`]. In a command,
-            `{column}` is a value of the row, `{base_url}` and `{api_key}` are those of the endpoint, and `{cwd}` is
-            the folder that the program runs in; no shell reads it. A function may be `async`; others run in a thread
-            of their own for each episode.
+        app (`str`, `Sequence[str]`, [`Program`] or `Callable`):
+            A command, whose `{column}` is a value of the row; a [`Program`], which is a command with a folder,
+            variables or standard input; or a function `app(row, endpoint)` of the dataset row and the
+            [`AppEndpoint`]. A function may be `async`; others run in their own thread for each episode.
         answer (`str`, *optional*):
             Name of the agent whose last turn is the team's answer. Defaults to whoever speaks last.
         tools (`bool`, *optional*, defaults to `False`):
@@ -77,17 +75,9 @@ class ExternalApp(Workflow):
             Seconds that requests of other episodes wait for one that computes, so that results do not depend on how
             long anything takes. After that they are answered without it, with a warning. `None` for as long as it
             takes.
-        cwd (`str`, *optional*):
-            Folder of a program. Each episode runs in its own copy, so that no episode finds what another one wrote.
-            The copy is `AppResult.cwd` for reward functions, and removed afterwards. Without `cwd`, all episodes run
-            in the current folder of the trainer.
-        copy_cwd (`bool`, *optional*, defaults to `True`):
-            Whether each episode runs in a copy of `cwd`, or all of them in `cwd` itself.
-        env (`Mapping[str, str]`, *optional*):
-            Further environment variables of a program, filled in like a command: `{"HOME": "{cwd}"}`.
-        stdin_columns (`Sequence[str]`, *optional*):
-            Columns of the row that a program finds as a JSON object on its standard input, which is empty by default:
-            many programs append it to what they send to a model. Do not list columns that only rewards need.
+        max_concurrent_episodes (`int`, *optional*):
+            Maximum number of episodes of a process that run at the same time, for applications that need much memory
+            or a license. By default, the limit on open files bounds it.
         agent_of (`Callable[[AppRequest], str]`, *optional*):
             Chooses the agent that answers a request, such as [`BySystemPrompt`] or [`ByTools`]. By default, the name
             of the model is the name of the agent.
@@ -98,37 +88,35 @@ class ExternalApp(Workflow):
 
     def __init__(
         self,
-        app: str | Sequence[str] | Callable | None,
+        app: str | Sequence[str] | Program | Callable | None,
         answer: str | None = None,
         tools: bool = False,
         earns: bool = False,
         together: float = 0.02,
         max_wait_for_episodes: float | None = 60.0,
-        cwd: str | os.PathLike | None = None,
-        copy_cwd: bool = True,
-        env: Mapping[str, str] | None = None,
-        stdin_columns: Sequence[str] | None = None,
+        max_concurrent_episodes: int | None = None,
         agent_of: AgentRule | None = None,
+        **unknown: Any,
     ):
-        is_command = isinstance(app, str) or (isinstance(app, Sequence) and all(isinstance(item, str) for item in app))
-        if app is not None and not callable(app) and not (is_command and app):
+        if unknown:
+            name = next(iter(unknown))
+            is_of_program = name in Program.__dataclass_fields__
+            fix = f"Pass `ExternalApp(Program(command, {name}=...))`." if is_of_program else "Leave it out."
+            raise TypeError(f"`ExternalApp` has no argument `{name}`. {fix}")
+        is_command = isinstance(app, str) or (isinstance(app, Sequence) and all(isinstance(part, str) for part in app))
+        if is_command and app:
+            app = Program(cast(Any, app))
+        if app is not None and not callable(app) and not isinstance(app, Program):
             raise TypeError(
-                "`app` must be a command such as 'python my_app.py --question={prompt}', or a function `app(row, "
-                f"endpoint)`, got {app!r}."
+                "`app` must be a command such as 'python my_app.py --question={prompt}', a `Program`, or a function "
+                f"`app(row, endpoint)`, got {app!r}."
             )
-        of_programs = {"cwd": cwd, "env": env, "stdin_columns": stdin_columns}
-        if is_command:
-            split_command(cast(Any, app))
-        elif unused := [name for name, value in of_programs.items() if value is not None]:
-            raise ValueError(f"`{unused[0]}` of `ExternalApp` has an effect on commands only, got the app {app!r}.")
-        if cwd is not None and not os.path.isdir(cwd):
-            raise ValueError(f"`cwd` of `ExternalApp` must be an existing folder, got {os.fspath(cwd)!r}.")
-        for name, texts in (("env", (env or {}).values()), ("stdin_columns", stdin_columns or [])):
-            if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-                raise TypeError(f"`{name}` of `ExternalApp` must have strings, got {of_programs[name]!r}.")
         if not together >= 0:
             raise ValueError(f"`together` must be at least 0 seconds, got {together!r}.")
+        if max_concurrent_episodes is not None and not max_concurrent_episodes >= 1:
+            raise ValueError(f"`max_concurrent_episodes` must be at least 1, got {max_concurrent_episodes!r}.")
         self.app, self.answer, self.takes_tools, self.earns = app, answer, bool(tools), bool(earns)
+        self.max_concurrent_episodes = max_concurrent_episodes
         self.agent_of = agent_of
         if agent_of is not None and not callable(agent_of):
             raise TypeError(f"`agent_of` must be a function of an `AppRequest`, got {agent_of!r}.")
@@ -136,9 +124,6 @@ class ExternalApp(Workflow):
         self._reasons: set[str] = set()  # of refused requests
         self.max_wait_for_episodes = max_wait_for_episodes
         self.together = together
-        if is_command:
-            folder = os.fspath(cwd) if cwd is not None else None
-            self._program = Program(cast(Any, app), folder, copy_cwd, dict(env or {}), stdin_columns)
 
     @property
     def uses_tools(self) -> bool:
@@ -147,7 +132,7 @@ class ExternalApp(Workflow):
     @property
     def starts_programs(self) -> bool:
         """`True` if an episode starts a program."""
-        return self.app is not None and not callable(self.app)
+        return isinstance(self.app, Program)
 
     def check(self, agents: Sequence[str]) -> None:
         known = ", ".join(map(repr, agents))
@@ -184,8 +169,8 @@ class ExternalApp(Workflow):
         from .server import Endpoint
 
         server = Endpoint.get_or_start()
-        places = server.places()
-        if places.locked():
+        places = server.places(self, self.max_concurrent_episodes)
+        if places.locked() and self.max_concurrent_episodes is None:
             self.say_once(
                 f"Only {server.at_once} episodes of {self.name} run at a time, because more could exceed the limit on "
                 "open files of this process. Raise the limit (`ulimit -n`) to run more at a time."
@@ -214,12 +199,13 @@ class ExternalApp(Workflow):
 
     async def _result(self, episode: LiveEpisode, endpoint: AppEndpoint, server: Any) -> AppResult:
         row = dict(episode.row)
-        if not callable(self.app):
-            return await asyncio.wrap_future(server.run(self._program.run(row, endpoint)))
-        if inspect.iscoroutinefunction(self.app) or inspect.iscoroutinefunction(type(self.app).__call__):
-            value = self.app(row, endpoint)
+        app = cast("Program | Callable", self.app)
+        if isinstance(app, Program):
+            return await asyncio.wrap_future(server.run(app.run(row, endpoint)))
+        if inspect.iscoroutinefunction(app) or inspect.iscoroutinefunction(type(app).__call__):
+            value = app(row, endpoint)
         else:
-            value = await _in_own_thread(functools.partial(self.app, row, endpoint))
+            value = await _in_own_thread(functools.partial(app, row, endpoint))
         try:
             return AppResult(value=await value if inspect.isawaitable(value) else value)
         except SystemExit as end:  # in a task, it would end the event loop
@@ -302,9 +288,10 @@ class ExternalApp(Workflow):
     @property
     def name(self) -> str:
         """Name of the application in messages."""
-        if callable(self.app):
-            return f"`{callable_name(self.app)}`"
-        return f"`{self.app if isinstance(self.app, str) else ' '.join(cast(Sequence[str], self.app))}`"
+        if not isinstance(self.app, Program):
+            return f"`{callable_name(cast(Callable, self.app))}`"
+        command = self.app.command
+        return f"`{command if isinstance(command, str) else ' '.join(command)}`"
 
 
 class _Conversation:

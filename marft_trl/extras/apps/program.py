@@ -79,15 +79,39 @@ class AppResult:
 @dataclass(frozen=True)
 class Program:
     """
-    A command, and what its process is given in an episode: nothing of the row but what the command, the variables and
-    the columns name. The arguments are those of [`ExternalApp`].
+    A command, with a folder, environment variables or standard input for its process:
+    `ExternalApp(Program("my-harness --task={prompt}", cwd="task"))`.
+
+    Args:
+        command (`str` or `Sequence[str]`):
+            The program and its arguments. `{column}` is a value of the row, `{base_url}` and `{api_key}` are those of
+            the endpoint, and `{cwd}` is the folder that the program runs in. No shell parses it.
+        cwd (`str`, *optional*):
+            Folder of the program. Each episode runs in its own copy, so that no episode finds what another one wrote.
+            The copy is `AppResult.cwd` for reward functions, and removed afterwards. Without `cwd`, all episodes run
+            in the current folder of the trainer.
+        copy_cwd (`bool`, *optional*, defaults to `True`):
+            Whether each episode runs in a copy of `cwd`, or all of them in `cwd` itself.
+        env (`Mapping[str, str]`, *optional*):
+            Further environment variables, filled in like the command: `{"HOME": "{cwd}"}`.
+        stdin_columns (`Sequence[str]`, *optional*):
+            Columns of the row that the program finds as a JSON object on its standard input, which is empty by
+            default: many programs append it to what they send to a model. Do not list columns that only rewards need.
     """
 
     command: str | Sequence[str]
-    cwd: str | None = None
-    copies_cwd: bool = True
+    cwd: str | os.PathLike | None = None
+    copy_cwd: bool = True
     env: Mapping[str, str] = field(default_factory=dict)
     stdin_columns: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        split_command(self.command)
+        if self.cwd is not None and not os.path.isdir(self.cwd):
+            raise ValueError(f"`cwd` of `Program` must be an existing folder, got {os.fspath(self.cwd)!r}.")
+        for name, texts in (("env", self.env.values()), ("stdin_columns", self.stdin_columns or [])):
+            if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+                raise TypeError(f"`{name}` of `Program` must have strings, got {getattr(self, name)!r}.")
 
     async def run(self, row: Mapping[str, Any], endpoint: AppEndpoint) -> AppResult:
         """Run the command for an episode. Cancellation terminates it."""
@@ -104,8 +128,10 @@ class Program:
             prompt = prompt[-1].get("content")
         if "cwd" in row and any("{cwd}" in text for text in (*split_command(self.command), *self.env.values())):
             raise ValueError("`{cwd}` is the folder of the program, and the dataset has a column `cwd`. Rename it.")
-        copy = _FolderCopy(self.cwd, folder_name(endpoint.api_key)) if self.cwd and self.copies_cwd else None
-        cwd = copy.path if copy is not None else self.cwd or os.getcwd()
+        folder = os.fspath(self.cwd) if self.cwd is not None else os.getcwd()
+        is_copied = self.cwd is not None and self.copy_cwd
+        copy = _FolderCopy(folder, folder_name(endpoint.api_key)) if is_copied else None
+        cwd = copy.path if copy is not None else folder
         values = {**row, "prompt": prompt, "base_url": endpoint.base_url, "api_key": endpoint.api_key, "cwd": cwd}
         texts = {name: v if isinstance(v, str) else json.dumps(v, default=str) for name, v in values.items()}
         plain = {name: text.replace("\0", "") for name, text in texts.items()}

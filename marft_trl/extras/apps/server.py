@@ -54,16 +54,20 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}
         self.at_once = max(1, files_to_use() // _FILES)  # maximum number of concurrent episodes
         self._connections = Connections()
-        self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, asyncio.Semaphore]]
         self._places = weakref.WeakKeyDictionary()
         self._loop = asyncio.new_event_loop()
         started: Future[int] = Future()
         threading.Thread(target=self._work, args=(started,), name="marft-endpoint", daemon=True).start()
         self.base_url = f"http://127.0.0.1:{started.result()}/v1"
 
-    def places(self) -> asyncio.Semaphore:
-        """Return the semaphore that limits concurrent episodes, in the event loop of the caller."""
-        return self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.at_once))
+    def places(self, app: Any, limit: int | None) -> asyncio.Semaphore:
+        """
+        Return the semaphore of the caller's event loop that limits concurrent episodes: those of all applications, or
+        those of one that has its own limit.
+        """
+        key, number = (None, self.at_once) if limit is None else (app, min(limit, self.at_once))
+        return self._places.setdefault(asyncio.get_running_loop(), {}).setdefault(key, asyncio.Semaphore(number))
 
     @contextlib.contextmanager
     def open(self, session: Session) -> Iterator[AppEndpoint]:
