@@ -1,6 +1,6 @@
 """
-What a central critic explains, and what it costs: agents that see their own observations alone, and a return that
-depends on what another one saw. The critic alone learns.
+What a central critic explains, and what it costs. Each agent sees only its own observations, and the return depends on
+what another agent saw. Only the critic learns.
 
     python benchmarks/central_critic.py [--seeds 5] [--steps 25] [--page | --check]
 """
@@ -97,16 +97,16 @@ def main():
     runs = {
         sees: [run(sees, seed, options.steps) for seed in range(options.seeds)] for sees in ("observation", "history")
     }
-    found = {"made": figures.made("python benchmarks/central_critic.py"), "runs": runs}
-    print(tables(found)["central_critic"])
+    measurements = {"made": figures.made("python benchmarks/central_critic.py"), "runs": runs}
+    print(tables(measurements)["central_critic"])
     if options.page:
-        figures.publish("central_critic", found)
+        figures.publish("central_critic", measurements)
 
 
-def tables(found):
+def tables(measurements):
     """Means and ranges over seeds of the explained variance, and medians of the seconds of a step."""
     rows = []
-    for sees, runs in found["runs"].items():
+    for sees, runs in measurements["runs"].items():
         shares = [share for share, _ in runs]
         spread = f"{statistics.mean(shares):.2f} ({min(shares):.2f} - {max(shares):.2f})"
         rows.append([f'`"{sees}"`', spread, f"{statistics.median(seconds for _, seconds in runs):.2f}"])

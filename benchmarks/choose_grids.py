@@ -1,5 +1,5 @@
 """
-The experiments of `benchmarks/choose.py`: one function for each grid, whose arguments are a setting of it.
+The experiments of `benchmarks/choose.py`: one function for each grid. Its arguments are a setting of the grid.
 """
 
 import dataclasses
@@ -27,30 +27,30 @@ SHORT = {"max_completion_length": 8}
 WORK = "Work out the answer in a few words."
 
 
-def make(*given, **settings):
+def make(*args, **settings):
     """The experiment of `examples/real.py`, which sets the precision of products for a model in float32."""
-    experiment = real.make(*given, **settings)
+    experiment = real.make(*args, **settings)
     torch.set_float32_matmul_precision("highest")
     return experiment
 
 
 def settings(max_steps, preset=None, **changes):
     """Training arguments: those of `examples/real.py` in bfloat16, with a preset or other changes."""
-    given = make(max_steps=max_steps).args
+    args = make(max_steps=max_steps).args
     same = (
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "per_device_train_batch_size", "num_generations"),
         *("per_device_eval_batch_size", "num_generations_eval", "eval_k", "temperature", "eval_right_by"),
         *("gradient_checkpointing", "logging_steps", "save_steps", "save_total_limit", "use_cpu", "max_steps"),
     )
-    values = {name: getattr(given, name) for name in same} | {"preset": preset, "num_completions_to_print": 0}
+    values = {name: getattr(args, name) for name in same} | {"preset": preset, "num_completions_to_print": 0}
     values |= {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}, **changes}
     return MARFTConfig("unused", **{name: value for name, value in values.items() if value is not None})
 
 
 # ---- Presets ----
 
-# Of PPO with five updates of a batch, half the rate; and as many episodes of a batch as make its tokens about as many
-# where candidates for turns are sampled, so that there are about as many updates for the same tokens
+# PPO with five updates per batch has half the learning rate. Presets that sample candidates for turns have fewer
+# episodes per batch, so that the same number of tokens gives about the same number of updates.
 ONE_EACH = {"num_generations": None, "num_generations_eval": 2}
 PPO = {**ONE_EACH, "learning_rate": 5e-4, "critic_learning_rate": 1e-3}
 PRESETS = {
@@ -67,8 +67,8 @@ PRESETS = {
 
 def presets(team="chain", family="chain_sum", max_steps=16):
     """
-    Presets beside the configuration without one. Those with five updates of a batch take four times as long, and are
-    in one setting alone.
+    Presets next to the configuration without one. Presets with five updates per batch take four times as long, and
+    run in only one setting.
     """
     experiment = make(family, max_steps)
     if team == "judge":
@@ -81,7 +81,7 @@ def presets(team="chain", family="chain_sum", max_steps=16):
         )
 
     def variant(name):
-        return lambda one: one.changed(args=settings(max_steps, name, **PRESETS[name]))
+        return lambda experiment: experiment.changed(args=settings(max_steps, name, **PRESETS[name]))
 
     chosen = [name for name in PRESETS if PRESETS[name] is not PPO or (team, family) == ("chain", "chain_sum")]
     return experiment.changed(args=settings(max_steps), variants={name: variant(name) for name in chosen})
@@ -98,12 +98,12 @@ def rates(preset=None, family="chain_sum", max_steps=16):
 
     updates = max_steps // 2 * 5 if preset else max_steps  # half as many batches, each used five times
 
-    def changed(one, rank, rate):
-        peft = dataclasses.replace(one.peft_config, r=rank, lora_alpha=2 * rank)
-        return one.changed(peft_config=peft, args=settings(updates, preset, **of_preset, learning_rate=rate))
+    def changed(experiment, rank, rate):
+        peft = dataclasses.replace(experiment.peft_config, r=rank, lora_alpha=2 * rank)
+        return experiment.changed(peft_config=peft, args=settings(updates, preset, **of_preset, learning_rate=rate))
 
     def variant(rank, rate):
-        return lambda one: changed(one, rank, rate)
+        return lambda experiment: changed(experiment, rank, rate)
 
     ranks = (8,) if preset else (8, 32)  # five updates of a batch take long
     first, *others = [(rank, name) for name in ("1e-3", "1e-4", "3e-4", "3e-3") for rank in ranks]
@@ -115,7 +115,7 @@ def rates(preset=None, family="chain_sum", max_steps=16):
 
 
 class OrchestratorAndWorkers(Workflow):
-    """An orchestrator says what to do, workers do it side by side, and the orchestrator answers."""
+    """An orchestrator assigns the task, workers do it in parallel, and the orchestrator answers."""
 
     def __init__(self, workers):
         self.workers = workers
@@ -171,7 +171,7 @@ def sharing(team="voting", family="chain_sum", max_steps=20, held_out=None):
         workflow=workflow,
         args=settings(max_steps),
         variants={
-            "shared, equal weights": lambda one: one.changed(
+            "shared, equal weights": lambda experiment: experiment.changed(
                 agents=shared, args=settings(max_steps, agent_weight="equal")
             ),
         },
@@ -183,12 +183,12 @@ def sharing(team="voting", family="chain_sum", max_steps=20, held_out=None):
 
 def right(completions, answer, **kwargs):
     """1 if the last number of the answer is the right one."""
-    return [float(math_answer(text_of(one)) == target) for one, target in zip(completions, answer, strict=True)]
+    return [float(math_answer(text) == target) for text, target in zip(map(text_of, completions), answer, strict=True)]
 
 
 def alone(completions, answer, **kwargs):
     """1 if the answer is the right number and nothing else."""
-    return [float(text_of(one).strip() == target) for one, target in zip(completions, answer, strict=True)]
+    return [float(text.strip() == target) for text, target in zip(map(text_of, completions), answer, strict=True)]
 
 
 def text_of(completion):
@@ -197,11 +197,11 @@ def text_of(completion):
 
 def questions(kind, count, seed, without=()):
     """Distinct questions of a kind with their answers; none of `without`."""
-    draws, rows, known = np.random.default_rng(seed), [], {*without}
+    draws, rows, used_texts = np.random.default_rng(seed), [], {*without}
     while len(rows) < count:
         text, answer = KINDS[kind](draws)
-        if text not in known:
-            known.add(text)
+        if text not in used_texts:
+            used_texts.add(text)
             rows.append({"prompt": [{"role": "user", "content": text}], "answer": str(answer)})
     return Dataset.from_list(rows)
 
@@ -216,7 +216,7 @@ def difference(draws):
 
 
 def two_numbers(draws):
-    """Two numbers, of which each agent is told one."""
+    """Two numbers; each agent sees one of them."""
     first, second = draws.integers(1, 13, size=2)
     return f"{first}\n\n{ASKED} {second} + ?", first + second
 
@@ -225,10 +225,10 @@ NAMES = ["Ann", "Bob", "Cid", "Dan", "Eva", "Fay", "Gus", "Ida"]
 
 
 def table_of_numbers(draws):
-    """A table of which half fits into what an agent may be shown."""
+    """A table, half of which fits into the prompt of an agent."""
     numbers = draws.integers(10, 100, size=len(NAMES))
     name = draws.integers(len(NAMES))
-    rows = [f"{one}: {number}" for one, number in zip(NAMES, numbers, strict=True)]
+    rows = [f"{person}: {number}" for person, number in zip(NAMES, numbers, strict=True)]
     question = f"What is the number of {NAMES[name]}?"
     return "\n\n".join(f"{', '.join(half)}\n{question}" for half in (rows[:4], rows[4:])), numbers[name]
 
@@ -251,7 +251,7 @@ def part(agent, prompt, seen, number):
 
 
 def added(messages):
-    """What a program says of a draft: it adds what was subtracted."""
+    """Reply of the checking program to a draft: it adds what was subtracted."""
     question, _, draft = messages[-1]["content"].partition(" =")
     whole, term = map(int, re.search(r"(\d+) - (\d+)$", question).groups())
     number = math_answer(draft)
@@ -309,8 +309,9 @@ WORTH = {
 
 def worth(setting="three votes", max_steps=20):
     """
-    A team beside one agent with as many tokens, with as many turns and, where it was told a part, told all. A setting
-    that ends with "longer" has three times as many steps, and no arm with as many turns.
+    A team, compared with one agent that has the same number of tokens, the same number of turns and, where the agent
+    saw only a part of the question, the whole question. A setting that ends in "longer" has three times as many steps,
+    and no arm with the same number of turns.
     """
     name, _, longer = setting.partition(", ")
     kind, agents, workflow, solo, calls = WORTH[name]
@@ -318,8 +319,8 @@ def worth(setting="three votes", max_steps=20):
     experiment = make("chain_sum", max_steps)
     if kind in KINDS:
         held_out = questions(kind, 64, seed=1)
-        asked = [prompt[0]["content"] for prompt in held_out["prompt"]]
-        drawn = questions(kind, 1000 if kind == "table" else 70, seed=0, without=asked)
+        held_out_texts = [prompt[0]["content"] for prompt in held_out["prompt"]]
+        drawn = questions(kind, 1000 if kind == "table" else 70, seed=0, without=held_out_texts)
         experiment = experiment.changed(
             train_dataset=drawn, eval_dataset=held_out, reward_funcs=[right, alone],
         )  # fmt: skip
@@ -327,12 +328,12 @@ def worth(setting="three votes", max_steps=20):
     measured = {"eval_right_by": by, "num_generations_eval": 3, "per_device_eval_batch_size": 192}
     others = {}
     if not longer:
-        others["solo, equal turns"] = lambda one: one.changed(
+        others["solo, equal turns"] = lambda experiment: experiment.changed(
             agents=[solo], workflow=None, args=settings(calls * max_steps, **measured)
         )
     if solo.view is not None:
-        told = dataclasses.replace(solo, view=None)
-        others["solo, told all"] = lambda one: one.changed(agents=[told], workflow=None)
+        informed_solo = dataclasses.replace(solo, view=None)
+        others["solo, told all"] = lambda experiment: experiment.changed(agents=[informed_solo], workflow=None)
     return experiment.changed(
         agents=agents,
         workflow=workflow,

@@ -1,16 +1,16 @@
 """
-Train teams until they fall from their peak, and compare what keeps them there.
+Train teams until their reward drops from its peak, and compare what prevents the drop.
 
     python benchmarks/collapse.py --teams voting --adapters shared --rates 9e-3
     python benchmarks/collapse.py --teams voting --adapters own --rates 1e-2
 
-The task: "Say 7" is answered with "7". A tiny model is taught what scripted agents say, half of which is right and the
-rest drawn at random. Three teams: `evaluator` (a solver whose drafts a critic approves or not), `voting` (three voters
+The task: "Say 7" is answered with "7". A tiny model first imitates scripted agents, whose turns are right half of the
+time, else random. Three teams: `evaluator` (a solver whose drafts a critic approves or not), `voting` (three voters
 and their most frequent answer) and `orchestrator` (a boss that calls one of two workers), with one adapter for all
 agents (`shared`) or one for each (`own`). The learning rate is constant after ten steps, and too high on purpose.
 
 Arms: `plain` sums turns; `guarded` gives agents equal weight (`agent_weight="equal"`) and restores adapters after a
-fall (`on_collapse="restore"`); `equal` and `restore` do one of the two. The run is evaluated every `--every` steps.
+drop (`on_collapse="restore"`); `equal` and `restore` do one of the two. The run is evaluated every `--every` steps.
 The table has the reward of the team's sampled answers on 500 other questions, which the run never sees, in percent: at
 the start, its peak over the same steps, at the end, and what was lost, as medians and ranges over seeds.
 """
@@ -63,7 +63,7 @@ def answer_of(prompt):
 
 
 def scripted(episode, agent, seen, draw):
-    """What the scripted agents say."""
+    """The turn of a scripted agent."""
     right, is_right = answer_of(episode.prompt), draw.random() < RIGHT
     if agent == "critic":
         return "APPROVED" if (seen[-1].text == right) == is_right else "bad"
@@ -77,12 +77,10 @@ def is_right(completions, solution, **columns):
 
 
 def specs(name, is_shared):
-    agents = [AgentSpec(one, system_prompt=one, max_completion_length=8) for one in TEAMS[name][1]]
-    if is_shared:
-        agents = [
-            AgentSpec(one.name, system_prompt=one.name, max_completion_length=8, adapter="team") for one in agents
-        ]
-    return agents
+    adapter = "team" if is_shared else None
+    return [
+        AgentSpec(agent, system_prompt=agent, max_completion_length=8, adapter=adapter) for agent in TEAMS[name][1]
+    ]
 
 
 def taught_model(folder: Path):
@@ -113,7 +111,7 @@ def questions(first):
 
 
 class Watch(TrainerCallback):
-    """Evaluates the team with fixed random numbers, which training does not notice: for the run, and for the table."""
+    """Evaluates the team with fixed seeds and without effect on training, for the run and for the table."""
 
     def __init__(self, every):
         self.every, self.trainer, self.curve, self.others = every, None, [], questions(2 * 10**6)
@@ -174,7 +172,7 @@ def run(team: str, adapters: str, arm: str, seed: int, options) -> dict:
         trainer.add_callback(watch)
         watch.measure()
         trainer.train()
-        watch.measure()  # what the run leaves behind
+        watch.measure()  # the final weights
         rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     return {
         "team": team,
@@ -225,12 +223,12 @@ def main():
 
 
 def in_process(team, adapters, arm, rate, seed, options):
-    one = json.dumps([team, adapters, arm, rate, seed])
-    command = [sys.executable, "-W", "ignore", __file__, "--one", one, "--steps", str(options.steps)]
+    job = json.dumps([team, adapters, arm, rate, seed])
+    command = [sys.executable, "-W", "ignore", __file__, "--one", job, "--steps", str(options.steps)]
     command += ["--episodes", str(options.episodes), "--every", str(options.every), "--model", str(options.model)]
     done = subprocess.run([*command, "--set", *options.set], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{one}:\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"{job}:\n{done.stderr[-3000:]}")
     result = json.loads(done.stdout.splitlines()[-1])
     if options.output:
         with open(options.output, "a", encoding="utf-8") as file:
@@ -246,13 +244,13 @@ def report(results):
         return f"{100 * statistics.median(values):.1f} ({low:.1f} - {high:.1f})"
 
     first = results[0]
-    curves = [one["curve"] for one in results]
+    curves = [result["curve"] for result in results]
     columns = [
-        shown([its[0] for its in curves]),
-        shown([max(its) for its in curves]),
-        shown([its[-1] for its in curves]),
+        shown([curve[0] for curve in curves]),
+        shown([max(curve) for curve in curves]),
+        shown([curve[-1] for curve in curves]),
     ]
-    columns.append(shown([max(its) - its[-1] for its in curves]))
+    columns.append(shown([max(curve) - curve[-1] for curve in curves]))
     names = [first["team"], first["adapters"], f"{first['rate']:g}", first["arm"]]
     print("| " + " | ".join([*names, *columns]) + " |", flush=True)
 

@@ -9,13 +9,13 @@ value of a turn, `Q(o, a) - V(o)` in its agent's own return, follows from enumer
 agents, two agents in `parallel`, an `orchestrated` team in which the first turn decides who acts next, and a `game` of
 two players with opposed rewards. Each estimator is run by the trainer itself and may generate the same number of
 tokens for a prompt, that of `c3` with 8 alternatives and one completion of each; two rows with more completions are
-marked. The critics of `gae` read all that was said, and are trained on 3,840 episodes before, which are not counted.
+marked. The critics of `gae` read all turns, and are first trained on 3,840 episodes, which are not counted.
 
 - fidelity: correlation of estimated advantages with the truth, over all training rows.
 - bias, spread: root mean square of the error of the mean advantage of a turn, and of the deviation around this mean,
   both after the rescaling that fits the means best, in units of the deviation of the true values.
 - gradient: cosine of the gradient of `--batch` prompts, with respect to the logits of the policies, with the exact
-  one.
+  gradient.
 
 The script writes `credit_fidelity.csv` and `credit_fidelity.png` into `--output_dir`.
 """
@@ -116,21 +116,23 @@ def quality(truth: Truth, rows: list[tuple], options) -> dict:
     cells = defaultdict(list)
     for (_, key, turn, value), true in zip(rows, exact.tolist(), strict=True):
         cells[key, turn].append((value, true))
-    means = {cell: statistics.fmean(value for value, _ in its) for cell, its in cells.items()}
-    products = [(len(its) * means[cell] * its[0][1], len(its) * means[cell] ** 2) for cell, its in cells.items()]
+    means = {cell: statistics.fmean(value for value, _ in pairs) for cell, pairs in cells.items()}
+    products = [
+        (len(pairs) * means[cell] * pairs[0][1], len(pairs) * means[cell] ** 2) for cell, pairs in cells.items()
+    ]
     scale = sum(product for product, _ in products) / (sum(square for _, square in products) + 1e-12)
     total, bias, spread = len(rows), 0.0, 0.0
-    for cell, its in cells.items():
-        bias += len(its) * (scale * means[cell] - its[0][1]) ** 2
-        spread += scale**2 * sum((value - means[cell]) ** 2 for value, _ in its)
+    for cell, pairs in cells.items():
+        bias += len(pairs) * (scale * means[cell] - pairs[0][1]) ** 2
+        spread += scale**2 * sum((value - means[cell]) ** 2 for value, _ in pairs)
     deviation = exact.pow(2).mean().sqrt().item()
     wanted, cosines = truth.gradient(), []
     by_prompt = defaultdict(list)
     for prompt, key, turn, value in rows:
         by_prompt[prompt // options.batch].append(value * truth.score(key, turn))
-    for its in by_prompt.values():
-        found = torch.stack(its).sum(dim=0)
-        cosines.append((found @ wanted / (found.norm() * wanted.norm() + 1e-12)).item())
+    for terms in by_prompt.values():
+        gradient = torch.stack(terms).sum(dim=0)
+        cosines.append((gradient @ wanted / (gradient.norm() * wanted.norm() + 1e-12)).item())
     return {
         "fidelity": fidelity,
         "bias": (bias / total) ** 0.5 / deviation,
@@ -162,15 +164,15 @@ def main():
         print(f"\n{team}, {budget:.1f} tokens per prompt:\n", flush=True)
         if options.check:
             recorded, (name, *_) = figures.load("credit_fidelity"), options.estimators
-            its, tokens = measure(Team(team, 0), name, budget, options)
-            (again,) = data([{"team": team, "estimator": name, "tokens": tokens, **its}])["runs"][team][name]
+            scores, tokens = measure(Team(team, 0), name, budget, options)
+            (again,) = data([{"team": team, "estimator": name, "tokens": tokens, **scores}])["runs"][team][name]
             figures.compare(recorded, recorded["runs"][team][name][0], again)
             return
         for name in options.estimators:
             per_seed = [measure(Team(team, seed), name, budget, options) for seed in options.seeds]
-            for seed, (its, tokens) in zip(options.seeds, per_seed, strict=True):
-                results.append({"team": team, "estimator": name, "seed": seed, "tokens": tokens, **its})
-            print(line(name, [its for its, _ in per_seed], statistics.fmean(t for _, t in per_seed)), flush=True)
+            for seed, (scores, tokens) in zip(options.seeds, per_seed, strict=True):
+                results.append({"team": team, "estimator": name, "seed": seed, "tokens": tokens, **scores})
+            print(line(name, [scores for scores, _ in per_seed], statistics.fmean(t for _, t in per_seed)), flush=True)
     write(results, options)
     if options.page:
         figures.publish("credit_fidelity", data(results))
@@ -180,7 +182,7 @@ def line(name: str, results: list[dict], tokens: float) -> str:
     """A row of the table: median and range over seeds."""
     cells = [f"{tokens:.0f}"]
     for column in COLUMNS:
-        values = [its[column] for its in results]
+        values = [result[column] for result in results]
         cells.append(f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})")
     return f"| {name} | " + " | ".join(cells) + " |"
 
@@ -195,7 +197,7 @@ def write(results: list[dict], options) -> None:
 
 
 def data(results: list[dict]) -> dict:
-    """What the data file has: the figures of each team, estimator and seed."""
+    """Content of the data file: the figures of each team, estimator and seed."""
     runs: dict = {}
     for result in results:
         values = [round(float(result[column]), 4) for column in ("tokens", *COLUMNS)]
@@ -207,27 +209,27 @@ def data(results: list[dict]) -> dict:
     }
 
 
-def tables(found: dict) -> dict[str, str]:
+def tables(measurements: dict) -> dict[str, str]:
     """Two teams with all columns, two with their fidelity, and how often `c3` is above the group baselines."""
     texts = {}
     for team in ("chain", "game"):
         lines = []
-        for name, runs in found["runs"][team].items():
-            results = [dict(zip(found["columns"], run, strict=True)) for run in runs]
+        for name, runs in measurements["runs"][team].items():
+            results = [dict(zip(measurements["columns"], run, strict=True)) for run in runs]
             lines.append(line(name, results, statistics.fmean(run["tokens"] for run in results)))
-        columns = ["estimator", *found["columns"]]
+        columns = ["estimator", *measurements["columns"]]
         texts[f"fidelity {team}"] = "\n".join([figures.markdown(columns, []), *lines])
     short = ("parallel", "orchestrated")
     rows = []
-    for name in found["runs"]["parallel"]:
-        cells = [short_cells(found["runs"][team][name]) for team in short]
+    for name in measurements["runs"]["parallel"]:
+        cells = [short_cells(measurements["runs"][team][name]) for team in short]
         rows.append([name, *(cell for pair in cells for cell in pair)])
     columns = ["estimator", *(f"{team}: {column}" for team in short for column in ("tokens", "fidelity"))]
     texts["fidelity others"] = figures.markdown(columns, rows)
     rows = []
-    for name in [name for name in found["runs"]["chain"] if name.startswith("c3")]:
-        rows.append([name, *(seeds_above(runs, name) for runs in found["runs"].values())])
-    texts["fidelity seeds"] = figures.markdown(["estimator", *found["runs"]], rows)
+    for name in [name for name in measurements["runs"]["chain"] if name.startswith("c3")]:
+        rows.append([name, *(seeds_above(runs, name) for runs in measurements["runs"].values())])
+    texts["fidelity seeds"] = figures.markdown(["estimator", *measurements["runs"]], rows)
     return texts
 
 
@@ -257,7 +259,7 @@ def draw_picture(results: list[dict], options) -> None:
     )
     for axis, team in zip(axes[0], options.teams, strict=True):
         for place, name in enumerate(reversed(options.estimators)):
-            values = [one["fidelity"] for one in results if one["team"] == team and one["estimator"] == name]
+            values = [run["fidelity"] for run in results if run["team"] == team and run["estimator"] == name]
             axis.plot(values, [place] * len(values), "o", color="#33628d", alpha=0.6)
         axis.set_yticks(range(len(options.estimators)), list(reversed(options.estimators)))
         axis.set_title(team)

@@ -1,5 +1,5 @@
 """
-Rollouts on vLLM servers: how much of a server's speed they reach, what waiting costs, and what overlap gains.
+Rollouts on vLLM servers: their share of the server's speed, the cost of waiting, and the gain of overlap.
 
     make benchmark-engines
     MARFT_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/engines.py [--page]
@@ -7,17 +7,17 @@ Rollouts on vLLM servers: how much of a server's speed they reach, what waiting 
 
 - `parity`: mean and largest difference between log-probabilities of a server and of the trainer.
 - `efficiency`: tokens per second of rollouts, over those of a bare client that sends the recorded requests again, at
-  the same concurrency and without waiting for the turns that they depend on. Both are run in turns.
+  the same concurrency and without waiting for the turns that they depend on. The two alternate.
 - `publishing`: share of a training step that publishing takes, if every adapter has changed.
 - `barrier`: time of rollouts in waves over that of streams, for an engine with given delays that computes nothing.
-  Beside it stands what an exact simulation of both gives.
+  The next line has the ratio in an exact simulation of both.
 - `barrier-served`: the same on the server, with 4 turns whose lengths have a coefficient of variation of 1.
 - `overlap`: steps per hour with `max_staleness` 1 over 0, where rollouts take as long as training. The server only
-  waits, as one on hardware of its own would let the trainer do.
+  waits, so it takes no CPU time from the trainer, like a server on other hardware.
 - `overlap-served`: the same on the server. It prints the share of rollouts without overlap; choose `--iterations` so
   that it is about a half.
 
-Each part prints ratios that were measured side by side. The server is started with the command that users are given,
+Each part prints ratios that were measured side by side. The server is started with the documented command,
 for a tiny model on the CPU. By default, the parts are those whose figures do not depend on the speed of this server,
 which stalls for seconds if it shares two cores with its client. `gpu_servers.py` runs the others.
 """
@@ -56,7 +56,7 @@ PEFT = LoraConfig(r=8, target_modules="all-linear")
 
 
 def varied(completions, **kwargs):
-    return [float(sum(map(ord, str(one))) % 7) for one in completions]
+    return [float(sum(map(ord, str(completion))) % 7) for completion in completions]
 
 
 # ---- Training ----
@@ -64,7 +64,7 @@ def varied(completions, **kwargs):
 
 def make_trainer(options, folder, **settings):
     episodes = settings.pop("episodes", options.episodes)
-    given = {
+    defaults = {
         "use_vllm": True,
         "vllm_server_base_url": options.url,
         "vllm_max_inflight": options.inflight,
@@ -78,20 +78,20 @@ def make_trainer(options, folder, **settings):
         "max_steps": 10**6,
         **({"bf16": False} if options.device == "cpu" else {}),
     }
-    args = MARFTConfig(folder, **{**given, **settings})
+    args = MARFTConfig(folder, **{**defaults, **settings})
     agents = [type(agent)(agent.name, agent.system_prompt) for agent in tiny_agents()]
     return MARFTTrainer(options.model, varied, args, tiny_dataset(4096), agents=agents, peft_config=PEFT)
 
 
 def timed(obj, name):
-    """Replace a method by one that notes the seconds of its calls, and return the list of them."""
+    """Wrap a method so that it records the seconds of each call, and return the list of them."""
     method, spent = getattr(obj, name), []
 
     def noted(*arguments, **named):
         start = time.monotonic()
-        found = method(*arguments, **named)
+        result = method(*arguments, **named)
         spent.append(time.monotonic() - start)
-        return found
+        return result
 
     setattr(obj, name, noted)
     return spent
@@ -167,7 +167,7 @@ def publishing(options):
         start = time.monotonic()
         trainer.train()
         step = (time.monotonic() - start) / (options.rounds + 2)
-    report("publishing: share of a step", [one / step for one in spent[2:]])
+    report("publishing: share of a step", [seconds / step for seconds in spent[2:]])
 
 
 def steps_per_second(options, staleness, iterations, steps=6, **settings):
@@ -194,23 +194,23 @@ def compare_overlap(options, name, **settings):
 
 def overlap(options):
     """Steps per hour with one batch ahead over those without, on a server that only waits."""
-    given = vars(options).copy()
+    saved_options = vars(options).copy()
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_base(folder)
         options.model, options.device = model, "cpu"
-        foreign = {"fidelity_tolerance": 1e9}  # its numbers are no model's
+        foreign = {"fidelity_tolerance": 1e9}  # its log-probabilities come from no model
         with waiting(options, base=0.0, per_row=0.0):  # all that a step takes besides the engine
             pace, rollouts = steps_per_second(options, 0, options.iterations, **foreign)
         missing = max(0.0, 1 / pace - 2 * rollouts)  # then rollouts take half of a step
         base = 1000 * missing / (2 * options.new_tokens)  # two turns, one after the other
         with waiting(options, base=base, per_row=0.0):
             compare_overlap(options, "overlap", **foreign)
-    vars(options).update(given)
+    vars(options).update(saved_options)
 
 
 @contextlib.contextmanager
 def waiting(options, **delays):
-    """Context manager: a server that only waits."""
+    """Run a server that only waits within the context."""
     port = options.port + 10
     flags = [text for name, value in delays.items() for text in (f"--{name}", str(value))]
     script = str(Path(__file__).with_name("waiting_server.py"))
@@ -289,10 +289,10 @@ class Timed:
         return int(self._table[request.episode.index, len(request.episode.turns)])
 
     def waves(self):
-        """Seconds, if all episodes wait for one another."""
+        """Seconds if all episodes wait for one another after each turn."""
 
-        async def compute(engine, asked):
-            await asyncio.gather(*[engine.generate(self._length(one)) for one in asked])
+        async def compute(engine, requests):
+            await asyncio.gather(*[engine.generate(self._length(request)) for request in requests])
 
         loop, entered = asyncio.new_event_loop(), self._engine()
         thread = threading.Thread(target=loop.run_forever)  # a generator that blocks
@@ -305,7 +305,7 @@ class Timed:
 
         def answer(requests):
             wait(compute(engine, requests))
-            return [one.make_completion("x") for one in requests]
+            return [request.make_completion("x") for request in requests]
 
         start = time.monotonic()
         collect(Turns(self._count), self._rows, self._setting, answer)
@@ -323,8 +323,8 @@ class Timed:
             async with self._engine() as engine:
 
                 async def answer(requests):
-                    await asyncio.gather(*[engine.generate(self._length(one)) for one in requests])
-                    return [one.make_completion("x") for one in requests]
+                    await asyncio.gather(*[engine.generate(self._length(request)) for request in requests])
+                    return [request.make_completion("x") for request in requests]
 
                 start = time.monotonic()
                 await collect_async(Turns(self._count), self._rows, self._setting, answer)
@@ -335,7 +335,7 @@ class Timed:
 
 @contextlib.asynccontextmanager
 async def delays():
-    """An engine that computes nothing, which has come to rest at the end."""
+    """An engine that computes nothing. Wait at the end until it is idle."""
     engine = Engine()
     yield engine
     while engine.is_running:
@@ -396,9 +396,9 @@ def median_and_range(values, form="{:.2f}"):
     return [form.format(value) for value in (statistics.median(values), min(values), max(values))]
 
 
-def tables(found):
-    """Medians and ranges of what users of servers see."""
-    results = found["results"]
+def tables(measurements):
+    """Medians and ranges of the figures for users of servers."""
+    results = measurements["results"]
 
     def cell(name, *form):
         values = next(values for key, values in results.items() if key.startswith(name))

@@ -1,6 +1,6 @@
 """
-Figures of pages: `docs/reports/data/<name>.json` has what a benchmark measured, and pages have the tables that are
-made of it, between `<!-- <block> -->` and `<!-- end of <block> -->`. `printed.json` has tables as a command printed
+Figures of pages: `docs/reports/data/<name>.json` has the results of a benchmark, and pages have the tables made from
+them, between `<!-- <block> -->` and `<!-- end of <block> -->`. `printed.json` has tables as a command printed
 them, and `sentences` of pages, where the single measurements were not kept.
 
     python benchmarks/figures.py     # write the tables of all pages again, from the data
@@ -47,8 +47,8 @@ MADE_BY = {
 
 def processor() -> str:
     """
-    Name of the processor, as Linux has it, with family and model, which a name such as "AMD EPYC" does not tell, and
-    the instructions that PyTorch uses: both decide about the last digits.
+    Name of the processor, as Linux has it, with family and model, which a name such as "AMD EPYC" does not show, and
+    the instruction set that PyTorch uses. Both affect the last digits.
     """
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
@@ -59,7 +59,7 @@ def processor() -> str:
 
 
 def made(command: str) -> dict:
-    """What figures were made with."""
+    """Command, processor and versions of a run."""
     return {
         "command": command,
         "processor": processor(),
@@ -87,7 +87,7 @@ def parse(parser, free=("output_dir", "jobs"), repeats=None):
     return options
 
 
-def compare(found: dict, before, after) -> None:
+def compare(measurements: dict, before, after) -> None:
     """
     Compare a run of a data file with its repetition.
 
@@ -97,27 +97,27 @@ def compare(found: dict, before, after) -> None:
     after = json.loads(json.dumps(after))
     print(f"in the data file: {before}\nrepeated:         {after}")
     if after != before:
-        made = found["made"]
+        made = measurements["made"]
         raise SystemExit(f"The figures differ. Those of the file: {made['processor']}, {shown(made['versions'])}.")
 
 
-def publish(name: str, found: dict) -> None:
-    """Write what was measured to the data file, and its tables into the pages."""
-    _write(name, found)
-    _leave_out_printed(importlib.import_module(MADE_BY[name]).tables(found))
+def publish(name: str, measurements: dict) -> None:
+    """Write measurements to the data file, and their tables into the pages."""
+    _write(name, measurements)
+    _leave_out_printed(importlib.import_module(MADE_BY[name]).tables(measurements))
     for page, text in pages(blocks()).items():
         page.write_text(text, encoding="utf-8")
 
 
-def _write(name: str, found: dict) -> None:
+def _write(name: str, measurements: dict) -> None:
     """Write a data file, with lists of numbers and texts on one line."""
-    text = json.dumps(found, indent=1, ensure_ascii=False)
+    text = json.dumps(measurements, indent=1, ensure_ascii=False)
     text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda match: f"[{' '.join(match[1].split())}]", text)
     (DATA / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _leave_out_printed(names) -> None:
-    """Remove earlier tables that had no data of their own."""
+    """Remove earlier tables without a data file."""
     printed = load("printed")
     left = {name: run for name, run in printed.items() if name not in names}
     if left != printed:
@@ -125,7 +125,7 @@ def _leave_out_printed(names) -> None:
 
 
 def load(name: str) -> dict:
-    """What was measured."""
+    """Load a data file."""
     return json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -141,15 +141,15 @@ def blocks() -> dict[str, str]:
 
 def pages(texts: dict[str, str]) -> dict[Path, str]:
     """The pages that change, with their blocks."""
-    found = {}
+    changed_pages = {}
     for page in PAGES:
         before = text = page.read_text(encoding="utf-8")
         for name in re.findall(r"<!-- end of ([\w -]+) -->", before):
             if name in texts:
                 text = pasted(text, name, texts[name])
         if text != before:
-            found[page] = text
-    return found
+            changed_pages[page] = text
+    return changed_pages
 
 
 def pasted(text: str, name: str, table: str) -> str:
@@ -166,7 +166,7 @@ def markdown(columns, rows) -> str:
 
 
 def table_of_runs() -> str:
-    """The data files: who wrote them, and on which processor."""
+    """The commands that wrote the data files, with processors and versions."""
     printed = load("printed")
     runs = [load(name)["made"] for name in ("peers", *MADE_BY) if (DATA / f"{name}.json").exists()]
     runs += [run for name, run in printed.items() if name != "sentences"] + printed["sentences"]

@@ -1,13 +1,12 @@
 """
-A gateway under load: tokens per second of one client and of many, how soon a place is free, memory.
+A gateway under load: tokens per second of one client and of many, how soon a slot is free, memory.
 
     python benchmarks/gateway.py [--page]                           # the embedded team, on this machine's model
     python benchmarks/gateway.py --engine http://127.0.0.1:8000     # turns from a vLLM server, and the server alone
     python benchmarks/gateway.py --team FOLDER --model FOLDER
 
-The gateway runs in a process of its own. A client alone and many clients take turns with one another in one run, so
-that the ratio is that of the same minutes. With `--engine`, the bare server is asked for the same turns, with the same
-tokens, by as many clients.
+The gateway runs in its own process. Rounds with one client and with many clients alternate, so that the ratio compares
+the same minutes. With `--engine`, the same number of clients request the same turns from the bare server.
 """
 
 import argparse
@@ -75,7 +74,7 @@ def body(question: str, **fields) -> dict:
 
 
 async def load(url: str, clients: int, requests: int) -> tuple[float, dict[str, str]]:
-    """Tokens per second of clients that each ask one question after the other, and the answers."""
+    """Tokens per second of clients that each send one question at a time, and the answers."""
     answers: dict[str, str] = {}
     tokens = 0
 
@@ -84,11 +83,11 @@ async def load(url: str, clients: int, requests: int) -> tuple[float, dict[str, 
         for index in range(requests):
             question = QUESTIONS[(number * requests + index) % len(QUESTIONS)]
             async with session.post(f"{url}/v1/chat/completions", json=body(question)) as response:
-                found = await response.json()
-            assert response.status == 200, found
-            text = found["choices"][0]["message"]["content"]
+                reply = await response.json()
+            assert response.status == 200, reply
+            text = reply["choices"][0]["message"]["content"]
             assert answers.setdefault(question, text) == text
-            tokens += found["usage"]["completion_tokens"]
+            tokens += reply["usage"]["completion_tokens"]
 
     async with ClientSession(connector=TCPConnector(limit=0)) as session:
         start = time.perf_counter()
@@ -97,7 +96,7 @@ async def load(url: str, clients: int, requests: int) -> tuple[float, dict[str, 
 
 
 async def bare(engine: str, orders: list[dict], clients: int) -> float:
-    """Tokens per second of a vLLM server that is asked for the same turns directly."""
+    """Tokens per second of a vLLM server that gets the same requests directly."""
     tokens, left = 0, list(orders)
 
     async def client(session):
@@ -115,7 +114,7 @@ async def bare(engine: str, orders: list[dict], clients: int) -> float:
 def orders_of(engine: str, team: str, base: str, count: int) -> list[dict]:
     """The turns of a team as requests to its server, under the names that its adapters have there now."""
     with urllib.request.urlopen(f"{engine}/v1/models", timeout=10) as answer:
-        names = [one["id"] for one in json.loads(answer.read())["data"]]
+        names = [model["id"] for model in json.loads(answer.read())["data"]]
     loaded = Team.from_pretrained(team, base)
     turns = [turn for episode in loaded.run(QUESTIONS[:count], greedy=True) for turn in episode.turns]
     limits = {agent.name: agent.max_completion_length for agent in loaded.agents}
@@ -135,8 +134,8 @@ def orders_of(engine: str, team: str, base: str, count: int) -> list[dict]:
 
 
 async def seconds_until_free(url: str) -> list[float]:
-    """Seconds from the moment a client leaves until its place is free."""
-    found = []
+    """Seconds from the moment a client disconnects until its slot is free."""
+    seconds = []
 
     async def running(session) -> float:
         async with session.get(f"{url}/metrics") as answer:
@@ -145,15 +144,14 @@ async def seconds_until_free(url: str) -> list[float]:
 
     async with ClientSession() as session:
         for number in range(20):
-            ask = session.post(f"{url}/v1/chat/completions", json=body(QUESTIONS[number], stream=True))
-            response = await ask
+            response = await session.post(f"{url}/v1/chat/completions", json=body(QUESTIONS[number], stream=True))
             await response.content.readline()
             response.close()
             start = time.perf_counter()
             while await running(session):
                 await asyncio.sleep(0.002)
-            found.append(time.perf_counter() - start)
-    return found
+            seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def main() -> None:
@@ -174,13 +172,14 @@ def main() -> None:
             expected, bares, orders = {}, [], []
             before = process.memory_info().rss / 1e6
             for _ in range(options.rounds):
-                one, alone = asyncio.run(load(url, 1, 2 * options.requests))
+                single, single_answers = asyncio.run(load(url, 1, 2 * options.requests))
                 many, answers = asyncio.run(load(url, options.clients, options.requests))
-                expected |= alone
+                expected |= single_answers
                 assert all(expected.setdefault(question, text) == text for question, text in answers.items())
                 memory = process.memory_info().rss / 1e6
-                rounds.append([round(one, 1), round(many, 1), round(memory, 1)])
-                print(f"tokens per second: 1 client {one:.0f}, {options.clients} clients {many:.0f}; {memory:.0f} MB")
+                rounds.append([round(single, 1), round(many, 1), round(memory, 1)])
+                print(f"tokens per second: 1 client {single:.0f}, {options.clients} clients {many:.0f}", end="; ")
+                print(f"{memory:.0f} MB")
                 if options.engine:
                     orders = orders or orders_of(options.engine, team, base, len(QUESTIONS))
                     repeats = -(-options.clients * options.requests // len(QUESTIONS))
@@ -191,38 +190,38 @@ def main() -> None:
                 print(f"to the server alone: {', '.join(f'{ratio:.2f}' for ratio in bares)}")
             print("every greedy answer was the same alone and among others")
             freed = asyncio.run(seconds_until_free(url))
-    found = {
+    measurements = {
         "made": figures.made("python benchmarks/gateway.py"),
         **{"clients": options.clients, "requests": options.requests, "megabytes before": round(before, 1)},
         "columns": ["tokens per second of one client", "of many", "megabytes of the server"],
         "rounds": rounds,
         "seconds until free": [round(seconds, 4) for seconds in freed],
     }
-    print(tables(found)["serving"])
+    print(tables(measurements)["serving"])
     if options.page:
-        figures.publish("serving", found)
+        figures.publish("serving", measurements)
 
 
-def tables(found):
+def tables(measurements):
     """Ranges over rounds."""
-    one, many, memory = zip(*found["rounds"], strict=True)
-    freed, clients, requests = found["seconds until free"], found["clients"], found["requests"]
+    single, many, memory = zip(*measurements["rounds"], strict=True)
+    freed, clients, requests = measurements["seconds until free"], measurements["clients"], measurements["requests"]
 
     def spread(values, form="{:,.0f}"):
         return " to ".join(dict.fromkeys(map(form.format, (min(values), max(values)))))
 
     rows = [
-        [f"tokens per second, one client ({len(one)} rounds)", spread(one)],
+        [f"tokens per second, one client ({len(single)} rounds)", spread(single)],
         [f"tokens per second, {clients} clients with {requests} questions each", spread(many)],
-        ["ratio within a round", spread([b / a for a, b in zip(one, many, strict=True)], "{:.1f}")],
+        ["ratio within a round", spread([b / a for a, b in zip(single, many, strict=True)], "{:.1f}")],
         [
             f"seconds until the slot of a client that has left is free, {len(freed)} times",
             f"median {statistics.median(freed):.3f}, most {max(freed):.3f}",
         ],
         [
             "memory of the server",
-            f"{found['megabytes before']:.0f} MB before, {spread(memory)} MB after each of {len(one)} rounds of "
-            f"{(clients + 2) * requests:,} questions",
+            f"{measurements['megabytes before']:.0f} MB before, {spread(memory)} MB after each of {len(single)} "
+            f"rounds of {(clients + 2) * requests:,} questions",
         ],
     ]
     return {"serving": figures.markdown(["", ""], rows)}

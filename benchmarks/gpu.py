@@ -1,14 +1,15 @@
 """
-What has to be so on a GPU, and the figures that only one can give.
+Checks that need a GPU, and figures that only a GPU can give.
 
     make gpu                                                    # random weights in the shape of Qwen2.5-1.5B
     python benchmarks/gpu.py --model Qwen/Qwen2.5-1.5B-Instruct --page gpu.md
     python benchmarks/gpu.py --model smollm2                    # a real model without a hub
-    python benchmarks/gpu.py --device pretend                   # tries this script where there is no GPU
+    python benchmarks/gpu.py --device pretend                   # test this script without a GPU
 
-Every check says what it expects and what it found. One that a device cannot show says why it was left out: a pretended
-device has no memory, no kernels and no speed. The step next to TRL's comes first, and every row is printed and written
-to the page as soon as it is known. Figures of rollouts on vLLM servers are those of `gpu_servers.py`.
+Every check prints the expected and the measured result. A check that the device does not support prints why it was
+left out: a pretended device has no memory, no kernels and no speed. The comparison with TRL's step comes first. Every
+row is printed and written to the page as soon as it is measured. Figures of rollouts on vLLM servers are those of
+`gpu_servers.py`.
 """
 
 import argparse
@@ -54,7 +55,7 @@ class Checks:
 
 
 class Device:
-    """The device, and what it can show."""
+    """The device that is checked."""
 
     def __init__(self, name):
         self.is_pretended = name == "pretend"
@@ -83,13 +84,13 @@ class Device:
 
     @contextlib.contextmanager
     def waits(self):
-        """Counts what waits for the device: a list with one entry each."""
-        found = []
+        """Count synchronizations with the device: a list with one entry each."""
+        events = []
         if self.is_pretended:
-            listener = lambda kind: kind != "to the device" and found.append(kind)  # noqa: E731
+            listener = lambda kind: kind != "to the device" and events.append(kind)  # noqa: E731
             self._pretended.LISTENERS.append(listener)
             try:
-                yield found
+                yield events
             finally:
                 self._pretended.LISTENERS.remove(listener)
             return
@@ -97,10 +98,10 @@ class Device:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                yield found
+                yield events
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-                found.extend(str(one.message) for one in caught if "synchroniz" in str(one.message))
+                events.extend(str(warning.message) for warning in caught if "synchroniz" in str(warning.message))
 
     def name(self):
         if self.is_pretended:
@@ -123,7 +124,7 @@ class Types(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def reward(completions, **kwargs):
-    return [float(sum(map(ord, str(one))) % 7) / 7 for one in completions]
+    return [float(sum(map(ord, str(completion))) % 7) / 7 for completion in completions]
 
 
 def trainer_of(options, folder, agents=2, **settings):
@@ -132,7 +133,7 @@ def trainer_of(options, folder, agents=2, **settings):
 
     from peft import LoraConfig
 
-    given = {
+    defaults = {
         "per_device_train_batch_size": options.episodes,
         "num_generations": 4,
         "max_completion_length": options.tokens,
@@ -150,7 +151,7 @@ def trainer_of(options, folder, agents=2, **settings):
         model=options.base,
         agents=[AgentSpec(f"a{index}", system_prompt=f"Work {index}.") for index in range(agents)],
         reward_funcs=reward,
-        args=MARFTConfig(f"{folder}/run", **given | settings),
+        args=MARFTConfig(f"{folder}/run", **defaults | settings),
         train_dataset=tiny_dataset(64),
         peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
@@ -190,13 +191,13 @@ def trl_trainer(options, folder, **settings):
 
 @contextlib.contextmanager
 def around(owner, name, make):
-    """The calls of a function run in a context."""
+    """Run each call of a function in its own context, and return the list of contexts."""
     function, results = getattr(owner, name), []
 
     def counted(*args, **kwargs):
-        with make() as found:
+        with make() as record:
             result = function(*args, **kwargs)
-        results.append(found)
+        results.append(record)
         return result
 
     setattr(owner, name, counted)
@@ -210,25 +211,25 @@ def around(owner, name, make):
 
 
 def step(checks, device, options, folder):
-    """Seconds of a step, as it comes: two agents and one against `GRPOTrainer`, whole and split, and in 4 bits."""
+    """Seconds of a step with default settings: two agents, one and `GRPOTrainer`, whole, split and in 4 bits."""
     small = options.is_pretended
     splits = [(options.episodes, 1), (options.episodes // 4, 4)]
     for bits in ("bfloat16",) if small else ("bfloat16", "4 bits"):
         for rows, accumulation in splits if bits == "bfloat16" else splits[1:]:
             seconds = {}
-            for who in ("GRPOTrainer", "one agent", "two agents"):
+            for contender in ("GRPOTrainer", "one agent", "two agents"):
                 expected = {"one agent": "at most 0.5 of GRPOTrainer", "two agents": "at most 0.5 of two GRPOTrainers"}
-                what = f"step of {who}, {rows} x {accumulation} rows, {options.tokens} new tokens, {bits}"
-                with checks.row(what, expected.get(who, "a figure")) as say:
-                    seconds[who], start, most = _seconds_of_a_step(
-                        device, options, folder, who, rows, accumulation, bits
+                title = f"step of {contender}, {rows} x {accumulation} rows, {options.tokens} new tokens, {bits}"
+                with checks.row(title, expected.get(contender, "a figure")) as say:
+                    seconds[contender], start, most = _seconds_of_a_step(
+                        device, options, folder, contender, rows, accumulation, bits
                     )
-                    share = seconds[who] / seconds["GRPOTrainer"] / (2 if who == "two agents" else 1)
-                    found = f"{seconds[who]:.2f} s ({share:.2f}); the first {start:.1f} s; {most:.1f} GiB"
-                    say(found, "a figure" if small or who == "GRPOTrainer" else share <= 0.5)
+                    share = seconds[contender] / seconds["GRPOTrainer"] / (2 if contender == "two agents" else 1)
+                    measured = f"{seconds[contender]:.2f} s ({share:.2f}); the first {start:.1f} s; {most:.1f} GiB"
+                    say(measured, "a figure" if small or contender == "GRPOTrainer" else share <= 0.5)
 
 
-def _seconds_of_a_step(device, options, folder, who, rows, accumulation, bits):
+def _seconds_of_a_step(device, options, folder, contender, rows, accumulation, bits):
     """Median seconds of the steps after the first, those of the first, and peak memory in GiB."""
     from transformers import BitsAndBytesConfig, TrainerCallback
 
@@ -253,10 +254,10 @@ def _seconds_of_a_step(device, options, folder, who, rows, accumulation, bits):
     if not device.is_pretended:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    if who == "GRPOTrainer":
+    if contender == "GRPOTrainer":
         trainer = trl_trainer(options, folder, **settings)
     else:
-        trainer = trainer_of(options, folder, agents=1 if who == "one agent" else 2, **settings)
+        trainer = trainer_of(options, folder, agents=1 if contender == "one agent" else 2, **settings)
     trainer.add_callback(Clock())
     trainer.train()
     most = 0.0 if device.is_pretended else torch.cuda.max_memory_allocated() / 2**30
@@ -269,19 +270,21 @@ def types(checks, device, options, folder):
         model = trainer.accelerator.unwrap_model(trainer.model)
         with around(model, "generate", Types) as generated, around(trainer, "training_step", Types) as trained:
             trainer.train()
-        kinds = [sum((one.products for one in found), collections.Counter()) for found in (generated, trained)]
+        kinds = [sum((call.products for call in calls), collections.Counter()) for calls in (generated, trained)]
         weights = {
-            str(one.dtype) for name in trainer.policies.names for one in trainer.policies.parameters(name).values()
+            str(parameter.dtype)
+            for name in trainer.policies.names
+            for parameter in trainer.policies.parameters(name).values()
         }
-        found = f"{model.get_base_model().dtype}, {sorted(weights)}, {dict(kinds[0])}, {dict(kinds[1])}"
+        measured = f"{model.get_base_model().dtype}, {sorted(weights)}, {dict(kinds[0])}, {dict(kinds[1])}"
         right = model.get_base_model().dtype == torch.bfloat16 and weights == {"torch.float32"}
         # The head of training computes in float32
-        say(found, right and set(kinds[0]) == {"bfloat16"} and kinds[1]["bfloat16"] >= kinds[1]["float32"])
+        say(measured, right and set(kinds[0]) == {"bfloat16"} and kinds[1]["bfloat16"] >= kinds[1]["float32"])
     with checks.row("types of GRPOTrainer", "a figure: products with weights in generation") as say:
-        theirs = trl_trainer(options, folder)
-        with around(theirs.accelerator.unwrap_model(theirs.model), "generate", Types) as calls:
-            theirs.train()
-        say(str(dict(sum((one.products for one in calls), collections.Counter()))), "a figure")
+        baseline = trl_trainer(options, folder)
+        with around(baseline.accelerator.unwrap_model(baseline.model), "generate", Types) as calls:
+            baseline.train()
+        say(str(dict(sum((call.products for call in calls), collections.Counter()))), "a figure")
     with checks.row("host operations of a layer and token", "a figure: what is launched, with one LoRA") as say:
         layer, ids = model.get_base_model().model.layers[0], torch.tensor([[5, 6, 7]], device=device.device)
         half = torch.autocast(device.device.type, dtype=torch.bfloat16)
@@ -291,33 +294,33 @@ def types(checks, device, options, folder):
 
 
 def waits(checks, device, options, folder):
-    found = []
+    counts = []
     for tokens in (options.tokens, 2 * options.tokens):
         settings = {"max_completion_length": tokens, "generation_kwargs": {"min_new_tokens": tokens}}
         trainer = trainer_of(options, folder, max_steps=1, **settings)
         model = trainer.accelerator.unwrap_model(trainer.model)
         with around(model, "generate", device.waits) as calls, around(trainer, "compute_loss", device.waits) as steps:
             trainer.train()
-        found.append((sum(map(len, calls)) / len(calls), sum(map(len, steps))))
+        counts.append((sum(map(len, calls)) / len(calls), sum(map(len, steps))))
     with checks.row("waits a token", "at most 1.6 (GRPOTrainer: 1.1)") as say:
-        slope = (found[1][0] - found[0][0]) / options.tokens
+        slope = (counts[1][0] - counts[0][0]) / options.tokens
         say(f"{slope:.2f}", slope <= 1.6)
     with checks.row("waits of the loss of a step, two agents", "at most 40") as say:
-        say(f"{found[0][1]}", found[0][1] <= 40)
+        say(f"{counts[0][1]}", counts[0][1] <= 40)
 
 
 def switching(checks, device, options, folder):
     with checks.row("activating an adapter", "under 1 ms if it is active, under 8 ms if another one is") as say:
         policies = trainer_of(options, folder, agents=4).policies
         times = {}
-        for what, names in {"active": ["a0"] * 20, "another": ["a0", "a1"] * 10}.items():
+        for case, names in {"active": ["a0"] * 20, "another": ["a0", "a1"] * 10}.items():
             policies.activate("a0")
             begin = time.perf_counter()
             for name in names:
                 policies.activate(name)
-            times[what] = 1e3 * (time.perf_counter() - begin) / len(names)
-        found = ", ".join(f"{what} {spent:.2f} ms" for what, spent in times.items())
-        say(found, times["active"] < 1 and times["another"] < 8)
+            times[case] = 1e3 * (time.perf_counter() - begin) / len(names)
+        measured = ", ".join(f"{case} {spent:.2f} ms" for case, spent in times.items())
+        say(measured, times["active"] < 1 and times["another"] < 8)
 
 
 def memory(checks, device, options, folder):
@@ -359,7 +362,7 @@ def out_of_memory(checks, device, options, folder):
 
 
 def decoding(checks, device, options, folder):
-    """Loops of transformers, own with growing and with fixed steps: the same greedy tokens, tokens a second."""
+    """The loop of transformers, and ours with growing and fixed shapes: greedy tokens and speed."""
     from marft_trl.seams.generation import find_capture_obstacle
     from marft_trl.shared_prefix import decoding as steps
     from marft_trl.shared_prefix.decoding import decode
@@ -369,7 +372,7 @@ def decoding(checks, device, options, folder):
     trainer.policies.activate("a0")
     captured = []
     make = steps.captured
-    steps.captured = lambda *given: captured.append(1) or make(*given)
+    steps.captured = lambda *arguments: captured.append(1) or make(*arguments)
     loops = {
         "transformers": {},
         "growing": {"custom_generate": decode},
@@ -385,13 +388,13 @@ def decoding(checks, device, options, folder):
         ids, mask = ids.to(device.device), mask.to(device.device)
         speeds, tokens = {}, {}
         with checks.row(f"decoding {rows} rows", "the same greedy tokens from each loop, captured the fastest") as say:
-            for name, given in loops.items():
+            for name, arguments in loops.items():
                 times = []
                 for _ in range(options.rounds):
                     device.synchronize()
                     begin = time.perf_counter()
                     with torch.no_grad(), torch.autocast(device.device.type, dtype=torch.bfloat16):
-                        found = model.generate(
+                        generated = model.generate(
                             input_ids=ids,
                             attention_mask=mask,
                             max_new_tokens=options.tokens,
@@ -399,25 +402,26 @@ def decoding(checks, device, options, folder):
                             do_sample=False,
                             disable_compile=True,
                             pad_token_id=0,
-                            **given,
+                            **arguments,
                         )
                     device.synchronize()
                     times.append(time.perf_counter() - begin)
                 speeds[name] = rows * options.tokens / statistics.median(times)
-                tokens[name] = found[:, ids.size(1) :].tolist()
+                tokens[name] = generated[:, ids.size(1) :].tolist()
             same = {
-                name: sum(a == b for a, b in zip(its, tokens["growing"], strict=True)) for name, its in tokens.items()
+                name: sum(a == b for a, b in zip(outputs, tokens["growing"], strict=True))
+                for name, outputs in tokens.items()
             }
             fast = ", ".join(
                 f"{name} {speed:,.0f} tokens/s ({same[name]}/{rows} alike)" for name, speed in speeds.items()
             )
-            # In half precision, another order of sums may turn a greedy choice
+            # In half precision, another order of summation may change a greedy choice
             right = all(count >= (1.0 if device.is_pretended else 0.8) * rows for count in same.values())
             say(fast, right and (device.is_pretended or max(speeds, key=speeds.get) == "captured"))
     steps.captured = make
     with checks.row("steps of decoding", "captured as graphs") as say:
-        why = find_capture_obstacle(model)
-        say(why or f"{len(captured)} graphs", LEFT_OUT if why else bool(captured))
+        obstacle = find_capture_obstacle(model)
+        say(obstacle or f"{len(captured)} graphs", LEFT_OUT if obstacle else bool(captured))
 
 
 def drawing(checks, device, options, folder):
@@ -440,7 +444,7 @@ def spread(checks, device, options, folder):
     with checks.row("several devices are visible to one process", "the base is on its own") as say:
         count = 2 if device.is_pretended else torch.cuda.device_count()
         trainer = trainer_of(options, folder)
-        devices = {str(one.device) for one in trainer.model.parameters()}
+        devices = {str(parameter.device) for parameter in trainer.model.parameters()}
         say(
             f"{count} visible, weights on {sorted(devices)}",
             LEFT_OUT if count < 2 else devices == {str(device.device)},
@@ -452,16 +456,8 @@ def nccl(checks, device, options, folder):
         if device.is_pretended or torch.cuda.device_count() < 2:
             say("it takes two GPUs", LEFT_OUT)
             return
-        train = Path(__file__).with_name("machines") / "train.py"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            "2",
-            str(train),
-            str(options.base),
-        ]
+        train = str(Path(__file__).with_name("machines") / "train.py")
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", train, str(options.base)]
         begin = time.monotonic()
         done = subprocess.run(
             [*command, folder, "--fail", "1:1:raise", "--settings", '{"use_cpu": false, "bf16": true}'],
@@ -470,8 +466,8 @@ def nccl(checks, device, options, folder):
             timeout=300,
             check=False,
         )
-        found = "Process 1 of the run failed" in done.stderr + done.stdout
-        say(f"{found} after {time.monotonic() - begin:.0f} s", found)
+        is_reported = "Process 1 of the run failed" in done.stderr + done.stdout
+        say(f"{is_reported} after {time.monotonic() - begin:.0f} s", is_reported)
 
 
 CHECKS = [step, decoding, memory, types, waits, switching, out_of_memory, drawing, spread, nccl]
@@ -523,14 +519,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "pretend"), default="cuda")
     parser.add_argument("--model", default="1.5b", help="name or folder of the base, `1.5b`, `tiny` or `smollm2`")
-    parser.add_argument("--only", nargs="*", choices=[one.__name__ for one in CHECKS])
+    parser.add_argument("--only", nargs="*", choices=[check.__name__ for check in CHECKS])
     parser.add_argument("--tokens", type=int, help="of a turn")
     parser.add_argument("--rows", type=int, nargs="*", help="that are decoded together")
     parser.add_argument("--page", type=Path, help="file for the table")
     options = parser.parse_args()
     options.is_pretended = options.device == "pretend"
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("There is no GPU that torch sees. `--device pretend` tries the script.")
+        raise SystemExit("PyTorch finds no GPU. Use `--device pretend` to test the script.")
     options.tokens = options.tokens or (12 if options.is_pretended else 128)
     options.rows = options.rows or ([8] if options.is_pretended else [8, 32, 128])
     options.rounds = 1 if options.is_pretended else 3

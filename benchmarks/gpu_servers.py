@@ -2,11 +2,11 @@
 All figures of rollouts on vLLM servers, on a machine with a GPU, written as a page.
 
     MARFT_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/gpu_servers.py --model Qwen/Qwen3-0.6B
-    python benchmarks/gpu_servers.py --serve_on 1                     # a GPU for the server, another one for training
+    python benchmarks/gpu_servers.py --serve_on 1                     # one GPU for the server, another for training
 
 `MARFT_VLLM_PYTHON` names the interpreter of an environment with vLLM. By default, server and trainer share the first
-GPU, and the server takes the share `--memory` of it. With `--serve_on`, the server has GPUs of its own; only then does
-`overlap on the server` say what overlap gains. `--device cpu` with `--model tiny` tries the script itself.
+GPU, and the server takes the share `--memory` of it. With `--serve_on`, the server has its own GPUs; only then does
+`overlap on the server` measure the gain of overlap. `--device cpu` with `--model tiny` tests the script itself.
 
 The parts are those of `benchmarks/engines.py`, and learning at `max_staleness` 0, 1 and 4 of
 `benchmarks/staleness.py` (`--learning`).
@@ -28,10 +28,10 @@ from vllm_server import Server, tiny_base, vllm_version
 
 
 def versions():
-    """Versions of what was measured."""
+    """Versions of the measured packages."""
     names = ("marft-trl", "trl", "transformers", "peft", "accelerate", "torch")
-    found = {name: importlib.metadata.version(name) for name in names}
-    return {**found, "vllm": vllm_version()}
+    packages = {name: importlib.metadata.version(name) for name in names}
+    return {**packages, "vllm": vllm_version()}
 
 
 def hardware(device):
@@ -43,13 +43,13 @@ def hardware(device):
 
 def page(options, learning):
     """The page, as Markdown."""
-    found = versions()
+    packages = versions()
     shared = "the same device" if options.serve_on is None else f"GPU {options.serve_on}"
     lines = [
         "# Figures of rollouts on vLLM servers",
         "",
         f"- {datetime.date.today().isoformat()}, {hardware(options.device)}; the server on {shared}",
-        f"- base: `{options.given_model}`; {', '.join(f'{name} {number}' for name, number in found.items())}",
+        f"- base: `{options.given_model}`; {', '.join(f'{name} {number}' for name, number in packages.items())}",
         f"- `python benchmarks/gpu_servers.py {' '.join(sys.argv[1:])}`",
         "",
         "Medians, and the spread over the rounds.",
@@ -66,7 +66,7 @@ def page(options, learning):
 
 
 def measured_learning(options):
-    """The table of `benchmarks/staleness.py`, on a server of its own."""
+    """The table of `benchmarks/staleness.py`, on its own server."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("staleness.py"))]
     command += ["--device", options.device, "--port", str(options.port + 1)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -88,7 +88,7 @@ def main():
     parser.add_argument("--page", type=Path, default=Path("gpu.md"))
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("There is no GPU that torch sees. `--device cpu --model tiny` tries the script.")
+        raise SystemExit("PyTorch finds no GPU. Use `--device cpu --model tiny` to test the script.")
     if "MARFT_VLLM_PYTHON" not in os.environ:
         raise SystemExit("Set `MARFT_VLLM_PYTHON` to the interpreter of an environment with vLLM.")
     flags = list(options.flags)
@@ -110,7 +110,7 @@ def main():
             options.url = server.url
             try:
                 run_parts(options)
-            finally:  # what was measured is not lost
+            finally:  # keep the results of earlier parts
                 options.page.write_text(page(options, ""), encoding="utf-8")
     if options.learning:
         options.page.write_text(page(options, measured_learning(options)), encoding="utf-8")

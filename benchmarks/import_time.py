@@ -1,6 +1,6 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-Import times beside TRL's, as medians over fresh interpreters that take turns.
+Import times next to TRL's, as medians over alternating fresh interpreters.
 
 ```bash
 python benchmarks/import_time.py
@@ -32,13 +32,13 @@ def seconds(statement: str) -> float:
 def main() -> None:
     nothing = statistics.median(seconds("pass") for _ in range(RUNS))
     print(f"an interpreter alone: {nothing:.2f} s, included in all times")
-    for ours, theirs in PAIRS:
-        times: dict[str, list[float]] = {ours: [], theirs: []}
+    for marft, trl in PAIRS:
+        times: dict[str, list[float]] = {marft: [], trl: []}
         for _ in range(RUNS):
-            for statement, its in times.items():
-                its.append(seconds(statement))
-        mine, other = (statistics.median(times[statement]) for statement in (ours, theirs))
-        print(f"{ours}: {mine:.2f} s; {theirs}: {other:.2f} s; ratio {mine / other:.2f}")
+            for statement, samples in times.items():
+                samples.append(seconds(statement))
+        marft_seconds, trl_seconds = (statistics.median(times[statement]) for statement in (marft, trl))
+        print(f"{marft}: {marft_seconds:.2f} s; {trl}: {trl_seconds:.2f} s; ratio {marft_seconds / trl_seconds:.2f}")
 
 
 if __name__ == "__main__":

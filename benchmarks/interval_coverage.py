@@ -1,11 +1,11 @@
 """
-How often intervals of 95 % hold the true mean score, for questions with several samples.
+How often 95 % intervals contain the true mean score, for questions with several samples.
 
     python benchmarks/interval_coverage.py
 
 Mean scores of 0.02 to 0.98, 1 to 8 samples of 30 to 300 questions: 140 cases. All questions are equally hard, or their
 difficulty has a U-shaped (beta) distribution. Prints the least and the mean coverage, the cases below 93 %, and the
-width beside that of a normal interval with the true deviation.
+width relative to a normal interval with the true deviation.
 """
 
 import argparse
@@ -40,14 +40,14 @@ def main():
         coverages, widths, below = [], [], []
         for number, case in enumerate(itertools.product(MEANS, SAMPLES, QUESTIONS)):
             mean, samples, questions = case
-            draws, held, width = np.random.default_rng(number), 0, 0.0
+            draws, covered, width = np.random.default_rng(number), 0, 0.0
             for run in range(options.runs):
-                found = interval(scores(draws, *case, spread), seed=run, n_resamples=1000)
-                held += found.low <= mean <= found.high
-                width += (found.high - found.low) / options.runs
-            coverages.append(held / options.runs)
+                bounds = interval(scores(draws, *case, spread), seed=run, n_resamples=1000)
+                covered += bounds.low <= mean <= bounds.high
+                width += (bounds.high - bounds.low) / options.runs
+            coverages.append(covered / options.runs)
             widths.append(width / (2 * 1.96 * deviation(mean, samples, spread) / questions**0.5))
-            below += [(*case, held / options.runs)] * (held / options.runs < 0.93)
+            below += [(*case, covered / options.runs)] * (covered / options.runs < 0.93)
         kind = "of many difficulties" if spread else "equally hard"
         print(
             f"| {kind} | {min(coverages):.1%} | {np.mean(coverages):.1%} | {below or 'none'} | {np.mean(widths):.2f} |"

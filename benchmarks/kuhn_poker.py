@@ -3,10 +3,10 @@ The exploitability of language models in Kuhn poker (`examples/kuhn.py`), over p
 
     make kuhn                                         # 22 minutes on two cores
     python benchmarks/kuhn_poker.py --arms own-rae --seeds 1 --max_steps 100 --device cuda
-    python benchmarks/kuhn_poker.py --check                 # one run again: exits with an error where a digit differs
+    python benchmarks/kuhn_poker.py --check                 # repeat one run; exit with an error if a digit differs
 
 Prints means over seeds of the exploitability before, during and after training, with 95 % intervals (Student's t), and
-writes `kuhn.png` into `--output_dir`. Finished runs are kept there, so an interrupted call is resumed by the same one.
+writes `kuhn.png` into `--output_dir`. Finished runs are kept there, so the same command resumes an interrupted call.
 """
 
 import argparse
@@ -37,19 +37,19 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles by the n
 
 
 def settings_of(base, options):
-    """What finished runs have to have in common with a call."""
+    """Settings that a finished run must share with this call to be reused."""
     made = {key: value for key, value in figures.made("make kuhn").items() if key != "command"}
     code = hashlib.sha256(EXAMPLE.read_bytes()).hexdigest()[:12]
     return {"base": base, "steps": options.max_steps, "device": options.device, "code": code, **made}
 
 
 def run(arm, seed, base, options):
-    """Train in a process of its own, unless the run is there. Returns what it measured, and its strategies."""
+    """Train in a subprocess, unless the run is finished. Returns its measurements and strategies."""
     players, baseline = arm.split("-")
     settings = settings_of(base, options)
     file = options.output_dir / "runs" / f"{arm}-{seed}-{options.max_steps}-{options.device}.json"
-    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if found.get("settings") != settings:
+    result = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if result.get("settings") != settings:
         command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--players", players, "--baseline", baseline]
         command += ["--seed", str(seed), "--max_steps", str(options.max_steps), "--device", options.device]
         command += ["--output_dir", str(options.output_dir), *(["--model", options.model] if options.model else [])]
@@ -58,11 +58,11 @@ def run(arm, seed, base, options):
             raise RuntimeError(f"{arm}, seed {seed}:\n{done.stderr[-3000:]}")
         measured = [line for line in done.stdout.splitlines() if "exploitability" in line]
         print(f"{arm}, seed {seed}: {measured[-1]}", flush=True)
-        found = json.loads((options.output_dir / f"{arm}-{seed}.json").read_text(encoding="utf-8"))
-        found["settings"] = settings
+        result = json.loads((options.output_dir / f"{arm}-{seed}.json").read_text(encoding="utf-8"))
+        result["settings"] = settings
         file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(found), encoding="utf-8")
-    return found
+        file.write_text(json.dumps(result), encoding="utf-8")
+    return result
 
 
 def interval(values, least=-math.inf):
@@ -74,33 +74,33 @@ def interval(values, least=-math.inf):
     return f"{mean:.3f} [{max(mean - half, least):.3f}, {mean + half:.3f}]"
 
 
-def tables(found):
+def tables(measurements):
     """
     Exploitability in chips a game: at the start, in the middle, at the end, of the average strategies, and how far the
     first arm with one LoRA is from each other arm at the end, seed by seed.
     """
     rows, steps = [], None
-    columns = {arm: [list(zip(*run, strict=True)) for run in runs] for arm, runs in found["runs"].items()}
+    columns = {arm: [list(zip(*run, strict=True)) for run in runs] for arm, runs in measurements["runs"].items()}
     for arm, runs in columns.items():
         steps = runs[0][0]
         cells = [interval([run[2][index] for run in runs], 0.0) for index in (0, len(steps) // 2, -1)]
         cells.append(interval([run[3][-1] for run in runs], 0.0))
         if "one-rae" in columns:
             pairs = zip(columns["one-rae"], runs, strict=True)
-            cells.append(interval([one[2][-1] - run[2][-1] for one, run in pairs]) if arm != "one-rae" else "")
+            cells.append(interval([shared[2][-1] - run[2][-1] for shared, run in pairs]) if arm != "one-rae" else "")
         rows.append([ARMS[arm], *cells])
     names = ["players", "before", f"{steps[len(steps) // 2]} steps", f"{steps[-1]} steps", "average of the strategies"]
     return {"kuhn": figures.markdown([*names, "one LoRA, `rae`, minus this row"][: len(rows[0])], rows)}
 
 
-def draw(found, file):
+def draw(measurements, file):
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(found["runs"]), figsize=(11, 3.2), sharey=True, squeeze=False)
-    for axis, (arm, runs) in zip(axes[0], found["runs"].items(), strict=True):
+    figure, axes = plt.subplots(1, len(measurements["runs"]), figsize=(11, 3.2), sharey=True, squeeze=False)
+    for axis, (arm, runs) in zip(axes[0], measurements["runs"].items(), strict=True):
         for number, measured in enumerate(runs):
             steps = [row[0] for row in measured]
             axis.plot(steps, [row[2] for row in measured], color="C0", label=None if number else "last strategies")
@@ -119,12 +119,12 @@ def draw(found, file):
 COLUMNS = ["step", "legal", "last", "average", "second move"]
 
 
-def rounded(found):
-    """What was measured, and by step the probability of the second move (bet, or call) in each information set."""
-    second = [[round(list(moves.values())[1], 4) for moves in policy.values()] for policy in found["policies"]]
+def rounded(result):
+    """Measurements by step, with the probability of the second move (bet or call) in each information set."""
+    second = [[round(list(moves.values())[1], 4) for moves in policy.values()] for policy in result["policies"]]
     return [
         [step, *(round(value, 4) for value in values), chances]
-        for (step, *values), chances in zip(found["measured"], second, strict=True)
+        for (step, *values), chances in zip(result["measured"], second, strict=True)
     ]
 
 
@@ -159,14 +159,14 @@ def main():
         results = dict(zip(jobs, pool.map(lambda job: run(*job, base, options), jobs), strict=True))
     runs = {arm: [rounded(results[arm, seed]) for seed in range(options.seeds)] for arm in options.arms}
     sets = list(next(iter(results.values()))["policies"][0])
-    found = {"made": figures.made("make kuhn"), "columns": COLUMNS, "information sets": sets, "runs": runs}
-    print(tables(found)["kuhn"])
+    measurements = {"made": figures.made("make kuhn"), "columns": COLUMNS, "information sets": sets, "runs": runs}
+    print(tables(measurements)["kuhn"])
     print(f"This call took {(time.monotonic() - start) / 60:.0f} minutes.")
-    draw(found, options.output_dir / "kuhn.png")
+    draw(measurements, options.output_dir / "kuhn.png")
     print(f"picture: {options.output_dir}/kuhn.png")
     if options.page:
-        figures.publish("kuhn", found)
-        draw(found, figures.DATA.parent / "kuhn.png")
+        figures.publish("kuhn", measurements)
+        draw(measurements, figures.DATA.parent / "kuhn.png")
 
 
 if __name__ == "__main__":

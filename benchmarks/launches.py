@@ -3,8 +3,8 @@ Count what a GPU would have to launch, without a GPU: passes of a training step,
 
     python benchmarks/launches.py [--page]
 
-A launch costs the host 25 to 40 us, whatever the kernel computes, so that on small batches counts decide the time. A
-pass is a call of the base model; the first step, which measures memory, is left out. Kernels are the operations of
+A launch costs the host 25 to 40 us, whatever the kernel computes, so counts determine the time of small batches. A
+pass is a call of the base model; the first step, which measures memory, is not counted. Kernels are the operations of
 PyTorch that are not views, for each layer: the difference between models of three and of two layers. `rms_norm` counts
 as one, as on CUDA. Counts are the same on every machine.
 """
@@ -40,7 +40,7 @@ class Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         returns = function._schema.returns
-        is_view = bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+        is_view = bool(returns) and all(out.alias_info is not None and not out.alias_info.is_write for out in returns)
         name = str(function)
         if not is_view and not any(part in name for part in ("empty", "detach", "_unsafe_view")):
             self.names.append(name)
@@ -50,11 +50,11 @@ class Kernels(TorchDispatchMode):
 @contextlib.contextmanager
 def fused_norms(kernels):
     """`rms_norm` is a kernel on CUDA. On a CPU it is eight operations."""
-    own = F.rms_norm
+    original = F.rms_norm
 
     def counted(*args, **kwargs):
         before = len(kernels.names)
-        result = own(*args, **kwargs)
+        result = original(*args, **kwargs)
         kernels.names[before:] = ["rms_norm"]
         return result
 
@@ -62,7 +62,7 @@ def fused_norms(kernels):
     try:
         yield
     finally:
-        F.rms_norm = own
+        F.rms_norm = original
 
 
 def decoding_kernels(layers, steps="fixed", packed=True, rows=4):
@@ -96,7 +96,7 @@ def kernels_of_a_layer(**options):
 
 
 class FromTheSecondStep(TrainerCallback):
-    """Forgets the counts of the first step, which also measures memory."""
+    """Resets the counts after the first step, which also measures memory."""
 
     def __init__(self, counts):
         self.counts = counts
@@ -118,7 +118,7 @@ def passes_of_a_step(trainer):
         return output
 
     def counted_backward(loss, **kwargs):
-        counts["backward"] += loss.grad_fn is not None  # the Trainer's own is of nothing
+        counts["backward"] += loss.grad_fn is not None  # the Trainer's own call has no graph
         return backward(loss, **kwargs)
 
     base.forward, trainer.accelerator.backward = counted, counted_backward
@@ -156,10 +156,10 @@ DECODING = {
 }
 
 
-def tables(found):
+def tables(measurements):
     """Passes of a step. Splits of a batch that need the same passes share a row."""
     rows = []
-    for kind, runs in found["passes"].items():
+    for kind, runs in measurements["passes"].items():
         splits = {}
         for size, slices, *counts in runs:
             splits.setdefault(tuple(counts), []).append(f"{size} x {slices}")
@@ -182,11 +182,11 @@ def main():
                 counts = passes_of_a_step(make(kind, *split))
             passes[kind].append([*split, *(counts[name] for name in ("without", "with a gradient", "backward"))])
     kernels = {name: len(kernels_of_a_layer(**settings)) for name, settings in DECODING.items()}
-    found = {"made": figures.made("python benchmarks/launches.py"), "passes": passes, "kernels": kernels}
-    print(tables(found)["passes"], end="\n\n")
+    measurements = {"made": figures.made("python benchmarks/launches.py"), "passes": passes, "kernels": kernels}
+    print(tables(measurements)["passes"], end="\n\n")
     print(figures.markdown(["kernels of a layer and token", ""], kernels.items()))
     if options.page:
-        figures.publish("passes", found)
+        figures.publish("passes", measurements)
 
 
 if __name__ == "__main__":

@@ -170,17 +170,18 @@ def table(results: list[dict]) -> str:
         "| preset | start | end | area | seconds | generated tokens | explained variance |",
         "|---|---|---|---|---|---|---|",
     ]
-    names = list(dict.fromkeys(result["preset"] for result in results))
-    for name in sorted(names, key=lambda n: -statistics.median(r["end"] for r in results if r["preset"] == n)):
-        mine = [result for result in results if result["preset"] == name]
+    presets = {}
+    for result in results:
+        presets.setdefault(result["preset"], []).append(result)
+    for name, runs in sorted(presets.items(), key=lambda item: -statistics.median(run["end"] for run in item[1])):
         cells = [name]
         for key, form in (("start", "{:.1%}"), ("end", "{:.1%}"), ("area", "{:.3f}"), ("seconds", "{:.0f}")):
-            values = [result[key] for result in mine]
+            values = [run[key] for run in runs]
             spread = f" ({form.format(min(values))} - {form.format(max(values))})" if key in ("end", "area") else ""
             cells.append(form.format(statistics.median(values)) + spread)
-        cells.append(f"{statistics.median(result['tokens'] for result in mine):,.0f}")
-        known = [result["explained_variance"] for result in mine if result["explained_variance"] is not None]
-        cells.append(f"{statistics.median(known):.2f}" if known else "-")
+        cells.append(f"{statistics.median(run['tokens'] for run in runs):,.0f}")
+        explained = [run["explained_variance"] for run in runs if run["explained_variance"] is not None]
+        cells.append(f"{statistics.median(explained):.2f}" if explained else "-")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -234,8 +235,8 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             options.output_dir = Path(folder)
             repeated, recorded = data("", [in_process("c3", 0, options)]), figures.load(name)
-        runs = [dict(zip(found["columns"], found["runs"]["c3"][0], strict=True)) for found in (recorded, repeated)]
-        figures.compare(recorded, *({key: value for key, value in one.items() if key != "seconds"} for one in runs))
+        rows = [dict(zip(found["columns"], found["runs"]["c3"][0], strict=True)) for found in (recorded, repeated)]
+        figures.compare(recorded, *({key: value for key, value in row.items() if key != "seconds"} for row in rows))
         return
     options.output_dir.mkdir(parents=True, exist_ok=True)
     options.presets = options.presets or (CREDIT if options.equal_tokens else [*PRESETS, *SOLO])
@@ -255,7 +256,7 @@ def main():
 
 
 def data(command: str, results: list[dict]) -> dict:
-    """What the data file has: the figures of each run, without its curve."""
+    """Content of the data file: the figures of each run, without its curve."""
     columns = ["start", "end", "area", "seconds", "tokens", "explained_variance"]
     runs = {}
     for result in sorted(results, key=lambda result: result["seed"]):
@@ -264,14 +265,14 @@ def data(command: str, results: list[dict]) -> dict:
     return {"made": figures.made(command), "columns": columns, "runs": runs}
 
 
-def tables(found: dict) -> dict[str, str]:
+def tables(measurements: dict) -> dict[str, str]:
     """The tables of pages: all presets, or those that are compared at equal tokens."""
     results = [
-        {"preset": preset, **dict(zip(found["columns"], run, strict=True))}
-        for preset, runs in found["runs"].items()
+        {"preset": preset, **dict(zip(measurements["columns"], run, strict=True))}
+        for preset, runs in measurements["runs"].items()
         for run in runs
     ]
-    is_equal = "--equal_tokens" in found["made"]["command"]
+    is_equal = "--equal_tokens" in measurements["made"]["command"]
     columns = ["preset", *(["start"] if is_equal else []), "end", "seconds", "generated tokens"]
     head, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(results).splitlines()]
     places = [head.index(column) for column in columns]

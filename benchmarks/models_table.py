@@ -1,12 +1,12 @@
 """
-Which families of models a team can be made of: the tables of `docs/reference/models.md`.
+Model families that teams support: the tables of `docs/reference/models.md`.
 
     python benchmarks/models_table.py
 
 Templates are those that TRL 1.16 ships, on small tokenizers that have the control tokens of each family. Architectures
 have their real code and random weights of a few thousand numbers: a trainer with default settings and LoRAs on all
-linear layers generates and takes a step, the team is saved, loaded and asked, and its adapters are trained on. Nothing
-is downloaded.
+linear layers generates and takes a step, the team is saved, loaded and run, and training continues from its adapters.
+Nothing is downloaded.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def add(a: int, b: int) -> int:
 
 
 def is_right(tokenizer):
-    """Whether what an agent is shown is what the template makes of the same messages, written by hand."""
+    """Whether the prompt of an agent equals the template applied to the same messages, written by hand."""
 
     def tokenize(prompts):
         return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -88,15 +88,15 @@ def has_tools(tokenizer):
 def trainer_of(model, tokenizer, folder, **arguments):
     sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 1}  # else the defaults
     args = MARFTConfig(folder, **sizes, save_strategy="no", report_to=[], disable_tqdm=True)
-    given = {"args": args, "train_dataset": tiny_dataset(64), "reward_funcs": varied_reward}
-    return MARFTTrainer(model, agents=tiny_agents(), processing_class=tokenizer, **given, **arguments)
+    defaults = {"args": args, "train_dataset": tiny_dataset(64), "reward_funcs": varied_reward}
+    return MARFTTrainer(model, agents=tiny_agents(), processing_class=tokenizer, **defaults, **arguments)
 
 
-def asked(family, folder):
-    """What the trainer makes of a family: whether its team learns, whether it is used again, what its rows share."""
-    tokenizer, cells, said = tiny_tokenizer(), {"learns": "", "used": "", "shares": "yes"}, logging.StreamHandler()
-    said.emit = lambda record: cells.update(shares=_reason(record.getMessage()) or cells["shares"])
-    logging.getLogger("marft_trl.learning.log_probs").addHandler(said)
+def try_family(family, folder):
+    """Train a team of a family: does it learn, can it be saved and reused, and do its rows share prefixes?"""
+    tokenizer, cells, handler = tiny_tokenizer(), {"learns": "", "used": "", "shares": "yes"}, logging.StreamHandler()
+    handler.emit = lambda record: cells.update(shares=_reason(record.getMessage()) or cells["shares"])
+    logging.getLogger("marft_trl.learning.log_probs").addHandler(handler)
     stage = "learns"
     try:
         trainer = trainer_of(
@@ -117,8 +117,8 @@ def asked(family, folder):
 
 
 def _reason(message):
-    found = re.search(r"`share_prefixes` is off.* for every row: (.*)\.$", message)
-    return f"no: {found[1]}" if found else None
+    match = re.search(r"`share_prefixes` is off.* for every row: (.*)\.$", message)
+    return f"no: {match[1]}" if match else None
 
 
 def yes(value):
@@ -141,7 +141,7 @@ def main():
     print("|---|---|---|---|")
     for family in {**ARCHITECTURES, **MIXTURES, **OTHERS}:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-            cells = asked(family, folder)
+            cells = try_family(family, folder)
         print(f"| `{family}` | {' | '.join(cells)} |", flush=True)
 
 

@@ -1,7 +1,7 @@
 """
 Self-play in the game of `examples/self_play.py`, over several seeds: winnable games that are not lost to a perfect
 player, before training, after it, and after twice as many steps. The opponents in training are the same policy, past
-copies of it, and a function that never errs.
+copies of it, and a perfect player.
 
     python benchmarks/nim.py [--opponents self copies perfect] [--seeds 5] [--steps 60] [--games 200]
         [--jobs 2] [--page | --check]
@@ -28,7 +28,7 @@ import self_play
 
 
 class Measure(TrainerCallback):
-    """Notes the shares of games not lost, greedy and sampled, at some steps."""
+    """Records the shares of games not lost, greedy and sampled, at some steps."""
 
     def __init__(self, steps, measure):
         self.steps, self.measure, self.found = steps, measure, []
@@ -51,8 +51,8 @@ def run(opponent, seed, steps, games):
 
         def measure():
             trainer.save_model(f"{folder}/team")
-            given = {"folder": f"{folder}/team", "model": f"{folder}/base", "tokenizer": tokenizer, "count": games}
-            return [self_play.share_not_lost(**given, greedy=greedy) for greedy in (True, False)]
+            arguments = {"folder": f"{folder}/team", "model": f"{folder}/base", "tokenizer": tokenizer, "count": games}
+            return [self_play.share_not_lost(**arguments, greedy=greedy) for greedy in (True, False)]
 
         measured = Measure([steps, 2 * steps], measure)
         before = measure()
@@ -80,22 +80,22 @@ def main():
         for opponent, seed, running in started:
             runs[opponent].append(running.result())
             print(f"{opponent}, seed {seed}: {runs[opponent][-1]}", file=sys.stderr, flush=True)
-    found = {"made": figures.made("python benchmarks/nim.py"), "steps": options.steps, "runs": runs}
-    print(tables(found)["self_play"])
+    measurements = {"made": figures.made("python benchmarks/nim.py"), "steps": options.steps, "runs": runs}
+    print(tables(measurements)["self_play"])
     if options.page:
-        figures.publish("self_play", found)
+        figures.publish("self_play", measurements)
 
 
-def tables(found):
+def tables(measurements):
     """Medians and ranges over seeds of the shares of games not lost, with greedy and with sampled moves."""
     names = {"self": "the same policy", "copies": "past copies", "perfect": "a perfect player"}
     rows = []
-    for opponent, runs in found["runs"].items():
+    for opponent, runs in measurements["runs"].items():
         for index, moves in enumerate(("greedy", "sampled")):
             shares = [[measured[moment][index] for measured in runs] for moment in range(3)]
-            cells = [f"{statistics.median(of_one):.1%} ({min(of_one):.1%} - {max(of_one):.1%})" for of_one in shares]
+            cells = [f"{statistics.median(values):.1%} ({min(values):.1%} - {max(values):.1%})" for values in shares]
             rows.append([names[opponent], moves, *cells])
-    steps = found["steps"]
+    steps = measurements["steps"]
     columns = ["opponent in training", "moves", "before", f"{steps} steps", f"{2 * steps} steps"]
     return {"self_play": figures.markdown(columns, rows)}
 

@@ -53,7 +53,7 @@ class Contender:
 
     def __init__(self, python: str, job: dict, script: str = "peers_worker.py"):
         command = [python, "-W", "ignore", str(HERE / script), json.dumps(job)]
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # a pipe that nobody reads would fill up
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # an unread pipe would fill up
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
         )
@@ -128,7 +128,10 @@ def table(sizes: dict[str, dict]) -> str:
     lines = [f"| | {' | '.join(sizes)} |", "|---" * (len(sizes) + 1) + "|"]
     for title, (above, below) in RATIOS.items():
         every = [ratios(size, above, below) for size in sizes.values()]
-        cells = [f"**{statistics.median(its):.2f}** ({min(its):.2f} - {max(its):.2f})" if its else "" for its in every]
+        cells = [
+            f"**{statistics.median(steps):.2f}** ({min(steps):.2f} - {max(steps):.2f})" if steps else ""
+            for steps in every
+        ]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     for title, below in (("one TRL run", "trl-left"), ("CoMLRL", "comlrl")):
         cells = [
@@ -137,8 +140,8 @@ def table(sizes: dict[str, dict]) -> str:
         ]
         lines.append(f"| peak memory of two agents / of {title} | {' | '.join(cells)} |")
     for name in CONTENDERS:
-        its = [size["seconds"].get(name) for size in sizes.values()]
-        cells = [f"{statistics.median(seconds):.2f} s" if seconds else "" for seconds in its]
+        times = [size["seconds"].get(name) for size in sizes.values()]
+        cells = [f"{statistics.median(seconds):.2f} s" if seconds else "" for seconds in times]
         lines.append(f"| {name}, CPU seconds of a step | {' | '.join(cells)} |")
     for name in CONTENDERS:
         peaks = [size["peaks"].get(name) for size in sizes.values()]
@@ -148,9 +151,9 @@ def table(sizes: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def page(found: dict) -> str:
+def page(results: dict) -> str:
     """`docs/reports/peers.md` of the data of a run."""
-    made = found["made"]
+    made = results["made"]
     sizes = "; ".join(
         f"*{name}*: {prompts} prompts, hidden size {hidden}, {layers} layers, a vocabulary of {vocabulary:,}"
         for name, (prompts, hidden, layers, vocabulary) in SIZES.items()
@@ -165,17 +168,17 @@ def page(found: dict) -> str:
         f"a shared machine. `make benchmark-peers` made it on a CPU ({made['processor']}) with {versions}, CoMLRL "
         "1.4.3."
     )
-    return f"# Against TRL and CoMLRL\n\n{textwrap.fill(text, 119)}\n\n{table(found['sizes'])}\n"
+    return f"# Against TRL and CoMLRL\n\n{textwrap.fill(text, 119)}\n\n{table(results['sizes'])}\n"
 
 
-def summary(found: dict) -> str:
+def summary(results: dict) -> str:
     """The table of `docs/reports/comparison.md`."""
     titles = {
         "tiny": "hidden 128, vocabulary 2k",
         "mid": "hidden 512, vocabulary 2k",
         "V32k": "hidden 128, vocabulary 32k",
     }
-    made, sizes = found["made"], found["sizes"]
+    made, sizes = results["made"], results["sizes"]
     head = f"prompts of {made['prompt_tokens']} tokens, {made['new_tokens']} new ones"
     lines = [f"| {head} | {' | '.join(titles[name] for name in sizes)} |", "|---" * (len(sizes) + 1) + "|"]
     for key in ("two agents / two TRL steps", "two agents / CoMLRL"):
@@ -199,24 +202,24 @@ def main():
     parser.add_argument("--page", action="store_true", help="Write the page and its data.")
     options = parser.parse_args()
     if options.tables:
-        found = json.loads(options.output.read_text() if options.output.exists() else DATA.read_text())
+        results = json.loads(options.output.read_text() if options.output.exists() else DATA.read_text())
     else:
         made = {name: getattr(options, name) for name in ("prompt_tokens", "new_tokens", "repeats")}
         made |= figures.made("make benchmark-peers")
-        found = {"made": made, "sizes": {}}
+        results = {"made": made, "sizes": {}}
         options.output.parent.mkdir(parents=True, exist_ok=True)
         for size in options.sizes:
-            found["sizes"][size] = measure(size, options)
-            print(table({size: found["sizes"][size]}), flush=True)
-            options.output.write_text(json.dumps(found, indent=1) + "\n")  # nothing is lost if a later size fails
-    print(page(found))
+            results["sizes"][size] = measure(size, options)
+            print(table({size: results["sizes"][size]}), flush=True)
+            options.output.write_text(json.dumps(results, indent=1) + "\n")  # nothing is lost if a later size fails
+    print(page(results))
     if options.page:
-        if list(found["sizes"]) != list(SIZES) or any(
-            "comlrl" not in size["peaks"] for size in found["sizes"].values()
+        if list(results["sizes"]) != list(SIZES) or any(
+            "comlrl" not in size["peaks"] for size in results["sizes"].values()
         ):
-            parser.error("a page is written of a whole run: all sizes, with CoMLRL")
-        DATA.write_text(json.dumps(found, indent=1) + "\n")
-        PAGE.write_text(page(found))
+            parser.error("`--page` needs a complete run: all sizes, with CoMLRL.")
+        DATA.write_text(json.dumps(results, indent=1) + "\n")
+        PAGE.write_text(page(results))
 
 
 if __name__ == "__main__":

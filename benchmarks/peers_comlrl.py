@@ -52,7 +52,7 @@ def make(job: dict) -> MAGRPOTrainer:
         tokenizer=tokenizer,
         train_dataset=Dataset.from_dict(prompts),
         formatters=[lambda item: item["left"], lambda item: item["right"]],
-        reward_func=lambda first, second: [float(len(one) % 3) for one in first],
+        reward_func=lambda first, second: [float(len(completion) % 3) for completion in first],
         args=args,
     )
 

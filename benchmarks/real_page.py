@@ -49,10 +49,10 @@ def measured(family, folder):
     return {"constant": real.constant_accuracy(experiment.eval_dataset["answer"]), **arms}
 
 
-def tables(found):
+def tables(measurements):
     """Accuracies, and differences of the trained team, with 95 % intervals over questions and seeds."""
     accuracies, differences = [], []
-    for family, arms in found["families"].items():
+    for family, arms in measurements["families"].items():
         team, solo = arms["team"], arms["solo"]
         shares = [team["untrained"], team["trained"], solo["untrained"], solo["trained"]]
         cells = [shown(interval(share)) for share in shares]
@@ -98,10 +98,10 @@ def main():
         check()
         return
     families = {family: measured(family, options.output_dir / family) for family in FAMILIES}
-    found = {"made": figures.made("make real && python benchmarks/real_page.py"), "families": families}
-    print("\n\n".join(tables(found).values()))
+    measurements = {"made": figures.made("make real && python benchmarks/real_page.py"), "families": families}
+    print("\n\n".join(tables(measurements).values()))
     if options.page:
-        figures.publish("real", found)
+        figures.publish("real", measurements)
         shutil.copy(options.output_dir / "real.png", figures.DATA.parent)
 
 

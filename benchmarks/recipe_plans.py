@@ -1,15 +1,15 @@
 """
-Memory and time of a step of every recipe on the model that it names, without a hub and without a GPU.
+Memory and time of a step of every recipe on its model, without the Hub and without a GPU.
 
     python benchmarks/recipe_plans.py [--page]        # all recipes; needs 16 GB of memory
     python benchmarks/recipe_plans.py --recipes math_duo
 
 Models have the published shapes and random weights in bfloat16, and the tokenizer of SmolLM2, so that
-`trainer.memory_plan()` counts what it would with the real ones, with the room of a GPU with `--memory` bytes. The
-activations of a token are measured on rows of 128 tokens with one and with two layers, and extrapolated: each further
-layer keeps as much. Where a hub can be reached, `train.py --dry_run true` prints the plan of the real model.
+`trainer.memory_plan()` returns the plan of the real models, on a GPU with `--memory` bytes. The activations of a token
+are measured on rows of 128 tokens with one and with two layers, and extrapolated: each further layer adds the same
+amount. With access to the Hub, `train.py --dry_run true` prints the plan of the real model.
 
-Times are arithmetic, with every turn as long as it may be, at `--bandwidth` and `--flops` (by default 60 % of the
+Times are calculated for turns of the maximum length, at `--bandwidth` and `--flops` (by default 60 % of the
 memory bandwidth and 40 % of the bfloat16 rate that NVIDIA states for an H100 SXM). A decoding step reads all weights
 and the cache. A pass through the model takes two operations for each weight and token, and four for each pair of
 tokens, head dimension and layer; a backward pass through a frozen base takes as much. Nothing was measured on a GPU.
@@ -72,9 +72,9 @@ def make(recipe, folder, **shape):
     from problems import SOURCES
     from train import make_trainer, parse
 
-    given = ["--config", str(RECIPES / f"{recipe}.yaml"), "--output_dir", str(folder), "--eval_size", "0"]
-    given += ["--use_cpu", "true", "--bf16", "true", "--report_to", "none"]
-    arguments, training, model = parse(given)
+    flags = ["--config", str(RECIPES / f"{recipe}.yaml"), "--output_dir", str(folder), "--eval_size", "0"]
+    flags += ["--use_cpu", "true", "--bf16", "true", "--report_to", "none"]
+    arguments, training, model = parse(flags)
     if arguments.problems in SOURCES:
         # As often as a generation batch needs
         arguments.problem_files = [str(RECIPES / "samples" / f"{arguments.problems}.jsonl")] * 40
@@ -88,8 +88,8 @@ def make(recipe, folder, **shape):
 
 def cost_with(layers, measured):
     """
-    Activations of a token in a model with so many layers, from `measured`: those with few layers, by their number.
-    What a pass keeps grows by the same with each layer; `ActivationCost` counts one layer more (two if checkpointed).
+    Activations of a token in a model with `layers` layers. `measured` has those of small models, by number of layers.
+    Each layer adds the same amount to what a pass keeps; `ActivationCost` counts one layer more (two if checkpointed).
     """
     (few, of_few), (more, of_more) = measured.items()
 
@@ -123,7 +123,7 @@ def cost_of(recipe, folder):
 
 
 def plan_on_gpu(trainer, cost, memory):
-    """Let the trainer plan for a device with so many bytes, and return its memory plan."""
+    """Let the trainer plan for a device with `memory` bytes, and return its memory plan."""
     batcher, vocabulary = trainer.parts.batcher, trainer.model.config.vocab_size
     batcher.measure = lambda length: cost
     batching.head_size = lambda vocabulary, scored, device: head_size(vocabulary, scored, torch.device("cuda"))
@@ -139,8 +139,9 @@ def plan_on_gpu(trainer, cost, memory):
 
 class Work:
     """
-    Arithmetic of a step with turns as long as they may be. Each turn has its candidates, and each of these, but in the
-    last turn, the turns that complete its episode. Re-runs for credit, which no recipe has, are not counted.
+    Operations and bytes of a step with turns of the maximum length. Each turn has its candidates, and each candidate,
+    except in the last turn, has the turns that complete its episode. Re-runs for credit, which no recipe has, are not
+    counted.
 
     Args:
         trainer: the trainer of a recipe.
@@ -170,11 +171,11 @@ class Work:
     @property
     def waves(self):
         """Turns that are generated at once, as tuples of their number by episode, their prompt and their length."""
-        found = []
+        generated = []
         for index, turn in enumerate(self.turns):
-            found.append((self.candidates, *turn))
-            found += [(self.completed, *later) for later in self.turns[index + 1 :] if self.completed]
-        return found
+            generated.append((self.candidates, *turn))
+            generated += [(self.completed, *later) for later in self.turns[index + 1 :] if self.completed]
+        return generated
 
     @property
     def decoding_steps(self):
@@ -226,7 +227,7 @@ def plan_of(recipe, options):
     return {
         "model": name,
         "longest row": max(length + new for length, new in work.turns),
-        "is too long": any("TOO LONG" in one for one in lines),
+        "is too long": any("TOO LONG" in line for line in lines),
         "bytes": [round(size) for size in (memory.base, memory.activations, memory.cache, memory.total)],
         "decoding steps": [work.batches, work.decoding_steps],
         "seconds": [round(generation, 3), round(training, 3)],
@@ -234,10 +235,10 @@ def plan_of(recipe, options):
     }
 
 
-def tables(found):
+def tables(measurements):
     """A row for each recipe."""
     rows = []
-    for recipe, made in found["plans"].items():
+    for recipe, made in measurements["plans"].items():
         longest = f"{made['longest row']:,}{' (longer than the window)' * made['is too long']}"
         seconds = [f"{float(f'{value:.3g}'):,g}" for value in made["seconds"]]
         rows.append([f"`{recipe}`", longest, *map(readable, made["bytes"]), *seconds, made["run"]])
@@ -248,7 +249,7 @@ def tables(found):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", default=sorted(one.stem for one in RECIPES.glob("*.yaml")))
+    parser.add_argument("--recipes", nargs="+", default=sorted(path.stem for path in RECIPES.glob("*.yaml")))
     parser.add_argument("--memory", type=float, default=80e9, help="bytes of the GPU")
     parser.add_argument("--bandwidth", type=float, default=2.0e12, help="bytes per second")
     parser.add_argument("--flops", type=float, default=4.0e14, help="operations per second")
@@ -256,15 +257,15 @@ def main():
     options = figures.parse(parser, free=("plans",))
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(RECIPES))
-    found = {"made": figures.made("python benchmarks/recipe_plans.py"), "plans": {}}
+    measurements = {"made": figures.made("python benchmarks/recipe_plans.py"), "plans": {}}
     for recipe in options.recipes:
-        found["plans"][recipe] = made = plan_of(recipe, options)
+        measurements["plans"][recipe] = made = plan_of(recipe, options)
         batches, steps = made["decoding steps"]
         print(f"{recipe}: {made['model']}, {batches:g} x {steps:,} decoding steps", file=sys.stderr, flush=True)
         gc.collect()
-    print(tables(found)["plans"])
+    print(tables(measurements)["plans"])
     if options.page:
-        figures.publish("plans", found)
+        figures.publish("plans", measurements)
 
 
 if __name__ == "__main__":

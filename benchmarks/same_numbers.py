@@ -1,12 +1,12 @@
 """
-Compare two versions of the package: weights and logs of the same runs, bit for bit. For changes that are to change no
-number.
+Compare two versions of the package: weights and logs of the same runs, bit for bit. For refactoring that must not
+change any number.
 
     git worktree add /tmp/before HEAD~1
     python benchmarks/same_numbers.py /tmp/before
 
 Every configuration trains the tiny team for three steps in each version, with this environment; some on two gloo
-processes as well. What differs is named. A configuration that a version does not know counts as different.
+processes as well. The table names what differs. A configuration that a version does not support counts as different.
 """
 
 import argparse
@@ -54,15 +54,15 @@ def main() -> None:
         _work(options.other, *options.worker, options.only)
         return
     with tempfile.TemporaryDirectory() as folder:
-        found = [
+        results = [
             {processes: _results(tree, folder, options.only, processes) for processes in (1, 2)}
             for tree in (Path(options.other).resolve(), HERE.parent.parent)
         ]
     differing = 0
     print("| run | processes | |\n|---|---|---|")
-    for processes, ours in found[1].items():
-        for name, mine in ours.items():
-            verdict = _difference(found[0][processes].get(name), mine)
+    for processes, current in results[1].items():
+        for name, result in current.items():
+            verdict = _difference(results[0][processes].get(name), result)
             differing += verdict != "same"
             print(f"| {name} | {processes} | {verdict} |")
     sys.exit(bool(differing))
@@ -71,40 +71,29 @@ def main() -> None:
 def _results(tree: Path, folder: str, names: list[str], processes: int) -> dict[str, dict]:
     names = [name for name in names if processes == 1 or name in ON_TWO]
     out = Path(folder, f"{tree.name}-{hash(str(tree))}-{processes}.json")
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    )
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        *launcher,
-        str(HERE),
-        str(tree),
-        "--worker",
-        f"{folder}/model",
-        str(out),
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [sys.executable, "-W", "ignore", *launcher, str(HERE), str(tree)]
+    command += ["--worker", f"{folder}/model", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if names:
         subprocess.run([*command, "--only", *names], env=environment, check=True, stdout=subprocess.DEVNULL)
     return json.loads(out.read_text()) if names else {}
 
 
-def _difference(theirs: dict | None, mine: dict) -> str:
-    if theirs is None or "error" in theirs or "error" in mine:
-        return f"failed: {(theirs or {}).get('error')} / {mine.get('error')}"
-    if theirs["weights"] != mine["weights"]:
+def _difference(before: dict | None, after: dict) -> str:
+    if before is None or "error" in before or "error" in after:
+        return f"failed: {(before or {}).get('error')} / {after.get('error')}"
+    if before["weights"] != after["weights"]:
         return "other weights"
-    for step, (one, other) in enumerate(zip(theirs["logs"], mine["logs"], strict=False), start=1):
-        names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    for step, (old_row, new_row) in enumerate(zip(before["logs"], after["logs"], strict=False), start=1):
+        names = [name for name in {**old_row, **new_row} if old_row.get(name) != new_row.get(name)]
         if names:
             return f"row {step} of the log: {', '.join(names[:5])}"
-    return "same" if len(theirs["logs"]) == len(mine["logs"]) else "other rows in the log"
+    return "same" if len(before["logs"]) == len(after["logs"]) else "other rows in the log"
 
 
 def _work(tree: str, model: str, out: str, names: list[str]) -> None:
-    """Train each configuration, and write down what it came to."""
+    """Train each configuration, and write the hash of its weights and its logs."""
     import marft_trl
     from marft_trl.tiny import tiny_model, tiny_tokenizer, warm_up
 
@@ -115,18 +104,18 @@ def _work(tree: str, model: str, out: str, names: list[str]) -> None:
     if not Path(model).exists():
         torch.manual_seed(0)
         tokenizer = tiny_tokenizer()
-        made = tiny_model(len(tokenizer))
-        warm_up(made, tokenizer, steps=60)
+        base = tiny_model(len(tokenizer))
+        warm_up(base, tokenizer, steps=60)
         tokenizer.save_pretrained(model)
-        made.save_pretrained(model)
-    found = {}
+        base.save_pretrained(model)
+    results = {}
     for name in names:
         try:
-            found[name] = _trained(model, name)
+            results[name] = _trained(model, name)
         except Exception as error:  # another version may not know it
-            found[name] = {"error": f"{type(error).__name__}: {error}"}
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
     if int(os.environ.get("RANK", 0)) == 0:
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(results))
 
 
 def _trained(model: str, name: str) -> dict:
@@ -142,7 +131,7 @@ def _trained(model: str, name: str) -> dict:
         args = MARFTConfig(folder, use_cpu=True, disable_tqdm=True, **(defaults | settings))
         trainer = MARFTTrainer(model, args=args, peft_config=LoraConfig(r=4, target_modules="all-linear"), **arguments)
         trainer.train()
-    trained = sorted((key, its) for key, its in trainer.model.named_parameters() if its.requires_grad)
+    trained = sorted((key, weight) for key, weight in trainer.model.named_parameters() if weight.requires_grad)
     digest = hashlib.sha256()
     for key, parameter in trained:
         digest.update(key.encode() + parameter.detach().float().numpy().tobytes())

@@ -1,6 +1,6 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-Time of a program in the sandbox, beside a bare interpreter that runs the same program, in turns.
+Time of a program in the sandbox and in a bare interpreter. The runs alternate.
 
     python benchmarks/sandbox.py
 """
@@ -42,7 +42,7 @@ def main() -> None:
         ways["the fence and bubblewrap"] = with_bubblewrap
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
-        way()  # what is found out once
+        way()  # caches the checks of the machine
     for _ in range(rounds):
         for name, way in ways.items():
             start = time.perf_counter()
@@ -50,8 +50,8 @@ def main() -> None:
             seconds[name].append(time.perf_counter() - start)
     first = statistics.median(next(iter(seconds.values())))
     print("| | ms a program (median) | fastest - slowest | ratio |\n|---|---|---|---|")
-    for name, its in seconds.items():
-        middle, low, high = statistics.median(its), min(its), max(its)
+    for name, times in seconds.items():
+        middle, low, high = statistics.median(times), min(times), max(times)
         print(f"| {name} | {middle * 1e3:.0f} | {low * 1e3:.0f} - {high * 1e3:.0f} | {middle / first:.2f} |")
 
 

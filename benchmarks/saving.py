@@ -1,5 +1,5 @@
 """
-What a checkpoint costs, hashing and syncing included, beside what `GRPOTrainer` spends on its own.
+Cost of a checkpoint, including hashing and syncing, next to that of `GRPOTrainer`.
 
     python benchmarks/saving.py [--model MODEL] [--rank 16] [--steps 12]
 

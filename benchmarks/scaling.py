@@ -178,9 +178,9 @@ def heights(series):
     return [1000 * statistics.median(seconds) for seconds in series["seconds"]]
 
 
-def tables(found):
+def tables(measurements):
     """Medians over repeats, and their ratios to a base."""
-    rows, series = [], found["series"]
+    rows, series = [], measurements["series"]
     for name, title in TITLES.items():
         if name in series:
             base = heights(series[name])[series[name]["values"].index(BASE[name])]
@@ -190,8 +190,8 @@ def tables(found):
         count = series["ends"]["values"][first].split(", ")[1].split()[0]
         rows.append(line(f"generation of {count} rows", ROWS, points[first : first + 3], points[first]))
     if "memory" in series:
-        counts, held = series["memory"]["values"], heights(series["memory"])
-        more = (held[-1] - held[0]) / (counts[-1] - counts[0])
+        counts, peaks = series["memory"]["values"], heights(series["memory"])
+        more = (peaks[-1] - peaks[0]) / (counts[-1] - counts[0])
         state = series["memory"]["state"]
         texts = [f"memory for each further agent, {counts[0]} to {counts[-1]}", "its state; in all"]
         rows.append([*texts, f"{state:.1f} MB, {more:.1f} MB", f"1, {more / state:.2f}"])
@@ -225,10 +225,10 @@ def main():
     parser.add_argument("--output_dir", type=Path, default=Path("benchmark-output/scaling"))
     options = figures.parse(parser)
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    found = {"made": figures.made("make benchmark-scaling"), "series": {}}
+    measurements = {"made": figures.made("make benchmark-scaling"), "series": {}}
     for name in options.series:
         values, results = measure(name, options.repeats)
-        found["series"][name] = series = {"values": values}
+        measurements["series"][name] = series = {"values": values}
         if name == "memory":
             series["megabytes"] = [[round(result["peak"] / 1e6, 1) for result in point] for point in results]
             series["state"] = round(4 * results[0][0]["adapter"] / 1e6, 1)  # weights, gradient, two moments
@@ -236,9 +236,9 @@ def main():
             series["seconds"] = [[round(result["value"], 7) for result in point] for point in results]
         print(f"{name}: {', '.join(f'{point:.3f}' for point in heights(series))}", flush=True)
         draw(name, series, options.output_dir)
-    print(tables(found)["scaling"])
+    print(tables(measurements)["scaling"])
     if options.page:
-        figures.publish("scaling", found)
+        figures.publish("scaling", measurements)
 
 
 if __name__ == "__main__":

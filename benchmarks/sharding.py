@@ -31,7 +31,7 @@ SHAPES = {
         **{"num_key_value_heads": 8, "vocab_size": 128256},
     },
 }
-# Of 4-bit weights with double quantization, beside half a byte; whole on every process
+# Bytes per 4-bit weight with double quantization, in addition to half a byte; each process has all of them
 CONSTANTS = 0.0159
 # Name, base, bytes of an element of its layers, processes that share it, targets and rank of adapters, tokens
 SETUPS = [

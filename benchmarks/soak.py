@@ -1,5 +1,5 @@
 """
-A long run with faults on: memory, open files and threads stay flat, every agent trains, nothing is NaN.
+A long run with injected errors: memory, open files and threads stay flat, every agent trains, nothing is NaN.
 
     python benchmarks/soak.py [--steps 5000] [--output FOLDER]
 
@@ -51,9 +51,9 @@ class Unsteady(Workflow):
 def unsteady_reward(completions, **kwargs):
     """A reward that differs between completions, and raises for one completion in about a hundred."""
     sums = [sum(map(ord, str(completion))) for completion in completions]
-    if any(its % 97 == 0 for its in sums):
+    if any(total % 97 == 0 for total in sums):
         raise ConnectionError("the judge does not answer")
-    return [float(its % 7) for its in sums]
+    return [float(total % 7) for total in sums]
 
 
 class Measure(TrainerCallback):
@@ -139,11 +139,12 @@ def main() -> None:
         "memory in MiB, after a tenth and at the end": [round(first[1], 1), round(last[1], 1)],
         "open files": [first[2], last[2]],
         "threads": [first[3], last[3]],
-        "agents that moved": [name for name in NAMES if any(f".{name}." in one for one in moved)],
-        "base weights that moved": sum("lora_" not in name for name in moved),
+        "agents that moved": [name for name in NAMES if any(f".{name}." in parameter for parameter in moved)],
+        "base weights that moved": sum("lora_" not in parameter for parameter in moved),
         "logs with a NaN": sum(any(value != value for value in entry.values()) for entry in log),
         "episodes skipped, mean share": sum(entry.get("episodes/skipped", 0.0) for entry in log) / len(log),
-        "rewards skipped, mean share": sum(e.get("rewards/unsteady_reward/skipped", 0.0) for e in log) / len(log),
+        "rewards skipped, mean share": sum(entry.get("rewards/unsteady_reward/skipped", 0.0) for entry in log)
+        / len(log),
         "checkpoints left": left,
     }
     options.output.mkdir(parents=True, exist_ok=True)

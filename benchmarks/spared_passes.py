@@ -1,10 +1,10 @@
 """
-Measure what a training step saves by leaving out rows that teach nothing.
+Measure the time that a training step saves by skipping rows without a training signal.
 
     python benchmarks/spared_passes.py [--page]
     python benchmarks/spared_passes.py --hidden 256 --layers 4
 
-A team of two, of whose groups half have no signal, with and without the passes of their rows. Times are those of
+A team of two in which half of the groups have no signal, with and without the passes of their rows. Times are those of
 the training part of a step (losses, backward passes, the optimizer) and of whole steps with generation; CPU
 milliseconds of one thread. Variants alternate; shown are medians and the range of the ratio of neighboring steps.
 """
@@ -14,7 +14,6 @@ import statistics
 import tempfile
 import time
 import warnings
-from contextlib import contextmanager
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
 from marft_trl.tiny import tiny_dataset, tiny_model, tiny_tokenizer
@@ -95,10 +94,10 @@ def compare(variants: dict[str, Steps], repeats: int) -> dict[str, list[tuple[fl
     return times
 
 
-def tables(found):
+def tables(measurements):
     """Medians of milliseconds, and of the ratios to the first variant of a team with their ranges."""
     rows = []
-    for team, times in found["runs"].items():
+    for team, times in measurements["runs"].items():
         first = next(iter(times.values()))
         for name, steps in times.items():
             cells = []
@@ -120,12 +119,6 @@ def of_half(completions, **kwargs):
     return [float(index % 3) if index // 4 % 2 else 0.0 for index in range(len(completions))]
 
 
-@contextmanager
-def folder():
-    with tempfile.TemporaryDirectory() as path:
-        yield path
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=128)
@@ -139,7 +132,7 @@ def main():
     torch.set_num_threads(1)
     team = [AgentSpec("reasoner", system_prompt="Write the steps."), AgentSpec("actor", system_prompt="Answer.")]
     runs = {}
-    with folder() as path:
+    with tempfile.TemporaryDirectory() as path:
         chunk = {"max_tokens_per_micro_batch": 4096}
         sizes = options.episodes, 4
         runs["two agents, half of the groups without a signal"] = compare(
@@ -150,10 +143,10 @@ def main():
             },
             options.repeats,
         )
-    found = {"made": figures.made("python benchmarks/spared_passes.py"), "runs": runs}
-    print(tables(found)["spared_passes"])
+    measurements = {"made": figures.made("python benchmarks/spared_passes.py"), "runs": runs}
+    print(tables(measurements)["spared_passes"])
     if options.page:
-        figures.publish("spared_passes", found)
+        figures.publish("spared_passes", measurements)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ transformers. `--variants "4, unbounded"` measures learning without any bound.
 
 Each run has `--batches` generation batches with `--updates` updates each. "Unbounded" has `max_staleness=4` with a
 policy ratio that is never clipped and importance weights that are never cut. The end is the share of right answers on
-500 held-out questions, sampled at temperature 1. Runs that `--output_dir` has already are not repeated. The table has
+500 held-out questions, sampled at temperature 1. Runs found in `--output_dir` are not repeated. The table has
 means over seeds, and standard deviations between seeds.
 """
 
@@ -44,7 +44,7 @@ VARIANTS = {
 }
 
 
-def one(name, seed, options):
+def run_variant(name, seed, options):
     settings = {
         "use_vllm": True,
         "vllm_server_base_url": options.url,
@@ -55,19 +55,19 @@ def one(name, seed, options):
         **VARIANTS[name],
     }
     with tempfile.TemporaryDirectory() as folder:
-        found = learning.run("grpo", seed, options.batches, options.prompts, folder, settings, held_out=500)
-    print(json.dumps({"variant": name, **found}))
+        result = learning.run("grpo", seed, options.batches, options.prompts, folder, settings, held_out=500)
+    print(json.dumps({"variant": name, **result}))
 
 
-def known(path):
-    """Results that an earlier call has written, by variant and seed."""
+def finished_runs(path):
+    """Results of earlier calls, by variant and seed."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {(found["variant"], found["seed"]): found for found in map(json.loads, lines)}
+    return {(result["variant"], result["seed"]): result for result in map(json.loads, lines)}
 
 
 def in_process(job, options):
     name, seed = job
-    if job in (done := known(options.output_dir / "staleness.jsonl")):
+    if job in (done := finished_runs(options.output_dir / "staleness.jsonl")):
         return done[job]
     values = {"url": options.url, "batches": options.batches, "prompts": options.prompts}
     values |= {"updates": options.updates, "learning_rate": options.learning_rate, "schedule": options.schedule}
@@ -87,7 +87,7 @@ COLUMNS = ["start", "mean training reward", "end", "last quarter of training"]
 
 
 def data(results):
-    """What the data file has: the columns of each run, by variant."""
+    """Content of the data file: the columns of each run, by variant."""
     runs = {}
     for result in results:
         quarter = statistics.fmean(result["curve"][-max(1, len(result["curve"]) // 4) :])
@@ -96,15 +96,15 @@ def data(results):
     return {"made": figures.made("make benchmark-staleness"), "columns": COLUMNS, "runs": runs}
 
 
-def tables(found):
+def tables(measurements):
     """Means over seeds, and standard deviations between seeds of the last two columns."""
     rows = []
-    for name, runs in found["runs"].items():
+    for name, runs in measurements["runs"].items():
         columns = list(zip(*runs, strict=True))
         cells = [f"{100 * statistics.fmean(values):.1f}" for values in columns]
         spreads = [f" ± {100 * statistics.stdev(values):.1f}" if len(runs) > 1 else "" for values in columns]
         rows.append([name, *(f"{cell}{spread} %" for cell, spread in zip(cells, ["", "", *spreads[2:]], strict=True))])
-    return {"staleness": figures.markdown(["`max_staleness`", *found["columns"]], rows)}
+    return {"staleness": figures.markdown(["`max_staleness`", *measurements["columns"]], rows)}
 
 
 def main():
@@ -119,25 +119,25 @@ def main():
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--port", type=int, default=8300)
-    parser.add_argument("--url", help="a server that runs with the quickstart's model")
+    parser.add_argument("--url", help="URL of a running server with the quickstart's model")
     parser.add_argument("--output_dir", type=Path, default=Path("benchmark-output/staleness"))
     parser.add_argument("--one", nargs=2, metavar=("VARIANT", "SEED"), help=argparse.SUPPRESS)
     options = figures.parse(parser, free=("jobs", "port", "url", "output_dir", "one"))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if options.one:
-        one(options.one[0], int(options.one[1]), options)
+        run_variant(options.one[0], int(options.one[1]), options)
         return
     options.output_dir.mkdir(parents=True, exist_ok=True)
     jobs = [(name, seed) for seed in range(options.seeds) for name in options.variants]
 
     def run():
         with ThreadPoolExecutor(options.jobs) as pool:
-            found = data(list(pool.map(lambda job: in_process(job, options), jobs)))
-        print(tables(found)["staleness"])
+            measurements = data(list(pool.map(lambda job: in_process(job, options), jobs)))
+        print(tables(measurements)["staleness"])
         if options.page:
-            found["made"]["versions"]["vllm"] = vllm_version()
-            figures.publish("staleness", found)
+            measurements["made"]["versions"]["vllm"] = vllm_version()
+            figures.publish("staleness", measurements)
 
     if options.url:
         run()

@@ -20,14 +20,10 @@ from marft_trl.tiny import questions, tiny_model, tiny_tokenizer
 
 import torch
 from datasets import Dataset
-from peers_worker import step
+from peers_worker import reward, step
 from peft import LoraConfig
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
-
-
-def reward(completions, **kwargs):
-    return [float(index % 3) for index in range(len(completions))]
 
 
 def make(trainer_class, options, prompts, folder, agents=None):
@@ -91,7 +87,7 @@ def main():
     tokenizer = tiny_tokenizer()
     texts = [row["prompt"] for row in questions(options.episodes // 4, seed=0)]
     first = [chat("Write the steps.", text) for text in texts]
-    asked = [[{"role": "user", "content": text}] for text in texts]
+    team_prompts = [[{"role": "user", "content": text}] for text in texts]
     team = [
         AgentSpec("reasoner", system_prompt="Write the steps."),
         AgentSpec("actor", system_prompt="Write the answer."),
@@ -104,10 +100,10 @@ def main():
 
         trl_first = make(GRPOTrainer, options, first, folder)
         solo = make(MARFTTrainer, options, first, folder, [AgentSpec("solo")])
-        duo = make(MARFTTrainer, options, asked, folder, team)
-        step(duo, rows(asked))
-        said = [tokenizer.decode(row.completion_ids) for row in team_rows(duo, "reasoner")][: len(texts)]
-        plans = zip(texts, said, strict=True)
+        duo = make(MARFTTrainer, options, team_prompts, folder, team)
+        step(duo, rows(team_prompts))
+        plan_texts = [tokenizer.decode(row.completion_ids) for row in team_rows(duo, "reasoner")][: len(texts)]
+        plans = zip(texts, plan_texts, strict=True)
         second = [chat("Write the answer.", f"{text}\n\n[reasoner]\n{plan}") for text, plan in plans]
         trl_second = make(GRPOTrainer, options, second, folder)
 
@@ -115,7 +111,7 @@ def main():
             "TRL, reasoner's prompts": lambda: step(trl_first, rows(first)),
             "TRL, actor's prompts": lambda: step(trl_second, rows(second)),
             "one agent": lambda: step(solo, rows(first)),
-            "two agents": lambda: step(duo, rows(asked)),
+            "two agents": lambda: step(duo, rows(team_prompts)),
         }
         times = {name: [] for name in runs}
         for repeat in range(options.repeats + 1):
@@ -130,10 +126,10 @@ def main():
 
     for name, seconds in times.items():
         print(f"{name:28} {statistics.median(seconds):6.3f} CPU s per step")
-    one = [a / b for a, b in zip(times["one agent"], times["TRL, reasoner's prompts"], strict=True)]
+    solo_ratios = [a / b for a, b in zip(times["one agent"], times["TRL, reasoner's prompts"], strict=True)]
     both = zip(times["TRL, reasoner's prompts"], times["TRL, actor's prompts"], strict=True)
-    two = [a / (b + c) for a, (b, c) in zip(times["two agents"], both, strict=True)]
-    for title, ratios in (("one agent / TRL's step", one), ("two agents / two TRL steps", two)):
+    duo_ratios = [a / (b + c) for a, (b, c) in zip(times["two agents"], both, strict=True)]
+    for title, ratios in (("one agent / TRL's step", solo_ratios), ("two agents / two TRL steps", duo_ratios)):
         print(f"{title:28} {statistics.median(ratios):6.3f}   ({min(ratios):.3f} - {max(ratios):.3f})")
 
 

@@ -1,6 +1,6 @@
 """
-Time of switching adapters, beside PEFT's own functions: a model of 28 layers with LoRA on all linear layers, so narrow
-that only switching counts.
+Time of switching adapters, next to PEFT's own functions. The model has 28 layers with LoRA on all linear layers, and
+is so narrow that other costs do not matter.
 
     python benchmarks/switching.py
 """
@@ -62,10 +62,10 @@ def main():
             "another one is active": (by_peft, policies.activate_adapter, ["a0", "a1"] * 5),
             "the base alone, for a reference": (base_by_peft, base, [""] * 9),
         }
-        for what, (theirs, ours, names) in rows.items():
-            ours(names[0] or None)
-            spent = [milliseconds(switch, names) for switch in (theirs, ours)]
-            print(f"| {count} | {what} | {spent[0]:.1f} ms | {spent[1]:.2f} ms | {spent[1] / spent[0]:.3f} |")
+        for case, (peft_switch, own_switch, names) in rows.items():
+            own_switch(names[0] or None)
+            spent = [milliseconds(switch, names) for switch in (peft_switch, own_switch)]
+            print(f"| {count} | {case} | {spent[0]:.1f} ms | {spent[1]:.2f} ms | {spent[1] / spent[0]:.3f} |")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A vLLM server for benchmarks, started with the command that users are given."""
+"""A vLLM server for benchmarks, started with the documented command."""
 
 import os
 import shlex
@@ -29,15 +29,15 @@ def tiny_base(folder):
 
 class Server:
     """
-    A vLLM server in a process of its own. `MARFT_VLLM_PYTHON` names the interpreter that has vLLM.
+    A vLLM server in its own process. `MARFT_VLLM_PYTHON` names the interpreter that has vLLM.
 
     Args:
         model (`str`): name or folder of the base.
         peft_config ([`~peft.PeftConfig`]): config of the adapters.
-        folder (`str`): its log goes there.
+        folder (`str`): folder for its log.
         port (`int`): port.
         device (`str`): `"cpu"` or `"cuda"`.
-        max_model_len (`int`): longest prompt and turn together.
+        max_model_len (`int`): maximum tokens of a prompt and its turn.
         extra (`Sequence[str]`): further flags.
     """
 

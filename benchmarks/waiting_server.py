@@ -32,7 +32,7 @@ class Engine:
         return self._running is not None
 
     async def generate(self, length):
-        """Wait until a turn of so many tokens is there."""
+        """Wait as long as a turn of `length` tokens takes."""
         done = asyncio.get_running_loop().create_future()
         self._queue.append([length, done])
         if self._running is None:
@@ -52,13 +52,13 @@ class Engine:
             for entry in [entry for entry in active if not entry[0]]:
                 self._queue.remove(entry)
                 entry[1].set_result(None)
-            for _ in range(12):  # episodes go on at once
+            for _ in range(12):  # let the episodes send their next requests
                 await asyncio.sleep(0)
         self._running = None
 
 
 def application(engine, vocabulary, length):
-    """The routes that a trainer uses. Every turn has `length` tokens, or the number that was asked for."""
+    """The routes that a trainer uses. Every turn has `length` tokens, or the requested number if `length` is 0."""
     loaded = set()
 
     async def models(request):
@@ -76,8 +76,8 @@ def application(engine, vocabulary, length):
     async def complete(request):
         body = await request.json()
         if body["logprobs"]:  # at a high temperature all tokens are about as likely
-            found = {"token_id:5": -6.0 if body["temperature"] > 1 else -3.0}
-            return web.json_response({"choices": [{"logprobs": {"top_logprobs": [found]}}]})
+            top_logprobs = {"token_id:5": -6.0 if body["temperature"] > 1 else -3.0}
+            return web.json_response({"choices": [{"logprobs": {"top_logprobs": [top_logprobs]}}]})
         count = min(length or body["max_tokens"], body["max_tokens"])
         await engine.generate(count)
         draw = random.Random(body["seed"])
@@ -105,7 +105,7 @@ def main():
     parser.add_argument("--base", type=float, default=10.0, help="milliseconds of a step")
     parser.add_argument("--per_row", type=float, default=0.02, help="milliseconds of a step for each row")
     parser.add_argument("--vocabulary", type=int, default=90)
-    parser.add_argument("--length", type=int, default=0, help="tokens of a turn; 0: as many as are asked for")
+    parser.add_argument("--length", type=int, default=0, help="tokens of a turn; 0: the requested number")
     options = parser.parse_args()
     engine = Engine(options.slots, options.base, options.per_row)
     app = application(engine, options.vocabulary, options.length)

@@ -1,13 +1,13 @@
 """
-Memory of teams by model, number of agents and GPU: the table of `docs/reference/what_fits.md`. Arithmetic, no GPU.
+Memory of teams by model, number of agents and GPU: the table of `docs/reference/what_fits.md`. No GPU needed.
 
     python benchmarks/what_fits.py                  # all models; needs 12 GB of memory and some minutes
     python benchmarks/what_fits.py --models 0.5B
 
-Models have the published shapes and random weights. A trainer is made with one and with two layers, and what its
-`memory_plan()` counts is extrapolated: each further layer and each further agent add the same. Rows have 2,048 tokens,
+Models have the published shapes and random weights. A trainer is built with one and with two layers, and its
+`memory_plan()` is extrapolated: each further layer and each further agent adds the same. Rows have 2,048 tokens,
 of which 512 are new; 8 episodes are generated at once; adapters have rank 16 on all linear layers, in float32, with
-Adam. A team fits if one row with gradient checkpointing fits into 70 % of what is left, as the trainer counts it.
+Adam. A team fits if one row with gradient checkpointing fits into 70 % of the free memory, as in the trainer.
 """
 
 import argparse
@@ -49,7 +49,7 @@ FOUR_BITS = 0.5 + 4 / 64
 
 
 def measured(shape, layers, folder):
-    """The plan of one agent on a model with so many layers, and the cost of a token's activations."""
+    """The plan of one agent on a model with `layers` layers, and the cost of a token's activations."""
     shape = {**shape, "num_hidden_layers": layers}
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
     base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -78,21 +78,21 @@ def measured(shape, layers, folder):
 
 
 def parts_of(shape):
-    """Bytes of a whole model by part, one agent's where it has several, and the weights that 4 bits would hold."""
-    found = {}
+    """Bytes of a model by part (per agent for adapters and their state), and the number of weights to quantize."""
+    plans = {}
     for layers in (1, 2):
         with tempfile.TemporaryDirectory() as folder:
-            found[layers] = measured(shape, layers, Path(folder))
+            plans[layers] = measured(shape, layers, Path(folder))
         gc.collect()
-    (one, of_one, linear), (two, of_two, _) = found[1], found[2]
+    (one_layer, cost_of_one, linear), (two_layers, cost_of_two, _) = plans[1], plans[2]
     layers = shape["num_hidden_layers"]
 
     def whole(name):
-        first, second = getattr(one, name), getattr(two, name)
+        first, second = getattr(one_layer, name), getattr(two_layers, name)
         return first + (second - first) * (layers - 1)
 
     sizes = {name: whole(name) for name in ("base", "adapters", "gradients", "optimizer")}
-    return sizes, cost_with(layers, {1: of_one, 2: of_two}), linear * layers
+    return sizes, cost_with(layers, {1: cost_of_one, 2: cost_of_two}), linear * layers
 
 
 def needed(shape, sizes, cost, agents, base):
@@ -108,13 +108,13 @@ def needed(shape, sizes, cost, agents, base):
 def lines_of(name):
     shape = SHAPES[name]
     sizes, cost, linear = parts_of(shape)
-    for what, base in (("bf16", sizes["base"]), ("4 bits", sizes["base"] - linear * (2 - FOUR_BITS))):
+    for precision, base in (("bf16", sizes["base"]), ("4 bits", sizes["base"] - linear * (2 - FOUR_BITS))):
         cells = []
         for agents in AGENTS:
             size = needed(shape, sizes, cost, agents, base) / 1e9
             card = next((f"on {card} GB" for card in CARDS if size <= 0.95 * card), "more than one")
             cells.append(f"{size:.1f} GB ({card})")
-        yield f"| {name}, {what} | {base / 1e9:.1f} GB | {' | '.join(cells)} |"
+        yield f"| {name}, {precision} | {base / 1e9:.1f} GB | {' | '.join(cells)} |"
 
 
 def main():

@@ -1,12 +1,12 @@
 """
-What DeepSpeed does to adapters that processes use at different positions: why `MARFTTrainer` refuses it.
+Effect of DeepSpeed on adapters that processes use at different positions: why `MARFTTrainer` rejects it.
 
     pip install deepspeed
     DS_ACCELERATOR=cpu torchrun --nproc_per_node 2 benchmarks/zero.py
 
 DeepSpeed compiles its communication on the CPU when it first starts, which takes minutes. Two processes train a small
-frozen network with two adapters, one step with SGD. Both go through the same adapter, or each through another one, as
-the agents of a team do. The weights of the adapters are compared with those of one process that has all the rows.
+frozen network with two adapters, one step with SGD. Both use the same adapter, or each uses a different one, like
+the agents of a team. The weights of the adapters are compared with those of one process that has all the rows.
 """
 
 import os
@@ -61,7 +61,7 @@ def expected(names):
 
 
 def wrong(stage, names):
-    """Matrices of adapters that DeepSpeed trains otherwise, and their number."""
+    """Number of adapter matrices that DeepSpeed trains differently, and of all."""
     import deepspeed
 
     process, (network, optimizer) = int(os.environ["RANK"]), build()
@@ -72,8 +72,8 @@ def wrong(stage, names):
     engine.step()
     right = expected(names)
     with deepspeed.zero.GatheredParameters(list(network.parameters())):
-        found = {name: p.detach() for name, p in network.named_parameters() if name in right}
-        errors = [name for name, value in right.items() if not torch.allclose(found[name], value, atol=1e-6)]
+        trained = {name: p.detach() for name, p in network.named_parameters() if name in right}
+        errors = [name for name, value in right.items() if not torch.allclose(trained[name], value, atol=1e-6)]
     return len(errors), len(right)
 
 

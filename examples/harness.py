@@ -1,15 +1,15 @@
 """
-Train a coding harness without a change to it: a main agent, a sub-agent that searches files, and two tools.
+Train a coding harness without changing it: a main agent, a sub-agent that searches files, and two tools.
 
     python examples/harness.py                       # train, and run the same harness on the served team
     python examples/harness.py --seeds 0 1 2         # the gain over seeds
 
-`applications/coding_harness.py` is written against Anthropic's client and knows nothing of training. All of its agents
-have one model name. `BySystemPrompt` tells them apart, and each gets its own adapter. The puzzles are generated, and
-so is the model, which first imitates agents that make mistakes in a quarter of the numbers they pass on. Everything
-runs offline on a CPU: about five minutes for the model, once, and eight for a seed.
+`applications/coding_harness.py` uses Anthropic's client and contains no training code. All its agents have one model
+name. `BySystemPrompt` identifies each agent by its system prompt, and each agent gets its own adapter. The puzzles are
+generated. A tiny model first imitates agents that get a quarter of their numbers wrong. Everything runs offline on a
+CPU: about five minutes for the model, once, and eight minutes per seed.
 
-To train your own harness, replace `solve` (how it is started), `right` (what is rewarded) and the model and puzzles.
+To train your own harness, replace `solve` (starts the harness), `right` (the reward), the model and the puzzles.
 
 `pip install ".[serve]" anthropic`. Programs run in a sandbox, which needs Linux.
 """
@@ -67,7 +67,7 @@ def puzzles(count, seed, held_out=False):
 
 ARGUMENTS = ("query", "code", "path", "name", "arguments")
 WORDS = ("tools", "search", "run", "read", "print", "tool_call", "buys", "many", *ARGUMENTS)
-# Tools are shown by their names alone. Templates of pretrained models show their schemas
+# This template shows only the names of tools. Templates of pretrained models show their schemas.
 TEMPLATE = """{%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\n' + (message.content or '') }}
 {%- for call in message.tool_calls or [] %}
@@ -82,9 +82,9 @@ SLIPS = 0.25  # share of demonstrations with a wrong number
 
 
 def tokenizer():
-    made = tiny_tokenizer(WORDS)
-    made.chat_template, made.response_template = TEMPLATE, qwen3_template
-    return made
+    tok = tiny_tokenizer(WORDS)
+    tok.chat_template, tok.response_template = TEMPLATE, qwen3_template
+    return tok
 
 
 def slip(number, draw):
@@ -99,37 +99,37 @@ def call(tool, argument):
 
 
 def conversations(row, draw):
-    """System prompt, task, tools, and what is said: calls with their results, and the answer."""
+    """System prompt, task, tools and steps of each conversation: calls with their results, and the answer."""
     thing, count, more = json.loads(row["parts"])
     program = f"print({slip(count, draw)}+{more})"
-    found = call(SEARCH, thing), str(count)
+    search_step = call(SEARCH, thing), str(count)
     return [
-        (CODER, row["prompt"], [SEARCH, RUN], [found, (call(RUN, program), row["solution"]), row["solution"]]),
+        (CODER, row["prompt"], [SEARCH, RUN], [search_step, (call(RUN, program), row["solution"]), row["solution"]]),
         (SEARCHER, thing, [READ], [(call(READ, thing), str(count)), str(slip(count, draw))]),
     ]
 
 
-def turns_of(row, made, draw):
+def turns_of(row, tok, draw):
     """The turns of the agents in a puzzle: `(prompt_ids, completion_ids)`."""
     for system, task, tools, steps in conversations(row, draw):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": task}]
         schemas = [{"type": "function", "function": {"name": tool["name"]}} for tool in tools]
         for step in steps:
-            prompt = made.apply_chat_template(messages, tools=schemas, add_generation_prompt=True, return_dict=True)
+            prompt = tok.apply_chat_template(messages, tools=schemas, add_generation_prompt=True, return_dict=True)
             text = step
             if isinstance(step, tuple):
                 text = f"<tool_call>\n{json.dumps(step[0])}\n</tool_call>"
                 calls = [{"type": "function", "function": step[0]}]
                 messages.append({"role": "assistant", "content": "", "tool_calls": calls})
                 messages.append({"role": "tool", "content": step[1], "name": step[0]["name"]})
-            yield prompt["input_ids"], [*made(text)["input_ids"], made.eos_token_id]
+            yield prompt["input_ids"], [*tok(text)["input_ids"], tok.eos_token_id]
 
 
-def demonstrations(made, seed=0):
+def demonstrations(tok, seed=0):
     """Endless turns of agents that make mistakes."""
     draw = random.Random(seed)
     while True:
-        batch = [turn for _ in range(64) for turn in turns_of(puzzle(draw), made, draw)]
+        batch = [turn for _ in range(64) for turn in turns_of(puzzle(draw), tok, draw)]
         draw.shuffle(batch)
         yield from batch
 
@@ -138,21 +138,21 @@ def base_model(folder, steps=800):
     """Build the model once. It knows the format, and makes the mistakes of the demonstrations."""
     if not (folder / "config.json").exists():
         print("Teaching the model the format (once, about five minutes) ...", flush=True)
-        made = tokenizer()
+        tok = tokenizer()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = tiny_model(len(made))
-            warm_up(model, made, steps, rows=demonstrations(made))
-        made.save_pretrained(folder)
+            model = tiny_model(len(tok))
+            warm_up(model, tok, steps, rows=demonstrations(tok))
+        tok.save_pretrained(folder)
         model.save_pretrained(folder)
     return str(folder)
 
 
-# ---- Training, with the harness as it is ----
+# ---- Training, with the unchanged harness ----
 
 
 async def solve(row, endpoint):
-    """Solve a puzzle with the harness, whichever endpoint serves the model."""
+    """Solve a puzzle with the harness. `endpoint` serves the model."""
     async with AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key) as client:
         return await Harness(client, json.loads(row["files"])).solve(row["prompt"])
 

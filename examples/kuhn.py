@@ -7,7 +7,7 @@ Kuhn poker between two language models, and how far they are from an equilibrium
     make kuhn                                             # all of them, three seeds
 
 Two players each hold one of three cards and have put one chip into the pot. The first may check or bet a second chip,
-and the other answers; after "check" and "bet", the first answers, too. The higher card wins the pot unless its player
+and the other responds; after "check" and "bet", so does the first. The higher card wins the pot unless its player
 folds. A player sees its card and the moves, so it has six information sets, and a strategy is the probability of each
 move in them, which is read from the model's token probabilities. The exploitability is what switching to the best
 response gains, in chips, on average over both seats: 11/24 if both players toss coins, 0 in a Nash equilibrium.
@@ -40,8 +40,8 @@ from transformers.utils import logging
 
 
 MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# Prompts are the observation alone, of 12 to 14 tokens. The trainer warns that agents could imitate its mark,
-# `[environment]`, but here no agent reads what another one writes
+# Prompts have only the observation, 12 to 14 tokens. The trainer warns that agents could imitate its mark,
+# `[environment]`, but here no agent reads the turns of another
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 CARDS = ("jack", "queen", "king")
 SEATS = ("first", "second")
@@ -55,14 +55,14 @@ MOVES = {
 
 
 def gain_of_first(cards, moves):
-    """What the first player gains at the end of a game."""
+    """Gain of the first player at the end of a game."""
     if moves.endswith("fold"):
         return 1 if moves == "bet fold" else -1
     return (2 if moves.endswith("call") else 1) * (1 if CARDS.index(cards[0]) > CARDS.index(cards[1]) else -1)
 
 
 def shown(card, moves):
-    """What a player knows."""
+    """Observation of a player."""
     return f"{moves.replace(' ', ', ') or 'start'}; {' or '.join(MOVES[moves])}? {card}"
 
 
@@ -91,7 +91,7 @@ class Kuhn:
         return self.seats[len(self.moves.split()) % 2]
 
     def observe(self):
-        """Only the next player is told, and only its own card."""
+        """Observation for the next player, with only its own card."""
         return {self.whose_turn(): shown(self.cards[len(self.moves.split()) % 2], self.moves)}
 
     def step(self, turns):
@@ -117,10 +117,10 @@ WORKFLOW = EnvironmentLoop(Kuhn, turns="one", horizon=3)
 
 def agents(players):
     """`own`: each seat has a LoRA. `one`: both seats share one. `copies`: one LoRA plays against past copies."""
-    how = {"max_completion_length": 1, "view": last_alone}
+    common = {"max_completion_length": 1, "view": last_alone}
     if players == "copies":
-        return [AgentSpec("first", **how), AgentSpec("second", trainable=False, **how)]
-    return [AgentSpec("first", **how), AgentSpec("second", adapter="first" if players == "one" else None, **how)]
+        return [AgentSpec("first", **common), AgentSpec("second", trainable=False, **common)]
+    return [AgentSpec("first", **common), AgentSpec("second", adapter="first" if players == "one" else None, **common)]
 
 
 def row(deal, seats=SEATS, moves=""):
@@ -135,13 +135,13 @@ def row(deal, seats=SEATS, moves=""):
 
 
 def games(count, players, seed):
-    """Random deals. Against past copies, the agent that learns sits on both seats in turn."""
+    """Random deals. Against past copies, the agent that learns alternates between both seats."""
     draw = random.Random(seed)
     orders = [SEATS, SEATS[::-1]] if players == "copies" else [SEATS]
     return [row(draw.choice(DEALS), draw.choice(orders)) for _ in range(count)]
 
 
-# ---- The strategy that is read from the model ----
+# ---- Reading the strategy from the model ----
 
 
 def tokens_of_moves(tokenizer):
@@ -195,19 +195,19 @@ def last_third(model):
 
 def taught_model(base, output_dir, steps=30, seed=0, device="cpu"):
     """The pretrained model after it has imitated players that toss coins, saved in a folder, once."""
-    which = hashlib.sha256(f"{base} {device}".encode()).hexdigest()[:8]
-    folder = Path(output_dir) / f"taught-{Path(base).name}-{steps}-{which}"
+    digest = hashlib.sha256(f"{base} {device}".encode()).hexdigest()[:8]
+    folder = Path(output_dir) / f"taught-{Path(base).name}-{steps}-{digest}"
     if (folder / "config.json").exists():
         return str(folder)
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = TEMPLATE
-    tokens_of_moves(tokenizer)  # an error now, not after the model was taught
+    tokens_of_moves(tokenizer)  # raises before the model is trained
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(device)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(f"layers.{layer}." in name for layer in last_third(base)))
     toss = lambda episode, agent, seen, draw: draw.choice(MOVES[episode.environment.moves])  # noqa: E731
     turns = scripted_turns(tokenizer, WORKFLOW, agents("own"), lambda draw: row(draw.choice(DEALS)), toss, seed)
-    # All that the games have: each of the two moves in each of the twelve information sets
+    # Each of the two moves in each of the twelve information sets
     pairs = sorted({(tuple(prompt), tuple(move)) for prompt, move in itertools.islice(turns, 1000)})
     rows = ((list(prompt), list(move)) for prompt, move in itertools.cycle(pairs))
     warm_up(model, tokenizer, steps=steps, batch_size=24, learning_rate=2e-4, rows=rows)
@@ -261,7 +261,7 @@ def make_trainer(model, folder, players="own", baseline="rae", seed=0, max_steps
 
 
 class Measure(TrainerCallback):
-    """Notes the exploitability every few steps: `(step, probability of legal moves, last strategy, average)`."""
+    """Records the exploitability every few steps: `(step, probability of legal moves, last strategy, average)`."""
 
     def __init__(self, reader, every=5):
         self.reader, self.every, self.policies, self.found = reader, every, [], []
@@ -280,7 +280,7 @@ class Measure(TrainerCallback):
 
 
 def run(model, folder, players="own", baseline="rae", seed=0, max_steps=30, device="cpu", **settings):
-    """Train a team, and return what was measured and the strategies."""
+    """Train a team, and return measurements and strategies."""
     trainer = make_trainer(model, folder, players, baseline, seed, max_steps, device, **settings)
     measure = Measure(PolicyReader(trainer, players))
     trainer.add_callback(measure)
@@ -305,9 +305,9 @@ def main():
     taught = taught_model(base, options.output_dir, steps, device=options.device)
     name = f"{options.players}-{options.baseline}-{options.seed}"
     chosen = (options.players, options.baseline, options.seed, options.max_steps, options.device)
-    found = run(taught, options.output_dir / name, *chosen)
-    (options.output_dir / f"{name}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    for shown_to_player, moves in found["policies"][-1].items():
+    result = run(taught, options.output_dir / name, *chosen)
+    (options.output_dir / f"{name}.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    for shown_to_player, moves in result["policies"][-1].items():
         print(f"{shown_to_player:65}", ", ".join(f"{move} {value:.2f}" for move, value in moves.items()))
 
 

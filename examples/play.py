@@ -24,7 +24,7 @@ from worlds import WORLDS
 
 
 def taught_model(world, seed, steps=600):
-    """Train a tiny model to imitate the scripted agents of the world, which speak at random two times in five."""
+    """Train a tiny model to imitate the scripted agents of the world, whose turns are random two times in five."""
     tokenizer = tiny_tokenizer(world.words)
     model = tiny_model(len(tokenizer), seed=seed)
     set_seed(seed)

@@ -58,7 +58,7 @@ class ScriptArguments:
 
 def numbered_steps(completion_ids, turn, turns, **columns):
     """Reward of the planner's turns: one half per numbered step, at most 1."""
-    return [min(len(re.findall(r"^\s*\d+\.", one.text, re.MULTILINE)) / 2, 1.0) for one in turn]
+    return [min(len(re.findall(r"^\s*\d+\.", own_turn.text, re.MULTILINE)) / 2, 1.0) for own_turn in turn]
 
 
 def right_answer(completions, solution, **columns):

@@ -1,11 +1,11 @@
 """
-A run that may be stopped, killed and started again at any time, with the same command, and ends with the same bits.
+A run that can be stopped or killed at any time and resumed with the same command, with bitwise identical results.
 
     python examples/preemptible.py --output_dir preemptible-output
-    # Ctrl+C, `kill`, `kill -9`, or a machine that goes away; then the same command again
+    # Ctrl+C, `kill`, `kill -9` or a lost machine; then the same command again
 
-Two tiny agents learn sums on the CPU, offline. The reward grows stricter with the number of calls, so it has a state,
-which is saved in checkpoints. A judge that does not answer costs its completions their scores, not the run.
+Two tiny agents learn sums on the CPU, offline. The reward gets stricter with the number of calls, so it has a state,
+which is saved in checkpoints. If a reward function times out, its completions have no score and the run continues.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 
 class Stricter:
-    """1 for a right answer, and less and less for a text that only begins with a digit."""
+    """1 for a right answer, and a decreasing reward for a text that only begins with a digit."""
 
     __name__ = "stricter"
 

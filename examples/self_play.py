@@ -1,14 +1,14 @@
 """
 Self-play in Nim: two players take one to three stones in turn, and whoever takes the last one wins.
 
-    python examples/self_play.py                              # both sides are one policy, two minutes on a CPU
+    python examples/self_play.py                              # one policy plays both sides; two minutes on a CPU
     python examples/self_play.py --opponent copies            # against past copies of the policy
-    python examples/self_play.py --opponent perfect           # against a function that never errs
+    python examples/self_play.py --opponent perfect           # against a perfect player
     python examples/self_play.py --model HuggingFaceTB/SmolLM2-135M-Instruct --device cuda
 
 A tiny model first imitates players who move at random three times in four. Then the players learn from their own
-returns: what one gains, the other loses. Each game begins with 4 to 12 stones. At the end, the trained player meets a
-perfect one in 200 games that it can win: a single error loses a game.
+returns: one gains what the other loses. Each game begins with 4 to 12 stones. At the end, the trained player meets a
+perfect player in 200 winnable games: a single error loses a game.
 """
 
 import argparse
@@ -32,19 +32,8 @@ from transformers.utils import logging
 SLIPS = 0.75  # share of random moves among those that the tiny model is taught
 OTHER = {"player": "rival", "rival": "player"}
 WORDS = (
-    "player",
-    "rival",
-    "environment",
-    "stones",
-    "stone",
-    "Take",
-    "one",
-    "to",
-    "three",
-    "The",
-    "end",
-    "Not",
-    "move",
+    *("player", "rival", "environment", "stones", "stone", "Take", "one"),
+    *("to", "three", "The", "end", "Not", "move"),
 )
 
 
@@ -61,10 +50,10 @@ class Nim:
     def step(self, turns):
         (turn,) = turns
         self.next = other = OTHER[turn.agent]
-        said = turn.text.strip()
-        if said not in ("1", "2", "3") or int(said) > self.stones:
+        move = turn.text.strip()
+        if move not in ("1", "2", "3") or int(move) > self.stones:
             return "Not a move", {turn.agent: -1.0, other: 0.0}, True
-        self.stones -= int(said)
+        self.stones -= int(move)
         if self.stones == 0:
             return "The end", {turn.agent: 1.0, other: -1.0}, True
         return f"{self.stones} stones", 0.0, False
@@ -90,13 +79,13 @@ def perfect(messages):
 
 def players(opponent):
     """Two agents, of which `player` is trained."""
-    shown = {"system_prompt": "Take one to three.", "max_completion_length": 3, "view": last_alone}
+    common = {"system_prompt": "Take one to three.", "max_completion_length": 3, "view": last_alone}
     rival = {
-        "self": AgentSpec("rival", adapter="player", **shown),
-        "copies": AgentSpec("rival", trainable=False, **shown),  # its weights are those of `PastSelves`
-        "perfect": AgentSpec("rival", reply=perfect, **shown),
+        "self": AgentSpec("rival", adapter="player", **common),
+        "copies": AgentSpec("rival", trainable=False, **common),  # its weights are those of `PastSelves`
+        "perfect": AgentSpec("rival", reply=perfect, **common),
     }
-    return [AgentSpec("player", **shown), rival[opponent]]
+    return [AgentSpec("player", **common), rival[opponent]]
 
 
 class PastSelves(TrainerCallback):
@@ -149,12 +138,12 @@ def taught_model(seed, steps=800, base=None, device="cpu"):
     model.to(device)
     set_seed(seed)
 
-    def said(episode, agent, seen, draw):
+    def scripted_move(episode, agent, seen, draw):
         stones = episode.environment.stones
         return a_move(stones, draw) if draw.random() < SLIPS else str(stones % 4 or 1)
 
     row = lambda draw: games(1, draw.random())[0]  # noqa: E731
-    rows = scripted_turns(tokenizer, WORKFLOW, players("self"), row, said, seed)
+    rows = scripted_turns(tokenizer, WORKFLOW, players("self"), row, scripted_move, seed)
     warm_up(model, tokenizer, steps=steps, learning_rate=1.5e-3 if base is None else 1e-4, rows=rows)
     return model, tokenizer
 
@@ -163,14 +152,14 @@ def make_trainer(model, tokenizer, output_dir, opponent="self", seed=0, max_step
     args = MARFTConfig(
         str(output_dir),
         **{
-            "advantage": "rae",  # compares a game with earlier ones that began alike
+            "advantage": "rae",  # compares a game with earlier games from the same start
             "rae_column": "start",
             "num_generations": 1,
             "per_device_train_batch_size": 128,
             "max_steps": max_steps,
             "learning_rate": 1e-3,
             "lr_scheduler_type": "constant",
-            "entropy_coef": 0.01,  # else a move that loses against itself may never be tried again
+            "entropy_coef": 0.01,  # otherwise a move that loses in self-play may never be sampled again
             "gradient_checkpointing": False,
             "logging_steps": 2,
             "save_strategy": "no",
@@ -194,8 +183,8 @@ def make_trainer(model, tokenizer, output_dir, opponent="self", seed=0, max_step
 
 def share_not_lost(folder, model, tokenizer, seed=1, count=200, greedy=True):
     """Play winnable games against a perfect player with a saved team."""
-    given = {"workflow": WORKFLOW, "view": dict.fromkeys(OTHER, last_alone), "replies": {"rival": perfect}}
-    team = Team.from_pretrained(folder, model, processing_class=tokenizer, **given)
+    settings = {"workflow": WORKFLOW, "view": dict.fromkeys(OTHER, last_alone), "replies": {"rival": perfect}}
+    team = Team.from_pretrained(folder, model, processing_class=tokenizer, **settings)
     episodes = team.run(games(count, seed, winnable=True), greedy=greedy, seed=seed)
     return sum(sum(episode.own["player"]) >= 0 for episode in episodes) / count
 

@@ -1,5 +1,5 @@
 """
-Train the agents of an application that exists already, without a change to it: offline, on a CPU, in minutes.
+Train the agents of an existing application without changing it: offline, on a CPU, in minutes.
 
     python examples/train_application.py                                     # on the client of OpenAI
     python examples/train_application.py --app anthropic                     # on the client of Anthropic
@@ -7,8 +7,8 @@ Train the agents of an application that exists already, without a change to it: 
     python examples/train_application.py --app agents_sdk                    # on the OpenAI Agents SDK
 
 The applications in `examples/applications` ask two models, `reasoner` and `actor`, for the steps of a small sum and
-for its answer. Each request is a turn of the agent of that name. Both agents begin with the embedded model; see
-`quickstart.py` for it. Install the clients that you use:
+for its answer. Each request is a turn of the agent of that name. Both agents start from the embedded model of
+`quickstart.py`. Install the clients that you use:
 `pip install openai anthropic langgraph langchain-openai openai-agents`.
 """
 
@@ -71,7 +71,7 @@ def steps_are_right(answers, solution, turns, **columns):
 def reads_the_steps(answers, turns, **columns):
     """Share of episodes in which the actor repeats the last number of the steps, right or wrong."""
     ends = [episode[0].text.rpartition("=")[2] for episode in turns]
-    return {"actor": statistics.mean(end == said for end, said in zip(ends, answers, strict=True))}
+    return {"actor": statistics.mean(end == answer for end, answer in zip(ends, answers, strict=True))}
 
 
 def train(app, seed, options, folder):
@@ -121,12 +121,12 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             before, after = train(APPS[options.app], seed, options, folder)
         for title, name in names.items():
-            one, two = (100 * metrics[f"eval_{name}"] for metrics in (before, after))
-            gains[title].append(two - one)
-            print(f"{options.app}, seed {seed}, {title:22} {one:5.1f} % -> {two:5.1f} %", flush=True)
-    for title, its in gains.items():
-        spread = f", standard error {statistics.stdev(its) / len(its) ** 0.5:.1f}" if len(its) > 1 else ""
-        print(f"{options.app}, {title:22} {statistics.mean(its):+5.1f} points over {len(its)} seeds{spread}")
+            start, end = (100 * metrics[f"eval_{name}"] for metrics in (before, after))
+            gains[title].append(end - start)
+            print(f"{options.app}, seed {seed}, {title:22} {start:5.1f} % -> {end:5.1f} %", flush=True)
+    for title, points in gains.items():
+        spread = f", standard error {statistics.stdev(points) / len(points) ** 0.5:.1f}" if len(points) > 1 else ""
+        print(f"{options.app}, {title:22} {statistics.mean(points):+5.1f} points over {len(points)} seeds{spread}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """
-Warm a team up on its own best turns, then go on with reinforcement learning. A pretrained duo on sums, on a CPU.
+Warm up a team on its own best turns, then continue with reinforcement learning. A pretrained duo on sums, on a CPU.
 
     python examples/warm_up.py                      # seed 0: about ten minutes on two cores
     python examples/warm_up.py --seeds 0 1 2
 
-One round of rejection sampling: the untrained team answers each question several times; of each question that it got
-right, an episode is kept; `SFTTrainer` trains each agent on its own turns in them. Reinforcement learning begins with
-these adapters, and beside it with fresh ones. Needs `pip install ".[tasks]"`, for the model.
+One round of rejection sampling: the untrained team answers each question several times, one right episode of each
+question is kept, and `SFTTrainer` trains each agent on its own turns in these episodes. Reinforcement learning starts
+from these adapters and, for comparison, from fresh ones. Needs `pip install ".[tasks]"`, for the model.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from trl import SFTConfig, SFTTrainer
 
 
 AGENTS = [
-    # A turn that was cut has no end to learn: these end with their first sentence
+    # Truncated turns have no end token to learn from, so turns stop after their first sentence
     AgentSpec("helper", system_prompt="Work out the answer in a few words.", max_completion_length=16, stop="."),
     AgentSpec("solver", system_prompt="Give only the answer.", max_completion_length=16, stop="."),
 ]
@@ -47,7 +47,7 @@ def is_right(text, answer):
 
 def right(completions, answer, **kwargs):
     """The last number of the team's answer is the sum."""
-    return [is_right(one[0]["content"], target) for one, target in zip(completions, answer, strict=True)]
+    return [is_right(completion[0]["content"], target) for completion, target in zip(completions, answer, strict=True)]
 
 
 def lora():
@@ -88,7 +88,7 @@ def warm_up(base, folder, options, seed):
     team = Team.from_pretrained(folder / "untrained", model=base)
     rows = list(train.select(range(options.questions)))
     episodes = team.run(rows, num_samples=options.num_samples, seed=seed)
-    rewards = [is_right(one.answer.text, one.row["answer"]) for one in episodes]
+    rewards = [is_right(episode.answer.text, episode.row["answer"]) for episode in episodes]
     print(f"rejection sampling: {sum(rewards):.0f} of {len(rewards)} episodes are right")
     for agent in AGENTS:
         dataset = team.to_dataset(episodes, agent=agent.name, rewards=rewards, best=1, threshold=1.0)
@@ -119,23 +119,23 @@ def warm_up(base, folder, options, seed):
 
 
 def run(base, folder, options, seed):
-    """Shares of right answers and seconds of both ways."""
+    """Shares of right answers and seconds, with and without the warm-up."""
     fresh = make_trainer(base, folder / "fresh", options, seed, peft_config=lora())
-    found = {"untrained": fresh.evaluate()["eval_reward"]}
+    results = {"untrained": fresh.evaluate()["eval_reward"]}
     start = time.time()
     fresh.train()
-    found |= {"RL": fresh.evaluate()["eval_reward"], "RL, seconds": time.time() - start}
+    results |= {"RL": fresh.evaluate()["eval_reward"], "RL, seconds": time.time() - start}
     start = time.time()
     warm = warm_up(base, folder, options, seed)
-    found["warm-up, seconds"] = time.time() - start
+    results["warm-up, seconds"] = time.time() - start
     tokenizer = AutoTokenizer.from_pretrained(folder / "untrained")
     trainer = make_trainer(warm, folder / "warm-rl", options, seed, processing_class=tokenizer)
-    found["warm"] = trainer.evaluate()["eval_reward"]
+    results["warm"] = trainer.evaluate()["eval_reward"]
     start = time.time()
     trainer.train()
-    found |= {"warm, RL": trainer.evaluate()["eval_reward"], "warm, RL, seconds": time.time() - start}
+    results |= {"warm, RL": trainer.evaluate()["eval_reward"], "warm, RL, seconds": time.time() - start}
     trainer.save_model()
-    return found
+    return results
 
 
 def main():
@@ -154,10 +154,10 @@ def main():
     base = options.model or smollm2()
     print(f"{'seed':>4}  untrained -> {options.max_steps} steps of RL | warm-up -> {options.max_steps} steps of RL")
     for seed in options.seeds:
-        found = run(base, options.output_dir / f"seed-{seed}", options, seed)
+        results = run(base, options.output_dir / f"seed-{seed}", options, seed)
         line = "{seed:4}  {untrained:.1%} -> {RL:.1%} | {warm:.1%} -> {warm, RL:.1%}"
-        print(line.format_map({"seed": seed, **found}))
-        print("; ".join(f"{name} {value:.0f}" for name, value in found.items() if "seconds" in name), flush=True)
+        print(line.format_map({"seed": seed, **results}))
+        print("; ".join(f"{name} {value:.0f}" for name, value in results.items() if "seconds" in name), flush=True)
 
 
 if __name__ == "__main__":

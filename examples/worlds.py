@@ -52,12 +52,12 @@ class GuessNumber:
         self.number = number
 
     def step(self, turns):
-        said = turns[-1].text.strip()
-        if said == str(self.number):
-            return f"{said} is right.", 1.0, True
-        if said not in tuple("1234567"):
+        guessed = turns[-1].text.strip()
+        if guessed == str(self.number):
+            return f"{guessed} is right.", 1.0, True
+        if guessed not in tuple("1234567"):
             return "Not a number from 1 to 7.", 0.0, False
-        return f"{said} is too {'low' if int(said) < self.number else 'high'}.", 0.0, False
+        return f"{guessed} is too {'low' if int(guessed) < self.number else 'high'}.", 0.0, False
 
 
 def guess():
@@ -65,11 +65,11 @@ def guess():
         if draw.random() < SLIPS:
             return str(draw.randint(1, 7))
         low, high = 1, 7
-        for item in episode.feedback:
-            if not item.text[0].isdecimal():
+        for observation in episode.feedback:
+            if not observation.text[0].isdecimal():
                 continue
-            tried = int(item.text[0])
-            low, high = (max(low, tried + 1), high) if "low" in item.text else (low, min(high, tried - 1))
+            tried = int(observation.text[0])
+            low, high = (max(low, tried + 1), high) if "low" in observation.text else (low, min(high, tried - 1))
         return str((low + high) // 2)
 
     agents = [AgentSpec("guesser", system_prompt="Guess a number from 1 to 7.", max_completion_length=4)]

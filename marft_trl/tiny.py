@@ -183,11 +183,11 @@ def scripted_turns(
 
         def answer(requests: Sequence[Request], demonstrations: list = demonstrations) -> list[Completion]:
             queries = [(specs[request.agent], request.episode.prompt, request.seen) for request in requests]
-            texts = [reply(item.episode, item.agent, item.seen, draw) for item in requests]
+            texts = [reply(request.episode, request.agent, request.seen, draw) for request in requests]
             for observation, text in zip(builder.build(queries), texts, strict=True):
                 written = tokenizer(text, add_special_tokens=False)["input_ids"]
                 demonstrations.append((observation.ids, [*written, tokenizer.eos_token_id]))
-            return [value.make_completion(text) for value, text in zip(requests, texts, strict=True)]
+            return [request.make_completion(text) for request, text in zip(requests, texts, strict=True)]
 
         collect(workflow, [rows(draw) for _ in range(64)], TeamContext(tuple(specs)), answer)
         draw.shuffle(demonstrations)

@@ -19,7 +19,7 @@ import time
 import warnings
 from pathlib import Path
 
-from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer, warm_up
+from marft_trl.tiny import tiny_model, tiny_tokenizer, warm_up
 
 import jinja2
 import pytest
@@ -34,10 +34,10 @@ MEMORY: list[int] = []
 SECONDS: list[float] = []
 STARTED: list[None] = []  # tests of this process
 DEADLINE = time.monotonic() + float(os.environ.get("MARFT_TEST_SECONDS", math.inf))
-# No test may depend on what a tiny model happens to sample: `MARFT_TEST_SEED=1 make test` runs with other weights
+# No test may depend on the samples of one tiny model: `MARFT_TEST_SEED=1 make test` uses other weights
 tiny_model.__defaults__ = (int(os.environ.get("MARFT_TEST_SEED", "0")),)
 
-# What takes a fifth of the time of all tests and changes no result: metadata and modules that accelerate reads for
+# Skip a fifth of the time of all tests, which changes no result: metadata and modules that accelerate reads for
 # every model that it unwraps, garbage that it collects before a training, the template of each adapter's card, which
 # PEFT compiles again each time, the certificates that each HTTP client reads, the stack that torch formats for every
 # seed of a GPU that is not there, and the disk (whether a file survives a power cut is nothing that a test could see).
@@ -59,7 +59,7 @@ settings.load_profile("ci")
 
 
 def pytest_collection_modifyitems(items):
-    """Give slow tests three times as long: how fast a machine is decides no test."""
+    """Triple the timeout of slow tests, so that a slow machine does not fail them."""
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
@@ -72,7 +72,7 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_setup(item):
-    """The same once more, when what is imported late is there. No test begins after the deadline."""
+    """Freeze once more after late imports. No test begins after the deadline."""
     if time.monotonic() > DEADLINE:
         pytest.skip("the time for these tests is used up")
     STARTED.append(None)
@@ -87,7 +87,7 @@ def _quiet():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    torch.set_float32_matmul_precision("highest")  # `make` of examples/real.py sets another one
+    torch.set_float32_matmul_precision("highest")  # `make` of examples/real.py changes it
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +132,7 @@ def model_folder(built_once, tokenizer) -> str:
 
 @pytest.fixture(scope="session")
 def deep_folder(built_once, tokenizer) -> str:
-    """The same with two layers, for what tells layers apart."""
+    """The same with two layers, for tests that need several."""
     return _warm(built_once, tokenizer, "deep-model", **{**SIZES, "num_hidden_layers": 2})
 
 
@@ -149,11 +149,11 @@ def small_model(built_once, tokenizer) -> str:
 
 
 def pytest_sessionfinish(session):
-    """A worker tells its largest memory, in kB, and its CPU seconds with those of processes that it started."""
+    """Report a worker's peak memory, in kB, and CPU seconds, including those of its child processes."""
     if hasattr(session.config, "workeroutput"):
-        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        session.config.workeroutput["memory"] = used[0].ru_maxrss
-        session.config.workeroutput["seconds"] = sum(usage.ru_utime + usage.ru_stime for usage in used)
+        usages = [resource.getrusage(scope) for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        session.config.workeroutput["memory"] = usages[0].ru_maxrss
+        session.config.workeroutput["seconds"] = sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -164,23 +164,13 @@ def pytest_testnodedown(node):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The memory of the largest worker, the number of resumes that were exact, and whether a GPU was left alone."""
+    """Print the peak memory and CPU time of workers, the number of exact resumes, and whether a GPU was unused."""
     if not os.environ.get("MARFT_TEST_CUDA") and Path("/dev/nvidia0").exists():
         terminalreporter.write_line("This machine has a GPU, and these tests ran on the CPU: `make test-gpu` uses it.")
     if any(MEMORY):
         terminalreporter.write_line(f"Memory of the largest worker: {max(MEMORY) / 1e6:.2f} GB.")
         terminalreporter.write_line(f"CPU time of all workers: {sum(SECONDS):.0f} s.")
-    passed = [item for report in terminalreporter.stats.get("passed", []) for item in report.user_properties]
-    points = sum(count for name, count in passed if name == "exact_points")
+    properties = [pair for report in terminalreporter.stats.get("passed", []) for pair in report.user_properties]
+    points = sum(count for name, count in properties if name == "exact_points")
     if points:
         terminalreporter.write_line(f"Resumed exactly at {points} points.")
-
-
-@pytest.fixture
-def agents():
-    return tiny_agents()
-
-
-@pytest.fixture(scope="session")
-def dataset():
-    return tiny_dataset(64)

@@ -45,12 +45,12 @@ def view(agent, prompt, seen):
 
 
 def turns_of(length: int) -> list[tuple[int, ...]]:
-    whole = [(END,)]
+    complete = [(END,)]
     open_ended: list[tuple[int, ...]] = [()]
     for _ in range(length):
         open_ended = [(*turn, token) for turn in open_ended for token in (1, 2)]
-        whole += [(*turn, END) for turn in open_ended if len(turn) < length]
-    return whole + open_ended
+        complete += [(*turn, END) for turn in open_ended if len(turn) < length]
+    return complete + open_ended
 
 
 def reward_of(first, second) -> float:
@@ -58,7 +58,7 @@ def reward_of(first, second) -> float:
 
 
 def reward(completions, turns, **kwargs):
-    return [reward_of(its[0].completion_ids, its[1].completion_ids) for its in turns]
+    return [reward_of(episode_turns[0].completion_ids, episode_turns[1].completion_ids) for episode_turns in turns]
 
 
 class World:
@@ -72,10 +72,10 @@ class World:
                 parameter.mul_(3)  # far from uniform
         defaults = {"per_device_train_batch_size": 4096, "max_completion_length": length, "num_generations": 2}
         defaults |= {"gradient_checkpointing": False, "max_tokens_per_micro_batch": None, "max_steps": 1}
-        given = {"agents": agents or [AgentSpec(name) for name in TEAM], "workflow": workflow, "view": view}
-        given |= {"reward_funcs": reward_funcs, "train_dataset": Dataset.from_dict({"prompt": ["a"] * 4096})}
+        arguments = {"agents": agents or [AgentSpec(name) for name in TEAM], "workflow": workflow, "view": view}
+        arguments |= {"reward_funcs": reward_funcs, "train_dataset": Dataset.from_dict({"prompt": ["a"] * 4096})}
         settings = {**defaults, **settings}
-        self.trainer = team_trainer(model, folder, processing_class=tokenizer(), settings=settings, **given)
+        self.trainer = team_trainer(model, folder, processing_class=tokenizer(), settings=settings, **arguments)
         torch.manual_seed(5)
         shake(self.trainer.model, 0.3)
         if self.trainer.critic is not None:
@@ -92,14 +92,15 @@ class World:
         return self.of_agent(agent, [(seen, turn)])[0]
 
     def of_agent(self, agent: str, pairs: list) -> list[torch.Tensor]:
-        """Of several turns, each with what was seen, in one pass: padding at the end is seen by no token."""
+        """Log-probabilities of several turns, each with the seen tokens, in one pass: no token attends to padding."""
         self.trainer.policies.activate(agent)
         prompts = [[1, *(token for token in seen if token != END)] for seen, _ in pairs]
         rows = [torch.tensor([*prompt, *turn]) for prompt, (_, turn) in zip(prompts, pairs, strict=True)]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         scores = torch.log_softmax(self.trainer.model(input_ids=ids).logits, dim=-1)
-        found = zip(scores, prompts, (turn for _, turn in pairs), strict=True)
-        return [its[range(len(seen) - 1, len(seen) - 1 + len(turn)), list(turn)].sum() for its, seen, turn in found]
+        turns = [list(turn) for _, turn in pairs]
+        scored = zip(scores, prompts, turns, strict=True)
+        return [logps[len(prompt) - 1 :][range(len(turn)), turn].sum() for logps, prompt, turn in scored]
 
     def log_probs(self) -> tuple[dict, dict]:
         first = self.of_agent("one", [((), turn) for turn in self.turns])
@@ -110,20 +111,20 @@ class World:
         """Gradient of the expected reward, all adapters in one vector."""
         self.trainer.model.zero_grad()
         first, second = self.log_probs()
-        value = sum((first[a] + second[a, b]).exp() * reward_of(a, b) for a, b in self.episodes)
-        value.backward()
+        expected_reward = sum((first[a] + second[a, b]).exp() * reward_of(a, b) for a, b in self.episodes)
+        expected_reward.backward()
         return self._gradient(dict.fromkeys(TEAM, 1.0))
 
     def probabilities(self) -> tuple[dict, dict]:
         with torch.no_grad():
             first, second = self.log_probs()
-        return tuple({turn: its.exp().item() for turn, its in found.items()} for found in (first, second))
+        return tuple({turn: logp.exp().item() for turn, logp in logps.items()} for logps in (first, second))
 
     def expected(self, outcomes, replies, times: int = 1) -> torch.Tensor:
         """
         Minus the gradient of the trainer's loss, in expectation, per episode. `outcomes` has the probability of each
-        episode of the batch (of its whole group), which counts for so many episodes as `times` says;
-        `replies(call, agents, prompt_ids, options)` is what the generator says in its n-th call.
+        episode of the batch (of the whole group), which counts as `times` episodes;
+        `replies(call, agents, prompt_ids, options)` returns the generator's output of call number `call`.
         """
         trainer, calls = self.trainer, itertools.count()
 
@@ -152,16 +153,16 @@ class World:
         return {(a, b): first[a] * second[a, b] for a, b in self.episodes}
 
     def expected_of_groups(self, chances: dict, size: int, replies=None) -> torch.Tensor:
-        """`replies(call, *rest)` is what the generator says after the turns of the episodes."""
+        """`replies(*rest)` returns the generator's output after the turns of the episodes."""
         groups = list(itertools.product(self.episodes, repeat=size))
         episodes = [episode for group in groups for episode in group]
-        outcomes = [math.prod(chances[one] for one in group) for group in groups for _ in group]
+        outcomes = [math.prod(map(chances.get, group)) for group in groups for _ in group]
 
-        def said(call, *rest):
+        def generated(call, *rest):
             in_episodes = replies is None or call < len(TEAM)
             return [episode[call] for episode in episodes] if in_episodes else replies(*rest)
 
-        return self.expected(outcomes, said, times=size)
+        return self.expected(outcomes, generated, times=size)
 
     def _gradient(self, sizes) -> torch.Tensor:
         parts = []

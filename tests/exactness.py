@@ -14,7 +14,7 @@ from marft_trl.workflows import Graph, Orchestrated, Sequential
 import torch
 from safetensors.torch import load_file
 
-from .helpers import StopAt, lora, team_trainer, varied_reward
+from .helpers import StopAt, lora, team_trainer
 
 
 STEPS = 12
@@ -33,9 +33,6 @@ METHODS = {
 SETTINGS = list(itertools.product(METHODS, WORKFLOWS, (1, 2), (1, 4), (1, 3)))
 # Keys of logs that measure time
 _TIMES = ("time", "runtime", "per_second", "duration")
-
-
-length_reward = varied_reward  # of the scripts
 
 
 def trainer_of(setting, model, folder, callbacks=None, **changes):
@@ -68,39 +65,39 @@ def inexact_points(make, folder: Path, points, ahead: int | None = None) -> list
         shutil.copytree(whole / f"checkpoint-{point}", cut / f"checkpoint-{point}")
         shutil.copy(whole / RUN_NAME, cut / RUN_NAME)
         make(cut, [StopAt(last)], settings={"save_steps": last}).train(resume_from_checkpoint=True)
-        found = differences(whole / f"checkpoint-{last}", cut / f"checkpoint-{last}")
-        wrong += [f"resumed from {point}, at {last}: {', '.join(found)}"] if found else []
+        differing = differences(whole / f"checkpoint-{last}", cut / f"checkpoint-{last}")
+        wrong += [f"resumed from {point}, at {last}: {', '.join(differing)}"] if differing else []
         shutil.rmtree(cut)
     return wrong
 
 
-def differences(one: Path, other: Path) -> list[str]:
-    mine, theirs = contents(one), contents(other)
-    return sorted({name for name in mine.keys() | theirs.keys() if not _same(mine.get(name), theirs.get(name))})
+def differences(first: Path, second: Path) -> list[str]:
+    left, right = contents(first), contents(second)
+    return sorted({name for name in left.keys() | right.keys() if not _same(left.get(name), right.get(name))})
 
 
 def contents(folder: Path) -> dict:
     """Weights, optimizer, schedule, random states, rows, states of owners, logs: by file and name."""
-    found = {}
+    saved = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.suffix == ".safetensors":
-            found |= {f"{name}:{key}": tensor for key, tensor in load_file(path).items()}
+            saved |= {f"{name}:{key}": tensor for key, tensor in load_file(path).items()}
         elif path.suffix in (".pt", ".pth"):
-            found |= _flat(name, torch.load(path, weights_only=False))
+            saved |= _flat(name, torch.load(path, weights_only=False))
         elif path.name == "trainer_state.json":
             state = json.loads(path.read_text())
-            found |= _flat(name, {key: state[key] for key in ("global_step", "epoch", "num_input_tokens_seen")})
-            found |= _flat(f"{name}:log", [_without_times(entry) for entry in state["log_history"]])
+            saved |= _flat(name, {key: state[key] for key in ("global_step", "epoch", "num_input_tokens_seen")})
+            saved |= _flat(f"{name}:log", [_without_times(entry) for entry in state["log_history"]])
         elif path.name.startswith("marft_rollouts"):
-            found |= _flat(name, _without_times(json.loads(path.read_text())))
-    return found
+            saved |= _flat(name, _without_times(json.loads(path.read_text())))
+    return saved
 
 
 def _without_times(value):
     if isinstance(value, dict):
-        return {key: _without_times(its) for key, its in value.items() if not any(time in key for time in _TIMES)}
-    return [_without_times(its) for its in value] if isinstance(value, list) else value
+        return {key: _without_times(child) for key, child in value.items() if not any(time in key for time in _TIMES)}
+    return [_without_times(child) for child in value] if isinstance(value, list) else value
 
 
 def _flat(name, value) -> dict:
@@ -110,13 +107,13 @@ def _flat(name, value) -> dict:
         parts = enumerate(value)
     else:
         return {name: value}
-    return functools.reduce(lambda found, item: found | _flat(f"{name}/{item[0]}", item[1]), parts, {name: len(value)})
+    return functools.reduce(lambda flat, part: flat | _flat(f"{name}/{part[0]}", part[1]), parts, {name: len(value)})
 
 
-def _same(one, other) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        is_alike = one.dtype == other.dtype and one.shape == other.shape
-        return is_alike and one.numpy().tobytes() == other.numpy().tobytes()
-    if hasattr(one, "tobytes") and hasattr(other, "tobytes"):  # NumPy
-        return one.tobytes() == other.tobytes()
-    return type(one) is type(other) and (one == other or (one != one and other != other))
+def _same(first, second) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        is_alike = first.dtype == second.dtype and first.shape == second.shape
+        return is_alike and first.numpy().tobytes() == second.numpy().tobytes()
+    if hasattr(first, "tobytes") and hasattr(second, "tobytes"):  # NumPy
+        return first.tobytes() == second.tobytes()
+    return type(first) is type(second) and (first == second or (first != first and second != second))

@@ -1,4 +1,4 @@
-"""Tiny models of the families that the fast paths are checked on, with an adapter that does something."""
+"""Tiny models of the families that the fast paths are tested on, with an adapter that changes them."""
 
 import random
 
@@ -15,7 +15,7 @@ COMMON = {
     **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 256},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
-# Windows are shorter than the rows, so that what slides is seen
+# Windows are shorter than the rows, so that they slide
 FAMILIES = {
     "llama": {},
     "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
@@ -58,7 +58,7 @@ MIXTURES = {
     **{name: {**EXPERTS, **LATENT} for name in ("deepseek_v2", "deepseek_v3")},
     **dict.fromkeys(("gpt_oss", "granitemoe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe"), EXPERTS),
 }
-# Only the table of docs/reference/models.md tries these
+# Only for the table of docs/reference/models.md
 OTHERS = {
     "gemma3n_text": {
         **dict.fromkeys(("head_dim", "hidden_size_per_layer_input", "laurel_rank"), 8),
@@ -92,7 +92,7 @@ def family_model(family, temperature=0.7):
 
 
 def ragged_rows(seed, others_words=False):
-    """Of three groups that share a system prompt; with `others_words` their prompts have other ends. One is empty."""
+    """Rows of three groups that share a system prompt; `others_words` varies the ends of prompts. One row is empty."""
     draw = random.Random(seed)
 
     def tokens(low, high):
@@ -113,7 +113,7 @@ def logps_alone(model, prompts, completions, temperature):
     for prompt, completion in zip(prompts, completions, strict=True):
         if completion:
             logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
-            its = (logits.float() / temperature).log_softmax(dim=-1)
-            logps.append(its.gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1))
-            entropies.append(-(its.exp() * its).sum(dim=-1))
+            log_probs = (logits.float() / temperature).log_softmax(dim=-1)
+            logps.append(log_probs.gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1))
+            entropies.append(-(log_probs.exp() * log_probs).sum(dim=-1))
     return torch.cat(logps), torch.cat(entropies)

@@ -1,9 +1,9 @@
 """
-Coverage-guided fuzzing of what reads the texts of models and the files of strangers.
+Coverage-guided fuzzing of the parsers of model output and untrusted files.
 
     python tests/fuzz.py manifest --seconds 600
 
-A target fails if its parser raises anything but the error that it promises, hangs, or gives out what it must not.
+A target fails if the parser raises an undocumented error, hangs, or returns a result that it must not return.
 """
 
 import argparse
@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 import atheris  # noqa: E402
 
 
-# Coverage is also that of the libraries that read for us
+# Coverage includes the libraries that parse for us
 LIBRARIES = ["trl.chat_template_utils", "transformers.tokenization_utils_base", "peft.config"]
 LIBRARIES += ["transformers.utils.chat_parsing_utils", "transformers.utils.response_parsing"]
 with atheris.instrument_imports(include=["marft_trl", *LIBRARIES]):
@@ -52,7 +52,7 @@ FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-"))
 
 
 class Manifest:
-    """A damaged manifest raises `ValueError`, and a workflow that cannot be made anew does, too."""
+    """A damaged manifest raises `ValueError`, and so does a workflow that cannot be rebuilt."""
 
     def __init__(self):
         agents = [AgentSpec("planner", system_prompt="Plan."), AgentSpec("solver", stop=["x"], temperature=0.5)]
@@ -129,7 +129,7 @@ class Speakers:
 
 
 class Adapter:
-    """The config of an adapter is checked, or a `ValueError`."""
+    """The config of an adapter passes the check, or raises `ValueError`."""
 
     def __init__(self):
         self.base = tiny_model(len(tiny_tokenizer()))
@@ -145,7 +145,7 @@ class Adapter:
 
 
 class Commit:
-    """A commit is that of the checkpoint, or a `DamagedCheckpoint`."""
+    """The commit file equals that of the checkpoint, or `verify` raises `DamagedCheckpoint`."""
 
     def __init__(self):
         self.folder = FOLDER / "checkpoint-1"
@@ -154,12 +154,12 @@ class Commit:
         (self.folder / "weights").write_bytes(b"x")
         commit(self.folder, "run", 1, {"agents": {}})
         self.seeds = [(self.folder / COMMIT_NAME).read_bytes()]
-        self.found = verify(self.folder)
+        self.expected = verify(self.folder)
 
     def __call__(self, data):
         (self.folder / COMMIT_NAME).write_bytes(data)
         try:
-            assert verify(self.folder) == self.found
+            assert verify(self.folder) == self.expected
         except DamagedCheckpoint as error:
             assert str(error)
 
@@ -170,16 +170,18 @@ class Settings:
     seeds = [b'{"credit": "per_step", "gamma": 0.9}', b'{"critic": "shared", "level": "token", "preset": "mappo"}']
 
     def __call__(self, data):
-        own = {item.name for item in fields(MARFTConfig) if item.init} - {item.name for item in fields(GRPOConfig)}
+        own_fields = {field.name for field in fields(MARFTConfig) if field.init} - {
+            field.name for field in fields(GRPOConfig)
+        }
         try:
-            given = yaml.safe_load(data)
+            settings = yaml.safe_load(data)
         except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError):
             return
-        if not isinstance(given, dict):
+        if not isinstance(settings, dict):
             return
-        given = {name: value for name, value in given.items() if name in own}
+        settings = {name: value for name, value in settings.items() if name in own_fields}
         try:
-            MARFTConfig(output_dir=str(FOLDER), report_to="none", use_cpu=True, bf16=False, **given)
+            MARFTConfig(output_dir=str(FOLDER), report_to="none", use_cpu=True, bf16=False, **settings)
         except (ValueError, TypeError) as error:
             assert str(error)
 
@@ -213,12 +215,12 @@ def _change(tree, draw):
             places += [(inner, key) for key in (inner if isinstance(inner, dict) else range(len(inner)))]
     if not places:
         return
-    (node, key), (other, its) = draw.choice(places), draw.choice(places)
+    (node, key), (other, other_key) = draw.choice(places), draw.choice(places)
     kind = draw.randrange(5)
     if kind == 0:
         node[key] = copy.deepcopy(draw.choice(_ODD))
     elif kind == 1:
-        node[key] = copy.deepcopy(other[its])
+        node[key] = copy.deepcopy(other[other_key])
     elif kind == 2:
         node[key] = {"x": node[key]} if draw.random() < 0.5 else [node[key]]
     elif kind == 3 and isinstance(node, dict):

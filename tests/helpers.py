@@ -1,4 +1,4 @@
-"""What several tests share."""
+"""Shared helpers of the tests."""
 
 import functools
 import itertools
@@ -21,7 +21,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 
-# Of the model that most tests train
+# Sizes of the model that most tests train
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
 SETTINGS = {
     "per_device_train_batch_size": 8,
@@ -38,24 +38,25 @@ SETTINGS = {
 
 
 def by_hand(generate):
-    """The method `generate` of a generator by a function `generate(agents, prompt_ids, ...)`, apart for references."""
+    """The method `generate` from a function `generate(agents, prompt_ids, ...)`, called separately for references."""
 
-    async def adapted(observed, **options):
-        found = {}
+    async def adapted(requests, **options):
+        turn_by_place = {}
         for by_reference in (False, True):
-            mine = [place for place, one in enumerate(observed) if one.by_reference == by_reference]
-            asked = [observed[place] for place in mine]
-            more = {"by_reference": True} if by_reference else {}
-            if mine:
-                turns = generate([one.agent for one in asked], [one.ids for one in asked], **options, **more)
-                found |= dict(zip(mine, turns, strict=False))
-        return [found[place] for place in sorted(found)]
+            places = [place for place, request in enumerate(requests) if request.by_reference == by_reference]
+            group = [requests[place] for place in places]
+            option = {"by_reference": True} if by_reference else {}
+            if places:
+                agents, prompt_ids = [request.agent for request in group], [request.ids for request in group]
+                turns = generate(agents, prompt_ids, **options, **option)
+                turn_by_place |= dict(zip(places, turns, strict=False))
+        return [turn_by_place[place] for place in sorted(turn_by_place)]
 
     return adapted
 
 
 def calling(generate):
-    """A function `generate(agents, prompt_ids, ...)` by the method of a generator that waits for nothing."""
+    """A function `generate(agents, prompt_ids, ...)` from a generator's method that never waits."""
 
     def called(agents, prompt_ids, by_reference=False, **options):
         pairs = zip(agents, prompt_ids, strict=True)
@@ -66,8 +67,8 @@ def calling(generate):
 
 def pairs(*factors: list) -> list:
     """
-    Cases in which each two values of different factors meet at least once; the rest of the product is `exhaustive`. A
-    fault that shows with one value, or with two together, is found by fewer cases.
+    Cases in which any two values of different factors meet at least once; the rest of the product is `exhaustive`.
+    They find every fault that depends on at most two values.
     """
     product = list(itertools.product(*(range(len(values)) for values in factors)))
     met = [set(itertools.combinations(enumerate(case), 2)) for case in product]
@@ -122,7 +123,7 @@ def team_trainer(model, output_dir, *, settings=None, **arguments) -> MARFTTrain
 
 
 class Beginning(TrainerCallback):
-    """Notes the optimizer step that training began at."""
+    """Records the optimizer step that training began at."""
 
     step: int | None = None
 
@@ -132,13 +133,13 @@ class Beginning(TrainerCallback):
 
 def began_at(trainer) -> int | None:
     """The optimizer step that the last training of a trainer began at."""
-    return next(one.step for one in trainer.callback_handler.callbacks if isinstance(one, Beginning))
+    return next(callback.step for callback in trainer.callback_handler.callbacks if isinstance(callback, Beginning))
 
 
 def pooled(gains) -> tuple[float, float]:
     """
-    Mean gain of several seeds and its distance from 0 in standard errors: one seed is another draw on every machine,
-    whose arithmetic rounds in its own way.
+    Mean gain of several seeds and its distance from 0 in standard errors: a seed draws other
+    samples on each machine, as rounding differs.
     """
     mean = statistics.mean(gains)
     return mean, mean / (statistics.stdev(gains) / len(gains) ** 0.5 + 1e-9)
@@ -150,12 +151,12 @@ def grows_linearly(work, size: int) -> bool:
     eighth of it, where quadratic work takes 64 times as long. Busy and slow machines do not change the ratio.
     """
 
-    def seconds(of: int) -> float:
+    def seconds(length: int) -> float:
         start = time.process_time()
-        work(of)
+        work(length)
         return time.process_time() - start
 
-    small, large = (min(seconds(of) for _ in range(3)) for of in (size // 8, size))
+    small, large = (min(seconds(length) for _ in range(3)) for length in (size // 8, size))
     return large < 25 * max(small, 1e-4)
 
 
@@ -195,19 +196,19 @@ def moved_by_training(trainer) -> set[str]:
 
 
 def logged_steps(trainer) -> list[dict]:
-    """What was logged of the steps of training."""
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
+    """The logs of training steps."""
+    return [log for log in trainer.state.log_history if "loss" in log]
 
 
 def shake(model, std: float, part: str = "lora_B") -> None:
-    """Draws the weights with this in their names: fresh adapters change nothing."""
+    """Randomize the weights whose names contain `part`, as fresh adapters change nothing."""
     for name, parameter in model.named_parameters():
         if part in name:
             parameter.data.normal_(std=std)
 
 
 def only_slice(trainer, rows):
-    """The slice of a generation batch that is one, as a step of training gets it."""
+    """The slice of a generation batch that has only one, as a training step gets it."""
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     (slice_,) = trainer.parts.experience.for_training(rows)
@@ -222,13 +223,13 @@ def plain_scores(trainer, row):
 
 
 def plain_logps(trainer, row):
-    """The same of the completion's own tokens, connected to the adapter."""
+    """Log-probabilities of the completion's tokens, with a gradient to the adapter."""
     return plain_scores(trainer, row).gather(1, row.completion_ids.unsqueeze(1)).squeeze(1)
 
 
 def chi_square_deviation(counts, expected) -> float:
     """
-    Standard deviations by which the chi-square statistic of counts is above its mean. Rare outcomes are one outcome.
+    Standard deviations by which the chi-square statistic of counts is above its mean. Rare outcomes are pooled.
     """
     assert counts[expected == 0].sum() == 0, "an outcome without probability was drawn"
     often, rare = expected >= 5, (expected < 5) & (expected > 0)
@@ -236,14 +237,14 @@ def chi_square_deviation(counts, expected) -> float:
     awaited = torch.cat([expected[often], expected[rare].sum()[None]])
     seen, awaited = seen[awaited > 0], awaited[awaited > 0]
     degrees = len(seen) - 1
-    assert degrees >= 3, "the distribution says too little"
+    assert degrees >= 3, "the distribution has too few outcomes"
     return (((seen - awaited) ** 2 / awaited).sum().item() - degrees) / (2 * degrees) ** 0.5
 
 
 def sampling_deviation(trainer, agent="reasoner", count=2000) -> float:
     """
     Deviation of the first tokens of an agent's turns from the policy's probabilities, as [`chi_square_deviation`].
-    The base has to be a taught one: those drawn at random are nearly uniform, and any power of them looks alike.
+    The base must be trained: the distributions of a random base are nearly uniform, and so is any power of them.
     """
     temperature = trainer.parts.runner.generator.settings(agent)["temperature"]
     torch.manual_seed(0)
@@ -270,7 +271,7 @@ def add(a: int, b: int) -> int:
 
 
 def ended(episodes, cut=()):
-    """Episodes as if their turns had ended, but for those of the episodes `cut`: tiny models end at will."""
+    """Episodes with all turns marked as ended, except for those of the episodes `cut`: tiny models end at random."""
     return [
         replace(episode, turns=tuple(replace(turn, truncated=index in cut) for turn in episode.turns))
         for index, episode in enumerate(episodes)
@@ -284,16 +285,17 @@ def collect(workflow, rows, agents, answer, reruns=None, tools=None, limits=None
 
 
 def earned(episode):
-    """What the turns of an episode earned, where it is not 0."""
+    """The nonzero rewards of an episode's turns, by index."""
     return {index: reward for index, reward in enumerate(episode.earned) if reward}
 
 
 def echo(waves=None):
-    """Answers requests with who was seen; notes which agents were asked together."""
+    """Answer requests with the texts they see; append the agents of each call to `waves`."""
 
     def answer(requests):
         if waves is not None:
             waves.append([request.agent for request in requests])
-        return [one.make_completion(f"{one.agent}({','.join(item.text for item in one.seen)})") for one in requests]
+        texts = [f"{request.agent}({','.join(turn.text for turn in request.seen)})" for request in requests]
+        return [request.make_completion(text) for request, text in zip(requests, texts, strict=True)]
 
     return answer

@@ -235,7 +235,7 @@ LIMITS = {
         "no folder": ("os.unlink('main.py'); os.rmdir(os.getcwd())", "ok error"),
     },
 }
-# What right programs do
+# What legitimate programs do
 HARMLESS = {
     "files": "open('a', 'w').write('1'); os.mkdir('b'); os.rename('a', 'b/a'); print(open('b/a').read())",
     "threads": "import threading; t = threading.Thread(target=print, args=(1,)); t.start(); t.join()",
@@ -256,7 +256,7 @@ HARMLESS = {
 }
 
 NUMBER = r"Operation not permitted|Function not implemented"
-# How the kernel refuses. An attempt that fails for another reason, such as a mistake of its own, shows nothing.
+# How the kernel refuses. An attempt that fails for another reason, such as a bug of the attempt, proves nothing.
 SAYS = (
     r"PermissionError|Operation not permitted|Read-only|Invalid cross-device link|No such file|No such process"
     r"|name resolution|already connected|not allowed to raise|out of pty devices|cannot be accessed|SystemExit|^$"
@@ -269,19 +269,19 @@ _REFUSED = {
 
 def programs() -> list[dict]:
     """All programs: `kind`, `name`, `code` without the prelude, and the statuses with which each may `end`."""
-    found = []
+    listed = []
     for kind, attempts in _REFUSED.items():
         if kind == "numbers" and platform.machine() != "x86_64":
             continue
-        found += [{"kind": kind, "name": code, "code": code, "ends": ["error"]} for code in attempts()]
-    for kind, its in LIMITS.items():  # on a busy machine, a program may reach the limit of time before its own
-        for name, (code, ends) in its.items():
-            found.append({"kind": kind, "name": name, "code": code, "ends": [*ends.split(), "timeout"]})
-    return found + [{"kind": "harmless", "name": n, "code": code, "ends": ["ok"]} for n, code in HARMLESS.items()]
+        listed += [{"kind": kind, "name": code, "code": code, "ends": ["error"]} for code in attempts()]
+    for kind, cases in LIMITS.items():  # on a busy machine, a program may reach the limit of time before its own
+        for name, (code, ends) in cases.items():
+            listed.append({"kind": kind, "name": name, "code": code, "ends": [*ends.split(), "timeout"]})
+    return listed + [{"kind": "harmless", "name": n, "code": code, "ends": ["ok"]} for n, code in HARMLESS.items()]
 
 
 def load_jail(package: str, walls: str):
-    """The module, of this folder of the package, without the trainer, which takes long to import."""
+    """Import the jail from this folder of the package, without the trainer, which is slow to import."""
     for name, path in (("marft_trl", package), ("marft_trl.rewards", f"{package}/rewards")):
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = [path]
@@ -293,7 +293,7 @@ def load_jail(package: str, walls: str):
 
 
 def main() -> None:
-    """Print a JSON line of each program, or every fifth, that did not end as it has to, then their number."""
+    """Print a JSON line for each program (or each `every`-th) that did not end as required, then their number."""
     package, walls, bait, port, every = sys.argv[1:6]
     jail = load_jail(package, walls)
     if walls and not jail._working_bubblewrap():
@@ -302,7 +302,7 @@ def main() -> None:
     prelude = PRELUDE.format(bait=bait, parent=os.getpid(), port=int(port))
 
     def run(program: dict):
-        # Only programs that exceed a limit do not end by themselves
+        # Only programs that exceed a limit run on until they are stopped
         limits = jail.Limits(seconds=1 if program["kind"] in LIMITS else 20, memory=1 << 28)
         return jail.run_python(prelude + program["code"], limits=limits)
 
@@ -310,10 +310,10 @@ def main() -> None:
     with ThreadPoolExecutor(4) as pool:
         for program, outcome in zip(listed, pool.map(run, listed), strict=True):
             says = (outcome.stderr.strip().splitlines() or [""])[-1]
-            kind, said = program["kind"], {"status": outcome.status, "stderr": says, "stdout": outcome.stdout[:200]}
+            kind, result = program["kind"], {"status": outcome.status, "stderr": says, "stdout": outcome.stdout[:200]}
             refused = kind not in _REFUSED or re.search(NUMBER if kind == "numbers" else SAYS, says)
             if outcome.status not in program["ends"] or not refused:
-                print(json.dumps(program | said))
+                print(json.dumps(program | result))
     print(json.dumps({"programs": len(listed)}))
 
 

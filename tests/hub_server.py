@@ -1,4 +1,4 @@
-"""A Hub on the loopback interface: just enough of its protocol to push a team and load it again."""
+"""A Hub on the loopback interface, with just enough of the protocol to push and load a team."""
 
 import base64
 import hashlib
@@ -67,21 +67,21 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/api/repos/create":
             data = json.loads(body)
             repo = f"{data.get('organization') or 'user'}/{data['name']}"
-            known = repo in self.hub.files
+            exists = repo in self.hub.files
             self.hub.files.setdefault(repo, {})
-            self._send(409 if known else 200, {"url": f"{self.hub.url}/{repo}", "id": repo})
+            self._send(409 if exists else 200, {"url": f"{self.hub.url}/{repo}", "id": repo})
         elif match := re.fullmatch(r"/api/models/(.+)/preupload/.+", path):
             modes = {True: "lfs", False: "regular"}
             paths = [file["path"] for file in json.loads(body)["files"]]
             files = [(path, modes[path.endswith((".safetensors", ".bin"))]) for path in paths]
-            said = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in files]
-            self._send(200, {"files": said})
+            upload_modes = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in files]
+            self._send(200, {"files": upload_modes})
         elif path.endswith(".git/info/lfs/objects/batch"):
-            objects = json.loads(body)["objects"]
-            for one in objects:
-                one["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{one['oid']}"}}
+            blobs = json.loads(body)["objects"]
+            for blob in blobs:
+                blob["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{blob['oid']}"}}
             kind = {"Content-Type": "application/vnd.git-lfs+json"}
-            self._send(200, {"objects": objects, "transfer": "basic"}, kind)
+            self._send(200, {"objects": blobs, "transfer": "basic"}, kind)
         elif match := re.fullmatch(r"/api/models/(.+)/commit/.+", path):
             self._commit(match[1], body)
         else:
@@ -127,8 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
         files = self.hub.files[repo].items()
         if is_tree:
             ids = {path: hashlib.sha1(data).hexdigest() for path, data in files}  # noqa: S324
-            found = [{"type": "file", "path": path, "size": len(data), "oid": ids[path]} for path, data in files]
-            return self._send(200, found)
+            tree = [{"type": "file", "path": path, "size": len(data), "oid": ids[path]} for path, data in files]
+            return self._send(200, tree)
         siblings = [{"rfilename": path} for path, _ in files]
         self._send(200, {"id": repo, "sha": self.hub.sha(repo), "siblings": siblings, "tags": [], "private": False})
 

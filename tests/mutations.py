@@ -9,7 +9,7 @@ python tests/mutations.py draw --seed 0 --count 40   # prints them
 `contexts` runs the fast tests once and notes which test runs which line (coverage contexts) and how long it takes.
 `run` makes each change in a copy of the tree and runs the tests of its line, the shortest first, until one fails. A
 line that is run while modules are imported has the tests that run anything of its file. A change that no test notices
-is printed, with the number of tests that were asked.
+is printed, with the number of tests that ran.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Finder(ast.NodeVisitor):
     def visit_AnnAssign(self, node):
         value = node.value
         if isinstance(value, ast.Call):  # `field(default=...)`
-            value = next((one.value for one in value.keywords if one.arg == "default"), None)
+            value = next((keyword.value for keyword in value.keywords if keyword.arg == "default"), None)
         if value is not None:
             self.default(value)
         self.generic_visit(node)
@@ -177,9 +177,9 @@ def note_contexts(tree: Path, folder: Path) -> None:
     paths = {"COVERAGE_FILE": str(folder / "coverage"), "MARFT_TEST_SECONDS": str(folder / "seconds")}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "tests.mutations", "-m", FAST]
     command += ["--cov=marft_trl", "--cov-context=test", "--cov-report=", "--timeout", "900"]
-    done = subprocess.run(command, cwd=tree, env={**environment(tree), **paths})
-    if done.returncode != 0:
-        raise SystemExit("The tests fail without a change, so nothing could be said of one.")
+    process = subprocess.run(command, cwd=tree, env={**environment(tree), **paths})
+    if process.returncode != 0:
+        raise SystemExit("The tests fail without a change, so no change can be judged.")
 
 
 class Contexts:
@@ -198,13 +198,13 @@ class Contexts:
 
     def tests(self, path: str, line: int) -> list[str]:
         lines = self._data.contexts_by_lineno(str(self._tree / path))
-        contexts, found = set(lines.get(line, [])) - {""}, set()
+        contexts, selected = set(lines.get(line, [])) - {""}, set()
         for context in contexts or set().union(*lines.values()) - {""}:
             name, _, phase = context.rpartition("|")
-            # What a fixture has run may be looked at by every test of the file
-            of_file = name.split("::")[0]
-            found |= {one for one in self._seconds if one.split("::")[0] == of_file} if phase == "setup" else {name}
-        return sorted(found & self._seconds.keys(), key=lambda name: self._seconds[name])
+            # Every test of the file may check the results of a fixture
+            tests_of_file = {test for test in self._seconds if test.split("::")[0] == name.split("::")[0]}
+            selected |= tests_of_file if phase == "setup" else {name}
+        return sorted(selected & self._seconds.keys(), key=lambda name: self._seconds[name])
 
 
 def run_tests(copy: Path, names: Path) -> tuple[bool, str]:
@@ -244,32 +244,32 @@ def noticed(change: Change, tree: Path, contexts: Contexts) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", choices=["draw", "contexts", "run"])
+    parser.add_argument("command", choices=["draw", "contexts", "run"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=40)
-    parser.add_argument("--tree", type=Path, default=ROOT, help="the tree whose tests are asked")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the tree whose tests run")
     parser.add_argument("--changes", type=Path, help="changes as JSON lines, drawn before; without it they are drawn")
     parser.add_argument("--folder", type=Path, default=Path("mutation-output"), help="contexts and results")
     parser.add_argument("--workers", type=int, default=2)
-    given = parser.parse_args()
-    tree = given.tree.resolve()
-    if given.what == "contexts":
-        note_contexts(tree, given.folder.resolve())
+    options = parser.parse_args()
+    tree = options.tree.resolve()
+    if options.command == "contexts":
+        note_contexts(tree, options.folder.resolve())
         return
-    given_lines = given.changes.read_text().splitlines() if given.changes else []
-    changes = [Change(**json.loads(line)) for line in given_lines] or draw(given.seed, given.count, tree)
-    if given.what == "draw":
+    lines = options.changes.read_text().splitlines() if options.changes else []
+    changes = [Change(**json.loads(line)) for line in lines] or draw(options.seed, options.count, tree)
+    if options.command == "draw":
         print("\n".join(json.dumps(asdict(change)) for change in changes))
         return
-    contexts, results = Contexts(tree, given.folder.resolve()), []
-    with ThreadPoolExecutor(given.workers) as pool, open(given.folder / "results.jsonl", "a") as file:
+    contexts, results = Contexts(tree, options.folder.resolve()), []
+    with ThreadPoolExecutor(options.workers) as pool, open(options.folder / "results.jsonl", "a") as file:
         for result in pool.map(lambda change: noticed(change, tree, contexts), changes):
             results.append(result)
             print(json.dumps(result), file=file, flush=True)
             if not result["noticed"]:
                 print(f"NOT NOTICED by {result['tests']} tests: {result['path']}:{result['line']} ({result['kind']})")
                 print(f"  - {result['before'].strip()}\n  + {result['after'].strip()}", flush=True)
-    print(f"noticed: {sum(one['noticed'] for one in results)} of {len(results)}")
+    print(f"noticed: {sum(result['noticed'] for result in results)} of {len(results)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A team in which every agent says its own name, again and again, whatever it is asked."""
+"""A team in which every agent repeats its own name, whatever the prompt."""
 
 from pathlib import Path
 
@@ -45,15 +45,15 @@ def _teach(model, tokenizer, name: str) -> None:
     Write an adapter that says a name, by construction and not by training, so that no processor and no seed changes
     what it says: attention carries what all tokens share, and makes the direction of the name out of it.
     """
-    (own,) = tokenizer(name.capitalize())["input_ids"]
+    (token_id,) = tokenizer(name.capitalize())["input_ids"]
     outputs = model.get_output_embeddings().weight * model.base_model.model.model.norm.weight
     outputs = outputs - outputs.mean(0)
     direction = torch.zeros(outputs.size(1))  # not what all tokens share
-    direction[1:] = torch.linalg.lstsq(outputs[:, 1:], torch.eye(len(outputs))[:, own]).solution
+    direction[1:] = torch.linalg.lstsq(outputs[:, 1:], torch.eye(len(outputs))[:, token_id]).solution
     direction /= direction.norm()
     logits = outputs @ direction * len(direction) ** 0.5
-    logits -= logits[own].clone()
-    logits[own] = -torch.inf
+    logits -= logits[token_id].clone()
+    logits[token_id] = -torch.inf
     assert logits.logsumexp(0) < -50, f"{name} would not be sure of its name"
     attention = model.base_model.model.model.layers[0].self_attn
     for layer, row in ((attention.v_proj, torch.tensor([1000.0])), (attention.o_proj, 1000 * direction)):

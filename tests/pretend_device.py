@@ -1,11 +1,11 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-A device that is not the CPU, on a machine that has none: `pretend:0` and `pretend:1`.
+A pretended device for a machine that has only a CPU: `pretend:0` and `pretend:1`.
 
-Its tensors hold CPU data, say that they are on a device, and refuse to be mixed with those of the CPU or of the other
-index, as a GPU's would. Forward and backward passes, optimizers and `generate` work on it. It finds values that are
-made on the wrong device or read back too late, and counts what would wait for a device; it says nothing about speed,
-memory, kernels or precision, and has no addresses of storages. A process that imports this module calls [`install`]
+Its tensors hold CPU data, report a device, and cannot be mixed with tensors of the CPU or of the other index, as on a
+GPU. Forward and backward passes, optimizers and `generate` work on it. It detects values that are made on the wrong
+device or read back too late, and counts operations that would wait for a device. It does not model speed, memory,
+kernels or precision, and its tensors have no storage addresses. A process that imports this module calls [`install`]
 once, before accelerate or transformers look for devices, and runs on the device within [`Pretend`].
 """
 
@@ -43,11 +43,11 @@ class OnDevice(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, device: torch.device):
-        given = {name: getattr(data, name) for name in ("dtype", "layout", "requires_grad")}
-        given |= {"strides": data.stride(), "storage_offset": data.storage_offset(), "device": device}
-        made = torch.Tensor._make_wrapper_subclass(cls, data.size(), **given)
-        made.data_on_cpu = data
-        return made
+        properties = {name: getattr(data, name) for name in ("dtype", "layout", "requires_grad")}
+        properties |= {"strides": data.stride(), "storage_offset": data.storage_offset(), "device": device}
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, data.size(), **properties)
+        wrapper.data_on_cpu = data
+        return wrapper
 
     def __repr__(self, **_: Any) -> str:
         return f"OnDevice({self.data_on_cpu}, {self.device})"
@@ -67,7 +67,7 @@ def _note(kind: str) -> None:
 
 
 def _count(name: str, args: tuple, devices: set, target: Any) -> None:
-    """Count what a device would make the host wait for, and products with weights."""
+    """Count operations that make the host wait for a device, and products with weights."""
     if name in ("aten.mm.default", "aten.addmm.default") and devices:
         for listener in PRODUCTS:
             listener(args[-1].dtype)
@@ -76,7 +76,7 @@ def _count(name: str, args: tuple, devices: set, target: Any) -> None:
     elif name.startswith(("aten.nonzero", "aten.masked_select")) and devices:
         _note("a shape")
     elif name.startswith("aten.index.Tensor") and devices:
-        if any(isinstance(one, torch.Tensor) and one.dtype == torch.bool for one in args[1]):
+        if any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in args[1]):
             _note("a shape")
     elif name.startswith("aten._to_copy") and target is not None:
         if devices and torch.device(target).type == "cpu":
@@ -88,35 +88,39 @@ def _count(name: str, args: tuple, devices: set, target: Any) -> None:
 
 
 def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run an operation on the CPU, and say where its results are."""
+    """Run an operation on the CPU and place the results on the device."""
     name = str(func)
-    tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
-    placed = [one for one in tensors if isinstance(one, OnDevice)]
-    devices = {one.device for one in placed}
-    others = [one for one in tensors if not isinstance(one, OnDevice) and one.dim() > 0]
+    tensors = [tensor for tensor in tree_flatten((args, kwargs))[0] if isinstance(tensor, torch.Tensor)]
+    placed = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
+    devices = {tensor.device for tensor in placed}
+    others = [tensor for tensor in tensors if not isinstance(tensor, OnDevice) and tensor.dim() > 0]
     target = kwargs.get("device")
     _count(name, args, devices, target)
     if name not in _MAY_MIX and (len(devices) > 1 or (devices and others)):
-        where = [(tuple(one.shape), str(one.device)) for one in tensors]
+        where = [(tuple(tensor.shape), str(tensor.device)) for tensor in tensors]
         raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got {where}")
     if target is not None:
-        found = torch.device(target)
-        device = torch.device("pretend", found.index or 0) if found.type == "pretend" else None
+        target_device = torch.device(target)
+        device = torch.device("pretend", target_device.index or 0) if target_device.type == "pretend" else None
         kwargs = {**kwargs, "device": torch.device("cpu")}
     elif name == "aten.copy_.default":
         device = args[0].device if isinstance(args[0], OnDevice) else None
     else:
         device = next(iter(placed)).device if placed else None
 
-    def data(one: Any) -> Any:
-        return one.data_on_cpu if isinstance(one, OnDevice) else one
+    def data(argument: Any) -> Any:
+        return argument.data_on_cpu if isinstance(argument, OnDevice) else argument
 
     result = func(*tree_map(data, args), **tree_map(data, kwargs))
     if device is None or name == "aten._local_scalar_dense.default":
         return result
 
-    def on_device(one: Any) -> Any:
-        return OnDevice(one, device) if isinstance(one, torch.Tensor) and not isinstance(one, OnDevice) else one
+    def on_device(output: Any) -> Any:
+        return (
+            OnDevice(output, device)
+            if isinstance(output, torch.Tensor) and not isinstance(output, OnDevice)
+            else output
+        )
 
     result = tree_map(on_device, result)
     is_in_place = func._schema.is_mutable and name.split(".")[1].endswith("_")
@@ -126,7 +130,7 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 class Pretend(TorchDispatchMode):
-    """Context manager: `device="pretend"` makes tensors of the pretended device."""
+    """Make `device="pretend"` create tensors of the pretended device within the context."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
@@ -134,7 +138,7 @@ class Pretend(TorchDispatchMode):
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Context manager: as if there were no such device."""
+    """Turn the pretended device off within the context."""
     with torch.utils._python_dispatch._disable_current_modes():
         yield
 
@@ -144,7 +148,7 @@ def _always(result: Any) -> Callable:
 
 
 class _Backend:
-    """What `torch.pretend` has, as `torch.cuda` for a GPU."""
+    """The module `torch.pretend`, like `torch.cuda` for a GPU."""
 
     is_available = is_initialized = is_bf16_supported = _always(True)
     _is_in_bad_fork, device_count, mem_get_info = _always(False), _always(COUNT), _always((8 << 30, 16 << 30))
@@ -162,7 +166,7 @@ class _Backend:
 
 def find_obstacle() -> str | None:
     """Reason why this machine cannot pretend to have a device, or `None` if it can."""
-    return None if shutil.which("g++") else "there is no C++ compiler (g++) for the part of it that PyTorch asks first"
+    return None if shutil.which("g++") else "there is no C++ compiler (g++) to compile `pretend_device.cpp`"
 
 
 def _load_guard() -> None:
@@ -171,11 +175,11 @@ def _load_guard() -> None:
     name = f"marft-pretend-{torch.__version__}-{os.getuid()}-{source.stat().st_mtime_ns:x}.so"
     library = Path(tempfile.gettempdir(), name)
     if not library.exists():
-        made = library.with_suffix(f".{os.getpid()}")
+        unfinished = library.with_suffix(f".{os.getpid()}")
         flags = ["-shared", "-fPIC", "-std=c++20", "-O0", *(f"-I{folder}" for folder in include_paths())]
         libraries = [f"-L{TORCH_LIB_PATH}", "-lc10", "-ltorch_cpu"]
-        subprocess.run(["g++", *flags, str(source), "-o", str(made), *libraries], check=True)
-        made.replace(library)
+        subprocess.run(["g++", *flags, str(source), "-o", str(unfinished), *libraries], check=True)
+        unfinished.replace(library)
     torch.ops.load_library(str(library))
 
 
@@ -206,7 +210,7 @@ def install() -> torch.device:
     transformers.TrainingArguments.device = property(lambda self: (self._setup_devices, device)[1])
     run_thread = threading.Thread.run
 
-    def in_mode(self):  # a mode is one thread's
+    def in_mode(self):  # a mode applies to one thread
         with Pretend():
             run_thread(self)
 

@@ -1,14 +1,14 @@
 """
-Which slow tests a change runs: those of the rooms that it touches, a fixed core, and a quarter of the rest by the day.
+Select the slow tests for a change: those of the rooms it touches, a fixed core, and a quarter of the rest by the day.
 
 ```bash
-python tests/selection.py         # files, one a line; on the standard error, what is left out
+python tests/selection.py         # files, one per line; on stderr, those left out
 python tests/selection.py --vllm  # exit status 0 if tests on a real server are due, 3 if not
 ```
 
-What has changed is the difference from `MARFT_CHANGED_SINCE`, or from the newest commit that is a day older than the
-last one. All files run where that is not known, and after changes that may break any test. CI ends after some minutes
-of them (`SLOW_SECONDS`), so their order changes each day. `make test-slow` runs all.
+The change is the difference from `MARFT_CHANGED_SINCE`, or from the newest commit at least a day older than the last.
+If that is not known, or after changes that may break any test, all files run. CI stops after some minutes
+(`SLOW_SECONDS`), so the order changes each day. `make test-slow` runs all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # Kills, resumes, equality with TRL, several processes, the Hub: run for every change
 CORE = ["kills", "resume", "persistence", "equals_grpo", "distributed", "team"]
-# A room of the package, and the slow tests that guard it beside the core
+# The rooms of the package, and the slow tests that guard each in addition to the core
 ROOMS = {
     "adapters": ["strangers", "secrets"],
     "algorithms": ["unbiased", "small_teams", "critics", "central_critic", "signal"],
@@ -50,13 +50,13 @@ ROOMS = {
     "trainer": ["devices", "settings", "evaluation", "served", "workflow_learning"],
     "workflows": ["orchestrated", "workflow_learning", "examples"],
 }
-# Modules beside the rooms, whose tests are those of rooms that use them
+# Modules outside the rooms, with the tests of rooms that use them
 ROOMS |= {"__main__": ["command"], "agents": ["tools", "secrets"], "tiny": ["examples"]}
-# Whose changes may break any test
+# Files whose changes may break any test
 ALL_OF_THEM = re.compile(
     r"marft_trl/(config/\w+|configs|__init__)\.py|tests/(?!test_)|pyproject\.toml|constraints\.txt|Makefile"
 )
-# Whose changes are tried on a real server
+# Files whose changes are tested on a real server
 SERVED = re.compile(r"marft_trl/(extras/engines|prompts|rollout|adapters)|tests/(scripts/)?(test_)?vllm")
 NOT_DUE = 3  # exit status; that of an error is 1
 
@@ -68,7 +68,7 @@ def git(*arguments: str) -> list[str] | None:
 
 
 def changed() -> list[str] | None:
-    """Files that differ from the commit before the change; `None` where that is not known."""
+    """Files that differ from the commit before the change; `None` if that is not known."""
     since = os.environ.get("MARFT_CHANGED_SINCE")
     if not since:
         last = (git("log", "-1", "--format=%ct") or ["0"])[0]
@@ -89,7 +89,7 @@ def rooms_of(paths: list[str]) -> set[str]:
 
 
 def chosen(paths: list[str] | None, day: int) -> set[str]:
-    """Names of the test files that run; all of them if nobody knows what has changed."""
+    """Names of the test files that run; all of them if the change is not known."""
     every = slow_files()
     if paths is None or any(map(ALL_OF_THEM.match, paths)):
         return every
@@ -100,7 +100,7 @@ def chosen(paths: list[str] | None, day: int) -> set[str]:
 
 
 def ordered(names: set[str], day: int) -> list[str]:
-    """A file of the core and one of the others in turn, beginning with other files each day."""
+    """Alternate files of the core with the others, beginning with different files each day."""
     core, others = sorted(names & set(CORE)), sorted(names - set(CORE))
     turned = [[*files[day % len(files) :], *files[: day % len(files)]] for files in (core, others) if files]
     return [name for pair in itertools.zip_longest(*turned) for name in pair if name]

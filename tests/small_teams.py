@@ -17,39 +17,33 @@ NAMES = {"orchestrated": ["boss", "left", "right"], "graph": ["one", "two", "thr
 
 
 class Team(Workflow):
-    """
-    A workflow as a function of the turns so far.
-
-    Args:
-        name (`str`): name of the team.
-        seed (`int`): seed of the rewards.
-    """
+    """A workflow as a function of the turns so far, with random rewards from a seed."""
 
     def __init__(self, name: str, seed: int):
         self.name, self.seed, self.earns = name, seed, name == "game"
         self.names = NAMES.get(name, ["one", "two"])
 
-    def next(self, said: tuple) -> tuple[str, list[int]] | None:
-        """Who acts after these turns, and the positions of the turns that it sees; `None` at the end."""
-        if self.name in ("graph", "loop") and len(said) < 3:
+    def next(self, turns: tuple) -> tuple[str, list[int]] | None:
+        """The agent that acts after these turns and the positions of the turns that it sees; `None` at the end."""
+        if self.name in ("graph", "loop") and len(turns) < 3:
             if self.name == "loop":  # the first agent speaks again
-                return ("one", "two", "one")[len(said)], list(range(len(said)))
-            return ("one", "two", "three")[len(said)], [[], [0], [0, 1]][len(said)]
-        if len(said) >= 2 or (self.name == "orchestrated" and len(said) == 1 and said[0] == TURNS[0]):
+                return ("one", "two", "one")[len(turns)], list(range(len(turns)))
+            return ("one", "two", "three")[len(turns)], [[], [0], [0, 1]][len(turns)]
+        if len(turns) >= 2 or (self.name == "orchestrated" and len(turns) == 1 and turns[0] == TURNS[0]):
             return None
         if self.name == "orchestrated":
-            return (("left" if said[0] == TURNS[1] else "right"), [0]) if said else ("boss", [])
+            return (("left" if turns[0] == TURNS[1] else "right"), [0]) if turns else ("boss", [])
         if self.name == "parallel":
-            return ("one", "two")[len(said)], []
-        return ("one", "two")[len(said)], list(range(len(said)))
+            return ("one", "two")[len(turns)], []
+        return ("one", "two")[len(turns)], list(range(len(turns)))
 
-    def reward(self, said: tuple) -> float:
-        return random.Random(repr((self.seed, said))).uniform(-1, 2)
+    def reward(self, turns: tuple) -> float:
+        return random.Random(repr((self.seed, turns))).uniform(-1, 2)
 
-    def received(self, agent: str, said: tuple) -> float:
-        """What an agent receives in the end."""
+    def received(self, agent: str, turns: tuple) -> float:
+        """Final reward of an agent."""
         sign = -1.0 if self.name == "game" and agent == "two" else 1.0
-        return sign * self.reward(said)
+        return sign * self.reward(turns)
 
     async def run(self, episode):
         if self.name == "parallel":  # so alternatives of one are completed with new turns of the other
@@ -85,23 +79,23 @@ class Truth:
         if (agent, seen) not in self._known:
             tokens = tuple(token for turn in seen for token in turn)
             with torch.no_grad():
-                its = {turn: self._world.log_prob(agent, tokens, turn).exp().item() for turn in TURNS}
-            self._known[agent, seen] = its
+                probabilities = {turn: self._world.log_prob(agent, tokens, turn).exp().item() for turn in TURNS}
+            self._known[agent, seen] = probabilities
         return self._known[agent, seen]
 
-    def _walk(self, said: tuple, chance: float) -> dict[str, float]:
-        """What each agent receives in expectation after these turns."""
+    def _walk(self, turns: tuple, chance: float) -> dict[str, float]:
+        """Expected final reward of each agent after these turns."""
         names = self._team.names
-        following = self._team.next(said)
+        following = self._team.next(turns)
         if following is None:
-            return {name: self._team.received(name, said) for name in names}
+            return {name: self._team.received(name, turns) for name in names}
         agent, places = following
         # The end token is not shown: an empty turn and no turn look alike
-        seen = tuple(said[index] for index in places if said[index] != TURNS[0])
+        seen = tuple(turns[index] for index in places if turns[index] != TURNS[0])
         self.reach[agent, seen] += chance
         total = dict.fromkeys(names, 0.0)
         for turn, probability in self.policy(agent, seen).items():
-            values = self._walk((*said, turn), chance * probability)
+            values = self._walk((*turns, turn), chance * probability)
             self._sums[agent, seen, turn] += chance * values[agent]
             for name in names:
                 total[name] += probability * values[name]
@@ -124,8 +118,8 @@ class Truth:
     def score(self, key: tuple, turn: tuple) -> torch.Tensor:
         """Gradient of the log-probability of a turn, with respect to all logits."""
         policy = self.policy(*key)
-        own = torch.tensor([float(its == turn) - policy[its] for its in TURNS])
-        return torch.cat([own if other == key else torch.zeros(len(TURNS)) for other in self.reach])
+        gradient = torch.tensor([float(other_turn == turn) - policy[other_turn] for other_turn in TURNS])
+        return torch.cat([gradient if other == key else torch.zeros(len(TURNS)) for other in self.reach])
 
 
 def make(team: Team, folder, frozen=(), **settings) -> World:
@@ -134,7 +128,9 @@ def make(team: Team, folder, frozen=(), **settings) -> World:
         folder,
         workflow=team,
         agents=[AgentSpec(name, trainable=name not in frozen) for name in team.names],
-        reward_funcs=None if team.earns else lambda turns, **_: [team.reward(said(its)) for its in turns],
+        reward_funcs=None
+        if team.earns
+        else lambda turns, **_: [team.reward(token_ids_of(episode)) for episode in turns],
         **{"level": "action", **settings},
     )
     torch.manual_seed(team.seed + 100)
@@ -144,7 +140,7 @@ def make(team: Team, folder, frozen=(), **settings) -> World:
     return world
 
 
-def said(turns) -> tuple:
+def token_ids_of(turns) -> tuple:
     return tuple(tuple(turn.completion_ids) for turn in turns)
 
 
@@ -156,12 +152,12 @@ class Drawing:
         self._known: dict[tuple, list[float]] = {}
 
     async def __call__(self, observed, **options):
-        found = []
-        for one in observed:
-            turn = self._draw.choices(TURNS, self._of(one.agent, tuple(one.ids), one.by_reference))[0]
+        turns = []
+        for request in observed:
+            turn = self._draw.choices(TURNS, self._of(request.agent, tuple(request.ids), request.by_reference))[0]
             self.tokens += len(turn)
-            found.append(SampledTurn(list(turn)))
-        return found
+            turns.append(SampledTurn(list(turn)))
+        return turns
 
     def _of(self, agent, ids, by_reference):
         key = agent, ids, by_reference
@@ -177,6 +173,6 @@ def value_of(row) -> float:
 
 
 def key_of(row, world) -> tuple:
-    """What a row is about: the agent and the turns it saw, and its turn."""
+    """The agent of a row and the turns that it saw, and the turn of the row."""
     seen = tuple((token,) for token in row.prompt_ids.tolist()[1:])
     return (row.agent, seen), tuple(row.completion_ids.tolist())

@@ -7,67 +7,62 @@ from marft_trl import AgentSpec, Sequential
 import pytest
 import torch
 
-from .helpers import StopAt, moved, team_trainer, weights
+from .helpers import StopAt, moved, only_slice, team_trainer, weights
 
 
 TALKER = Sequential(["talker", "talker", "quiet", "talker"])
 
 
-def agents(*shared, own=()):
+def agents(*shared, unshared=()):
     return [
         *(AgentSpec(name, system_prompt=name, adapter="team", max_completion_length=4) for name in shared),
-        *(AgentSpec(name, system_prompt=name, max_completion_length=4) for name in own),
+        *(AgentSpec(name, system_prompt=name, max_completion_length=4) for name in unshared),
     ]
 
 
 def make(model, folder, team=None, workflow=TALKER, callbacks=None, **settings):
     defaults = {"gradient_checkpointing": False, "max_grad_norm": 0.0}
-    given = {"agents": team or agents("talker", "quiet", "silent"), "workflow": workflow, "callbacks": callbacks}
-    return team_trainer(model, folder, settings=defaults | settings, **given)
+    arguments = {"agents": team or agents("talker", "quiet", "silent"), "workflow": workflow, "callbacks": callbacks}
+    return team_trainer(model, folder, settings=defaults | settings, **arguments)
 
 
 def gradients(trainer, slice_, agent):
     trainer.model.zero_grad()
     rows = [row for row in slice_.rows if row.agent == agent]
     trainer.compute_loss(trainer.model, replace(slice_, rows=rows)).backward()
-    parts = {adapter: trainer.policies.parameters(adapter).values() for adapter in trainer.policies.trained}
-    grads = {adapter: [p.grad.flatten() for p in its if p.grad is not None] for adapter, its in parts.items()}
-    return {adapter: torch.cat(its or [torch.zeros(0)]) for adapter, its in grads.items()}
-
-
-def prepared(trainer):
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    (slice_,) = trainer.parts.experience.for_training([trainer.train_dataset[i // 4] for i in range(8)])
-    return slice_
+    flat = {}
+    for adapter in trainer.policies.trained:
+        grads = [p.grad.flatten() for p in trainer.policies.parameters(adapter).values() if p.grad is not None]
+        flat[adapter] = torch.cat(grads or [torch.zeros(0)])
+    return flat
 
 
 @pytest.mark.parametrize(
     "loss_type", ["grpo", "dapo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bnpo", "dr_grpo"))]
 )
 def test_equal_weight_is_a_mean_over_agents(model_folder, tmp_path, loss_type):
-    """The talker has three turns of an episode, another agent one, and a third none."""
-    found = {}
+    """In an episode, one agent has three turns, another one turn, and the third none."""
+    grads = {}
     for weight in ("size", "equal"):
         trainer = make(model_folder, tmp_path / weight, loss_type=loss_type, agent_weight=weight)
-        slice_ = prepared(trainer)
-        found[weight] = {name: gradients(trainer, slice_, name)["team"] for name in ("talker", "quiet")}
-    sizes = dict.fromkeys(found["size"], 0)
+        slice_ = only_slice(trainer, [trainer.train_dataset[i // 4] for i in range(8)])
+        grads[weight] = {name: gradients(trainer, slice_, name)["team"] for name in ("talker", "quiet")}
+    sizes = dict.fromkeys(grads["size"], 0)
     for row in slice_.rows:
         sizes[row.agent] += 1 if loss_type in ("grpo", "dr_grpo") else row.num_loss_tokens
     for name in ("talker", "quiet"):
         factor = 0.5 / sizes[name] * sum(sizes.values())
-        assert found["size"][name].norm() > 0
-        torch.testing.assert_close(found["equal"][name], factor * found["size"][name], rtol=1e-4, atol=1e-7)
+        assert grads["size"][name].norm() > 0
+        torch.testing.assert_close(grads["equal"][name], factor * grads["size"][name], rtol=1e-4, atol=1e-7)
 
 
 def test_own_adapters_do_not_notice(model_folder, tmp_path):
-    ends = []
+    trainers = []
     for weight in ("size", "equal"):
-        own = agents(own=["talker", "quiet"])
-        ends.append(make(model_folder, tmp_path / weight, own, agent_weight=weight, max_steps=1))
-        ends[-1].train()
-    assert not moved(*map(weights, ends))
+        team = agents(unshared=["talker", "quiet"])
+        trainers.append(make(model_folder, tmp_path / weight, team, agent_weight=weight, max_steps=1))
+        trainers[-1].train()
+    assert not moved(*map(weights, trainers))
 
 
 def test_a_resumed_run_is_the_same(model_folder, tmp_path):

@@ -1,4 +1,4 @@
-"""Episodes as datasets of TRL's other trainers, by those trainers."""
+"""Episodes as datasets for TRL's other trainers, which train on them here."""
 
 from marft_trl import AgentSpec
 from marft_trl.team.as_dataset import to_dataset
@@ -26,8 +26,8 @@ def played(tmp_path_factory, model_folder):
     return trainer.team, episodes, rewards
 
 
-def settings(cls, folder, **given):
-    return cls(str(folder), max_steps=1, report_to="none", use_cpu=True, bf16=False, save_strategy="no", **given)
+def settings(cls, folder, **options):
+    return cls(str(folder), max_steps=1, report_to="none", use_cpu=True, bf16=False, save_strategy="no", **options)
 
 
 def trains(cls, model_folder, args, dataset, tokenizer):
@@ -39,17 +39,17 @@ def trains(cls, model_folder, args, dataset, tokenizer):
 
 
 def turns_of(episodes, agent):
-    return [turn for one in episodes for turn in one.turns if turn.agent == agent and not turn.truncated]
+    return [turn for episode in episodes for turn in episode.turns if turn.agent == agent and not turn.truncated]
 
 
-def test_sft_learns_the_sampled_tokens_after_what_the_agent_was_shown(played, model_folder, tmp_path, tokenizer):
+def test_sft_learns_the_sampled_tokens_after_the_observation(played, model_folder, tmp_path, tokenizer):
     team, episodes, rewards = played
     dataset = team.to_dataset(episodes, agent="actor", rewards=rewards, best=2)
     groups = [range(start, start + 4) for start in range(0, 12, 4)]
-    kept = [index for group in groups for index in sorted(group, key=lambda index: -rewards[index])[:2]]
-    turns = turns_of([episodes[index] for index in kept], "actor")
+    best_indices = [index for group in groups for index in sorted(group, key=lambda index: -rewards[index])[:2]]
+    turns = turns_of([episodes[index] for index in best_indices], "actor")
     assert len(dataset) == len(turns) > 0 and set(dataset["agent"]) == {"actor"}
-    assert list(dataset["reward"]) == [rewards[index] for index in kept if index not in CUT]
+    assert list(dataset["reward"]) == [rewards[index] for index in best_indices if index not in CUT]
     trainer = trains(SFTTrainer, model_folder, settings(SFTConfig, tmp_path), dataset, tokenizer)
     for row, turn in zip(trainer.train_dataset, turns, strict=True):
         ids, length = [*turn.prompt_ids, *turn.completion_ids], len(turn.prompt_ids)
@@ -60,19 +60,19 @@ def test_sft_learns_the_sampled_tokens_after_what_the_agent_was_shown(played, mo
     model = PeftModel.from_pretrained(base, tmp_path / "actor", adapter_name="actor", is_trainable=True)
     again = team_trainer(model, tmp_path / "again")
     assert again.policies.get_origin("actor") == "loaded" and again.policies.get_origin("reasoner") == "fresh"
-    learnt = [one for name, one in trainer.model.named_parameters() if "lora_B" in name]
-    found = [one for name, one in again.policies.parameters("actor").items() if "lora_B" in name]
-    assert any(one.any() for one in learnt)
-    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(learnt, found, strict=True))
+    trained_weights = [parameter for name, parameter in trainer.model.named_parameters() if "lora_B" in name]
+    loaded_weights = [parameter for name, parameter in again.policies.parameters("actor").items() if "lora_B" in name]
+    assert any(parameter.any() for parameter in trained_weights)
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(trained_weights, loaded_weights, strict=True))
 
 
 def test_conversations_and_texts(played):
     team, episodes, rewards = played
     dataset = team.to_dataset(episodes, "sft", rewards=rewards, threshold=2.0)
-    good = [one for one, reward in zip(episodes, rewards, strict=True) if reward >= 2.0]
+    good = [episode for episode, reward in zip(episodes, rewards, strict=True) if reward >= 2.0]
     turns = [turn for agent in NAMES for turn in turns_of(good, agent)]
-    found = [(row["messages"][-1]["content"], row["messages"][:-1]) for row in dataset]
-    assert sorted(found, key=str) == sorted(((turn.raw_text, turn.observation) for turn in turns), key=str)
+    conversations = [(row["messages"][-1]["content"], row["messages"][:-1]) for row in dataset]
+    assert sorted(conversations, key=str) == sorted(((turn.raw_text, turn.observation) for turn in turns), key=str)
 
 
 def test_dpo_pairs_turns_that_answer_the_same(played, model_folder, tmp_path, tokenizer):
@@ -81,8 +81,8 @@ def test_dpo_pairs_turns_that_answer_the_same(played, model_folder, tmp_path, to
     for row in dataset:
         group = [
             (reward, turn)
-            for one, reward in zip(episodes, rewards, strict=True)
-            for turn in one.turns
+            for episode, reward in zip(episodes, rewards, strict=True)
+            for turn in episode.turns
             if turn.agent == "reasoner" and turn.observation == row["prompt"]
         ]
         scores = {turn.raw_text: reward for reward, turn in sorted(group, key=lambda pair: pair[0])}
@@ -100,8 +100,8 @@ def test_kto_labels_turns_by_their_prompt_s_mean_or_a_threshold(played, model_fo
     means = [sum(rewards[start : start + 4]) / 4 for start in range(0, 12, 4)]
     expected = [
         rewards[index] > means[index // 4]
-        for index, one in enumerate(episodes)
-        for turn in one.turns
+        for index, episode in enumerate(episodes)
+        for turn in episode.turns
         if turn.agent == "actor" and not (rewards[index] > means[index // 4] and turn.truncated)
     ]
     assert dataset["label"] == expected and len(set(expected)) == 2
@@ -110,7 +110,7 @@ def test_kto_labels_turns_by_their_prompt_s_mean_or_a_threshold(played, model_fo
     trains(KTOTrainer, model_folder, settings(KTOConfig, tmp_path, per_device_train_batch_size=4), dataset, tokenizer)
 
 
-def test_what_episodes_earned_is_their_reward_and_agents_without_a_model_are_left_out(model_folder, tmp_path):
+def test_earned_rewards_are_used_and_agents_without_a_model_are_left_out(model_folder, tmp_path):
     agents = [AgentSpec("user", reply=lambda messages: "2 + 2?"), AgentSpec("actor")]
     trainer = team_trainer(model_folder, tmp_path, agents=agents)
     episodes = trainer.team.run(list(tiny_dataset(2)), num_samples=2, seed=0)
@@ -139,7 +139,7 @@ def test_what_episodes_earned_is_their_reward_and_agents_without_a_model_are_lef
     ],
     ids=str,
 )
-def test_what_makes_no_dataset(played, arguments, message):
+def test_invalid_arguments_of_to_dataset_raise(played, arguments, message):
     team, episodes, _ = played
     episodes = episodes if arguments else ended(episodes, cut=range(12))
     with pytest.raises(ValueError, match=message):

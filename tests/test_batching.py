@@ -28,8 +28,8 @@ rows_lists = st.lists(
 @given(rows=rows_lists, max_rows=st.integers(1, 8), max_tokens=st.one_of(st.none(), st.integers(10, 200)))
 def test_micro_batches_hold_every_row_once_with_one_agent_within_the_bounds(rows, max_rows, max_tokens):
     batches = list(batching.micro_batches(rows, max_rows, max_tokens))
-    held = [row for batch in batches for row in batch.rows]
-    assert sorted(map(id, held)) == sorted(id(row) for row in rows if len(row.completion_ids))
+    batched_rows = [row for batch in batches for row in batch.rows]
+    assert sorted(map(id, batched_rows)) == sorted(id(row) for row in rows if len(row.completion_ids))
     for batch in batches:
         assert {row.agent for row in batch.rows} == {batch.agent} and len(batch.rows) <= max_rows
         width = max(len(r.prompt_ids) for r in batch.rows) + max(len(r.completion_ids) for r in batch.rows)
@@ -44,13 +44,13 @@ def test_rows_that_fit_keep_their_order():
 
 
 @given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=12), per_slice=st.integers(1, 5))
-def test_slices_hold_whole_episodes_and_every_one(sizes, per_slice):
+def test_slices_hold_whole_episodes_and_all_of_them(sizes, per_slice):
     episodes = [[Row("x1", "left", torch.arange(1), torch.arange(1)) for _ in range(size)] for size in sizes]
     slices = batching.cut_slices(episodes, torch.randperm(len(episodes)), per_slice)
     assert sorted(id(row) for rows in slices for row in rows) == sorted(id(row) for rows in episodes for row in rows)
     for rows in slices:
-        held = set(map(id, rows))
-        assert all(set(map(id, episode)) <= held or held.isdisjoint(map(id, episode)) for episode in episodes)
+        ids = set(map(id, rows))
+        assert all(set(map(id, episode)) <= ids or ids.isdisjoint(map(id, episode)) for episode in episodes)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo"])

@@ -21,13 +21,13 @@ from .test_parts import one_process
 PPO = {"advantage": "gae", "num_generations": 1, "critic_learning_rate": 1e-3}
 
 
-def row(part, targets):
+def row(critic, targets):
     tokens = torch.zeros(max(len(targets), 1), dtype=torch.long)
-    return Row("a", "a", tokens, tokens, critic=part, value_targets=torch.tensor(targets))
+    return Row("a", "a", tokens, tokens, critic=critic, value_targets=torch.tensor(targets))
 
 
 def test_the_scale_of_values_by_hand():
-    """Corrected as in Adam: after one batch it is that of its targets. Unknown targets do not count."""
+    """Bias-corrected as in Adam: after one batch, the moments of the targets. Unknown targets do not count."""
     scale = ValueScale(True, ["one", "two"], one_process(), decay=0.5)
     outputs = torch.tensor([0.0, 1.0])
     assert scale.get_moments("one") == (0.0, 1.0) and scale.read("one", outputs) is outputs
@@ -58,8 +58,8 @@ def test_the_scale_is_no_smaller_than_the_noise_of_a_critic():
     assert scale.get_moments("one") == expected
 
 
-def test_a_scale_of_an_earlier_version_goes_on_as_if_it_had_been_this_one():
-    """Whose batches had 1,000 times the weight: new ones would have had none for ever."""
+def test_a_scale_saved_by_an_earlier_version_is_converted():
+    """Batches of that version had 1,000 times the weight, so new batches would never have counted."""
     batches = [[row("one", [value, value + 2.0])] for value in (1.0, 2.0, 3.0, 20.0, 21.0)]
     whole, earlier, later = (ValueScale(True, ["one"], one_process(), *decay) for decay in ((), (0.99,), ()))
     for number, batch in enumerate(batches):
@@ -74,13 +74,13 @@ def test_a_scale_of_an_earlier_version_goes_on_as_if_it_had_been_this_one():
 
 
 def test_the_clip_of_values_is_about_the_head_alone(model_folder, tmp_path):
-    """Nothing of a batch is clipped before its update, whatever the scale does: rewards of 100 +- 10 that rise."""
+    """No value is clipped before the first update of a batch, whatever the scale: rewards of 100 +- 10 that rise."""
     batches = []
 
     def reward(completions, **kwargs):
         batches.append(len(completions))
         middle = 100 + 50 * len(batches)
-        return [middle + (10 if sum(map(ord, str(one))) % 2 else -10) for one in completions]
+        return [middle + (10 if sum(map(ord, str(completion))) % 2 else -10) for completion in completions]
 
     settings = {**PPO, "critic": "shared", "level": "action", "normalize_values": True, "value_clip": 0.2}
     settings |= {"max_steps": 3}
@@ -102,30 +102,30 @@ def test_normalized_values_take_large_rewards(model_folder, tmp_path, size=1e3):
     settings = {**PPO, "critic": "per_agent", "level": "action", "normalize_values": True, "gae_lambda": 1.0}
     first, second = run(model_folder, tmp_path, workflow, steps=2, **settings)
     for rollout, rows in (first, second):
-        for episode, its in zip(rollout.episodes, rows, strict=True):
-            for one in its:
-                expected = torch.full((1,), float(sum(episode.own[one.agent])))
-                torch.testing.assert_close(one.value_targets, expected, rtol=1e-4, atol=1e-5 * size)
-    values = [one.old_values.item() / size for its in second[1] for one in its]
+        for episode, episode_rows in zip(rollout.episodes, rows, strict=True):
+            for row in episode_rows:
+                expected = torch.full((1,), float(sum(episode.own[row.agent])))
+                torch.testing.assert_close(row.value_targets, expected, rtol=1e-4, atol=1e-5 * size)
+    values = [row.old_values.item() / size for episode_rows in second[1] for row in episode_rows]
     assert all(17 - 3 < value < 23 + 3 for value in values)
 
 
 @pytest.mark.parametrize("critic", ["shared", pytest.param("frozen", marks=pytest.mark.slow)])
-def test_a_central_critic_reads_what_others_did(model_folder, tmp_path, critic):
-    """Agents see their own turns alone; the critic reads all turns before the joint step, and learns from them."""
+def test_a_central_critic_reads_the_turns_of_other_agents(model_folder, tmp_path, critic):
+    """Agents see only their own turns; the critic reads all turns before the joint step."""
     workflow = EnvironmentLoop(Alternating, turns="one", shows="own", horizon=4)
     settings = {**PPO, "num_generations": 4, "critic": critic, "critic_sees": "history", "num_iterations": 2}
     ((rollout, rows),) = run(model_folder, tmp_path, workflow, steps=2, **settings)
-    for episode, its in zip(rollout.episodes, rows, strict=True):
-        for turn, one in zip(episode.turns, its, strict=True):
-            assert turn.prompt_ids == tuple(one.prompt_ids.tolist())  # the policy is scored on what it saw
-            assert (len(one.critic_prompt_ids) > len(turn.prompt_ids)) == (turn.index > 0)
+    for episode, episode_rows in zip(rollout.episodes, rows, strict=True):
+        for turn, row in zip(episode.turns, episode_rows, strict=True):
+            assert turn.prompt_ids == tuple(row.prompt_ids.tolist())  # the policy is scored on its own prompt
+            assert (len(row.critic_prompt_ids) > len(turn.prompt_ids)) == (turn.index > 0)
     for first in range(0, len(rows), 4):  # episodes of one prompt: right has seen the same, whatever left has said
-        seconds = [its[1] for its in rows[first : first + 4]]
-        said = {rollout.episodes[first + index].turns[0].text for index in range(4)}
-        assert len({tuple(one.prompt_ids.tolist()) for one in seconds}) == 1
-        assert len({tuple(one.critic_prompt_ids.tolist()) for one in seconds}) == len(said)
-    assert all({row.agent for row in its if row.last_value} == {"left", "right"} for its in rows)
+        seconds = [episode_rows[1] for episode_rows in rows[first : first + 4]]
+        first_texts = {rollout.episodes[first + index].turns[0].text for index in range(4)}
+        assert len({tuple(row.prompt_ids.tolist()) for row in seconds}) == 1
+        assert len({tuple(row.critic_prompt_ids.tolist()) for row in seconds}) == len(first_texts)
+    assert all({row.agent for row in episode_rows if row.last_value} == {"left", "right"} for episode_rows in rows)
 
 
 def test_a_central_critic_reads_the_messages_of_an_application(model_folder, tmp_path):
@@ -145,5 +145,5 @@ def test_a_central_critic_reads_the_messages_of_an_application(model_folder, tmp
     (slice_,) = trainer.parts.experience.for_training([{"prompt": "x"}])
     rows = sorted(slice_.rows, key=lambda row: row.number)
     read = [trainer.processing_class.decode(row.critic_prompt_ids) for row in rows]
-    told = [[text.count(one) for one in ("the code is 17", "what did she say?", "again")] for text in read]
-    assert told == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    counts = [[text.count(phrase) for phrase in ("the code is 17", "what did she say?", "again")] for text in read]
+    assert counts == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]

@@ -1,4 +1,4 @@
-"""Checkpoints that count only when they are complete, and the folder that a run has for itself."""
+"""Only complete checkpoints count, and only one run at a time uses an output folder."""
 
 import contextlib
 import errno
@@ -34,8 +34,8 @@ CRITIC = {"advantage": "gae", "critic": "shared", "num_generations": 1}
 
 
 def trainer_in(folder, model, callbacks=None, **arguments):
-    its = {**SAVE, **arguments.pop("settings", {})}
-    return team_trainer(model, folder, settings=its, callbacks=callbacks, **arguments)
+    settings = {**SAVE, **arguments.pop("settings", {})}
+    return team_trainer(model, folder, settings=settings, callbacks=callbacks, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +58,14 @@ def test_every_damage_is_seen_and_the_checkpoint_before_is_used(run, caplog):
     files, count = sorted(path for path in damaged.rglob("*") if path.is_file()), 0
     for path in files:
         data = path.read_bytes()
-        cuts = [data[: len(data) * eighth // 8] for eighth in range(8)]
-        bits = {(len(data) * 8 - 1) * part // 15 for part in range(16)}
+        cuts = [data[: len(data) * cut // 8] for cut in range(8)]
+        bits = {(len(data) * 8 - 1) * flip // 15 for flip in range(16)}
         flips = [data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :] for bit in bits]
         for broken in (None, *cuts, *flips):
             caplog.clear()
             path.unlink() if broken is None else path.write_bytes(broken)
-            standing, _ = run.newest()
-            assert standing.name == "checkpoint-2", (path, broken is None, broken and len(broken))
+            newest, _ = run.newest()
+            assert newest.name == "checkpoint-2", (path, broken is None, broken and len(broken))
             assert sum(record.message.startswith("Skipped: ") for record in caplog.records) == 1
             assert "checkpoint-3" in caplog.text
             path.write_bytes(data)
@@ -94,9 +94,9 @@ def test_foreign_renamed_mixed_and_empty_folders_are_skipped(run, tmp_path, capl
     shutil.copytree(newest, foreign)
     commits.commit(foreign, "somebody-else", 7, {})
     assert run.newest()[0] == newest
-    said = caplog.text
-    assert "checkpoint-9 has no marft_commit.json" in said and "checkpoint-5 holds step 3" in said
-    assert "checkpoint-7 belongs to another run" in said
+    log_text = caplog.text
+    assert "checkpoint-9 has no marft_commit.json" in log_text and "checkpoint-5 holds step 3" in log_text
+    assert "checkpoint-7 belongs to another run" in log_text
     shutil.copy(earlier / "optimizer.pt", newest / "optimizer.pt")  # a mixture of two
     assert run.newest()[0] == earlier
 
@@ -112,7 +112,7 @@ def test_a_commit_that_was_written_by_hand_does_not_count(run):
 
 
 def test_a_pickle_in_a_checkpoint_is_not_run(small_model, run, tmp_path):
-    """Even with a commit that fits: transformers loads tensors alone."""
+    """Even with a matching commit: transformers loads only tensors."""
     canary = tmp_path / "canary"
 
     class Evil:
@@ -148,7 +148,7 @@ def written(folder: RunFolder, step: int, state: str, run: str | None = None) ->
     limit=st.one_of(st.none(), st.integers(0, 4)),
     best=st.one_of(st.none(), st.integers(0, 7)),
 )
-def test_rotation_keeps_the_newest_the_best_and_what_is_not_ours(tmp_path_factory, states, limit, best):
+def test_rotation_keeps_the_newest_the_best_and_foreign_checkpoints(tmp_path_factory, states, limit, best):
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     folder.continue_run("me")
     paths = [written(folder, step, state) for step, state in enumerate(states)]
@@ -167,8 +167,8 @@ def test_rotation_keeps_the_newest_the_best_and_what_is_not_ours(tmp_path_factor
         assert path.exists() == (state in ("foreign", "bare") or path in left), state
 
 
-@pytest.mark.parametrize("instant", ["opened", "written", "closed"])
-def test_a_checkpoint_that_is_written_again_leaves_the_old_one_until_it_stands(tmp_path, instant):
+@pytest.mark.parametrize("moment", ["opened", "written", "closed"])
+def test_rewriting_a_checkpoint_keeps_the_old_copy_until_the_new_copy_is_complete(tmp_path, moment):
     folder = RunFolder(tmp_path)
     folder.continue_run("me")
     written(folder, 2, "complete")
@@ -176,13 +176,13 @@ def test_a_checkpoint_that_is_written_again_leaves_the_old_one_until_it_stands(t
     commits.commit(tmp_path / "checkpoint-2", "me", 2, {})
     path = folder.open(2)
     assert not (path / "stray").exists()
-    if instant != "opened":
+    if moment != "opened":
         (path / "file").write_text("new")
-    if instant == "closed":
+    if moment == "closed":
         folder.close(path, {})
-    found, _ = RunFolder(tmp_path).newest()
-    assert found == path and commits.verify(found).step == 2
-    assert (path / "stray").exists() == (instant != "closed")
+    newest, _ = RunFolder(tmp_path).newest()
+    assert newest == path and commits.verify(newest).step == 2
+    assert (path / "stray").exists() == (moment != "closed")
     assert not list(tmp_path.glob("_previous-*"))
 
 
@@ -203,7 +203,7 @@ def test_a_folder_belongs_to_one_run_at_a_time(small_model, tmp_path):
     assert trainer.state.global_step == 1 and (tmp_path / LOCK_NAME).exists()
 
 
-def test_a_folder_that_is_removed_is_locked_anew(small_model, tmp_path, caplog):
+def test_a_removed_folder_is_locked_again(small_model, tmp_path, caplog):
     folder = tmp_path / "run"
     trainer_in(folder, small_model, [Do(2, on_step_begin=lambda: shutil.rmtree(folder))]).train()
     assert "was removed during the run" in caplog.text and (folder / LOCK_NAME).exists()
@@ -227,7 +227,7 @@ def test_a_folder_that_another_run_has_taken_is_left_to_it(small_model, tmp_path
 
 @pytest.mark.parametrize("where", ["reward", "workflow", "callback"])
 def test_a_forked_child_that_comes_back_ends(small_model, tmp_path, capfd, monkeypatch, where):
-    """Before it takes a step, and before it takes the place of its parent among the processes."""
+    """Before it takes a step or acts as its parent among the processes."""
     parent, children = os.getpid(), []
     together = Processes.failing_together
 
@@ -245,7 +245,7 @@ def test_a_forked_child_that_comes_back_ends(small_model, tmp_path, capfd, monke
         if place == where and not children:
             children.append(os.fork())
             if not children[0]:
-                signal.alarm(30)  # it would run the tests beside this process
+                signal.alarm(30)  # otherwise it would run the tests in parallel to this process
 
     def reward(completions, **kwargs):
         fork("reward")
@@ -275,7 +275,7 @@ def test_a_forked_child_that_comes_back_ends(small_model, tmp_path, capfd, monke
 
 @pytest.mark.slow
 def test_a_new_run_among_old_checkpoints_is_not_mixed_with_them(small_model, run, caplog):
-    """It says that they are there; its own checkpoints alone are resumed from."""
+    """It warns about them, and resumes only from checkpoints of this run."""
     trainer = trainer_in(run.path, small_model, [StopAt(1)])
     trainer.train()
     assert "has checkpoints of an earlier run (checkpoint-2, checkpoint-3)" in caplog.text
@@ -284,7 +284,7 @@ def test_a_new_run_among_old_checkpoints_is_not_mixed_with_them(small_model, run
     assert began_at(again) == 1 and "checkpoint-3 belongs to another run" in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_to_is_said_before_training(small_model, tmp_path):
+def test_an_unwritable_folder_raises_before_training(small_model, tmp_path):
     (tmp_path / "file").write_text("")
     trainer = trainer_in(tmp_path / "output", small_model)
     trainer.parts.checkpoints.folder.path = tmp_path / "file" / "output"
@@ -293,13 +293,8 @@ def test_a_folder_that_cannot_be_written_to_is_said_before_training(small_model,
     assert trainer.state.global_step == 0
 
 
-def test_a_small_disk_is_said_before_training(tmp_path, caplog):
-    RunFolder(tmp_path).check_space(10**18)
-    assert "MB left, and a checkpoint needs about" in caplog.text
-
-
 def test_a_damaged_newest_checkpoint_is_set_aside_and_costs_no_other(small_model, tmp_path):
-    """A run that goes on from the one before saves an earlier step than the damaged one has."""
+    """A run that resumes from the checkpoint before it saves an earlier step than that of the damaged checkpoint."""
     trainer_in(tmp_path, small_model, settings={"save_steps": 2}).train()
     assert [folder.name for folder in RunFolder(tmp_path).checkpoints()] == ["checkpoint-2", "checkpoint-4"]
     path = tmp_path / "checkpoint-4" / "optimizer.pt"
@@ -319,7 +314,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_costs_no_other(small_model
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_back_leaves_its_former_course(small_model, tmp_path, caplog):
+def test_resuming_from_an_earlier_step_renames_later_checkpoints(small_model, tmp_path, caplog):
     trainer_in(tmp_path, small_model, settings={"max_steps": 3}).train()
     back = trainer_in(tmp_path, small_model, [StopAt(2)], settings={"save_total_limit": 2})
     back.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
@@ -331,14 +326,14 @@ def test_a_run_that_goes_back_leaves_its_former_course(small_model, tmp_path, ca
 
 
 def test_a_run_that_was_started_by_mistake_hides_no_other(small_model, run):
-    """It has saved nothing, so the folder is still that of the run before."""
+    """It has saved nothing, so the folder still belongs to the run before."""
     before = run.known_run()
     with pytest.raises(ZeroDivisionError):
         trainer_in(run.path, small_model, reward_funcs=lambda **_: 1 / 0, settings={"save_strategy": "no"}).train()
     assert RunFolder(run.path).known_run() == before and RunFolder(run.path).newest()[1].step == 3
 
 
-def test_what_cannot_be_removed_or_read_costs_no_checkpoint(small_model, tmp_path, monkeypatch, caplog):
+def test_files_that_cannot_be_removed_or_read_cost_no_checkpoint(small_model, tmp_path, monkeypatch, caplog):
     def fails(*arguments):
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
 
@@ -360,15 +355,15 @@ _FURTHER = [pytest.param(number, errno.ENOSPC, marks=pytest.mark.slow) for numbe
 
 @pytest.mark.parametrize(("number", "code"), [(3, errno.EROFS), *_FURTHER])
 def test_a_full_or_read_only_disk_keeps_the_checkpoint_before(small_model, tmp_path, monkeypatch, number, code):
-    """Wherever in a save the disk fails: in the files of the parent, in our own, in the commit."""
+    """Whether the disk fails in the files of the parent class, in ours or in the commit."""
     trainer = trainer_in(tmp_path, small_model, settings={"max_steps": 2})
-    seen = []
+    writes = []
 
     def failing(original):
         def call(*arguments, **named):
             if trainer.state.global_step == 2:
-                seen.append(original)
-                if len(seen) >= number:
+                writes.append(original)
+                if len(writes) >= number:
                     raise OSError(code, os.strerror(code))
             return original(*arguments, **named)
 
@@ -380,12 +375,12 @@ def test_a_full_or_read_only_disk_keeps_the_checkpoint_before(small_model, tmp_p
     with pytest.raises(CheckpointError) as raised:
         trainer.train()
     monkeypatch.undo()
-    said = (
+    messages = (
         f"Could not write {tmp_path}/checkpoint-2",
         os.strerror(code),
         f"The run resumes from {tmp_path}/checkpoint-1",
     )
-    assert all(one in str(raised.value) for one in said)
+    assert all(message in str(raised.value) for message in messages)
     assert not (tmp_path / "checkpoint-2").exists()
     assert RunFolder(tmp_path).newest()[1].step == 1
     again = trainer_in(tmp_path, small_model, settings={"max_steps": 2})
@@ -447,12 +442,12 @@ def test_the_order_of_the_team_is_compared():
 
 
 @pytest.mark.parametrize(
-    ("present", "message"),
+    ("team_agents", "message"),
     [(["a", "c"], r"\(new: c; missing: b\)"), (["a", "b", "c"], r"\(new: c\)"), (["a"], r"\(missing: b\)")],
 )
-def test_another_team_is_refused_and_the_way_is_named(present, message):
+def test_another_team_is_refused_and_the_way_is_named(team_agents, message):
     with pytest.raises(ValueError, match=message + r".*`model=load_adapters\(base, 'run/checkpoint-2'\)`"):
-        check_same_team(["a", "b"], present, "run/checkpoint-2")
+        check_same_team(["a", "b"], team_agents, "run/checkpoint-2")
     check_same_team(["a", "b"], ["b", "a"], "run/checkpoint-2")
 
 
@@ -471,10 +466,10 @@ def test_changes_that_make_no_sense(changes, error, message):
         read_accepted(changes)
 
 
-def test_a_process_that_sees_another_folder_says_so_before_training(tmp_path, monkeypatch):
+def test_a_process_that_sees_another_folder_raises_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr("marft_trl.runs.run_folder._SEEN_WITHIN", 0.0)
-    mine, other = RunFolder(tmp_path), RunFolder(tmp_path / "of-another-node")
-    with mine.marked() as mark:
+    shared, other = RunFolder(tmp_path), RunFolder(tmp_path / "of-another-node")
+    with shared.marked() as mark:
         RunFolder(tmp_path).check_mark(mark)
         with pytest.raises(CheckpointError, match="is not the one that the first process of the run writes to"):
             other.check_mark(mark)
@@ -486,10 +481,10 @@ def test_a_disk_has_to_have_room_for_two_checkpoints(tmp_path, monkeypatch, capl
     RunFolder(tmp_path).check_space(10**6)
     assert not caplog.records
     RunFolder(tmp_path).check_space(10**6 + 1)
-    assert "Saving may fail" in caplog.text
+    assert "has 2 MB left, and a checkpoint needs about 1 MB. Saving may fail" in caplog.text
 
 
-def test_a_run_that_goes_back_sets_no_checkpoint_of_another_run_aside(tmp_path):
+def test_resuming_from_an_earlier_step_renames_no_checkpoint_of_another_run(tmp_path):
     folder = RunFolder(tmp_path)
     folder.continue_run("me")
     for step, state in ((1, "complete"), (2, "foreign"), (3, "complete")):

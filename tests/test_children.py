@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them."""
+"""Child processes end with their parent."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from marft_trl.extras.report import runner as reports
+from marft_trl.extras.report import runner
 from marft_trl.extras.report.cells import Cell
 from marft_trl.system.child_processes import ChildProcesses
 
@@ -20,11 +20,11 @@ from .helpers import eventually
 CHILD = """
 import signal, sys, time
 from pathlib import Path
-def told(number, frame):
+def on_sigterm(number, frame):
     time.sleep(0.3)  # as if it saved a checkpoint
     Path(sys.argv[1] + ".ended").touch()
     sys.exit(143)
-signal.signal(signal.SIGTERM, told)
+signal.signal(signal.SIGTERM, on_sigterm)
 Path(sys.argv[1]).touch()
 time.sleep(60)
 """
@@ -41,26 +41,26 @@ def all_there(files):
     return eventually(lambda: all(file.exists() for file in files))
 
 
-@pytest.mark.parametrize(("by", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_children_are_told_to_end(by, status, tmp_path):
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_children_receive_sigterm(signum, status, tmp_path):
     names = [tmp_path / "one", tmp_path / "two"]
     process = subprocess.Popen([sys.executable, "-c", PARENT, CHILD, *map(str, names)])
     assert all_there(names)
-    process.send_signal(by)
+    process.send_signal(signum)
     assert process.wait(60) == status
     ended = [Path(f"{name}.ended") for name in names]
-    assert all_there(ended) if by == signal.SIGKILL else all(file.exists() for file in ended)  # it has waited for them
+    assert all_there(ended) if signum == signal.SIGKILL else all(file.exists() for file in ended)  # the parent waited
 
 
-@pytest.mark.parametrize("by", ["number", "key"])
-def test_an_owner_that_is_killed_at_once_ends_what_it_kept(by):
-    """Before the process that does it has started, and also what it knows by its key alone."""
-    kept = subprocess.Popen(["sleep", "60"], env={**os.environ, "MARFT_CHILD": f"key-{os.getpid()}"})
+@pytest.mark.parametrize("found_by", ["number", "key"])
+def test_children_of_a_killed_owner_are_terminated(found_by):
+    """Even before the watching process has started, and also children that it knows by their key only."""
+    child = subprocess.Popen(["sleep", "60"], env={**os.environ, "MARFT_CHILD": f"key-{os.getpid()}"})
     code = "import os, sys; from marft_trl.system.child_processes import keep; "
     code += "keep(sys.argv[1], int(sys.argv[2]), gently=True)"
-    arguments = [f"key-{os.getpid()}", str(kept.pid if by == "number" else 0)]
+    arguments = [f"key-{os.getpid()}", str(child.pid if found_by == "number" else 0)]
     owner = subprocess.run([sys.executable, "-c", f"{code}; os.kill(os.getpid(), 9)", *arguments])
-    assert owner.returncode == -signal.SIGKILL and kept.wait(60) == -signal.SIGTERM
+    assert owner.returncode == -signal.SIGKILL and child.wait(60) == -signal.SIGTERM
 
 
 def test_nothing_is_started_after_the_end():
@@ -73,7 +73,7 @@ def test_nothing_is_started_after_the_end():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_report_that_is_told_to_end_starts_no_more_runs(tmp_path, monkeypatch):
+def test_an_interrupted_report_starts_no_more_runs(tmp_path, monkeypatch):
     started, ended = [], threading.Event()
 
     def run(children, command, environment, log):
@@ -88,5 +88,5 @@ def test_a_report_that_is_told_to_end_starts_no_more_runs(tmp_path, monkeypatch)
     monkeypatch.setattr(ChildProcesses, "end", lambda children: ended.set())
     cells = [Cell("team", seed, tmp_path / str(seed)) for seed in range(6)]
     with pytest.raises(SystemExit) as stopped:
-        reports._side_by_side("file.py:make", None, cells, [], 2)
+        runner._side_by_side("file.py:make", None, cells, [], 2)
     assert stopped.value.code == 143 and len(started) == 2

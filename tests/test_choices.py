@@ -1,4 +1,4 @@
-"""The tables of measured choices: that they are those of the data, and what they compute."""
+"""The tables of measured choices have the figures of the data, and compute them correctly."""
 
 import importlib
 import json
@@ -25,19 +25,19 @@ def test_tables_of_the_page_are_those_of_the_data(grid):
     if not file.exists():
         assert f"<!-- {grid} -->" not in page
         return
-    found = json.loads(file.read_text(encoding="utf-8"))
-    assert choose.figures.pasted(page, grid, choose.page_of(grid, found)) == page and f"<!-- {grid} -->" in page
-    for setting, arms in found.items():
+    data = json.loads(file.read_text(encoding="utf-8"))
+    assert choose.figures.pasted(page, grid, choose.page_of(grid, data)) == page and f"<!-- {grid} -->" in page
+    for setting, arms in data.items():
         seeds = {name: [run["seed"] for run in runs] for name, runs in arms.items()}
         assert setting in map(choose.label, choose.GRIDS[grid][1])
         assert {*map(tuple, seeds.values())} == {tuple(choose.GRIDS[grid][2])}
-        (given,) = (given for given in choose.GRIDS[grid][1] if choose.label(given) == setting)
-        assert list(arms) == choose.arms_of(grid, choose.GRIDS[grid][0](**given))
+        (options,) = (options for options in choose.GRIDS[grid][1] if choose.label(options) == setting)
+        assert list(arms) == choose.arms_of(grid, choose.GRIDS[grid][0](**options))
 
 
-def run(seed, *right, **more):
+def run(seed, *right, **fields):
     figures = {"tokens": 100, "steps": 4, "seconds": 8.0, "rewards": [0.1, 0.9, 0.5]}
-    return {"seed": seed, "right": right, **figures, **more}
+    return {"seed": seed, "right": right, **figures, **fields}
 
 
 def test_differences_are_those_of_pairs():
@@ -63,11 +63,11 @@ def test_differences_are_those_of_pairs():
     )
 
 
-def test_a_rate_is_compared_with_the_best_of_its_rank():
+def test_a_rate_is_compared_with_the_best_of_the_same_rank():
     """By hand: with rank 8, 1e-4 has 1 of 4 right and 1e-3 has 2; with rank 32, 1e-4 has 3 and 1e-3 has 1."""
     half, quarter, most = [(1.0, 0.0), (1.0, 0.0)], [(1.0, 0.0), (0.0, 0.0)], [(1.0, 1.0), (1.0, 0.0)]
-    given = {"team": half, "r=8, 1e-4": quarter, "r=32, 1e-3": quarter, "r=32, 1e-4": most}
-    arms = {name: [run(seed, *its) for seed, its in enumerate(runs)] for name, runs in given.items()}
+    scores = {"team": half, "r=8, 1e-4": quarter, "r=32, 1e-3": quarter, "r=32, 1e-4": most}
+    arms = {name: [run(seed, *right) for seed, right in enumerate(runs)] for name, runs in scores.items()}
     of_8, of_32 = choose.against_best({"a setting": arms}).splitlines()[2:]
     assert of_8.startswith("| a setting | r=8 | 1e-3 | 1e-4: -25.0 [")
     assert of_32.startswith("| a setting | r=32 | 1e-4 | 1e-3: -50.0 [")
@@ -76,10 +76,10 @@ def test_a_rate_is_compared_with_the_best_of_its_rank():
 @pytest.mark.slow
 def test_grids_run_in_the_precision_of_their_page():
     """That of `examples/real.py` may change, and would change every row."""
-    for make, given, _ in choose.GRIDS.values():
-        experiment = make(**given[0])
-        for one in (experiment, *(change(experiment) for change in experiment.variants.values())):
-            assert one.args.bf16 and one.args.model_init_kwargs == {"dtype": "bfloat16"}
+    for make, settings, _ in choose.GRIDS.values():
+        experiment = make(**settings[0])
+        for variant in (experiment, *(change(experiment) for change in experiment.variants.values())):
+            assert variant.args.bf16 and variant.args.model_init_kwargs == {"dtype": "bfloat16"}
     assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -92,11 +92,10 @@ def test_tables_go_between_their_comments():
 
 
 def test_a_repeated_run_that_differs_is_an_error(tmp_path, monkeypatch, capsys):
-    (setting, *_) = choose.kept("worth")
-    recorded = choose.kept("worth")[setting]["team"][0]
-    monkeypatch.setitem(
-        choose.GRIDS, "worth", (lambda **setting: None, *choose.GRIDS["worth"][1:])
-    )  # which teaches a model
+    (setting, *_) = choose.load_outcomes("worth")
+    recorded = choose.load_outcomes("worth")[setting]["team"][0]
+    grid = (lambda **setting: None, *choose.GRIDS["worth"][1:])  # the real function trains a model
+    monkeypatch.setitem(choose.GRIDS, "worth", grid)
     monkeypatch.setattr(choose, "run_cell", lambda experiment, place: None)
     monkeypatch.setattr(choose, "outcome", lambda place: {**recorded, "tokens": recorded["tokens"] + 1})
     with pytest.raises(SystemExit, match="differs in tokens"):
@@ -111,14 +110,14 @@ def test_a_run_that_is_repeated_is_the_same(tmp_path, monkeypatch, capsys):
     """A grid of one setting and one seed, from its runs to its table; one of its runs once more."""
     monkeypatch.setitem(choose.GRIDS, "sharing", (choose.GRIDS["sharing"][0], [SHORT], [0]))
     monkeypatch.setattr(choose, "DATA", tmp_path / "data")
-    found = choose.run("sharing", tmp_path / "runs", workers=2)
+    data = choose.run("sharing", tmp_path / "runs", workers=2)
     assert not choose.DATA.exists()  # a data file is written with `--page` alone
-    choose.write(choose.DATA / "sharing.json", found)
-    (setting, arms), *others = found.items()
+    choose.write(choose.DATA / "sharing.json", data)
+    (setting, arms), *others = data.items()
     assert not others and set(arms) == {"team", "shared", "shared, equal weights"}
-    for (one,) in arms.values():
-        assert one["steps"] == 1 and one["tokens"] > 0 and len(one["right"]) == 8
-    lines = choose.page_of("sharing", choose.kept("sharing")).splitlines()
+    for (run_record,) in arms.values():
+        assert run_record["steps"] == 1 and run_record["tokens"] > 0 and len(run_record["right"]) == 8
+    lines = choose.page_of("sharing", choose.load_outcomes("sharing")).splitlines()
     assert len(lines) == 2 * (2 + len(arms)) + 3 and choose.made_with() in lines[-1]
     choose.check("sharing", setting, "shared", 0, tmp_path / "again")
     assert capsys.readouterr().out.count(": the same\n") == 5
@@ -128,8 +127,8 @@ CHOOSE = ROOT / "docs" / "guide" / "choose_an_algorithm.md"
 FIGURE = re.compile(r"[+-]?\d+\.\d \[[+-]?\d+\.\d, [+-]?\d+\.\d\]")
 
 
-def test_every_line_of_choose_says_what_it_rests_on():
-    """A measured line links to its section and has only figures of its tables; others' lines link to their source."""
+def test_every_line_of_choose_names_a_source():
+    """A measured line links to a section and has only figures of that section. Other lines link to a source."""
     text, page = CHOOSE.read_text(encoding="utf-8"), choose.PAGE.read_text(encoding="utf-8")
     sections = dict(section_of(part) for part in page.split("\n## ")[1:])
     lines = text.partition("| if | then | evidence |\n|---|---|---|\n")[2].partition("\n\n")[0].splitlines()

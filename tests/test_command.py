@@ -1,4 +1,4 @@
-"""The command `marft`: flags win over files for every option, errors say what to write, each command is a process."""
+"""The command `marft`: flags override files for every option, errors name the fix, each command runs as a process."""
 
 import argparse
 import io
@@ -59,18 +59,18 @@ def marft(*arguments, where=None, **environment):
 
 
 def two_values(action):
-    """Two values of an option that differ, as they would be written into a YAML file."""
+    """Two different values of an option, as in a YAML file."""
     if action.nargs == 0:
         return True, True
     if action.choices:
         first, second = [*action.choices, *action.choices][:2]
-        found = (str(getattr(first, "value", first)), str(getattr(second, "value", second)))
+        values = (str(getattr(first, "value", first)), str(getattr(second, "value", second)))
     elif getattr(action.type, "__name__", "") in ("string_to_bool", "str_to_bool"):
-        found = (True, False)
+        values = (True, False)
     else:
-        for found in ((3, 5), (0.25, 0.5), ({"a": 1}, {"b": 2}), ("true,false", "false,true"), ("x", "y")):
+        for values in ((3, 5), (0.25, 0.5), ({"a": 1}, {"b": 2}), ("true,false", "false,true"), ("x", "y")):
             try:
-                for value in found:
+                for value in values:
                     text = json.dumps(value) if isinstance(value, dict) else str(value)
                     _ = action.type(text) if action.type is not None else text
                 break
@@ -78,14 +78,14 @@ def two_values(action):
                 continue
         else:
             return None
-    return ([found[0]], [found[1], found[0]]) if action.nargs in ("*", "+") else found
+    return ([values[0]], [values[1], values[0]]) if action.nargs in ("*", "+") else values
 
 
-def written(name, value, action):
+def written(name, option_value, action):
     if action.nargs == 0:
         return [f"--{name}"]
-    values = value if isinstance(value, list) else [value]
-    return [f"--{name}", *(json.dumps(one) if isinstance(one, dict) else str(one) for one in values)]
+    values = option_value if isinstance(option_value, list) else [option_value]
+    return [f"--{name}", *(json.dumps(value) if isinstance(value, dict) else str(value) for value in values)]
 
 
 PARSERS = [(MARFTConfig, ModelConfig, ScriptArguments), None]
@@ -101,25 +101,25 @@ def test_flags_win_over_files_and_files_over_defaults_for_every_option(kinds):
 
     counted, parser = 0, make()
     for name, action in get_options(parser).items():
-        if name in ("help", "module", "no_python") or name != action.dest:  # aliases are their own entries
+        if name in ("help", "module", "no_python") or name != action.dest:  # aliases have separate entries
             continue
-        if (values := two_values(action)) is None:  # only a file can have it
+        if (values := two_values(action)) is None:  # can only be set in a file
             only, before = {"a": 1}, parser.get_default(name)
             assert not as_tokens({name: only}, parser) and parser.get_default(name) == only
             parser.set_defaults(**{name: before})
             continue
         in_file, on_line = values
 
-        def read(given, flags, name=name):
+        def read(file_settings, flags, name=name):
             if kinds is None:
-                mine, rest = launcher.split_config(given, flags)
+                launcher_flags, rest = launcher.split_config(file_settings, flags)
                 assert not rest
                 flags, left = launcher.split_command_line(flags)
                 assert not left
-                tokens = [*mine, *flags, "script.py"]
+                tokens = [*launcher_flags, *flags, "script.py"]
             else:
                 required = [] if name == "output_dir" else ["--output_dir", "x"]
-                tokens = [*as_tokens(given, parser, flags), *flags, *required]
+                tokens = [*as_tokens(file_settings, parser, flags), *flags, *required]
             return getattr(parser.parse_known_args(tokens)[0], name)
 
         alone, line = read({name: in_file}, []), written(name, on_line, action)
@@ -135,8 +135,8 @@ def test_settings_of_the_script_a_file_and_flags_in_this_order(script, monkeypat
     Path("run.yaml").write_text(yaml.safe_dump(in_file))
     monkeypatch.delenv("MARFT_X", raising=False)
     recipe = Recipe.read("team.py")
-    given, rest = read_config(["--seed", "3", "--config", "run.yaml", "--max_steps=9"])
-    args, more = recipe.parse([*as_tokens(given, recipe.parser), *rest])
+    file_settings, rest = read_config(["--seed", "3", "--config", "run.yaml", "--max_steps=9"])
+    args, more = recipe.parse([*as_tokens(file_settings, recipe.parser), *rest])
     assert (args.learning_rate, args.max_steps, args.seed, more.rank) == (1e-4, 9, 3, 2)
     assert args.num_generations == 2 and args.model_init_kwargs == {"dtype": "float32"} and not more.quick
     assert os.environ.pop("MARFT_X") == "7"
@@ -144,12 +144,12 @@ def test_settings_of_the_script_a_file_and_flags_in_this_order(script, monkeypat
     assert (args.learning_rate, more.rank, more.quick) == (0.5, 8, True)
 
 
-def test_options_of_the_launcher_are_told_from_those_of_the_run():
+def test_options_of_the_launcher_are_separated_from_those_of_the_run():
     launcher = Launcher(["gradient_accumulation_steps", "debug"])
-    mine, rest = launcher.split_command_line(
+    launcher_flags, rest = launcher.split_command_line(
         ["--num_processes", "2", "--seed", "1", "--multi_gpu", "--mixed_precision=bf16", "--debug", "x", "--cpu"]
     )
-    assert mine == ["--num_processes", "2", "--multi_gpu", "--mixed_precision=bf16", "--cpu"]
+    assert launcher_flags == ["--num_processes", "2", "--multi_gpu", "--mixed_precision=bf16", "--cpu"]
     assert rest == ["--seed", "1", "--debug", "x"]
     in_file = {"num_processes": 2, "seed": 1, "multi_gpu": False}
     assert launcher.split_config(in_file) == (["--num_processes=2"], {"seed": 1})
@@ -170,6 +170,7 @@ CHANGES = {
     "no-model": {},
     "no-agents": {"agents": []},
     "no-data": {"model_name_or_path": "tiny", "dataset_name": "rows.jsonl"},
+    "bad-data": {"model_name_or_path": "x", "dataset_name": "bad.jsonl", "reward_funcs": "math_reward"},
     "bad-agent": {"agents": ["a", {"name": "b", "sytem_prompt": "x"}]},
     "bad-name": {"agents": ["a b"]},
     "bad-workflow": {"workflow": {"class": "Sequentail"}},
@@ -178,6 +179,7 @@ CHANGES = {
 FILES = {f"{name}.yaml": yaml.safe_dump({**GOOD, **change}) for name, change in CHANGES.items()} | {
     "wrong.yaml": "learnin_rate: 1\n",
     "list.yaml": "[1]\n",
+    "bad.jsonl": '{"prompt": "x"}\n{"prompt": \n',
     "empty.py": "x = 1\n",
     "clash.py": "def make(args, seed=1): ...\n",
     "needs.py": "def make(args, data): ...\n",
@@ -225,14 +227,18 @@ FILES = {f"{name}.yaml": yaml.safe_dump({**GOOD, **change}) for name, change in 
         (["train", "bad-name.yaml"], "Agent 0 of the YAML file: 'a b' cannot be the name of an agent"),
         (["train", "bad-workflow.yaml"], "the unknown class 'Sequentail'. Did you mean 'Sequential'"),
         (["train", "bad-reward.yaml"], "Unknown reward function 'acuracy_reward'. Did you mean 'accuracy_reward'"),
+        (["train", "bad-data.yaml"], "`dataset_name='bad.jsonl'` cannot be read: JSON parse error"),
+        (["train", "--num_generations", "7"], "must be divisible by num_generations"),
+        (["train", "--output_dir="], "`output_dir` is empty"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(script, arguments, message, capsys):
+def test_user_errors_exit_with_a_message(script, arguments, message, capsys):
     Path("empty-folder").mkdir()
     for name, text in FILES.items():
         Path(name).write_text(text)
     assert main(arguments) == 2
-    assert re.search(message, capsys.readouterr().err)
+    errors = capsys.readouterr().err
+    assert re.search(message, errors) and "Traceback" not in errors
 
 
 def test_every_command_has_help_and_a_class(capsys):
@@ -246,12 +252,12 @@ def test_every_command_has_help_and_a_class(capsys):
     assert "vllm-command" in capsys.readouterr().out
 
 
-def test_a_team_is_trained_evaluated_rehearsed_and_asked(script, model_folder, capsys, monkeypatch):
+def test_a_team_is_trained_evaluated_rehearsed_and_queried(script, model_folder, capsys, monkeypatch):
     assert main(["plan"]) == 0 and "Workflow: Sequential" in capsys.readouterr().out
     assert main(["rehearse", "team.py"]) == 0 and "what actor says" in capsys.readouterr().out
     assert main(["train", "--learning_rate", "1e-3", "--rank", "2"]) == 0
-    said = capsys.readouterr().out
-    assert f"marft chat out --model {model_folder}" in said
+    output = capsys.readouterr().out
+    assert f"marft chat out --model {model_folder}" in output
     manifest = TeamManifest.load("out")
     assert set(manifest.adapters) == {"reasoner", "actor"}
     assert LoraConfig.from_pretrained("out/actor").r == 2
@@ -283,15 +289,15 @@ def test_a_team_is_trained_evaluated_rehearsed_and_asked(script, model_folder, c
     assert capsys.readouterr().out == "".join(f"{turn.agent}: {turn.text}\n" for turn in episode.turns)
     monkeypatch.setattr("sys.stdin", io.StringIO(f"/greedy\n{question}\n\n/help\n/quit\nnever read\n"))
     assert main(["chat", "out", "--model", model_folder]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[1:-1] == [f"{turn.agent}: {turn.text}" for turn in episode.turns] and "/quit: exit" in said[-1]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:-1] == [f"{turn.agent}: {turn.text}" for turn in episode.turns] and "/quit: exit" in lines[-1]
     assert main(["vllm-command", "out", "--model", model_folder, "--device", "cpu"]) == 0
     assert "--max-lora-rank 8" in (command := capsys.readouterr().out) and model_folder in command
     assert main(["env"]) == 0 and "transformers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scripts_to_begin_with_are_short_and_run_as_they_are(kind, tmp_path, monkeypatch, model_folder, capsys):
+def test_script_templates_are_short_and_run_unchanged(kind, tmp_path, monkeypatch, model_folder, capsys):
     monkeypatch.chdir(tmp_path)
     for place in ("tiny", "extras.commands.scripts"):
         monkeypatch.setattr(f"marft_trl.{place}.tiny_team_model", lambda: model_folder)
@@ -308,7 +314,7 @@ def test_scripts_to_begin_with_are_short_and_run_as_they_are(kind, tmp_path, mon
 
 
 def test_a_team_in_a_yaml_file(script, model_folder, capsys):
-    Path("mine.py").write_text("def short(completions, **kwargs):\n    return [-len(one) for one in completions]\n")
+    Path("mine.py").write_text("def short(completions, **kwargs):\n    return [-len(text) for text in completions]\n")
     rows = [{"prompt": f"{number} + 1 = ?"} for number in range(16)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     team = {
@@ -329,14 +335,14 @@ def test_a_team_in_a_yaml_file(script, model_folder, capsys):
 
 @pytest.mark.slow
 def test_each_command_as_a_process(script, model_folder):
-    """In the order of a newcomer. Two processes train what one trains."""
+    """In the order of a new user. Training also runs in two processes."""
     where = script
     for arguments in (["train"], ["train", "--multi_gpu", "--num_processes", "2", "--output_dir", "two",
                                   "--per_device_train_batch_size", "4"]):  # fmt: skip
-        status, said, wrong = marft(*arguments, where=where)
-        assert status == 0, wrong[-3000:]
-        assert "Try it:\n  marft chat" in said
-    assert "2 processes" in said + wrong or "on 2" in said + wrong
+        status, output, errors = marft(*arguments, where=where)
+        assert status == 0, errors[-3000:]
+        assert "Try it:\n  marft chat" in output
+    assert "2 processes" in output + errors or "on 2" in output + errors
     for arguments, expected in (
         (["--help"], "vllm-command"),
         (["init", "app", "--file", "new/app.py"], "marft plan new/app.py"),
@@ -349,13 +355,13 @@ def test_each_command_as_a_process(script, model_folder):
         (["env"], "torch"),
         (["report", "--help"], "experiment"),
     ):
-        status, said, wrong = marft(*arguments, where=where)
-        assert status == 0 and expected in said, (arguments, said, wrong[-2000:])
+        status, output, errors = marft(*arguments, where=where)
+        assert status == 0 and expected in output, (arguments, output, errors[-2000:])
     assert "secret" not in marft("env", where=where, MARFT_API_KEY="secret", HF_TOKEN="secret")[1]
 
 
 @pytest.mark.slow
-def test_a_gateway_as_a_process_ends_when_it_is_told_to(script, model_folder):
+def test_a_gateway_process_ends_on_sigterm(script, model_folder):
     trainer = team_trainer(model_folder, script / "team")
     trainer.save_model()
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MARFT_API_KEY": "k"}
@@ -363,47 +369,22 @@ def test_a_gateway_as_a_process_ends_when_it_is_told_to(script, model_folder):
     process = subprocess.Popen(command, env=variables, cwd=script / "team", stderr=subprocess.PIPE, text=True)
     try:
         lines = iter(process.stderr.readline, "")
-        said = next(line for line in lines if "Serving Team(reasoner, actor" in line)  # with its port
-        url = re.search(r"http://127\.0\.0\.1:\d+", said)[0]
+        log = next(line for line in lines if "Serving Team(reasoner, actor" in line)  # with its port
+        url = re.search(r"http://127\.0\.0\.1:\d+", log)[0]
         body = json.dumps({"model": "team", "messages": [{"role": "user", "content": "1 + 1 = ?"}]}).encode()
         headers = {"Content-Type": "application/json", "Authorization": "Bearer k"}
-        ask = urllib.request.Request(f"{url}/v1/chat/completions", body, headers)
-        with urllib.request.urlopen(ask, timeout=60) as answer:
+        request = urllib.request.Request(f"{url}/v1/chat/completions", body, headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
             assert json.loads(answer.read())["choices"][0]["finish_reason"]
         process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=60)[1]
-        assert process.returncode == 0 and "Traceback" not in said
+        log = process.communicate(timeout=60)[1]
+        assert process.returncode == 0 and "Traceback" not in log
     finally:
         process.kill()
 
 
 def test_rewards_and_workflows_of_the_extras_have_names_in_yaml_files():
     assert reward_named("code_reward") is code_reward and reward_named("math_reward") is math_reward
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--num_generations", "7"], "must be divisible by num_generations"),
-        (["--output_dir="], "`output_dir` is empty"),
-        (["--max_steps", "ten"], "max_steps"),
-    ],
-)
-def test_wrong_settings_end_a_command_without_a_traceback(tmp_path, monkeypatch, capsys, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    assert main(["init", "duo"]) == 0
-    assert main(["train", "team.py", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert message in said and "Traceback" not in said
-
-
-def test_a_broken_line_of_a_data_file_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
-    text = "{dataset_name: bad.jsonl, model_name_or_path: x, agents: [a], reward_funcs: math_reward, output_dir: o}"
-    (tmp_path / "team.yaml").write_text(text)
-    assert main(["train", "team.yaml"]) == 2
-    assert "`dataset_name='bad.jsonl'` cannot be read: JSON parse error" in capsys.readouterr().err
 
 
 def test_errors_of_a_run_have_a_traceback_only_where_own_code_raised_them(script, capsys):
@@ -415,10 +396,10 @@ def test_errors_of_a_run_have_a_traceback_only_where_own_code_raised_them(script
     assert type(raised.value).__name__ != "UsageError"
 
 
-@pytest.mark.parametrize(("value", "given"), [("false", False), ("No", False), ("true", True), ("a/b", "a/b")])
-def test_a_run_begins_anew_where_that_is_asked_for(script, monkeypatch, value, given):
-    asked = []
+@pytest.mark.parametrize(("text", "parsed"), [("false", False), ("No", False), ("true", True), ("a/b", "a/b")])
+def test_resume_from_checkpoint_is_parsed_from_the_command_line(script, monkeypatch, text, parsed):
+    resumes = []
     monkeypatch.setattr(
-        MARFTTrainer, "train", lambda self, resume_from_checkpoint: asked.append(resume_from_checkpoint)
+        MARFTTrainer, "train", lambda self, resume_from_checkpoint: resumes.append(resume_from_checkpoint)
     )
-    assert main(["train", "--resume_from_checkpoint", value]) == 0 and asked == [given]
+    assert main(["train", "--resume_from_checkpoint", text]) == 0 and resumes == [parsed]

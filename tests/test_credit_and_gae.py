@@ -17,15 +17,9 @@ def test_counterfactual_credit_by_hand():
     assert credit[:2].tolist() == [0.5, 0.0] and credit[2].isnan()
 
 
-def test_gae_reference_vector_of_a_chain():
-    advantages, targets = F.gae(torch.tensor([0.0, 1.0]), torch.tensor([0.2, 0.6]), torch.tensor([0, 1]), 0.99, 0.95)
-    assert advantages.tolist() == pytest.approx([0.7702, 0.4], abs=1e-6)
-    assert targets.tolist() == pytest.approx([0.9702, 1.0], abs=1e-6)
-
-
-def test_joint_steps_follow_what_turns_see():
+def test_joint_steps_follow_the_turns_that_were_seen():
     def steps(*seen):
-        return joint_steps([Turn("a", "", index, sees=its) for index, its in enumerate(seen)])
+        return joint_steps([Turn("a", "", index, sees=indices) for index, indices in enumerate(seen)])
 
     assert steps((), (0,), (0, 1)) == [0, 1, 2]
     assert steps((), (0,), (0,), (1, 2)) == [0, 1, 1, 2]
@@ -37,7 +31,7 @@ def episodes(draw):
     """A random dependency graph with rewards, ragged token values and factors."""
     count = draw(st.integers(1, 6))
     sees = [draw(st.sets(st.integers(0, k - 1))) if k else set() for k in range(count)]
-    turns = [Turn("a", "", k, sees=tuple(sorted(its))) for k, its in enumerate(sees)]
+    turns = [Turn("a", "", k, sees=tuple(sorted(indices))) for k, indices in enumerate(sees)]
     numbers = st.floats(-3, 3, width=32)
     lengths = [draw(st.integers(1, 4)) for _ in turns]
     values = [[draw(numbers) for _ in range(length)] for length in lengths]
@@ -50,18 +44,14 @@ def brute_action(steps, rewards, values, gamma, lam, last_value):
     """A_k = R_t + gamma Vm_{t+1} - V_k + gamma lambda Am_{t+1}, straight from the formula, by recursion."""
 
     def mean_value(t):
-        mine = [v for v, s in zip(values, steps, strict=True) if s == t]
-        return sum(mine) / len(mine) if mine else last_value
+        step_values = [v for v, s in zip(values, steps, strict=True) if s == t]
+        return sum(step_values) / len(step_values) if step_values else last_value
 
     def mean_advantage(t):
         if t not in steps:
             return 0.0
-        return (
-            sum(r for r, s in zip(rewards, steps, strict=True) if s == t)
-            + gamma * mean_value(t + 1)
-            - mean_value(t)
-            + gamma * lam * mean_advantage(t + 1)
-        )
+        reward = sum(r for r, s in zip(rewards, steps, strict=True) if s == t)
+        return reward + gamma * mean_value(t + 1) - mean_value(t) + gamma * lam * mean_advantage(t + 1)
 
     return [mean_advantage(t) + mean_value(t) - v for v, t in zip(values, steps, strict=True)]
 
@@ -69,9 +59,9 @@ def brute_action(steps, rewards, values, gamma, lam, last_value):
 def brute_token(steps, rewards, values, factors, last_value):
     gamma, lam, token_gamma, token_lam = factors
 
-    def first(t, of):
-        mine = [of(k) for k, s in enumerate(steps) if s == t]
-        return sum(mine) / len(mine) if mine else None
+    def first(t, value_of):
+        step_values = [value_of(k) for k, s in enumerate(steps) if s == t]
+        return sum(step_values) / len(step_values) if step_values else None
 
     def advantage(k, i):
         t = steps[k]
@@ -146,11 +136,8 @@ ragged = st.lists(st.lists(st.floats(-1, 1), min_size=1, max_size=5), min_size=1
 def test_log_ratios_of_actions_equal_a_loop(rows, words):
     mask = padded([[1.0] * len(row) for row in rows])
     noise = padded(rows) + 7 * (1 - mask)  # what lies beyond a turn's end does not count
-    for its in (
-        [1] * len(rows),
-        [len(row) for row in rows],
-        words[: len(rows)],
-    ):  # sums, and means by tokens and words
+    # Sums, and means by tokens and words
+    for its in ([1] * len(rows), [len(row) for row in rows], words[: len(rows)]):
         want = [sum(row) / by for row, by in zip(rows, its, strict=True)]
         got = F.action_log_ratios(noise, mask, torch.tensor(its, dtype=torch.float64))
         assert got.tolist() == pytest.approx(want, abs=1e-6)
@@ -212,3 +199,9 @@ def test_divergence_factors_and_entropy_control_by_hand():
     assert F.effective_share(torch.tensor([4.0, 8.0, 16.0])) == 1.0
     assert F.adapted_entropy_coef(0.1, entropy=0.3, target=0.3, delta=0.05, low=0, high=0.12) == 0.12
     assert F.adapted_entropy_coef(0.1, entropy=0.4, target=0.3, delta=0.05, low=0.08, high=1) == 0.08
+
+
+def test_gae_reference_vector_of_a_chain():
+    advantages, targets = F.gae(torch.tensor([0.0, 1.0]), torch.tensor([0.2, 0.6]), torch.tensor([0, 1]), 0.99, 0.95)
+    assert advantages.tolist() == pytest.approx([0.7702, 0.4], abs=1e-6)
+    assert targets.tolist() == pytest.approx([0.9702, 1.0], abs=1e-6)

@@ -17,16 +17,17 @@ PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1, "normalize_
 @pytest.mark.parametrize(
     ("critic", "level"), in_turn([("shared",), ("per_agent",), ("multi_head",), ("frozen",)], "token", "action")
 )
-def test_policy_and_critic_have_gradients_of_their_own(model_folder, tmp_path, critic, level):
+def test_policy_and_critic_gradients_are_separate(model_folder, tmp_path, critic, level):
     settings = {**PPO, "critic": critic, "level": level, "max_steps": 1, "beta": 0.1}
     trainer = team_trainer(model_folder, tmp_path, settings=settings)
     slice_, parts = only_slice(trainer, ROWS), trainer.parts.updates.trained_parameters()
     for name in parts:
-        for parameter in (one for its in parts.values() for one in its.values()):
-            parameter.grad = None
+        for parameters in parts.values():
+            for parameter in parameters.values():
+                parameter.grad = None
         loss = trainer.parts.loss.slice_loss(trainer.model, slice_, frozenset([name]), trainer.accelerator.backward)
         loss.backward()
-        touched = {part for part, its in parts.items() for p in its.values() if p.grad is not None and p.grad.any()}
+        touched = {n for n, group in parts.items() for p in group.values() if p.grad is not None and p.grad.any()}
         assert touched == {name}
     assert set(trainer.policies.trained) == {"actor", "reasoner"}
     assert len(parts) - 2 == (2 if critic == "per_agent" else 1)
@@ -41,7 +42,7 @@ def test_every_critic_learns_true_values(model_folder, tmp_path, critic):
         worth = dict(list(worth.items())[:2])
     steps = 80 if critic == "frozen" else 56
 
-    def known(completions, prompts, **kwargs):
+    def worth_of(completions, prompts, **kwargs):
         return [worth[prompt] for prompt in prompts]
 
     settings = {
@@ -51,15 +52,15 @@ def test_every_critic_learns_true_values(model_folder, tmp_path, critic):
         **{"max_completion_length": 1, "gradient_checkpointing": False, "lr_scheduler_type": "constant"},
     }
     prompts = Dataset.from_dict({"prompt": list(worth) * 64})
-    trainer = team_trainer(model_folder, tmp_path, reward_funcs=known, settings=settings, train_dataset=prompts)
+    trainer = team_trainer(model_folder, tmp_path, reward_funcs=worth_of, settings=settings, train_dataset=prompts)
     assert not any("_critic" not in name for name in moved_by_training(trainer))
     explained = [e["critic/explained_variance"] for e in trainer.state.log_history if "critic/explained_variance" in e]
     assert abs(explained[0]) < 0.5  # it starts with next to nothing
     assert sum(explained[-3:]) / 3 > 0.95
 
 
-def test_each_agent_has_its_own_head_of_a_multi_head_critic(model_folder, tmp_path):
-    """The head of an agent is that of its place: values of one do not change with the weights of another."""
+def test_multi_head_critics_have_a_head_per_agent(model_folder, tmp_path):
+    """An agent's head is chosen by its index: the values of an agent do not depend on another agent's head."""
     trainer = team_trainer(model_folder, tmp_path, settings={**PPO, "critic": "multi_head"})
     critic = trainer.critic
     outputs = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [7.0, 8.0]]])
@@ -99,15 +100,15 @@ def test_values_of_truncated_turns_see_their_tokens(model_folder, tmp_path):
 
 @pytest.mark.parametrize("level", ["action", "token"])
 def test_the_reference_pass_serves_the_frozen_critic(model_folder, tmp_path, level):
-    words = [[5, 6, 2], [7, 2], [8, 9, 10, 11, 2], [2]]
+    completions = [[5, 6, 2], [7, 2], [8, 9, 10, 11, 2], [2]]
 
     def features(beta, ppo=PPO | {"level": level, "critic": "frozen"}):
         settings = {**ppo, "beta": beta, "max_tokens_per_micro_batch": 500}
         trainer = team_trainer(model_folder, tmp_path, settings=settings)
         passes = []
         trainer.model.get_base_model().model.register_forward_hook(lambda *_: passes.append(1))
-        said = by_hand(lambda agents, prompt_ids: [SampledTurn(words[i % 4]) for i in range(len(agents))])
-        trainer.parts.runner.generator.generate = said
+        generate = by_hand(lambda agents, prompt_ids: [SampledTurn(completions[i % 4]) for i in range(len(agents))])
+        trainer.parts.runner.generator.generate = generate
         rows = only_slice(trainer, ROWS).rows
         if not ppo:
             return None, len(passes)
@@ -143,7 +144,7 @@ def test_value_heads_rest_while_the_critic_does(model_folder, tmp_path):
 
 
 @pytest.mark.parametrize("limit", [0.0, 1e-9])
-def test_the_critics_gradient_is_clipped_by_its_own_norm_and_by_none_at_zero(model_folder, tmp_path, limit):
+def test_critic_gradients_are_clipped_separately_and_not_at_zero(model_folder, tmp_path, limit):
     settings = {**PPO, "max_steps": 1, "max_grad_norm": limit, "optim": "sgd"}
     settings |= {"critic_learning_rate": 1e-2, "level": "action"}
     trainer = team_trainer(model_folder, tmp_path, settings=settings)

@@ -23,12 +23,12 @@ ENDS = list(range(3, 14))
 COMMON = {"pad_token_id": 0, "top_k": 0}
 
 
-def generate(model, prompts, own=True, recorder=None, is_fixed=False, padding=0, **settings):
+def generate(model, prompts, fast=True, recorder=None, is_fixed=False, padding=0, **settings):
     ids, mask = forward.padded(prompts, "cpu", side="left")
-    ids, mask = (torch.nn.functional.pad(one, (padding, 0)) for one in (ids, mask))
+    ids, mask = (torch.nn.functional.pad(tensor, (padding, 0)) for tensor in (ids, mask))
     config = GenerationConfig(**{**COMMON, "eos_token_id": ENDS, "max_new_tokens": 20, **settings})
     assert can_decode(config)
-    options = {"custom_generate": functools.partial(decode, recorder=recorder, is_fixed=is_fixed)} if own else {}
+    options = {"custom_generate": functools.partial(decode, recorder=recorder, is_fixed=is_fixed)} if fast else {}
     with torch.no_grad():
         tokens = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **options)
     return tokens[:, ids.size(1) :]
@@ -48,19 +48,19 @@ def test_greedy_tokens_are_those_of_transformers(family, others_words):
     prompts, _ = ragged_rows(int(others_words), others_words)
     penalized = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 4}
     for settings in ({}, penalized) if others_words else ({},):
-        theirs = generate(model, prompts, own=False, do_sample=False, **settings)
-        assert generate(model, prompts, do_sample=False, **settings).tolist() == theirs.tolist()
+        expected = generate(model, prompts, fast=False, do_sample=False, **settings)
+        assert generate(model, prompts, do_sample=False, **settings).tolist() == expected.tolist()
         fixed = generate(model, prompts, is_fixed=True, do_sample=False, **settings)
-        assert fixed[:, : theirs.size(1)].tolist() == theirs.tolist() and not fixed[:, theirs.size(1) :].any()
+        assert fixed[:, : expected.size(1)].tolist() == expected.tolist() and not fixed[:, expected.size(1) :].any()
 
 
 @pytest.mark.parametrize("prompts", [[[5]], [[5], [5]], [[5], [6, 7, 8]], [[5, 6, 7]] * 3, [[5, 6], [5, 6, 9]]])
 def test_short_and_equal_prompts(prompts):
     model = family_model("qwen3")
-    theirs = generate(model, prompts, own=False, do_sample=False)
+    expected = generate(model, prompts, fast=False, do_sample=False)
     for is_fixed in (False, True):
-        mine = generate(model, prompts, is_fixed=is_fixed, do_sample=False)
-        assert mine[:, : theirs.size(1)].tolist() == theirs.tolist()
+        tokens = generate(model, prompts, is_fixed=is_fixed, do_sample=False)
+        assert tokens[:, : expected.size(1)].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("others_words", [False, True], ids=["one_prompt", "others_words"])
@@ -69,7 +69,7 @@ def test_padding_in_front_of_all_rows_changes_nothing(others_words):
     model = family_model("qwen3")
     prompts, _ = ragged_rows(int(others_words), others_words)
     tokens = generate(model, prompts, padding=5, do_sample=False)
-    assert tokens.tolist() == generate(model, prompts, own=False, do_sample=False).tolist()
+    assert tokens.tolist() == generate(model, prompts, fast=False, do_sample=False).tolist()
 
 
 def test_logits_that_are_not_numbers_are_reported():
@@ -94,53 +94,52 @@ def test_finished_rows_leave_the_batch():
     steps = [rows for rows, _ in sizes[-tokens.size(1) :]]
     has_ended = torch.isin(tokens, torch.tensor(ENDS))
     useful = [(~has_ended[:, :step].any(dim=1)).sum().item() for step in range(tokens.size(1))]
-    assert steps[0] == 32 and steps[-1] < 10 and steps == sorted(steps, reverse=True)
-    assert steps == useful
+    assert steps == useful and steps[0] == 32 and steps[-1] < 10
 
 
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}], ids=str)
-def test_rows_in_the_places_of_finished_ones_go_on_as_they_would_have(settings):
+def test_rows_that_move_to_finished_places_give_the_same_tokens(settings):
     model, draw = family_model("qwen3"), random.Random(0)
     prompts = [[draw.randrange(20, VOCABULARY) for _ in range(draw.randint(1, 9))] for _ in range(40)]
     settings = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": list(range(3, 9)), **settings}
-    theirs = generate(model, prompts, own=False, **settings)
-    lengths = (theirs != 0).sum(dim=1)
+    expected = generate(model, prompts, fast=False, **settings)
+    lengths = (expected != 0).sum(dim=1)
     assert len(set(lengths.tolist())) > 8 and (lengths[-8:] > lengths[:8].min()).any()  # late rows outlive early ones
     for is_fixed in (False, True):
-        mine = generate(model, prompts, is_fixed=is_fixed, **settings)
-        assert mine[:, : theirs.size(1)].tolist() == theirs.tolist() and not mine[:, theirs.size(1) :].any()
+        tokens = generate(model, prompts, is_fixed=is_fixed, **settings)
+        assert tokens[:, : expected.size(1)].tolist() == expected.tolist() and not tokens[:, expected.size(1) :].any()
 
 
 def steps_taken(monkeypatch, model, **settings):
     """Tokens of steps of fixed shapes, and for each of them the rows and the addresses that it reads and writes."""
-    taken = []
+    steps = []
     forward_ = decoding.FixedSteps._forward
 
     def noting(self):
         memory = [self._tokens, self._mask, self._positions, self._place]
         memory += [states for layer in self.cache.layers[:1] for states in (layer.keys, layer.values)]
-        taken.append((len(self._tokens), [(one.data_ptr(), one.shape) for one in memory]))
+        steps.append((len(self._tokens), [(tensor.data_ptr(), tensor.shape) for tensor in memory]))
         return forward_(self)
 
     monkeypatch.setattr(decoding.FixedSteps, "_forward", noting)
     prompts = [[5, 6, 7, 8, 20 + index][index % 3 :] for index in range(40)]
     torch.manual_seed(0)
-    return generate(model, prompts, is_fixed=True, max_new_tokens=60, **settings), taken
+    return generate(model, prompts, is_fixed=True, max_new_tokens=60, **settings), steps
 
 
 def test_shapes_and_addresses_stay_until_rows_leave(monkeypatch):
-    _, taken = steps_taken(monkeypatch, family_model("llama"), do_sample=True)
-    sizes = [count for count, _ in taken]
+    _, steps = steps_taken(monkeypatch, family_model("llama"), do_sample=True)
+    sizes = [count for count, _ in steps]
     assert sizes[0] == 40 and set(sizes) <= {40, *decoding.SIZES} and len(set(sizes)) > 1
     assert sizes == sorted(sizes, reverse=True)
     for count in set(sizes):
-        first, *others = [memory for its, memory in taken if its == count]
+        first, *others = [memory for rows, memory in steps if rows == count]
         assert all(memory == first for memory in others)
-        assert len(others) % 8 == 7 or count == sizes[-1]  # it is looked every eighth step
+        assert len(others) % 8 == 7 or count == sizes[-1]  # finished rows are removed every eighth step
 
 
-def test_masks_what_comes_later_where_attention_is_told_of_columns(monkeypatch):
-    """FlashAttention would attend to memory that nothing was written to yet."""
+def test_masks_what_comes_later_where_attention_takes_a_mask(monkeypatch):
+    """FlashAttention would attend to memory that is not written yet."""
     model = family_model("qwen3")
     for kind in ("sdpa", "eager", "flash_attention_2", "flex_attention"):
         monkeypatch.setattr(model.config, "_attn_implementation_internal", kind)
@@ -152,7 +151,7 @@ def test_masks_what_comes_later_where_attention_is_told_of_columns(monkeypatch):
 
 
 class Graph:
-    """In place of a captured graph (`captured`): runs the function, in the memory that it was captured with."""
+    """Stands in for a captured graph (`captured`): runs the function in the memory that it was captured with."""
 
     def __init__(self, run, wrong=0.0):
         self.run, self.wrong, self.result, self.replays = run, wrong, run().clone(), 0
@@ -172,13 +171,13 @@ def test_steps_are_replayed_until_rows_leave(monkeypatch):
     model, graphs = family_model("llama"), []
     plain, _ = steps_taken(monkeypatch, model, do_sample=True)
     with_graphs(monkeypatch, lambda run, pool: graphs.append(Graph(run)) or graphs[-1])
-    replayed, taken = steps_taken(monkeypatch, model, do_sample=True)
+    replayed, steps = steps_taken(monkeypatch, model, do_sample=True)
     assert replayed.tolist() == plain.tolist()
-    assert len(graphs) >= 2 and sum(graph.replays for graph in graphs) > len(taken) / 3
+    assert len(graphs) >= 2 and sum(graph.replays for graph in graphs) > len(steps) / 3
 
 
 @pytest.mark.parametrize("problem", ["raises", "differs"])
-def test_steps_that_cannot_be_captured_are_run_as_they_are(monkeypatch, caplog, problem):
+def test_steps_that_cannot_be_captured_run_without_graphs(monkeypatch, caplog, problem):
     def capture(run, pool):
         if problem == "raises":
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -189,11 +188,11 @@ def test_steps_that_cannot_be_captured_are_run_as_they_are(monkeypatch, caplog, 
     plain, _ = steps_taken(monkeypatch, model, do_sample=False)
     with_graphs(monkeypatch, capture)
     with caplog.at_level("WARNING"):
-        found, _ = steps_taken(monkeypatch, model, do_sample=False)
-    assert found.tolist() == plain.tolist()
+        tokens, _ = steps_taken(monkeypatch, model, do_sample=False)
+    assert tokens.tolist() == plain.tolist()
     why = "stream is capturing" if problem == "raises" else "the logits of the graph differ"
-    said = [one for one in caplog.messages if "without CUDA graphs" in one]
-    assert len(said) == 1 and why in said[0]
+    warnings = [message for message in caplog.messages if "without CUDA graphs" in message]
+    assert len(warnings) == 1 and why in warnings[0]
 
 
 def test_GraphMemory():
@@ -210,10 +209,10 @@ def test_find_capture_obstacle():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured():
-    value = torch.zeros(3, device="cuda")
-    run = captured(lambda: value * 2 + 1, GraphMemory.create(value.device))
+    tensor = torch.zeros(3, device="cuda")
+    run = captured(lambda: tensor * 2 + 1, GraphMemory.create(tensor.device))
     for number in (1.0, 5.0):
-        value.fill_(number)
+        tensor.fill_(number)
         assert run().tolist() == [2 * number + 1] * 3
 
 
@@ -244,38 +243,38 @@ def test_prompts_that_are_filled_in_parts_give_the_same_tokens(family, others_wo
     model, widths = family_model(family), []
     prompts, _ = ragged_rows(int(others_words), others_words)
     prompts = [*prompts, *prompts[::-1], [5], [5, 6, 7]]
-    theirs = generate(model, prompts, own=False, do_sample=False)
+    expected = generate(model, prompts, fast=False, do_sample=False)
     shared = decoding.shared_pass
     monkeypatch.setattr(decoding, "shared_pass", lambda *args: (widths.append(len(args[1])), shared(*args))[1])
     for tokens in (1, 40):
         monkeypatch.setattr(decoding, "PREFILL_TOKENS", tokens)
         widths.clear()
-        assert generate(model, prompts, do_sample=False).tolist() == theirs.tolist()
+        assert generate(model, prompts, do_sample=False).tolist() == expected.tolist()
         assert max(widths, default=0) < len(prompts)
 
 
-def test_no_layer_keeps_more_than_its_room(monkeypatch):
-    """While a cache is filled, the keys and values of no other layer are in memory a second time."""
-    model, kept = family_model("llama"), []
+def test_no_layer_holds_more_than_the_preallocated_memory(monkeypatch):
+    """While a cache is filled, at most one other layer has a second copy of keys and values in memory."""
+    model, storages = family_model("llama"), []
     update = decoding._Joining.update
 
     def noting(self, *args, **kwargs):
         joined = update(self, *args, **kwargs)
-        kept.append(weakref.ref(joined[0].untyped_storage()))
-        assert sum(one() is not None for one in kept) <= 2  # of this layer and of the one before it
+        storages.append(weakref.ref(joined[0].untyped_storage()))
+        assert sum(storage() is not None for storage in storages) <= 2  # of this layer and of the one before it
         return joined
 
     monkeypatch.setattr(decoding._Joining, "update", noting)
     generate(model, [[*range(20, 50), 5, 6 + index, 7] for index in range(8)], do_sample=False, max_new_tokens=1)
-    assert len(kept) == 3
+    assert len(storages) == 3
 
 
-def test_the_last_rows_take_the_places_of_finished_ones():
+def test_the_last_rows_take_the_places_of_finished_rows():
     layer = PreallocatedLayer(8, 3)
     layer.update(*(torch.arange(8.0).reshape(8, 1, 1, 1) for _ in range(2)))
     place = layer.keys.data_ptr()
-    done = torch.tensor([False, True, False, False, True, False, True, False])
-    order, *moves = decoding._leave([], done, 5)
+    finished = torch.tensor([False, True, False, False, True, False, True, False])
+    order, *moves = decoding._leave([], finished, 5)
     layer.keep_rows(5, *moves)
     assert order.tolist() == [0, 5, 2, 3, 7]
     assert layer.keys[:, 0, 0, 0].tolist() == layer.values[:, 0, 0, 0].tolist() == [0.0, 5.0, 2.0, 3.0, 7.0]
@@ -356,14 +355,14 @@ def test_tokens_of_no_probability_are_never_drawn(monkeypatch):
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])
-def test_recorded_log_probabilities_are_the_scored_ones(is_fixed):
+def test_recorded_log_probabilities_equal_scored_log_probabilities(is_fixed):
     model = family_model("qwen3", temperature=0.7)
     base = model.get_base_model()
     prompts, _ = ragged_rows(1, others_words=True)
     recorder = Recorder()
     torch.manual_seed(0)
     drawn = generate(model, prompts, is_fixed=is_fixed, recorder=recorder, do_sample=True, temperature=0.7)
-    completions = [its[: 1 + next((i for i, t in enumerate(its) if t in ENDS), len(its))] for its in drawn.tolist()]
+    completions = [ids[: 1 + next((i for i, t in enumerate(ids) if t in ENDS), len(ids))] for ids in drawn.tolist()]
     with torch.no_grad():
         hidden = forward.hidden_states(base.base_model, prompts, completions)
         for row, tokens in enumerate(completions):
@@ -396,15 +395,15 @@ def test_several_updates_need_no_pass_for_old_log_probabilities(model_folder, tm
 
     scored, ratios, rows = run()
     assert scored == [0] and ratios[0] == 0 and all(row.old_per_token_logps is not None for row in rows)
-    for otherwise in ({"temperature": 0.5}, {"do_sample": False}):
-        scored, *_ = run(generation_kwargs=otherwise, max_steps=1)
-        assert scored == [16], otherwise
+    for generation_kwargs in ({"temperature": 0.5}, {"do_sample": False}):
+        scored, *_ = run(generation_kwargs=generation_kwargs, max_steps=1)
+        assert scored == [16], generation_kwargs
 
 
 @pytest.mark.parametrize(
     ("settings", "exact"), [({}, True), ({"attention_dropout": 0.1}, False), ({"dtype": "bfloat16"}, False)], ids=str
 )
-def test_what_is_sampled_with_noise_or_roughly_is_scored_anew(model_folder, tmp_path, settings, exact):
+def test_samples_with_dropout_or_low_precision_are_scored_again(model_folder, tmp_path, settings, exact):
     model = AutoModelForCausalLM.from_pretrained(model_folder, **settings)
     trainer = team_trainer(model, tmp_path, settings={"num_iterations": 2})
     assert trainer.parts.runner.generator.records == exact
@@ -421,5 +420,5 @@ def test_nothing_of_the_model_s_own_config_turns_fast_decoding_off(model_folder,
     "settings",
     [{"num_beams": 2}, {"guidance_scale": 2.0}, {"cache_implementation": "offloaded"}, {"use_cache": False}],
 )
-def test_what_the_loop_cannot_do_is_left_to_transformers(settings):
+def test_unsupported_settings_are_left_to_transformers(settings):
     assert not can_decode(GenerationConfig(**settings))

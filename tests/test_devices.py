@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.extras.engines import vllm_generator
 from marft_trl.extras.engines.vllm_generator import VLLMGenerator
-from marft_trl.learning import batching as micro_batcher
+from marft_trl.learning import batching
 from marft_trl.learning.batching import ActivationCost, measure_activations, memory_of_server
 from marft_trl.seams.generation import generating_in_precision
 from marft_trl.seams.runs import step_without_gradients
@@ -56,8 +56,8 @@ def train(*arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize(("team", "agents"), [("critic", 2), ("parallel", 4)])
 def test_a_base_that_is_spread_over_devices_trains_as_on_one(team, agents):
-    found = train(team, "--layouts", "whole", "spread")
-    whole, spread = found["whole"], found["spread"]
+    layouts = train(team, "--layouts", "whole", "spread")
+    whole, spread = layouts["whole"], layouts["spread"]
     assert whole["devices"] == ["pretend:0"] and spread["devices"] == ["pretend:0", "pretend:1"]
     assert whole["moved"] == spread["moved"] == [f"a{index}" for index in range(agents)]
     assert (whole["losses"], whole["weights"]) == (spread["losses"], spread["weights"])
@@ -86,15 +86,15 @@ def test_a_model_is_taught_on_its_device():
 
 @pretended
 @pytest.mark.slow
-def test_by_default_a_frozen_base_is_in_half_precision_on_one_device_and_samples_what_it_scores():
-    found = train("half", "--layouts", "named", "--settings", '{"max_completion_length": 3, "max_steps": 1}')["named"]
-    assert found["devices"] == ["pretend:0"] and found["moved"] == ["a0", "a1"]
-    assert found["dtypes"] == {"base": ["torch.bfloat16"], "adapters": ["torch.float32"]}
+def test_a_frozen_base_is_in_half_precision_on_one_device_by_default():
+    named = train("half", "--layouts", "named", "--settings", '{"max_completion_length": 3, "max_steps": 1}')["named"]
+    assert named["devices"] == ["pretend:0"] and named["moved"] == ["a0", "a1"]
+    assert named["dtypes"] == {"base": ["torch.bfloat16"], "adapters": ["torch.float32"]}
     for phase in ("generate", "train"):
-        assert found["products"][phase].keys() == {"torch.bfloat16"}, phase
-    # What waits for the device: one look at a token, and few for each micro-batch
-    looks = {phase: its.copy() for phase, its in found["waits"].items()}
-    copies = {phase: its.pop("to the device", 0) for phase, its in looks.items()}
+        assert named["products"][phase].keys() == {"torch.bfloat16"}, phase
+    # Synchronizations with the device: one per token, and a few per micro-batch
+    looks = {phase: waits.copy() for phase, waits in named["waits"].items()}
+    copies = {phase: waits.pop("to the device", 0) for phase, waits in looks.items()}
     tokens = 2 * 3
     assert sum(looks["generate"].values()) <= 1.6 * tokens + 20 and copies["generate"] <= 20
     assert sum(looks["train"].values()) <= 40
@@ -106,17 +106,17 @@ def test_a_model_goes_to_the_device_of_its_process():
 
 
 def test_a_user_s_device_map_is_kept(model_folder, tmp_path, monkeypatch):
-    given = []
+    loads = []
 
     def load(name, **options):
-        given.append(options)
+        loads.append(options)
         return create_model_from_path(name, **{**options, "device_map": None})
 
     monkeypatch.setattr(setup, "create_model_from_path", load)
     monkeypatch.setattr(setup, "device_map_kwargs", lambda device: {"device_map": {"": "the device"}})
     for kwargs in (None, {"device_map": "auto"}):
         team_trainer(model_folder, tmp_path, settings={"model_init_kwargs": kwargs})
-    assert [one["device_map"] for one in given] == [{"": "the device"}, "auto"]
+    assert [load_options["device_map"] for load_options in loads] == [{"": "the device"}, "auto"]
 
 
 @pytest.mark.parametrize("has_adapters", [False, True])
@@ -150,8 +150,8 @@ def test_random_states_of_all_devices_of_a_spread_base_are_kept(monkeypatch):
     first = torch.device("xpu", 0)
     others = other_devices(model, first)
     assert others == [torch.device("xpu", 1)]
-    kept = RandomStates(first, others=others)
-    before = kept.capture()
+    random_states = RandomStates(first, others=others)
+    before = random_states.capture()
     randomness = UserRandomness(0, first, others)
     with randomness.user_states():  # as `torch.manual_seed` of a reward function does
         states.update({0: torch.tensor([7], dtype=torch.uint8), 1: torch.tensor([8], dtype=torch.uint8)})
@@ -162,20 +162,20 @@ def test_random_states_of_all_devices_of_a_spread_base_are_kept(monkeypatch):
     with again.user_states():
         assert [states[index].item() for index in (0, 1)] == [7, 8]
     states[1] = torch.tensor([9], dtype=torch.uint8)
-    kept.restore(before)
+    random_states.restore(before)
     assert states[1].item() == 2
 
 
-def test_what_a_base_is_loaded_in(caplog):
+def test_the_dtype_of_a_loaded_base(caplog):
     PartialState(cpu=True)  # for a line in the log
 
-    def args(**given):
-        return SimpleNamespace(**{"bf16": True, "device": torch.device("cuda"), "model_init_kwargs": None} | given)
+    def args(**settings):
+        return SimpleNamespace(**{"bf16": True, "device": torch.device("cuda"), "model_init_kwargs": None} | settings)
 
     assert choose_dtype(args(), True) == torch.bfloat16
     assert choose_dtype(args(), False) is None  # weights are trained
-    for given in ({"bf16": False}, {"device": torch.device("cpu")}, {"model_init_kwargs": {"dtype": "float32"}}):
-        assert choose_dtype(args(**given), True) is None
+    for settings in ({"bf16": False}, {"device": torch.device("cpu")}, {"model_init_kwargs": {"dtype": "float32"}}):
+        assert choose_dtype(args(**settings), True) is None
     plain, whole = lora(), LoraConfig(modules_to_save=["lm_head"])
     assert stays_frozen([AgentSpec("a")], plain) and stays_frozen([AgentSpec("a", peft_config=plain)], None)
     assert not stays_frozen([AgentSpec("a")], None) and not stays_frozen([AgentSpec("a")], whole)
@@ -194,8 +194,8 @@ def test_generating_in_precision_casts_where_the_base_has_it(model_folder):
 def test_copies_that_mixed_precision_makes_of_weights_are_counted(model_folder, tmp_path, monkeypatch):
     model = family_model("qwen3")
     base = model.get_base_model()
-    layers = [(name, one) for name, one in base.model.named_modules() if isinstance(one, torch.nn.Linear)]
-    linear = sum(one.weight.numel() for name, one in layers if "lora" not in name)
+    layers = [(name, layer) for name, layer in base.model.named_modules() if isinstance(layer, torch.nn.Linear)]
+    linear = sum(layer.weight.numel() for name, layer in layers if "lora" not in name)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         once, twice = (measure_activations(base, share).fixed for share in (False, True))
     assert once == pytest.approx(2 * linear, rel=0.2) and twice == pytest.approx(4 * linear, rel=0.2)
@@ -203,24 +203,24 @@ def test_copies_that_mixed_precision_makes_of_weights_are_counted(model_folder, 
     cost = measure_activations(base)
     assert ActivationCost(1.0, 0.0, 1.0, fixed=5.0).size(3, 0, False) == 8
     trainer = team_trainer(model_folder, tmp_path)
-    monkeypatch.setattr(micro_batcher, "free_memory", lambda device: 10**9)
+    monkeypatch.setattr(batching, "free_memory", lambda device: 10**9)
     free = trainer.parts.batcher.free_for_activations
     assert free(8, cost.fixed + 1000) == pytest.approx(free(8, cost.fixed) - 1000)
 
 
 def test_the_trial_of_shared_prefixes_runs_in_the_precision_of_training(model_folder, tmp_path, monkeypatch):
-    """Some attention runs in half precision alone."""
-    seen = []
+    """Some attention kernels run only in half precision."""
+    autocast_states = []
     trial = forward.find_obstacle
 
     def noting(model):
-        seen.append(torch.is_autocast_enabled("cpu"))
+        autocast_states.append(torch.is_autocast_enabled("cpu"))
         return trial(model)
 
     monkeypatch.setattr(forward, "find_obstacle", noting)
     for half in (False, True):
         team_trainer(model_folder, tmp_path, settings={"bf16": half, "use_cpu": True})
-    assert seen == [False, True]
+    assert autocast_states == [False, True]
 
 
 def test_the_trial_sees_another_prefix_where_few_dimensions_dominate(monkeypatch):
@@ -299,7 +299,7 @@ def test_memory_is_given_back_before_a_sleeping_server_wakes(monkeypatch):
 
     waking = VLLMGenerator.__new__(VLLMGenerator)
     waking.library, waking._asleep = Library(), True
-    monkeypatch.setattr(vllm_generator, "clear_device_cache", lambda **given: calls.append(given))
+    monkeypatch.setattr(vllm_generator, "clear_device_cache", lambda **options: calls.append(options))
     run_coroutine(waking._wake)
     run_coroutine(waking._wake)
     assert calls == [{"garbage_collection": True}, "wake"]
@@ -312,20 +312,20 @@ def test_the_memory_of_a_sleeping_server_is_not_counted_as_free(model_folder, tm
     assert memory_of_server(args, torch.device("cuda")) == 400
     assert memory_of_server(MARFTConfig(str(tmp_path)), torch.device("cuda")) == 0
     trainer = team_trainer(model_folder, tmp_path)
-    monkeypatch.setattr(micro_batcher, "free_memory", lambda device: 10**9)
+    monkeypatch.setattr(batching, "free_memory", lambda device: 10**9)
     free = trainer.parts.batcher.free_for_activations(8)
-    monkeypatch.setattr(micro_batcher, "memory_of_server", lambda args, device: 10**8)
+    monkeypatch.setattr(batching, "memory_of_server", lambda args, device: 10**8)
     assert trainer.parts.batcher.free_for_activations(8) == pytest.approx(free - 0.7 * 10**8)
 
 
 def test_a_4_bit_base_computes_in_the_type_that_the_base_is_loaded_in(caplog):
     PartialState(cpu=True)  # for a line in the log
     args = SimpleNamespace(bf16=True, device=torch.device("cuda"), model_init_kwargs=None)
-    given = BitsAndBytesConfig(load_in_4bit=True)
-    found = computing_in(given, choose_dtype(args, True))
-    assert found.bnb_4bit_compute_dtype == torch.bfloat16 and found.load_in_4bit
-    assert given.bnb_4bit_compute_dtype == torch.float32  # the user's own stays as it is
-    assert computing_in(given, None) is given
+    quantization_config = BitsAndBytesConfig(load_in_4bit=True)
+    resolved = computing_in(quantization_config, choose_dtype(args, True))
+    assert resolved.bnb_4bit_compute_dtype == torch.bfloat16 and resolved.load_in_4bit
+    assert quantization_config.bnb_4bit_compute_dtype == torch.float32  # the user's config is unchanged
+    assert computing_in(quantization_config, None) is quantization_config
     chosen = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)
     assert computing_in(chosen, torch.bfloat16) is chosen and computing_in(None, torch.bfloat16) is None
     plain, set_by_user = {"load_in_4bit": True}, {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
@@ -334,7 +334,7 @@ def test_a_4_bit_base_computes_in_the_type_that_the_base_is_loaded_in(caplog):
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "variable"),
     [
         ({}, None),
         ({"WORLD_SIZE": "1", "MASTER_PORT": "29500"}, None),  # torchrun with one process
@@ -345,7 +345,7 @@ def test_a_4_bit_base_computes_in_the_type_that_the_base_is_loaded_in(caplog):
     ],
     ids=str,
 )
-def test_a_process_that_trains_alone_beside_others_is_warned_of(tmp_path, monkeypatch, caplog, variables, said):
+def test_a_lone_process_among_others_logs_a_warning(tmp_path, monkeypatch, caplog, variables, variable):
     args = config(tmp_path)
     for name in ("WORLD_SIZE", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -353,31 +353,33 @@ def test_a_process_that_trains_alone_beside_others_is_warned_of(tmp_path, monkey
         monkeypatch.setenv(name, value)
     with caplog.at_level("WARNING"):
         check_launcher(args)
-    found = [one for one in caplog.messages if "so the other processes may be separate runs" in one]
-    assert (len(found) == 1 and said in found[0]) if said else not found
+    warnings = [warning for warning in caplog.messages if "so the other processes may be separate runs" in warning]
+    assert (len(warnings) == 1 and variable in warnings[0]) if variable else not warnings
 
 
 @pytest.mark.slow
 @pretended
 def test_the_checks_of_a_gpu_run_from_start_to_end():
-    said = run("benchmarks/gpu.py", "--device", "pretend")
-    assert "**NOT**" not in said and said.count("as expected") >= 7, said
+    output = run("benchmarks/gpu.py", "--device", "pretend")
+    assert "**NOT**" not in output and output.count("as expected") >= 7, output
 
 
-def test_a_base_that_samples_and_scores_in_two_precisions_is_warned_of(model_folder, tmp_path, caplog):
-    said = []
+def test_sampling_and_scoring_in_two_precisions_logs_a_warning(model_folder, tmp_path, caplog):
+    has_warned = []
     for kwargs in (None, {"dtype": "bfloat16"}):
         caplog.clear()
         settings = {"bf16": True, "use_cpu": True, "model_init_kwargs": kwargs}
         team_trainer(model_folder, tmp_path, settings=settings)
-        said.append("turns are sampled in float32 and scored in half precision" in caplog.text)
-    assert said == [True, False]
+        has_warned.append("turns are sampled in float32 and scored in half precision" in caplog.text)
+    assert has_warned == [True, False]
 
 
-def test_adapters_of_nobody_are_not_trained(model_folder, tmp_path):
+def test_adapters_without_an_agent_are_not_trained(model_folder, tmp_path):
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="actor")
     model.add_adapter("spare", lora())
     model.set_requires_grad(["spare"], True)
     trainer = team_trainer(model, tmp_path)
     trainer.policies.activate("actor")
-    assert not any(one.requires_grad for name, one in trainer.model.named_parameters() if ".spare." in name)
+    assert not any(
+        parameter.requires_grad for name, parameter in trainer.model.named_parameters() if ".spare." in name
+    )

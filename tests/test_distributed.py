@@ -23,10 +23,10 @@ def launch(processes: int, script: str, *arguments: str, timeout: int = 280, env
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    defaults = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     command = [sys.executable, *(launcher if processes > 1 else []), script, *arguments]
-    whole = {**os.environ, **own, **(environment or {})}
-    done = subprocess.run(command, cwd=ROOT, env=whole, capture_output=True, text=True, timeout=timeout)
+    variables = {**os.environ, **defaults, **(environment or {})}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-20000:]  # of all processes
     return done
 
@@ -43,22 +43,22 @@ def launch(processes: int, script: str, *arguments: str, timeout: int = 280, env
 def test_two_processes_equal_one(model_folder, tmp_path, kind, loss_type):
     train_canned.main(model_folder, str(tmp_path / "one"), kind, loss_type)
     launch(2, "tests/scripts/train_canned.py", model_folder, str(tmp_path / "two"), kind, loss_type)
-    one, two = load_file(tmp_path / "one"), load_file(tmp_path / "two")
-    start_differs = [name for name in one if "lora_B" in name and one[name].any()]
-    assert one["evaluated"].tolist()[0] == two["evaluated"].tolist()[0] == 9  # each question once
+    single, double = load_file(tmp_path / "one"), load_file(tmp_path / "two")
+    start_differs = [name for name in single if "lora_B" in name and single[name].any()]
+    assert single["evaluated"].tolist()[0] == double["evaluated"].tolist()[0] == 9  # each question once
     if kind != "full":
         assert any(".reasoner." in name for name in start_differs)
         assert any(".actor." in name for name in start_differs)
     if kind == "uneven":  # never spoke, so neither weight decay nor anything else has moved it
-        idle = [name for name in one if ".idle." in name and not name.startswith("start/")]
-        assert idle and all(torch.equal(two[name], two["start/" + name]) for name in idle)
+        idle = [name for name in single if ".idle." in name and not name.startswith("start/")]
+        assert idle and all(torch.equal(double[name], double["start/" + name]) for name in idle)
     if kind == "dynamic":
-        assert one["drawn"].max() > 1
+        assert single["drawn"].max() > 1
     if kind == "tools":
-        assert one["calls"].min() > 0 and one["calls"].max() < 8
-    assert one.keys() == two.keys()
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        assert single["calls"].min() > 0 and single["calls"].max() < 8
+    assert single.keys() == double.keys()
+    for name, value in single.items():
+        torch.testing.assert_close(double[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.slow

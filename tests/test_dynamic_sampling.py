@@ -1,4 +1,4 @@
-"""Groups that teach nothing are replaced by groups of further prompts."""
+"""Groups without a signal are replaced by groups of further prompts."""
 
 import math
 
@@ -19,71 +19,71 @@ def reward_of(*names):
         if log_extra is not None:
             log_extra("asked", [str(prompt) for prompt in prompts])
         counts = [any(name in str(prompt) for name in names) for prompt in prompts]
-        return [score * it for it, score in zip(counts, varied_reward(completions), strict=True)]
+        return [score * is_rewarded for is_rewarded, score in zip(counts, varied_reward(completions), strict=True)]
 
     return some_reward
 
 
 @pytest.fixture(autouse=True)
 def _as_in_the_package(monkeypatch):
-    """Tests set other limits: here they are put back."""
+    """Restore the limit, which tests change."""
     monkeypatch.setattr(dynamic_sampling, "MOST_PROMPTS", dynamic_sampling.MOST_PROMPTS)
 
 
 def trainer_with(model, folder, reward, callbacks=None, dataset=None, most=3.0, workflow=None, **settings):
     dynamic_sampling.MOST_PROMPTS = most
     settings = {"dynamic_sampling": True, "per_device_train_batch_size": 16, "max_steps": 3, **settings}
-    given = {"train_dataset": dataset or tiny_dataset(64), "callbacks": callbacks, "workflow": workflow}
-    return team_trainer(model, folder, settings=settings, reward_funcs=reward, **given)
+    arguments = {"train_dataset": dataset or tiny_dataset(64), "callbacks": callbacks, "workflow": workflow}
+    return team_trainer(model, folder, settings=settings, reward_funcs=reward, **arguments)
 
 
 def trained_rollouts(trainer):
-    found, inner = [], trainer.parts.reporter.rollout
+    rollouts, original = [], trainer.parts.reporter.rollout
 
-    def noting(rollout, *args):
-        found.append(rollout)
-        return inner(rollout, *args)
+    def record(rollout, *args):
+        rollouts.append(rollout)
+        return original(rollout, *args)
 
-    trainer.parts.reporter.rollout = noting
-    return found
+    trainer.parts.reporter.rollout = record
+    return rollouts
 
 
 def test_batches_are_filled_with_groups_that_differ(model_folder, tmp_path):
-    scores, inner = {}, reward_of("Ann", "Ben", "Cat")
+    scores, base_reward = {}, reward_of("Ann", "Ben", "Cat")
 
-    def noting(prompts, completions, **kwargs):
-        found = inner(prompts, completions)
-        scores.update(zip(zip(map(str, prompts), map(str, completions), strict=True), found, strict=True))
-        return found
+    def recording_reward(prompts, completions, **kwargs):
+        rewards = base_reward(prompts, completions)
+        scores.update(zip(zip(map(str, prompts), map(str, completions), strict=True), rewards, strict=True))
+        return rewards
 
-    trainer = trainer_with(model_folder, tmp_path, noting, most=8.0)
+    trainer = trainer_with(model_folder, tmp_path, recording_reward, most=8.0)
     rollouts = trained_rollouts(trainer)
     trainer.train()
     for rollout in rollouts:
-        assert len(rollout.episodes) == 16 and [one.index for one in rollout.episodes] == list(range(16))
+        assert [episode.index for episode in rollout.episodes] == list(range(16))
         for start in range(0, 16, 4):
             group = rollout.episodes[start : start + 4]
-            assert len({one.row["prompt"] for one in group}) == 1
+            assert len({episode.row["prompt"] for episode in group}) == 1
             assert any(name in group[0].row["prompt"] for name in ("Ann", "Ben", "Cat"))
             assert len(set(rollout.rewards[start : start + 4].tolist())) > 1
         for episode, reward in zip(rollout.episodes, rollout.rewards.tolist(), strict=True):
             assert reward == pytest.approx(scores[str(episode.prompt), episode.answer.text])
-    for entry in logged_steps(trainer):
-        assert entry["dynamic_sampling/filled"] == 1
-        # metrics are those of all that was drawn, not of what was chosen
-        assert entry["frac_reward_zero_std"] == pytest.approx(1 - entry["dynamic_sampling/with_signal"])
-    drawn = [entry["dynamic_sampling/prompts"] for entry in logged_steps(trainer)]
+    for step in logged_steps(trainer):
+        assert step["dynamic_sampling/filled"] == 1
+        # metrics cover all sampled groups, not only the chosen ones
+        assert step["frac_reward_zero_std"] == pytest.approx(1 - step["dynamic_sampling/with_signal"])
+    drawn = [step["dynamic_sampling/prompts"] for step in logged_steps(trainer)]
     assert min(drawn) >= 1 and max(drawn) > 1
 
 
 @pytest.mark.parametrize("most", [2.5, dynamic_sampling.MOST_PROMPTS])
-def test_it_stops_at_its_limit_three_times_the_prompts_unless_changed(model_folder, tmp_path, most):
+def test_sampling_stops_at_the_limit_of_prompts(model_folder, tmp_path, most):
     trainer = trainer_with(model_folder, tmp_path, reward_of(), most=most, max_steps=1)
     assert not moved_by_training(trainer)
-    (entry,) = logged_steps(trainer)
+    (step,) = logged_steps(trainer)
     drawn = 2.5 if most == 2.5 else 3.0
-    assert entry["dynamic_sampling/prompts"] == drawn and entry["dynamic_sampling/filled"] == 0
-    assert entry["frac_rows_without_signal"] == 1
+    assert step["dynamic_sampling/prompts"] == drawn and step["dynamic_sampling/filled"] == 0
+    assert step["frac_rows_without_signal"] == 1
 
 
 def test_nothing_more_is_drawn_where_all_groups_differ(model_folder, tmp_path):
@@ -95,10 +95,10 @@ def test_nothing_more_is_drawn_where_all_groups_differ(model_folder, tmp_path):
     off = trainer_with(model_folder, tmp_path / "off", different, dynamic_sampling=False, max_steps=2)
     off.train()
     assert not moved(weights(on), weights(off))
-    for mine, theirs in zip(logged_steps(on), logged_steps(off), strict=True):
-        assert mine["dynamic_sampling/prompts"] == 1
-        same = {name for name in theirs if "time" not in name and "second" not in name}
-        assert {name: mine[name] for name in same} == {name: theirs[name] for name in same}
+    for on_step, off_step in zip(logged_steps(on), logged_steps(off), strict=True):
+        assert on_step["dynamic_sampling/prompts"] == 1
+        same = {name for name in off_step if "time" not in name and "second" not in name}
+        assert {name: on_step[name] for name in same} == {name: off_step[name] for name in same}
 
 
 def test_columns_of_reward_functions_stay_with_their_episodes_and_all_tokens_are_counted(model_folder, tmp_path):
@@ -106,24 +106,24 @@ def test_columns_of_reward_functions_stay_with_their_episodes_and_all_tokens_are
     rollouts, tables, sampled = trained_rollouts(trainer), [], []
     fill_table, generate = trainer.parts.state.fill_table, trainer.parts.runner.generator.generate
 
-    def noting(prompts, completions, advantages, rewards, extra):
+    def record_table(prompts, completions, advantages, rewards, extra):
         tables.append(extra)
         return fill_table(prompts, completions, advantages, rewards, extra)
 
-    async def counting(observed, **options):
-        found = await generate(observed, **options)
-        sampled.append(sum(len(one.ids) for one in [*observed, *found]))
-        return found
+    async def counting(requests, **options):
+        turns = await generate(requests, **options)
+        sampled.append(sum(len(sequence.ids) for sequence in [*requests, *turns]))
+        return turns
 
-    trainer.parts.state.fill_table = noting
+    trainer.parts.state.fill_table = record_table
     trainer.parts.runner.generator.generate = counting
     trainer.train()
-    (entry,) = logged_steps(trainer)
-    assert entry["num_tokens"] == sum(sampled) and entry["dynamic_sampling/prompts"] > 1
+    (step,) = logged_steps(trainer)
+    assert step["num_tokens"] == sum(sampled) and step["dynamic_sampling/prompts"] > 1
     (rollout,) = rollouts
-    asked = next(table["asked"] for table in tables if table.get("asked"))
-    expected = [str(one.row["prompt"]) for one in rollout.episodes for _ in one.turns]
-    assert list(asked) == expected and rollout.drawn is not None
+    asked_prompts = next(table["asked"] for table in tables if table.get("asked"))
+    expected = [str(episode.row["prompt"]) for episode in rollout.episodes for _ in episode.turns]
+    assert list(asked_prompts) == expected and rollout.drawn is not None
 
 
 @pytest.mark.parametrize("advantage", ["c3", pytest.param("turn", marks=pytest.mark.slow)])
@@ -138,9 +138,9 @@ def test_candidates_move_with_their_episodes(model_folder, tmp_path, advantage):
             nodes = [node for node in rollout.nodes if node.episode == index]
             assert len(nodes) == 2 and any(len(set(node.returns)) > 1 for node in nodes)
             for turn, node in zip(episode.turns, nodes, strict=True):
-                assert turn.completion_ids in [one.completion_ids for one in node.turns]
-                assert {turn.prompt_ids} == {one.prompt_ids for one in node.turns}
-    assert any(entry["dynamic_sampling/prompts"] > 1 for entry in logged_steps(trainer))
+                assert turn.completion_ids in [candidate.completion_ids for candidate in node.turns]
+                assert {turn.prompt_ids} == {candidate.prompt_ids for candidate in node.turns}
+    assert any(step["dynamic_sampling/prompts"] > 1 for step in logged_steps(trainer))
 
 
 @pytest.mark.slow
@@ -157,23 +157,23 @@ def test_a_resumed_run_draws_the_same_prompts(model_folder, tmp_path):
     resumed = make("cut")
     resumed.train(resume_from_checkpoint=True)
     assert not moved(weights(whole), weights(resumed))
-    numbers = [[entry["dynamic_sampling/prompts"] for entry in logged_steps(one)] for one in (whole, resumed)]
+    numbers = [[step["dynamic_sampling/prompts"] for step in logged_steps(trainer)] for trainer in (whole, resumed)]
     assert numbers[0] == numbers[1] and max(numbers[0]) > 1
 
 
 def test_further_prompts_are_not_repeated_before_all_were_drawn(model_folder, tmp_path):
     dataset = Dataset.from_dict({"prompt": [f"Question {number}" for number in range(8)]})
     trainer = trainer_with(model_folder, tmp_path, reward_of(), dataset=dataset, max_steps=1)
-    asked, inner = [], trainer.parts.rollouts.run
+    batches, original = [], trainer.parts.rollouts.run
 
-    def noting(rows, training, further=False, mode=None):
-        asked.append([row["prompt"] for row in rows])
-        return inner(rows, training)
+    def record(rows, training, further=False, mode=None):
+        batches.append([row["prompt"] for row in rows])
+        return original(rows, training)
 
-    trainer.parts.rollouts.run = noting
+    trainer.parts.rollouts.run = record
     trainer.train()
-    first, *further = asked
-    assert len(set(first)) == 4 and all(its == sorted(its, key=its.index) for its in asked)
+    first, *further = batches
+    assert len(set(first)) == 4 and all(batch == sorted(batch, key=batch.index) for batch in batches)
     drawn = [prompt for rows in further for prompt in rows[::4]]
     assert len(drawn) == 8 and len(set(drawn)) == 8
 
@@ -189,7 +189,7 @@ def test_further_prompts_are_not_repeated_before_all_were_drawn(model_folder, tm
     ],
     ids=str,
 )
-def test_what_does_not_go_with_it(tmp_path, settings, message):
+def test_incompatible_settings_are_refused(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         config(tmp_path, **{"dynamic_sampling": True, **settings})
 
@@ -214,8 +214,8 @@ def test_own_returns_are_a_signal(model_folder, tmp_path):
     settings = {"max_steps": 1, "returns": "agent", "per_device_train_batch_size": 8}
     trainer = trainer_with(model_folder, tmp_path, None, workflow=Rivals(), most=4.0, **settings)
     assert moved_by_training(trainer)
-    (entry,) = logged_steps(trainer)
-    assert entry["dynamic_sampling/with_signal"] > 0 and math.isfinite(entry["loss"])
+    (step,) = logged_steps(trainer)
+    assert step["dynamic_sampling/with_signal"] > 0 and math.isfinite(step["loss"])
 
 
 def test_sums_that_were_earned_at_different_turns_teach_something(model_folder, tmp_path):
@@ -231,8 +231,8 @@ def test_sums_that_were_earned_at_different_turns_teach_something(model_folder, 
     settings = {"credit_kind": "rewards", "max_steps": 1, "per_device_train_batch_size": 8}
     trainer = trainer_with(model_folder, tmp_path, None, workflow=Earning(), **settings)
     trainer.train()
-    (entry,) = logged_steps(trainer)
-    assert entry["dynamic_sampling/prompts"] == entry["dynamic_sampling/with_signal"] == 1.0
+    (step,) = logged_steps(trainer)
+    assert step["dynamic_sampling/prompts"] == step["dynamic_sampling/with_signal"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -257,5 +257,5 @@ def test_equal_rewards_of_episodes_of_other_lengths_teach_nothing(model_folder, 
     settings = {"credit_kind": "rewards", "advantage": advantage, "gamma": gamma, "per_device_train_batch_size": 8}
     trainer = trainer_with(model_folder, tmp_path, same, workflow=Lengths(), most=1.0, max_steps=1, **settings)
     trainer.train()
-    (entry,) = logged_steps(trainer)
-    assert entry["dynamic_sampling/with_signal"] == signal == 1 - entry["frac_rows_without_signal"]
+    (step,) = logged_steps(trainer)
+    assert step["dynamic_sampling/with_signal"] == signal == 1 - step["frac_rows_without_signal"]

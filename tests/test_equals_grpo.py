@@ -9,7 +9,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from .helpers import SETTINGS, lora, pairs, shake, varied_reward
+from .helpers import SETTINGS, logged_steps, lora, pairs, shake, varied_reward
 
 
 FIGURES = ("loss", "grad_norm", "reward", "reward_std", "entropy", "kl", "clip_ratio/region_mean", "num_tokens")
@@ -19,9 +19,10 @@ FIGURES += ("entropy_coef",)
 EVAL_FIGURES = ("loss", "entropy", "kl", "reward", "frac_reward_zero_std", "num_tokens", "policy_loss")
 EVAL_FIGURES += tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"))
 EVAL_FIGURES += ("completions/mean_length", "completions/clipped_ratio")
+SYNCHRONIZED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
 
 
-def made(trainer_class, model, tmp_path, settings, **arguments):
+def make_trainer(trainer_class, model, tmp_path, settings, **arguments):
     team, config_class = {}, GRPOConfig
     if trainer_class is MARFTTrainer:
         team, config_class = {"agents": [AgentSpec("solo")]}, MARFTConfig
@@ -35,22 +36,22 @@ def run(trainer_class, model, tmp_path, peft_config, conversational=True, **sett
     dataset = tiny_dataset(64)
     if conversational:
         dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    trainer = made(trainer_class, model, tmp_path, settings, train_dataset=dataset, peft_config=peft_config)
+    trainer = make_trainer(trainer_class, model, tmp_path, settings, train_dataset=dataset, peft_config=peft_config)
     trainer.train()
-    logs = [{k: entry.get(k) for k in FIGURES} for entry in trainer.state.log_history if "loss" in entry]
+    logs = [{k: log.get(k) for k in FIGURES} for log in logged_steps(trainer)]
     weights = {n.replace(".default.", ".solo."): p.detach() for n, p in trainer.model.named_parameters()}
     return logs, weights
 
 
 def assert_equals_grpo(model_folder, tmp_path, tolerance, peft=True, **settings):
     config = lora() if peft else None
-    theirs, their_weights = run(GRPOTrainer, model_folder, tmp_path, config, **settings)
-    ours, our_weights = run(MARFTTrainer, model_folder, tmp_path, config, **settings)
-    assert len(theirs) == len(ours) >= 2
-    assert any(entry["grad_norm"] > 0 for entry in theirs)
-    for their_entry, our_entry in zip(theirs, ours, strict=True):
-        for name, value in their_entry.items():
-            assert our_entry[name] == (value if value is None else pytest.approx(value, abs=tolerance)), name
+    their_logs, their_weights = run(GRPOTrainer, model_folder, tmp_path, config, **settings)
+    our_logs, our_weights = run(MARFTTrainer, model_folder, tmp_path, config, **settings)
+    assert len(their_logs) == len(our_logs) >= 2
+    assert any(log["grad_norm"] > 0 for log in their_logs)
+    for their_log, our_log in zip(their_logs, our_logs, strict=True):
+        for name, value in their_log.items():
+            assert our_log[name] == (value if value is None else pytest.approx(value, abs=tolerance)), name
     assert their_weights.keys() == our_weights.keys()
     for name, value in their_weights.items():
         torch.testing.assert_close(our_weights[name], value, rtol=0, atol=tolerance, msg=name)
@@ -70,17 +71,17 @@ def test_steps_have_the_episodes_of_trls_steps_where_prefixes_are_shared(
 ):
     """TRL spreads a batch of several optimizer steps over them by a permutation. Within one, groups stay together."""
     args = MARFTConfig(str(tmp_path), **{**SETTINGS, "steps_per_generation": 2, **settings})
-    given = {"reward_funcs": varied_reward, "train_dataset": tiny_dataset(64), "peft_config": lora()}
-    trainer = MARFTTrainer(model=model_folder, args=args, agents=[AgentSpec("solo"), AgentSpec("duo")], **given)
+    arguments = {"reward_funcs": varied_reward, "train_dataset": tiny_dataset(64), "peft_config": lora()}
+    trainer = MARFTTrainer(model=model_folder, args=args, agents=[AgentSpec("solo"), AgentSpec("duo")], **arguments)
     count = 8 * args.steps_per_generation
     order = [(7 * place) % count for place in range(count)]
     monkeypatch.setattr(torch, "randperm", lambda count, **kwargs: torch.tensor(order))
     trainer.model.train()
     slices = trainer.parts.experience.for_training([trainer.train_dataset[row // 4] for row in range(count)])
-    found = [list(dict.fromkeys(row.episode for row in slice_.rows)) for slice_ in slices]
-    assert (found == [order[start : start + 8] for start in range(0, count, 8)]) == are_spread
+    slice_episodes = [list(dict.fromkeys(row.episode for row in slice_.rows)) for slice_ in slices]
+    assert (slice_episodes == [order[start : start + 8] for start in range(0, count, 8)]) == are_spread
     if not are_spread:
-        assert all(len({episode // 4 for episode in episodes}) <= 3 for episodes in found)
+        assert all(len({episode // 4 for episode in episodes}) <= 3 for episodes in slice_episodes)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,7 @@ def test_weights_are_bitwise_grpos(model_folder, tmp_path, loss_type, beta, num_
         {"off_policy_mask_threshold": 0.5, "num_iterations": 2},
         {"use_adaptive_entropy": True, "entropy_target": 0.3, "entropy_coef": 0.02},
         {"top_entropy_quantile": 0.3, "entropy_coef": 0.01, "num_iterations": 2},
+        {"peft": False, "max_steps": 3, "beta": 0.1, **SYNCHRONIZED},
     ],
     ids=str,
 )
@@ -124,11 +126,11 @@ def test_other_settings_are_bitwise_grpos(model_folder, tmp_path, settings):
 )
 def test_slices_are_padded_to_their_own_width(model_folder, tmp_path, settings):
     # TRL pads a slice to the width of its generation batch, we to its own: equal up to rounding. SGD, because Adam
-    # divides gradients that are zero but for rounding by their own size.
+    # would normalize gradients that are zero except for rounding.
     assert_equals_grpo(model_folder, tmp_path, tolerance=1e-6, optim="sgd", learning_rate=0.1, **settings)
 
 
-def test_a_trained_adapter_is_trained_on_against_its_own_start(model_folder, tmp_path):
+def test_the_reference_of_a_trained_adapter_is_the_adapter_before_training(model_folder, tmp_path):
     def pretrained():
         torch.manual_seed(1)
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora())
@@ -136,9 +138,9 @@ def test_a_trained_adapter_is_trained_on_against_its_own_start(model_folder, tmp
         model.config._name_or_path = model_folder
         return model
 
-    theirs, their_weights = run(GRPOTrainer, pretrained(), tmp_path, None, beta=0.1)
-    ours, our_weights = run(MARFTTrainer, pretrained(), tmp_path, None, beta=0.1)
-    assert theirs[0]["kl"] == ours[0]["kl"] == 0.0
+    their_logs, their_weights = run(GRPOTrainer, pretrained(), tmp_path, None, beta=0.1)
+    our_logs, our_weights = run(MARFTTrainer, pretrained(), tmp_path, None, beta=0.1)
+    assert their_logs[0]["kl"] == our_logs[0]["kl"] == 0.0
     for name in our_weights:
         torch.testing.assert_close(our_weights[name], their_weights[name], rtol=0, atol=1e-6, msg=name)
 
@@ -156,28 +158,23 @@ def test_evaluations_are_grpos(model_folder, tmp_path, settings):
     """The loss of an evaluation and its other figures, for one set and for several, before and in training."""
 
     def figures(trainer_class, eval_dataset):
-        its = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, **settings}
-        given = {"train_dataset": tiny_dataset(64), "eval_dataset": eval_dataset, "peft_config": lora()}
-        trainer = made(trainer_class, model_folder, tmp_path, its, **given)
+        eval_settings = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, **settings}
+        arguments = {"train_dataset": tiny_dataset(64), "eval_dataset": eval_dataset, "peft_config": lora()}
+        trainer = make_trainer(trainer_class, model_folder, tmp_path, eval_settings, **arguments)
         before = trainer.evaluate()
         trainer.train()
-        return [before, *(entry for entry in trainer.state.log_history if any("eval" in key for key in entry))]
+        return [before, *(log for log in trainer.state.log_history if any("eval" in key for key in log))]
 
     for sets in (tiny_dataset(4, seed=1), {"one": tiny_dataset(4, seed=1), "two": tiny_dataset(2, seed=3)}):
-        theirs, ours = figures(GRPOTrainer, sets), figures(MARFTTrainer, sets)
-        assert len(theirs) == len(ours) >= 3
-        for their_entry, our_entry in zip(theirs, ours, strict=True):
-            compared = [key for key in their_entry if any(key.endswith(f"_{name}") for name in EVAL_FIGURES)]
+        their_logs, our_logs = figures(GRPOTrainer, sets), figures(MARFTTrainer, sets)
+        assert len(their_logs) == len(our_logs) >= 3
+        for their_log, our_log in zip(their_logs, our_logs, strict=True):
+            compared = [key for key in their_log if any(key.endswith(f"_{name}") for name in EVAL_FIGURES)]
             assert len(compared) >= 11 and any(key.endswith("_loss") for key in compared)
-            # Upstream leaves the set out of most names, so that the last one stands for all
-            named = [name for name in ("one", "two") if f"eval_{name}_loss" in their_entry]
+            # TRL leaves the name of the set out of most names, so the last set overwrites the others
+            named = [name for name in ("one", "two") if f"eval_{name}_loss" in their_log]
             for key in compared:
-                if named and not key.startswith(f"eval_{named[-1]}_") and key not in our_entry:
-                    assert "eval_loss" not in our_entry and not key.startswith("eval_one_")
-                    our_entry[key] = our_entry[key.replace("eval_", f"eval_{named[-1]}_")]
-                assert our_entry[key] == pytest.approx(their_entry[key], abs=1e-6, nan_ok=True), key
-
-
-def test_the_reference_of_a_fully_trained_policy_follows_it_as_trls(model_folder, tmp_path):
-    settings = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, "beta": 0.1}
-    assert_equals_grpo(model_folder, tmp_path, tolerance=0.0, peft=False, max_steps=3, **settings)
+                if named and not key.startswith(f"eval_{named[-1]}_") and key not in our_log:
+                    assert "eval_loss" not in our_log and not key.startswith("eval_one_")
+                    our_log[key] = our_log[key.replace("eval_", f"eval_{named[-1]}_")]
+                assert our_log[key] == pytest.approx(their_log[key], abs=1e-6, nan_ok=True), key

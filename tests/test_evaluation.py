@@ -23,7 +23,7 @@ BEST |= {"load_best_model_at_end": True}
 
 
 def evaluated(model_folder, folder, count=4, settings=None, **arguments):
-    """A trainer that evaluates on so many questions, four at a time and each once."""
+    """A trainer that evaluates on `count` questions, four at a time and each once."""
     settings = {"num_generations_eval": 1, "per_device_eval_batch_size": 4, **(settings or {})}
     return team_trainer(
         model_folder, folder, settings=settings, **{"eval_dataset": tiny_dataset(count, seed=1), **arguments}
@@ -38,11 +38,11 @@ def test_exact_match_by_hand_and_by_resampling_whole_questions():
     many = {"predictions": ["1"] * 50 + ["0"] * 50, "references": ["1"] * 100}
     alone = METRIC.compute(**many)
     # 50 questions asked twice: half as many independent questions, a wider interval
-    twice = METRIC.compute(**many, groups=[i // 2 for i in range(100)])
-    assert alone["exact_match"] == twice["exact_match"] == 0.5
-    one, two = (result["exact_match_high"] - result["exact_match_low"] for result in (alone, twice))
-    assert one == pytest.approx(2 * 1.96 * 0.05, abs=0.02)
-    assert two / one == pytest.approx(np.sqrt(2), abs=0.15)
+    grouped = METRIC.compute(**many, groups=[i // 2 for i in range(100)])
+    assert alone["exact_match"] == grouped["exact_match"] == 0.5
+    width, grouped_width = (result["exact_match_high"] - result["exact_match_low"] for result in (alone, grouped))
+    assert width == pytest.approx(2 * 1.96 * 0.05, abs=0.02)
+    assert grouped_width / width == pytest.approx(np.sqrt(2), abs=0.15)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("ab")), min_size=1, max_size=20))
@@ -55,19 +55,19 @@ def test_the_interval_holds_the_share(pairs):
 
 
 def test_every_question_counts_once(model_folder, tmp_path):
-    asked = []
+    prompts = []
 
     def spy(answers, prompt, solution, turns, **columns):
-        asked.extend(prompt)
-        assert all(answer == said[-1].text for answer, said in zip(answers, turns, strict=True))
+        prompts.extend(prompt)
+        assert all(answer == episode_turns[-1].text for answer, episode_turns in zip(answers, turns, strict=True))
         return {"answers": len(answers), "right": np.mean(exact_answer(answers, solution))}
 
-    given = {"reward_funcs": exact_answer, "eval_metrics": [spy, METRIC], "settings": {"num_generations_eval": 2}}
-    trainer = evaluated(model_folder, tmp_path, count=9, **given)
+    arguments = {"reward_funcs": exact_answer, "eval_metrics": [spy, METRIC], "settings": {"num_generations_eval": 2}}
+    trainer = evaluated(model_folder, tmp_path, count=9, **arguments)
     figures = trainer.evaluate()
-    assert sorted(asked) == sorted(2 * list(trainer.eval_dataset["prompt"])) and figures["eval_answers"] == 18
+    assert sorted(prompts) == sorted(2 * list(trainer.eval_dataset["prompt"])) and figures["eval_answers"] == 18
     assert figures["eval_reward"] == pytest.approx(figures["eval_exact_match"]) == pytest.approx(figures["eval_right"])
-    assert figures["eval_agents/reasoner/turns"] == 1 and figures["eval_loss"] == figures["eval_loss"]
+    assert figures["eval_agents/reasoner/turns"] == 1 and np.isfinite(figures["eval_loss"])
     assert figures["eval_agents/actor/completions/mean_length"] <= 6
     assert trainer.state.log_history[-1]["eval_reward"] == figures["eval_reward"]
 
@@ -97,7 +97,7 @@ def test_the_best_metric_is_that_of_a_set(model_folder, tmp_path):
     assert trainer.state.best_metric == max(best)
 
 
-def test_what_rewards_log_in_evaluation_is_reported_there(model_folder, tmp_path):
+def test_metrics_that_rewards_log_in_evaluation_are_reported_there(model_folder, tmp_path):
     def reward(completions, log_metric, log_extra, **kwargs):
         log_metric("length", float(len(completions)))
         log_extra("shout", [c.upper() for c in completions])
@@ -147,7 +147,7 @@ def test_the_table_has_every_evaluated_turn_once(model_folder, tmp_path):
     ids=str,
 )
 def test_evaluating_changes_no_update(model_folder, tmp_path, settings):
-    """Its losses take note of nothing that an update is made of; its samples are drawn from a state put back."""
+    """Its losses leave no trace in an update, and the random state is restored after sampling."""
     figures = []
 
     def train(evaluates):
@@ -165,9 +165,9 @@ def test_evaluating_changes_no_update(model_folder, tmp_path, settings):
         logs = logged_steps(trainer)
         return weights(trainer), [{k: v for k, v in entry.items() if k != "step_time"} for entry in logs]
 
-    (plain, plain_logs), (found, logs) = train(False), train(True)
-    assert len(figures) == 2 and all("eval_loss" in one and one["eval_entropy"] > 0 for one in figures)
-    assert not moved(plain, found)
+    (plain_weights, plain_logs), (evaluated_weights, logs) = train(False), train(True)
+    assert len(figures) == 2 and all("eval_loss" in log and log["eval_entropy"] > 0 for log in figures)
+    assert not moved(plain_weights, evaluated_weights)
     assert len(logs) == 2 // settings.get("logging_steps", 1) and logs == plain_logs
 
 
@@ -183,13 +183,12 @@ def test_the_loss_of_an_evaluation_is_that_of_training_on_the_same_episodes(mode
     trainer.args.max_tokens_per_micro_batch = trainer.parts.batcher.max_tokens = 150
     again, _, _ = trainer.prediction_step(trainer.model, rows, True)
     assert again.item() == pytest.approx(loss.item(), rel=1e-5)
-    assert trainer.compute_loss(trainer.model, only_slice(trainer, rows)).item() == pytest.approx(
-        loss.item(), rel=1e-4
-    )
+    training_loss = trainer.compute_loss(trainer.model, only_slice(trainer, rows))
+    assert training_loss.item() == pytest.approx(loss.item(), rel=1e-4)
 
 
 @pytest.mark.slow
-def test_the_best_model_is_told_by_the_loss_of_evaluations_unless_set(model_folder, tmp_path):
+def test_the_best_model_has_the_lowest_evaluation_loss_by_default(model_folder, tmp_path):
     trainer = evaluated(model_folder, tmp_path, settings={**BEST, "num_generations_eval": 2, "beta": 0.1})
     trainer.train()
     losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
@@ -197,6 +196,6 @@ def test_the_best_model_is_told_by_the_loss_of_evaluations_unless_set(model_fold
     assert len(losses) == 2 and trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
 
 
-def test_a_stream_that_does_not_know_its_columns_may_have_references():
+def test_a_stream_without_column_names_may_have_references():
     stream = IterableDataset.from_generator(lambda: iter([{"prompt": "x"}]))
     assert check_eval_metrics(METRIC, stream, "solution") == [METRIC]

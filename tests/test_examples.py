@@ -37,14 +37,14 @@ MATH_DUO = [
 
 def run(command, tmp_path, timeout=280):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
-    given = {"cwd": tmp_path, "env": environment, "timeout": timeout, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-W", "ignore", *command], **given)
+    options = {"cwd": tmp_path, "env": environment, "timeout": timeout, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-W", "ignore", *command], **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def run_example(name, tmp_path, *arguments, before="", model=None):
-    """Its `main`, after code that changes it, with another model in place of the embedded one."""
+    """Run the `main` of an example after the code `before`, with `model` instead of the embedded model."""
     code = f"import sys, marft_trl.tiny\nsys.path.insert(0, {str(ROOT / 'examples')!r})\n"
     code += f"marft_trl.tiny.tiny_team_model = lambda: {model!r}\n" if model else ""
     code += f"import {name} as example\n{before}\nexample.main()\n"
@@ -91,7 +91,7 @@ def test_math_duo_on_two_processes(model_folder, tmp_path):
 def logged(folder, step) -> set[str]:
     """Names of all metrics that a run in `out` has logged up to a checkpoint."""
     state = json.loads((folder / "out" / f"checkpoint-{step}" / "trainer_state.json").read_text())
-    return {name for entry in state["log_history"] for name in entry}
+    return {name for log in state["log_history"] for name in log}
 
 
 def run_ppo_team(model_folder, tmp_path, steps, *further):
@@ -124,15 +124,14 @@ def test_a_preset_takes_the_place_of_the_settings_of_ppo_team(model_folder, tmp_
 
 @pytest.mark.slow
 def test_the_same_application_is_trained_on_four_clients(model_folder, tmp_path):
-    """They send the same messages, in three APIs, so all four are the same run."""
-    apps, options = ("plain", "langgraph", "agents_sdk", "anthropic"), ("--max_steps", "2", "--questions", "8")
-    arguments = [("train_application", tmp_path, "--app", app, *options) for app in apps]
-    outputs = [run_example(*its, model=model_folder) for its in arguments]
-    first, *others = ([line for line in one.splitlines() if "reward" in line or "%" in line] for one in outputs)
-    told = [re.sub(r"\d+\.\d s|^\w+, ", "", line) for line in first]
-    assert len(told) >= 5 and "team: right answers" in told[-3]
-    for other in others:
-        assert [re.sub(r"\d+\.\d s|^\w+, ", "", line) for line in other] == told
+    """They send the same messages through three APIs, so all four runs are the same."""
+    options, results = ("--max_steps", "2", "--questions", "8"), []
+    for app in ("plain", "langgraph", "agents_sdk", "anthropic"):
+        output = run_example("train_application", tmp_path, "--app", app, *options, model=model_folder)
+        lines = [line for line in output.splitlines() if "reward" in line or "%" in line]
+        results.append([re.sub(r"\d+\.\d s|^\w+, ", "", line) for line in lines])
+    assert len(results[0]) >= 5 and "team: right answers" in results[0][-3]
+    assert results == [results[0]] * 4
 
 
 @pytest.mark.slow
@@ -147,13 +146,13 @@ def test_an_application_runs_as_a_program_unmodified(script, model_folder, tmp_p
 
 
 @pytest.mark.slow
-def test_quickstart_prints_what_it_promises(model_folder, tmp_path):
+def test_quickstart_prints_a_complete_report(model_folder, tmp_path):
     options = ["--max_steps", "2", "--output_dir", "out"]
     assert_report(run_example("quickstart", tmp_path, *options, model=model_folder), tmp_path / "out")
 
 
 def assert_report(output: str, folder: Path) -> tuple[float, float]:
-    """The figures before and after of the team, from a report that is complete."""
+    """Check that a report is complete, and return the team's figures before and after training."""
     share = r"(\d+\.\d) % \( *(\d+\.\d) - *(\d+\.\d)\)"
     rows = re.findall(rf"^(.+?) +{share} +{share}$", output, re.MULTILINE)
     assert [row[0] for row in rows] == [
@@ -190,8 +189,8 @@ def test_quickstart_improves_the_team_over_five_seeds(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_team_is_warmed_up_on_its_own_best_turns(model_folder, tmp_path):
-    """With another idea of what is right: the tiny model cannot add."""
+def test_warm_up_trains_on_the_best_turns_of_the_team(model_folder, tmp_path):
+    """With a replaced check for right answers: the tiny model cannot add."""
     options = ["--model", model_folder, "--max_steps", "1", "--questions", "8", "--num_samples", "4"]
     is_right = "example.is_right = lambda text, answer: float(len(text) % 2)"
     output = run_example("warm_up", tmp_path, *options, before=is_right)
@@ -229,7 +228,7 @@ def test_teaching_masks_padding_alone():
     tokenizer, masks = tiny_tokenizer(), []
     tokenizer.pad_token = tokenizer.eos_token
     model, end = tiny_model(len(tokenizer)), tokenizer.eos_token_id
-    model.register_forward_pre_hook(lambda _, args, given: masks.append(given["attention_mask"]), with_kwargs=True)
+    model.register_forward_pre_hook(lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
     warm_up(model, tokenizer, steps=1, batch_size=2, rows=iter([([end, 5], [6, end]), ([5], [end])]))
     assert masks[0].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
 
@@ -281,24 +280,25 @@ def test_self_play_learns(monkeypatch, tmp_path, opponent):
 def test_the_tiny_model_is_warmed_up_on_training_questions(tokenizer):
     numbers = re.compile(r"has (\d+) \w+, \w+ (\d+) and \w+ (\d+)")
     prompts = [tokenizer.decode(prompt) for prompt, _ in itertools.islice(_demonstrations(tokenizer, seed=0), 1024)]
-    shown = {numbers.search(prompt).groups() for prompt in prompts}
+    trained = {numbers.search(prompt).groups() for prompt in prompts}
     held_out = {numbers.search(row["prompt"]).groups() for row in questions(20_000, seed=1)}
-    assert len(shown) > 100 and shown.isdisjoint(held_out)
+    assert len(trained) > 100 and trained.isdisjoint(held_out)
 
 
 @pytest.mark.slow
-def test_the_questions_of_the_pretrained_duo_are_held_out(monkeypatch, model_folder):
+def test_evaluation_questions_of_the_pretrained_duo_are_not_trained_on(monkeypatch, model_folder):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.setattr("torch.set_float32_matmul_precision", lambda precision: None)
     real = importlib.import_module("real")
     monkeypatch.setattr(real, "smollm2", lambda: model_folder)  # the module may have been loaded before
     assert real.letters([{"content": "3 + 5"}]) == real.letters([{"content": "5 + 3"}])
     for family in real.FAMILIES:
-        made = real.make(family)
-        evaluated, trained = ({*map(real.letters, one["prompt"])} for one in (made.eval_dataset, made.train_dataset))
-        assert not evaluated & trained and made.questions_in_both() == 0
-        assert len({one[0]["content"] for one in made.eval_dataset["prompt"]}) == 64
-        rows = made.eval_dataset.select(range(8))
+        experiment = real.make(family)
+        datasets = experiment.eval_dataset, experiment.train_dataset
+        evaluated, trained = ({*map(real.letters, dataset["prompt"])} for dataset in datasets)
+        assert not evaluated & trained and experiment.questions_in_both() == 0
+        assert len({prompt[0]["content"] for prompt in experiment.eval_dataset["prompt"]}) == 64
+        rows = experiment.eval_dataset.select(range(8))
         right = [[{"content": f"I say {answer}."}] for answer in rows["answer"]]
         scores = real.number_is_right(right, family=rows["family"], entry=rows["entry"])
         assert scores == [1.0] * 8

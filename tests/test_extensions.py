@@ -1,4 +1,4 @@
-"""A generator, a critic, a level and a baseline that the package does not have are defined here and trained with."""
+"""Train with a custom generator, critic, level, loss, credit rule and baseline."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ def train(model_folder, tmp_path, settings, prepare=lambda trainer: None):
 
 
 class WordList(Generator):
-    """A generator without a model: every agent says words of its own list, in turn. One is cut at its limit."""
+    """A generator without a model: every agent replies with words of a list, in turn. The word "77" is truncated."""
 
     def __init__(self, tokenizer, texts):
         self._tokenizer, self._texts, self._asked = tokenizer, texts, 0
@@ -49,7 +49,7 @@ class WordList(Generator):
         return {"max_new_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}
 
 
-def test_a_generator_of_ones_own(model_folder, tmp_path):
+def test_a_custom_generator(model_folder, tmp_path):
     texts = {"reasoner": ["1", "2", "3"], "actor": ["4", "55", "6", "77"]}
 
     def prepare(trainer):
@@ -57,9 +57,9 @@ def test_a_generator_of_ones_own(model_folder, tmp_path):
 
     trainer = train(model_folder, tmp_path, {"mask_truncated_completions": True}, prepare)
     rows = rows_of(trainer)
-    said = [trainer.processing_class.decode(row.completion_ids, skip_special_tokens=True) for row in rows]
-    assert {"77"} < set(said) <= {"1", "2", "3", "4", "55", "6", "77"} and len(set(said)) > 2
-    assert [row.counts for row in rows] == [text != "77" for text in said]
+    completions = [trainer.processing_class.decode(row.completion_ids, skip_special_tokens=True) for row in rows]
+    assert {"77"} < set(completions) <= {"1", "2", "3", "4", "55", "6", "77"} and len(set(completions)) > 2
+    assert [row.counts for row in rows] == [text != "77" for text in completions]
     ends = [int(row.completion_ids[-1]) == trainer.processing_class.eos_token_id for row in rows]
     assert ends == [row.counts for row in rows]
 
@@ -75,7 +75,7 @@ class TwoLayers(Critic):
         return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def test_a_critic_of_ones_own(model_folder, tmp_path, monkeypatch):
+def test_a_custom_critic(model_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(CRITICS, "two_layers", TwoLayers)
     heads = {}
 
@@ -88,7 +88,7 @@ def test_a_critic_of_ones_own(model_folder, tmp_path, monkeypatch):
     trainer.save_model()
     again = team_trainer(model_folder, tmp_path, settings={**PPO, "critic": "two_layers"})
     again.critic.load(tmp_path)
-    assert all(its.equal(now[name]) for name, its in again.critic.heads.named_parameters())
+    assert all(parameter.equal(now[name]) for name, parameter in again.critic.heads.named_parameters())
     with pytest.raises(ValueError, match="must be one of .*'two_layers'"):
         MARFTConfig(str(tmp_path), **PPO, critic="three_layers")
 
@@ -105,7 +105,7 @@ class RootLevel(ActionLevel):
         return torch.tensor([max(len(row.completion_ids), 1) ** 0.5 for row in rows])
 
 
-def test_a_level_of_ones_own(model_folder, tmp_path, monkeypatch):
+def test_a_custom_level(model_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(LEVELS, "root", RootLevel)
     trainer = train(model_folder, tmp_path, {"level": "root", "loss_type": "grpo", "num_iterations": 2})
     assert trainer.importance_sampling_level == "sequence"
@@ -116,14 +116,14 @@ def test_a_level_of_ones_own(model_folder, tmp_path, monkeypatch):
         (logps,) = trainer.parts.log_probs.compute_log_probs([row])
         batch = {"completion_mask": torch.ones(1, len(logps), dtype=torch.long)}
         batch["old_per_token_logps"] = row.old_per_token_logps.unsqueeze(0)
-        seen = RootLevel().seen_by_loss(logps.unsqueeze(0), torch.zeros(1, len(logps)), batch, [row])
+        loss_inputs = RootLevel().seen_by_loss(logps.unsqueeze(0), torch.zeros(1, len(logps)), batch, [row])
     expected = (logps - row.old_per_token_logps).sum() / len(logps) ** 0.5
     assert expected != 0
-    torch.testing.assert_close(seen.log_ratios, expected.unsqueeze(0))
-    torch.testing.assert_close(logps - seen.old_logps[0], expected.expand(len(logps)), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(loss_inputs.log_ratios, expected.unsqueeze(0))
+    torch.testing.assert_close(logps - loss_inputs.old_logps[0], expected.expand(len(logps)), rtol=1e-4, atol=1e-6)
 
 
-def test_a_level_of_ones_own_is_checked_as_the_ready_made_ones(tmp_path, monkeypatch):
+def test_a_custom_level_is_validated_like_built_in_levels(tmp_path, monkeypatch):
     monkeypatch.setitem(LEVELS, "root", RootLevel)
     with pytest.raises(ValueError, match="`loss_type='dapo'` weights a turn by its number of tokens"):
         MARFTConfig(str(tmp_path), level="root", loss_type="dapo")
@@ -145,7 +145,7 @@ class ReinforceTrainer(MARFTTrainer):
         return -(inputs["advantages"].view(len(ids), -1)[:, 0] * per_turn).mean()
 
 
-def test_a_loss_of_ones_own(model_folder, tmp_path, monkeypatch):
+def test_a_custom_loss(model_folder, tmp_path, monkeypatch):
     """With episodes of the present weights, its gradient is that of `loss_type="grpo"`."""
     monkeypatch.setitem(LOSSES, "reinforce", LossType(is_row_mean=True))
     after = {}
@@ -164,7 +164,7 @@ def actors_alone(reward, turns, steps, discount, as_rewards):
     return torch.tensor([reward if turn.agent == "actor" else 0.0 for turn in turns])
 
 
-def test_a_credit_rule_of_ones_own(model_folder, tmp_path, monkeypatch):
+def test_a_custom_credit_rule(model_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(CREDITS, "actors", CreditRule("actors", actors_alone))
     trainer = team_trainer(model_folder, tmp_path, settings={"credit": "actors", "advantage": "none", "max_steps": 1})
     trainer.train()
@@ -179,7 +179,7 @@ def best_of_prompt(samples, scale):
     return torch.where(samples.returns >= best, 1.0, -1.0)
 
 
-def test_a_baseline_of_ones_own(model_folder, tmp_path, monkeypatch):
+def test_a_custom_baseline(model_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(BASELINES, "best", Baseline("best", best_of_prompt, needs_group=True))
     trainer = train(model_folder, tmp_path, {"advantage": "best"})
     rows = rows_of(trainer)
@@ -200,15 +200,15 @@ class Curriculum:
         self.lesson = state["lesson"]
 
 
-def test_state_of_ones_own_is_part_of_checkpoints(model_folder, tmp_path):
+def test_custom_state_is_part_of_checkpoints(model_folder, tmp_path):
     settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     trainer, resumed = (team_trainer(model_folder, tmp_path, settings=settings) for _ in range(2))
-    mine, theirs = Curriculum(), Curriculum()
-    trainer.parts.checkpoints.stateful["curriculum"], resumed.parts.checkpoints.stateful["curriculum"] = mine, theirs
-    mine.lesson = 5
+    saved, loaded = Curriculum(), Curriculum()
+    trainer.parts.checkpoints.stateful["curriculum"], resumed.parts.checkpoints.stateful["curriculum"] = saved, loaded
+    saved.lesson = 5
     trainer.train()
     resumed.train(resume_from_checkpoint=True)
-    assert theirs.lesson == 5
+    assert loaded.lesson == 5
 
 
 def test_hidden_states_of_a_reference_are_those_of_a_frozen_critic_alone():

@@ -1,4 +1,4 @@
-"""`marft-a` and `marft-t` against the original's formulas, written anew from its code, on the same random rollouts."""
+"""`marft-a` and `marft-t` against the original's formulas, rewritten from its code, on the same random rollouts."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from .helpers import only_slice, plain_logps, plain_scores, shake, team_trainer, varied_reward
+from .helpers import logged_steps, only_slice, plain_logps, plain_scores, shake, team_trainer, varied_reward
 
 
 GAMMA, LAMBDA, CLIP, HUBER, ENTROPY = 0.99, 0.95, 0.2, 10.0, 0.01
@@ -26,15 +26,15 @@ def originals_gae(rewards, values):
     advantages = []
     for episode_rewards, episode_values in zip(rewards, values, strict=True):
         running, following, collected = 0.0, 0.0, []
-        for reward, its in reversed(list(zip(episode_rewards, episode_values, strict=True))):
-            mine = []
-            for position in reversed(range(len(its))):
-                gained = reward if position == len(its) - 1 else 0.0
-                delta = gained + GAMMA * following - its[position]
+        for reward, agent_values in reversed(list(zip(episode_rewards, episode_values, strict=True))):
+            agent_advantages = []
+            for position in reversed(range(len(agent_values))):
+                token_reward = reward if position == len(agent_values) - 1 else 0.0
+                delta = token_reward + GAMMA * following - agent_values[position]
                 running = delta + GAMMA * LAMBDA * running
-                following = its[position]
-                mine.insert(0, running)
-            collected.insert(0, mine)
+                following = agent_values[position]
+                agent_advantages.insert(0, running)
+            collected.insert(0, agent_advantages)
         advantages.append(collected)
     return advantages
 
@@ -81,14 +81,13 @@ def test_numbers_of_the_original(model_folder, tmp_path, preset):
     raw = originals_gae(rewards, old)
 
     # advantages, standardized over everything that counts, and targets
-    everything = np.array([a for rows in raw for its in rows for a in its])
+    rows, raw, old = ([row for episode in nested for row in episode] for nested in (episodes, raw, old))
+    everything = np.concatenate(raw)
     mean, std = np.nanmean(everything), np.nanstd(everything)
-    rows = [row for its in episodes for row in its]
-    flat_raw, flat_old = [its for its_rows in raw for its in its_rows], [its for its_rows in old for its in its_rows]
-    for row, its, values in zip(rows, flat_raw, flat_old, strict=True):
-        got = np.atleast_1d(np.asarray(row.advantage))
-        np.testing.assert_allclose(got, (np.array(its) - mean) / (std + 1e-8), atol=1e-4)
-        np.testing.assert_allclose(row.value_targets.numpy(), np.array(its) + np.array(values), atol=1e-4)
+    for row, advantages, values in zip(rows, map(np.array, raw), map(np.array, old), strict=True):
+        row_advantages = np.atleast_1d(np.asarray(row.advantage))
+        np.testing.assert_allclose(row_advantages, (advantages - mean) / (std + 1e-8), atol=1e-4)
+        np.testing.assert_allclose(row.value_targets.numpy(), advantages + values, atol=1e-4)
 
     # losses with weights that have moved on
     policy, entropy, value, counts, value_count = {}, {}, 0.0, {}, 0
@@ -100,8 +99,8 @@ def test_numbers_of_the_original(model_folder, tmp_path, preset):
             log_ratio, entropies, values = log_ratio.sum(keepdims=True), entropies.mean(keepdims=True), values[:1]
         ratio = np.exp(log_ratio)
         surrogate = np.maximum(-np.clip(ratio, 1 - CLIP, 1 + CLIP) * advantage, -ratio * advantage)
-        for found, more in ((policy, surrogate.sum()), (entropy, entropies.sum()), (counts, len(surrogate))):
-            found[row.agent] = found.get(row.agent, 0) + more
+        for totals, amount in ((policy, surrogate.sum()), (entropy, entropies.sum()), (counts, len(surrogate))):
+            totals[row.agent] = totals.get(row.agent, 0) + amount
         before, target = row.old_values.numpy(), row.value_targets.numpy()
         near = before + np.clip(values - before, -CLIP, CLIP)
         value += np.maximum(originals_huber(target - near), originals_huber(target - values)).sum()
@@ -112,16 +111,16 @@ def test_numbers_of_the_original(model_folder, tmp_path, preset):
         slice_loss = trainer.parts.loss.slice_loss
         return slice_loss(trainer.model, slice_, frozenset(learning), trainer.accelerator.backward).item()
 
-    got = {name: loss_of([trainer.policies.get_adapter(name)]) for name in counts}
-    got_value = loss_of(trainer.critic.parts)
+    losses = {name: loss_of([trainer.policies.get_adapter(name)]) for name in counts}
+    value_loss = loss_of(trainer.critic.parts)
     for name, count in counts.items():
-        want = policy[name] / count - ENTROPY * entropy[name] / count
-        assert got[name] == pytest.approx(want, abs=2e-4), name
-    # the original takes one mean over the positions of all agents; ours of each agent, weighted alike, is that
+        expected = policy[name] / count - ENTROPY * entropy[name] / count
+        assert losses[name] == pytest.approx(expected, abs=2e-4), name
+    # the original takes one mean over the positions of all agents: the mean of our losses, weighted by positions
     total = sum(counts.values())
     joint = (sum(policy.values()) - ENTROPY * sum(entropy.values())) / total
-    assert sum(got[name] * count / total for name, count in counts.items()) == pytest.approx(joint, abs=2e-4)
-    assert got_value == pytest.approx(value / value_count, rel=1e-4)
+    assert sum(losses[name] * count / total for name, count in counts.items()) == pytest.approx(joint, abs=2e-4)
+    assert value_loss == pytest.approx(value / value_count, rel=1e-4)
 
 
 def group_rows(model_folder, folder, **settings):
@@ -132,9 +131,9 @@ def group_rows(model_folder, folder, **settings):
 
 
 def gradients_of(trainer):
-    found = {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+    gradients = {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
     trainer.model.zero_grad()
-    return found
+    return gradients
 
 
 def gradients_of_loss(trainer, slice_):
@@ -144,14 +143,14 @@ def gradients_of_loss(trainer, slice_):
 
 def assert_same_gradients(trainer, slice_, loss_of_row):
     """The gradients of each agent are those of the mean of a formula over its rows."""
-    found, expected = gradients_of_loss(trainer, slice_), {}
+    gradients, expected = gradients_of_loss(trainer, slice_), {}
     for agent in ("reasoner", "actor"):
-        its = [row for row in slice_.rows if row.agent == agent]
-        (sum(map(loss_of_row, its)) / len(its)).backward()
+        rows = [row for row in slice_.rows if row.agent == agent]
+        (sum(map(loss_of_row, rows)) / len(rows)).backward()
         expected |= {n: g for n, g in gradients_of(trainer).items() if f".{agent}." in n and g.any()}
-    assert len(expected) >= 16 and {n for n, g in found.items() if g.any()} == set(expected)
+    assert len(expected) >= 16 and {n for n, g in gradients.items() if g.any()} == set(expected)
     for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+        assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
 
 def test_magrpo_is_the_loss_of_comlrl(model_folder, tmp_path):
@@ -162,14 +161,14 @@ def test_magrpo_is_the_loss_of_comlrl(model_folder, tmp_path):
     """
     trainer, slice_ = group_rows(model_folder, tmp_path, preset="magrpo")
     assert all(row.old_per_token_logps is None for row in slice_.rows)  # nothing is scored or kept for a ratio
-    other = [torch.full((len(row.completion_ids),), -3.0) for row in slice_.rows]  # nor would it matter
+    other = [torch.full((len(row.completion_ids),), -3.0) for row in slice_.rows]  # they would not matter either
     rows = [replace(row, old_per_token_logps=logps) for row, logps in zip(slice_.rows, other, strict=True)]
     by_prompt: dict[tuple, list] = {}
     for row in rows:
         if row.agent == "reasoner":
             by_prompt.setdefault(tuple(row.prompt_ids.tolist()), []).append(row.advantage)
-    for its in by_prompt.values():  # standardized within the group, with Bessel's correction and 1e-4 as in TRL
-        advantages = torch.tensor(its, dtype=torch.float64)
+    for group in by_prompt.values():  # standardized within the group, with Bessel's correction and 1e-4 as in TRL
+        advantages = torch.tensor(group, dtype=torch.float64)
         assert advantages.mean().abs() < 1e-5 and (advantages.std() == 0 or 0.99 < advantages.std() < 1.0)
     slice_ = replace(slice_, rows=rows)
     assert_same_gradients(trainer, slice_, lambda row: -row.advantage * plain_logps(trainer, row).sum())
@@ -199,7 +198,7 @@ def test_the_return_of_magrpo_is_the_reward_from_the_turn_on(model_folder, tmp_p
 
 
 @pytest.mark.parametrize("settings", [{"preset": "grpo"}, {"level": "action", "beta": 0.1}], ids=str)
-def test_grpo_has_the_kl_of_its_paper(model_folder, tmp_path, settings):
+def test_grpo_has_the_kl_of_the_paper(model_folder, tmp_path, settings):
     """
     2402.03300, eq. 3 and 4: clipped ratios, means over tokens, and `beta * (r - log r - 1)`, r = ref / policy. At
     action level, the KL of a token is not weighed by the ratio of its turn.
@@ -225,11 +224,11 @@ def test_tokens_of_high_entropy_do_not_depend_on_how_rows_are_cut(model_folder, 
     trainer.parts.batcher.max_tokens = 90  # several micro-batches of each agent
     batches = [batch.agent for batch in trainer.parts.batcher.cut(slice_.rows)]
     assert batches.count("reasoner") > 1 and batches.count("actor") > 1
-    found = gradients_of_loss(trainer, slice_)
+    gradients = gradients_of_loss(trainer, slice_)
     thresholds = trainer.parts.log_probs.high_entropy_thresholds(slice_.rows, 0.3, trainer.parts.processes)
     assert set(thresholds) == {"reasoner", "actor"}
     for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, name
+        assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, name
     trainer.top_entropy_quantile = trainer.args.top_entropy_quantile = 1.0
     whole = gradients_of_loss(trainer, slice_)
     assert any((g - expected[n]).norm() > 1e-2 * g.norm() for n, g in whole.items())
@@ -243,7 +242,7 @@ def test_the_references_of_adapters_follow_by_hand(model_folder, tmp_path):
 
     def weights():
         parameters = {agent.name: trainer.policies.parameters(agent.name).values() for agent in agents}
-        return {f"{name}.{i}": p.detach().clone() for name, its in parameters.items() for i, p in enumerate(its)}
+        return {f"{name}.{i}": p.detach().clone() for name, values in parameters.items() for i, p in enumerate(values)}
 
     expected, history = weights(), []
 
@@ -253,7 +252,7 @@ def test_the_references_of_adapters_follow_by_hand(model_folder, tmp_path):
 
     trainer.callback_handler.callbacks.insert(0, Note())
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    logs = logged_steps(trainer)
     assert logs[0]["kl"] == 0.0 and logs[1]["kl"] > 0
     for policy in (history[1], history[3]):
         mixed = {key: 0.25 * policy[key] + 0.75 * reference for key, reference in expected.items()}
@@ -268,23 +267,23 @@ def test_the_references_of_adapters_follow_by_hand(model_folder, tmp_path):
         assert torch.equal(reference, references[key]), key
 
 
-@pytest.mark.parametrize("how", ["turn", "turn_itself"])
-def test_candidates_are_worth_their_episode_or_themselves_as_answers(model_folder, tmp_path, how):
+@pytest.mark.parametrize("advantage", ["turn", "turn_itself"])
+def test_candidates_are_worth_their_episode_or_themselves_as_answers(model_folder, tmp_path, advantage):
     scored = []
 
     def reward(completions, turns, **kwargs):
-        scored.append([its[-1].agent for its in turns])
+        scored.append([episode_turns[-1].agent for episode_turns in turns])
         return [float(len(text)) for text in completions]
 
-    settings = {"advantage": how, "turn_candidates": 3, "num_generations": 1, "per_device_train_batch_size": 2}
+    settings = {"advantage": advantage, "turn_candidates": 3, "num_generations": 1, "per_device_train_batch_size": 2}
     trainer = team_trainer(model_folder, tmp_path, reward_funcs=reward, settings=settings)
     trainer.model.train()
     rollout = trainer.parts.rollouts.run(tiny_dataset(2).to_list(), training=True)
-    ends = {agent for its in scored[:-1] for agent in its}  # the last call scores the episodes themselves
-    assert ends == ({"actor"} if how == "turn" else {"reasoner", "actor"})
+    last = {agent for agents in scored[:-1] for agent in agents}  # the last call scores the episodes themselves
+    assert last == ({"actor"} if advantage == "turn" else {"reasoner", "actor"})
     for node in rollout.nodes:
         lengths = [float(len(turn.text)) for turn in node.turns]
-        if how == "turn_itself" or node.turns[0].agent == "actor":
+        if advantage == "turn_itself" or node.turns[0].agent == "actor":
             assert node.returns == lengths
         else:
             assert node.returns != lengths

@@ -1,4 +1,4 @@
-"""Figures on pages are those of the data that a benchmark has written."""
+"""Figures on pages equal the data that the benchmarks wrote."""
 
 import argparse
 import importlib
@@ -27,19 +27,19 @@ def test_tables_of_pages_are_those_of_the_data(module):
     for page, text in figures.pages(texts).items():
         assert page.read_text(encoding="utf-8") == text, page
     begun = re.findall(r"<!-- (?!end of|names of)(.*?) -->", "".join(page.read_text() for page in figures.PAGES))
-    own = {"presets", "rates", "sharing", "worth"}  # of `choose.py`, which `test_choices.py` compares
-    assert sorted(begun) == sorted({*texts, *own})  # every table is on one page
+    tables_of_choices = {"presets", "rates", "sharing", "worth"}  # of `choose.py`, which `test_choices.py` compares
+    assert sorted(begun) == sorted({*texts, *tables_of_choices})  # every table is on one page
     files = {file.stem for file in figures.DATA.glob("*.json")}
-    assert files - {*figures.MADE_BY} == {"peers", "printed", *own}
+    assert files - {*figures.MADE_BY} == {"peers", "printed", *tables_of_choices}
     assert not files & figures.load("printed").keys()  # a table has one source
 
 
 def test_a_repeated_run_that_differs_is_an_error(module):
     figures = module("figures")
-    found = {"made": {"processor": "another processor", "versions": {"torch": "2.0"}}}
-    figures.compare(found, [1, [0.25]], (1, (0.25,)))
+    saved = {"made": {"processor": "another processor", "versions": {"torch": "2.0"}}}
+    figures.compare(saved, [1, [0.25]], (1, (0.25,)))
     with pytest.raises(SystemExit, match="figures differ. Those of the file: another processor, torch 2.0"):
-        figures.compare(found, [1, [0.25]], (1, (0.2501,)))
+        figures.compare(saved, [1, [0.25]], (1, (0.2501,)))
 
 
 @pytest.mark.parametrize("action", ["--page", "--check"])
@@ -58,15 +58,15 @@ def test_data_files_are_of_the_default_settings(module, monkeypatch, capsys, act
 
 
 def test_a_run_of_kuhn_poker_is_repeated_unless_the_same_one_is_there(module, monkeypatch, tmp_path):
-    """Not one of another model, length, device, processor or version of the example."""
+    """A result with another model, length, device, processor or version of the example is not reused."""
     kuhn_poker = module("kuhn_poker")
     options = SimpleNamespace(output_dir=tmp_path, max_steps=5, device="cpu", model=None)
     policies, started = [{"a set": {"check": 0.75, "bet": 0.25}}], []
 
     def train(command, **kwargs):
         started.append(command)
-        found = {"measured": [[0, 1.0, 0.5, 0.5]], "policies": policies}
-        (tmp_path / "one-rae-0.json").write_text(json.dumps(found))
+        result = {"measured": [[0, 1.0, 0.5, 0.5]], "policies": policies}
+        (tmp_path / "one-rae-0.json").write_text(json.dumps(result))
         return SimpleNamespace(returncode=0, stdout="step 0: exploitability 0.5\n")
 
     monkeypatch.setattr(kuhn_poker.subprocess, "run", train)
@@ -75,9 +75,9 @@ def test_a_run_of_kuhn_poker_is_repeated_unless_the_same_one_is_there(module, mo
     ):
         vars(options).update(changes)
         for _ in range(2):
-            found = kuhn_poker.run("one-rae", 0, base, options)
+            result = kuhn_poker.run("one-rae", 0, base, options)
             assert len(started) == count
-    assert kuhn_poker.rounded(found) == [[0, 1.0, 0.5, 0.5, [0.25]]]
+    assert kuhn_poker.rounded(result) == [[0, 1.0, 0.5, 0.5, [0.25]]]
     assert module("figures").load("kuhn")["columns"] == kuhn_poker.COLUMNS  # as `--check` compares
     monkeypatch.setattr(kuhn_poker.figures, "processor", lambda: "another")
     kuhn_poker.run("one-rae", 0, "b", options)
@@ -88,19 +88,19 @@ def test_a_run_of_kuhn_poker_is_repeated_unless_the_same_one_is_there(module, mo
 
 def test_the_cost_of_a_step_is_that_of_the_data(module):
     peers = module("peers")
-    found = json.loads((REPORTS / "data" / "peers.json").read_text())
-    assert (REPORTS / "peers.md").read_text() == peers.page(found)
-    assert list(found["sizes"]) == list(peers.SIZES)
-    assert all(set(peers.CONTENDERS) == size["seconds"].keys() for size in found["sizes"].values())
-    assert peers.summary(found) in (REPORTS / "comparison.md").read_text()
+    data = json.loads((REPORTS / "data" / "peers.json").read_text())
+    assert (REPORTS / "peers.md").read_text() == peers.page(data)
+    assert list(data["sizes"]) == list(peers.SIZES)
+    assert all(set(peers.CONTENDERS) == size["seconds"].keys() for size in data["sizes"].values())
+    assert peers.summary(data) in (REPORTS / "comparison.md").read_text()
     ratio = peers.RATIOS["two agents / two TRL steps"]
-    medians = [f"{statistics.median(peers.ratios(size, *ratio)):.2f}" for size in found["sizes"].values()]
+    medians = [f"{statistics.median(peers.ratios(size, *ratio)):.2f}" for size in data["sizes"].values()]
     text = " ".join((ROOT / "README.md").read_text().split())
-    said = re.search(r"a step of two agents takes ([\d., and]+) of the time of two `GRPOTrainer` steps", text)
-    assert re.findall(r"0\.\d+", said[1]) == sorted(medians)
+    sentence = re.search(r"a step of two agents takes ([\d., and]+) of the time of two `GRPOTrainer` steps", text)
+    assert re.findall(r"0\.\d+", sentence[1]) == sorted(medians)
 
 
-# Decimals of pages that nobody measured: versions, settings, levels of significance
+# Decimals on pages that are not measurements: versions, settings, levels of significance
 NOT_MEASURED = {
     "README.md": {"3.11"},
     "docs/guide/choose_an_algorithm.md": {"0.01"},
@@ -130,8 +130,8 @@ def test_figures_in_sentences_are_measured(module):
         name, text = str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")
         if name.startswith("docs/reference") or name == "docs/reports/choices.md":
             continue
-        own = [sentence["text"] for sentence in sentences if sentence["page"] == name]
-        assert all(sentence in " ".join(text.split()) for sentence in own), name
-        found = set(re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", prose(text)))
-        known = set(re.findall(r"\d+\.\d+", "\n".join([*tables, *own])))
-        assert found <= known | NOT_MEASURED.get(name, set()), name
+        page_sentences = [sentence["text"] for sentence in sentences if sentence["page"] == name]
+        assert all(sentence in " ".join(text.split()) for sentence in page_sentences), name
+        decimals = set(re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", prose(text)))
+        measured = set(re.findall(r"\d+\.\d+", "\n".join([*tables, *page_sentences])))
+        assert decimals <= measured | NOT_MEASURED.get(name, set()), name

@@ -1,4 +1,4 @@
-"""What somebody meets who uses the package for the first time: everyday mistakes, each with its answer."""
+"""Common mistakes of first-time users, each with the error message that names the fix."""
 
 import itertools
 import json
@@ -112,7 +112,7 @@ def scoring(name, score):
     return reward
 
 
-expects_messages = scoring("expects_messages", lambda texts: [float(len(one[0]["content"])) for one in texts])
+expects_messages = scoring("expects_messages", lambda texts: [float(len(text[0]["content"])) for text in texts])
 environment_reward = scoring("environment_reward", lambda completions: [1.0] * len(completions))
 too_few = scoring("too_few", lambda completions: [1.0])
 texts = scoring("texts", lambda completions: ["1"] * len(completions))
@@ -125,7 +125,7 @@ def rows(**columns):
 
 WITHOUT_CONTENT = [[{"role": "user", "text": "a"}]] * 8
 MISTAKES = {
-    # How the trainer is made
+    # Errors when the trainer is created
     "argument": (TypeError, {"reward_function": texts}, "no argument `reward_function`. Did you mean 'reward_funcs'?"),
     "dataset": (TypeError, {"dataset": []}, "Did you mean 'train_dataset'?"),
     "names": (TypeError, {"agents": ["planner"]}, r"Write `AgentSpec\('planner'\)`"),
@@ -161,7 +161,7 @@ MISTAKES = {
     "per step": (ValueError, {"settings": {"credit": "per_step"}}, r"`get_outcome_reward\(your_reward\)`"),
     "resume number": (TypeError, {"resume": 1.5}, "must be True or the path of a checkpoint, got 1.5"),
     "resume nowhere": (FileNotFoundError, {"resume": "nowhere"}, "Pass `True` for the newest checkpoint"),
-    # What is known with the first episode
+    # Errors in the first episode
     "one value": (ValueError, {"reward_funcs": too_few}, "'too_few' returned 1 rewards, but 8 were expected"),
     "messages": (TypeError, {"reward_funcs": expects_messages}, "`expects_messages`. Completions are strings be"),
     "values": (TypeError, {"reward_funcs": texts}, "`texts` returned '1' of type str for completion 0"),
@@ -182,16 +182,16 @@ IN_AN_EPISODE = {
     "no_await_of_a_call": r"Write .* `await episode.call\(...\)`",
     "awaits_feedback": "Only `episode.turn`, `episode.call` and `together` are awaited",
 }
-MISTAKES |= {name: (RuntimeError, {"workflow": wrong(name)}, said) for name, said in IN_AN_EPISODE.items()}
+MISTAKES |= {name: (RuntimeError, {"workflow": wrong(name)}, message) for name, message in IN_AN_EPISODE.items()}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_named_with_its_cure(model_folder, tmp_path, name):
+def test_mistakes_are_named_with_a_fix(model_folder, tmp_path, name):
     error, arguments, message = MISTAKES[name]
-    given = {"model": model_folder, "output_dir": tmp_path, "settings": {"max_steps": 1}, **arguments}
-    resume = given.pop("resume", None)
+    trainer_arguments = {"model": model_folder, "output_dir": tmp_path, "settings": {"max_steps": 1}, **arguments}
+    resume = trainer_arguments.pop("resume", None)
     with pytest.raises(error, match=message):
-        team_trainer(**given).train(resume_from_checkpoint=resume)
+        team_trainer(**trainer_arguments).train(resume_from_checkpoint=resume)
 
 
 def test_a_misspelt_step_of_an_environment_is_named():
@@ -228,7 +228,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_what_a_view_returns_is_looked_at(model_folder, tmp_path, name):
+def test_views_must_return_messages(model_folder, tmp_path, name):
     view, message = VIEWS[name]
     with pytest.raises(TypeError, match=f"The view .* of agent '(reasoner|actor)'.*{message}"):
         team_trainer(model_folder, tmp_path, view=view).train()
@@ -250,8 +250,8 @@ def test_a_folder_of_a_model_with_a_near_name_is_proposed(tmp_path):
         team_trainer(str(tmp_path / "bsae"), tmp_path)
 
 
-def test_reward_functions_of_one_name_are_told_apart(small_model, tmp_path, caplog):
-    functions = [lambda completions, value=value, **kwargs: [value] * len(completions) for value in (1.0, 2.0)]
+def test_reward_functions_of_the_same_name_are_numbered(small_model, tmp_path, caplog):
+    functions = [lambda completions, score=score, **kwargs: [score] * len(completions) for score in (1.0, 2.0)]
     trainer = team_trainer(small_model, tmp_path, reward_funcs=functions, settings={"max_steps": 1})
     assert unique_names(["r", "r", "r_2"]) == ["r", "r_3", "r_2"]
     assert "Their metrics are `rewards/<lambda>`, `rewards/<lambda>_2`, in the order of `reward_funcs`" in caplog.text
@@ -322,9 +322,9 @@ def test_metrics_that_fail_are_named(model_folder, tmp_path):
         trainer.evaluate()
 
 
-def test_what_an_experiment_is_made_of_is_looked_at(model_folder, tmp_path):
-    given = {"model": model_folder, "agents": tiny_agents(), "reward_funcs": texts, "train_dataset": tiny_dataset(8)}
-    given |= {"eval_dataset": tiny_dataset(8, seed=1), "args": MARFTConfig(str(tmp_path))}
+def test_arguments_of_an_experiment_are_checked(model_folder, tmp_path):
+    valid = {"model": model_folder, "agents": tiny_agents(), "reward_funcs": texts, "train_dataset": tiny_dataset(8)}
+    valid |= {"eval_dataset": tiny_dataset(8, seed=1), "args": MARFTConfig(str(tmp_path))}
     for wrong, message in (
         ({"args": {}}, "`args` of an `Experiment` must be a `MARFTConfig`, got dict"),
         ({"agents": ["a"]}, r"Write `AgentSpec\('a'\)`"),
@@ -332,10 +332,10 @@ def test_what_an_experiment_is_made_of_is_looked_at(model_folder, tmp_path):
         ({"eval_set": 1}, "`Experiment` has no argument `eval_set`"),
     ):
         with pytest.raises(TypeError, match=message):
-            Experiment(**{**given, **wrong})
+            Experiment(**{**valid, **wrong})
 
 
-def test_helpers_name_what_they_take(tmp_path):
+def test_helpers_name_the_arguments_they_accept(tmp_path):
     for call, error, message in (
         (lambda: MARFTTrainer("x", reward_funcs=texts), TypeError, r"needs `agents`. Write `agents=\[AgentSpec"),
         (lambda: rehearse(OtherName, ["reasoner"], str), TypeError, r"takes a workflow object. Write `OtherName\(\)`"),
@@ -364,7 +364,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_wrong_setting_is_named_with_its_cure(tmp_path, name):
+def test_wrong_settings_are_named_with_a_fix(tmp_path, name):
     value, message = SETTINGS[name]
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         MARFTConfig(str(tmp_path), per_device_train_batch_size=8, **{name: value})
@@ -375,7 +375,7 @@ def test_a_conflict_with_a_preset_names_it(tmp_path):
         MARFTConfig(str(tmp_path), preset="marft-t", advantage="group", num_generations=8)
 
 
-def test_a_wrong_field_of_an_agent_is_named_with_its_cure():
+def test_wrong_agent_fields_are_named_with_a_fix():
     for field, message in {
         "lr": "`AgentSpec` has no argument `lr`. Did you mean 'learning_rate'?",
         "systemprompt": "Did you mean 'system_prompt'?",
@@ -422,10 +422,10 @@ def test_questions_that_cannot_be_answered(model_folder, folder, tmp_path):
 
 
 def test_no_adapter_is_lost_in_silence(model_folder, folder, tmp_path, tokenizer, caplog):
-    def make(agents, where, peft_config=None):
+    def make(agents, subfolder, peft_config=None):
         loaded = load_adapters(AutoModelForCausalLM.from_pretrained(model_folder), folder)
-        given = {"agents": agents, "processing_class": tokenizer, "peft_config": peft_config}
-        return team_trainer(loaded, tmp_path / where, **given)
+        arguments = {"agents": agents, "processing_class": tokenizer, "peft_config": peft_config}
+        return team_trainer(loaded, tmp_path / subfolder, **arguments)
 
     reasoner, actor = tiny_agents()
     renamed = AgentSpec("planner", system_prompt=reasoner.system_prompt)
@@ -439,11 +439,11 @@ def test_no_adapter_is_lost_in_silence(model_folder, folder, tmp_path, tokenizer
     assert saved == {"planner", "actor"}
 
     caplog.clear()
-    kept = make([AgentSpec("planner", system_prompt=reasoner.system_prompt, adapter="reasoner"), actor], "kept")
+    reused = make([AgentSpec("planner", system_prompt=reasoner.system_prompt, adapter="reasoner"), actor], "kept")
     assert "No agent uses" not in caplog.text
-    assert re.search("planner: adapter reasoner, .* weights, loaded;", kept.plan())
+    assert re.search("planner: adapter reasoner, .* weights, loaded;", reused.plan())
 
-    # A folder that an earlier team was saved in
+    # A folder in which an earlier team was saved
     team_trainer(model_folder, tmp_path / "both").save_model()
     caplog.clear()
     make([actor], "both").save_model()
@@ -457,7 +457,7 @@ def test_a_base_with_too_few_tokens_is_refused(model_folder, folder, tokenizer):
         Team.from_pretrained(folder, model=base)
 
 
-def test_a_base_model_is_told_before_anything_else(model_folder, tmp_path, tokenizer, caplog):
+def test_a_base_model_is_the_first_warning(model_folder, tmp_path, tokenizer, caplog):
     tokenizer = type(tokenizer).from_pretrained(model_folder)
     tokenizer.chat_template = None
     team_trainer(model_folder, tmp_path, processing_class=tokenizer)
@@ -466,30 +466,30 @@ def test_a_base_model_is_told_before_anything_else(model_folder, tmp_path, token
     assert "its teammates may mistake for a message from another speaker" in second
 
 
-def test_a_server_that_is_not_there_is_told_after_seconds(model_folder, tmp_path, caplog, monkeypatch):
+def test_a_missing_server_is_reported_after_the_timeout(model_folder, tmp_path, caplog, monkeypatch):
     assert parse_addresses(None, "0.0.0.0", 8000) == ("http://127.0.0.1:8000",)  # noqa: S104
-    ticks = itertools.count()  # a second at each look at the clock, however busy the machine is
+    ticks = itertools.count()  # the clock advances a second at each reading, however busy the machine is
     monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
     monkeypatch.setattr(server, "_POLL_SECONDS", 0.0)
     settings = {"use_vllm": True, "vllm_server_timeout": 9.0, "vllm_server_port": 9}
     with pytest.raises(RuntimeError, match="127.0.0.1:9 within 9 seconds .*vllm_mode='colocate'"):
         team_trainer(model_folder, tmp_path, settings=settings)
-    (told,) = [one.message for one in caplog.records if "Waiting for a vLLM server at http://127" in one.message]
-    assert next(ticks) > 9 and "vllm_command" in told and "for up to 9 seconds" in told
+    (message,) = [log.message for log in caplog.records if "Waiting for a vLLM server at http://127" in log.message]
+    assert next(ticks) > 9 and "vllm_command" in message and "for up to 9 seconds" in message
 
 
-def test_an_arm_that_could_not_begin_is_no_proof():
-    def found(rewards, differ=False):
+def test_an_arm_without_any_reward_is_flagged_in_the_verdict():
+    def solo_result(rewards, differ=False):
         difference = Interval(0.5, 0.4, 0.6, 3, 100)
         curves = [[[step, reward] for step, reward in enumerate(rewards)]]
         arm = Arm("solo", "one agent, trained")
         return {"solo": ArmResult(arm, difference, difference, 1.0, 1.0, curves, rewards_differ=differ)}
 
-    (said,) = make_verdicts(found([0.0, 0.0]), [], 0.02)
-    assert "is better than one agent" in said and "one agent got a reward of 0 in every episode" in said
+    (verdict,) = make_verdicts(solo_result([0.0, 0.0]), [], 0.02)
+    assert "is better than one agent" in verdict and "one agent got a reward of 0 in every episode" in verdict
     for rewards, differ in (([0.0, 0.5], False), ([0.125], True)):
-        (said,) = make_verdicts(found(rewards, differ), [], 0.02)
-        assert "in every episode" not in said
+        (verdict,) = make_verdicts(solo_result(rewards, differ), [], 0.02)
+        assert "in every episode" not in verdict
 
 
 def test_the_card_says_how_the_team_was_trained(model_folder, tmp_path):
@@ -501,4 +501,4 @@ def test_the_card_says_how_the_team_was_trained(model_folder, tmp_path):
     facts += ["| learning rate | 0.001 |", "advantage='group'", "--chat-template team/chat_template.jinja"]
     for fact in facts:
         assert fact in card.replace("\\", ""), fact
-    assert "agents/reasoner/reward" not in card and "agents/reasoner/kl" in card  # the former is the team's
+    assert "agents/reasoner/reward" not in card and "agents/reasoner/kl" in card  # the reward is the whole team's

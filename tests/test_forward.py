@@ -1,4 +1,4 @@
-"""The fast forward against each row alone: what is shared changes nothing that is computed."""
+"""The fast forward pass against each row alone: sharing prefixes does not change the results."""
 
 import contextlib
 import dataclasses
@@ -43,16 +43,16 @@ def partitions(items):
 
 
 @given(rows=sequences)
-def test_clusters_are_a_partition_that_shares_what_is_common(rows):
-    found = clusters(rows)
-    assert sorted(row for cluster in found for row in cluster.rows) == list(range(len(rows)))
-    for cluster in found:
+def test_clusters_are_a_partition_that_shares_common_prefixes(rows):
+    found_clusters = clusters(rows)
+    assert sorted(row for cluster in found_clusters for row in cluster.rows) == list(range(len(rows)))
+    for cluster in found_clusters:
         assert cluster.length == common([rows[row] for row in cluster.rows])
     best = max(
         sum(common([rows[row] for row in part]) * (len(part) - 1) for part in parts)
         for parts in partitions(list(range(len(rows))))
     )
-    assert sum(cluster.saved for cluster in found) >= 0.6 * best
+    assert sum(cluster.saved for cluster in found_clusters) >= 0.6 * best
 
 
 def test_clusters_by_hand():
@@ -68,12 +68,12 @@ def test_clusters_by_hand():
 
 
 def test_rows_are_shared_only_where_that_computes_less():
-    same = [[1, 2, 3, 4, 5]] * 4  # 4 + 4 * 4 tokens in place of 4 * 8
+    same = [[1, 2, 3, 4, 5]] * 4  # 4 + 4 * 4 tokens instead of 4 * 8
     assert plan_passes(same, [3] * 4) == [Cluster(4, (0, 1, 2, 3))]
     assert plan_passes([[1, 2, 3], [2, 3, 4]], [1, 1]) == []
-    eights = [[1] * 8, [1] * 8, [9] * 8]  # 2 * 7 + 3 * 2 tokens in place of 3 * 9
+    eights = [[1] * 8, [1] * 8, [9] * 8]  # 2 * 7 + 3 * 2 tokens instead of 3 * 9
     assert plan_passes(eights, [1, 1, 1]) == [Cluster(7, (0, 1)), Cluster(7, (2,))]
-    # Padded to the widest, beginnings would take 2 * 4 tokens and rests 3 * 4, the rows as they are 3 * 5
+    # Padded to the longest, prefixes would take 2 * 4 tokens and suffixes 3 * 4, whole rows take 3 * 5
     assert plan_passes([[1, 2], [1, 2], [9] * 5], [3, 3, 0]) == []
 
 
@@ -86,15 +86,15 @@ def test_nested_histories_neither_recurse_nor_crawl():
 def gradients(model, logps, entropies):
     weight = torch.linspace(-1, 1, len(logps))
     (logps * weight + 0.1 * entropies * weight).sum().backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients_by_name = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return gradients_by_name
 
 
 def scored_together(base, prompts, completions):
     hidden = forward.hidden_states(base.base_model, prompts, completions)
-    states = torch.cat([its[: len(completion)] for its, completion in zip(hidden, completions, strict=True)])
-    return forward.score(base, states, torch.tensor([token for its in completions for token in its]))
+    states = torch.cat([state[: len(completion)] for state, completion in zip(hidden, completions, strict=True)])
+    return forward.score(base, states, torch.tensor([token for completion in completions for token in completion]))
 
 
 @pytest.mark.parametrize(("family", "checkpointing", "others_words"), pairs([*FAMILIES], [False, True], [False, True]))
@@ -112,10 +112,10 @@ def check_shared_passes(model, checkpointing, others_words, atol):
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
-    found = scored_together(base, prompts, completions)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol)
-    found_gradients = gradients(model, *found)
+    scores = scored_together(base, prompts, completions)
+    for score, expected_score in zip(scores, expected, strict=True):
+        torch.testing.assert_close(score, expected_score, rtol=1e-5, atol=atol)
+    found_gradients = gradients(model, *scores)
     assert found_gradients.keys() == expected_gradients.keys() and len(found_gradients) >= 6
     for name, gradient in expected_gradients.items():
         assert (found_gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
@@ -140,9 +140,9 @@ def test_checkpointed_layers_are_computed_again():
     model.enable_input_require_grads()
     base, runs = model.get_base_model(), []
     layer, inner = base.model.layers[0], base.model.layers[0].mlp.forward
-    layer.mlp.forward = lambda *args: (runs.append(1), inner(*args))[1]  # a hook is not reached when it runs again
+    layer.mlp.forward = lambda *args: (runs.append(1), inner(*args))[1]  # a hook is not called in the recomputation
     forward.hidden_states(base.base_model, *ragged_rows(0)).sum().backward()
-    assert len(runs) == 4  # two passes, each of them once more
+    assert len(runs) == 4  # two passes, each recomputed once
     assert layer.gradient_checkpointing and not layer._can_checkpoint_with_cache
 
 
@@ -161,18 +161,18 @@ def test_the_head_takes_a_part_of_the_positions_at_a_time(monkeypatch):
     head = forward.fused_head
     monkeypatch.setattr(forward, "fused_head", lambda *args: (runs.append(len(args[2])), head(*args))[1])
     monkeypatch.setattr(forward, "_LOGITS_AT_ONCE", 7 * 64)
-    for ours, theirs in zip(run(), whole, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for chunked, unchunked in zip(run(), whole, strict=True):
+        torch.testing.assert_close(chunked, unchunked, rtol=1e-5, atol=1e-6)
     assert set(runs[:-1]) == {7} and sum(runs) == len(states)
 
 
 LEARNING = {"learning_rate": 1e-2, "optim": "sgd", "max_grad_norm": 0.0}
 
 
-def trained_weights(model, tmp_path, share, given=None, **settings):
+def trained_weights(model, tmp_path, share, arguments=None, **settings):
     # Turns of one length, so that no row leaves the batch, and draws as in transformers: both get the same tokens
     fixed = {"generation_kwargs": {"min_new_tokens": 24}, "max_completion_length": 8, "share_prefixes": share}
-    trainer = team_trainer(model, tmp_path, settings={**LEARNING, **fixed, **settings}, **(given or {}))
+    trainer = team_trainer(model, tmp_path, settings={**LEARNING, **fixed, **settings}, **(arguments or {}))
     assert trainer.parts.passes.share == share
     start = weights(trainer)
     with pytest.MonkeyPatch.context() as patch:
@@ -200,9 +200,9 @@ def test_training_is_the_same_on_the_plain_path(model_folder, tmp_path, settings
     assert_same_training(lambda: model_folder, tmp_path, **settings)
 
 
-def assert_same_training(make_model, tmp_path, given=None, **settings):
-    """With shared passes and without them it ends in the same place, measured by how far it has gone."""
-    runs = [trained_weights(make_model(), tmp_path, share, given, **settings) for share in (True, False)]
+def assert_same_training(make_model, tmp_path, arguments=None, **settings):
+    """Training ends with the same weights with and without shared passes, relative to how far they have moved."""
+    runs = [trained_weights(make_model(), tmp_path, share, arguments, **settings) for share in (True, False)]
     (start, shared), (_, plain) = runs
     change = torch.cat([(plain[name] - start[name]).flatten() for name in start])
     error = torch.cat([(plain[name] - shared[name]).flatten() for name in plain])
@@ -221,8 +221,13 @@ LEVELS = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_is_the_same_in_every_family(tokenizer, tmp_path, family, level, adapters):
     shared = {"adapter": "both"} if adapters == "one_adapter" else {}
-    given = {"agents": [dataclasses.replace(one, **shared) for one in tiny_agents()], "processing_class": tokenizer}
-    assert_same_training(lambda: family_base(family, len(tokenizer)), tmp_path, given, **LEVELS[level], max_steps=2)
+    arguments = {
+        "agents": [dataclasses.replace(agent, **shared) for agent in tiny_agents()],
+        "processing_class": tokenizer,
+    }
+    assert_same_training(
+        lambda: family_base(family, len(tokenizer)), tmp_path, arguments, **LEVELS[level], max_steps=2
+    )
 
 
 def test_the_episodes_of_a_group_stay_together(model_folder, tmp_path):
@@ -241,14 +246,14 @@ def test_agents_of_one_adapter_share_too(model_folder, tmp_path):
     assert_same_training(lambda: model_folder, tmp_path, {"agents": team})
 
 
-def test_a_state_space_model_takes_the_plain_path_and_a_line_says_so(tokenizer, tmp_path, caplog):
+def test_a_state_space_model_takes_the_plain_path_and_logs_it(tokenizer, tmp_path, caplog):
     config = AutoConfig.for_model(
         "mamba", vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, state_size=4, use_mambapy=False,
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
-    given = {"processing_class": tokenizer, "peft_config": LoraConfig(target_modules=["in_proj"])}
-    trainer = team_trainer(model, tmp_path, settings={"max_steps": 1}, **given)
+    arguments = {"processing_class": tokenizer, "peft_config": LoraConfig(target_modules=["in_proj"])}
+    trainer = team_trainer(model, tmp_path, settings={"max_steps": 1}, **arguments)
     assert "share_prefixes" in caplog.text and not trainer.parts.passes.share
     assert moved_by_training(trainer)
 
@@ -274,10 +279,10 @@ def test_scoring_without_dropout_leaves_the_mode_of_the_model_as_it_was(model_fo
 
 
 def test_a_mixture_of_experts_whose_routers_are_trained_takes_the_plain_path(tokenizer, tmp_path):
-    given = {"processing_class": tokenizer, "peft_config": LoraConfig(target_modules=["q_proj", "v_proj"])}
+    arguments = {"processing_class": tokenizer, "peft_config": LoraConfig(target_modules=["q_proj", "v_proj"])}
     for loss, shares in ((0.001, False), (0.0, True)):
         settings = {"max_steps": 1, "router_aux_loss_coef": loss}
-        trainer = team_trainer(family_base("qwen3_moe", len(tokenizer)), tmp_path, settings=settings, **given)
+        trainer = team_trainer(family_base("qwen3_moe", len(tokenizer)), tmp_path, settings=settings, **arguments)
         assert trainer.parts.passes.share == shares
         assert moved_by_training(trainer)
 
@@ -285,16 +290,16 @@ def test_a_mixture_of_experts_whose_routers_are_trained_takes_the_plain_path(tok
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_positions_that_depend_on_the_length_of_a_row_are_not_shared(rope_type):
     model = family_model("llama").get_base_model()
-    own = {"rope_type": rope_type, "rope_theta": 10000.0}
-    for parameters in (own, {"full_attention": own, "sliding_attention": {"rope_type": "default"}}):
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0}
+    for parameters in (rope, {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}):
         model.config.rope_parameters = parameters
         assert rope_type in forward.find_obstacle(model)
 
 
 def test_padding_does_not_move_models_that_have_learned_positions(tokenizer, tmp_path, monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
-        found = {family for family in FAMILIES if forward.needs_positions(family_base(family).to(dtype))}
-        assert found == {"gpt2"}
+        families = {family for family in FAMILIES if forward.needs_positions(family_base(family).to(dtype))}
+        assert families == {"gpt2"}
     monkeypatch.setattr(forward, "shared_pass", None)  # nothing is shared
     settings = {"share_prefixes": False, "num_iterations": 2}
     model = family_base("gpt2", len(tokenizer))
@@ -305,8 +310,8 @@ def test_padding_does_not_move_models_that_have_learned_positions(tokenizer, tmp
     ids = zip(*((row.prompt_ids.tolist(), row.completion_ids.tolist()) for row in scored), strict=True)
     expected, _ = logps_alone(trainer.model, *ids, trainer.temperature)
     assert not trainer.parts.runner.generator.records
-    found = torch.cat([row.old_per_token_logps for row in scored])
-    torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
+    logps = torch.cat([row.old_per_token_logps for row in scored])
+    torch.testing.assert_close(logps, expected.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +319,7 @@ def test_padding_does_not_move_models_that_have_learned_positions(tokenizer, tmp
     [
         ("rwkv", {"attention_hidden_size": 32, "context_length": 64}),
         ("xlstm", {"num_heads": 4, "num_blocks": 2}),
-        ("mamba", {"state_size": 8}),  # its state leaves out what the mask does
+        ("mamba", {"state_size": 8}),  # its state skips masked tokens
         ("recurrent_gemma", {"lru_width": 32, "attention_window_size": 16, "head_dim": 8}),
     ],
 )
@@ -339,7 +344,7 @@ def test_a_model_that_does_not_run_on_bare_tokens_keeps_its_passes(monkeypatch):
     assert not forward.needs_positions(model) and model.training
 
 
-def test_a_model_that_computes_otherwise_with_a_cache_is_found_out():
+def test_a_model_that_computes_differently_with_a_cache_is_detected():
     base = family_model("llama").get_base_model()
     attention = base.model.layers[1].self_attn
     inner = attention.forward

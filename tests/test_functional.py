@@ -61,7 +61,7 @@ def test_cell_advantages_equal_a_loop(samples, is_scaled):
         assert advantages[index].item() == pytest.approx(want, abs=1e-6, rel=1e-6)
 
 
-def test_turns_of_one_episode_alone_are_compared_with_nothing():
+def test_turns_of_a_single_episode_have_no_advantage():
     # One scored episode in the first cell, whose turns have different returns; in the second none
     returns = torch.tensor([0.0, 0.5, 1.0, NAN, NAN])
     cells, weights = torch.tensor([0, 0, 0, 0, 1]), torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0, 1.0])
@@ -89,10 +89,10 @@ def test_leave_one_out_equals_a_loop(samples):
 def test_group_advantages_equal_a_loop(rewards, scale):
     advantages, _ = functional.group_advantages(numbers(rewards), 3, scale)
     assert advantages.isfinite().all()
-    known = [r for r in rewards if r is not None]
+    scored = [r for r in rewards if r is not None]
     for e, reward in enumerate(rewards):
         group = [r for r in rewards[e // 3 * 3 : e // 3 * 3 + 3] if r is not None]
-        pool = known if scale == "batch" else group
+        pool = scored if scale == "batch" else group
         if reward is None or (scale != "none" and len(pool) < 2):
             assert advantages[e] == 0
             continue

@@ -1,4 +1,4 @@
-"""Functions in the recorded settings of a run: by their source and by what they were made with."""
+"""Functions in the recorded settings of a run: identified by their source and their parameters."""
 
 import ast
 import functools
@@ -11,14 +11,14 @@ from marft_trl.rewards.answers import boxed
 from marft_trl.runs.resume import compute_fingerprint
 
 
-def made(bonus, *, scale=1.0, read=len):
-    calls, known = 0, []
+def make_reward(bonus, *, scale=1.0, read=len):
+    calls, call_counts = 0, []
 
     def reward(completions, power=2, **columns):
         nonlocal calls
         calls += 1
-        known.append(calls)
-        return [bonus + scale * read(one) ** power for one in completions]
+        call_counts.append(calls)
+        return [bonus + scale * read(completion) ** power for completion in completions]
 
     return reward
 
@@ -28,25 +28,27 @@ def plus(completions, bonus, **columns):
 
 
 def test_the_parameters_of_a_function_are_part_of_it():
-    makers = [functools.partial(made, *given) for given in ((1,), (2,), ((1, "a"),), ((1, "b"),))]
-    makers += [functools.partial(made, 1, **given) for given in ({"scale": 2.0}, {"read": str.count})]
-    makers += [functools.partial(functools.partial, plus, **given) for given in ({"bonus": 1}, {"bonus": 2}, {})]
+    makers = [functools.partial(make_reward, *arguments) for arguments in ((1,), (2,), ((1, "a"),), ((1, "b"),))]
+    makers += [functools.partial(make_reward, 1, **arguments) for arguments in ({"scale": 2.0}, {"read": str.count})]
+    makers += [
+        functools.partial(functools.partial, plus, **arguments) for arguments in ({"bonus": 1}, {"bonus": 2}, {})
+    ]
     makers += [lambda: plus, *(functools.partial(get_code_reward, seconds=seconds) for seconds in (10, 120))]
-    makers += [functools.partial(get_reasoning_gym_reward, answer=one) for one in (math_answer, boxed)]
+    makers += [functools.partial(get_reasoning_gym_reward, answer=answer) for answer in (math_answer, boxed)]
     first, again = ([compute_fingerprint(make()) for make in makers] for _ in range(2))
     assert first == again and len(set(first)) == len(makers)
     assert compute_fingerprint(compute_fingerprint).startswith("compute_fingerprint (")
     assert compute_fingerprint(len) == "len"
 
 
-def test_what_a_function_remembers_is_no_part_of_it():
-    reward = made(1)
+def test_state_of_a_function_does_not_change_the_fingerprint():
+    reward = make_reward(1)
     before = compute_fingerprint(reward)
     reward(["a", "b"])
     reward(["a"])
     assert compute_fingerprint(reward) == before
 
-    def again(depth):  # its closure has itself
+    def again(depth):  # the closure contains the function
         return again(depth - 1) if depth else 0
 
     assert compute_fingerprint(again) == compute_fingerprint(again)
@@ -64,7 +66,7 @@ def test_tables_and_variables_without_a_value_are_read():
 
 
 class Parses:
-    """Garbage whose finalizer parses code, as one that logs a traceback, and leaves garbage again."""
+    """Garbage whose finalizer parses code, as for a logged traceback, and leaves garbage again."""
 
     def __init__(self):
         self.itself = self

@@ -18,7 +18,7 @@ ORDER = ("one", "two", "one")  # uneven turns
 
 
 def paid(history) -> dict[str, float]:
-    """What each player receives after a turn, whoever took it: neither opposed nor common."""
+    """The reward of each player after a turn of either: neither zero-sum nor shared."""
     draw = random.Random(repr(history))
     return {name: draw.uniform(-1, 2) for name in TEAM}
 
@@ -44,18 +44,18 @@ class Game(World):
 
     def log_probs_of(self, episode) -> list[torch.Tensor]:
         seen = [tuple(token for turn in episode[:number] for token in turn) for number in range(3)]
-        return [self.log_prob(*one) for one in zip(ORDER, seen, episode, strict=True)]
+        return [self.log_prob(*arguments) for arguments in zip(ORDER, seen, episode, strict=True)]
 
     def exact(self) -> torch.Tensor:
-        """For every player the gradient of its own expected return by its own turns, all adapters in one vector."""
+        """The gradient of each player's expected return by that player's own turns, all adapters in one vector."""
         self.trainer.model.zero_grad()
         total = torch.zeros(())
         for episode in self.episodes:
             log_probs = self.log_probs_of(episode)
             rewards = [paid(list(episode[: number + 1])) for number in range(3)]
-            own = {name: sum(its[name] for its in rewards) for name in TEAM}
+            returns = {name: sum(reward[name] for reward in rewards) for name in TEAM}
             chance = sum(log_probs).exp().detach()
-            total = total + chance * sum(own[name] * its for name, its in zip(ORDER, log_probs, strict=True))
+            total = total + chance * sum(returns[name] * logp for name, logp in zip(ORDER, log_probs, strict=True))
         total.backward()
         return self._gradient(dict.fromkeys(TEAM, 1.0))
 
@@ -110,7 +110,7 @@ def test_players_follow_their_own_returns_without_bias(tmp_path, is_shared, sett
 
 
 def test_returns_of_the_team_are_another_gradient(tmp_path):
-    """The check can fail: players that learn from the sum of all rewards follow something else."""
+    """The check can fail: players that learn from the sum of all rewards have a different gradient."""
     world = Game(tmp_path, False, advantage="none", num_generations=1, returns="team")
     got, exact = world.of_groups(1), world.exact()
     assert (got - exact).norm() > 0.2 * exact.norm()

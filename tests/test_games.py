@@ -73,13 +73,13 @@ def test_equilibria_of_kuhn_poker(kuhn, alpha):
 
 
 def best_by_enumeration(game, policy, player):
-    own = {name: list(place.moves) for name, place in find_information_sets(game).items() if place.player == player}
-    names, best = list(own), -math.inf
-    for code in range(math.prod(len(moves) for moves in own.values())):
+    legal = {name: list(place.moves) for name, place in find_information_sets(game).items() if place.player == player}
+    names, best = list(legal), -math.inf
+    for code in range(math.prod(len(moves) for moves in legal.values())):
         pure = {}
         for name in names:
-            code, choice = divmod(code, len(own[name]))
-            pure[name] = {move: float(index == choice) for index, move in enumerate(own[name])}
+            code, choice = divmod(code, len(legal[name]))
+            pure[name] = {move: float(index == choice) for index, move in enumerate(legal[name])}
         best = max(best, expected_returns(game, {**policy, **pure})[player])
     return best
 
@@ -92,8 +92,8 @@ def test_best_response_equals_the_best_of_all_pure_strategies(kuhn, seed):
         assert best_return(kuhn.KUHN, policy, player) == pytest.approx(best_by_enumeration(kuhn.KUHN, policy, player))
 
 
-def test_a_player_that_moves_twice_responds_to_what_it_saw():
-    """Two coins: the player is told the first one and may pay 0.25 to be told the second, then names the second."""
+def test_a_player_that_moves_twice_responds_to_earlier_observations():
+    """Two coins: the player sees the first, may pay 0.25 to see the second, and then guesses the second."""
 
     def named(side, information_set, cost=0.0):
         return Decision(0, information_set, {guess: End((float(guess == side) - cost,)) for guess in "ht"})
@@ -111,9 +111,9 @@ def test_averages_count_as_often_as_a_player_gets_there(kuhn):
     averaged = average_policy(kuhn.KUHN, [checks, bets])
     assert averaged[kuhn.shown("queen", "")] == {"check": 0.5, "bet": 0.5}
     assert averaged[kuhn.shown("queen", "check bet")] == pytest.approx({"fold": 2 / 3, "call": 1 / 3})
-    both = zip(*(expected_returns(kuhn.KUHN, policy) for policy in (checks, bets)), strict=True)
+    pairs = zip(*(expected_returns(kuhn.KUHN, policy) for policy in (checks, bets)), strict=True)
     others = {name: checks[name] for name, place in find_information_sets(kuhn.KUHN).items() if place.player}
-    assert expected_returns(kuhn.KUHN, averaged | others) == pytest.approx([sum(pair) / 2 for pair in both])
+    assert expected_returns(kuhn.KUHN, averaged | others) == pytest.approx([sum(pair) / 2 for pair in pairs])
 
 
 HEADS, COIN = {"h": 1.0, "t": 0.0}, {"h": 0.5, "t": 0.5}
@@ -161,8 +161,8 @@ def test_the_environment_plays_the_tree(kuhn):
                 _, reward, over = game.step([SimpleNamespace(agent=game.whose_turn(), text=move)])
             assert over and (reward["first"], reward["second"]) == node.returns
             return 1
-        told = game.reset(" ".join(cards), " ".join(moves), "first second")
-        assert told == {kuhn.SEATS[node.player]: node.information_set}
+        observation = game.reset(" ".join(cards), " ".join(moves), "first second")
+        assert observation == {kuhn.SEATS[node.player]: node.information_set}
         return sum(play(cards, following, [*moves, move]) for move, following in node.moves.items())
 
     for (_, node), cards in zip(kuhn.KUHN.outcomes, kuhn.DEALS, strict=True):
@@ -170,7 +170,7 @@ def test_the_environment_plays_the_tree(kuhn):
 
 
 def test_moves_are_one_token_before_a_model_is_taught(kuhn, monkeypatch, tmp_path):
-    """Tokens in front of each text do not count. A folder belongs to one model and device."""
+    """Special tokens at the beginning of a text do not count. Each folder belongs to one model and device."""
 
     def tokenizer(text, add_special_tokens=True):
         return {"input_ids": [0] * add_special_tokens + [len(text)]}
@@ -209,7 +209,7 @@ def test_policies_are_read_where_the_games_are_played(kuhn, monkeypatch, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(trainer, TRL_GENERATION, generate)
         episodes = trainer.team.run(kuhn.games(200, players, seed=0))
-    seen = {(turn.agent, turn.prompt_ids) for episode in episodes for turn in episode.turns}
+    played = {(turn.agent, turn.prompt_ids) for episode in episodes for turn in episode.turns}
     read = set(zip(reader.agents, map(tuple, reader.prompts), strict=True))
-    assert read <= {(agent, tuple(prompt)) for agent, prompt in seen}
+    assert read <= {(agent, tuple(prompt)) for agent, prompt in played}
     assert {agent for agent, _ in read} == ({"first"} if players == "copies" else {"first", "second"})

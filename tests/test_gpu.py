@@ -1,4 +1,4 @@
-"""What means something on a GPU alone: `make test-gpu`, on one CUDA device."""
+"""Tests that need a GPU: `make test-gpu`, on one CUDA device."""
 
 from marft_trl import AgentSpec
 from marft_trl.tiny import tiny_model, tiny_tokenizer
@@ -26,22 +26,22 @@ def test_one_agent_equals_grpo_within_rounding(settings, model_folder, tmp_path)
 @pytest.mark.parametrize("settings", [{}, HALF], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("stop", [None, ["1"]], ids=["no_stop", "stop"])
 def test_captured_steps_sample_the_same_tokens(model_folder, tmp_path, settings, stop, caplog):
-    found, trainers = [], []
+    sampled, trainers = [], []
     for kind in ("dynamic", None):
         agents = [AgentSpec("ann", stop=stop), AgentSpec("ben")]
-        own = {**settings, "cache_implementation": kind, "max_completion_length": 40, "bf16": "bf16" in settings}
-        trainers.append(team_trainer(model_folder, tmp_path, agents=agents, settings=own))
+        options = {**settings, "cache_implementation": kind, "max_completion_length": 40, "bf16": "bf16" in settings}
+        trainers.append(team_trainer(model_folder, tmp_path, agents=agents, settings=options))
     for trainer in trainers:
         torch.manual_seed(0)
         shake(trainer.model, 0.2)
         answers = calling(lambda *args, g=trainer.parts.runner.generator: g.generate(*args, greedy=True))
         prompts = [[5, 6, 7 + row % 5, 8][row % 2 :] for row in range(24)]
-        found.append([[one.ids for one in answers([name] * 24, prompts)] for name in ("ann", "ben", "ann", "ben")])
+        sampled.append([[turn.ids for turn in answers([name] * 24, prompts)] for name in ("ann", "ben", "ann", "ben")])
     assert "without CUDA graphs" not in caplog.text
-    pairs = [pair for one, two in zip(*found, strict=True) for pair in zip(one, two, strict=True)]
-    alike = sum(one == two for one, two in pairs) / len(pairs)
-    assert alike == 1 if not settings else alike > 0.8  # in half precision, another order of sums may turn a choice
-    assert found[1][:2] == found[1][2:]  # graphs that are used again
+    pairs = [pair for turns in zip(*sampled, strict=True) for pair in zip(*turns, strict=True)]
+    alike = sum(dynamic == captured for dynamic, captured in pairs) / len(pairs)
+    assert alike == 1 if not settings else alike > 0.8  # in half precision, another order of sums may change a token
+    assert sampled[1][:2] == sampled[1][2:]  # graphs that are used again
 
 
 @pytest.mark.parametrize("kind", [None, "dynamic"], ids=["captured", "plain"])

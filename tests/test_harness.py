@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""The coding harness of `examples/harness.py`: what it asks, and what its agents learn from."""
+"""The coding harness of `examples/harness.py`: requests and training data."""
 
 import asyncio
 import importlib
@@ -33,13 +33,13 @@ def trainer_of(harness, model, tokenizer, folder, rows, app=None):
     rule = BySystemPrompt({harness.CODER: "coder", harness.SEARCHER: "searcher"})
     answer = "coder" if app is None else "searcher"
     workflow = ExternalApp(app or harness.app, answer=answer, tools=True, agent_of=rule)
-    given = {"agents": [AgentSpec("coder"), AgentSpec("searcher")], "reward_funcs": harness.right}
-    given |= {"processing_class": tokenizer, "train_dataset": rows, "settings": {"max_completion_length": 64}}
-    return team_trainer(model, folder, workflow=workflow, **given)
+    arguments = {"agents": [AgentSpec("coder"), AgentSpec("searcher")], "reward_funcs": harness.right}
+    arguments |= {"processing_class": tokenizer, "train_dataset": rows, "settings": {"max_completion_length": 64}}
+    return team_trainer(model, folder, workflow=workflow, **arguments)
 
 
-def test_the_model_is_taught_what_the_harness_will_ask(harness, monkeypatch, tmp_path):
-    """Each turn is looked up in the demonstrations by its prompt, so all requests of the harness are there."""
+def test_the_model_is_taught_the_requests_of_the_harness(harness, monkeypatch, tmp_path):
+    """The demonstrations contain the prompt of every request of the harness."""
     monkeypatch.setattr(harness, "SLIPS", 0)
     tokenizer, rows = harness.tokenizer(), harness.puzzles(2, seed=0)
     turns = [turn for row in rows for turn in harness.turns_of(row, tokenizer, random.Random(0))]
@@ -55,15 +55,15 @@ def test_the_model_is_taught_what_the_harness_will_ask(harness, monkeypatch, tmp
 
 
 def test_a_call_whose_name_could_not_be_sent_back_is_a_text(harness, tmp_path):
-    """Otherwise the harness sends it back, is refused, and the run ends for what an agent wrote."""
+    """Otherwise the harness sends it back, the API refuses it, and the text of an agent ends the run."""
     tokenizer, rows = harness.tokenizer(), harness.puzzles(2, seed=0)
-    said = '<tool_call>\n{"name": "", "arguments": {"query": "pens"}}\n</tool_call>'
+    reply = '<tool_call>\n{"name": "", "arguments": {"query": "pens"}}\n</tool_call>'
     trainer = trainer_of(harness, tiny_model(len(tokenizer)), tokenizer, tmp_path, rows)
-    ids = [*tokenizer(said)["input_ids"], tokenizer.eos_token_id]
+    ids = [*tokenizer(reply)["input_ids"], tokenizer.eos_token_id]
     setattr(trainer, TRL_GENERATION, lambda prompts, *_, **__: ([ids for _ in prompts], None))
     episode = trainer.team.run(list(rows))[0]
     (turn,) = episode.turns
-    assert turn.agent == "coder" and turn.tool_calls and said in turn.raw_text
+    assert turn.agent == "coder" and turn.tool_calls and reply in turn.raw_text
 
 
 def test_sub_agents_that_make_the_same_call_at_once_keep_their_conversations(harness, tmp_path):
@@ -78,18 +78,20 @@ def test_sub_agents_that_make_the_same_call_at_once_keep_their_conversations(har
             results.append(await asyncio.gather(*(search.search("pens") for search in searches)))
 
     def generate(prompts, *_, **__):
-        said = []
+        completions = []
         for text in map(tokenizer.decode, prompts):
             count = "1" if "1" in text.rpartition("tool")[2] else "2"
-            said.append([*(tokenizer(count)["input_ids"] if "tool_call" in text else call), tokenizer.eos_token_id])
-        return said, None
+            completions.append(
+                [*(tokenizer(count)["input_ids"] if "tool_call" in text else call), tokenizer.eos_token_id]
+            )
+        return completions, None
 
     trainer = trainer_of(harness, tiny_model(len(tokenizer)), tokenizer, tmp_path, rows, app=app)
     setattr(trainer, TRL_GENERATION, generate)
     for episode in trainer.team.run(list(rows)):
         lineages = {turn.lineage for turn in episode.turns}
-        texts = [[turn.text for turn in episode.turns if turn.lineage == one] for one in lineages]
-        assert [len(its) for its in texts] == [2, 2] and {its[1] for its in texts} == {"1", "2"}
+        texts = [[turn.text for turn in episode.turns if turn.lineage == lineage] for lineage in lineages]
+        assert [len(answers) for answers in texts] == [2, 2] and {answers[1] for answers in texts} == {"1", "2"}
     assert results == [["1", "2"]] * 2
 
 
@@ -114,7 +116,7 @@ def test_wrong_calls_are_answered(harness):
 
 @pytest.mark.slow
 def test_the_harness_trains_and_runs_on_the_served_team(harness, tmp_path, monkeypatch, capsys):
-    """A model that is hardly taught, for a step; the guide has the gain over three seeds."""
+    """One step with a model that is barely trained; the guide has the gain over three seeds."""
     options = ["--max_steps", "1", "--teaching_steps", "2", "--questions", "2", "--output_dir", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["harness.py", *options])
     harness.main()

@@ -1,4 +1,4 @@
-"""Runs that learn nothing although nothing fails, and numbers that are not finite."""
+"""Runs that learn nothing without an error, and numbers that are not finite."""
 
 import math
 import re
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from .helpers import by_hand, moved, moved_by_training, team_trainer, weights
+from .helpers import by_hand, logged_steps, moved, moved_by_training, team_trainer, weights
 
 
 NAMES = ["planner", "solver"]
@@ -61,7 +61,7 @@ class Watched:
 
 CLIPPED = "agents__solver__completions__"
 CRITIC = {"critic__value_loss": 2.0, "critic__value_mean": 1.0, "critic__target_mean": 1.0}
-# What is measured, ill and well, what else is measured then, how long, and what is said
+# Metric, unhealthy value, healthy value, other metrics, number of steps, warning
 SYMPTOMS = {
     "no signal": ("frac_reward_zero_std", 1.0, 0.9, {}, PATIENCE, "THE REWARDS GIVE NO SIGNAL"),
     "truncated": (
@@ -87,12 +87,12 @@ SYMPTOMS = {
 
 
 @pytest.mark.parametrize("name", SYMPTOMS)
-def test_a_run_that_has_gone_dead_is_said_once(tmp_path, caplog, name):
+def test_a_dead_run_logs_one_warning(tmp_path, caplog, name):
     metric, worst, good, others, patience, message = SYMPTOMS[name]
     watched, ill = Watched(tmp_path), others | {metric: worst}
     if good is not None:
         watched.steps(patience - 1, **ill)
-        watched.step(**others | {metric: good})  # in a row is meant
+        watched.step(**others | {metric: good})  # a healthy step resets the count
         watched.steps(patience - 1, **ill)
         assert not caplog.records
     watched.step(**ill)
@@ -115,7 +115,7 @@ def test_an_agent_without_turns_is_named_after_the_first_batch_and_loudly_later(
     assert not caplog.records
 
 
-def test_a_resumed_run_counts_on_and_says_nothing_twice(tmp_path, caplog):
+def test_a_resumed_run_keeps_counting_and_repeats_no_warning(tmp_path, caplog):
     ill = {"frac_reward_zero_std": 1.0}
     first, again, third = (Watched(tmp_path) for _ in range(3))
     first.steps(PATIENCE - 1, **ill)
@@ -127,7 +127,7 @@ def test_a_resumed_run_counts_on_and_says_nothing_twice(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
-def test_a_step_without_news_counts_for_nothing(tmp_path, caplog):
+def test_a_step_without_metrics_counts_for_nothing(tmp_path, caplog):
     """With several steps per generation batch, a batch is measured once."""
     watched = Watched(tmp_path)
     for step in range(3 * PATIENCE):
@@ -137,7 +137,7 @@ def test_a_step_without_news_counts_for_nothing(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
-def test_half_precision_of_trained_weights_is_said(tmp_path, caplog):
+def test_half_precision_of_trained_weights_logs_a_warning(tmp_path, caplog):
     watched = Watched(tmp_path)
     watched.layer.bfloat16()
     watched.health.on_train_begin(None, watched.state, None)
@@ -145,20 +145,25 @@ def test_half_precision_of_trained_weights_is_said(tmp_path, caplog):
 
 
 def dead_run(model, tmp_path, steps=PATIENCE + 1, **arguments):
-    its = {"max_steps": steps, "per_device_train_batch_size": 4, "num_generations": 2, **arguments.pop("settings", {})}
-    trainer = team_trainer(model, tmp_path, settings=its, **arguments)
+    options = {
+        "max_steps": steps,
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+        **arguments.pop("settings", {}),
+    }
+    trainer = team_trainer(model, tmp_path, settings=options, **arguments)
     return moved_by_training(trainer), trainer
 
 
 @pytest.mark.slow
-def test_a_constant_reward_is_said(small_model, tmp_path, caplog):
+def test_a_constant_reward_logs_a_warning(small_model, tmp_path, caplog):
     changed, trainer = dead_run(small_model, tmp_path, reward_funcs=lambda completions, **_: [1.0] * len(completions))
     assert not changed and trainer.state.log_history[0]["frac_reward_zero_std"] == 1.0
     assert caplog.text.count("THE REWARDS GIVE NO SIGNAL") == 1
     assert "adapter 'actor' (agents 'actor') HAVE NOT CHANGED" in caplog.text
 
 
-def test_turns_that_are_all_truncated_and_masked_are_said(small_model, tmp_path, caplog):
+def test_turns_that_are_all_truncated_and_masked_log_a_warning(small_model, tmp_path, caplog):
     settings = {"mask_truncated_completions": True, "beta": 0.1, "max_steps": PATIENCE + 1}
     trainer = team_trainer(small_model, tmp_path, settings={"per_device_train_batch_size": 4, **settings})
     trainer.parts.runner.generator.generate = by_hand(lambda agents, *_, **__: [SampledTurn([5, 6])] * len(agents))
@@ -166,9 +171,9 @@ def test_turns_that_are_all_truncated_and_masked_are_said(small_model, tmp_path,
     for name in ("reasoner", "actor"):
         assert f"EVERY TURN OF '{name}' IS TRUNCATED" in caplog.text
     assert "Truncated turns are masked (`mask_truncated_completions`)" in caplog.text
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert all(entry["loss"] == 0.0 and entry["grad_norm"] == 0.0 for entry in logged)
-    assert not any(value != value for entry in logged for value in entry.values())  # no NaN
+    logs = logged_steps(trainer)
+    assert all(log["loss"] == 0.0 and log["grad_norm"] == 0.0 for log in logs)
+    assert not any(value != value for log in logs for value in log.values())  # no NaN
 
 
 class Alone(Workflow):
@@ -176,7 +181,7 @@ class Alone(Workflow):
         await episode.turn("actor")
 
 
-def test_an_agent_that_is_never_called_is_said(small_model, tmp_path, caplog):
+def test_an_agent_that_is_never_called_logs_a_warning(small_model, tmp_path, caplog):
     changed, _ = dead_run(small_model, tmp_path, workflow=Alone())
     assert changed and not any(".reasoner." in name for name in changed)
     assert caplog.text.count("Agent 'reasoner' had no turn in the first generation batch") == 1
@@ -186,7 +191,7 @@ def test_an_agent_that_is_never_called_is_said(small_model, tmp_path, caplog):
     assert "HAVE NOT CHANGED" not in caplog.text  # its turn to learn has not come
 
 
-def test_a_learning_rate_far_too_high_is_said_in_the_first_step(small_model, tmp_path, caplog):
+def test_a_learning_rate_far_too_high_logs_a_warning_in_the_first_step(small_model, tmp_path, caplog):
     dead_run(small_model, tmp_path, steps=1, settings={"learning_rate": 1e3, "lr_scheduler_type": "constant"})
     for name in ("reasoner", "actor"):
         assert f"agents '{name}') HAVE GROWN" in caplog.text
@@ -194,10 +199,9 @@ def test_a_learning_rate_far_too_high_is_said_in_the_first_step(small_model, tmp
 
 
 def test_rewards_of_any_size_are_learned_from(small_model, tmp_path):
-    """Those that are larger are refused: never a run that succeeds and does not move."""
-
-    given = {"reward_funcs": lambda completions, **_: [1e15 * (index % 2) for index in range(len(completions))]}
-    changed, trainer = dead_run(small_model, tmp_path, steps=1, **given)
+    """Larger rewards are refused, so no run ends normally without having moved."""
+    arguments = {"reward_funcs": lambda completions, **_: [1e15 * (index % 2) for index in range(len(completions))]}
+    changed, trainer = dead_run(small_model, tmp_path, steps=1, **arguments)
     assert changed and all(p.isfinite().all() for p in trainer.model.parameters())
 
 
@@ -236,8 +240,8 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_is_counted(small_model, 
     trainer.train()
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
     names = [f"agents/{name}/skipped_updates" for name in ("reasoner", "actor")]
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [max(entry[name] for name in names) for entry in logs] == [0.0, 1.0, 0.0]
+    logs = logged_steps(trainer)
+    assert [max(log[name] for name in names) for log in logs] == [0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("field", ["old_per_token_logps", "ref_per_token_logps", "old_values", "advantage"])
@@ -273,28 +277,28 @@ def test_log_probabilities_of_an_engine_that_are_not_numbers_end_the_run(small_m
         ([SampledTurn([5, 6], [0.0]), SampledTurn([5])], "1 log-probabilities for the 2 tokens of a turn of 'planner"),
     ],
 )
-def test_what_an_engine_must_not_return(sampled, message):
+def test_invalid_completions_of_an_engine_raise(sampled, message):
     with pytest.raises(ValueError, match=message):
         check_sampled(sampled, NAMES, 400)
 
 
 @pytest.mark.parametrize("level", ["token", "action"])
 def test_a_policy_ratio_that_explodes_does_no_harm(small_model, tmp_path, level):
-    """Log-ratios of 100: the clip of the loss holds them, or the update is skipped and counted."""
+    """With log-ratios of 100, the loss is clipped, or the update is skipped and counted."""
     settings = {**SAVE, "num_iterations": 2, "save_strategy": "no", "max_steps": 2, "level": level}
     trainer = team_trainer(small_model, tmp_path, settings=settings)
     generate = trainer.parts.experience.for_training
 
     def shifted(inputs):
-        (one,) = generate(inputs)
-        rows = [replace(row, old_per_token_logps=row.old_per_token_logps - 100) for row in one.rows]
-        return [replace(one, rows=rows)]
+        (slice_,) = generate(inputs)
+        rows = [replace(row, old_per_token_logps=row.old_per_token_logps - 100) for row in slice_.rows]
+        return [replace(slice_, rows=rows)]
 
     trainer.parts.experience.for_training = shifted
     trainer.train()
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
-    losses = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert all(math.isfinite(entry["loss"]) or entry["agents/actor/skipped_updates"] for entry in losses)
+    logs = logged_steps(trainer)
+    assert all(math.isfinite(log["loss"]) or log["agents/actor/skipped_updates"] for log in logs)
 
 
 def test_constant_returns_stay_finite():
@@ -302,13 +306,13 @@ def test_constant_returns_stay_finite():
     assert standardized(constant, moments(constant)).tolist() == [0.0] * 4
 
 
-def test_a_team_of_one_dead_agent_is_said(small_model, tmp_path, caplog):
+def test_a_dead_team_of_one_agent_logs_a_warning(small_model, tmp_path, caplog):
     settings = {"learning_rate": 0.0, "per_device_train_batch_size": 4, "max_steps": PATIENCE + 1}
     team_trainer(small_model, tmp_path, agents=[AgentSpec("solo")], settings=settings).train()
     assert "(agents 'solo') HAVE NOT CHANGED" in caplog.text and "`learning_rate` is 0 or too small" in caplog.text
 
 
-def test_what_moves_a_little_is_not_called_still(tmp_path, caplog):
+def test_weights_that_move_a_little_log_no_warning(tmp_path, caplog):
     watched = Watched(tmp_path)
     for step in range(3 * PATIENCE):  # there and back, so that the norm is often the same
         watched.step(move=1e-3 * (-1) ** step, agents__planner__grad_norm=0.1)

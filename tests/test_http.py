@@ -1,4 +1,4 @@
-"""The HTTP room with a small backend: what holds for every backend and every form of the API."""
+"""The HTTP application with a minimal backend: what holds for all backends and all forms of the API."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ class Backend:
     def ended(self, request, client, outcome):
         self.outcomes.append(outcome)
 
-    async def answer(self, asked, body, is_retry, on_text):
+    async def answer(self, request, body, is_retry, on_text):
         return http.ChatReplies([await self._ask(on_text)], self._lost)
 
     def _lost(self):
@@ -67,7 +67,7 @@ def served(backend, talk, prefix="", cancels=True):
     return asyncio.run(run())
 
 
-def asked(backend, path, prefix="", method="POST", **request):
+def send(backend, path, prefix="", method="POST", **request):
     async def talk(session, url):
         async with session.request(method, url + path, **request) as response:
             return response.status, response.headers, (await response.read()).decode()
@@ -76,7 +76,7 @@ def asked(backend, path, prefix="", method="POST", **request):
 
 
 def streamed(backend, path):
-    status, _, text = asked(backend, path, json={**BODIES[path], "stream": True})
+    status, _, text = send(backend, path, json={**BODIES[path], "stream": True})
     return status, text
 
 
@@ -103,8 +103,8 @@ def test_an_answer_grows_and_is_sent_once(path):
 
 
 @both
-def test_a_stream_says_that_it_is_alive_also_while_teammates_speak(path, monkeypatch):
-    """In a form that shows no teammates, nothing would be sent for minutes."""
+def test_streams_send_keep_alives_while_teammates_speak(path, monkeypatch):
+    """Forms of the API that do not stream teammates would otherwise send nothing for minutes."""
     monkeypatch.setattr(http, "_KEEP_ALIVE_SECONDS", 0.05)
 
     async def long(on_text):
@@ -118,7 +118,7 @@ def test_a_stream_says_that_it_is_alive_also_while_teammates_speak(path, monkeyp
 
 
 @both
-def test_a_connection_that_what_answers_has_lost_is_no_lost_client(path):
+def test_connection_errors_of_a_backend_are_not_lost_clients(path):
     """A tool's database, after the first text: the client gets an error, and the stream ends."""
 
     async def fails(on_text):
@@ -134,17 +134,17 @@ def test_a_connection_that_what_answers_has_lost_is_no_lost_client(path):
 
 
 @both
-@pytest.mark.parametrize("when", ["asked", "told", "written to"])
-def test_a_client_that_is_gone_is_not_refused(path, when):
+@pytest.mark.parametrize("when", ["waiting", "streaming", "writing"])
+def test_disconnected_clients_are_logged_with_status_499(path, when):
     gone = asyncio.Event()
 
     async def waits(on_text):
-        if when == "told":
+        if when == "streaming":
             on_text("one", True, "a", 0)
         gone.set()
         for _ in range(100):
-            await asyncio.sleep(0.05 if when == "written to" else 0.6)
-            if when == "written to":
+            await asyncio.sleep(0.05 if when == "writing" else 0.6)
+            if when == "writing":
                 on_text("more", True, "a", 0)
 
     backend = Backend(waits)
@@ -157,29 +157,29 @@ def test_a_client_that_is_gone_is_not_refused(path, when):
         while not backend.outcomes:  # for as long as `served` gives it
             await asyncio.sleep(0.02)
 
-    served(backend, talk, cancels=when != "written to")
+    served(backend, talk, cancels=when != "writing")
     (outcome,) = backend.outcomes
     assert outcome.status == 499 and outcome.error is None and gone.is_set()
 
 
 @both
 @pytest.mark.parametrize("prefix", ["", "/team"])
-def test_a_body_that_is_not_said_to_be_json_is_refused_wherever_the_application_is_mounted(path, prefix):
-    """A page of another server can send a text without asking first."""
+def test_bodies_without_a_json_content_type_are_refused(path, prefix):
+    """A page of another site can send plain text without a CORS preflight."""
 
     body = {"data": json.dumps(BODIES[path]), "headers": {"Content-Type": "text/plain"}}
-    assert asked(Backend(None), path, prefix, **body)[0] == 415  # nothing is called
+    assert send(Backend(None), path, prefix, **body)[0] == 415  # nothing is called
 
 
-def test_a_path_that_is_not_there_names_those_that_are():
-    status, _, message = asked(Backend(None), "/v1/nothing", method="GET")
+def test_unknown_paths_name_the_known_paths():
+    status, _, message = send(Backend(None), "/v1/nothing", method="GET")
     assert status == 404 and all(path in message for path in BODIES) and "reward" not in message
 
 
 @both
-def test_what_a_backend_refuses_has_its_status(path):
+def test_refusals_of_a_backend_keep_their_status(path):
     backend = Backend(AsyncMock(side_effect=RequestError("It is full.", 503, code="overloaded")))
-    status, headers, text = asked(backend, path, json=BODIES[path])
+    status, headers, text = send(backend, path, json=BODIES[path])
     error = json.loads(text)["error"]
     kind = "overloaded_error" if path == "/v1/messages" else "overloaded"
     assert (status, headers["Retry-After"], error.get("code") or error["type"]) == (503, "1", kind)

@@ -1,4 +1,4 @@
-"""The sandbox: what programs cannot do, what they may do, what is left of them."""
+"""The sandbox: what programs cannot do, what they may do, and what they leave behind."""
 
 import contextlib
 import errno
@@ -36,7 +36,7 @@ CALLS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 8], "function": "add"}
 
 @pytest.fixture(params=["the fence alone", "bubblewrap"])
 def walls(request, monkeypatch):
-    """What keeps programs in: bubblewrap is used on top of the fence only where it works."""
+    """The kind of sandbox. Bubblewrap is added to the fence only where it works."""
     if request.param == "the fence alone":
         monkeypatch.setattr(jail_module, "_working_bubblewrap", lambda: ())
     elif not jail_module._working_bubblewrap():
@@ -46,7 +46,7 @@ def walls(request, monkeypatch):
 
 @pytest.fixture
 def fence(tmp_path, monkeypatch):
-    """A function that puts another script in the place of the fence."""
+    """A function that replaces the script of the fence."""
 
     def put(source: str) -> None:
         (tmp_path / "fence.py").write_text(source)
@@ -54,9 +54,9 @@ def fence(tmp_path, monkeypatch):
         jail_module._warn_of_missing.cache_clear()
         monkeypatch.setattr(jail_module, "_FENCE", tmp_path / "fence.py")
 
-    found = jail_module._missing
+    missing = jail_module._missing
     yield put
-    found.cache_clear()
+    missing.cache_clear()
 
 
 def _without(source: str, part: str, instead: str) -> str:
@@ -66,7 +66,7 @@ def _without(source: str, part: str, instead: str) -> str:
 
 @pytest.fixture
 def bait():
-    """A folder that everybody may change, with a socket and a file with attributes, where everybody can reach it."""
+    """A world-writable folder in /tmp with a socket and a file with extended attributes."""
     with tempfile.TemporaryDirectory(prefix="marft-bait-", dir="/tmp") as name:
         folder = Path(name)
         (folder / "folder").mkdir()
@@ -93,10 +93,10 @@ def port():
 def _state(path: Path):
     status = path.lstat()
     names = os.listxattr(path, follow_symlinks=False)
-    named = {name: os.getxattr(path, name, follow_symlinks=False) for name in names}
+    attributes = {name: os.getxattr(path, name, follow_symlinks=False) for name in names}
     content = path.read_bytes() if stat.S_ISREG(status.st_mode) else None
-    kept = status.st_mode, status.st_uid, status.st_gid, status.st_nlink, status.st_mtime_ns, status.st_ctime_ns
-    return {str(path): (kept, named, content)}
+    metadata = status.st_mode, status.st_uid, status.st_gid, status.st_nlink, status.st_mtime_ns, status.st_ctime_ns
+    return {str(path): (metadata, attributes, content)}
 
 
 def _world(bait: Path, temporary: Path):
@@ -111,26 +111,26 @@ def _world(bait: Path, temporary: Path):
 
 
 def _jailed(folder):
-    """Processes that work in a folder below this one."""
-    found = []
+    """Processes whose working directory is below this folder."""
+    processes = []
     for path in Path("/proc").glob("[0-9]*/cwd"):
         with contextlib.suppress(OSError):
-            found += [path] if str(path.readlink()).startswith(str(folder)) else []
-    return found
+            processes += [path] if str(path.readlink()).startswith(str(folder)) else []
+    return processes
 
 
 WITHOUT_CAPABILITIES = """
 import ctypes, os, sys
 libc = ctypes.CDLL(None)
 for capability in range(64):
-    libc.prctl(24, capability, 0, 0, 0)  # out of the bounding set: what is run next has none of them
+    libc.prctl(24, capability, 0, 0, 0)  # out of the bounding set, so the next program has none
 os.execv(sys.executable, [sys.executable, "-W", "ignore", *sys.argv[1:]])
 """
 NOBODY = 65534
 
 
 def _another_users_python():
-    """An interpreter that another user can run, and the arguments that make a process this user's."""
+    """An interpreter that another user can run."""
     for python in (sys.executable, "/usr/bin/python3"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             version = "import sys; assert sys.version_info >= (3, 9)"
@@ -140,32 +140,32 @@ def _another_users_python():
 
 
 @pytest.mark.parametrize(
-    ("user", "its_walls", "every"),
+    ("user", "wall_kind", "every"),
     [
         ("this user", "", 11),
         *(
-            pytest.param(user, its_walls, 1, marks=pytest.mark.slow)
+            pytest.param(user, wall_kind, 1, marks=pytest.mark.slow)
             for user in ("this user", "no capabilities", "another user")
-            for its_walls in ("", "bubblewrap")
+            for wall_kind in ("", "bubblewrap")
         ),
     ],
 )
-def test_hostile_programs_change_nothing_and_leave_nothing(user, its_walls, every, bait, port, tmp_path):
+def test_hostile_programs_change_nothing_and_leave_nothing(user, wall_kind, every, bait, port, tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir(mode=0o777)
     temporary.chmod(0o777)
     for folder in (*reversed(tmp_path.parents), tmp_path):
         if user == "another user" and folder.stat().st_uid == os.getuid() and folder.is_relative_to("/tmp"):
             folder.chmod(folder.stat().st_mode | 0o011)
-    script, how = [sys.executable, "-W", "ignore"], {}
+    script, options = [sys.executable, "-W", "ignore"], {}
     if user == "no capabilities":
         script = [sys.executable, "-c", WITHOUT_CAPABILITIES]
     elif user == "another user":
-        script, how = [_another_users_python()], {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+        script, options = [_another_users_python()], {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     before = _world(bait, temporary)
-    command = [*script, HOSTILE, PACKAGE, its_walls, str(bait), str(port), str(every)]
-    how |= {"capture_output": True, "text": True, "timeout": 300, "env": {**os.environ, "TMPDIR": str(temporary)}}
-    done = subprocess.run(command, **how)
+    command = [*script, HOSTILE, PACKAGE, wall_kind, str(bait), str(port), str(every)]
+    options |= {"capture_output": True, "text": True, "timeout": 300, "env": {**os.environ, "TMPDIR": str(temporary)}}
+    done = subprocess.run(command, **options)
     if done.stdout.startswith('{"bubblewrap"'):
         pytest.skip("bubblewrap is not installed here, or the machine forbids its namespaces")
     assert done.returncode == 0, done.stderr
@@ -205,7 +205,7 @@ def test_each_wall_stands_without_the_other(fence, bait, monkeypatch, lacking, a
     assert (bait / "open").read_text() == "open"
 
 
-def test_no_file_beside_the_interpreters_is_readable(tmp_path, walls):
+def test_only_files_of_the_interpreter_are_readable(tmp_path, walls):
     environment = tmp_path / "project"
     (environment / "lib").mkdir(parents=True)
     for name in (".env", "lib/secret"):
@@ -241,7 +241,7 @@ def test_a_program_ends_with_the_process_that_runs_it(tmp_path, walls):
 
 
 def _stay_jailed(folder):
-    """Whether the program runs, and not only what is tried before or its interpreter's start."""
+    """Whether the program itself runs, not only the interpreter's start or an earlier probe."""
     before = _jailed(folder)
     time.sleep(0.5)
     return bool(before) and before == _jailed(folder)
@@ -251,8 +251,8 @@ def _stay_jailed(folder):
     "where",
     [
         "pass",
-        "for _ in range(22): os.mkdir('d' * 250); os.chdir('d' * 250)",  # a path too long to look there
-        "os.mkdir('d', 0o300); os.chdir('d')",  # nobody but the superuser may look
+        "for _ in range(22): os.mkdir('d' * 250); os.chdir('d' * 250)",  # a path too long to list
+        "os.mkdir('d', 0o300); os.chdir('d')",  # only the superuser may list it
         "keep = []\ndef after(f): keep.append(mmap.mmap(f.fileno(), 4096, mmap.MAP_PRIVATE)); os.unlink(f.name)",
     ],
 )
@@ -261,7 +261,7 @@ def test_programs_cannot_fill_the_disk(walls, where):
         f"import mmap, os, time\nafter = lambda f: None\n{where}\nfor i in range(50):\n"
         "    with open(f'f{i}', 'w+') as f:\n        f.write('x' * 1_000_000); f.flush(); after(f)\ntime.sleep(3)"
     )
-    outcome = run_python(program, limits=Limits(seconds=5, disk=1 << 23, files=100))  # with fewer it may end by itself
+    outcome = run_python(program, limits=Limits(seconds=5, disk=1 << 23, files=100))  # with fewer, it may finish first
     if walls == "bubblewrap":
         assert outcome.status == "error" and "No space left" in outcome.stderr
     else:
@@ -280,32 +280,32 @@ def test_space_that_no_write_counts_cannot_be_taken(walls, deleted):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENAMETOOLONG, "too long"), PermissionError()])
-def test_what_cannot_be_looked_at_is_over_the_limit(tmp_path, monkeypatch, error):
+def test_unreadable_folders_are_over_the_limit(tmp_path, monkeypatch, error):
     assert jail_module._is_within(tmp_path, Limits())
     monkeypatch.setattr(jail_module.os, "scandir", Mock(side_effect=error))
     assert not jail_module._is_within(tmp_path, Limits())
 
 
-def test_what_exceeds_a_limit_is_said(monkeypatch):
+def test_exceeded_limits_are_named(monkeypatch):
     monkeypatch.setattr(jail_module, "_working_bubblewrap", lambda: ())  # whose folder is in memory
     threads = PRELUDE.format(bait="", parent=0, port=0) + LIMITS["threads"]["five thousand"][0]
     files = "import os, time\nfor i in range(50): os.mkdir(str(i))\ntime.sleep(2)"
-    for program, limits, said in (
+    for program, limits, message in (
         (threads, Limits(threads=20), "Killed: the program has more than 20 threads."),
         (files, Limits(entries=20), "more than 20 files"),
     ):
         outcome = run_python(program, limits=limits)
-        assert outcome.status == "killed" and said in outcome.stderr
+        assert outcome.status == "killed" and message in outcome.stderr
 
 
 def test_the_time_of_a_program_begins_when_it_does():
-    """A machine that is slow to start an interpreter takes nothing from the program's time, nor adds to it."""
+    """The time an interpreter takes to start does not count against the limit."""
     start = time.monotonic()
     outcome = run_python(SLEEPER, limits=QUICK)
     assert outcome.status == "timeout" and time.monotonic() - start < jail_module._STARTUP_SECONDS / 3
 
 
-def test_a_program_has_a_budget_for_all_its_tests(monkeypatch):
+def test_a_program_has_a_time_budget_for_all_tests(monkeypatch):
     slow, tests = "import time; time.sleep(0.4); print(input())", {"inputs": ["1"] * 60, "outputs": ["1"] * 60}
     runs, start = [], time.monotonic()
     noting = lambda *a, **k: (runs.append(k["limits"].seconds), run_python(*a, **k))[1]  # noqa: E731
@@ -315,7 +315,7 @@ def test_a_program_has_a_budget_for_all_its_tests(monkeypatch):
     assert len(runs) <= 6 and all(0 < seconds <= 2 for seconds in runs)
 
 
-def test_what_a_program_may_do(walls):
+def test_programs_may_use_files_threads_and_stdin(walls):
     program = (
         "import threading, os\nopen('a', 'w').write('4')\n"
         "t = threading.Thread(target=lambda: print(open('a').read() + input())); t.start(); t.join()\n"
@@ -334,7 +334,7 @@ def test_what_a_program_may_do(walls):
         *((f"print(open({name}).read())", "3 4\n") for name in ("0", "'/dev/stdin'", "'/proc/self/fd/0'")),
     ],
 )
-def test_what_a_right_program_prints(walls, program, printed):
+def test_output_of_correct_programs(walls, program, printed):
     assert run_python(program, stdin="3 4", limits=Limits(seconds=20)).stdout == printed
 
 
@@ -344,7 +344,7 @@ for program in programs:
 """
 
 
-def test_what_a_program_leaves_is_removed_by_a_user_without_privileges(walls, tmp_path):
+def test_leftover_files_are_removed_by_a_user_without_privileges(walls, tmp_path):
     """Root may remove anything, so the capabilities that make it root are dropped."""
     victim = tmp_path / "victim"
     victim.write_text("x")
@@ -409,7 +409,7 @@ def test_a_refused_descriptor_of_a_process_or_timer_fails_no_right_program(fence
         run_python("print(1)")
 
 
-def test_a_program_that_could_not_be_started_is_not_a_wrong_one(fence, monkeypatch):
+def test_a_program_that_cannot_start_is_not_scored_as_wrong(fence, monkeypatch):
     fence(jail_module._FENCE.read_text())
     assert pass_rate("print(3)", ADD) == 0.5
     fence("raise MemoryError('none left')")
@@ -419,17 +419,17 @@ def test_a_program_that_could_not_be_started_is_not_a_wrong_one(fence, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "said"),
+    ("module", "name", "message"),
     [
         ("subprocess", "Popen", "Cannot run a program: .*Too many open files"),
         ("tempfile", "TemporaryFile", "Too many open files"),
         ("tempfile", "mkdtemp", "Cannot create a folder for a program"),
     ],
 )
-def test_a_machine_without_room_is_no_wrong_program(monkeypatch, module, name, said):
+def test_a_machine_without_resources_is_not_a_wrong_program(monkeypatch, module, name, message):
     run_python("")
     monkeypatch.setattr(getattr(jail_module, module), name, Mock(side_effect=OSError(24, "Too many open files")))
-    with pytest.raises(JailError, match=said):
+    with pytest.raises(JailError, match=message):
         pass_rate("print(3)", ADD)
 
 
@@ -456,14 +456,14 @@ def test_verdicts_cannot_be_forged(forged):
 
 
 @contextlib.contextmanager
-def anew(*cached):
-    for one in cached:
-        one.cache_clear()
+def cleared_caches(*functions):
+    for function in functions:
+        function.cache_clear()
     try:
         yield
     finally:
-        for one in cached:
-            one.cache_clear()
+        for function in functions:
+            function.cache_clear()
 
 
 def test_an_interpreter_below_the_temporary_folder_keeps_the_limit_on_the_disk(monkeypatch):
@@ -471,17 +471,17 @@ def test_an_interpreter_below_the_temporary_folder_keeps_the_limit_on_the_disk(m
         pytest.skip("bubblewrap is not installed here, or the machine forbids its namespaces")
     sized = jail_module._has_sized_folders(command)
     monkeypatch.setattr(tempfile, "tempdir", os.path.dirname(sys.prefix))
-    with anew(jail_module._has_sized_folders):
+    with cleared_caches(jail_module._has_sized_folders):
         assert jail_module._has_sized_folders(command) == sized
 
 
-def test_a_bubblewrap_that_does_not_work_is_left_out_and_said(tmp_path, monkeypatch, caplog):
+def test_a_broken_bubblewrap_is_skipped_and_logged(tmp_path, monkeypatch, caplog):
     script = tmp_path / "bwrap"
     script.write_text(f"#!/bin/sh\necho run >> {tmp_path}/runs\nexit 1\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     caplog.set_level("INFO", logger="marft_trl")
-    with anew(jail_module._working_bubblewrap, jail_module._missing):
+    with cleared_caches(jail_module._working_bubblewrap, jail_module._missing):
         assert [run_python("print(1)").stdout for _ in range(2)] == ["1\n"] * 2
     assert (tmp_path / "runs").read_text() == "run\n"
     assert caplog.text.count("bubblewrap is not installed, or not allowed here") == 1
@@ -493,8 +493,8 @@ def test_two_runs_of_a_program_are_alike(walls):
     assert first == second != ""
 
 
-def test_what_is_an_error(walls):
-    """To write to what is read, and an exit code, which is no time limit."""
+def test_failed_writes_and_exit_codes_are_errors(walls):
+    """Writing to stdin, and exit codes that look like a time limit."""
     assert run_python("import sys; open('/dev/stdin', 'w').write('x')", stdin="3 4").status == "error"
     for code in (3, 137) if walls != "bubblewrap" else (3,):  # bubblewrap reports signals by such codes
         assert run_python(f"import os; os._exit({code})").status == "error"

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.timeout(3600)
 
 def lives(*arguments) -> dict:
     command = [sys.executable, "-W", "ignore", str(SCRIPT), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, timeout=3500)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_kill_within_a_save_leaves_a_checkpoint_that_stands(small_model, tmp_p
     """With `save_total_limit=1`: the one before until the new one is complete on all processes."""
     options = ["--processes", processes, "--rank", rank, "--every", every, "--restarts", restarts]
     outcome = lives("operations", tmp_path, small_model, *options)
-    least = 150 if rank == 0 else 6  # the second process has files of its own alone
+    least = 150 if rank == 0 else 6  # the second process writes only its own files
     assert outcome["operations"] >= least and outcome["kills"] >= outcome["operations"] // every
     assert outcome["wrong"] == [] and outcome["stood"].keys() <= {"2", "3"}
     assert outcome["restarts"] >= 1 and (rank == 1 or every > 1 or outcome["stood"].keys() == {"2", "3"})
@@ -56,42 +56,42 @@ def faults(small_model, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_process_that_raises_ends_all_with_its_error(faults):
+def test_a_process_that_raises_ends_all_with_the_same_error(faults):
     """Within 30 seconds, and after a checkpoint of the last complete step."""
-    its = faults["raise"]
-    assert its["seconds"] < 30 and its["statuses"] == [1, 1] and its["stands"] == 2
-    (first,), (second,) = its["errors"]
+    outcome = faults["raise"]
+    assert outcome["seconds"] < 30 and outcome["statuses"] == [1, 1] and outcome["stands"] == 2
+    (first,), (second,) = outcome["errors"]
     assert "Process 1 of the run failed: ZeroDivisionError: boom" in first and "ZeroDivisionError: boom" in second
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_ends_all_with_the_name_of_what_hangs(faults):
-    its = faults["hang"]
-    assert its["seconds"] < 30 and its["statuses"] == [1, 1] and its["stands"] == 2
-    for (error,) in its["errors"]:
+def test_a_process_that_hangs_ends_all_and_names_the_reward(faults):
+    outcome = faults["hang"]
+    assert outcome["seconds"] < 30 and outcome["statuses"] == [1, 1] and outcome["stands"] == 2
+    for (error,) in outcome["errors"]:
         assert "The reward function `faulty` has not returned for 2 seconds" in error
 
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_named(faults):
-    its = faults["die"]
-    assert its["seconds"] < 30 and its["statuses"] == [1, -9]
-    assert "Process 1 of the run (pid " in its["errors"][0][0] and "it was killed" in its["errors"][0][0]
+    outcome = faults["die"]
+    assert outcome["seconds"] < 30 and outcome["statuses"] == [1, -9]
+    assert "Process 1 of the run (pid " in outcome["errors"][0][0] and "it was killed" in outcome["errors"][0][0]
 
 
 @pytest.mark.slow
 def test_the_process_that_keeps_the_store_is_named_as_well(small_model, tmp_path):
-    """The first process, by which the others would tell one another."""
-    its = lives("faults", tmp_path, small_model, "--rank", 0, "--kinds", "raise", "die")
-    assert its["die"]["seconds"] < 30 and its["die"]["statuses"] == [-9, 1]
-    assert "Process 0 of the run (pid " in its["die"]["errors"][1][0]
-    assert its["raise"]["statuses"] == [1, 1] and "Process 0 of the run failed" in its["raise"]["errors"][1][0]
+    """The first process keeps the store through which the processes report errors."""
+    runs = lives("faults", tmp_path, small_model, "--rank", 0, "--kinds", "raise", "die")
+    assert runs["die"]["seconds"] < 30 and runs["die"]["statuses"] == [-9, 1]
+    assert "Process 0 of the run (pid " in runs["die"]["errors"][1][0]
+    assert runs["raise"]["statuses"] == [1, 1] and "Process 0 of the run failed" in runs["raise"]["errors"][1][0]
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_process_ends_all_with_its_code_after_a_checkpoint(faults):
-    its = faults["signal"]
-    assert its["seconds"] < 30 and its["statuses"] == [143, 143] and its["stands"] == 3
+def test_a_signal_to_a_process_ends_all_with_the_signals_code_after_a_checkpoint(faults):
+    outcome = faults["signal"]
+    assert outcome["seconds"] < 30 and outcome["statuses"] == [143, 143] and outcome["stands"] == 3
 
 
 @pytest.mark.slow
@@ -102,6 +102,6 @@ def test_a_process_with_nothing_to_learn_from_stops_nobody(faults):
 @pytest.mark.slow
 def test_a_process_that_cannot_be_interrupted_ends_all(small_model, tmp_path):
     """Its last words reach the others, and it exits with code 124."""
-    its = lives("faults", tmp_path, small_model, "--rank", 1, "--kinds", "stuck")["stuck"]
-    assert its["seconds"] < 30 and its["statuses"] == [1, 124]
-    assert "could not be interrupted, so the process exits" in its["errors"][0][0]
+    outcome = lives("faults", tmp_path, small_model, "--rank", 1, "--kinds", "stuck")["stuck"]
+    assert outcome["seconds"] < 30 and outcome["statuses"] == [1, 124]
+    assert "could not be interrupted, so the process exits" in outcome["errors"][0][0]

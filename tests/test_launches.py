@@ -1,4 +1,4 @@
-"""How much a GPU has to launch: passes of a step, kernels of a token, and graphs that are used again."""
+"""The number of GPU launches: passes of a step, kernels of a token, and graphs that are replayed."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import BitsAndBytesConfig
 
 from .families import FAMILIES, family_model
-from .helpers import calling, shake, team_trainer, weights
+from .helpers import calling, logged_steps, shake, team_trainer, weights
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -51,7 +51,7 @@ SLOW_CASES = [
     "settings", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=str
 )
 def test_slices_that_go_through_together_teach_the_same(settings, model_folder, tmp_path, monkeypatch):
-    found = []
+    runs = []
     for joins in (False, True):
         if not joins:
             monkeypatch.setattr(MicroBatcher, "joins_slices", False)
@@ -61,17 +61,17 @@ def test_slices_that_go_through_together_teach_the_same(settings, model_folder, 
         trainer = team_trainer(model_folder, tmp_path, settings={**common, **rate, **settings})
         before = weights(trainer)
         trainer.train()
-        change = {name: its - before[name] for name, its in weights(trainer).items()}
-        found.append((change, [entry for entry in trainer.state.log_history if "loss" in entry]))
+        change = {name: weight - before[name] for name, weight in weights(trainer).items()}
+        runs.append((change, logged_steps(trainer)))
         monkeypatch.undo()
-    (apart, logs), (together, others) = found
-    assert max(its.abs().max() for its in apart.values()) > 1e-3
+    (apart, apart_logs), (together, together_logs) = runs
+    assert max(delta.abs().max() for delta in apart.values()) > 1e-3
     torch.testing.assert_close(together, apart, atol=2e-5, rtol=1e-3)
-    assert len(logs) == len(others) == 2
-    for one, other in zip(logs, others, strict=True):
-        assert one.keys() == other.keys()
-        for name in (name for name in one if "time" not in name and "second" not in name):
-            assert other[name] == pytest.approx(one[name], rel=2e-3, abs=1e-5, nan_ok=True), name
+    assert len(apart_logs) == len(together_logs) == 2
+    for apart_log, together_log in zip(apart_logs, together_logs, strict=True):
+        assert apart_log.keys() == together_log.keys()
+        for name in (name for name in apart_log if "time" not in name and "second" not in name):
+            assert together_log[name] == pytest.approx(apart_log[name], rel=2e-3, abs=1e-5, nan_ok=True), name
 
 
 def test_a_layer_launches_few_kernels_for_a_token():
@@ -79,24 +79,24 @@ def test_a_layer_launches_few_kernels_for_a_token():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_for_decoding_compute_what_the_layers_do(family):
+def test_layers_for_decoding_compute_the_same_as_the_layers(family):
     model = family_model(family)
     ids = torch.arange(3, 39).view(4, 9)
     layers = DecodingLayers(lambda: model)
     with torch.no_grad():
         expected = model(input_ids=ids).logits
         with layers.on() as key:
-            found = model(input_ids=ids).logits
+            logits = model(input_ids=ids).logits
             with torch.enable_grad():  # as another thread that trains
                 trained = model(input_ids=ids).logits
         assert torch.equal(model(input_ids=ids).logits, expected)  # nothing is left behind
         assert torch.equal(trained, expected) and trained.requires_grad
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     assert key is not None
 
 
 def bfloat16_model(tokens=300):
-    """With three adapters that do something, and logits of a trained model's size."""
+    """A model with three adapters that change it and with logits as large as those of a trained model."""
     torch.manual_seed(0)
     base = launches.tiny_model(tokens, num_hidden_layers=3).to(torch.bfloat16)
     base.model.norm.weight.data *= 4
@@ -112,11 +112,11 @@ def bfloat16_model(tokens=300):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("adapter", ["one", "two"])
 def test_log_probabilities_of_a_half_precision_base_have_no_bias(adapter, autocast):
-    """Against a scoring pass: the ordinary layers are as far from it as those for decoding."""
+    """Compared with a scoring pass, the layers for decoding are no less precise than the ordinary layers."""
     model = bfloat16_model()
     model.set_adapter(adapter)
     ids = torch.randint(300, (32, 40), generator=torch.Generator().manual_seed(0))
-    layers, found = DecodingLayers(lambda: model), {}
+    layers, layer_logps = DecodingLayers(lambda: model), {}
 
     def logps(model):
         logits = model(input_ids=ids[:, :-1]).logits.float()
@@ -124,17 +124,17 @@ def test_log_probabilities_of_a_half_precision_base_have_no_bias(adapter, autoca
 
     with torch.no_grad():
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            found["ordinary"] = logps(model)
+            layer_logps["ordinary"] = logps(model)
             with layers.on():
-                found["decoding"] = logps(model)
+                layer_logps["decoding"] = logps(model)
                 norms = [module for name, module in model.named_modules() if name.endswith("input_layernorm")]
                 dtypes = {norm(torch.ones(1, 128, dtype=torch.bfloat16)).dtype for norm in norms}
         assert dtypes == {torch.bfloat16}
         exact = logps(model.float())
     assert exact.std() > 0.1
-    gaps = {name: its - exact for name, its in found.items()}
+    gaps = {name: values - exact for name, values in layer_logps.items()}
     assert gaps["decoding"].std() < 1.2 * gaps["ordinary"].std() < 0.02
-    assert (found["decoding"] - found["ordinary"]).std() < 0.015
+    assert (layer_logps["decoding"] - layer_logps["ordinary"]).std() < 0.015
     for gap in gaps.values():
         assert gap.mean().abs() < 4 * gap.std() / gap.numel() ** 0.5
 
@@ -152,14 +152,14 @@ def test_layers_that_cannot_be_computed_otherwise_stay():
             assert without is not None and without[0] == ""
             model.get_base_model().model.layers[0].mlp.up_proj.weight.data = torch.ones(384, 128).bfloat16()
         with model.disable_adapter(), layers.on() as other:
-            assert other != without  # a graph of weights that are elsewhere is not used again
+            assert other != without  # a graph is not replayed after weights have moved
         model.add_adapter("three", LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]))
         model.set_adapter("three")
         with layers.on() as key:  # an adapter of embeddings has no graph that another could replay
             assert key is None
 
 
-def test_a_batch_that_does_not_fit_leaves_room_for_a_smaller_one(model_folder, tmp_path, monkeypatch):
+def test_a_batch_that_does_not_fit_leaves_room_for_a_smaller_batch(model_folder, tmp_path, monkeypatch):
     answers, begin = greedy(static_team(model_folder, tmp_path)), FixedLayer._begin
 
     def full(layer, keys, values):
@@ -175,7 +175,7 @@ def test_a_batch_that_does_not_fit_leaves_room_for_a_smaller_one(model_folder, t
 
 @pytest.mark.parametrize("settings", [{}, {"advantage": "gae", "critic": "shared"}], ids=str)
 def test_a_step_that_was_left_is_forgotten(settings, model_folder, tmp_path):
-    """Its slices would be trained on in the next one."""
+    """Otherwise the next step would train on the remaining slices."""
     calls, slices = [], []
 
     def reward(completions, **kwargs):
@@ -201,7 +201,7 @@ def test_a_step_that_was_left_is_forgotten(settings, model_folder, tmp_path):
 
 
 class Tape(TorchDispatchMode):
-    """In place of a graph of CUDA: the operations of a function, on the memory that it was captured with."""
+    """Stands in for a CUDA graph: records the operations of a function with the memory that they use."""
 
     def __init__(self):
         super().__init__()
@@ -233,10 +233,12 @@ def on_tape(run, pool=None):
 
 @pytest.fixture
 def tapes(monkeypatch):
-    made = []
+    replays = []
     monkeypatch.setattr(steps, "find_capture_obstacle", lambda model: None)
-    monkeypatch.setattr(steps, "captured", lambda *args, **kwargs: made.append(on_tape(*args, **kwargs)) or made[-1])
-    return made
+    monkeypatch.setattr(
+        steps, "captured", lambda *args, **kwargs: replays.append(on_tape(*args, **kwargs)) or replays[-1]
+    )
+    return replays
 
 
 def static_team(model, folder):
@@ -250,7 +252,7 @@ def greedy(trainer):
 
 
 def test_graphs_are_used_again_after_the_adapters_have_changed(model_folder, tmp_path, tapes, monkeypatch):
-    """Each agent says what it says without graphs, by its present weights, its reference, and with fewer rows."""
+    """Tokens are those without graphs: with the current weights, with the reference, and with fewer rows."""
     trainer = static_team(model_folder, tmp_path)
     generator, answers = trainer.parts.runner.generator, greedy(trainer)
     prompts, counts, seen = [[5, 6, 7 + row % 3, 8][row % 2 :] for row in range(20)], [], set()
@@ -261,12 +263,14 @@ def test_graphs_are_used_again_after_the_adapters_have_changed(model_folder, tmp
                 with monkeypatch.context() as patch:
                     patch.setattr(generator, "keeps_shapes", lambda *args: False)
                     expected = answers([agent] * 20, prompts, **options)
-                found = answers([agent] * 20, prompts, **options)
-                assert [one.ids for one in found] == [one.ids for one in expected], (turn, agent, options)
-                for one, other in zip(found, expected, strict=True):
-                    if one.logps is not None:
-                        assert one.logps == pytest.approx(other.logps, abs=1e-3)
-                seen.add(str([one.ids for one in found]))
+                replayed = answers([agent] * 20, prompts, **options)
+                assert [replayed_turn.ids for replayed_turn in replayed] == [
+                    replayed_turn.ids for replayed_turn in expected
+                ], (turn, agent, options)
+                for replayed_turn, expected_turn in zip(replayed, expected, strict=True):
+                    if replayed_turn.logps is not None:
+                        assert replayed_turn.logps == pytest.approx(expected_turn.logps, abs=1e-3)
+                seen.add(str([replayed_turn.ids for replayed_turn in replayed]))
         counts.append(len(tapes))
     # The two agents and the base, with all rows and with two smaller numbers of rows
     assert len(seen) > 6 and counts[0] >= 3 and counts[-1] <= 9
@@ -276,7 +280,7 @@ def test_graphs_are_used_again_after_the_adapters_have_changed(model_folder, tmp
 
 
 def test_a_graph_of_other_weights_is_not_used(tapes, caplog):
-    """Whatever moves weights: the first step of a call is compared with one that was not captured."""
+    """The first step of a call is compared with a step without a graph, which detects any move of weights."""
     model = family_model("qwen3")
     store, taken = steps.StepStore(), []
     for _ in range(2):
@@ -303,15 +307,17 @@ def test_memory_is_kept_for_all_that_fits_and_not_for_ever():
     second = started(8, 150)
     assert (second.rows, second.size) == (8, 256) and started(4, 200) is second
     third = started(4, 20)
-    assert (third.rows, third.size) == (4, 64)  # a room several times as large costs time
+    assert (third.rows, third.size) == (4, 64)  # a much larger cache would cost time
     store.clear()
     assert started(4, 20) is not third
 
 
-def test_stop_texts_end_generation_at_the_next_look(model_folder, tmp_path, tokenizer, monkeypatch):
-    """Not at the largest length: a stop text that the first token completes ends all rows after eight steps."""
+def test_stop_texts_end_generation_at_the_next_check(model_folder, tmp_path, tokenizer, monkeypatch):
+    """Not at the maximum length: if the first token completes a stop text, all rows end after eight steps."""
     taken, logits = [], steps.FixedSteps.logits
-    monkeypatch.setattr(steps.FixedSteps, "logits", lambda its, tokens: (taken.append(1), logits(its, tokens))[1])
+    monkeypatch.setattr(
+        steps.FixedSteps, "logits", lambda fixed_steps, tokens: (taken.append(1), logits(fixed_steps, tokens))[1]
+    )
     settings = {"cache_implementation": "static", "max_completion_length": 30}
     settings["generation_kwargs"] = {"min_new_tokens": 30}
     everything = [chr(code) for code in range(32, 127)]
@@ -320,7 +326,7 @@ def test_stop_texts_end_generation_at_the_next_look(model_folder, tmp_path, toke
     assert len(taken) in (8, 16)
 
 
-def test_a_plan_has_what_captured_decoding_keeps(model_folder, tmp_path, monkeypatch):
+def test_a_plan_has_the_memory_that_captured_decoding_keeps(model_folder, tmp_path, monkeypatch):
     trainer = team_trainer(model_folder, tmp_path)
     plain = trainer.memory_plan()
     monkeypatch.setattr(type(trainer.parts.runner.generator), "keeps_cache", True)
@@ -331,16 +337,16 @@ def test_a_plan_has_what_captured_decoding_keeps(model_folder, tmp_path, monkeyp
 
 
 def test_stop_texts_end_turns_of_fixed_steps(model_folder, tmp_path, tokenizer):
-    """They are looked for every eighth step, and what follows them is cut off, with its log-probabilities."""
-    found = []
+    """They are checked every eighth step; the tokens after them and their log-probabilities are cut off."""
+    turns_by_cache = []
     for kind in ("dynamic", "static"):
         agents = [AgentSpec("ann", stop=["1", "+", "3"])]
         settings = {"cache_implementation": kind, "max_completion_length": 30, "num_iterations": 2}
         trainer = team_trainer(model_folder, tmp_path, agents=agents, settings=settings)
         prompts = [tokenizer(f"{row} + {row + 3}")["input_ids"] for row in range(12)]
-        found.append(greedy(trainer)(["ann"] * 12, prompts))
-    assert [one.ids for one in found[0]] == [one.ids for one in found[1]]
-    assert any("1" in tokenizer.decode(one.ids) for one in found[1])
+        turns_by_cache.append(greedy(trainer)(["ann"] * 12, prompts))
+    assert [turn.ids for turn in turns_by_cache[0]] == [turn.ids for turn in turns_by_cache[1]]
+    assert any("1" in tokenizer.decode(turn.ids) for turn in turns_by_cache[1])
 
 
 @pytest.mark.parametrize(("kind", "line"), [(None, "replays CUDA"), ("dynamic", "does not use CUDA graphs: `cache_")])
@@ -358,7 +364,7 @@ def test_where_steps_are_captured(model_folder, tmp_path, monkeypatch, caplog, k
 
 def test_steps_of_a_base_in_4_bits_are_captured(model_folder, tmp_path, tapes, caplog):
     four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    found = []
+    ids_by_cache = []
     for kind in ("dynamic", "static"):
         settings = {"cache_implementation": kind, "model_init_kwargs": {"quantization_config": four}}
         trainer = team_trainer(model_folder, tmp_path, settings=settings | {"max_completion_length": 20})
@@ -366,6 +372,6 @@ def test_steps_of_a_base_in_4_bits_are_captured(model_folder, tmp_path, tapes, c
         shake(trainer.model, 0.2)
         answers, prompts = greedy(trainer), [[5, 6, 7 + row % 3, 8][row % 2 :] for row in range(10)]
         names = ("reasoner", "actor", "reasoner")
-        found.append([[one.ids for one in answers([name] * 10, prompts)] for name in names])
-    assert found[0] == found[1] and found[0][0] != found[0][1]
+        ids_by_cache.append([[turn.ids for turn in answers([name] * 10, prompts)] for name in names])
+    assert ids_by_cache[0] == ids_by_cache[1] and ids_by_cache[0][0] != ids_by_cache[0][1]
     assert tapes and "without CUDA graphs" not in caplog.text

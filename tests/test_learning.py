@@ -1,4 +1,4 @@
-"""Credit, critics and schedules inside the trainer: what arrives where, what moves and what does not."""
+"""Credit, critics and schedules inside the trainer: which turns a reward reaches, and which adapters move."""
 
 import math
 from collections import Counter
@@ -34,26 +34,26 @@ class Apart(Workflow):
 
 
 def solved(completions, turns, **kwargs):
-    """The team's reward: 1 where the solver said token 7."""
-    return [float(7 in its[1].completion_ids) for its in turns]
+    """Team reward: 1 if the solver sampled token 7."""
+    return [float(7 in episode[1].completion_ids) for episode in turns]
 
 
 def own(completion_ids, turn, turns, **kwargs):
-    """A turn's reward: 1 where it has token 7. Gets the turn and its episode."""
-    assert all(one in its for one, its in zip(turn, turns, strict=True))
-    assert [list(one.completion_ids) for one in turn] == completion_ids
+    """Turn reward: 1 if the turn has token 7. Also checks the arguments `turn` and `turns`."""
+    assert all(scored_turn in episode_turns for scored_turn, episode_turns in zip(turn, turns, strict=True))
+    assert [list(scored_turn.completion_ids) for scored_turn in turn] == completion_ids
     return [float(7 in ids) for ids in completion_ids]
 
 
 def canned(trainer):
-    """The solver says 7 in the first episode of each group; re-samples never do."""
+    """Let the solver sample token 7 in the first episode, and never in a re-run."""
 
-    said = []
+    answered = []
 
     def generate(agents, prompt_ids, by_reference=False):
         replies = [SampledTurn([5, 2]) for _ in agents]
-        if len(set(agents)) == 1 and agents[0] == "solver" and not by_reference and len(agents) == 4 and not said:
-            said.append(True)  # whatever comes after the episodes is a re-run
+        if len(set(agents)) == 1 and agents[0] == "solver" and not by_reference and len(agents) == 4 and not answered:
+            answered.append(True)  # every later call is a re-run
             replies[0] = SampledTurn([7, 2])
         return replies
 
@@ -63,8 +63,8 @@ def canned(trainer):
 def arrived(model_folder, folder, workflow=None, agents=None, **settings):
     """The trainer and, for each agent, the advantages of its turns in four episodes of which the first is solved."""
     settings = {"per_device_train_batch_size": 4, "gradient_checkpointing": False, **settings}
-    given = {"agents": agents or team(), "workflow": workflow, "reward_funcs": solved}
-    trainer = team_trainer(model_folder, folder, settings=settings, **given)
+    arguments = {"agents": agents or team(), "workflow": workflow, "reward_funcs": solved}
+    trainer = team_trainer(model_folder, folder, settings=settings, **arguments)
     canned(trainer)
     if trainer.critic is not None:
         for parameter in trainer.critic.heads.parameters():
@@ -86,7 +86,7 @@ DISCOUNTED = {"credit": "step_discount", "credit_discount": 0.5}
     ("settings", "workflow", "expected", "level"),
     in_turn(
         [
-            # what the planner, the solver and the judge of the solved episode get
+            # advantages of the planner, the solver and the judge of the solved episode
             ({**PPO, "gamma": 0.5}, None, (0.25, 0.5, 1)),
             ({**PPO, "gamma": 0.5}, Apart, (1, 1, 1)),
             ({**PPO, **DISCOUNTED}, None, (1.75, 1.5, 1)),
@@ -174,7 +174,7 @@ def test_candidates_are_compared_with_one_another(model_folder, tmp_path):
 
 
 class Dice(Workflow):
-    """Shows what is rolled: a re-run in which it is something else shows the player something else."""
+    """Show each roll to the player. A re-run that rolls another number shows another observation."""
 
     def __init__(self):
         self.rolls = ""
@@ -187,27 +187,27 @@ class Dice(Workflow):
 
 
 def dice(model_folder, tmp_path, rolls, lengths, **settings):
-    """The advantages of a batch, of turns with so many tokens in order; the reward counts the tokens of an episode."""
+    """Advantages of a batch whose turns have `lengths` tokens, in order. The reward counts all tokens."""
 
     def tokens(completions, turns, **kwargs):
-        return [float(sum(len(turn.completion_ids) for turn in its)) for its in turns]
+        return [float(sum(len(turn.completion_ids) for turn in episode)) for episode in turns]
 
     workflow = Dice()
     settings |= {"num_generations": 1, "gradient_checkpointing": False}
-    given = {"agents": [AgentSpec("player")], "workflow": workflow, "reward_funcs": tokens}
-    trainer = team_trainer(model_folder, tmp_path, settings=settings, **given)
-    workflow.rolls, left = rolls, [int(one) for one in lengths]
+    arguments = {"agents": [AgentSpec("player")], "workflow": workflow, "reward_funcs": tokens}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings, **arguments)
+    workflow.rolls, remaining_lengths = rolls, [int(length) for length in lengths]
 
-    generate = by_hand(lambda agents, prompt_ids: [SampledTurn([5] * left.pop(0)) for _ in agents])
+    generate = by_hand(lambda agents, prompt_ids: [SampledTurn([5] * remaining_lengths.pop(0)) for _ in agents])
     trainer.parts.runner.generator.generate = generate
     slice_ = only_slice(trainer, [{"prompt": "x"}] * trainer.args.per_device_train_batch_size)
-    assert not workflow.rolls and not left
+    assert not workflow.rolls and not remaining_lengths
     rows = sorted(slice_.rows, key=lambda row: row.number)
     return [row.advantage for row in rows], trainer.parts.state.metrics["train"]["rerun/lost"]
 
 
-def test_a_rerun_without_its_turn_says_nothing_about_it(model_folder, tmp_path, caplog):
-    """Two episodes of 2 + 3 tokens. Each turn has a re-run without it; those of the second episode roll otherwise."""
+def test_a_rerun_that_lost_the_turn_gives_no_advantage(model_folder, tmp_path, caplog):
+    """Two episodes of 2 + 3 tokens. Each turn has a re-run without it; those of the second roll other numbers."""
     settings = {"advantage": "none", "credit": "removed", "per_device_train_batch_size": 2}
     rolls = "12" + "34" + "1199" + "7344"  # what comes after the removed first turn is another one anyway: 7
     lengths = "22" + "33" + "44" + "161"
@@ -217,7 +217,7 @@ def test_a_rerun_without_its_turn_says_nothing_about_it(model_folder, tmp_path, 
 
 
 def test_a_candidate_that_its_episode_does_not_hold_is_compared_with_none(model_folder, tmp_path):
-    """Three candidates for each turn, of 1, 2 and 3 tokens; of each three completions one rolls otherwise."""
+    """Three candidates for each turn, of 1, 2 and 3 tokens; of each three completions one rolls differently."""
     settings = {"advantage": "c3", "turn_candidates": 3, "per_device_train_batch_size": 1}
     rolls = "1" + "119" + "555" + "3" + "111" + "338"
     lengths = "123" + "7" + "444" + "123" + "7"
@@ -225,15 +225,15 @@ def test_a_candidate_that_its_episode_does_not_hold_is_compared_with_none(model_
     assert advantages == [-1.0, 1.0, 0.0] * 2 and lost == [1 / 3]
 
 
-def test_a_horizon_adds_the_value_of_what_comes_next(model_folder, tmp_path):
+def test_a_horizon_adds_the_value_of_the_next_turn(model_folder, tmp_path):
     class Cut(Workflow):
         async def run(self, episode):
             await episode.turn("planner")
             episode.cut("solver")
 
     settings = {**PPO, "level": "action", "gamma": 0.5, "per_device_train_batch_size": 4}
-    given = {"agents": team()[:2], "workflow": Cut(), "reward_funcs": lambda turns, **_: [0.0] * len(turns)}
-    trainer = team_trainer(model_folder, tmp_path, settings=settings, **given)
+    arguments = {"agents": team()[:2], "workflow": Cut(), "reward_funcs": lambda turns, **_: [0.0] * len(turns)}
+    trainer = team_trainer(model_folder, tmp_path, settings=settings, **arguments)
     for parameter in trainer.critic.heads.parameters():
         parameter.data.zero_()
     trainer.critic.heads["_critic"].bias.data.fill_(2.0)  # every value is 2
@@ -313,8 +313,8 @@ def test_sequential_updates_multiply_by_the_ratios_of_agents_before(model_folder
     assert max(abs(factor - 1) for factor in factors) > 1e-3
 
 
-def test_a_factor_is_that_of_its_joint_action_alone(model_folder, tmp_path, clip=0.1):
-    """Two rounds of an environment are two joint actions: what an agent does in one is no factor of the other."""
+def test_a_factor_covers_one_joint_action(model_folder, tmp_path, clip=0.1):
+    """Two rounds of an environment are two joint actions. The ratio of one round is not in the factor of the other."""
 
     class TwoRounds:
         def reset(self, **row):
@@ -351,7 +351,7 @@ def test_a_factor_is_that_of_its_joint_action_alone(model_folder, tmp_path, clip
 
     trainer.parts.sequential.after_update = watched
     trainer.train()
-    clipped, raw = (torch.tensor(its) for its in zip(*factors, strict=True))
+    clipped, raw = (torch.tensor(column) for column in zip(*factors, strict=True))
     assert len(set(raw.tolist())) > 1
     log = next(entry for entry in trainer.state.log_history if "sequential_factor/effective_share" in entry)
     share = log["sequential_factor/effective_share"]  # before they are clipped
@@ -359,13 +359,13 @@ def test_a_factor_is_that_of_its_joint_action_alone(model_folder, tmp_path, clip
     assert log["sequential_factor/mean"] == pytest.approx(clipped.mean().item(), rel=1e-3)
 
 
-def test_factors_that_leave_few_episodes_are_warned_of_once(model_folder, tmp_path, caplog):
+def test_factors_that_leave_few_episodes_log_one_warning(model_folder, tmp_path, caplog):
     settings = {**SEQUENTIAL, "max_steps": 4, "learning_rate": 0.1, "max_grad_norm": 100.0}  # far too large
     trainer = team_trainer(model_folder, tmp_path, settings=settings)
     trainer.train()
-    logs = [e for e in trainer.state.log_history if "sequential_factor/effective_share" in e]
-    assert min(entry["sequential_factor/effective_share"] for entry in logs) < 0.5
-    assert max(abs(entry["sequential_factor/mean"] - 1) for entry in logs) <= 0.5  # clipped
+    logs = [log for log in trainer.state.log_history if "sequential_factor/effective_share" in log]
+    assert min(log["sequential_factor/effective_share"] for log in logs) < 0.5
+    assert max(abs(log["sequential_factor/mean"] - 1) for log in logs) <= 0.5  # clipped
     assert caplog.text.count("have an effective sample size of") == 1
 
 
@@ -376,23 +376,23 @@ def test_an_agent_that_moved_too_far_is_left_out_of_the_update(model_folder, tmp
     history = steps_of(trainer)
     assert history[0] == {"reasoner", "actor", "_critic"}
     assert history[1] == history[2] == {"actor", "_critic"}
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["agents/reasoner/stopped_updates"] for entry in logs] == [0.0, 1.0, 1.0]
-    assert [entry["agents/actor/stopped_updates"] for entry in logs] == [0.0, 0.0, 0.0]
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["agents/reasoner/stopped_updates"] for log in logs] == [0.0, 1.0, 1.0]
+    assert [log["agents/actor/stopped_updates"] for log in logs] == [0.0, 0.0, 0.0]
     assert logs[1]["agents/reasoner/approx_kl"] > 1e-4 > logs[1]["agents/actor/approx_kl"] >= 0
 
 
-def test_each_adapter_has_an_entropy_controller_of_its_own(model_folder, tmp_path):
+def test_each_adapter_has_a_separate_entropy_controller(model_folder, tmp_path):
     settings = {"use_adaptive_entropy": True, "entropy_target": 0.35, "max_steps": 3, "learning_rate": 1e-9}
     trainer = team_trainer(model_folder, tmp_path, settings={**settings, "entropy_coef": 0.01})
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    logs = [log for log in trainer.state.log_history if "loss" in log]
     for name in ("reasoner", "actor"):
         coefficient = 0.01
-        for entry in logs:
-            is_low = entry[f"agents/{name}/entropy"] <= 0.35
+        for log in logs:
+            is_low = log[f"agents/{name}/entropy"] <= 0.35
             coefficient = max(coefficient + (0.005 if is_low else -0.005), 0.0)
-            assert entry[f"agents/{name}/entropy_coef"] == pytest.approx(coefficient)
+            assert log[f"agents/{name}/entropy_coef"] == pytest.approx(coefficient)
 
 
 IN_ORDER, PISSA = {"update_order": "sequential"}, lora(init_lora_weights="pissa")
@@ -410,10 +410,10 @@ NEEDS = [
 ]
 
 
-def test_what_needs_adapters_or_functions_says_so(model_folder, tmp_path):
-    for given, message in NEEDS:
+def test_missing_adapters_and_reward_functions_raise(model_folder, tmp_path):
+    for arguments, message in NEEDS:
         with pytest.raises(ValueError, match=message):
-            team_trainer(model_folder, tmp_path, **given)
+            team_trainer(model_folder, tmp_path, **arguments)
     with pytest.raises(TypeError, match="`reward_funcs` of agent 'solver' must be a function"):
         AgentSpec("solver", reward_funcs="a/model")
 
@@ -454,18 +454,18 @@ def test_turns_that_nothing_scored_take_no_weight_from_their_episode(advantage):
 def test_the_turn_in_question_is_sampled_from_the_reference(model_folder, tmp_path):
     settings = {**BY_RETURNS, "credit": "counterfactual", "counterfactual_samples": 2, "max_completion_length": 6}
     trainer = team_trainer(model_folder, tmp_path, agents=team(), reward_funcs=solved, settings=settings)
-    generate, asked = calling(trainer.parts.runner.generator.generate), []
+    generate, requests = calling(trainer.parts.runner.generator.generate), []
 
     def spy(agents, prompt_ids, by_reference=False):
-        asked.extend((agent, by_reference) for agent in agents)
+        requests.extend((agent, by_reference) for agent in agents)
         return generate(agents, prompt_ids, by_reference=by_reference)
 
     trainer.parts.runner.generator.generate = by_hand(spy)
     only_slice(trainer, [{"prompt": "x"}] * 8)
-    by_reference = Counter(agent for agent, by_reference in asked if by_reference)
+    by_reference = Counter(agent for agent, by_reference in requests if by_reference)
     assert by_reference == dict.fromkeys(TEAM, 8 * 2)
     # Besides the episodes: the judge after another planner and another solver, the solver after another planner
-    others = Counter(agent for agent, by_reference in asked if not by_reference)
+    others = Counter(agent for agent, by_reference in requests if not by_reference)
     assert others == {"planner": 8, "solver": 8 + 8 * 2, "judge": 8 + 8 * 4}
 
     def solvers(**options):
@@ -484,15 +484,15 @@ def test_rewards_of_turns_get_the_turn_that_answers(model_folder, tmp_path):
             await super().run(episode)
             episode.answer = episode.turns[0]
 
-    asked = []
+    scored = []
 
     def note(completions, turn, answer_turn, turns, **columns):
-        asked.extend(zip(turn, answer_turn, turns, strict=True))
+        scored.extend(zip(turn, answer_turn, turns, strict=True))
         return [0.0] * len(completions)
 
     agents = team(**{name: {"reward_funcs": note} for name in TEAM})
     arrived(model_folder, tmp_path, PlannerAnswers(), agents, **BY_RETURNS, credit="per_step")
-    assert len(asked) == 12 and all(answer is turns[0] and turn in turns for turn, answer, turns in asked)
+    assert len(scored) == 12 and all(answer is turns[0] and turn in turns for turn, answer, turns in scored)
 
 
 def test_in_sequential_updates_every_agent_learns_once_from_each_generation_batch():

@@ -1,4 +1,4 @@
-"""Agents of a loaded team: taken out as plain models, saved, pushed, and trained on."""
+"""Agents of a loaded team: extracted as plain models, saved, pushed, and trained further."""
 
 from marft_trl import AgentSpec, Team, TeamManifest
 from marft_trl.tiny import questions
@@ -46,22 +46,22 @@ def before(team_folder, model_folder):
     return ids_of(Team.from_pretrained(team_folder, model=model_folder))
 
 
-def goes_on(model, turn):
-    """The tokens of a plain model after what an agent was shown."""
+def continuation(model, turn):
+    """The tokens that a plain model generates from the prompt of a turn."""
     settings = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": 2, "pad_token_id": 0}
-    found = model.generate(input_ids=torch.tensor([turn.prompt_ids]), **settings)
-    return tuple(found[0, len(turn.prompt_ids) :].tolist())
+    sequences = model.generate(input_ids=torch.tensor([turn.prompt_ids]), **settings)
+    return tuple(sequences[0, len(turn.prompt_ids) :].tolist())
 
 
 def test_adapters_make_a_difference_here(load, before):
-    """Else nothing on this page would tell one from another."""
+    """Otherwise no test in this file would notice a wrong adapter."""
     team = load()
     shake(team.model, 0.0, "lora_B.actor")
-    assert sum(one[1] != other[1] for one, other in zip(ids_of(team), before, strict=True)) > len(QUESTIONS) // 2
+    assert sum(new[1] != old[1] for new, old in zip(ids_of(team), before, strict=True)) > len(QUESTIONS) // 2
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_an_agent_is_a_plain_model_with_its_own_adapter(load, quantized):
+def test_an_agent_is_a_plain_model_with_that_agents_adapter(load, quantized):
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32) if quantized else None
     team = load(quantization_config=four_bit)
     before, (episode, *_) = ids_of(team), team.run(QUESTIONS[:1], greedy=True)
@@ -69,7 +69,7 @@ def test_an_agent_is_a_plain_model_with_its_own_adapter(load, quantized):
     for turn in episode.turns:
         model = team[turn.agent]
         assert isinstance(model, PeftModel) and list(model.peft_config) == [turn.agent] == [model.active_adapter]
-        assert goes_on(model, turn) == turn.completion_ids
+        assert continuation(model, turn) == turn.completion_ids
         copied = [p for p in model.parameters() if id(p) not in base]
         assert len(copied) == sum("lora_" in name for name, _ in model.named_parameters())  # the base is shared
         for parameter in copied:
@@ -87,9 +87,9 @@ def test_a_merged_agent_needs_no_peft_and_leaves_the_team_alone(load, before, tm
     for turn in episode.turns:
         model = team.merge(turn.agent)
         assert isinstance(model, PreTrainedModel) and not any("lora" in name for name, _ in model.named_parameters())
-        assert goes_on(model, turn) == turn.completion_ids
+        assert continuation(model, turn) == turn.completion_ids
     model.save_pretrained(tmp_path)
-    assert goes_on(AutoModelForCausalLM.from_pretrained(tmp_path), turn) == turn.completion_ids
+    assert continuation(AutoModelForCausalLM.from_pretrained(tmp_path), turn) == turn.completion_ids
     assert ids_of(team) == before
 
 
@@ -113,8 +113,8 @@ def test_a_team_is_trained_from_adapters(load, model_folder, team_folder, tmp_pa
     rewards = [float(index) for index in range(len(episodes))]
     args = SFTConfig(str(tmp_path / "sft"), max_steps=2, report_to=[], use_cpu=True, learning_rate=1e-2)
     data = team.to_dataset(episodes, agent="actor", rewards=rewards, best=1)
-    given = {"processing_class": AutoTokenizer.from_pretrained(model_folder), "peft_config": lora()}
-    sft = SFTTrainer(AutoModelForCausalLM.from_pretrained(model_folder), args, train_dataset=data, **given)
+    options = {"processing_class": AutoTokenizer.from_pretrained(model_folder), "peft_config": lora()}
+    sft = SFTTrainer(AutoModelForCausalLM.from_pretrained(model_folder), args, train_dataset=data, **options)
     sft.train()
     sft.save_model(str(tmp_path / "warm"))
     base = AutoModelForCausalLM.from_pretrained(model_folder)
@@ -122,8 +122,8 @@ def test_a_team_is_trained_from_adapters(load, model_folder, team_folder, tmp_pa
     loaded.load_adapter(tmp_path / "warm", "solver")
     settings = {"max_steps": 1, "learning_rate": 1e-2, "max_completion_length": 12}
     agents = [team.agents[0], AgentSpec("solver"), AgentSpec("checker")]
-    given = {"agents": agents, "processing_class": given["processing_class"], "peft_config": lora()}
-    trainer = team_trainer(loaded, tmp_path / "run", settings=settings, **given)
+    options = {"agents": agents, "processing_class": options["processing_class"], "peft_config": lora()}
+    trainer = team_trainer(loaded, tmp_path / "run", settings=settings, **options)
     for folder, name in ((f"{team_folder}/reasoner", "reasoner"), (tmp_path / "warm", "solver")):
         saved = load_file(f"{folder}/adapter_model.safetensors")
         weights = {key.replace(f".{name}.", "."): w for key, w in trainer.policies.parameters(name).items()}
@@ -139,7 +139,7 @@ def test_a_loaded_team_is_pushed_and_pulled(hub, team_folder, model_folder, tmp_
     code = f"""
 from marft_trl import Team
 load = lambda name: Team.from_pretrained(name, model={model_folder!r})
-ids = lambda team: [[turn.completion_ids for turn in one.turns] for one in team.run({QUESTIONS!r}, greedy=True)]
+ids = lambda team: [[turn.completion_ids for turn in result.turns] for result in team.run({QUESTIONS!r}, greedy=True)]
 team = load({team_folder!r})
 expected = ids(team)
 team.push_to_hub("user/duo", private=True)
@@ -148,8 +148,8 @@ other = load({str(tmp_path / "other")!r})
 other.push_to_hub("user/duo", commit_message="Another team")
 assert ids(load("user/duo")) == ids(other)
 """
-    done = run_on_hub(hub, tmp_path, code)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = run_on_hub(hub, tmp_path, code)
+    assert process.returncode == 0, process.stderr[-3000:]
     assert [message for _, message in hub.commits] == ["Upload team", "Another team"]
     assert {name.split("/")[0] for name in hub.files["user/duo"] if "adapter" in name} == {"reasoner", "solver"}
     assert "# duo" in hub.files["user/duo"]["README.md"].decode()

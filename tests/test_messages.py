@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from .helpers import add, collect, only_slice, pairs, plain_logps, team_trainer
-from .test_applications import SCHEMA, played, question_of, raw, said_to, user
+from .test_applications import SCHEMA, played, question_of, raw, repeat_last, user
 from .test_gateway import serving
 from .test_live import namesakes  # noqa: F401
 from .test_tools import ROWS, canned, tool_tokenizer
@@ -27,17 +27,21 @@ from .test_tools import ROWS, canned, tool_tokenizer
 anthropic = pytest.importorskip("anthropic")
 httpx = pytest.importorskip("httpx2")  # of the client
 TOOL = {"name": "add", "description": "Add.", "input_schema": SCHEMA["function"]["parameters"]}
-
-
 CACHED = {"cache_control": {"type": "ephemeral"}}
 
 
-def text(words, **more):
-    return {"type": "text", "text": words, **more}
+def text(words, **extra):
+    return {"type": "text", "text": words, **extra}
 
 
 def talks_to(endpoint, **options):
     return anthropic.AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key, **options)
+
+
+async def ask(client, model, history, text):
+    history.append(user(text))
+    reply = await client.messages.create(model=model, max_tokens=9, messages=history)
+    history.append({"role": "assistant", "content": reply.content[0].text})
 
 
 def read(**fields):
@@ -47,13 +51,13 @@ def read(**fields):
 
 def test_a_conversation_becomes_that_of_a_chat_template():
     thought = {"type": "thinking", "thinking": "hm", "signature": "x"}
-    called = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 3, "b": 4}}
+    tool_use = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 3, "b": 4}}
     request = read(
         system=[text("Be brief.", **CACHED), text("Add.")],
         messages=[
             user("Look."),
             user([text("What is 3+4?", **CACHED)]),
-            {"role": "assistant", "content": [thought, text("Let me see."), called]},
+            {"role": "assistant", "content": [thought, text("Let me see."), tool_use]},
             user([{"type": "tool_result", "tool_use_id": "toolu_1", "content": [text("7")]}, text("And now?")]),
         ],
         **{"tools": [TOOL], "stop_sequences": ["\n"], "top_k": 5, "temperature": 0.5},
@@ -71,8 +75,8 @@ def test_a_conversation_becomes_that_of_a_chat_template():
     assert read(tools=[TOOL], tool_choice={"type": "none"}).tools == ()
     assert read(tools=[{"type": "web_search_20250305", "name": "web_search"}]).tools == ()  # of the provider
     assert read(context_management={"edits": []}, output_config={"effort": "high"}, thinking={"type": "adaptive"})
-    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-    assert read(context_management=kept, output_config={"effort": "xhigh", "format": None})
+    context_management = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    assert read(context_management=context_management, output_config={"effort": "xhigh", "format": None})
     assert read(thinking={"type": "adaptive", "display": "omitted"}, stop_sequences=list("abcde")).stop == (*"abcde",)
 
 
@@ -96,7 +100,7 @@ def test_a_conversation_becomes_that_of_a_chat_template():
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "t"}]}]}, "must be an object"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_with_its_field(fields, words):
+def test_unsupported_fields_are_refused_by_name(fields, words):
     with pytest.raises(RequestError, match=words):
         read(**fields)
 
@@ -127,43 +131,43 @@ def test_a_stream_adds_up_to_the_whole_answer(reply, reason, stop, parts):
     assert {name: message.get(name) for name in whole} == whole
 
 
-def test_a_reply_in_two_messages_is_one():
-    called = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 3, "b": 4}}
-    parts = [[text("Let me see.")], [called]]
+def test_a_reply_split_into_two_messages_is_merged():
+    tool_use = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 3, "b": 4}}
+    parts = [[text("Let me see.")], [tool_use]]
     result = user([{"type": "tool_result", "tool_use_id": "toolu_1"}])
     whole, split = (
-        read(messages=[user("Hi."), *({"role": "assistant", "content": each} for each in contents), result])
+        read(messages=[user("Hi."), *({"role": "assistant", "content": content} for content in contents), result])
         for contents in ([[*parts[0], *parts[1]]], parts)
     )
     assert whole.messages == split.messages and len(whole.messages) == 3
-    said = [{"role": "assistant", "content": each} for each in ("I think", "[interrupted]")]
-    assert [message["content"] for message in read(messages=[user("Hi."), *said, user("Go on.")]).messages[1:3]] == [
+    turns = [{"role": "assistant", "content": content} for content in ("I think", "[interrupted]")]
+    assert [message["content"] for message in read(messages=[user("Hi."), *turns, user("Go on.")]).messages[1:3]] == [
         "I think",
         "[interrupted]",
     ]
 
 
 def test_errors_have_the_form_of_the_api_and_keys_come_by_either_header():
-    found = []
+    results = []
 
     async def app(row, endpoint):
         client = talks_to(endpoint, max_retries=0)
         wrong = client.with_options(api_key="wrong")
-        for each, model in ((wrong, "ann"), (client, "bob")):
+        for caller, model in ((wrong, "ann"), (client, "bob")):
             with pytest.raises(anthropic.APIStatusError) as caught:
-                await each.messages.create(model=model, max_tokens=9, messages=[user("Hi.")])
-            found.append((type(caught.value).__name__, caught.value.body["error"]["type"]))
+                await caller.messages.create(model=model, max_tokens=9, messages=[user("Hi.")])
+            results.append((type(caught.value).__name__, caught.value.body["error"]["type"]))
         answer = await client.messages.create(model="ann", max_tokens=9, messages=[user("Hi.")])
-        found.append(answer.content[0].text)
+        results.append(answer.content[0].text)
         body = {"model": "ann", "messages": [user("Ho.")], "stop_sequences": ["o."]}
         for key, headers in ((None, {}), ("wrong", {"x-api-key": endpoint.api_key}), ("wrong", {})):
-            async with raw(endpoint, key) as send:  # with `Authorization` alone, or with the other header, too
+            async with raw(endpoint, key) as send:  # with `Authorization` alone, or with both headers
                 status, text = await send("messages", body, **headers)
-                found.append((status, json.loads(text).get("stop_sequence")))
+                results.append((status, json.loads(text).get("stop_sequence")))
 
     (episode,) = played(app)
     errors = [("AuthenticationError", "authentication_error"), ("NotFoundError", "not_found_error")]
-    assert found == [*errors, "ann: Hi.", (200, "o."), (200, "o."), (401, None)]
+    assert results == [*errors, "ann: Hi.", (200, "o."), (200, "o."), (401, None)]
     assert [turn.text for turn in episode.turns] == ["ann: Hi.", "ann: Ho.", "ann: Ho."]
 
 
@@ -187,8 +191,8 @@ def test_rules_choose_by_system_prompt_and_tools():
         assert rule(AppRequest(model, system, frozenset(named), {})) == agent
 
 
-def test_a_harness_with_one_model_name_asks_several_agents():
-    """By a function of system prompt and headers, which sees no key; a choice that is no agent is refused."""
+def test_agent_of_routes_a_single_model_name_to_several_agents():
+    """By a function of the system prompt and headers, which sees no key. Unknown agents are refused."""
     requests = []
 
     def agent_of(request):
@@ -211,38 +215,32 @@ def test_a_harness_with_one_model_name_asks_several_agents():
 
 def test_a_rule_is_checked_before_training_and_stored_with_the_team():
     rule = BySystemPrompt({"You search": "ben"}, default="ann")
-    app = ExternalApp(said_to, agent_of=rule)
+    app = ExternalApp(repeat_last, agent_of=rule)
     with pytest.raises(ValueError, match=r"must choose agents of the team \('ann'\), got 'ben'"):
         app.check(["ann"])
     assert app.named_agents() == ["ben", "ann"]
     description = json.loads(json.dumps(app.describe()))
     description.pop("class")
     assert ExternalApp.from_description(description).agent_of == rule
-    assert "agent_of" not in ExternalApp(said_to, agent_of=lambda request: "ann").describe()
+    assert "agent_of" not in ExternalApp(repeat_last, agent_of=lambda request: "ann").describe()
     with pytest.raises(TypeError, match="`agent_of` must be a function"):
-        ExternalApp(said_to, agent_of="ann")
+        ExternalApp(repeat_last, agent_of="ann")
 
 
 def test_sub_agents_and_shortened_histories_begin_lineages():
     async def app(row, endpoint):
         client = talks_to(endpoint)
-
-        async def ask(model, history, text):
-            history.append(user(text))
-            reply = await client.messages.create(model=model, max_tokens=9, messages=history)
-            history.append({"role": "assistant", "content": reply.content[0].text})
-
         main, first, second = [], [], []
-        await ask("ann", main, "task")
-        await asyncio.gather(ask("ben", first, "left"), ask("ben", second, "right"))
-        await asyncio.gather(ask("ben", second, "more"), ask("ben", first, "more"))
-        await ask("ann", main, "found")
-        await ask("ann", [user("summary")], "go on")
+        await ask(client, "ann", main, "task")
+        await asyncio.gather(ask(client, "ben", first, "left"), ask(client, "ben", second, "right"))
+        await asyncio.gather(ask(client, "ben", second, "more"), ask(client, "ben", first, "more"))
+        await ask(client, "ann", main, "found")
+        await ask(client, "ann", [user("summary")], "go on")
 
     (episode,) = played(app, together=0.1)
-    found = [(turn.text, turn.lineage) for turn in episode.turns]
-    assert [lineage for _, lineage in found] == [0, 1, 2, 1, 2, 0, 3]
-    assert found[1:3] == [("ben: left", 1), ("ben: right", 2)]
+    texts_and_lineages = [(turn.text, turn.lineage) for turn in episode.turns]
+    assert [lineage for _, lineage in texts_and_lineages] == [0, 1, 2, 1, 2, 0, 3]
+    assert texts_and_lineages[1:3] == [("ben: left", 1), ("ben: right", 2)]
     assert episode.counts["app/lineages"] == 4
     assert all(f"lineage {number}" in format_episode(episode) for number in range(4))
 
@@ -259,24 +257,19 @@ def test_two_conversations_that_begin_alike_stay_apart():
     async def app(row, endpoint):
         client = talks_to(endpoint, max_retries=0)
         histories = [], []
-
-        async def ask(history, text):
-            history.append(user(text))
-            reply = await client.messages.create(model="ann", max_tokens=9, messages=history)
-            history.append({"role": "assistant", "content": reply.content[0].text})
-
         for texts in (("look", "look"), ("left", "right"), ("more", "more"), ("end", "end")):
             if texts[0] == "left":
                 for history in histories:
                     with pytest.raises(anthropic.BadRequestError):
-                        await ask([*history], "too long")
-            await asyncio.gather(*(ask(history, text) for history, text in zip(histories, texts, strict=True)))
+                        await ask(client, "ann", [*history], "too long")
+            requests = zip(histories, texts, strict=True)
+            await asyncio.gather(*(ask(client, "ann", history, text) for history, text in requests))
 
     def answer(requests):
         too_long = EndOfEpisode("It is too long.")
-        last = [request.requested_turn.messages[-1]["content"] for request in requests]
-        said = said_to(requests)
-        return [too_long if text == "too long" else reply for text, reply in zip(last, said, strict=True)]
+        texts = [request.requested_turn.messages[-1]["content"] for request in requests]
+        replies = repeat_last(requests)
+        return [too_long if text == "too long" else reply for text, reply in zip(texts, replies, strict=True)]
 
     (episode,) = played(app, answer, together=0.1)
     lineages = [turn.lineage for turn in episode.turns]
@@ -288,10 +281,10 @@ def test_two_conversations_that_begin_alike_stay_apart():
     "arguments", ['{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', '{"a": ' + "[" * 40 + "]" * 40 + "}"]
 )
 def test_a_call_that_no_request_can_have_is_a_text(arguments):
-    """Clients send calls back, so the run would end for what an agent wrote."""
-    for given in (arguments, json.loads(arguments)):
-        said = Turn("ann", "said", 0, tool_calls=(ToolCall("add", given),))
-        reply = ChatReply.from_turn(said)
+    """Clients send calls back, so the output of an agent could end the run."""
+    for call_arguments in (arguments, json.loads(arguments)):
+        turn = Turn("ann", "said", 0, tool_calls=(ToolCall("add", call_arguments),))
+        reply = ChatReply.from_turn(turn)
         assert not reply.calls and reply.text == "said"
     assert ChatReply.from_turn(Turn("ann", "", 0, tool_calls=(ToolCall("add", '{"a": 1}'),))).calls
 
@@ -304,15 +297,15 @@ def test_a_sub_agent_learns_from_the_reward_of_the_episode(model_folder, tmp_pat
         same = {"model": "claude", "max_tokens": 9}
         history = [user(question_of(row))]
         for _ in range(2):
-            found = await client.messages.create(**same, system="Search.", messages=[user("look")])
-            history.append({"role": "assistant", "content": found.content[0].text or "-"})
+            message = await client.messages.create(**same, system="Search.", messages=[user("look")])
+            history.append({"role": "assistant", "content": message.content[0].text or "-"})
             history.append(user("So?"))
             await client.messages.create(**same, system="Code.", messages=history)
 
     rule = BySystemPrompt({"Code": "reasoner", "Search": "actor"})
-    given = {"workflow": ExternalApp(app, agent_of=rule, answer="reasoner"), "train_dataset": ROWS}
-    given["reward_funcs"] = lambda completions, **kwargs: [float(index % 4) for index in range(len(completions))]
-    trainer = team_trainer(model_folder, tmp_path, settings={"loss_type": "bnpo"}, **given)
+    arguments = {"workflow": ExternalApp(app, agent_of=rule, answer="reasoner"), "train_dataset": ROWS}
+    arguments["reward_funcs"] = lambda completions, **kwargs: [float(index % 4) for index in range(len(completions))]
+    trainer = team_trainer(model_folder, tmp_path, settings={"loss_type": "bnpo"}, **arguments)
     slice_ = only_slice(trainer, [trainer.train_dataset[index // 4] for index in range(8)])
     by_episode = {}
     for row in slice_.rows:
@@ -328,58 +321,58 @@ async def talk(endpoint, form, stream, tools):
     sdk = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
     sdk = talks_to(endpoint) if form == "messages" else sdk
     while len(history) < 6:
-        text, calls, said = await FORMS[form](sdk, history, stream, tools and (tools != "once" or len(history) == 1))
+        text, calls, reply = await FORMS[form](sdk, history, stream, tools and (tools != "once" or len(history) == 1))
         texts.append(text)
-        history += said
-        results = [(identity, str(add(**json.loads(arguments)))) for identity, arguments in calls]
+        history += reply
+        results = [(call_id, str(add(**json.loads(arguments)))) for call_id, arguments in calls]
         if form == "messages" and results:
-            blocks = [{"type": "tool_result", "tool_use_id": each, "content": value} for each, value in results]
+            blocks = [{"type": "tool_result", "tool_use_id": call_id, "content": total} for call_id, total in results]
             history.append(user(blocks))
         elif form == "responses":
             kind = "function_call_output"
-            history += [{"type": kind, "call_id": each, "output": value} for each, value in results]
+            history += [{"type": kind, "call_id": call_id, "output": total} for call_id, total in results]
         else:
-            history += [{"role": "tool", "tool_call_id": each, "content": value} for each, value in results]
+            history += [{"role": "tool", "tool_call_id": call_id, "content": total} for call_id, total in results]
         if not results:
             history.append(user("Again."))
     return texts
 
 
-async def answer(resource, given, final):
-    """As a whole, or what a method makes of a stream."""
+async def answer(resource, request, final):
+    """The whole reply, or the reply that the method `final` assembles from a stream."""
     if not final:
-        return await resource.create(**given)
-    async with resource.stream(**given) as parts:
+        return await resource.create(**request)
+    async with resource.stream(**request) as parts:
         return await getattr(parts, final)()
 
 
 async def by_chat(sdk, history, stream, tools):
-    given = {"model": "solver", "messages": history, **({"tools": [SCHEMA]} if tools else {})}
-    message = (await answer(sdk.chat.completions, given, stream and "get_final_completion")).choices[0].message
+    request = {"model": "solver", "messages": history, **({"tools": [SCHEMA]} if tools else {})}
+    message = (await answer(sdk.chat.completions, request, stream and "get_final_completion")).choices[0].message
     calls = [(call.id, call.function.arguments) for call in message.tool_calls or ()]
-    kept = {"role": "assistant", "content": message.content}
-    functions = [(identity, {"name": "add", "arguments": arguments}) for identity, arguments in calls]
+    reply = {"role": "assistant", "content": message.content}
+    functions = [(call_id, {"name": "add", "arguments": arguments}) for call_id, arguments in calls]
     if calls:
-        kept["tool_calls"] = [{"id": each, "type": "function", "function": function} for each, function in functions]
-    return message.content, calls, [kept]
+        reply["tool_calls"] = [{"id": call_id, "type": "function", "function": f} for call_id, f in functions]
+    return message.content, calls, [reply]
 
 
 async def by_responses(sdk, history, stream, tools):
     schema = {"type": "function", "strict": False, **SCHEMA["function"]}
-    given = {"model": "solver", "input": history, **({"tools": [schema]} if tools else {})}
-    response = await answer(sdk.responses, given, stream and "get_final_response")
+    request = {"model": "solver", "input": history, **({"tools": [schema]} if tools else {})}
+    response = await answer(sdk.responses, request, stream and "get_final_response")
     calls = [(item.call_id, item.arguments) for item in response.output if item.type == "function_call"]
-    kept = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
-    return response.output_text, calls, kept
+    items = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
+    return response.output_text, calls, items
 
 
 async def by_messages(sdk, history, stream, tools):
-    given = {"model": "solver", "max_tokens": 64, "messages": history, **({"tools": [TOOL]} if tools else {})}
-    message = await answer(sdk.messages, given, stream and "get_final_message")
+    request = {"model": "solver", "max_tokens": 64, "messages": history, **({"tools": [TOOL]} if tools else {})}
+    message = await answer(sdk.messages, request, stream and "get_final_message")
     calls = [(block.id, json.dumps(block.input)) for block in message.content if block.type == "tool_use"]
     text = "".join(block.text for block in message.content if block.type == "text")
-    kept = [block.model_dump(exclude_none=True) for block in message.content]
-    return text, calls, [{"role": "assistant", "content": kept}]
+    blocks = [block.model_dump(exclude_none=True) for block in message.content]
+    return text, calls, [{"role": "assistant", "content": blocks}]
 
 
 FORMS = {"chat": by_chat, "responses": by_responses, "messages": by_messages}
@@ -387,7 +380,7 @@ FORMS = {"chat": by_chat, "responses": by_responses, "messages": by_messages}
 
 @pytest.mark.parametrize(("form", "stream", "tools"), pairs([*FORMS], [False, True], [False, True, "once"]))
 def test_rows_are_the_sampled_tokens_with_their_gradients(form, stream, tools, model_folder, tmp_path):
-    """Whatever the client makes of them; log-probabilities and gradients are those of a computation by hand."""
+    """Whatever the client does with them. Log-probabilities and gradients equal those of a computation by hand."""
     texts = []
 
     async def app(row, endpoint):
@@ -395,20 +388,17 @@ def test_rows_are_the_sampled_tokens_with_their_gradients(form, stream, tools, m
 
     episodes = []
 
-    def noting(completions, turns, **kwargs):
+    def reward(completions, turns, **kwargs):
         episodes.extend(turns)
         return [float(len(texts) % 3 + index % 4) for index in range(len(completions))]
 
     torch.manual_seed(0)
-    given = {
-        "workflow": ExternalApp(app, tools=bool(tools)),
-        "train_dataset": ROWS,
-        "processing_class": tool_tokenizer(),
-    }
-    given |= {"agents": [AgentSpec("solver"), AgentSpec("judge", trainable=False)], "reward_funcs": noting}
+    arguments = {"train_dataset": ROWS, "processing_class": tool_tokenizer(), "reward_funcs": reward}
+    arguments |= {"agents": [AgentSpec("solver"), AgentSpec("judge", trainable=False)]}
+    arguments |= {"workflow": ExternalApp(app, tools=bool(tools))}
     # So that rows have log-probabilities
     settings = {"max_completion_length": 64, "loss_type": "bnpo", "num_iterations": 2}
-    trainer = team_trainer(model_folder, tmp_path, settings=settings, **given)
+    trainer = team_trainer(model_folder, tmp_path, settings=settings, **arguments)
     if tools:
         canned(trainer, [])
     slice_ = only_slice(trainer, [trainer.train_dataset[index // 4] for index in range(8)])
@@ -416,19 +406,19 @@ def test_rows_are_the_sampled_tokens_with_their_gradients(form, stream, tools, m
     turns = [turn for episode in episodes for turn in episode]
     assert len(turns) == len(slice_.rows) and all(len(episode) >= 2 for episode in episodes)
     assert {turn.text for turn in turns} >= {text for answers in texts for text in answers if text}
-    made = sorted((row.prompt_ids.tolist(), row.completion_ids.tolist()) for row in slice_.rows)
-    assert made == sorted((list(turn.prompt_ids), list(turn.completion_ids)) for turn in turns)
+    row_ids = sorted((row.prompt_ids.tolist(), row.completion_ids.tolist()) for row in slice_.rows)
+    assert row_ids == sorted((list(turn.prompt_ids), list(turn.completion_ids)) for turn in turns)
     for episode in episodes:
         for earlier, later in itertools.pairwise(episode):  # as they were sampled
-            sampled, shown = earlier.completion_ids, later.prompt_ids
-            assert any(shown[place : place + len(sampled)] == sampled for place in range(len(shown)))
+            sampled, prompt_ids = earlier.completion_ids, later.prompt_ids
+            assert any(prompt_ids[place : place + len(sampled)] == sampled for place in range(len(prompt_ids)))
     trained = trainer.policies.parameters("solver")
     gradients = {name: parameter.grad.clone() for name, parameter in trained.items()}
     trainer.model.zero_grad()
     for row in slice_.rows:
-        chosen = plain_logps(trainer, row)
-        assert (row.old_per_token_logps - chosen).abs().max() <= 1e-5
-        (-row.advantage * chosen.sum() / sum(len(row.completion_ids) for row in slice_.rows)).backward()
+        logps = plain_logps(trainer, row)
+        assert (row.old_per_token_logps - logps).abs().max() <= 1e-5
+        (-row.advantage * logps.sum() / sum(len(row.completion_ids) for row in slice_.rows)).backward()
     assert any(gradient.abs().max() > 1e-4 for gradient in gradients.values())
     for name, parameter in trained.items():
         assert (gradients[name] - parameter.grad).abs().max() <= 2e-6, name
@@ -436,7 +426,7 @@ def test_rows_are_the_sampled_tokens_with_their_gradients(form, stream, tools, m
 
 def test_an_unchanged_harness_runs_on_the_served_team(model_folder, tmp_path):
     """Agents are chosen as in training, greedy answers are the same, and tokens are counted as they are shown."""
-    said = []
+    replies = []
 
     async def harness(row, endpoint):
         client = talks_to(endpoint)
@@ -449,7 +439,7 @@ def test_an_unchanged_harness_runs_on_the_served_team(model_folder, tmp_path):
         count = await client.messages.count_tokens(model="claude", **conversation)
         assert count.input_tokens == answer.usage.input_tokens > 0 < answer.usage.output_tokens
         assert answer.stop_reason in ("end_turn", "stop_sequence", "max_tokens")
-        said.append((text, answer.content[0].text))
+        replies.append((text, answer.content[0].text))
 
     rule = BySystemPrompt({"You plan": "reasoner", "You answer": "actor"})
     trainer = team_trainer(model_folder, tmp_path, workflow=ExternalApp(harness, agent_of=rule))
@@ -458,9 +448,9 @@ def test_an_unchanged_harness_runs_on_the_served_team(model_folder, tmp_path):
     rows = [{"prompt": row["prompt"]} for row in tiny_dataset(2, seed=3)]
     episodes = trainer.team.run(rows)
     assert [[turn.agent for turn in episode.turns] for episode in episodes] == [["reasoner", "actor"]] * 2
-    expected = sorted(said)
+    expected = sorted(replies)
     trainer.save_model()
-    said.clear()
+    replies.clear()
     team = Team.from_pretrained(tmp_path, model_folder, processing_class=tiny_tokenizer())
     for key in (None, "secret"):
         with serving(team, api_key=key) as url:
@@ -470,7 +460,7 @@ def test_an_unchanged_harness_runs_on_the_served_team(model_folder, tmp_path):
             error = anthropic.AuthenticationError if key else anthropic.NotFoundError
             with pytest.raises(error, match="" if key else "No entry of `agent_of` matches"):
                 client.messages.create(model="claude", max_tokens=9, messages=[user("Hi.")])
-    assert sorted(said) == sorted(2 * expected) and len(set(said[0])) > 1
+    assert sorted(replies) == sorted(2 * expected) and len(set(replies[0])) > 1
     with serving(team, agent_of=lambda request: "nobody") as url:  # overrides the rule of the team
         client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
         with pytest.raises(anthropic.NotFoundError, match="`agent_of` chose 'nobody'"):
@@ -479,22 +469,22 @@ def test_an_unchanged_harness_runs_on_the_served_team(model_folder, tmp_path):
 
 def test_a_team_answers_anthropic_clients(namesakes):  # noqa: F811
     team = Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")
-    asked = {"model": "team", "max_tokens": 9, "messages": [user("1 + 1 = ?")], "extra_body": {"temperature": 0}}
+    request = {"model": "team", "max_tokens": 9, "messages": [user("1 + 1 = ?")], "extra_body": {"temperature": 0}}
     with serving(team) as url:
         client = anthropic.Anthropic(base_url=url, api_key="none")
-        answer = client.messages.create(**asked)
-        with client.messages.stream(**asked) as parts:
+        answer = client.messages.create(**request)
+        with client.messages.stream(**request) as parts:
             assert "".join(parts.text_stream) == answer.content[0].text
         assert answer.role == "assistant" and answer.usage.output_tokens > 0
         with pytest.raises(anthropic.BadRequestError, match="not supported"):
-            client.messages.create(**asked, tools=[TOOL])
+            client.messages.create(**request, tools=[TOOL])
         models = client.models.list()
         assert models.has_more is False and {model.display_name for model in models} >= {"team"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropics_tool_runner_falls_back_to_whole_conversations(stream):
-    """Its first request names a thread, which the server does not keep. It knows the error by its details."""
+    """The first request names a thread, which the server does not support; the client recognizes the error."""
     results = []
 
     @anthropic.beta_async_tool
@@ -509,16 +499,14 @@ def test_anthropics_tool_runner_falls_back_to_whole_conversations(stream):
 
     async def app(row, endpoint):
         async with talks_to(endpoint) as client:
-            messages = [user("What is 3+4?")]
-            options = {"model": "ann", "max_tokens": 64, "tools": [add], "messages": messages, "stream": stream}
-            runner = client.beta.messages.tool_runner(**options)
-            last = await runner.until_done()
-            results.append(last.content[0].text)
+            options = {"model": "ann", "max_tokens": 64, "tools": [add], "stream": stream}
+            runner = client.beta.messages.tool_runner(**options, messages=[user("What is 3+4?")])
+            results.append((await runner.until_done()).content[0].text)
 
-    def answer(asked):
-        first = all(isinstance(m["content"], str) and m["role"] != "tool" for m in asked[0].requested_turn.messages)
+    def answer(requests):
+        first = all(isinstance(m["content"], str) and m["role"] != "tool" for m in requests[0].requested_turn.messages)
         call = {"tool_calls": (ToolCall("add", {"a": 3, "b": 4}),), "without_calls": ""} if first else {}
-        return [one.make_completion("" if first else "It is 7.", **call) for one in asked]
+        return [request.make_completion("" if first else "It is 7.", **call) for request in requests]
 
     (episode,) = collect(ExternalApp(app, tools=True, together=0), [{"prompt": "x"}], ["ann"], answer)
     assert results == ["It is 7."] and [turn.lineage for turn in episode.turns] == [0, 0]
@@ -530,7 +518,11 @@ def test_deferred_tools_are_shown_once_a_search_has_found_them():
     names = lambda request: [tool["function"]["name"] for tool in request.tools]  # noqa: E731
     assert names(read(tools=[TOOL, *deferred])) == ["add"]
     call = {"type": "tool_use", "id": "t", "name": "add", "input": {}}
-    found = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "fetch"}]}
-    messages = [user("x"), {"role": "assistant", "content": [call]}, user([found])]
+    search_result = {
+        "type": "tool_result",
+        "tool_use_id": "t",
+        "content": [{"type": "tool_reference", "tool_name": "fetch"}],
+    }
+    messages = [user("x"), {"role": "assistant", "content": [call]}, user([search_result])]
     request = read(tools=[TOOL, *deferred], messages=messages)
     assert names(request) == ["add", "fetch"] and request.messages[-1]["content"] == "The tool fetch is available."

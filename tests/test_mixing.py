@@ -1,4 +1,4 @@
-"""Turns of several agents in one pass of decoding: the tokens are those of each adapter alone."""
+"""Turns of several agents decoded in one batch have the same tokens as under each adapter alone."""
 
 import contextlib
 
@@ -23,13 +23,14 @@ OTHERS = {
 }
 
 
-def agents(names=NAMES, configs=None, **more):
-    own = {name: {"peft_config": (configs or {}).get(name), **more.get(name, {})} for name in names}
-    return [AgentSpec(n, system_prompt=f"You are {n}.", max_completion_length=6, **its) for n, its in own.items()]
+AGENTS = [
+    AgentSpec(name, system_prompt=f"You are {name}.", max_completion_length=6, peft_config=OTHERS.get(name))
+    for name in NAMES
+]
 
 
 def make(model, folder, workflow=None, **settings):
-    trainer = team_trainer(model, folder, settings=settings, agents=agents(configs=OTHERS), workflow=workflow)
+    trainer = team_trainer(model, folder, settings=settings, agents=AGENTS, workflow=workflow)
     torch.manual_seed(3)
     shake(trainer.model, 0.3)
     return trainer
@@ -54,9 +55,8 @@ def test_loras_of_other_kinds_are_not_mixed(config, reason):
 
 
 def test_other_passes_in_between_are_an_error():
-    """A layer that is not given the rows of its pass would multiply them with the matrices of others."""
-    model = get_peft_model(tiny_model(32), lora(), adapter_name="one")
-    model.add_adapter("two", lora())
+    """Without the row assignment of its pass, a layer would apply the matrices of other agents."""
+    model = with_other_adapter(lora())
     mixed = MixedLora(model)
     with mixed.on():
         mixed.use(["one", "two"])
@@ -93,24 +93,24 @@ def watched():
 def greedy_turns(trainer):
     generator = trainer.parts.runner.generator
     prompts = trainer.processing_class(["What is 3?", "Say 7", "Count", "What is 3? And more words here"])["input_ids"]
-    asked = [(name, ids) for ids in prompts for name in NAMES][:-3]  # not equally many rows of each
-    return calling(generator.generate)([name for name, _ in asked], [ids for _, ids in asked], greedy=True)
+    requests = [(name, ids) for ids in prompts for name in NAMES][:-3]  # agents have different numbers of rows
+    return calling(generator.generate)([name for name, _ in requests], [ids for _, ids in requests], greedy=True)
 
 
 def test_turns_of_several_agents_are_decoded_together(model_folder, tmp_path, monkeypatch):
     """Greedy decoding: the same tokens as under each adapter alone, with rows that end at different times."""
-    found = {}
+    turn_ids = {}
     for mixed in (True, False):
         if not mixed:
             monkeypatch.setattr(MixedLora, "find_obstacle", lambda model, adapters: "switched off")
         trainer = make(model_folder, tmp_path / str(mixed), max_completion_length=12)
         with watched() as used:
-            found[mixed] = [one.ids for one in greedy_turns(trainer)]
+            turn_ids[mixed] = [turn.ids for turn in greedy_turns(trainer)]
         assert bool(used) == mixed
-    assert found[True] == found[False] and len({tuple(ids) for ids in found[True]}) > 4
+    assert turn_ids[True] == turn_ids[False] and len({tuple(ids) for ids in turn_ids[True]}) > 4
 
 
-def test_what_generation_records_is_what_is_scored(model_folder, tmp_path):
+def test_recorded_log_probs_equal_scored_log_probs(model_folder, tmp_path):
     """Log-probabilities of turns that were decoded together, against plain passes under each adapter."""
     trainer = make(model_folder, tmp_path, workflow=Debate(NAMES, rounds=1), num_iterations=2)
     with watched() as used:
@@ -142,9 +142,9 @@ def test_rows_of_agents_in_any_order_and_number():
             ids = torch.randint(3, 32, (len(names), length))
             with mixed.on(), torch.no_grad():
                 mixed.use(names)
-                found = backbone(input_ids=ids, use_cache=False).last_hidden_state
+                hidden_states = backbone(input_ids=ids, use_cache=False).last_hidden_state
             for row, name in enumerate(names):
                 model.set_adapter(name)
                 with torch.no_grad():
                     alone = backbone(input_ids=ids[row : row + 1], use_cache=False).last_hidden_state
-                torch.testing.assert_close(found[row : row + 1], alone, rtol=1e-9, atol=1e-9)
+                torch.testing.assert_close(hidden_states[row : row + 1], alone, rtol=1e-9, atol=1e-9)

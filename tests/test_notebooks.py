@@ -16,7 +16,7 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_shows_what_it_prints_and_its_links_lead_somewhere(notebook):
+def test_outputs_and_links_of_a_notebook(notebook):
     text = notebook.read_text()
     assert not re.search(r"/(work|tmp|home|root)/|stderr", text) and len(text) < 100_000
     for cell in json.loads(text)["cells"]:

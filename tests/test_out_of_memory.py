@@ -1,4 +1,4 @@
-"""Steps that do not fit into memory: taken again from their start in smaller micro-batches, with the same result."""
+"""Steps that run out of memory are repeated from the start in smaller micro-batches, with the same result."""
 
 from marft_trl.learning import losses
 from marft_trl.learning.losses import TeamLoss
@@ -12,7 +12,7 @@ from .helpers import logged_steps, lora, moved_by_training, team_trainer, weight
 
 
 class Full:
-    """A device whose memory is full: the first passes of a step with more than so many tokens fail."""
+    """A device whose memory is full: from backward pass `at_backward` on, `failures` passes fail."""
 
     def __init__(self, trainer, at_backward: int, failures: int):
         self.at, self.left, self.passes = at_backward, failures, 0
@@ -23,7 +23,7 @@ class Full:
         self.passes += loss.grad_fn is not None
         if self.passes >= self.at and self.left:
             self.left -= 1
-            loss.grad_fn and loss.backward(retain_graph=True)  # what an earlier part of the pass has added
+            loss.grad_fn and loss.backward(retain_graph=True)  # gradients that the pass added before it failed
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         self._backward(loss, **kwargs)
 
@@ -40,7 +40,7 @@ def failing(model, folder, at_backward, failures=1, **settings):
     "settings",
     [
         {},
-        # gradients of the first micro-step are there already
+        # with gradients of the first micro-step
         pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
         pytest.param({"advantage": "gae", "critic": "shared"}, marks=pytest.mark.slow),
         pytest.param({"loss_type": "grpo", "num_iterations": 2}, marks=pytest.mark.slow),
@@ -53,7 +53,11 @@ def test_a_step_that_does_not_fit_is_taken_again_with_the_same_result(
     counted, join = [], StepMetrics.join
 
     def noting(self, names, processes):
-        rows = {agent: sum(weight for _, weight in its) for (agent, name), its in self._values.items() if name == "kl"}
+        rows = {
+            agent: sum(weight for _, weight in values)
+            for (agent, name), values in self._values.items()
+            if name == "kl"
+        }
         counted.append(rows)
         return join(self, names, processes)
 
@@ -69,15 +73,15 @@ def test_a_step_that_does_not_fit_is_taken_again_with_the_same_result(
     with caplog.at_level("WARNING"):
         trainer, again, smaller, _, (full, rows_again) = run(4, failures=1)
     assert has_moved and not full.left and rows == rows_again and any(rows)
-    said = [one for one in caplog.messages if "is retried" in one]
-    assert len(said) == 1 and "ran out of memory (CUDA out of memory)" in said[0]
+    retry_warnings = [message for message in caplog.messages if "is retried" in message]
+    assert len(retry_warnings) == 1 and "ran out of memory (CUDA out of memory)" in retry_warnings[0]
     limit = trainer.parts.batcher.max_tokens
-    assert limit < SETTINGS["max_tokens_per_micro_batch"] and f"at most {limit:,} tokens" in said[0]
+    assert limit < SETTINGS["max_tokens_per_micro_batch"] and f"at most {limit:,} tokens" in retry_warnings[0]
     for name, weight in plain.items():
         torch.testing.assert_close(smaller[name], weight, rtol=0, atol=2e-6, msg=name)
-    for one, other in zip(logs, again, strict=True):  # nothing is counted twice
-        names = [name for name in one if "grad_norm" in name or "entropy" in name or "value_loss" in name]
-        assert names and all(one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6) for name in names)
+    for log, log_again in zip(logs, again, strict=True):  # nothing is counted twice
+        names = [name for name in log if "grad_norm" in name or "entropy" in name or "value_loss" in name]
+        assert names and all(log[name] == pytest.approx(log_again[name], rel=1e-3, abs=1e-6) for name in names)
 
 
 def test_a_step_is_taken_again_with_the_same_random_numbers(model_folder, tmp_path, monkeypatch):
@@ -130,8 +134,8 @@ def test_the_limit_that_has_fitted_is_kept(model_folder, tmp_path, checkpointing
     assert first == 2000 and len(others) >= 1 and set(others) == {trainer.parts.batcher.max_tokens} != {2000}
 
 
-def test_why_a_step_cannot_be_taken_again_is_said(model_folder, tmp_path, monkeypatch):
-    # Of several micro-steps, slices that have passes of their own, as those of GRPOTrainer
+def test_the_reason_why_a_step_cannot_be_retried_is_raised(model_folder, tmp_path, monkeypatch):
+    # Several micro-steps with separate passes, as in GRPOTrainer
     slices = {"gradient_accumulation_steps": 2, "share_prefixes": False}
     for at, settings, patched, message in (
         (2, {"max_tokens_per_micro_batch": 1}, None, "and cannot be retried: a single row is too long"),

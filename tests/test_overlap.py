@@ -1,4 +1,4 @@
-"""Turns of earlier weights: which weights a batch is sampled from, and what its tokens weigh."""
+"""Turns from earlier weights: which weights a batch is sampled from, and the importance weights of the tokens."""
 
 import asyncio
 import contextlib
@@ -53,20 +53,20 @@ from .vllm_server import fake_servers
 )
 def test_sampling_weights_by_hand(mode, low, high, expected):
     ratios = torch.tensor([2.0, 0.5, 4.0])
-    found = functional.sampling_weights(ratios.log(), mode, low, high)
-    torch.testing.assert_close(found, torch.tensor(expected))
+    weights = functional.sampling_weights(ratios.log(), mode, low, high)
+    torch.testing.assert_close(weights, torch.tensor(expected))
 
 
-def row(number, agent="solver", theirs=(-1.0, -2.0), ours=(-1.0, -2.0), version=3, **fields):
+def row(number, agent="solver", sampled=(-1.0, -2.0), scored=(-1.0, -2.0), version=3, **fields):
     return Row(
         agent,
         agent,
         torch.tensor([1]),
-        torch.arange(len(ours)),
+        torch.arange(len(scored)),
         number=number,
         sampled_by=SampledBy("http://a", version, 7),
-        sampling_logps=None if theirs is None else torch.tensor(theirs),
-        old_per_token_logps=torch.tensor(ours),
+        sampling_logps=None if sampled is None else torch.tensor(sampled),
+        old_per_token_logps=torch.tensor(scored),
         **fields,
     )
 
@@ -78,10 +78,10 @@ def correction(tmp_path, tolerance=0.1, staleness=lambda adapter, version: 0, **
 
 
 def test_turns_are_weighed_and_reported(tmp_path):
-    ours, theirs = (math.log(0.5), math.log(0.2)), (math.log(0.25), math.log(0.2))
+    scored, sampled = (math.log(0.5), math.log(0.2)), (math.log(0.25), math.log(0.2))
     fixed, metrics = correction(tmp_path, tolerance=1.0)
-    rows = fixed.corrected([row(0, ours=ours, theirs=theirs), row(1, agent="judge"), row(2, theirs=None)])
-    assert [its.sampling_weights.tolist() for its in rows[1:]] == [[1.0, 1.0], [1.0, 1.0]]
+    rows = fixed.corrected([row(0, scored=scored, sampled=sampled), row(1, agent="judge"), row(2, sampled=None)])
+    assert [weighted_row.sampling_weights.tolist() for weighted_row in rows[1:]] == [[1.0, 1.0], [1.0, 1.0]]
     torch.testing.assert_close(rows[0].sampling_weights, torch.tensor([2.0, 2.0]))
     name = "sampling/sampling_logp_difference"
     assert metrics[f"{name}/mean"] == [pytest.approx(math.log(2) / 4)]
@@ -89,17 +89,17 @@ def test_turns_are_weighed_and_reported(tmp_path):
     assert metrics[f"agents/solver/{name}/mean"] == [pytest.approx(math.log(2) / 2)]
     assert metrics[f"agents/judge/{name}/mean"] == [0.0]
     ratio = "sampling/importance_sampling_ratio"
-    assert [metrics[f"{ratio}/{it}"][0] for it in ("min", "mean", "max")] == pytest.approx([1.0, 1.5, 2.0])
+    assert [metrics[f"{ratio}/{kind}"][0] for kind in ("min", "mean", "max")] == pytest.approx([1.0, 1.5, 2.0])
     assert metrics["sampling/masked_tokens"] == [0.0] and metrics["sampling/staleness"] == [0.0]
     fixed, metrics = correction(tmp_path, tolerance=1.0, vllm_importance_sampling_clip_max=1.5)
-    assert not fixed.corrected([row(0, ours=ours, theirs=theirs)])[0].sampling_weights.any()
+    assert not fixed.corrected([row(0, scored=scored, sampled=sampled)])[0].sampling_weights.any()
     assert metrics["sampling/masked_tokens"] == [1.0]
     fixed, metrics = correction(tmp_path, vllm_importance_sampling_correction=False)
     assert fixed.corrected([row(0)])[0].sampling_weights is None and f"{ratio}/mean" not in metrics
 
 
 def test_a_server_with_other_weights_ends_the_run_and_stale_turns_do_not(tmp_path):
-    wrong = row(0, theirs=(-1.5, -2.5), version=3)
+    wrong = row(0, sampled=(-1.5, -2.5), version=3)
     fixed, _ = correction(tmp_path)
     message = r"The log-probabilities of 'solver' on http://a \(version 3 .* by 0.5 on average over 2 tokens"
     with pytest.raises(FidelityError, match=message):
@@ -111,10 +111,10 @@ def test_a_server_with_other_weights_ends_the_run_and_stale_turns_do_not(tmp_pat
         stale.corrected([row(0, version=2)])
 
 
-def test_a_difference_is_said_before_it_is_too_large(tmp_path, caplog):
+def test_a_difference_below_the_tolerance_logs_one_warning(tmp_path, caplog):
     fixed, _ = correction(tmp_path, tolerance=1.0)
     for _ in range(2):
-        fixed.corrected([row(0, theirs=(-1.5, -2.5))])
+        fixed.corrected([row(0, sampled=(-1.5, -2.5))])
     assert caplog.text.count("by 0.5 on average") == 1 and "`fidelity_tolerance=1` stops the run" in caplog.text
 
 
@@ -124,8 +124,8 @@ def test_weights_multiply_the_loss_of_their_turns(small_model, tmp_path, level):
     slices = only_slice(trainer, [trainer.train_dataset[index // 4] for index in range(8)])
 
     def gradient(factor=None):
-        weights = [None if factor is None else torch.full((len(one.completion_ids),), factor) for one in slices.rows]
-        rows = [replace(one, sampling_weights=its) for one, its in zip(slices.rows, weights, strict=True)]
+        weights = [None if factor is None else torch.full((len(row.completion_ids),), factor) for row in slices.rows]
+        rows = [replace(row, sampling_weights=weight) for row, weight in zip(slices.rows, weights, strict=True)]
         trainer.model.zero_grad()
         trainer.compute_loss(trainer.model, replace(slices, rows=rows)).backward()
         return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
@@ -143,7 +143,7 @@ PINNED = contextvars.ContextVar("pinned")
 
 
 class FakeRunner:
-    """Episodes are what they were sampled from; they take random times."""
+    """Returns, after a random time, the version that each row was sampled from instead of episodes."""
 
     def __init__(self, seed, fails=None):
         self.version, self.pins, self.draw = -1, [], random.Random(seed)
@@ -175,7 +175,7 @@ class FakeRunner:
         await asyncio.sleep(self.draw.random() * 0.01)
         if self.fails == key[1]:
             raise EpisodeError("lost", 0)
-        return [(one["number"], PINNED.get(), key) for one in rows]
+        return [(row["number"], PINNED.get(), key) for row in rows]
 
 
 def overlapped(passes, every, accumulation, staleness, seed, fails=None):
@@ -183,7 +183,7 @@ def overlapped(passes, every, accumulation, staleness, seed, fails=None):
     state = SimpleNamespace(micro_step=0)
     schedule = Schedule(("a",), every)
     ahead, runner = UpcomingRows(state, schedule, staleness), FakeRunner(seed, fails)
-    found, largest = [], 0
+    samples, largest = [], 0
     args = SimpleNamespace(max_staleness=staleness, on_episode_error="raise", reward_timeout=None)
     overlap = Prefetcher(RunContext(args, None, state, None, one_process()), runner, ahead, None)
     number = 0
@@ -196,15 +196,15 @@ def overlapped(passes, every, accumulation, staleness, seed, fails=None):
             while micro := [*itertools.islice(ahead.over(source), accumulation)]:
                 for rows in micro:
                     if schedule.is_due(state.micro_step):
-                        ((which, version, key),) = overlap.episodes(rows)
-                        assert which == rows[0]["number"]
-                        found.append((which, version, key[1]))
+                        ((row_number, version, key),) = overlap.episodes(rows)
+                        assert row_number == rows[0]["number"]
+                        samples.append((row_number, version, key[1]))
                         largest = max(largest, len(runner.pins))
                     state.micro_step += 1
     finally:
         overlap.close()
     assert not runner.pins and len(runner.threads) == 1 and threading.get_ident() not in runner.threads
-    return found, largest
+    return samples, largest
 
 
 @settings(max_examples=40, deadline=None)
@@ -215,13 +215,13 @@ def overlapped(passes, every, accumulation, staleness, seed, fails=None):
     staleness=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
-def test_a_batch_is_sampled_from_the_weights_of_so_many_publications_ago(passes, every, accumulation, staleness, seed):
-    found, largest = overlapped(passes, every, accumulation, staleness, seed)
-    assert [which for which, _, _ in found] == list(range(sum(passes)))  # none is dropped, all in order
+def test_a_batch_is_sampled_from_the_expected_version(passes, every, accumulation, staleness, seed):
+    samples, largest = overlapped(passes, every, accumulation, staleness, seed)
+    assert [row_number for row_number, _, _ in samples] == list(range(sum(passes)))  # none is dropped, all in order
     starts = [sum(passes[:index]) for index in range(len(passes))]
-    for which, version, run in found:
-        start = max(start for start in starts if start <= which)  # nothing is read beyond the end of a pass
-        assert version == max(start, which - staleness) and run == which
+    for row_number, version, run in samples:
+        start = max(start for start in starts if start <= row_number)  # nothing is read beyond the end of a pass
+        assert version == max(start, row_number - staleness) and run == row_number
     assert largest <= staleness
 
 
@@ -248,68 +248,68 @@ def right(adapter, ids, temperature):
     return {token: logps[token].item() for token in range(45, 50)}
 
 
-def wrong(*asked):
-    return {token: value - 0.5 for token, value in right(*asked).items()}
+def wrong(*arguments):
+    return {token: logp - 0.5 for token, logp in right(*arguments).items()}
 
 
 @pytest.fixture
 def servers():
-    with fake_servers(2) as both:
-        for server in both:
+    with fake_servers(2) as pair:
+        for server in pair:
             server.logps = right
-        yield both
+        yield pair
 
 
 def test_servers_are_compared_before_they_are_used(servers, tmp_path):
-    one = library(tmp_path, servers)
-    version = one.publish()["actor"]
+    adapters = library(tmp_path, servers)
+    version = adapters.publish()["actor"]
     assert all(server.loaded == {version.name: version.folder} for server in servers)
-    servers[1].loaded.clear()  # it was started again
-    assert one.publish()["actor"] is version and version.name in servers[1].loaded
+    servers[1].loaded.clear()  # the server restarted
+    assert adapters.publish()["actor"] is version and version.name in servers[1].loaded
     servers[1].loaded.clear()
     servers[1].logps = wrong
     message = rf"of {servers[1].url} and the trainer differ by .* for the adapter 'actor' \(version 0\)"
     with pytest.raises(MismatchError, match=message):
-        one.publish()
-    assert not servers[1].loaded  # what was compared and is wrong is not left there
+        adapters.publish()
+    assert not servers[1].loaded  # an adapter that fails the comparison is unloaded
 
 
-def test_a_name_is_never_given_twice(servers, tmp_path):
-    one = library(tmp_path, servers)
-    first = one.publish()["actor"]
-    one.close()
-    second = one.publish()["actor"]
+def test_names_of_adapters_are_never_reused(servers, tmp_path):
+    adapters = library(tmp_path, servers)
+    first = adapters.publish()["actor"]
+    adapters.close()
+    second = adapters.publish()["actor"]
     assert second.name != first.name and second.folder != first.folder and second.number == first.number + 1
     assert [list(server.loaded) for server in servers] == [[second.name]] * 2
 
 
-def test_what_was_loaded_but_not_compared_is_compared(servers, tmp_path):
+def test_adapters_that_were_loaded_without_a_comparison_are_compared(servers, tmp_path):
     def breaks(adapter, ids, temperature):
         raise OSError
 
-    server, one = servers[0], library(tmp_path, servers[:1])
+    server, adapters = servers[0], library(tmp_path, servers[:1])
     server.logps = breaks  # answers 500
-    assert one.publish()["actor"].name in server.loaded
+    assert adapters.publish()["actor"].name in server.loaded
     server.logps = wrong
     with pytest.raises(MismatchError):
-        one.publish()
+        adapters.publish()
     server.logps = right
-    assert one.publish()["actor"].name in server.loaded
+    assert adapters.publish()["actor"].name in server.loaded
 
 
 def test_flags_that_a_server_lacks_are_named(servers, tmp_path, caplog):
-    server, one = servers[0], library(tmp_path, servers[:1])
+    server, adapters = servers[0], library(tmp_path, servers[:1])
     server.takes_adapters = False
     with pytest.raises(RefusedError, match="--enable-lora.*VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
-        one.publish()
+        adapters.publish()
     server.takes_adapters, server.max_loras = True, 0
-    one.publish()
+    adapters.publish()
     assert "--max-loras 1" in caplog.text
-    server.loaded.clear()  # and it comes back with other flags
+    server.loaded.clear()  # the server restarts with other flags
     server.logps = lambda adapter, ids, temperature: right(adapter, ids, 1.0)
-    for its in (one, library(tmp_path, [server])):
+    for adapter_library in (adapters, library(tmp_path, [server])):
         with pytest.raises(RefusedError, match="--logprobs-mode processed_logprobs"):
-            its.publish()
+            adapter_library.publish()
 
 
 def test_a_probe_knows_the_most_likely_tokens():
@@ -319,19 +319,19 @@ def test_a_probe_knows_the_most_likely_tokens():
 
 
 def test_log_probabilities_that_are_no_numbers_are_a_mismatch(servers, tmp_path):
-    one = library(tmp_path, servers[:1])
-    servers[0].logps = lambda *asked: dict.fromkeys(right(*asked), math.nan)
+    adapters = library(tmp_path, servers[:1])
+    servers[0].logps = lambda *arguments: dict.fromkeys(right(*arguments), math.nan)
     with pytest.raises(MismatchError):
-        one.publish()
+        adapters.publish()
     assert not servers[0].loaded
 
 
 def test_files_of_states_that_no_server_has_are_deleted(servers, tmp_path):
-    one, versions = library(tmp_path, servers), []
+    adapters, versions = library(tmp_path, servers), []
     for _ in range(4):
-        (tensor,) = one._entries["actor"].tensors().values()
+        (tensor,) = adapters._entries["actor"].tensors().values()
         tensor += 1
-        versions.append(one.publish()["actor"])
+        versions.append(adapters.publish()["actor"])
     # Those of the state before last may still be read
     assert [Path(version.folder).exists() for version in versions] == [False, False, True, True]
     assert all(server.loaded == {versions[-1].name: versions[-1].folder} for server in servers)

@@ -1,4 +1,4 @@
-"""Servers that training processes start for themselves: they end with them, and sleep while training runs."""
+"""Servers that a training process starts: they end with the process and sleep while it trains."""
 
 import json
 import os
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def python(tmp_path, monkeypatch):
-    """An interpreter that seems to have vLLM."""
+    """An interpreter with a fake vLLM."""
     path = tmp_path / "python"
     path.write_text(f'#!/bin/sh\nexport PYTHONPATH={ROOT}\nexec {sys.executable} -m tests.scripts.fake_vllm "$@"\n')
     path.chmod(0o755)
@@ -28,7 +28,7 @@ def python(tmp_path, monkeypatch):
     return str(path)
 
 
-def known(tmp_path):
+def read_record(tmp_path):
     return json.loads((tmp_path / "calls.json").read_text())
 
 
@@ -43,35 +43,35 @@ def gone(pid):
     return eventually(lambda: not is_alive(pid), seconds=20)
 
 
-def own(python, tmp_path):
+def make_server(python, tmp_path):
     return OwnServer(lambda port: ["--port", str(port)], python, tmp_path / "log", {"MARFT_GIVEN": "1"})
 
 
-def test_a_server_ends_with_all_its_processes(python, tmp_path, monkeypatch):
+def test_closing_a_server_ends_the_processes_that_it_started(python, tmp_path, monkeypatch):
     for name, value in {"RANK": "3", "TORCHELASTIC_RUN_ID": "x", "PYTHONPATH": "/nowhere"}.items():
         monkeypatch.setenv(name, value)
-    server = own(python, tmp_path)
+    server = make_server(python, tmp_path)
     server.wait(60)
     time.sleep(0.2)
-    found = known(tmp_path)
-    assert found["environment"]["VLLM_API_KEY"] == server.key and found["environment"]["MARFT_GIVEN"] == "1"
-    assert found["environment"]["PYTHONPATH"] == str(ROOT)  # which the interpreter sets itself
-    assert not {"RANK", "TORCHELASTIC_RUN_ID"} & found["environment"].keys()
-    assert is_alive(found["child"])
+    record = read_record(tmp_path)
+    assert record["environment"]["VLLM_API_KEY"] == server.key and record["environment"]["MARFT_GIVEN"] == "1"
+    assert record["environment"]["PYTHONPATH"] == str(ROOT)  # which the interpreter sets itself
+    assert not {"RANK", "TORCHELASTIC_RUN_ID"} & record["environment"].keys()
+    assert is_alive(record["child"])
     server.close()
-    assert gone(found["child"])
+    assert gone(record["child"])
 
 
-def test_a_server_ends_when_its_owner_is_killed(python, tmp_path):
+def test_a_server_ends_when_the_owner_is_killed(python, tmp_path):
     owner = os.fork()
     if not owner:
         try:
-            server = own(python, tmp_path)  # noqa: F841
+            server = make_server(python, tmp_path)  # noqa: F841
             time.sleep(60)
         finally:
             os._exit(1)
     assert eventually((tmp_path / "calls.json").exists)
-    child = known(tmp_path)["child"]
+    child = read_record(tmp_path)["child"]
     assert is_alive(child)
     os.kill(owner, signal.SIGKILL)
     os.waitpid(owner, 0)
@@ -82,11 +82,11 @@ def test_a_server_that_does_not_start_says_why(python, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_VLLM_FAILS", "1")
     message = r"(?s)`vllm_mode='colocate'`\) exited with status 1\. .*log.*no such model"
     with pytest.raises(EngineDownError, match=message):
-        own(python, tmp_path).wait(60)
+        make_server(python, tmp_path).wait(60)
 
 
 OWN = {"use_vllm": True, "vllm_mode": "colocate"}
-# Its tokens are no model's
+# The tokens of the fake server are random
 FAKED = {**OWN, "fidelity_tolerance": 1e9, "vllm_importance_sampling_mode": "token_truncate", "use_cpu": True}
 
 
@@ -96,17 +96,17 @@ def test_a_server_sleeps_while_training_runs(model_folder, tmp_path, python, sle
     trainer = team_trainer(model_folder, tmp_path, settings=settings)
     assert moved_by_training(trainer)
     time.sleep(0.2)
-    found = known(tmp_path)
-    flags, calls = found["arguments"], found["calls"]
+    record = read_record(tmp_path)
+    flags, calls = record["arguments"], record["calls"]
     for flag, value in {"--max-model-len": "300", "--dtype": "float32", "--host": "127.0.0.1"}.items():
         assert flags[len(flags) - flags[::-1].index(flag)] == value
-    assert ("--enable-sleep-mode" in flags) == sleeps == (found["environment"].get("VLLM_SERVER_DEV_MODE") == "1")
+    assert ("--enable-sleep-mode" in flags) == sleeps == (record["environment"].get("VLLM_SERVER_DEV_MODE") == "1")
     asleep, loaded, turns = False, 0, 0
     for call in calls:
         if call in ("/sleep?level=1", "/wake_up"):
             assert asleep == (call == "/wake_up")
             asleep = not asleep
-            assert not (asleep and loaded)  # what is loaded anew is compared anew
+            assert not (asleep and loaded)  # adapters are reloaded and compared again after a sleep
         else:
             assert not asleep
             loaded += {"load": 1, "unload": -1}.get(call, 0)
@@ -116,7 +116,7 @@ def test_a_server_sleeps_while_training_runs(model_folder, tmp_path, python, sle
     del trainer
 
 
-def test_what_does_not_go_with_a_server_of_its_own(tmp_path, model_folder, monkeypatch):
+def test_settings_that_contradict_a_colocated_server_are_refused(tmp_path, model_folder, monkeypatch):
     monkeypatch.delenv("MARFT_VLLM_PYTHON", raising=False)
     for settings, message in (
         ({"vllm_server_base_url": "http://a"}, "vllm_server_base_url"),

@@ -77,9 +77,9 @@ async def browsing(folder, url):
         async with ClientSession() as session:
             pages = []
             while not pages:
-                async with session.get(f"http://127.0.0.1:{port.read_text().split()[0]}/json") as answer:
-                    found = json.loads(await answer.text())
-                pages = [one for one in found if one["type"] == "page" and one["url"].startswith(url)]
+                async with session.get(f"http://127.0.0.1:{port.read_text().split()[0]}/json") as response:
+                    targets = json.loads(await response.text())
+                pages = [target for target in targets if target["type"] == "page" and target["url"].startswith(url)]
             async with session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=0) as socket:
                 browser = Browser(socket)
                 for domain in ("Runtime", "Log", "Page"):
@@ -90,7 +90,7 @@ async def browsing(folder, url):
         process.wait()
 
 
-def test_the_team_is_asked_from_the_page_by_keyboard(namesakes, tmp_path):  # noqa: F811
+def test_the_page_works_by_keyboard(namesakes, tmp_path):  # noqa: F811
     async def used(url):
         async with browsing(tmp_path / "profile", url) as page:
             await page.until("document.querySelectorAll('#model option').length == 6")
@@ -98,11 +98,11 @@ def test_the_team_is_asked_from_the_page_by_keyboard(namesakes, tmp_path):  # no
             await page.write(QUESTION)
             await page.press("Enter", "\r")
             await page.until(f"document.querySelectorAll('article').length == 5 && {IDLE}")
-            said = await page.value("[...document.querySelectorAll('article pre')].map(one => one.innerText)")
-            who = await page.value("[...document.querySelectorAll('article h3')].map(one => one.innerText)")
-            answers = await page.value("[...document.querySelectorAll('article')].map(one => one.className)")
-            assert said == [said_by(name) for name in NAMES]
-            assert who == [*NAMES[:-1], f"{NAMES[-1]} · the answer"] and answers == [*[""] * 4, "answer"]
+            texts = await page.value("[...document.querySelectorAll('article pre')].map(node => node.innerText)")
+            headings = await page.value("[...document.querySelectorAll('article h3')].map(node => node.innerText)")
+            classes = await page.value("[...document.querySelectorAll('article')].map(node => node.className)")
+            assert texts == [said_by(name) for name in NAMES]
+            assert headings == [*NAMES[:-1], f"{NAMES[-1]} · the answer"] and classes == [*[""] * 4, "answer"]
             assert await page.value("document.querySelector('section p').innerText") == QUESTION
             if folder := os.environ.get("MARFT_SCREENSHOTS"):
                 await page.picture(Path(folder) / "gateway.png")
@@ -114,15 +114,15 @@ def test_the_team_is_asked_from_the_page_by_keyboard(namesakes, tmp_path):  # no
             await page.value("document.getElementById('question').focus()")
             await page.press("Enter", "\r")
             await page.until(f"document.querySelectorAll('section')[0].innerText.includes('CatCat') && {IDLE}")
-            # What is wrong is said, where a screen reader says it too
+            # An error is shown where a screen reader reads it too
             await page.value("document.getElementById('temperature').value = 9")
             await page.press("Enter", "\r")
             await page.until("document.getElementById('wrong').innerText.includes('from 0 to 2')")
-            names = "[...document.querySelectorAll('input, select, textarea')].every(one => one.labels.length)"
+            names = "[...document.querySelectorAll('input, select, textarea')].every(field => field.labels.length)"
             assert await page.value(names)
             return page.problems
 
     with serving(Team.from_pretrained(f"{namesakes}/team", model=f"{namesakes}/base")) as url:
         problems = asyncio.run(used(url))
-    others = [one for one in problems if "favicon" not in str(one) and "400" not in str(one)]
-    assert not others, others
+    unexpected = [problem for problem in problems if "favicon" not in str(problem) and "400" not in str(problem)]
+    assert not unexpected, unexpected

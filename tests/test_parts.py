@@ -1,4 +1,4 @@
-"""Parts of the trainer, built and tried without one, and without a model."""
+"""Parts of the trainer, tested without a trainer and without a model."""
 
 import copy
 import math
@@ -73,28 +73,21 @@ def team_of(level=None):
 
 
 def test_own_rewards_are_reported_by_agent_and_function():
-    scored = [
+    own_rewards = [
         OwnReward("a", (0, "a"), 1.5, {"f": 1.0, "g": 0.5}),
         OwnReward("a", (0, "a"), 2.0, {"f": 2.0, "g": math.nan}),
         OwnReward("a", (1, "a"), 3.0, {"f": 3.0, "g": math.nan}),
         OwnReward("b", (0, "b"), math.nan, {"f": math.nan}),
         OwnReward("c", (1, "c"), -1.0, {"f": -1.0}),
     ]
-    found = own_reward_metrics(scored, returns=True)
-    assert found["own_reward"] == (1.5 + 2 + 3 - 1) / 4
-    assert found["agents/a/rewards/f/mean"] == 2.0 and found["agents/a/rewards/f/std"] == 1.0
-    assert found["agents/a/rewards/g/mean"] == 0.5 and math.isnan(found["agents/a/rewards/g/std"])
-    assert found["agents/a/return"] == (3.5 + 3.0) / 2 and found["agents/c/return"] == -1.0
-    assert not any("/b/" in name for name in found)
-    assert not any(name.endswith("/return") for name in own_reward_metrics(scored, returns=False))
+    metrics = own_reward_metrics(own_rewards, returns=True)
+    assert metrics["own_reward"] == (1.5 + 2 + 3 - 1) / 4
+    assert metrics["agents/a/rewards/f/mean"] == 2.0 and metrics["agents/a/rewards/f/std"] == 1.0
+    assert metrics["agents/a/rewards/g/mean"] == 0.5 and math.isnan(metrics["agents/a/rewards/g/std"])
+    assert metrics["agents/a/return"] == (3.5 + 3.0) / 2 and metrics["agents/c/return"] == -1.0
+    assert not any("/b/" in name for name in metrics)
+    assert not any(name.endswith("/return") for name in own_reward_metrics(own_rewards, returns=False))
     assert own_reward_metrics([], returns=True) == {}
-
-
-def test_candidates_are_compared_in_training_alone(tmp_path, processes):
-    run = run_of(config(tmp_path, advantage="turn", turn_candidates=2), processes, Board())
-    estimator = BaselineEstimator(team_of(), run, None, None)
-    assert estimator.baseline(True).name == "turn" and estimator.baseline(False).name == "group"
-    assert estimator.gives_one_advantage_to_all(False) and not estimator.gives_one_advantage_to_all(True)
 
 
 def test_factors_of_joint_actions_by_hand(processes):
@@ -130,15 +123,17 @@ def test_a_report_without_a_model(tmp_path, processes, caplog):
         take_user_columns=lambda: {"hint": ["a", "b"]},
         fill_table=lambda *columns, **more: tables.append((columns, more)),
     )
-    tokenizer = SimpleNamespace(batch_decode=lambda ids: [str(one) for one in ids], decode=str)
+    tokenizer = SimpleNamespace(batch_decode=lambda ids: [str(token_ids) for token_ids in ids], decode=str)
     rewards = SimpleNamespace(names=["right"], weights=torch.ones(1))
     settings = SimpleNamespace(log_completions=True, num_completions_to_print=None, group_size=lambda training: 2)
     run = run_of(config(tmp_path, credit="removed"), processes, board, settings, state)
     reporter = Reporter(team_of(), run, rewards, tokenizer, UserRandomness(0, torch.device("cpu")))
-    advantages, others = [[0.5, None], [[0.1, 0.3], None]], {"turns": 2, "tokens": 10, "reruns": 2, "lost": 0}
+    advantages, rerun_counts = [[0.5, None], [[0.1, 0.3], None]], {"turns": 2, "tokens": 10, "reruns": 2, "lost": 0}
     # As if another process had lost some re-runs
-    processes.gather = lambda its: [*its, {"reruns": 6, "lost": 2}] if its == [others] else its
-    reporter.rollout(rollout([1.0, 0.0]), torch.tensor([0.5, 0.5]), advantages, [], others)
+    processes.gather = lambda gathered: (
+        [*gathered, {"reruns": 6, "lost": 2}] if gathered == [rerun_counts] else gathered
+    )
+    reporter.rollout(rollout([1.0, 0.0]), torch.tensor([0.5, 0.5]), advantages, [], rerun_counts)
     train = board["train"]
     assert train["rerun/lost"] == [0.25]
     assert caplog.text.count("2 of 8 re-runs of `credit='removed'` do not contain the turn") == 1
@@ -153,17 +148,21 @@ def test_a_report_without_a_model(tmp_path, processes, caplog):
 
 
 def test_equal_turns_have_advantages_of_their_own():
-    one = rollout([1.0])
-    turn = one.episodes[0].turns[0]
+    single = rollout([1.0])
+    turn = single.episodes[0].turns[0]
     twice = Episode("q", {"prompt": "q"}, 0, (turn, copy.copy(turn)), turn)
     ids = torch.tensor(turn.prompt_ids), torch.tensor(turn.completion_ids)
-    rows = [Row("planner", "planner", *ids, advantage=value) for value in (1.0, -1.0)]
-    its = Rollout([twice], one.rewards_per_func, one.rewards)
-    assert advantages_by_turn(its, [rows]) == [[1.0, -1.0]] and advantages_by_turn(its, [rows[1:]]) == [[-1.0, None]]
+    rows = [Row("planner", "planner", *ids, advantage=advantage) for advantage in (1.0, -1.0)]
+    doubled = Rollout([twice], single.rewards_per_func, single.rewards)
+    assert advantages_by_turn(doubled, [rows]) == [[1.0, -1.0]] and advantages_by_turn(doubled, [rows[1:]]) == [
+        [-1.0, None]
+    ]
 
 
-def test_each_baseline_of_candidates_has_its_like_in_evaluation(tmp_path, processes):
+def test_each_candidate_baseline_has_a_counterpart_in_evaluation(tmp_path, processes):
     for name, like in (("turn", "group"), ("turn_itself", "group"), ("c3", "leave_one_out")):
         run = run_of(config(tmp_path, advantage=name, turn_candidates=2), processes, Board())
         estimator = BaselineEstimator(team_of(), run, None, None)
         assert estimator.baseline(True).name == name and estimator.baseline(False).name == like
+        assert estimator.gives_one_advantage_to_all(False) == (like == "group")
+        assert not estimator.gives_one_advantage_to_all(True)

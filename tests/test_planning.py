@@ -1,4 +1,4 @@
-"""What a run will do, said before it does it; and the anonymous ablation."""
+"""The plan of a run, printed before the run; and the anonymous ablation."""
 
 import re
 
@@ -37,7 +37,7 @@ def test_a_plan_names_agents_links_batches_and_observations(model_folder, tmp_pa
     trainer = team_trainer(model_folder, tmp_path, agents=agents, workflow=workflow, settings=settings)
     before, state = weights(trainer), torch.get_rng_state()
     plan = trainer.plan()
-    assert trainer.parts.runner.keys.state_dict() == {"runs": 0}  # a rehearsal is no run: seeds stay those of a run
+    assert trainer.parts.runner.keys.state_dict() == {"runs": 0}  # a rehearsal does not change the seeds of a run
     assert state.equal(torch.get_rng_state()) and not moved(before, weights(trainer))
     assert "planner -> solver\n  solver -> judge" in plan and "Workflow: Graph" in plan
     solver = r"solver: adapter solver, [\d,]+ weights, fresh; learning rate 0.0001; temperature 1; up to 4 tokens"
@@ -48,13 +48,13 @@ def test_a_plan_names_agents_links_batches_and_observations(model_folder, tmp_pa
     assert "3 turns per episode in the rehearsal: planner 1, solver 1, judge 1" in plan
     assert "16 episodes in an optimizer step: 32 training rows" in plan
     assert "each episode is used 2 times; 2 steps" in plan
-    # A batch of 4 slices, each used twice, lasts for 4 steps of 2 slices; 8 + 4 tokens and the judge's, as long as all
+    # A batch of 4 slices, each used twice, lasts for 4 steps of 2 slices; 8 + 4 tokens and the maximum for the judge
     longest = 8 + 4 + trainer.args.max_completion_length
     assert f"1 generation batch per 4 optimizer steps, with up to {longest} decoding steps in sequence\n" in plan
     row = max(trainer.train_dataset["prompt"], key=len)
     assert f"the rehearsal takes row {list(trainer.train_dataset['prompt']).index(row)} of `train_dataset`" in plan
-    shown = dict(re.findall(r"Observation of (\w+): (\d+) tokens", plan))
-    assert shown.keys() == {"planner", "solver", "judge"} and f"user: {row}" in plan
+    observation_tokens = dict(re.findall(r"Observation of (\w+): (\d+) tokens", plan))
+    assert observation_tokens.keys() == {"planner", "solver", "judge"} and f"user: {row}" in plan
     assert "(what solver says)" in plan.partition("Observation of judge")[2]
     assert "(what planner says)" not in plan.partition("Observation of judge")[2]
     rehearsal = trainer.parts.planner.rehearse({"prompt": row, "solution": ""})
@@ -65,7 +65,7 @@ def test_a_plan_names_agents_links_batches_and_observations(model_folder, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_plan_has_the_number_of_steps_and_says_where_one_has_a_single_prompt(small_model, tmp_path):
+def test_a_plan_has_the_number_of_steps_and_warns_of_single_prompts(small_model, tmp_path):
     settings = {"max_steps": -1, "num_train_epochs": 1.5, "num_iterations": 2, "gradient_accumulation_steps": 3}
     settings |= {"steps_per_generation": 2, "max_completion_length": 2, "logging_steps": 100}
     trainer = team_trainer(small_model, tmp_path, settings=settings, train_dataset=tiny_dataset(18))
@@ -81,7 +81,7 @@ def test_a_plan_has_the_number_of_steps_and_says_where_one_has_a_single_prompt(s
     assert "ONE PROMPT per step: increase" in team_trainer(small_model, tmp_path, settings=alone).plan()
 
 
-def test_what_the_rehearsal_does_not_reach_is_shown_alone(model_folder, tmp_path):
+def test_agents_not_reached_in_the_rehearsal_are_shown_alone(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, workflow=Orchestrated("reasoner"))
     plan = trainer.plan()
     assert "Observation of actor" in plan
@@ -154,17 +154,21 @@ CANDIDATES = {
 
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_a_plan_counts_candidates_and_re_runs(model_folder, tmp_path, monkeypatch, name):
-    """Against the largest number of turns that are generated at once, and the rows that are trained on."""
+    """Compared with the largest number of turns that are generated at once, and with the rows of training."""
     settings, times = CANDIDATES[name]
     trainer, rows = team_trainer(model_folder, tmp_path, settings={**settings, "max_steps": 1}), []
     sizes = count_rows(monkeypatch, TransformersGenerator)
     fit = trainer.parts.batcher.fit
-    monkeypatch.setattr(trainer.parts.batcher, "fit", lambda given: (rows.append(len(given)), fit(given))[1])
+    monkeypatch.setattr(
+        trainer.parts.batcher, "fit", lambda batch_rows: (rows.append(len(batch_rows)), fit(batch_rows))[1]
+    )
     episodes = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
     planned = re.search(r"optimizer step: ([\d,]+) training rows", trainer.plan())[1]
     new = {agent.name: agent.max_completion_length or trainer.args.max_completion_length for agent in trainer.agents}
     prompts = trainer.parts.planner.rehearse(longest_row(trainer)).prompts
-    alone = cache_size(trainer.model.config, episodes, max(length + new[one] for one, length, _ in prompts), 4)
+    alone = cache_size(
+        trainer.model.config, episodes, max(length + new[agent_name] for agent_name, length, _ in prompts), 4
+    )
     cache = trainer.memory_plan().cache
     trainer.train()
     assert cache == times * alone and max(sizes) == times * episodes
@@ -173,7 +177,7 @@ def test_a_plan_counts_candidates_and_re_runs(model_folder, tmp_path, monkeypatc
 
 @pytest.mark.parametrize(("is_shared", "episodes", "times"), [(True, 4, 3), (False, 4, 3), (False, 32, 1)])
 def test_a_plan_counts_turns_at_the_same_time(model_folder, tmp_path, monkeypatch, is_shared, episodes, times):
-    """Three debaters at once: of one adapter in one pass, of three in one if there are few rows."""
+    """Three debaters take turns at once: in one pass if they share an adapter or if there are few rows."""
     names = ["one", "two", "three"]
     agents = [AgentSpec(name, adapter="one" if is_shared else None) for name in names]
     settings = {"per_device_train_batch_size": episodes, "steps_per_generation": 1, "max_steps": 1}
@@ -200,7 +204,7 @@ def test_sizes_by_hand():
     assert cache_size(Config, 3, 10, 4) == 2 * 2 * 3 * 10 * 2 * 2 * 4
     cost = ActivationCost(per_token=100.0, per_repeat=10.0, per_checkpointed=7.0)
     assert cost.size(5, 3, False) == 530 and cost.size(5, 3, True) == 65
-    # what the head holds at once: positions x columns x 4 bytes x 6 copies without Triton, 2 with it
+    # memory of the head: positions x columns x 4 bytes x 6 copies without Triton, 2 with it
     assert head_size(100, 50, torch.device("cpu")) == 50 * 100 * 4 * 6
     assert head_size(2**15, 10**6, torch.device("cpu")) == 2**7 * 2**15 * 4 * 6
     assert head_size(2**17, 10**6, torch.device("cuda")) == 2**12 * 2**15 * 4 * 2
@@ -223,7 +227,12 @@ def test_anonymous_agents_have_generic_prompts_and_keep_the_rest():
     assert numbered[1].system_prompt == "You are agent 2 of 3 that solve the task together."
     assert [agent.system_prompt for agent in anonymize(TEAM, "none")] == [None] * 3
     assert anonymize(TEAM, "none", {"judge": "Decide."})[2].system_prompt == "Decide."
-    assert [anonymity(value) for value in (False, True, "numbered", "none")] == [None, "numbered", "numbered", "none"]
+    assert [anonymity(setting) for setting in (False, True, "numbered", "none")] == [
+        None,
+        "numbered",
+        "numbered",
+        "none",
+    ]
     with pytest.raises(ValueError, match=r"must be False, True, 'numbered' or 'none'; got 'number'. Did you mean"):
         anonymity("number")
 
@@ -232,14 +241,14 @@ def test_anonymous_agents_have_generic_prompts_and_keep_the_rest():
 def test_nothing_that_an_anonymous_team_is_shown_names_a_role(model_folder, tmp_path, kind, first):
     arguments = {"anonymous": kind, "workflow": Sequential(rounds=2), "settings": {"max_steps": 1}}
     trainer = team_trainer(model_folder, tmp_path, **arguments)
-    shown = trainer.parts.planner.rehearse({"prompt": "How many?"}).shown
-    texts = {name: trainer.processing_class.decode(one.ids) for name, one in shown.items()}
+    observations = trainer.parts.planner.rehearse({"prompt": "How many?"}).shown
+    texts = {name: trainer.processing_class.decode(observation.ids) for name, observation in observations.items()}
     for text in texts.values():
         assert not any(word in text for word in ("reasoner", "actor", "Write the"))
     assert "[agent_1]" in texts["actor"] and ("system" in texts["reasoner"]) == (first is not None)
     assert first is None or first in texts["reasoner"]
     trainer.train()
-    assert any("agents/reasoner/reward" in entry for entry in trainer.state.log_history)
+    assert any("agents/reasoner/reward" in log for log in trainer.state.log_history)
     trainer.save_model()
     assert TeamManifest.load(tmp_path).anonymous == trainer.anonymous == ("numbered" if kind is True else kind)
     with pytest.raises(ValueError, match="was written with `anonymous='n.*'`, but the trainer has `anonymous=False`"):
@@ -255,15 +264,15 @@ def test_an_anonymous_orchestrator_calls_numbers(model_folder, tmp_path):
 
     def answer(requests):
         replies = ["<call>agent_3</call>", "seven", "<call>actor</call>"]
-        return [one.make_completion(replies[len(one.episode.turns)]) for one in requests]
+        return [request.make_completion(replies[len(request.episode.turns)]) for request in requests]
 
     names, aliases = [agent.name for agent in trainer.agents], alias_names(trainer.agents)
     (episode,) = collect(trainer.workflow, [{"prompt": "q"}], names, answer, aliases=aliases)
     assert [turn.agent for turn in episode.turns] == ["boss", "actor", "boss"]
-    assert episode.counts == {"routing/unknown_agent": 1}  # its real name is nobody's
+    assert episode.counts == {"routing/unknown_agent": 1}  # the real name is not an alias
 
 
-def test_a_plan_counts_what_a_prefill_computes_and_buckets_of_gradients(model_folder, tmp_path, monkeypatch):
+def test_a_plan_counts_prefill_activations_and_gradient_buckets(model_folder, tmp_path, monkeypatch):
     trainer = team_trainer(model_folder, tmp_path)
     alone = trainer.memory_plan()
     monkeypatch.setattr("marft_trl.reporting.plan.PREFILL_TOKENS", 10)
@@ -274,28 +283,27 @@ def test_a_plan_counts_what_a_prefill_computes_and_buckets_of_gradients(model_fo
     assert both.gradients == 2 * alone.gradients
 
 
-def test_a_plan_leaves_every_module_in_its_mode(model_folder, tmp_path):
+def test_a_plan_does_not_change_the_mode_of_modules(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path)
     before = [module.training for module in trainer.model.modules()]
-    assert True in before and False in before  # a loaded base evaluates, and the wrapper of PEFT trains
+    assert True in before and False in before  # a loaded base is in eval mode, the PEFT wrapper in train mode
     trainer.plan()
     assert [module.training for module in trainer.model.modules()] == before
 
 
-class Reads(Workflow):
-    async def run(self, episode):
-        await episode.turn("actor")
+def test_a_plan_of_a_stream_names_the_unknowns(model_folder, tmp_path):
+    class OneTurn(Workflow):
+        async def run(self, episode):
+            await episode.turn("actor")
 
-
-def test_a_plan_says_what_it_does_not_know(model_folder, tmp_path):
     read = []
 
     def rows():
         read.append(1)
         yield {"prompt": "What is 1+1?"}
 
-    given = {"train_dataset": IterableDataset.from_generator(rows), "reward_funcs": varied_reward}
-    trainer = team_trainer(model_folder, tmp_path, workflow=Reads(), **given)
+    arguments = {"train_dataset": IterableDataset.from_generator(rows), "reward_funcs": varied_reward}
+    trainer = team_trainer(model_folder, tmp_path, workflow=OneTurn(), **arguments)
     plan = trainer.plan()
     assert "takes the first row of the stream, and others may be longer, with" in plan
     assert "Other turns may be taken where texts decide." in plan

@@ -1,4 +1,4 @@
-"""Presets and the settings of learning: what wins, what is shown, and what is refused."""
+"""Presets and the settings of learning: which setting wins, what is printed, and what is refused."""
 
 import dataclasses
 
@@ -21,22 +21,22 @@ def config(**settings) -> MARFTConfig:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_sets_what_it_says(name):
-    known = {field.name for field in dataclasses.fields(MARFTConfig)}
+def test_a_preset_sets_the_listed_settings(name):
+    field_names = {field.name for field in dataclasses.fields(MARFTConfig)}
     args = config(preset=name)
-    assert set(PRESETS[name].settings) <= known
+    assert set(PRESETS[name].settings) <= field_names
     for key, value in PRESETS[name].settings.items():
         assert getattr(args, key) == value, key
     assert f"preset '{name}': {PRESETS[name].source}" in str(args)
     assert repr(args) == str(args) and str(config()).startswith("MARFTConfig(")  # as ever without one
 
 
-def test_what_is_set_beside_a_preset_wins_also_where_it_is_the_default():
+def test_explicit_settings_override_a_preset_even_with_the_default():
     args = config(preset="marft-a", epsilon=0.1, gamma=1.0, critic="shared")
     assert (args.epsilon, args.gamma, args.critic, args.gae_lambda) == (0.1, 1.0, "shared", 0.95)
-    shown = str(args)
-    assert "set explicitly: critic='shared', gamma=1.0, epsilon=0.1" in shown
-    assert "gamma=1.0" not in shown.split("set explicitly")[0]
+    printed = str(args)
+    assert "set explicitly: critic='shared', gamma=1.0, epsilon=0.1" in printed
+    assert "gamma=1.0" not in printed.split("set explicitly")[0]
 
 
 def test_a_preset_on_a_command_line():
@@ -48,9 +48,9 @@ def test_a_preset_on_a_command_line():
     assert args.critic_sees == "history" and args.normalize_values
 
 
-def test_what_is_left_unset_follows_the_rest():
-    for its in ({}, {"preset": "marft-t"}):
-        assert (config(**its).loss_type, config(**its, level="action").loss_type) == ("dapo", "grpo")
+def test_unset_settings_follow_the_others():
+    for settings in ({}, {"preset": "marft-t"}):
+        assert (config(**settings).loss_type, config(**settings, level="action").loss_type) == ("dapo", "grpo")
     assert config(**PPO).credit_kind == "rewards"
     assert config(**PPO, credit="counterfactual").credit_kind == "returns"
     assert config().credit_kind == "returns"

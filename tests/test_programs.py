@@ -1,4 +1,4 @@
-"""What is recorded is what was shown, in any program: in prompts, joint steps and transcripts."""
+"""Records match prompts, joint steps and transcripts in any workflow."""
 
 import functools
 import re
@@ -33,7 +33,7 @@ PROGRAMS = st.lists(st.one_of(TURN, TURN, TOGETHER, OBSERVE), max_size=7).map(
 
 
 class Program(Workflow):
-    """Runs a list of instructions, and notes for each turn what it asked to show and what had been fed by then."""
+    """Run a list of instructions; for each turn, note which items it asked to show and which turns had been fed."""
 
     earns = True
 
@@ -42,35 +42,38 @@ class Program(Workflow):
         self.notes = {}
 
     async def run(self, episode):
-        said, items, fed = [], [], []
+        turns, items, fed = [], [], []
         notes = self.notes[episode.index] = []
 
         async def turn(name, picks):
             sees = None if picks is None else list(dict.fromkeys(items[pick % len(items)] for pick in picks if items))
-            asked, before = list(items) if sees is None else sees, list(fed)
-            its = await episode.turn(name, sees=sees)
-            notes.append((its, asked, before))
-            return its
+            requested, before = list(items) if sees is None else sees, list(fed)
+            new_turn = await episode.turn(name, sees=sees)
+            notes.append((new_turn, requested, before))
+            return new_turn
 
         for number, (kind, *rest) in enumerate(self.instructions):
             if kind == "observe":
-                after = [said[pick % len(said)] for pick in rest[0]]
+                after = [turns[pick % len(turns)] for pick in rest[0]]
                 feedback = episode.observe(f"tag9{number}x" if rest[1] else None, after=after)
-                fed += [its.index for its in after]
+                fed += [fed_turn.index for fed_turn in after]
                 items += [feedback] if feedback is not None else []
                 continue
-            new = [await turn(*rest)] if kind == "turn" else await together(turn(*one) for one in rest[0])
-            said += new
+            new = [await turn(*rest)] if kind == "turn" else await together(turn(*branch) for branch in rest[0])
+            turns += new
             items += new
 
 
 def play(program, rows):
-    """Episodes with real prompts; every turn says a tag of its own, the caller calls its tool once each time."""
+    """Episodes with real prompts; every turn has a unique tag, and the caller calls its tool once per turn."""
     build = builder()
     specs = {agent.name: agent for agent in AGENTS}
 
     def answer(requests):
-        queries = [Query(specs[one.agent], one.episode.prompt, one.seen, one.functions, one.after) for one in requests]
+        queries = [
+            Query(specs[request.agent], request.episode.prompt, request.seen, request.functions, request.after)
+            for request in requests
+        ]
         taken, turns = Counter(), []
         for request, observation in zip(requests, build.build(queries), strict=True):
             number = len(request.episode.turns) + taken[request.episode.index]
@@ -88,26 +91,28 @@ def play(program, rows):
 
 
 def tokenize(prompts, functions=()):
-    prompts = [one if isinstance(one, list) else [{"role": "user", "content": one}] for one in prompts]
+    prompts = [prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}] for prompt in prompts]
     options = {"add_generation_prompt": True, "return_dict": True}
     return TOKENIZER.apply_chat_template(prompts, tools=list(functions) or None, **options)["input_ids"]
 
 
 def check_records(episode, notes):
-    """The dependency function as it is recorded, against the prompts and against the program's own notes."""
+    """Compare the recorded dependencies with the prompts and with the notes of the program."""
     for turn in episode.turns:
-        shown = TOKENIZER.decode(turn.prompt_ids)
+        prompt_text = TOKENIZER.decode(turn.prompt_ids)
         expected = {f"tag{index}x" for index in turn.sees}
         expected |= {episode.feedback[index].text for index in turn.hears if episode.feedback[index].tool is None}
-        assert set(re.findall(r"tag\d+x", shown)) == expected, (turn, shown)
+        assert set(re.findall(r"tag\d+x", prompt_text)) == expected, (turn, prompt_text)
         results = sorted(episode.feedback[index].text for index in turn.hears if episode.feedback[index].tool)
-        assert sorted(re.findall(r"(?<=<tool_response>\n)\d+", shown)) == results
-    for its, asked, fed in notes:
-        first = episode.turns[its.sees[-1]] if its.agent == "caller" else its  # which called a tool before its word
-        wanted = {("turn" if isinstance(item, Turn) else "said", item.index) for item in asked}
-        recorded = {("turn", index) for index in first.sees} | {("said", index) for index in first.hears}
-        private = {("turn", turn.index) for turn in episode.turns if turn.audience == its.agent}
-        private |= {("said", item.index) for item in episode.feedback if item.audience == its.agent}
+        assert sorted(re.findall(r"(?<=<tool_response>\n)\d+", prompt_text)) == results
+    for noted_turn, requested, fed in notes:
+        first = (
+            episode.turns[noted_turn.sees[-1]] if noted_turn.agent == "caller" else noted_turn
+        )  # which called a tool before this turn
+        wanted = {("turn" if isinstance(item, Turn) else "feedback", item.index) for item in requested}
+        recorded = {("turn", index) for index in first.sees} | {("feedback", index) for index in first.hears}
+        private = {("turn", turn.index) for turn in episode.turns if turn.audience == noted_turn.agent}
+        private |= {("feedback", item.index) for item in episode.feedback if item.audience == noted_turn.agent}
         assert wanted <= recorded <= wanted | private
         assert list(episode.fed[: first.fed]) == fed
 
@@ -122,21 +127,21 @@ def depths(episode):
     return [depth(turn.index) for turn in episode.turns]
 
 
-def is_told_truly(episode):
-    """Whether the transcript says of every turn what the record says."""
+def transcript_matches_record(episode):
+    """Whether the transcript and the record agree on what each turn sees."""
     entries = [entry for entry in Transcript.of(episode).entries if not entry.is_feedback]
-    told = [({*re.findall(r"#(\d+)", entry.notes[0])}, "feedback" in entry.notes[0]) for entry in entries]
-    return told == [({str(index + 1) for index in turn.sees}, bool(turn.hears)) for turn in episode.turns]
+    described = [({*re.findall(r"#(\d+)", entry.notes[0])}, "feedback" in entry.notes[0]) for entry in entries]
+    return described == [({str(index + 1) for index in turn.sees}, bool(turn.hears)) for turn in episode.turns]
 
 
 def check(episode, notes):
     check_records(episode, notes)
-    assert episode.joint_steps() == depths(episode) and is_told_truly(episode)
+    assert episode.joint_steps() == depths(episode) and transcript_matches_record(episode)
 
 
 @settings(max_examples=60)
 @given(PROGRAMS)
-def test_what_is_recorded_is_what_was_shown_in_any_program(instructions):
+def test_records_match_prompts_in_any_program(instructions):
     program = Program(instructions)
     for episode in play(program, 2):
         check(episode, program.notes[episode.index])
@@ -152,7 +157,7 @@ def test_batched_and_one_by_one_are_the_same_episodes(instructions):
 
 def record(episode):
     turns = [(turn.agent, turn.text, turn.sees, turn.hears, turn.fed, turn.audience) for turn in episode.turns]
-    return turns, [(item.text, item.tool, item.audience) for item in episode.feedback], episode.fed
+    return turns, [(feedback.text, feedback.tool, feedback.audience) for feedback in episode.feedback], episode.fed
 
 
 class Echoes:
@@ -165,7 +170,6 @@ class Echoes:
         return f"tag9{self.rounds}x", 0.0, False
 
 
-END = {"end": "first"}
 SHIPPED = {
     "sequential": workflows.Sequential(rounds=2),
     "graph": workflows.Graph(
@@ -181,7 +185,7 @@ SHIPPED = {
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_what_is_recorded_is_what_was_shown_in_every_shipped_workflow(name):
+def test_records_match_prompts_in_every_shipped_workflow(name):
     for episode in play(SHIPPED[name], 2):
         assert len(episode.turns) > 3
         check(episode, [])
@@ -193,18 +197,20 @@ ODD = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4), st.charac
 
 
 def survives(text):
-    """Whether every shipped workflow comes to an end within its bounds when all agents say this."""
-    names = [one.name for one in AGENTS]
+    """Whether every shipped workflow ends within its limits if all agents reply with this text."""
+    names = [agent.name for agent in AGENTS]
     episodes = [rehearse(workflow, names, lambda *_: text, "q") for workflow in SHIPPED.values()]
     return all(1 <= len(episode.turns) <= 12 and episode.answer is not None for episode in episodes)
 
 
 def can_be_shown(text):
-    """Whether a text is shown to its own agent and to another, as turn, feedback and result, within the template."""
+    """Whether prompts with the text as a turn, feedback and a tool result have no additional control tokens."""
     counts = []
     for words in (text, "a"):
-        shown = builder().build([(agent, "q", said(words)) for agent in AGENTS[:2]])
-        counts.append([sum(index in TOKENIZER.added_tokens_decoder for index in one.ids) for one in shown])
+        observations = builder().build([(agent, "q", turns_and_feedback(words)) for agent in AGENTS[:2]])
+        counts.append(
+            [sum(index in TOKENIZER.added_tokens_decoder for index in observation.ids) for observation in observations]
+        )
     return counts[0] == counts[1]
 
 
@@ -213,7 +219,7 @@ def builder():
     return PromptBuilder(TOKENIZER, tokenize, chat_template=prepare_template(TOKENIZER, "x"), end_token_ids=[2])
 
 
-def said(text):
+def turns_and_feedback(text):
     result = Feedback(text, tool="add", audience="first")
     return [Turn("first", text, 0), Turn("second", text, 1), Feedback(text), result]
 
@@ -231,7 +237,7 @@ def test_no_text_makes_a_workflow_or_a_prompt_raise(count):
 
 @pytest.mark.parametrize("name", ["debate", "orchestrated"])
 def test_greedy_decoding_gives_the_same_episodes_batched_and_one_by_one(model_folder, tmp_path, name):
-    agents = [AgentSpec(one.name, system_prompt="Say it.", top_k=1, max_completion_length=12) for one in AGENTS]
+    agents = [AgentSpec(agent.name, system_prompt="Say it.", top_k=1, max_completion_length=12) for agent in AGENTS]
     trainer = team_trainer(model_folder, tmp_path, agents=agents, workflow=SHIPPED[name], reward_funcs=varied_reward)
     rows = [{"prompt": text} for text in ("Ann has 7 apples.", "7", "How many books are left? " * 3)]
     batched = trainer.parts.runner.run(rows, trainer.parts.runner.answer)

@@ -1,4 +1,4 @@
-"""What a run says on the terminal: one short line a log."""
+"""Output of a run on the terminal: one short line for each log."""
 
 from marft_trl.reporting.progress import LogLine, TeamPrinterCallback, TeamProgressCallback
 from marft_trl.tiny import tiny_dataset
@@ -16,8 +16,8 @@ def test_a_line_has_step_reward_change_seconds_and_each_agent():
     assert line({**logs, **agents}, 3, 100) == (
         "step   3/100  reward 0.500  3.1 s  planner: kl 0.012, length 12  solver: kl 0"
     )
-    own = {"agents/planner/reward": 0.25, "agents/solver/reward": 0.75}
-    assert line({"reward": 0.75, **own}, 4, 100) == (
+    agent_rewards = {"agents/planner/reward": 0.25, "agents/solver/reward": 0.75}
+    assert line({"reward": 0.75, **agent_rewards}, 4, 100) == (
         "step   4/100  reward 0.750 (+0.250)  planner: reward 0.250  solver: reward 0.750"
     )
     assert line({"reward": None}, 5, 100) == "step   5/100  reward -"
@@ -31,7 +31,7 @@ def test_a_line_has_step_reward_change_seconds_and_each_agent():
         "step   7/100  reward 0.400 (-0.100)  right 0.300  form 1.000  planner: steps 0.500"
     )
     returns = {"agents/planner/return": 0.25, "agents/solver/return": -0.25, "agents/planner/win_rate/solver": 0.625}
-    assert line({"reward": 0.0, **own, **returns, "agents/planner/win_rate/solver/copy_1": 1.0}, 7, 100) == (
+    assert line({"reward": 0.0, **agent_rewards, **returns, "agents/planner/win_rate/solver/copy_1": 1.0}, 7, 100) == (
         "step   7/100  reward 0.000 (-0.400)  planner: return 0.250, wins 62%  solver: return -0.250"
     )
     line({"reward": 0.4}, 7, 100)
@@ -64,7 +64,7 @@ def test_a_run_prints_a_line_a_log_and_keeps_all_metrics(
     assert "clip_ratio/region_mean" in trainer.state.log_history[0]
 
 
-def test_callbacks_of_ones_own_stay(model_folder, tmp_path):
+def test_callbacks_of_the_user_stay(model_folder, tmp_path):
     class Own(ProgressCallback):
         pass
 
@@ -76,10 +76,10 @@ def test_callbacks_of_ones_own_stay(model_folder, tmp_path):
     assert TeamProgressCallback in kinds and ProgressCallback not in kinds
 
 
-def test_training_without_adapters_is_said_once_and_loudly(model_folder, tmp_path, caplog):
+def test_training_without_adapters_logs_one_warning(model_folder, tmp_path, caplog):
     team_trainer(model_folder, tmp_path, peft_config=None)
-    said = [record for record in caplog.records if "agents share ONE policy" in record.message]
-    assert len(said) == 1 and said[0].levelname == "WARNING"
+    warnings = [record for record in caplog.records if "agents share ONE policy" in record.message]
+    assert len(warnings) == 1 and warnings[0].levelname == "WARNING"
     caplog.clear()
     team_trainer(model_folder, tmp_path)
     assert "ONE policy" not in caplog.text

@@ -1,4 +1,4 @@
-"""Observations become tokens such that nothing a model writes becomes a control token or a turn of its own."""
+"""Tokenized observations: no text of a model becomes a control token or a separate turn."""
 
 from marft_trl import AgentSpec, Turn
 from marft_trl.config.dataset_checks import check_prompts
@@ -10,7 +10,7 @@ from marft_trl.tiny import tiny_tokenizer
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jinja2.exceptions import SecurityError
 from transformers import PreTrainedTokenizerFast
@@ -19,21 +19,11 @@ from .helpers import by_hand, calling, team_trainer
 from .tokenizers_and_templates import chat_template
 
 
-CONTROL = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<think>",
-    "</think>",
-    "[reasoner]",
-    "[actor]",
-    "\n",
-    "system",
-]
+CONTROL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "[reasoner]", "\n", "system"]
 
 
 def fancy_tokenizer() -> PreTrainedTokenizerFast:
-    """Besides special tokens one with added tokens that are not special, as Qwen 3 has."""
+    """A tokenizer that also has added tokens that are not special, as in Qwen 3."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<think>", "</think>"])
     return tokenizer
@@ -58,29 +48,6 @@ def test_text_of_an_agent_never_yields_a_control_token(text):
     ids = PlainEncoder(TOKENIZER)(text)
     assert control.isdisjoint(ids)
     assert TOKENIZER.decode(ids) == text
-
-
-@settings(max_examples=50)
-@given(first=FORGERY, second=FORGERY)
-def test_an_observation_has_the_control_tokens_of_the_template_and_no_more(first, second):
-    agent = AgentSpec("actor", system_prompt="Act.")
-    control = set(TOKENIZER.added_tokens_decoder)
-
-    def count(one, two):
-        seen = [Turn("reasoner", one, 0), Turn("actor", two, 1)]
-        (observation,) = builder(TOKENIZER).build([(agent, "How many?", seen)])
-        return [index for index in observation.ids if index in control]
-
-    assert count(first, second) == count("plain", "plain")
-
-
-@given(text=FORGERY)
-def test_no_agent_can_speak_in_the_name_of_another(text):
-    agent = AgentSpec("actor")
-    turns = [Turn("reasoner", text, 0), Turn("planner", "real words", 1)]
-    content = team_view(agent, [{"role": "user", "content": "Q"}], turns)[0]["content"]
-    speakers = [line for line in content.split("\n") if line.strip() in ("[reasoner]", "[planner]", "[actor]")]
-    assert speakers == ["[reasoner]", "[planner]"]
 
 
 def test_own_turns_are_assistant_and_others_are_users_who_are_named():
@@ -110,9 +77,9 @@ def test_templates_that_demand_alternating_roles_and_know_no_system():
 
 def with_call(message, *later):
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    calling = {"role": "assistant", **message, "tool_calls": [call]}
+    call_message = {"role": "assistant", **message, "tool_calls": [call]}
     result = {"role": "tool", "name": "add", "content": "42"}
-    return [{"role": "user", "content": "1 + 1?"}, calling, result, *later, {"role": "user", "content": "Sure?"}]
+    return [{"role": "user", "content": "1 + 1?"}, call_message, result, *later, {"role": "user", "content": "Sure?"}]
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "gemma4", "glm4moe", "gptoss"])
@@ -173,7 +140,7 @@ def test_without_a_chat_template_everything_is_text():
     assert tokenizer.eos_token_id not in later.ids
 
 
-def test_what_does_not_fit_the_window_raises_or_drops_whole_turns(tokenizer):
+def test_long_observations_raise_or_drop_whole_turns(tokenizer):
     turns = [Turn("reasoner", "steps " * 10, 0), Turn("critic", "answer " * 10, 1)]
     agent = AgentSpec("actor")
     (whole,) = builder(tokenizer).build([(agent, "Q", turns)])
@@ -205,7 +172,7 @@ def test_each_agent_sees_its_own_system_prompt_and_trains_on_the_sampled_ids(mod
 
     def spy(agents, prompt_ids):
         completions = generate(agents, prompt_ids)
-        sampled.extend(zip(agents, prompt_ids, [its.ids for its in completions], strict=True))
+        sampled.extend(zip(agents, prompt_ids, [completion.ids for completion in completions], strict=True))
         return completions
 
     trainer.parts.runner.generator.generate = by_hand(spy)
@@ -213,16 +180,16 @@ def test_each_agent_sees_its_own_system_prompt_and_trains_on_the_sampled_ids(mod
     (slice_,) = trainer.parts.experience.for_training(rows)
     for agent, prompt_ids, _ in sampled:
         text = trainer.processing_class.decode(prompt_ids)
-        others = {"reasoner": "Write the answer.", "actor": "Write the steps."}
-        own = {spec.name: spec.system_prompt for spec in trainer.agents}[agent]
-        assert own in text and others[agent] not in text
+        other_prompts = {"reasoner": "Write the answer.", "actor": "Write the steps."}
+        own_prompt = {spec.name: spec.system_prompt for spec in trainer.agents}[agent]
+        assert own_prompt in text and other_prompts[agent] not in text
     trained = [(row.agent, row.prompt_ids.tolist(), row.completion_ids.tolist()) for row in slice_.rows]
     assert sorted(trained) == sorted(sampled) and len(trained) == 16
     for batch in trainer.parts.batcher.cut(slice_.rows):
         tensors = collate(batch.rows, trainer.processing_class.pad_token_id, None, torch.device("cpu"))
         for index, row in enumerate(batch.rows):
-            kept = tensors["completion_ids"][index][tensors["completion_mask"][index].bool()]
-            assert torch.equal(kept, row.completion_ids)
+            unpadded_ids = tensors["completion_ids"][index][tensors["completion_mask"][index].bool()]
+            assert torch.equal(unpadded_ids, row.completion_ids)
 
 
 def test_a_hostile_template_runs_in_the_sandbox_of_transformers():
@@ -239,7 +206,7 @@ def test_a_time_limit_within_a_template_is_no_fault_of_the_template():
 
 
 def test_a_conversation_is_rendered_as_often_whatever_its_length():
-    """Each request goes on from the turn before it, not from all turns before."""
+    """Each request extends the previous turn and renders no earlier turn again."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = chat_template("qwen2_5")
     prompts, agent = builder(tokenizer, end_token_ids=[tokenizer.eos_token_id]), AgentSpec("ann")
@@ -247,11 +214,11 @@ def test_a_conversation_is_rendered_as_often_whatever_its_length():
     prompts.template.render = lambda *args, **kwargs: rendered.append(1) or render(*args, **kwargs)
     messages = [{"role": "user", "content": "q"}]
     for number in range(8):
-        (shown,) = prompts.build([Query(agent, "q", (), (), messages=messages)])
+        (prompt,) = prompts.build([Query(agent, "q", (), (), messages=messages)])
         counts.append(len(rendered))
         ids = [*tokenizer("yes", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        fields = {"observation": shown.content, "prompt_ids": tuple(shown.ids), "completion_ids": tuple(ids)}
+        fields = {"observation": prompt.content, "prompt_ids": tuple(prompt.ids), "completion_ids": tuple(ids)}
         turn = Turn("ann", "yes", number, raw_text="yes", **fields)
         messages = [*messages, {"role": "assistant", "content": turn}, {"role": "user", "content": "more"}]
         rendered.clear()
-    assert tuple(shown.ids[: len(turn.prompt_ids)]) == turn.prompt_ids and max(counts[2:]) == counts[2]
+    assert tuple(prompt.ids[: len(turn.prompt_ids)]) == turn.prompt_ids and max(counts[2:]) == counts[2]

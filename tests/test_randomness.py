@@ -1,4 +1,4 @@
-"""Random numbers of users' code apart from those of training."""
+"""Random numbers of user code are separate from those of training."""
 
 import random
 
@@ -11,7 +11,7 @@ from .helpers import StopAt, moved, team_trainer, varied_reward, weights
 
 
 class Seeding(Workflow):
-    """Everything of a user that may seed."""
+    """User code that seeds wherever it runs."""
 
     earns = True
 
@@ -43,15 +43,15 @@ def test_users_code_that_seeds_changes_no_sample(model_folder, tmp_path):
             texts.append(list(completions))
             return reward(completions)
 
-        given = {"agents": [AgentSpec("solo")], "reward_funcs": noted, **arguments}
-        trainer = team_trainer(model_folder, tmp_path / folder, **given)
+        trainer_arguments = {"agents": [AgentSpec("solo")], "reward_funcs": noted, **arguments}
+        trainer = team_trainer(model_folder, tmp_path / folder, **trainer_arguments)
         trainer.train()
         return texts, weights(trainer)
 
     plain, expected = run("plain", varied_reward)
-    seeded, found = run("seeded", seeding_reward, workflow=Seeding(), view=seeding_view)
+    seeded, seeded_weights = run("seeded", seeding_reward, workflow=Seeding(), view=seeding_view)
     assert seeded == plain and plain[0] != plain[1]
-    assert not moved(expected, found)
+    assert not moved(expected, seeded_weights)
 
 
 def test_saving_and_planning_change_no_sample(model_folder, tmp_path):
@@ -79,8 +79,8 @@ def test_users_code_draws_new_numbers_and_a_resumed_run_the_same(model_folder, t
         return [torch.rand(1).item() for _ in completions]
 
     def trainer(folder, **arguments):
-        given = {"reward_funcs": random_reward, "settings": {"save_strategy": "steps", "save_steps": 1}}
-        return team_trainer(model_folder, tmp_path / folder, **given, **arguments)
+        trainer_arguments = {"reward_funcs": random_reward, "settings": {"save_strategy": "steps", "save_steps": 1}}
+        return team_trainer(model_folder, tmp_path / folder, **trainer_arguments, **arguments)
 
     whole = trainer("whole")
     whole.train()

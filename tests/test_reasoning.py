@@ -31,28 +31,28 @@ def builder(source, **options):
         (QWEN3, CHANNELS, CHANNELS), (GPT_OSS, "It is 7.", "It is 7."),
     ],
 )  # fmt: skip
-def test_answers_alone_are_left_of_earlier_turns_where_the_template_does_so(source, text, answer):
+def test_reasoning_is_removed_where_the_template_does_so(source, text, answer):
     earlier = EarlierReasoning(ChatTemplate(tiny_tokenizer(), source))
     assert earlier.removes_reasoning == (source != PLAIN) and earlier.answer(text) == answer
-    (shown,) = earlier.shown([Turn("planner", text, index=0)])
-    assert shown.raw_text == answer and shown.text == text
+    (turn,) = earlier.shown([Turn("planner", text, index=0)])
+    assert turn.raw_text == answer and turn.text == text
 
 
 @pytest.mark.parametrize(("source", "text"), [(QWEN3, TAGGED), (R1, TAGGED), (GPT_OSS, CHANNELS)])
-def test_an_agent_and_its_teammates_are_shown_answers(source, text):
+def test_agents_see_answers_without_reasoning(source, text):
     planner, solver = AgentSpec("planner"), AgentSpec("solver")
     turn = Turn("planner", text, index=0)
     for agent in (planner, solver):
         prompt = [{"role": "user", "content": "3+4"}]
-        shown, whole = (
+        answers_only, with_reasoning = (
             builder(source, show_reasoning=on).build([(agent, prompt, (turn,))])[0].content for on in (False, True)
         )
-        assert "7." in str(shown) and "first 3" not in str(shown) and "think" not in str(shown)
-        assert "first 3" in str(whole)
-        assert shown[-1]["role"] == ("assistant" if agent is planner else "user")
+        assert "7." in str(answers_only) and "first 3" not in str(answers_only) and "think" not in str(answers_only)
+        assert "first 3" in str(with_reasoning)
+        assert answers_only[-1]["role"] == ("assistant" if agent is planner else "user")
 
 
-def test_an_earlier_turn_is_what_the_template_makes_of_it():
+def test_earlier_turns_match_the_chat_template():
     """A planner's second prompt, token for token as of a conversation that goes through the template."""
     tokenizer, planner = tiny_tokenizer(), AgentSpec("planner")
     turns = [Turn("planner", TAGGED, index=0), Turn("solver", "Are you sure?", index=1)]
@@ -64,7 +64,7 @@ def test_an_earlier_turn_is_what_the_template_makes_of_it():
     )
 
 
-def test_a_saved_team_is_shown_what_it_was_trained_with(model_folder, tmp_path):
+def test_saved_teams_keep_show_reasoning(model_folder, tmp_path):
     for on in (False, True):
         folder = tmp_path / str(on)
         team_trainer(model_folder, folder, settings={"show_reasoning": on}).save_model()

@@ -1,4 +1,4 @@
-"""The recipes: what the datasets' columns become, who is in the teams, and that each of them runs."""
+"""Recipes: the columns of the datasets, the teams, the grids, and a run of each recipe."""
 
 import functools
 import importlib
@@ -106,7 +106,7 @@ def test_mathematics_becomes_prompts_and_solutions(problems, tmp_path, capsys, s
     assert message["role"] == "user" and message["content"].endswith("Put the final answer in \\boxed{}.")
     assert f"{len(rows) - len(dataset)} rows without an answer" in capsys.readouterr().out
     assert len(dataset) == len([row for row in rows if "clear" not in str(row) and "Lost" not in str(row)])
-    assert math_reward([f"so \\boxed{{{one}}}" for one in answers], answers) == [1.0, 1.0]
+    assert math_reward([f"so \\boxed{{{answer}}}" for answer in answers], answers) == [1.0, 1.0]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the fence is kept by the Linux kernel")
@@ -134,8 +134,8 @@ def test_rows_without_usable_tests_are_left_out(problems, tests):
 
 def test_the_longest_tests_are_kept(problems):
     tests = {"inputs": ["1" * length for length in range(1, 40)], "outputs": [str(length) for length in range(1, 40)]}
-    kept = problems.as_tests(tests, most=3)
-    assert kept["outputs"] == ["39", "38", "37"]
+    longest = problems.as_tests(tests, most=3)
+    assert longest["outputs"] == ["39", "38", "37"]
 
 
 def test_a_source_without_a_usable_row_is_refused(problems, tmp_path):
@@ -162,8 +162,8 @@ def test_no_shipped_setting_cuts_answers_of_its_problems_off():
         assert yaml.safe_load(path.read_text())["max_completion_length"] >= 1024, path
 
 
-def write(folder, rows, name="problems.jsonl"):
-    path = Path(folder) / name
+def write(folder, rows):
+    path = folder / "problems.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -198,9 +198,9 @@ def test_a_vote_counts_answers_and_a_review_can_approve(monkeypatch):
 
     writer, evaluator = teams.make_team("review", 2)
     assert "APPROVED" in evaluator.system_prompt and "answer" in writer.system_prompt
-    said = iter(["\\boxed{3}", "It is 4.", "\\boxed{4}", "APPROVED"])
+    texts = iter(["\\boxed{3}", "It is 4.", "\\boxed{4}", "APPROVED"])
     review = teams.make_workflow("evaluated", "review", 2)
-    episode = rehearse(review, ["writer", "evaluator"], lambda agent, seen: next(said))
+    episode = rehearse(review, ["writer", "evaluator"], lambda agent, seen: next(texts))
     assert episode.answer.text == "\\boxed{4}" and len(episode.turns) == 4
     for name, needed in teams.NEEDED.items():
         with pytest.raises(ValueError, match=f"needs the team `profile={needed}`, got 'math'"):
@@ -246,7 +246,7 @@ def test_every_recipe_runs(model_folder, tmp_path, recipe, options):
 
 
 @pytest.mark.slow
-def test_a_dry_run_tells_what_would_happen(model_folder, tmp_path):
+def test_a_dry_run_prints_the_plan(model_folder, tmp_path):
     options = ["--num_agents", "3", "--anonymous", "none", "--dry_run", "true"]
     output = run(command("deepscaler", model_folder, tmp_path, *options), tmp_path)
     assert "planner -> solver\n  solver -> verifier" in output
@@ -279,22 +279,22 @@ def test_the_published_settings_are_in_the_files():
 
 @pytest.fixture
 def grid(monkeypatch):
-    for known in ("grids", "grid"):
-        sys.modules.pop(known, None)
+    for module in ("grids", "grid"):
+        sys.modules.pop(module, None)
     return load("grid", monkeypatch)
 
 
-def test_cells_have_names_of_their_own_and_known_settings(grid, monkeypatch):
+def test_cells_have_unique_names_and_known_settings(grid, monkeypatch):
     monkeypatch.setattr(grid.yaml, "safe_load", functools.cache(grid.yaml.safe_load))  # `settings_of` copies it
     cells = grid.cells_of(grid.GRIDS)
     assert len(cells) == sum(len(make()) for make in grid.GRIDS.values()) == 554
     kinds = [cell["kind"] for cell in grid.cells_of(["marft"], "*/math_duo-num_agents_2-*").values()]
     assert kinds == ["untrained", "ppo-a", "ppo-t", "marft-a", "marft-t"]
     train = importlib.import_module("train")
-    known = {one.name for kind in (MARFTConfig, ModelConfig, train.RecipeArguments) for one in fields(kind)}
+    names = {field.name for kind in (MARFTConfig, ModelConfig, train.RecipeArguments) for field in fields(kind)}
     for cell in cells.values():
         assert (RECIPES / f"{cell['recipe']}.yaml").exists()
-        assert set(cell) - {"recipe", "kind"} <= known, cell
+        assert set(cell) - {"recipe", "kind"} <= names, cell
         settings = grid.settings_of(cell)
         roles = importlib.import_module("teams")
         workflow = settings.get("workflow", "chain")
@@ -316,23 +316,23 @@ def test_lengths_follow_the_number_of_agents(grid):
 
 
 def test_no_two_cells_of_the_first_paper_are_the_same(grid, tmp_path):
-    """What a preset already says is no difference."""
-    found = []
+    """Settings that a preset already implies do not distinguish two cells."""
+    resolved_cells = []
     for cell in grid.cells_of(["marft"]).values():
-        own = {name: value for name, value in cell.items() if name in ("preset", "agent_iteration_interval")}
-        resolved = asdict(MARFTConfig(str(tmp_path), use_cpu=True, **own)) if own else {}
+        preset = {name: value for name, value in cell.items() if name in ("preset", "agent_iteration_interval")}
+        resolved = asdict(MARFTConfig(str(tmp_path), use_cpu=True, **preset)) if preset else {}
         named = [cell["recipe"], cell["num_agents"], cell.get("train", True)]
-        found.append(json.dumps([named, resolved], default=str, sort_keys=True))
-    assert len(found) == len({*found}) == 16
+        resolved_cells.append(json.dumps([named, resolved], default=str, sort_keys=True))
+    assert len(resolved_cells) == len({*resolved_cells}) == 16
 
 
-def test_a_cell_that_failed_is_repeated_and_one_of_other_options_refused(grid, monkeypatch, tmp_path, capsys):
-    train, given = importlib.import_module("train"), []
+def test_failed_cells_are_repeated_and_other_options_refused(grid, monkeypatch, tmp_path, capsys):
+    train, options_of_runs = importlib.import_module("train"), []
 
     def run(options, resume):
         assert resume  # from the last checkpoint of the cell
-        given.append(options)
-        if "magrpo" in options and len(given) < 7:
+        options_of_runs.append(options)
+        if "magrpo" in options and len(options_of_runs) < 7:
             raise ValueError("no | luck")
         return {"eval_reward": 0.25}
 
@@ -346,36 +346,35 @@ def test_a_cell_that_failed_is_repeated_and_one_of_other_options_refused(grid, m
             grid.main()
         return end.value.code, capsys.readouterr().out
 
-    code, said = grid_of_c3("--max_steps", "3")
-    assert code and "4 of 6 cells are done" in said and "magrpo: ValueError: no | luck" in said
+    code, output = grid_of_c3("--max_steps", "3")
+    assert code and "4 of 6 cells are done" in output and "magrpo: ValueError: no | luck" in output
     assert (tmp_path / "grid.md").read_text().count("ValueError: no / luck") == 2
-    code, said = grid_of_c3("--max_steps", "3")
-    assert not code and "6 of 6 cells are done" in said and len(given) == 8
+    for cells in ("*", "*math-mappo"):  # the rest, then a part, with the results of the others
+        code, output = grid_of_c3("--max_steps", "3", cells=cells)
+        assert not code and "6 of 6 cells are done" in output and len(options_of_runs) == 8
     assert (tmp_path / "grid.csv").read_text().count(",ok,") == 6
-    code, said = grid_of_c3("--max_steps", "3", cells="*math-mappo")  # a part, with what is there of the others
-    assert not code and "6 of 6 cells are done" in said and len(given) == 8
     assert grid_of_c3("--max_steps", "3", cells="nothing")[0] == 2
     code, _ = grid_of_c3("--max_steps", "4")
     assert "further options was ['--model_name_or_path'" in code and "Set another --output_dir" in code
-    # Left out or not, old results are no part of a grid of other settings
+    # Old results of other settings are refused even where the cell is left out
     monkeypatch.setattr(grid.importlib.util, "find_spec", lambda name: None)
     assert "is the run of other settings" in grid_of_c3("--max_steps", "4")[0]
     monkeypatch.undo()
     monkeypatch.setattr(train, "main", run)
-    kept = grid.settings_of
-    monkeypatch.setattr(grid, "settings_of", lambda cell, further=(): kept(cell, further) | {"eval_k": [3]})
+    original = grid.settings_of
+    monkeypatch.setattr(grid, "settings_of", lambda cell, further=(): original(cell, further) | {"eval_k": [3]})
     assert "is the run of other settings: eval_k was [1], is [3]. Set" in grid_of_c3("--max_steps", "3")[0]
-    monkeypatch.setattr(grid, "settings_of", kept)
+    monkeypatch.setattr(grid, "settings_of", original)
     for file in tmp_path.rglob("result.json"):  # as if they were killed, all but one before a checkpoint
         file.unlink()
     cell = next(tmp_path.rglob("settings.json")).parent
     (cell / "team" / "checkpoint-1").mkdir(parents=True)
     assert f"{cell} is the run of other settings" in grid_of_c3("--max_steps", "4")[0]
     shutil.rmtree(cell)
-    assert not grid_of_c3("--max_steps", "4")[0] and len(given) == 14
+    assert not grid_of_c3("--max_steps", "4")[0] and len(options_of_runs) == 14
 
 
-def test_a_grid_that_is_told_to_end_does_not_go_on_with_the_next_cell(grid, monkeypatch, tmp_path):
+def test_an_interrupted_grid_starts_no_further_cell(grid, monkeypatch, tmp_path):
     stopped = Mock(side_effect=RunInterrupted(signal.SIGTERM, "Training was stopped"))
     monkeypatch.setattr(importlib.import_module("train"), "main", stopped)
     command = ["grid.py", "--grids", "c3", "--problems_dir", str(RECIPES / "samples"), "--output_dir", str(tmp_path)]
@@ -388,8 +387,8 @@ def test_a_grid_that_is_told_to_end_does_not_go_on_with_the_next_cell(grid, monk
 def test_problems_of_all_cells_come_from_the_folder(grid, tmp_path):
     cell, files = {"recipe": "math_duo"}, RECIPES / "samples"
     for further, name in (([], "math"), (["--problems", "gsm8k"], "gsm8k")):
-        given = grid.changes_of(cell, tmp_path, further, files=files)
-        assert Path(given["problem_files"]).stem == name
+        changes = grid.changes_of(cell, tmp_path, further, files=files)
+        assert Path(changes["problem_files"]).stem == name
     (tmp_path / "math.jsonl").write_text("{}")
     records = [grid.record_of(cell, grid.changes_of(cell, tmp_path, [], files=tmp_path), []) for _ in "ab"]
     (tmp_path / "math.jsonl").write_text("[]")
@@ -397,7 +396,7 @@ def test_problems_of_all_cells_come_from_the_folder(grid, tmp_path):
     assert records[0] == records[1] != records[2]
 
 
-def test_a_tiny_model_that_was_not_written_whole_is_written_anew(grid, tmp_path, monkeypatch):
+def test_incomplete_tiny_models_are_rewritten(grid, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(PreTrainedTokenizerFast, "save_pretrained", Mock(side_effect=OSError("no space left")))
         with pytest.raises(OSError, match="no space"):
@@ -422,7 +421,7 @@ def test_programs_have_time_to_run(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_a_machine_lacks_is_left_out_of_a_grid(grid, monkeypatch, tmp_path, capsys):
+def test_grids_skip_cells_that_the_machine_cannot_run(grid, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(grid.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(sys, "argv", ["grid.py", "--output_dir", str(tmp_path)])
@@ -452,8 +451,8 @@ def test_a_hub_or_a_fence_that_fails_leaves_cells_out(grid, monkeypatch, tmp_pat
     grid.is_out_of_reach.cache_clear()
     assert runner.left_out({"recipe": "math_duo"}) is None
     further = ["--model_name_or_path", "/no", "--problems=countdown", f"--model_name_or_path={tmp_path}"]
-    given = {"model_name_or_path": str(tmp_path), "problems": "countdown"}
-    assert grid.given_in([*further, "--max_steps", "3"]) == given
+    expected = {"model_name_or_path": str(tmp_path), "problems": "countdown"}
+    assert grid.sources_of([*further, "--max_steps", "3"]) == expected
     assert grid.lacks_a_fence() is None or sys.platform != "linux"
     grid.lacks_a_fence.cache_clear()
     lacks = Mock(side_effect=JailError("the machine lacks seccomp"))
@@ -477,7 +476,7 @@ def test_codeforces_becomes_programs(problems):
 
 @pytest.mark.slow
 def test_a_grid_that_was_interrupted_goes_on(tmp_path):
-    """A dry run of two small grids, killed in the middle: what is done stays, and the table is whole in the end."""
+    """Kill a dry run of two small grids and repeat it: finished cells are kept, and the table is complete."""
     command = [
         *(sys.executable, "-W", "ignore", str(RECIPES / "grid.py"), "--grids", "c3", "solver-judge", "--dry_run"),
         *("--output_dir", str(tmp_path / "out"), "--workers", "2"),
@@ -488,8 +487,8 @@ def test_a_grid_that_was_interrupted_goes_on(tmp_path):
     os.killpg(process.pid, signal.SIGKILL)
     before = {file: file.stat().st_mtime_ns for file in done}
     assert 3 <= len(before) < 11
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert again.returncode == 0 and "11 of 11 cells are done" in again.stdout, again.stdout + again.stderr[-1000:]
+    rerun = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert rerun.returncode == 0 and "11 of 11 cells are done" in rerun.stdout, rerun.stdout + rerun.stderr[-1000:]
     assert all(file.stat().st_mtime_ns == then for file, then in before.items())
     table = (tmp_path / "out" / "grid.md").read_text()
     assert table.count("| ok |") == 11

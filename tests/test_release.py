@@ -1,4 +1,4 @@
-"""What a release consists of: one version, pinned actions, a wheel with everything that the package reads."""
+"""The parts of a release: one version, pinned actions, a wheel with all files that the package reads."""
 
 import re
 import shutil
@@ -44,9 +44,9 @@ def test_one_version():
 
 @pytest.mark.slow
 def test_the_wheel_has_all_files_that_the_package_reads(tmp_path):
-    known = subprocess.run(["git", "ls-files", "marft_trl"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = subprocess.run(["git", "ls-files", "marft_trl"], cwd=ROOT, capture_output=True, text=True, check=True)
     copy = tmp_path / "copy"  # a build leaves files behind
-    for name in [*known.stdout.split(), "pyproject.toml", "README.md", "LICENSE"]:
+    for name in [*tracked.stdout.split(), "pyproject.toml", "README.md", "LICENSE"]:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(copy)]
@@ -56,4 +56,4 @@ def test_the_wheel_has_all_files_that_the_package_reads(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     (wheel,) = tmp_path.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert packed == {*known.stdout.split()}
+    assert packed == {*tracked.stdout.split()}

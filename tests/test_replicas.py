@@ -1,4 +1,4 @@
-"""Servers that fail: what is no whole turn is never a turn, and a server that goes down is waited for."""
+"""Servers that fail: an incomplete answer is never a turn, and the run waits for a server that goes down."""
 
 import asyncio
 import time
@@ -19,11 +19,11 @@ def settings(servers, **changes):
 
 @pytest.fixture
 def server():
-    with fake_servers() as (one,):
-        yield one
+    with fake_servers() as (fake_server,):
+        yield fake_server
 
 
-def orders(count=24):
+def new_requests(count=24):
     return [GenerateRequest("a-v1", [1, 2, index], 12, {"seed": index, "temperature": 1.0}) for index in range(count)]
 
 
@@ -32,30 +32,30 @@ async def make_ready(server):
         await server.load("a-v1", "/somewhere", 5.0)
 
 
-def generate(servers, asked=None, events=None, **changes):
-    """Sends all orders at once; `events` maps a number of answers to what happens then."""
-    asked, events, done = asked or orders(), dict(events or {}), []
+def generate(servers, requests=None, events=None, **changes):
+    """Send all requests at once; `events` maps a number of answers to a function that is called then."""
+    requests, events, done = requests or new_requests(), dict(events or {}), []
 
-    async def one(pool, order):
-        found = await pool.generate(order)
-        done.append(order)
+    async def send(pool, request):
+        answer = await pool.generate(request)
+        done.append(request)
         if len(done) in events:
             await asyncio.to_thread(events[len(done)])
-        return found
+        return answer
 
     async def run():
         async with ServerPool(settings(servers, **changes), make_ready) as pool:
-            return await asyncio.gather(*[one(pool, order) for order in asked])
+            return await asyncio.gather(*[send(pool, request) for request in requests])
 
     return run_coroutine(run)
 
 
-def expected(asked=None):
-    return [turn(order.body())["choices"][0]["token_ids"] for order in asked or orders()]
+def expected(requests=None):
+    return [turn(request.body())["choices"][0]["token_ids"] for request in requests or new_requests()]
 
 
-def ids_of(found):
-    return [generated.ids for generated, _ in found]
+def ids_of(answers):
+    return [generated.ids for generated, _ in answers]
 
 
 ONE_LOGP = {"logprobs": {"token_logprobs": [-1.0]}}
@@ -88,13 +88,13 @@ def test_an_answer_that_is_no_whole_turn_is_never_a_turn(server, name):
     assert ids_of(generate([server])) == expected() and len(seen) == 8
     server.fault = FAULTS[name]
     with pytest.raises(engine.AnswerError, match="127.0.0.1"):
-        generate([server], orders(1))
+        generate([server], new_requests(1))
 
 
-def test_what_a_server_refuses_is_said_and_not_tried_again(server):
+def test_a_refused_request_raises_and_is_not_retried(server):
     server.fault = lambda body: answered(400, "Out of range float values are not JSON compliant: nan")
     with pytest.raises(engine.RefusedError, match="answered 400: Out of range float values"):
-        generate([server], orders(1))
+        generate([server], new_requests(1))
     assert len(server.requests) == 1
 
 
@@ -140,8 +140,8 @@ def test_a_server_gets_no_more_requests_than_it_can_take():
     with fake_servers(2) as servers:
         for server in servers:
             server.delay = lambda body: 0.1
-        assert ids_of(generate(servers, orders(60), max_inflight=5)) == expected(orders(60))
-        assert all(server.most == 5 for server in servers)  # and no fewer: both are used
+        assert ids_of(generate(servers, new_requests(60), max_inflight=5)) == expected(new_requests(60))
+        assert all(server.most == 5 for server in servers)  # both servers are used
 
 
 def test_requests_are_cancelled_with_their_episodes(server):
@@ -150,7 +150,7 @@ def test_requests_are_cancelled_with_their_episodes(server):
     async def run():
         async with ServerPool(settings([server]), lambda _: asyncio.sleep(0)) as pool:
             server.loaded["a-v1"] = ""
-            tasks = [asyncio.ensure_future(pool.generate(order)) for order in orders(3)]
+            tasks = [asyncio.ensure_future(pool.generate(request)) for request in new_requests(3)]
             await asyncio.sleep(0.3)
             tasks[0].cancel()
             await asyncio.sleep(0.1)
@@ -161,7 +161,7 @@ def test_requests_are_cancelled_with_their_episodes(server):
     assert time.monotonic() - start < 30
 
 
-def test_addresses_and_what_servers_tell():
+def test_server_addresses_and_context_lengths():
     assert engine.parse_addresses(None, "localhost", 8000) == ("http://localhost:8000",)
     assert engine.parse_addresses("http://a:1/", "", 0) == ("http://a:1",)
     assert engine.parse_addresses(["http://a:1/v1", "https://b"], "", 0) == ("http://a:1", "https://b")
@@ -176,21 +176,21 @@ def test_addresses_and_what_servers_tell():
         engine.find_max_model_len(engine.ServerSettings((url,), server_timeout=0.3))
 
 
-def test_the_most_likely_tokens_are_those_without_the_sampled_one(server):
-    """A server adds the token that it sampled, which may be as unlikely as any of a large vocabulary."""
+def test_the_most_likely_tokens_leave_out_the_sampled_token(server):
+    """vLLM adds the sampled token to the top log-probabilities, even if it is very unlikely."""
     server.loaded["a"] = "/somewhere"
     likely = {token: -1.0 - token for token in range(20)}
     server.logps = lambda adapter, ids, temperature: {40_000: -25.0, **likely}
 
     async def ask():
-        async with settings([server]).connected() as (one,):
-            return await one.next_token("a", [1, 2], 1.0, 5.0)
+        async with settings([server]).connected() as (client,):
+            return await client.next_token("a", [1, 2], 1.0, 5.0)
 
     assert run_coroutine(ask) == likely
 
 
 def test_connections_that_the_server_has_closed_are_not_used_again():
-    """Also if this process was busy meanwhile, so that it has not seen them close. One attempt is enough."""
+    """Also if this process was busy and has not seen them close. No request needs a second attempt."""
     server = FakeServer()
     server.keep_seconds = 0.2
     server.start().loaded["a-v1"] = "/somewhere"
@@ -198,7 +198,7 @@ def test_connections_that_the_server_has_closed_are_not_used_again():
     async def run():
         async with settings([server]).connected() as (client,):
             for _ in range(2):
-                await asyncio.gather(*map(client.generate, orders()))
+                await asyncio.gather(*map(client.generate, new_requests()))
                 time.sleep(1.0)
 
     run_coroutine(run)
@@ -208,27 +208,27 @@ def test_connections_that_the_server_has_closed_are_not_used_again():
 
 @pytest.mark.parametrize("how", ["slow", "answers 500"])
 def test_a_request_that_always_fails_harms_no_other_and_ends(server, how):
-    """The server is well, so its other requests go on."""
+    """The server is healthy, so the other requests continue."""
     server.delay = lambda body: 30.0 if how == "slow" and body["seed"] == 3 else 0.05
     if how != "slow":
         server.fault = lambda body: answered(500, "list index out of range") if body["seed"] == 3 else None
-    asked, results = orders(12), []
+    requests, results = new_requests(12), []
 
     async def run():
-        async with ServerPool(settings([server], request_timeout=0.6), make_ready) as them:
-            results.extend(await asyncio.gather(*map(them.generate, asked), return_exceptions=True))
+        async with ServerPool(settings([server], request_timeout=0.6), make_ready) as pool:
+            results.extend(await asyncio.gather(*map(pool.generate, requests), return_exceptions=True))
 
     run_coroutine(run)
     failed = results.pop(3)
     assert isinstance(failed, engine.AnswerError) and "vllm_request_timeout" in str(failed), failed
-    del asked[3]
-    assert ids_of(results) == expected(asked)
+    del requests[3]
+    assert ids_of(results) == expected(requests)
     assert sum(body["seed"] == 3 for body in server.requests) == 3
     assert len(server.requests) == 14  # none of the others was sent twice
 
 
 @pytest.mark.parametrize("breaks_at", [None, 0, 3])
-def test_a_streamed_turn_is_heard_once_also_if_it_is_asked_for_again(server, breaks_at):
+def test_a_streamed_turn_is_received_once_even_if_it_is_requested_again(server, breaks_at):
     tries = []
 
     def breaks(count):
@@ -241,19 +241,19 @@ def test_a_streamed_turn_is_heard_once_also_if_it_is_asked_for_again(server, bre
 
     async def run():
         async with ServerPool(settings([server]), make_ready) as pool:
-            return await pool.generate(order, heard.append)
+            return await pool.generate(request, heard.append)
 
-    order = next(one for one in orders() if len(expected([one])[0]) > 4)
-    (generated, _), (ids,) = run_coroutine(run), expected([order])
+    request = next(candidate for candidate in new_requests() if len(expected([candidate])[0]) > 4)
+    (generated, _), (ids,) = run_coroutine(run), expected([request])
     assert generated.ids == ids == [index for part in heard for index in part] and len(heard) > 2
     assert len(generated.logps) == len(ids) and len(tries) == (1 if breaks_at is None else 2)
 
 
 def test_a_server_whose_engine_has_died_ends_the_run(server):
-    """Its models are still listed, and nothing else works."""
+    """It still lists the models, and nothing else works."""
     server.fault = lambda body: answered(500, "EngineCore encountered an issue")
     server.is_ill = True
     start = time.monotonic()
     with pytest.raises(EngineDownError, match="has not answered for 1 seconds"):
-        generate([server], orders(2), server_timeout=1.0)
+        generate([server], new_requests(2), server_timeout=1.0)
     assert time.monotonic() - start < 10 and len(server.requests) < 20

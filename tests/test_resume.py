@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass, replace
 
 from marft_trl import AgentSpec, MARFTConfig, load_adapters
-from marft_trl.runs import run_folder as commits
+from marft_trl.runs import run_folder
 from marft_trl.runs.resume import check_structure
 from marft_trl.system.files import import_file
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
@@ -26,7 +26,7 @@ from .test_distributed import launch
 
 
 POINTS = range(1, STEPS)
-# Each value of each part of a setting is in one of these
+# Every value of every part of a setting is in at least one of these
 PER_COMMIT = [
     ("grpo", "sequential", 1, 1, 3),
     ("grpo", "graph", 2, 4, 1),
@@ -40,24 +40,24 @@ PER_COMMIT = [
 def test_there_are_528_points_and_66_of_them_per_commit():
     assert len(SETTINGS) * len(POINTS) == 528 and len(PER_COMMIT) * len(POINTS) == 66
     assert set(PER_COMMIT) <= set(SETTINGS)
-    assert all({one[part] for one in PER_COMMIT} == {one[part] for one in SETTINGS} for part in range(5))
+    assert all(
+        {setting[part] for setting in PER_COMMIT} == {setting[part] for setting in SETTINGS} for part in range(5)
+    )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", PER_COMMIT, ids=str)
-def test_a_run_resumed_at_any_step_goes_on_with_the_same_bits(small_model, tmp_path, setting, record_property):
-    """Two steps on, all that a checkpoint holds is the same, so all that follows is."""
-    make = functools.partial(trainer_of, setting, small_model)
-    assert inexact_points(make, tmp_path, POINTS, ahead=2) == []
-    record_property("exact_points", len(POINTS))
-
-
-@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_a_run_resumed_at_any_step_ends_with_the_same_bits(small_model, tmp_path, setting, record_property):
+@pytest.mark.parametrize(
+    ("setting", "ahead"),
+    [
+        *(pytest.param(setting, 2, marks=pytest.mark.slow) for setting in PER_COMMIT),
+        *(pytest.param(setting, None, marks=pytest.mark.exhaustive) for setting in SETTINGS),  # to the end
+    ],
+    ids=str,
+)
+def test_a_run_resumed_at_any_step_goes_on_with_the_same_bits(small_model, tmp_path, setting, ahead, record_property):
+    """Two steps later the checkpoint is the same, so every step after it is, too."""
     make = functools.partial(trainer_of, setting, small_model)
-    assert inexact_points(make, tmp_path, POINTS) == []
+    assert inexact_points(make, tmp_path, POINTS, ahead) == []
     record_property("exact_points", len(POINTS))
 
 
@@ -96,9 +96,9 @@ def test_a_stream_is_resumed_in_any_pass(small_model, tmp_path, at):
 def test_every_process_finds_the_prompts_of_its_step_in_any_pass(small_model, tmp_path, processes, kinds):
     """Rows in memory and streamed, one and several generation batches a pass, resumed at every step."""
     done = launch(processes, "tests/scripts/order.py", small_model, str(tmp_path), *kinds, timeout=800)
-    found = [line.split("|")[1:] for line in done.stdout.splitlines() if line.startswith("ORDER")]
-    assert len(found) == len(kinds) * processes and all(int(batches) >= 4 for _, _, batches, _ in found)
-    assert [its for its in found if its[-1] != "[]"] == []
+    orders = [line.split("|")[1:] for line in done.stdout.splitlines() if line.startswith("ORDER")]
+    assert len(orders) == len(kinds) * processes and all(int(batches) >= 4 for _, _, batches, _ in orders)
+    assert [order for order in orders if order[-1] != "[]"] == []
 
 
 # ---- Resuming with changes ----
@@ -106,10 +106,6 @@ def test_every_process_finds_the_prompts_of_its_step_in_any_pass(small_model, tm
 
 SAVE = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "per_device_train_batch_size": 4}
 AGENTS = tiny_agents()
-
-
-def constant(completions, **kwargs):
-    return [float(index) for index in range(len(completions))]
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +121,8 @@ def resuming(small_model, stopped, tmp_path):
     shutil.copytree(stopped, tmp_path / "run")
 
     def make(model=small_model, settings=None, **changes):
-        given = {"workflow": CHAIN, "settings": {**SAVE, **(settings or {})}, **changes}
-        return team_trainer(model, tmp_path / "run", **given)
+        arguments = {"workflow": CHAIN, "settings": {**SAVE, **(settings or {})}, **changes}
+        return team_trainer(model, tmp_path / "run", **arguments)
 
     return make
 
@@ -152,12 +148,12 @@ STRUCTURE = {
 }
 
 
-def some(names, kept):
-    """Names as parameters; those that are not kept are slow."""
-    return [name if name in kept else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def slow_except(names, fast):
+    """Names as parameters; those that are not in `fast` are slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", some(STRUCTURE, {"dataset", "workflow", "rank", "critic", "order"}))
+@pytest.mark.parametrize("name", slow_except(STRUCTURE, {"dataset", "workflow", "rank", "critic", "order"}))
 def test_a_structural_change_is_refused_with_then_and_now(resuming, name):
     """Before the first generation."""
     change, message = STRUCTURE[name]
@@ -189,14 +185,14 @@ TUNABLE = {
     "temperature": ({"settings": {"temperature": 0.5}}, "temperature: 1.0 -> 0.5"),
     "beta": ({"settings": {"beta": 0.1}}, "beta: 0.0 -> 0.1"),
     "steps": ({"settings": {"max_steps": 5}}, "max_steps: 4 -> 5"),
-    "reward": ({"reward_funcs": constant}, "team.rewards[0]: varied_reward"),
+    "reward": ({"reward_funcs": lambda completions, **_: [1.0] * len(completions)}, "team.rewards[0]: varied_reward"),
     "prompt": (with_actor(system_prompt="Answer."), "agents.actor.system_prompt: Write the answer. -> Answer."),
     "length": (with_actor(max_completion_length=5), "agents.actor.max_completion_length: 6 -> 5"),
 }
 
 
-@pytest.mark.parametrize("name", some(TUNABLE, {"reward"}))
-def test_a_tunable_is_applied_and_said(resuming, caplog, name):
+@pytest.mark.parametrize("name", slow_except(TUNABLE, {"reward"}))
+def test_a_changed_tunable_is_applied_and_logged(resuming, caplog, name):
     change, message = TUNABLE[name]
     trainer = resuming(**change)
     trainer.train(resume_from_checkpoint=True)
@@ -208,13 +204,13 @@ def test_a_tunable_is_applied_and_said(resuming, caplog, name):
 
 @dataclass
 class LaterConfig(MARFTConfig):
-    """Of a later version of TRL, with fields that nobody here has heard of."""
+    """A config of a later TRL version, with fields that this version does not know."""
 
     log_rates_differently: bool = False
     save_gradients_for_later: float = 1.0
 
 
-def test_fields_that_nobody_has_classified_are_compared(small_model, tmp_path, caplog):
+def test_unclassified_fields_are_compared(small_model, tmp_path, caplog):
     def run(**settings):
         args = LaterConfig(str(tmp_path), **SETTINGS_OF_TESTS | SAVE | settings)
         trainer = team_trainer(small_model, tmp_path, args=args)
@@ -225,12 +221,12 @@ def test_fields_that_nobody_has_classified_are_compared(small_model, tmp_path, c
     changed = {"log_rates_differently": True, "save_gradients_for_later": 2.0, "disable_dropout": True}
     changed |= {"pad_to_multiple_of": 8, "vllm_importance_sampling_mode": "token_mask"}  # unused here, not everywhere
     run(max_steps=2, logging_steps=7, **changed)
-    said = re.findall(r"Changed since [^:]+: `(\w+)` from", caplog.text)
-    assert {*said} == {*changed, "max_steps"}
+    logged_fields = re.findall(r"Changed since [^:]+: `(\w+)` from", caplog.text)
+    assert {*logged_fields} == {*changed, "max_steps"}
 
 
 def test_a_changed_learning_rate_takes_effect_at_the_step_of_the_checkpoint(resuming, caplog):
-    """Also with a schedule: a linear one of four steps has half of it left."""
+    """Also with a schedule: half of a linear schedule of four steps is left."""
     trainer = resuming(settings={"learning_rate": 1e-4})
     trainer.train(resume_from_checkpoint=True)
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
@@ -244,7 +240,7 @@ EDITOR = AgentSpec("editor", system_prompt="Write the answer.", max_completion_l
 
 
 def test_a_changed_team_starts_a_new_run_from_the_adapters(small_model, stopped, resuming, tmp_path):
-    """The error says what changed and names the way, which keeps the weights of the agents that stay."""
+    """The error names the change and the fix, which keeps the weights of the agents that stay."""
     arguments = {"agents": [AGENTS[0], EDITOR], "workflow": Sequential(["reasoner", "editor"])}
     trainer = resuming(**arguments)
     trainer.parts.runner.generator.generate = lambda *_, **__: pytest.fail("generated before the error")
@@ -261,11 +257,11 @@ def test_a_changed_team_starts_a_new_run_from_the_adapters(small_model, stopped,
         assert now.keys() == saved.keys() and all(torch.equal(now[key], saved[key]) for key in saved)
 
 
-def test_an_accepted_change_goes_on_and_other_versions_are_said(resuming, tmp_path, caplog):
+def test_an_accepted_change_resumes_and_other_versions_are_logged(resuming, tmp_path, caplog):
     folder = tmp_path / "run" / "checkpoint-2"
-    written = commits.read_commit(folder)
-    versions = {**written.settings["versions"], "torch": "2.0"}
-    commits.commit(folder, written.run, 2, {**written.settings, "versions": versions})
+    saved_commit = run_folder.read_commit(folder)
+    versions = {**saved_commit.settings["versions"], "torch": "2.0"}
+    run_folder.commit(folder, saved_commit.run, 2, {**saved_commit.settings, "versions": versions})
     settings = {"seed": 7, "resume_changes": {"accept": ["dataset", "seed"]}}
     trainer = resuming(settings=settings, train_dataset=tiny_dataset(40))
     trainer.train(resume_from_checkpoint=True)
@@ -293,10 +289,10 @@ def test_a_checkpoint_has_the_code_that_ran_and_not_the_file_that_was_edited_mea
     assert "rewards[0]" not in caplog.text
     file.write_text(text.replace("1.0", "2.0"))
     trainer().train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert "team.rewards[0]" in caplog.text  # what was changed between two runs is told
+    assert "team.rewards[0]" in caplog.text  # a change between two runs is logged
 
 
-def test_workflows_that_have_moved_are_those_of_before():
-    """Of tasks, whose module is a part of the name that a checkpoint of version 0.3 has."""
+def test_workflows_whose_module_moved_are_unchanged():
+    """Checkpoints of version 0.3 have the old module path of the workflows of tasks."""
     saved, present = ({"workflow": {"class": f"marft_trl.{path}.TextArena"}} for path in ("tasks", "extras.tasks"))
     assert check_structure(saved, present, (), "folder") == []

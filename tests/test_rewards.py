@@ -1,4 +1,4 @@
-"""Rewards: programs behind a fence, code, mathematics, single turns."""
+"""Rewards: programs in the sandbox, code, mathematics, single turns."""
 
 import asyncio
 import json
@@ -66,7 +66,7 @@ def test_pass_rates(code, tests, rate):
     assert code_reward([block(code), conversational, "no code"], [tests] * 3) == [rate, rate, none]
 
 
-def test_a_solution_that_hangs_costs_its_time_only():
+def test_a_solution_that_hangs_costs_only_the_time_limit():
     start = time.monotonic()
     reward, tests = get_code_reward(seconds=1), {"inputs": ["a"], "outputs": ["a"]}
     assert reward([block("while True: pass"), block("print(input())")], [tests] * 2) == [0.0, 1.0]
@@ -94,24 +94,7 @@ def test_outputs_are_compared_by_words():
 # ---- Mathematics ----
 
 
-MARKS = [
-    "\\boxed{",
-    "}",
-    "{",
-    "1",
-    ",",
-    ".",
-    "-",
-    "x",
-    "\\frac",
-    "$",
-    "```python\n",
-    "\n```",
-    "```",
-    "python",
-    "\n",
-    " ",
-]
+MARKS = ["\\boxed{", "\\frac", "```python\n", "\n```", "```", "python", *"{}1,.-x$\n "]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +152,7 @@ def test_step_rewards_of_planners_solvers_coders_and_verifiers():
     assert rewards.get_planner_reward(exact, steps=3)(turn=[half, plan], **columns) == [0.5 / 3 + 0.5, 0.5]
     with pytest.raises(ValueError, match="does not exist yet for a candidate turn"):
         rewards.get_planner_reward(exact)(turn=[plan], answer_turn=[None], solution=["7"])
-    # by the episode's outcome, 1 and 0; nothing without the form
+    # by the episode's outcome, 1 and 0; nothing without the required format
     assert rewards.get_solver_reward(exact)(turn=[says("\\boxed{6}")] * 2, **columns) == [1.0, 0.1]
     assert rewards.get_solver_reward(exact)(turn=[says("7"), says("7")], **columns) == [0.0, 0.0]
     coded = [says(block("1")), says("```\n1\n```")]
@@ -182,7 +165,7 @@ def test_step_rewards_of_planners_solvers_coders_and_verifiers():
     assert rewards.get_verifier_reward(exact)(turn=[says("8"), says("7")], **candidates) == [0.0, 1.0]
 
 
-def test_a_program_runs_once_for_its_tests_however_many_ask(monkeypatch):
+def test_a_program_runs_once_for_repeated_requests(monkeypatch):
     runs = []
     monkeypatch.setattr(code_module, "run_python", lambda *a, **k: runs.append(a) or run_python(*a, **k))
     reward = get_code_reward(seconds=1)
@@ -203,7 +186,7 @@ def test_two_threads_may_share_the_scores_of_programs(monkeypatch):
     monkeypatch.setattr(code_module, "_MOST_KNOWN", 1)
     reward = get_code_reward()
     reward([block("1")], [ADD])
-    with ThreadPoolExecutor(2) as pool:  # while the first waits for 8, the second makes the score of 1 forgotten
+    with ThreadPoolExecutor(2) as pool:  # while the first waits for 8, the second evicts the score of 1
         first = pool.submit(reward, [block("1"), block("8")], [ADD, ADD])
         second = pool.submit(reward, [block("2")], [ADD])
     assert (first.result(), second.result()) == ([1, 8], [2])
@@ -231,7 +214,7 @@ def comparer():
 
 @pytest.fixture
 def comparing(tmp_path, monkeypatch):
-    """A function that lets comparers run a changed copy of their script."""
+    """A function that makes comparers run a modified copy of their script."""
 
     def compare_by(old, new):
         script, text = tmp_path / "answers.py", Path(answers_module.__file__).read_text()
@@ -252,13 +235,9 @@ def test_equal_answers_are_compared_once(comparer, comparing, tmp_path):
     assert (tmp_path / "count").read_text() == "x" * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param("while True: pass", marks=pytest.mark.slow),
-        pytest.param("x = []\n        while True: x.append(bytearray(1 << 24))", marks=pytest.mark.slow),
-        pytest.param("import os; os._exit(1)", marks=pytest.mark.slow),
-    ],
+    "fault", ["while True: pass", "x = []\n        while True: x.append(bytearray(1 << 24))", "import os; os._exit(1)"]
 )
 def test_a_pair_that_never_ends_scores_nothing(comparer, comparing, monkeypatch, fault):
     comparing(BEGIN, f"    if answer == '13':\n        {fault}\n{BEGIN}")
@@ -276,7 +255,7 @@ def test_a_comparer_that_does_not_start_is_an_error(comparer, comparing):
 
 
 @pytest.mark.slow
-def test_a_comparison_that_is_interrupted_answers_no_other(comparer, comparing):
+def test_an_interrupted_comparison_answers_no_later_request(comparer, comparing):
     comparing(BEGIN, f"    if answer == '13':\n        time.sleep(1)\n{BEGIN}")
     assert comparer.scores([("1", "1")]) == [1.0]
 
@@ -296,13 +275,13 @@ def test_a_comparison_that_is_interrupted_answers_no_other(comparer, comparing):
 
 def test_a_forked_process_compares_by_itself(comparer):
     assert comparer.scores([("1", "1")]) == [1.0]
-    parents = comparer._process.pid
+    parent_pid = comparer._process.pid
     comparer._lock.acquire()  # as if a thread were comparing
     pid = os.fork()
     if pid == 0:
         signal.alarm(30)
         right = comparer.scores([("2", "2"), ("3", "2")]) == [1.0, 0.0]
-        os._exit(not (right and comparer._process.pid != parents))
+        os._exit(not (right and comparer._process.pid != parent_pid))
     comparer._lock.release()
     assert os.waitpid(pid, 0)[1] == 0
     assert comparer.scores([("4", "2"), ("5", "5")]) == [0.0, 1.0]

@@ -51,15 +51,11 @@ def test_maj_at_k_of_many_samples_is_quick():
     assert 0 <= maj_at_k(answers, [float(answer == 0) for answer in answers], 32) <= 1
 
 
-def test_avg_at_k():
-    assert avg_at_k([1.0, 0.0, 0.5], 3) == 0.5
-
-
 IMPOSSIBLE = [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0), (0, 0, 1)]
 
 
 @pytest.mark.parametrize(
-    ("figure", "given", "message"),
+    ("figure", "arguments", "message"),
     [
         *((pass_at_k, counts, "") for counts in IMPOSSIBLE),
         (maj_at_k, (["a", "b"], [1.0], 1), "same length, got 2 and 1"),
@@ -71,13 +67,13 @@ IMPOSSIBLE = [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0), (0, 0, 1)]
         (paired_difference, ([[1.0, 0.0]], [[1.0]]), "same seeds and questions"),
     ],
 )
-def test_figures_that_cannot_be(figure, given, message):
+def test_figures_that_cannot_be(figure, arguments, message):
     with pytest.raises(ValueError, match=message):
-        figure(*given)
+        figure(*arguments)
 
 
 def test_long_answers_vote_by_all_of_their_text():
-    """Programs that begin alike are told apart, and their votes are short in the file."""
+    """Programs with the same beginning are different votes, and the file has a short form of each vote."""
     texts = ["x" * 300 + end for end in ("right", "right", "right", "wrong", "other")]
     record = {"row": {"prompt": "q"}, "rewards": {}, "turns": []}
     records = [{**record, "answer": text, "reward": float(text.endswith("right"))} for text in texts]
@@ -86,34 +82,34 @@ def test_long_answers_vote_by_all_of_their_text():
     assert all(len(row["vote"]) < 230 for row in rows)
 
 
-def test_an_interval_of_one_question_and_seed_is_its_score():
+def test_an_interval_of_a_single_score_is_that_score():
     assert interval([0.25], bounds=None) == Interval(0.25, 0.25, 0.25, 1, 1)
 
 
 def test_the_interval_of_seeds_is_students():
     # Three seeds 0, 1, 2 of one question: mean 1, standard error 1 / sqrt(3), t(0.975, 2) = 4.303
-    found = interval([[0.0], [1.0], [2.0]], n_resamples=200_000, bounds=None)
-    assert found.mean == 1.0
-    assert found.high - 1 == pytest.approx(4.303 / math.sqrt(3), rel=0.03)
-    assert 1 - found.low == pytest.approx(4.303 / math.sqrt(3), rel=0.03)
+    estimate = interval([[0.0], [1.0], [2.0]], n_resamples=200_000, bounds=None)
+    assert estimate.mean == 1.0
+    assert estimate.high - 1 == pytest.approx(4.303 / math.sqrt(3), rel=0.03)
+    assert 1 - estimate.low == pytest.approx(4.303 / math.sqrt(3), rel=0.03)
 
 
 def test_the_interval_of_questions_is_that_of_a_share():
     # 50 of 200 right: the low end of Wald, 0.25 and sqrt(p (1 - p) / 200), and the high one of Agresti and Coull, 52
     # of 204 and sqrt(p (1 - p) / 204)
-    found = interval([1.0] * 50 + [0.0] * 150, n_resamples=20_000)
+    estimate = interval([1.0] * 50 + [0.0] * 150, n_resamples=20_000)
     wald, error = math.sqrt(0.25 * 0.75 / 200), math.sqrt(52 / 204 * 152 / 204 / 204)
-    assert found.low == pytest.approx(0.25 - 1.96 * wald, abs=0.004)
-    assert found.high == pytest.approx(52 / 204 + 1.96 * error, abs=0.004)
-    assert found.mean == 0.25
+    assert estimate.low == pytest.approx(0.25 - 1.96 * wald, abs=0.004)
+    assert estimate.high == pytest.approx(52 / 204 + 1.96 * error, abs=0.004)
+    assert estimate.mean == 0.25
 
 
-def test_what_is_common_to_both_cancels_in_a_paired_difference():
+def test_common_difficulty_cancels_in_a_paired_difference():
     draws = np.random.default_rng(0)
     difficulty = draws.random((3, 40))
-    found = paired_difference(difficulty + 0.1, difficulty, bounds=None)
-    assert (found.low, found.high) == (pytest.approx(0.1), pytest.approx(0.1))
-    assert found.is_clear
+    difference = paired_difference(difficulty + 0.1, difficulty, bounds=None)
+    assert (difference.low, difference.high) == (pytest.approx(0.1), pytest.approx(0.1))
+    assert difference.is_clear
     assert interval(difficulty + 0.1, bounds=None).high - interval(difficulty).low > 0.2
 
 
@@ -127,10 +123,10 @@ def test_equal_scores_of_a_few_questions_say_little():
     assert many.high < 0.02
 
 
-def covering(truth, times, make, seed=0):
+def covering(truth, count, make, seed=0):
     draws = np.random.default_rng(seed)
-    found = [make(draws, seed=number, n_resamples=500) for number in range(times)]
-    return sum(one.low <= truth <= one.high for one in found)
+    intervals = [make(draws, seed=number, n_resamples=500) for number in range(count)]
+    return sum(estimate.low <= truth <= estimate.high for estimate in intervals)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +134,8 @@ def covering(truth, times, make, seed=0):
     [(0.01, 96, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.9, 20, 1), (0.98, 96, 5)))],
 )
 def test_intervals_cover_the_true_share(share, questions, seeds):
-    made = lambda draws, **how: interval(draws.random((seeds, questions)) < share, **how)  # noqa: E731
-    assert covering(share, 100, made) >= 88
+    estimate = lambda draws, **options: interval(draws.random((seeds, questions)) < share, **options)  # noqa: E731
+    assert covering(share, 100, estimate) >= 88
 
 
 @pytest.mark.parametrize(
@@ -147,8 +143,8 @@ def test_intervals_cover_the_true_share(share, questions, seeds):
 )
 def test_intervals_of_questions_with_several_samples_cover_the_true_share(share, samples, questions):
     """`benchmarks/interval_coverage.py` has more."""
-    made = lambda draws, **how: interval(draws.binomial(samples, share, questions) / samples, **how)  # noqa: E731
-    assert covering(share, 300, made) >= 279
+    estimate = lambda draws, **options: interval(draws.binomial(samples, share, questions) / samples, **options)  # noqa: E731
+    assert covering(share, 300, estimate) >= 279
 
 
 @pytest.mark.parametrize(
@@ -156,41 +152,41 @@ def test_intervals_of_questions_with_several_samples_cover_the_true_share(share,
     [(0.1, 0.0, 10, 1), pytest.param(0.98, 0.9, 96, 3, marks=pytest.mark.slow)],
 )
 def test_differences_of_shares_near_their_ends_are_covered(better, worse, questions, seeds):
-    def made(draws, **how):
-        return paired_difference(*(draws.random((seeds, questions)) < share for share in (better, worse)), **how)
+    def estimate(draws, **options):
+        return paired_difference(*(draws.random((seeds, questions)) < share for share in (better, worse)), **options)
 
-    assert covering(better - worse, 100, made) >= 88
+    assert covering(better - worse, 100, estimate) >= 88
 
 
 def test_intervals_cover_the_true_difference():
     """Seeds and questions vary, samples are right or wrong: at least 90 of 100 intervals of 95 % hold the truth."""
 
-    def made(draws, **how):
+    def estimate(draws, **options):
         difficulty, arms = draws.normal(0, 0.15, 60), []
         for mean, spread in ((0.6, 0.05), (0.5, 0.08)):
             chances = mean + difficulty + draws.normal(0, spread, (3, 1))
             arms.append(draws.binomial(4, chances.clip(0, 1)) / 4)
-        return paired_difference(*arms, **how)
+        return paired_difference(*arms, **options)
 
-    assert covering(0.1, 100, made, seed=3) >= 90
+    assert covering(0.1, 100, estimate, seed=3) >= 90
 
 
 # ---- Evaluations of a trainer ----
 
 
 class Counting(Generator):
-    """A generator that answers by a plan, and takes note of the settings it is asked with."""
+    """A generator that replies by a function of the prompt, and notes the sampling settings of each request."""
 
     def __init__(self, tokenizer, texts):
         self.tokenizer, self.texts, self.asked = tokenizer, texts, []
 
     async def generate(self, observed, greedy=False, sampling=None):
         self.asked.append({"greedy": True} if greedy else sampling)
-        found = []
-        for one in observed:
-            text = self.texts(self.tokenizer.decode(one.ids))
-            found.append(SampledTurn(self.tokenizer(text)["input_ids"] + [self.tokenizer.eos_token_id]))
-        return found
+        turns = []
+        for request in observed:
+            text = self.texts(self.tokenizer.decode(request.ids))
+            turns.append(SampledTurn(self.tokenizer(text)["input_ids"] + [self.tokenizer.eos_token_id]))
+        return turns
 
     def holds_stop(self, agent, ids):
         return False
@@ -206,17 +202,17 @@ def alone(model_folder, tmp_path, **settings):
     )  # fmt: skip
 
 
-def test_an_evaluation_has_every_sample_in_its_file(model_folder, tmp_path):
+def test_an_evaluation_writes_every_sample(model_folder, tmp_path):
     trainer = alone(model_folder, tmp_path, eval_k=[1, 2, 4])
     figures = trainer.evaluate()
     rows = pd.read_json(tmp_path / "evaluations.jsonl", lines=True)
     assert len(rows) == 24 and set(rows["sample"]) == {0, 1, 2, 3} and rows["question"].nunique() == 6
     assert figures["eval_avg@4"] == pytest.approx(rows["right"].mean()) == pytest.approx(figures["eval_reward"])
     for k in (1, 2, 4):
-        by_hand = [pass_at_k(4, int(its["right"].sum()), k) for _, its in rows.groupby("question")]
+        by_hand = [pass_at_k(4, int(samples["right"].sum()), k) for _, samples in rows.groupby("question")]
         assert figures[f"eval_pass@{k}"] == pytest.approx(np.mean(by_hand))
         assert figures[f"eval_pass@{k}_low"] <= figures[f"eval_pass@{k}"] <= figures[f"eval_pass@{k}_high"]
-        votes = [maj_at_k(list(its["vote"]), list(its["right"]), k) for _, its in rows.groupby("question")]
+        votes = [maj_at_k(list(samples["vote"]), list(samples["right"]), k) for _, samples in rows.groupby("question")]
         assert figures[f"eval_maj@{k}"] == pytest.approx(np.mean(votes))
     assert figures["eval_pass@1"] == pytest.approx(figures["eval_maj@1"])
     assert trainer.state.log_history[-1]["eval_pass@4"] == figures["eval_pass@4"]
@@ -238,17 +234,17 @@ def test_an_evaluation_of_the_same_step_replaces_the_former(model_folder, tmp_pa
     assert rows.groupby(["set", "step"]).size().to_dict() == {("eval", 0): 24, ("other", 5): 8}
 
 
-def test_settings_of_a_call_are_those_of_all_its_sets_and_of_no_other(model_folder, tmp_path):
+def test_settings_of_an_evaluation_apply_to_all_sets_of_that_call_only(model_folder, tmp_path):
     trainer = alone(model_folder, tmp_path, eval_sampling={"temperature": 0.5, "top_p": 0.9})
     generator = Counting(trainer.processing_class, lambda text: "1")
     trainer.parts.runner.generator = generator
     sets = {"one": tiny_dataset(2, seed=1), "two": tiny_dataset(4, seed=2)}
     figures = trainer.evaluate(sets, num_samples=2, sampling={"temperature": 0.0}, k=[2])
-    assert {tuple(one) for one in generator.asked} == {("greedy",)}
+    assert {tuple(sampling) for sampling in generator.asked} == {("greedy",)}
     assert {"eval_one_pass@2", "eval_two_maj@2", "eval_one_avg@2"} <= set(figures)
     generator.asked.clear()
     figures = trainer.evaluate()
-    assert all(one == {"temperature": 0.5, "top_p": 0.9} for one in generator.asked)
+    assert all(sampling == {"temperature": 0.5, "top_p": 0.9} for sampling in generator.asked)
     assert not any("@" in name for name in figures)
     trainer.train()
     assert generator.asked[-1] is None  # training samples as before
@@ -257,23 +253,24 @@ def test_settings_of_a_call_are_those_of_all_its_sets_and_of_no_other(model_fold
 def test_greedy_evaluation_is_that_of_a_greedy_team(model_folder, tmp_path):
     trainer = alone(model_folder, tmp_path, eval_sampling={"temperature": 0.0})
     questions = tiny_dataset(6, seed=1)
-    said = [episode.answer.text for episode in trainer.team.run(questions.to_list(), greedy=True)]
-    right = exact_answer(said, questions["solution"])
+    answers = [episode.answer.text for episode in trainer.team.run(questions.to_list(), greedy=True)]
+    right = exact_answer(answers, questions["solution"])
     assert trainer.evaluate()["eval_reward"] == pytest.approx(np.mean(right))
 
 
 def test_a_low_temperature_is_all_but_greedy(model_folder, tmp_path):
     trainer = alone(model_folder, tmp_path)
-    trainer.model.get_base_model().model.norm.weight.data *= 1000  # so that no two tokens are all but alike
+    trainer.model.get_base_model().model.norm.weight.data *= 1000  # so that no two tokens are almost equally likely
 
-    def said(**how):
-        return [one.turns[0].completion_ids for one in trainer.team.run(tiny_dataset(6, seed=1).to_list(), **how)]
+    def completions(**options):
+        episodes = trainer.team.run(tiny_dataset(6, seed=1).to_list(), **options)
+        return [episode.turns[0].completion_ids for episode in episodes]
 
-    assert said(sampling={"temperature": 1e-4}, seed=3) == said(greedy=True)
-    assert said(sampling={"temperature": 5e3}, seed=3) != said(greedy=True)
+    assert completions(sampling={"temperature": 1e-4}, seed=3) == completions(greedy=True)
+    assert completions(sampling={"temperature": 5e3}, seed=3) != completions(greedy=True)
 
 
-def test_who_votes_and_who_is_right(model_folder, tmp_path):
+def test_eval_vote_and_eval_right_by(model_folder, tmp_path):
     trainer = team_trainer(
         model_folder, tmp_path, agents=[AgentSpec("solver")], reward_funcs=[exact_answer, half],
         eval_dataset=tiny_dataset(3, seed=1), eval_vote=lambda text: None,
@@ -293,14 +290,14 @@ def test_the_best_model_by_a_metric_of_samples(model_folder, tmp_path):
         save_strategy="steps", load_best_model_at_end=True, metric_for_best_model="pass@2", greater_is_better=True,
     )  # fmt: skip
     trainer.train()
-    values = [one["eval_pass@2"] for one in trainer.state.log_history if "eval_pass@2" in one]
-    assert trainer.state.best_metric == max(values)
+    rates = [log["eval_pass@2"] for log in trainer.state.log_history if "eval_pass@2" in log]
+    assert trainer.state.best_metric == max(rates)
 
 
 def test_scores_of_several_runs(tmp_path):
     for seed in (0, 1):
-        its = [("x", 0, 1.0), ("x", 1, 0.0), ("y", 0, 1.0), ("y", 1, float(seed))]
-        rows = [dict(zip(("question", "sample", "right"), one, strict=True), vote="a") for one in its]
+        samples = [("x", 0, 1.0), ("x", 1, 0.0), ("y", 0, 1.0), ("y", 1, float(seed))]
+        rows = [dict(zip(("question", "sample", "right"), sample, strict=True), vote="a") for sample in samples]
         write_samples(tmp_path / str(seed), rows, "eval", 8, seed)
     folders = [tmp_path / "0", tmp_path / "1"]
     assert scores(folders).tolist() == [[0.5, 0.5], [0.5, 1.0]]
@@ -318,7 +315,7 @@ def test_scores_of_several_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "what"),
+    ("settings", "error", "message"),
     [
         ({"eval_k": [8]}, ValueError, "num_generations_eval=8"),
         ({"eval_k": [0]}, ValueError, "at least 1"),
@@ -332,8 +329,8 @@ def test_scores_of_several_runs(tmp_path):
         ({"eval_right_by": "exactanswer", "eval_k": [1]}, ValueError, "exact_answer"),
     ],
 )
-def test_settings_that_cannot_work(model_folder, tmp_path, settings, error, what):
-    with pytest.raises(error, match=what):
+def test_settings_that_cannot_work(model_folder, tmp_path, settings, error, message):
+    with pytest.raises(error, match=message):
         alone(model_folder, tmp_path, **settings)
 
 
@@ -352,6 +349,6 @@ def test_an_interval_that_ends_at_zero_is_not_clear():
 
 def test_options_of_a_paired_difference_are_those_of_an_interval():
     scores, others = np.random.default_rng(0).random((2, 1, 30))
-    found = {name: paired_difference(scores, others, confidence=name) for name in (0.5, 0.95)}
-    assert found[0.5].high - found[0.5].low < 0.6 * (found[0.95].high - found[0.95].low)
+    differences = {confidence: paired_difference(scores, others, confidence=confidence) for confidence in (0.5, 0.95)}
+    assert differences[0.5].high - differences[0.5].low < 0.6 * (differences[0.95].high - differences[0.95].low)
     assert paired_difference(scores, others, seed=1) != paired_difference(scores, others, seed=2)

@@ -1,4 +1,4 @@
-"""What we override, call or rely on in TRL and transformers: the next version is one red test and not a mystery."""
+"""What we override, call or rely on in TRL and transformers. A new version that breaks one of them fails one test."""
 
 import ast
 import contextlib
@@ -99,7 +99,7 @@ def test_versions_are_those_that_were_read():
     assert installed_version("no-such-package") is None
 
 
-def test_newer_versions_are_said_once_and_not_refused(monkeypatch, model_folder, tmp_path, caplog):
+def test_newer_versions_warn_once_and_are_not_refused(monkeypatch, model_folder, tmp_path, caplog):
     monkeypatch.setitem(TESTED, "trl", ("1.0", "1.1"))
     monkeypatch.setitem(TESTED, "no-such-package", ("1.0", "1.1"))
     libraries.warn_of_newer_versions.cache_clear()
@@ -118,22 +118,22 @@ def test_checkpointing_has_either_name():
 
 
 def test_shared_arguments_have_the_names_and_the_order_of_grpo_trainer():
-    theirs = list(inspect.signature(GRPOTrainer.__init__).parameters)
-    ours = list(inspect.signature(MARFTTrainer.__init__).parameters)
-    assert ours[: len(theirs)] == theirs
-    of_teams = ["agents", "workflow", "critic_peft_config", "view", "eval_metrics", "eval_vote", "anonymous"]
-    assert ours[len(theirs) :] == of_teams
+    trl_arguments = list(inspect.signature(GRPOTrainer.__init__).parameters)
+    arguments = list(inspect.signature(MARFTTrainer.__init__).parameters)
+    assert arguments[: len(trl_arguments)] == trl_arguments
+    team_arguments = ["agents", "workflow", "critic_peft_config", "view", "eval_metrics", "eval_vote", "anonymous"]
+    assert arguments[len(trl_arguments) :] == team_arguments
 
 
-def test_the_loss_gathers_only_through_what_is_made_local():
-    """Inside a micro-batch no collective may run. These are all that TRL's loss has, or is refused."""
+def test_the_loss_gathers_only_through_local_calls():
+    """No collective may run inside a micro-batch. TRL's loss may only use accelerator attributes that are replaced."""
     source = inspect.getsource(GRPOTrainer._compute_loss) + inspect.getsource(GRPOTrainer.get_high_entropy_mask)
     called = {*re.findall(r"self\.accelerator\.(\w+)", source)}
     local = {"gather", "gather_for_metrics", "reduce", "pad_across_processes", "num_processes", "sync_gradients"}
     assert "gather" in called and called <= local
 
 
-def test_the_metrics_of_the_loss_are_the_ones_we_join():
+def test_the_metrics_of_the_loss_are_those_we_join():
     source = inspect.getsource(GRPOTrainer._compute_loss)
     names = {part.split('"')[0] for part in source.split('self._metrics[mode]["')[1:]}
     assert names == {
@@ -157,7 +157,7 @@ def test_LossType_table_has_the_names_and_metrics_of_the_parent():
             logged[name] += re.findall(r'_metrics\[mode\]\["((?:clip_ratio|cispo|vespo)[^"]*)"\]', branch)
     assert logged == {name: list(loss.metrics) for name, loss in of_trl.LOSSES.items()}
     divided = {name: branch for names, branch in named for name in names if "policy_loss = loss" in branch}
-    by_tokens = {name for name, its in divided.items() if "num_items_in_batch" in its or "/ mask.sum()" in its}
+    by_tokens = {name for name, code in divided.items() if "num_items_in_batch" in code or "/ mask.sum()" in code}
     assert {name for name, loss in of_trl.LOSSES.items() if not loss.is_row_mean} == by_tokens < set(divided)
 
 
@@ -169,7 +169,7 @@ def test_every_entry_has_a_test_that_names_it():
         assert name.startswith("_") or name in words or any(word.startswith(f"test_{name}") for word in words), name
 
 
-@pytest.fixture  # for each test: arguments that another one makes take the state of accelerate from an older trainer
+@pytest.fixture  # per test: arguments of a newer trainer take the state of accelerate from an older trainer
 def trainer(model_folder, tmp_path_factory):
     return team_trainer(model_folder, tmp_path_factory.mktemp("seams"))
 
@@ -181,8 +181,8 @@ def tensors_of(trainer, advantage=1.0):
     return {**tensors, "num_items_in_batch": torch.tensor(6.0)}
 
 
-def test_TrlLoss_reads_old_log_probabilities_after_it_has_asked_for_new_ones(trainer):
-    """What action level relies on: `inputs["old_per_token_logps"]` may be set while TRL asks for log-probabilities."""
+def test_TrlLoss_reads_old_log_probabilities_after_computing_new_ones(trainer):
+    """Action level relies on this: `inputs["old_per_token_logps"]` may be set while TRL computes log-probabilities."""
     trainer.model.eval()
     trainer.policies.activate("actor")
     losses = []
@@ -202,9 +202,9 @@ def test_TrlLoss_reads_old_log_probabilities_after_it_has_asked_for_new_ones(tra
     assert losses == pytest.approx([-1.0, -1.2, -math.exp(-1.0)], rel=1e-4)
 
 
-def test_swapped_attributes_are_put_back_whatever_happens(trainer, model_folder):
-    """Those that were the class's are the class's again; also when TRL raises."""
-    before, of_model = dict(trainer.__dict__), dict(trainer.model.__dict__)
+def test_swapped_attributes_are_restored_after_errors(trainer, model_folder):
+    """Class attributes are class attributes again, also when TRL raises."""
+    before, model_before = dict(trainer.__dict__), dict(trainer.model.__dict__)
     with pytest.raises(KeyError):
         of_trl.TrlLoss(trainer)(trainer.model, {}, entropy_coef=0.0, max_completion_length=16)
     with pytest.raises(ZeroDivisionError), of_trl.TrlRewards(trainer).locally([len]):
@@ -223,7 +223,7 @@ def test_swapped_attributes_are_put_back_whatever_happens(trainer, model_folder)
         raise ZeroDivisionError
     assert trainer.__dict__.keys() == before.keys() and "get_high_entropy_mask" not in trainer.__dict__
     assert all(trainer.__dict__[name] is value for name, value in before.items())
-    assert trainer.model.__dict__.keys() == of_model.keys() and grpo_trainer.gather is gather
+    assert trainer.model.__dict__.keys() == model_before.keys() and grpo_trainer.gather is gather
 
 
 def test_TrlSettings_are_read_when_they_are_used(trainer):
@@ -238,7 +238,7 @@ def test_TrlSettings_are_read_when_they_are_used(trainer):
     assert (settings.group_size(True), settings.group_size(False)) == (8, 3)
 
 
-def test_configure_grpo_trainer_sets_what_the_constructor_derives_otherwise(model_folder, tmp_path):
+def test_configure_grpo_trainer_sets_attributes_that_the_constructor_derives(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path, settings={"beta": 0.1, "level": "action"})
     assert trainer.beta == trainer.args.beta == 0.1
     assert trainer.accelerator.ddp_handler.broadcast_buffers is False  # not only in `args`, which are read before
@@ -293,7 +293,7 @@ def test_TrlPrompts_and_TrlEngine_put_the_trainers_attributes_back(trainer):
     assert settings["max_new_tokens"] == 3 and settings["temperature"] == 0.5
     trainer.policies.activate("actor")
     sampled = engine.generate([ids, ids[:-1]], settings, {})
-    assert all(1 <= len(its) <= 3 for its in sampled)
+    assert all(1 <= len(completion_ids) <= 3 for completion_ids in sampled)
     assert trainer.generation_config is config and trainer.generation_kwargs is kwargs
     assert "generate" not in trainer.model.__dict__
 
@@ -322,34 +322,34 @@ def test_constructing_grpo_trainer_hides_settings_from_the_constructor_alone(tmp
 REPEATED = {"mini_repeat_count": 2, "batch_size": 2, "repeat_count": 1, "seed": 3}
 
 
-def test_EpochSampler_finds_the_order_of_its_epoch():
-    theirs, ours = (kind(range(8), **REPEATED) for kind in (RepeatSampler, runs.EpochSampler))
-    upstream = [list(theirs) for _ in range(3)]
-    for epoch, expected in enumerate(upstream):
-        ours.set_epoch(epoch)
-        assert list(ours) == expected
-    late = runs.EpochSampler.from_sampler(RepeatSampler(range(8), **REPEATED), 1)
-    late.set_epoch(2)
-    assert list(late) == upstream[2]
+def test_EpochSampler_has_the_order_of_an_epoch():
+    trl_sampler, sampler = (kind(range(8), **REPEATED) for kind in (RepeatSampler, runs.EpochSampler))
+    trl_orders = [list(trl_sampler) for _ in range(3)]
+    for epoch, expected in enumerate(trl_orders):
+        sampler.set_epoch(epoch)
+        assert list(sampler) == expected
+    late_sampler = runs.EpochSampler.from_sampler(RepeatSampler(range(8), **REPEATED), 1)
+    late_sampler.set_epoch(2)
+    assert list(late_sampler) == trl_orders[2]
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_begin_pass_reaches_the_order_of_several_processes_that_resume(index):
-    """Upstream's loader does not once batches are skipped."""
+    """The upstream loader does not, if batches are skipped."""
 
-    def order(skipped, epoch, ours):
+    def order(skipped, epoch, begins):
         sampler = runs.EpochSampler(range(8), **REPEATED)
         loader = torch.utils.data.DataLoader(range(8), sampler=sampler, batch_size=2)
         loader = prepare_data_loader(loader, num_processes=2, process_index=index, put_on_device=False)
         loader = skip_first_batches(loader, skipped)
         loader.set_epoch(epoch)
-        if ours:
+        if begins:
             runs.begin_pass(sampler, epoch)
         return torch.cat([*loader]).tolist()
 
-    whole = order(0, 1, ours=True)
-    assert order(2, 1, ours=True) == whole[4:]
-    assert order(2, 1, ours=False) == order(0, 0, ours=True)[4:] != whole[4:]  # else upstream has mended it
+    whole = order(0, 1, begins=True)
+    assert order(2, 1, begins=True) == whole[4:]
+    assert order(2, 1, begins=False) == order(0, 0, begins=True)[4:] != whole[4:]  # else fixed upstream
     runs.begin_pass(None, 1)  # of a stream
 
 
@@ -367,8 +367,8 @@ def test_ScoringTemperature_and_fused_head_score_as_a_plain_pass(model_folder):
         for temperature in (0.5, 1.0):
             switch.switch_to(temperature)
             expected = torch.log_softmax(logits / temperature, -1).gather(-1, ids[0, 1:, None]).squeeze(-1)
-            found = models.fused_head(model, hidden, ids[0, 1:]).log_probs[0]
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            log_probs = models.fused_head(model, hidden, ids[0, 1:]).log_probs[0]
+            torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
     assert "forward" not in model.base_model.__dict__
 
 
@@ -390,16 +390,12 @@ def test_a_generation_config_acts_unless_it_is_set_aside(model_folder):
     assert model.generation_config.top_k == 1
 
 
-SCALED = [
-    ("granite", "logits_scaling", 8.0),
-    ("cohere", "logit_scale", 0.25),
-    ("gemma2", "final_logit_softcapping", 3.0),
-]
-
-
-@pytest.mark.parametrize(("family", "setting", "value"), SCALED)
+@pytest.mark.parametrize(
+    ("family", "setting", "value"),
+    [("granite", "logits_scaling", 8.0), ("cohere", "logit_scale", 0.25), ("gemma2", "final_logit_softcapping", 3.0)],
+)
 def test_check_fused_head_knows_heads_that_scale_or_cap(tokenizer, tmp_path, family, setting, value):
-    """So does the probe of servers, `next_token`: what a model does after its head is part of its distribution."""
+    """So does `next_token`, the probe of servers: scaling and capping after the head are part of the distribution."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": len(tokenizer), "bos_token_id": None}
     sizes |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id")}
@@ -408,13 +404,13 @@ def test_check_fused_head_knows_heads_that_scale_or_cap(tokenizer, tmp_path, fam
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=1.0)
     trainer = team_trainer(model, tmp_path, processing_class=tokenizer, peft_config=lora())
     ids = [7, 8, 9, 10]
-    found = trainer.parts.log_probs.next_token("actor", ids)
+    log_probs = trainer.parts.log_probs.next_token("actor", ids)
     with torch.no_grad():
         expected = model.eval()(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
 
 
-def test_expert_parameters_are_what_peft_targets_instead_of_modules():
+def test_expert_parameters_are_targeted_instead_of_modules():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11, "head_dim": 8}
     mixture = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", num_experts=2, **sizes))
     dense = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes))
@@ -423,8 +419,6 @@ def test_expert_parameters_are_what_peft_targets_instead_of_modules():
 
 HEADS = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 HEADS |= {"intermediate_size": 64, "max_position_embeddings": 64}
-
-
 EXPERTS = {"num_local_experts": 2, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size_mlp": 64}
 OTHER_HEAD = "GRPOTrainer's scoring does not match the LM head"
 
@@ -448,7 +442,7 @@ def test_check_fused_head_tells_heads_of_families_apart(family, settings, messag
     assert modes == [module.training for module in model.modules()]
 
 
-def test_check_fused_head_refuses_what_would_train_on_other_numbers(model_folder, tmp_path):
+def test_check_fused_head_refuses_heads_that_score_differently(model_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     forward = model.lm_head.forward
     model.lm_head.forward = lambda hidden: forward(torch.tanh(hidden))
@@ -491,44 +485,44 @@ def test_forward_in_precision_casts_as_accelerate_does(model_folder):
 
 @pytest.mark.parametrize("whole", [None, ["lm_head"]], ids=["plain", "with_whole_modules"])
 def test_AdapterLayers_switches_as_peft_does(model_folder, whole):
-    ours, theirs = (
+    switched, peft_model = (
         get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="one") for _ in "ab"
     )
-    layers = models.AdapterLayers(ours)
+    layers = models.AdapterLayers(switched)
 
     def flags(model):
         kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-        its = [module for module in model.modules() if isinstance(module, kinds)]
-        active = [(module.active_adapters, module._disable_adapters) for module in its]
-        return active, model.active_adapter, [one.requires_grad for one in model.parameters()]
+        adapter_modules = [module for module in model.modules() if isinstance(module, kinds)]
+        active = [(module.active_adapters, module._disable_adapters) for module in adapter_modules]
+        return active, model.active_adapter, [parameter.requires_grad for parameter in model.parameters()]
 
     layers.activate("one")
-    for model in (ours, theirs):  # a new adapter brings layers that none had before
+    for model in (switched, peft_model):  # a new adapter adds layers that no adapter had before
         model.add_adapter("two", LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], modules_to_save=whole))
     for name, trained in (("two", ["one"]), ("one", ["one", "two"]), ("two", [])):
-        others = [one for one in ("one", "two") if one not in trained]
+        others = [adapter for adapter in ("one", "two") if adapter not in trained]
         layers.activate(name)
-        theirs.set_adapter(name, inference_mode=True)
-        for model in (layers, theirs):
+        peft_model.set_adapter(name, inference_mode=True)
+        for model in (layers, peft_model):
             model.set_requires_grad(trained, True)
             model.set_requires_grad(others, False)
-        assert flags(ours) == flags(theirs) and any(flags(theirs)[2]) == bool(trained)
+        assert flags(switched) == flags(peft_model) and any(flags(peft_model)[2]) == bool(trained)
     ids = torch.tensor([[7, 8, 9]])
-    for model in (ours, theirs):
+    for model in (switched, peft_model):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.ones_(parameter)
     with torch.no_grad():
-        before = ours(input_ids=ids).logits
-        with layers.disabled(), theirs.disable_adapter():
-            assert torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
-            assert not torch.equal(ours(input_ids=ids).logits, before)
-        assert torch.equal(ours(input_ids=ids).logits, before)
+        before = switched(input_ids=ids).logits
+        with layers.disabled(), peft_model.disable_adapter():
+            assert torch.equal(switched(input_ids=ids).logits, peft_model(input_ids=ids).logits)
+            assert not torch.equal(switched(input_ids=ids).logits, before)
+        assert torch.equal(switched(input_ids=ids).logits, before)
     with pytest.raises(ValueError, match="no adapter 'three'. It has one, two"):
         layers.activate("three")
 
 
-def test_AdapterLayers_touches_nothing_that_is_as_it_should_be(model_folder, monkeypatch):
+def test_AdapterLayers_sets_only_flags_that_change(model_folder, monkeypatch):
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="one")
     model.add_adapter("two", lora())
     layers = models.AdapterLayers(model)
@@ -565,18 +559,18 @@ def test_trl_log_probs_is_the_pass_of_the_parent(trainer):
     assert entropies is None
 
 
-def test_small_entries_read_what_transformers_writes(trainer, model_folder):
+def test_small_entries_read_values_of_transformers(trainer, model_folder):
     """`get_pad_token`, `get_commit`, `checkpoint_folder` and `keep_4bit_weights` (also in test_team_training.py)."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
-    seen = []
+    pad_tokens = []
 
     def note(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        seen.append(get_pad_token(generation_config))
+        pad_tokens.append(get_pad_token(generation_config))
         return input_ids
 
     ids = torch.tensor([[7, 8, 9]])
     model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=3, custom_generate=note)
-    assert seen[0].item() == 3 and models.get_commit(model.config) is None
+    assert pad_tokens[0].item() == 3 and models.get_commit(model.config) is None
     assert runs.checkpoint_folder(trainer, None) == Path(trainer.args.output_dir) / "checkpoint-0"
     models.keep_4bit_weights(model)  # nothing to do
 
@@ -584,7 +578,7 @@ def test_small_entries_read_what_transformers_writes(trainer, model_folder):
 # ---- The course of a run ----
 
 
-def test_EndlessStream_begins_anew_in_the_order_of_its_pass():
+def test_EndlessStream_restarts_in_the_order_of_each_pass():
     rows = Dataset.from_dict({"prompt": list("abcdef")})
     stream = rows.to_iterable_dataset(num_shards=3).shuffle(seed=3, buffer_size=2)
     passes = []
@@ -598,7 +592,7 @@ def test_EndlessStream_begins_anew_in_the_order_of_its_pass():
 
 
 def test_saving_only_and_keeping_checkpoints_put_the_settings_back(model_folder, tmp_path):
-    """Also that a checkpoint folder is named, and its step saved, as the parent does: `save_checkpoint_now`."""
+    """`save_checkpoint_now` names the folder and saves the step as the parent does."""
     trainer = team_trainer(model_folder, tmp_path, settings={"save_total_limit": 1, "save_strategy": "steps"})
     args = trainer.args
     with runs.saving_only(trainer):
@@ -620,17 +614,17 @@ def scheduler_of(rates, factor=lambda step: 1 / (1 + step)):
     return torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(groups), [factor] * len(rates))
 
 
-@pytest.mark.parametrize("saved", [1, 2, 3])
-def test_schedule_of_any_length_loads_the_state_of_another_number_of_groups(saved):
-    def made(count):  # as `get_scheduler` makes them
+@pytest.mark.parametrize("saved_groups", [1, 2, 3])
+def test_schedule_of_any_length_loads_the_state_of_another_number_of_groups(saved_groups):
+    def scheduler_with_groups(count):  # as `get_scheduler` makes them
         return scheduler_of([0.1] * count, functools.partial(lambda step, last: 1 - step / last, last=10))
 
-    before, fresh = made(saved), made(2)
+    before, fresh = scheduler_with_groups(saved_groups), scheduler_with_groups(2)
     before.optimizer.step()
     before.step()
-    if saved > 2:
+    if saved_groups > 2:
         with pytest.raises(IndexError):
-            made(2).load_state_dict(before.state_dict())
+            scheduler_with_groups(2).load_state_dict(before.state_dict())
     with runs.schedule_of_any_length(fresh):
         fresh.load_state_dict(before.state_dict())
     assert fresh.last_epoch == 1 and "load_state_dict" not in vars(fresh)
@@ -658,19 +652,19 @@ def test_store_of_processes_is_that_of_the_group(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_TrlState_window_is_what_a_log_would_use_up(model_folder, tmp_path):
+def test_TrlState_window_is_the_state_that_a_log_consumes(model_folder, tmp_path):
     """The Trainer's sums of losses, and TRL's lists of metrics, as they are in the middle of a window."""
     trainer = team_trainer(model_folder, tmp_path, settings={"max_steps": 2, "logging_steps": 5})
-    seen, state = [], of_trl.TrlState(trainer)
+    windows, state = [], of_trl.TrlState(trainer)
     assert (state.micro_step, state.optimizer_step, state.slices) == (0, 0, None)
 
     class Look(TrainerCallback):
         def on_step_end(self, args, state_, control, **kwargs):
-            seen.append(json.loads(json.dumps(state.capture_log_window())))
+            windows.append(json.loads(json.dumps(state.capture_log_window())))
 
     trainer.add_callback(Look())
     trainer.train()
-    first, second = seen
+    first, second = windows
     assert first["loss"] != 0 and len(second["metrics"]["train"]["reward"]) == 2
     state.restore_log_window(first)
     assert json.loads(json.dumps(state.capture_log_window())) == first
@@ -688,14 +682,14 @@ def test_get_logger_names_processes_where_there_are_several(caplog, monkeypatch)
 
 def test_hush_leaves_out_known_messages_alone(caplog, monkeypatch):
     bitsandbytes = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    for one in list(bitsandbytes.filters):
-        bitsandbytes.removeFilter(one)
-    with warnings.catch_warnings(record=True) as heard:
+    for log_filter in list(bitsandbytes.filters):
+        bitsandbytes.removeFilter(log_filter)
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         libraries.hush()
         warnings.warn("`is_gradient_checkpointing` is deprecated and will be removed", FutureWarning, stacklevel=1)
         warnings.warn("`something_else` is deprecated", FutureWarning, stacklevel=1)
-    assert [str(one.message) for one in heard] == ["`something_else` is deprecated"]
+    assert [str(warning.message) for warning in caught_warnings] == ["`something_else` is deprecated"]
     bitsandbytes.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "why")
     bitsandbytes.warning("something else")
     assert [record.getMessage() for record in caplog.records] == ["something else"]

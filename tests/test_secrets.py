@@ -53,16 +53,16 @@ ENVIRONMENT = {
 
 
 class Tracker(TrainerCallback):
-    """What a tracker would be given."""
+    """Records everything that a tracker would receive."""
 
     def __init__(self):
-        self.given = []
+        self.seen = []
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.given += [repr(args.to_dict()), args.to_json_string(), repr(args.to_sanitized_dict()), repr(model.config)]
+        self.seen += [repr(args.to_dict()), args.to_json_string(), repr(args.to_sanitized_dict()), repr(model.config)]
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        self.given.append(repr(logs))
+        self.seen.append(repr(logs))
 
 
 def files_with(folder, text):
@@ -81,10 +81,10 @@ def planted(monkeypatch):
     "arguments", [{}, pytest.param({"peft_config": None}, marks=pytest.mark.slow)], ids=["adapters", "full"]
 )
 def test_no_planted_secret_is_saved_logged_or_shown(planted, model_folder, tmp_path, caplog, arguments):
-    """Nor is a path of this machine in a file, all of which may be pushed."""
+    """Nor does any file, which may all be pushed, have a path of this machine."""
     settings = {**RESUME, **PLANTED, "max_steps": 2, "save_steps": 1, "log_completions": True}
-    tracker, shown, output = Tracker(), io.StringIO(), tmp_path / "LOCALPATH" / "out"
-    with caplog.at_level(logging.DEBUG), contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+    tracker, printed, output = Tracker(), io.StringIO(), tmp_path / "LOCALPATH" / "out"
+    with caplog.at_level(logging.DEBUG), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         trainer = team_trainer(model_folder, output, settings=settings, **arguments)
         trainer.add_callback(tracker)
         trainer.train()
@@ -99,8 +99,8 @@ def test_no_planted_secret_is_saved_logged_or_shown(planted, model_folder, tmp_p
     assert trainer.args.output_dir == str(output)
     if not arguments:
         Team.from_pretrained(output, model=model_folder)
-    assert len(tracker.given) > 5 and SECRET not in "".join(tracker.given)
-    assert "marft" in caplog.text + shown.getvalue() and SECRET not in caplog.text + shown.getvalue()
+    assert len(tracker.seen) > 5 and SECRET not in "".join(tracker.seen)
+    assert "marft" in caplog.text + printed.getvalue() and SECRET not in caplog.text + printed.getvalue()
 
 
 PUSH = """
@@ -128,26 +128,26 @@ def test_no_planted_secret_is_pushed(planted, hub, model_folder, tmp_path):  # n
     assert SECRET not in done.stdout + done.stderr
 
 
-def test_what_counts_as_a_secret_and_as_a_path():
-    kept = {"pad_token": "<pad>", "eos_token_id": 2, "max_new_tokens": 3, "tokenizer": "x", "video_token": "<v>"}
-    kept |= {"url": "http://host:1/p@th", "token": True, "monkey": "x", "link": "https://host/path@main"}
-    assert without_secrets(kept) == kept
+def test_detection_of_secrets_and_paths():
+    harmless = {"pad_token": "<pad>", "eos_token_id": 2, "max_new_tokens": 3, "tokenizer": "x", "video_token": "<v>"}
+    harmless |= {"url": "http://host:1/p@th", "token": True, "monkey": "x", "link": "https://host/path@main"}
+    assert without_secrets(harmless) == harmless
     dropped = dict.fromkeys(["Api-Key", "API_KEY", "secret", "hub_token", "x-api-key", "session_token", "token"], "x")
     assert without_secrets({"deep": [{"deeper": (dropped, "x")}]}) == {"deep": [{"deeper": ({}, "x")}]}
     assert without_secrets("https://me:pass@host/path?x=1") == "https://host/path?x=1"
     assert without_secrets("redis://pass@host") == "redis://host"
     assert grows_linearly(lambda size: for_log("://a:" * (size // 5)), 100_000)  # as a remote may answer
     assert without_secrets("http://me:p@ss@h") == "http://h" and without_secrets("pg://u:a/ss@h/db") == "pg://h/db"
-    given = {"a": ["/home/me/out/", "out/model", "me/team", "/think", Path("/home/me/cache"), "file:///home/me/x"]}
-    assert without_paths(given) == {"a": ["out", "out/model", "me/team", "/think", Path("cache"), "x"]}
+    paths = {"a": ["/home/me/out/", "out/model", "me/team", "/think", Path("/home/me/cache"), "file:///home/me/x"]}
+    assert without_paths(paths) == {"a": ["out", "out/model", "me/team", "/think", Path("cache"), "x"]}
 
 
 def test_arguments_keep_paths_where_they_are_not_published(tmp_path):
-    given = {"token": SECRET, "dtype": "float32"}
-    args = config(tmp_path / "out", hub_token=SECRET, model_init_kwargs=dict(given))
+    model_kwargs = {"token": SECRET, "dtype": "float32"}
+    args = config(tmp_path / "out", hub_token=SECRET, model_init_kwargs=dict(model_kwargs))
     for same in (copy.copy(args), copy.deepcopy(args)):
-        assert same.hub_token == SECRET and same.model_init_kwargs == given
-    assert args.to_dict()["model_init_kwargs"] == {"dtype": "float32"}  # what trackers are given
+        assert same.hub_token == SECRET and same.model_init_kwargs == model_kwargs
+    assert args.to_dict()["model_init_kwargs"] == {"dtype": "float32"}  # what trackers receive
 
     def pickled():
         return pickle.loads(pickle.dumps(args))  # noqa: S301 - our own
@@ -171,9 +171,9 @@ def test_arguments_keep_paths_where_they_are_not_published(tmp_path):
     ],
     ids=lambda text: text[:12],
 )  # fmt: skip
-def test_secrets_are_known_by_their_forms(text):
-    kept = without_secrets({"note": f"before {text} after"})["note"]
-    assert kept.startswith("before ") and kept.endswith(" after") and text[-12:] not in kept
+def test_secrets_are_recognized_by_their_format(text):
+    redacted = without_secrets({"note": f"before {text} after"})["note"]
+    assert redacted.startswith("before ") and redacted.endswith(" after") and text[-12:] not in redacted
 
 
 def test_texts_that_only_look_like_secrets_stay():
@@ -185,7 +185,7 @@ def test_texts_that_only_look_like_secrets_stay():
         assert without_secrets(text) == text
 
 
-def test_no_secret_stands_in_the_settings_of_a_report(model_folder, tmp_path):
+def test_settings_of_a_report_have_no_secrets(model_folder, tmp_path):
     class Keeps(Sequential):
         def __init__(self):
             super().__init__(["reasoner", "actor"])
@@ -196,13 +196,13 @@ def test_no_secret_stands_in_the_settings_of_a_report(model_folder, tmp_path):
         model_folder, tiny_agents(), args=args, reward_funcs=exact_answer, train_dataset=tiny_dataset(8),
         eval_dataset=tiny_dataset(8, seed=1), workflow=Keeps(), options={"db": {"password": SECRET}, "n": 3},
     )  # fmt: skip
-    found = collect_settings(experiment)
-    assert SECRET not in json.dumps(found) and found["options.n"] == 3
-    assert "args.output_dir" not in found and "args.learning_rate" in found and "args.eval_sampling" in found
+    settings = collect_settings(experiment)
+    assert SECRET not in json.dumps(settings) and settings["options.n"] == 3
+    assert "args.output_dir" not in settings and "args.learning_rate" in settings and "args.eval_sampling" in settings
 
 
 class AsksElsewhere(Workflow):
-    """A workflow that asks a model of the operator's at an address with secrets."""
+    """A workflow that calls another model at an address with secrets."""
 
     def __init__(self, url="", key=None):
         self.ask = endpoint_reply(url, "m", api_key=key, tries=1) if url else None
@@ -214,7 +214,7 @@ class AsksElsewhere(Workflow):
 
 @pytest.fixture
 def repeating():
-    """The address of a remote that repeats what it was sent, in red."""
+    """The address of a server that echoes the request, in red."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
@@ -235,8 +235,8 @@ SHOUTS = "import os, sys; print('\x1b[31mno', os.environ['OPENAI_API_KEY'], os.e
 
 
 @pytest.mark.parametrize("fails", ["key", "password", "program"])
-def test_clients_of_a_served_team_are_told_no_secret(fails, team_folder, model_folder, repeating, monkeypatch, caplog):  # noqa: F811
-    """What is not the client's mistake has an id, under which the log has the words: without secrets and in black."""
+def test_clients_of_a_served_team_get_no_secrets(fails, team_folder, model_folder, repeating, monkeypatch, caplog):  # noqa: F811
+    """A server error gets an id; the log has the message under that id, without secrets and escape codes."""
     monkeypatch.setenv("PASSWORD", ENVIRONMENT["PASSWORD"])
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     workflow = {
@@ -247,26 +247,26 @@ def test_clients_of_a_served_team_are_told_no_secret(fails, team_folder, model_f
     team = Team.from_pretrained(team_folder, model=model_folder, workflow=workflow)
     ask = {"model": "team", "messages": [{"role": "user", "content": "?"}]}
     with serving(team) as url, caplog.at_level(logging.INFO):
-        told = [send(url, ask), send(url, {"model": "team", "input": "?"}, "/v1/responses")]
-        told.append(send(url, {**ask, "temperature": 9}))
+        responses = [send(url, ask), send(url, {"model": "team", "input": "?"}, "/v1/responses")]
+        responses.append(send(url, {**ask, "temperature": 9}))
         streamed = json.dumps({**ask, "stream": True}).encode()
         stream = urllib.request.Request(f"{url}/v1/chat/completions", streamed, TYPE)
         try:
             text = urllib.request.urlopen(stream, timeout=60).read().decode()
         except urllib.error.HTTPError as error:
             text = error.read().decode()
-    assert [status for status, *_ in told] == [500, 500, 400] and "from 0 to 2" in str(told[2])
-    words = [text, *(json.dumps(body) for *_, body in told[:2])]
-    for one in words:
-        assert re.search(r"See error (\w+)", one)[1] in caplog.text
-        assert "127.0.0.1" not in one and "no" not in one.split()
+    assert [status for status, *_ in responses] == [500, 500, 400] and "from 0 to 2" in str(responses[2])
+    messages = [text, *(json.dumps(body) for *_, body in responses[:2])]
+    for message in messages:
+        assert re.search(r"See error (\w+)", message)[1] in caplog.text
+        assert "127.0.0.1" not in message and "no" not in message.split()
     assert ("exited with status 3" if fails == "program" else "wrong key") in caplog.text
-    for one in (*words, caplog.text):
-        assert SECRET not in one and "\x1b" not in one
+    for message in (*messages, caplog.text):
+        assert SECRET not in message and "\x1b" not in message
 
 
 def test_a_secret_in_a_system_prompt_is_named(model_folder, tmp_path, caplog):
-    """It has to stay: the team was trained with it."""
+    """The prompt is not changed: the team is trained with it."""
     token = "ghp_0123456789abcdefghij"
     agents = [AgentSpec("reasoner", system_prompt="Plan."), AgentSpec("actor", system_prompt=f"Call with {token}.")]
     trainer = team_trainer(model_folder, tmp_path, agents=agents)
@@ -276,10 +276,10 @@ def test_a_secret_in_a_system_prompt_is_named(model_folder, tmp_path, caplog):
 
 
 def test_the_length_that_is_searched_for_a_secret_is_bounded():
-    """Agents write what programs print. The number of steps is that of the text, not of its square."""
+    """The time grows linearly with the text, which may be the output of a program."""
     seconds = []
     for count in (2_000, 20_000):
         start = time.process_time()
         without_secrets("api_key=" * count)
         seconds.append(time.process_time() - start)
-    assert seconds[1] < 60 * max(seconds[0], 0.05)  # of a square: a hundred times
+    assert seconds[1] < 60 * max(seconds[0], 0.05)  # quadratic time would be a hundred times as long

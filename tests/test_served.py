@@ -1,4 +1,4 @@
-"""Teams that train on turns of a server without a model: failures, checkpoints and what runs beside training."""
+"""Teams that train on turns of a fake server: failures, checkpoints, and rollouts concurrent with training."""
 
 import math
 import random
@@ -21,22 +21,20 @@ from .vllm_server import as_text, fake_servers, turn
 
 @pytest.fixture
 def server(tokenizer):
-    with fake_servers() as (one,):
-        # As an untrained model: all tokens are about as likely, and more so at a high temperature
+    with fake_servers() as (fake,):
+        # Like an untrained model: all tokens are about equally likely, more so at a high temperature
         flat = -math.log(len(tokenizer))
-        one.logps = lambda adapter, ids, temperature: {5: flat if temperature > 1 else flat + 0.5}
-        one.fault = lambda body: as_text(turn({**body, "model": ""}))  # names of adapters are other ones in each run
-        yield one
+        fake.logps = lambda adapter, ids, temperature: {5: flat if temperature > 1 else flat + 0.5}
+        fake.fault = lambda body: as_text(turn({**body, "model": ""}))  # the names of adapters differ between runs
+        yield fake
 
 
 def served(model, folder, server, *, settings=None, **arguments):
-    given = {"use_vllm": True, "vllm_server_base_url": server.url, "vllm_server_timeout": 2.0}
-    given |= {
-        "fidelity_tolerance": 1e9,
-        "vllm_importance_sampling_mode": "token_truncate",
-    }  # its tokens are no model's
-    given |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 50}
-    return team_trainer(model, folder, settings={**given, **(settings or {})}, **arguments)
+    defaults = {"use_vllm": True, "vllm_server_base_url": server.url, "vllm_server_timeout": 2.0}
+    # The tokens of the fake server do not come from the model
+    defaults |= {"fidelity_tolerance": 1e9, "vllm_importance_sampling_mode": "token_truncate"}
+    defaults |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 50}
+    return team_trainer(model, folder, settings={**defaults, **(settings or {})}, **arguments)
 
 
 class Drawing(Workflow):
@@ -57,7 +55,7 @@ class Drawing(Workflow):
 
 @pytest.mark.slow
 def test_a_server_that_stays_away_ends_the_run_after_a_checkpoint_of_the_last_step(model_folder, tmp_path, server):
-    """And the run that goes on from it is the one whose server stayed."""
+    """The run resumed from that checkpoint equals a run whose server stayed up."""
     whole = served(model_folder, tmp_path / "whole", server)
     whole.train()
 
@@ -80,19 +78,19 @@ def test_a_server_that_stays_away_ends_the_run_after_a_checkpoint_of_the_last_st
 
 @pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_checkpoints_change_nothing_while_rollouts_go_on(model_folder, tmp_path, server, staleness):
-    """Random states of users' code are saved and put back while episodes of the next batch draw from their own."""
+    """Checkpoints save and restore the random states of users' code while the next batch draws from its own states."""
     server.delay = lambda body: 0.003 * (body["seed"] % 7)
 
     def train(name, **settings):
         log = []
-        given = {"max_staleness": staleness, "max_steps": 3, **settings}
-        trainer = served(model_folder, tmp_path / name, server, settings=given, workflow=Drawing(log))
+        run_settings = {"max_staleness": staleness, "max_steps": 3, **settings}
+        trainer = served(model_folder, tmp_path / name, server, settings=run_settings, workflow=Drawing(log))
         trainer.train()
         return weights(trainer), log
 
     plain, drawn = train("plain")
     saved, drawn_too = train("saved", save_steps=1)
-    assert set(drawn) <= set(drawn_too) and len(set(drawn)) > 24  # a checkpoint is_rehearsal the workflow
+    assert set(drawn) <= set(drawn_too) and len(set(drawn)) > 24  # a checkpoint rehearses the workflow
     assert not moved(plain, saved)
 
 
@@ -105,7 +103,7 @@ def test_a_run_that_ends_early_leaves_no_thread_and_no_adapter(model_folder, tmp
 
 
 class Failing(Workflow):
-    """Two turns; some episodes fail at their first try."""
+    """Two turns; some episodes fail."""
 
     def __init__(self, fails):
         self._fails = fails
@@ -118,17 +116,17 @@ class Failing(Workflow):
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_an_episode_that_is_tried_again_is_no_copy_of_another_one(model_folder, tmp_path, server, staleness):
+def test_a_retried_episode_is_not_a_copy_of_another(model_folder, tmp_path, server, staleness):
     fail_once = [2]  # index of an episode
     workflow = Failing(lambda episode: episode.index in fail_once and bool(fail_once.pop()))
     settings = {"max_staleness": staleness, "on_episode_error": "retry", "max_steps": 2}
     served(model_folder, tmp_path, server, settings=settings, workflow=workflow).train()
     assert not fail_once
-    asked = [(tuple(body["prompt"]), body["seed"]) for body in server.requests]
-    assert len(set(asked)) == len(asked)
+    requests = [(tuple(body["prompt"]), body["seed"]) for body in server.requests]
+    assert len(set(requests)) == len(requests)
 
 
-def test_what_is_skipped_counts_for_its_own_batch(model_folder, tmp_path, server):
+def test_skipped_episodes_count_for_their_own_batch(model_folder, tmp_path, server):
     settings = {"max_staleness": 3, "on_episode_error": "skip", "max_skipped_share": 0.3}
     workflow = Failing(lambda episode: episode.index % 4 == 3)
     trainer = served(model_folder, tmp_path, server, settings=settings, workflow=workflow)
@@ -146,7 +144,7 @@ def test_an_evaluation_between_two_updates_makes_no_turn_staler(model_folder, tm
     assert logs == [0.0, 1.0, 1.0]
 
 
-def test_an_agent_that_samples_from_a_part_of_its_distribution_cannot_be_stale(model_folder, tmp_path, server):
+def test_an_agent_with_truncated_sampling_cannot_be_stale(model_folder, tmp_path, server):
     agents = [AgentSpec("reasoner"), AgentSpec("actor", top_p=0.5)]
     with pytest.raises(ValueError, match="`max_staleness=1` .* is unknown for 'actor'"):
         served(model_folder, tmp_path, server, settings={"max_staleness": 1}, agents=agents)
@@ -163,28 +161,28 @@ def test_an_agent_may_be_called_base(model_folder, tmp_path, server):
 
 
 def test_reruns_are_the_same_for_any_number_of_processes(model_folder, tmp_path, server):
-    """They are numbered over all processes: no two of them draw the same turn."""
+    """Re-runs are numbered over all processes, so no two of them draw the same turn."""
     settings = {"credit": "counterfactual", "counterfactual_samples": 2}
     trainer = served(model_folder, tmp_path, server, settings=settings)
     rollouts = trainer.parts.rollouts
     episodes = rollouts.run(tiny_dataset(3).to_list(), training=True).episodes
     alternatives, runner = rollouts._alternatives, trainer.parts.runner
 
-    def asked(its, count, index):
-        """Seeds of the turns that re-runs of `its` ask for, as process `index` of those that have `count` re-runs."""
+    def rerun_seeds(batch, count, index):
+        """Seeds of the requests for re-runs of `batch`, as process `index` of processes with `count` re-runs each."""
         number = len(server.requests)
         alternatives._processes = SimpleNamespace(gather=lambda counts: count or counts, index=index)
         alternatives._runner = runner.changed(keys=SeedKeys("seeded", 0))
-        rewards = alternatives.counterfactual_rewards(its)
-        assert alternatives._runner.keys.state_dict() == {"runs": 2}  # also where a process has no re-run
-        assert [tuple(one.shape) for one in rewards] == [(2, 2)] * len(its)
+        rewards = alternatives.counterfactual_rewards(batch)
+        assert alternatives._runner.keys.state_dict() == {"runs": 2}  # also if a process has no re-run
+        assert [tuple(reward.shape) for reward in rewards] == [(2, 2)] * len(batch)
         return sorted(body["seed"] for body in server.requests[number:])
 
-    one = asked(episodes, None, 0)
-    assert len(one) == len(set(one)) == 2 * 3 * (2 + 1)  # of two turns, the first one brings a new second one
-    two = asked(episodes[:1], [2, 4], 0) + asked(episodes[1:], [2, 4], 1)
-    assert sorted(two) == one
-    assert asked([], [0, 6], 0) == []
+    single = rerun_seeds(episodes, None, 0)
+    assert len(single) == len(set(single)) == 2 * 3 * (2 + 1)  # a new first turn brings a new second
+    split = rerun_seeds(episodes[:1], [2, 4], 0) + rerun_seeds(episodes[1:], [2, 4], 1)
+    assert sorted(split) == single
+    assert rerun_seeds([], [0, 6], 0) == []
 
 
 class Slow(Workflow):
@@ -200,22 +198,22 @@ class Slow(Workflow):
         return random.random()
 
 
-def test_what_rewards_draw_does_not_depend_on_what_runs_beside_them(model_folder, tmp_path, server):
+def test_random_draws_in_rewards_do_not_depend_on_concurrent_rollouts(model_folder, tmp_path, server):
     def train(name, delay):
         server.delay = lambda body: delay * (body["seed"] % 7)
-        found = []
+        draws = []
 
         def reward(completions, **columns):
-            found.append([random.random() for _ in completions])
-            return found[-1]
+            draws.append([random.random() for _ in completions])
+            return draws[-1]
 
         team = {"workflow": Slow(), "reward_funcs": reward, "settings": {"max_staleness": 1, "max_steps": 3}}
         trainer = served(model_folder, tmp_path / name, server, **team)
         trainer.train()
-        return found, weights(trainer)
+        return draws, weights(trainer)
 
-    (one, before), (two, after) = train("a", 0.0), train("b", 0.01)
-    assert one == two and not moved(before, after)
+    (fast_draws, fast_weights), (slow_draws, slow_weights) = train("a", 0.0), train("b", 0.01)
+    assert fast_draws == slow_draws and not moved(fast_weights, slow_weights)
 
 
 def test_loras_on_experts_are_refused_with_the_setting_that_names_them(tokenizer, tmp_path):

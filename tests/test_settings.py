@@ -1,4 +1,4 @@
-"""Every setting acts, is refused, or stands in the table of settings without effect."""
+"""Every setting has an effect, is refused, or is listed as unused."""
 
 import dataclasses
 import hashlib
@@ -30,11 +30,11 @@ CANDIDATES = {"advantage": "turn"}
 WORKERS = {"dataloader_num_workers": 1}
 
 
-def alike(what, *names):
-    return dict.fromkeys(names, what)
+def alike(effect, *names):
+    return dict.fromkeys(names, effect)
 
 
-# Each setting whose effect one process on the CPU shows: a value, and the settings that it needs
+# Settings whose effect shows in a single process on the CPU: a value, and the settings it needs
 ACTS = {
     "output_dir": ("elsewhere", {}),
     **alike((4, {}), "per_device_train_batch_size", "max_completion_length"),
@@ -138,7 +138,7 @@ ACTS = {
     "sequential_clip": (0.01, {"update_order": "sequential", "learning_rate": 0.05}),
     "max_tokens_per_micro_batch": (64, {}),
 }
-# Settings that are refused whatever else is set, or whose refusal names what is missing here
+# Settings that are always refused, or refused because of what this machine or run lacks
 REFUSED = {
     "auto_find_batch_size": (True, "not supported"),
     "save_only_model": (True, "`save_only_model=True`.*could not resume from such checkpoints"),
@@ -156,8 +156,6 @@ REFUSED = {
     "torch_compile_backend": ("eager", "share_prefixes=False"),
     "torch_compile_mode": ("default", "share_prefixes=False"),
 }
-
-
 # Settings whose effect is asserted in other files
 ELSEWHERE = {
     **alike("test_persistence.py", "push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_always_push"),
@@ -176,7 +174,7 @@ ELSEWHERE = {
     "show_reasoning": "test_reasoning.py",
     "use_vllm": "test_vllm.py",
 }
-# Settings that act where these tests are not, and what reads them
+# Settings that cannot take effect here, and where they do
 OUTSIDE = {
     **alike("a GPU", "fp16", "fp16_full_eval", "bf16_full_eval", "tf32", "use_cpu", "torch_empty_cache_steps"),
     **alike("packages for GPUs", "use_liger_kernel", "liger_kernel_config", "optim_target_modules", "deepspeed"),
@@ -187,11 +185,11 @@ OUTSIDE = {
     **alike("trackers", "report_to", "run_name", "project", "log_unique_prompts", "trackio_space_id"),
     **alike("trackers", "trackio_bucket_id", "trackio_static_space_id"),
     **alike("the Hub", "hub_private_repo", "hub_revision"),
-    "restore_callback_states_from_checkpoint": "callbacks with a state of their own",
+    "restore_callback_states_from_checkpoint": "callbacks with state",
     **alike("numbers that overflow", "debug", "logging_nan_inf_filter"),
 }
 _TIMES = re.compile(r"time|per_second|_memory|_mem_")
-_TIMES_SAID = re.compile(r"[\d.]+ (s|min)\b")
+_PRINTED_TIMES = re.compile(r"[\d.]+ (s|min)\b")
 
 
 def test_no_setting_is_left_out():
@@ -218,7 +216,7 @@ def _length(completions, **kwargs):
 
 
 def _arguments(name: str, settings: dict) -> dict:
-    """What the trainer needs beside its settings, so that a setting can act."""
+    """Arguments of the trainer that a setting needs to have an effect."""
     agents, arguments = tiny_agents(), {}
     if "multi_objective" in name or "reward_weights" in settings:
         arguments["reward_funcs"] = [varied_reward, _length][: len(settings.get("reward_weights", [1.0, 1.0]))]
@@ -239,19 +237,19 @@ def _arguments(name: str, settings: dict) -> dict:
 
 
 def _course(model: str, folder: Path, name: str, settings: dict) -> dict:
-    """What a run computes, logs and leaves, without its times."""
+    """Everything that a run computes, logs and writes, except times."""
     transformers_logging.set_verbosity_warning()
     torch.use_deterministic_algorithms(False)
     trainer = team_trainer(model, folder, settings=settings, **_arguments(name, settings))
     trainer.train()
     loader, optimizer = trainer.get_train_dataloader(), trainer.optimizer.optimizer
-    base = next(its for own, its in trainer.model.named_parameters() if "lora" not in own)
-    own = b"".join(tensor.float().numpy().tobytes() for _, tensor in sorted(weights(trainer).items()))
+    base = next(parameter for key, parameter in trainer.model.named_parameters() if "lora" not in key)
+    data = b"".join(tensor.float().numpy().tobytes() for _, tensor in sorted(weights(trainer).items()))
     context = getattr(loader, "multiprocessing_context", None)
-    functions = [getattr(its, "_gradient_checkpointing_func", None) for its in trainer.model.modules()]
+    functions = [getattr(module, "_gradient_checkpointing_func", None) for module in trainer.model.modules()]
     return {
-        "weights": hashlib.sha256(own).hexdigest(),
-        "logs": [{key: it for key, it in row.items() if not _TIMES.search(key)} for row in trainer.state.log_history],
+        "weights": hashlib.sha256(data).hexdigest(),
+        "logs": [{key: log[key] for key in log if not _TIMES.search(key)} for log in trainer.state.log_history],
         "memory": sorted({key for row in trainer.state.log_history for key in row if "_mem_" in key}),
         "files": sorted(str(path) for path in folder.parent.rglob("*") if path.is_file()),
         "optimizer": str([{**group, "params": len(group["params"])} for group in optimizer.param_groups]),
@@ -259,7 +257,7 @@ def _course(model: str, folder: Path, name: str, settings: dict) -> dict:
         "workers": (getattr(loader, "in_order", None), loader.pin_memory, context and context.get_start_method()),
         "accelerator": f"{trainer.accelerator.dataloader_config} {trainer.accelerator.mixed_precision}",
         "model": (base.dtype, trainer.model.is_gradient_checkpointing, trainer.model.config.use_cache),
-        "checkpointing": str([its.keywords for its in functions if its is not None]),
+        "checkpointing": str([function.keywords for function in functions if function is not None]),
         "process": (torch.are_deterministic_algorithms_enabled(), transformers_logging.get_verbosity()),
         "callbacks": [type(callback).__name__ for callback in trainer.callback_handler.callbacks],
     }
@@ -275,7 +273,7 @@ def test_every_setting_acts(model_folder, tmp_path, capsys, monkeypatch, name):
         folder = tmp_path / settings.pop("output_dir", "run")
         folder.mkdir()
         course = _course(model_folder, folder, name, settings)
-        courses.append({**course, "said": _TIMES_SAID.sub("", capsys.readouterr().out)})
+        courses.append({**course, "output": _PRINTED_TIMES.sub("", capsys.readouterr().out)})
         shutil.rmtree(folder)
     torch.use_deterministic_algorithms(False)
     transformers_logging.set_verbosity_warning()

@@ -1,4 +1,4 @@
-"""Ready-made workflows: who speaks when, who sees whom, and what is refused."""
+"""Ready-made workflows: the order of turns, what each agent sees, and refused arguments."""
 
 import graphlib
 import re
@@ -56,7 +56,7 @@ def test_an_agent_may_speak_at_several_nodes():
 
 @st.composite
 def dags(draw):
-    """Random graphs whose last node sees all that nobody else sees."""
+    """Random graphs whose last node sees every node that no other node sees."""
     count = draw(st.integers(1, 6))
     sees = {NAMES[i]: draw(st.lists(st.sampled_from(NAMES[:i]), unique=True)) if i else [] for i in range(count)}
     seen = {other for others in sees.values() for other in others}
@@ -66,7 +66,7 @@ def dags(draw):
 
 
 @given(dags(), st.integers(1, 3))
-def test_what_is_recorded_is_what_was_shown_in_any_graph(sees, rows):
+def test_random_graphs_record_the_shown_turns(sees, rows):
     graph = Graph(sees)
     episodes = run(graph, NAMES, rows)
     for episode in episodes:
@@ -169,9 +169,9 @@ def test_an_agent_that_fails_in_a_branch_ends_the_graph():
     ids=lambda value: type(value).__name__,
 )
 def test_rounds_of_agents_that_answer_at_once(workflow, waves, sees):
-    asked = []
-    (episode,) = run(workflow, list("abcd"), waves=asked)
-    assert asked == waves and [turn.sees for turn in episode.turns] == sees
+    requested_waves = []
+    (episode,) = run(workflow, list("abcd"), waves=requested_waves)
+    assert requested_waves == waves and [turn.sees for turn in episode.turns] == sees
     assert episode.answer.agent == "d" and episode.joint_steps() == [0, 0, 1, 1, 2]
 
 
@@ -181,15 +181,15 @@ def test_a_debate_without_a_judge_answers_with_the_majority():
     assert episode.answer.agent == "b"
 
 
-def test_votes_are_what_a_function_reads_in_the_answers():
+def test_vote_functions_extract_the_votes():
     replies = {"a": "A plan.", "e": "No number.", "b": "\\boxed{4}", "c": "3 + 1 makes \\boxed{4}", "d": "\\boxed{5}"}
 
     def answer(*names):
         workflow = Debate(names, rounds=1, vote=math_answer)
         return rehearse(workflow, list(names), lambda agent, seen: replies[agent]).answer.agent
 
-    assert answer("a", "d", "b", "c") == "b"  # what does not vote does not win
-    assert answer("a", "e", "d") == "d"  # however many do not vote
+    assert answer("a", "d", "b", "c") == "b"  # replies without a vote do not win
+    assert answer("a", "e", "d") == "d"  # however many replies have no vote
     assert answer("d", "b") == "d" and answer("a") == "a"
 
 
@@ -242,7 +242,9 @@ def test_a_thousand_turns():
                 episode.observe("on", after=[turn])
 
     def run_long(workflow):
-        return collect(workflow, [{"prompt": "q"}], ["a"], lambda asked: [one.make_completion("x") for one in asked])
+        return collect(
+            workflow, [{"prompt": "q"}], ["a"], lambda requests: [request.make_completion("x") for request in requests]
+        )
 
     start = time.process_time()
     (episode,) = run_long(Long())
@@ -259,32 +261,34 @@ class Both(Workflow):
 
 
 def run_again(**change):
-    """An episode of three turns, what is asked for where one of them is another, and the episode that comes of it."""
-    asked = []
+    """Rerun an episode of three turns with a change: its texts, and the requests and turns of the rerun."""
+    requested = []
 
     def answer(requests):
-        asked.extend((one.agent, one.by_reference, [turn.text for turn in one.seen]) for one in requests)
+        requested.extend(
+            (request.agent, request.by_reference, [turn.text for turn in request.seen]) for request in requests
+        )
         return echo()(requests)
 
     (episode,) = run(Both(), list("abc"))
-    (again,) = collect(Both(), [{"prompt": "q0"}], list("abc"), answer, [Rerun(episode, **change)])
-    assert [(turn.agent, turn.sees) for turn in again.turns] == [("a", ()), ("b", ()), ("c", (0, 1))]
-    return [turn.text for turn in episode.turns], asked, again.turns
+    (rerun,) = collect(Both(), [{"prompt": "q0"}], list("abc"), answer, [Rerun(episode, **change)])
+    assert [(turn.agent, turn.sees) for turn in rerun.turns] == [("a", ()), ("b", ()), ("c", (0, 1))]
+    return [turn.text for turn in episode.turns], requested, rerun.turns
 
 
 @pytest.mark.parametrize("changed", range(3))
 def test_a_rerun_repeats_turns_side_by_side_as_they_were(changed):
-    _, asked, _ = run_again(changed=changed)
-    assert [one[:2] for one in asked] == [("abc"[changed], True)] + ([("c", False)] if changed < 2 else [])
+    _, requested, _ = run_again(changed=changed)
+    assert [request[:2] for request in requested] == [("abc"[changed], True)] + ([("c", False)] if changed < 2 else [])
 
 
 @pytest.mark.parametrize("removed", range(3))
-def test_a_removed_turn_is_an_empty_one_and_what_saw_it_is_written_again(removed):
-    texts, asked, again = run_again(removed=removed)
-    assert (again[removed].text, again[removed].raw_text, again[removed].completion_ids) == ("", "", ())
+def test_removed_turns_are_empty_and_turns_that_saw_them_are_resampled(removed):
+    texts, requested, turns = run_again(removed=removed)
+    assert (turns[removed].text, turns[removed].raw_text, turns[removed].completion_ids) == ("", "", ())
     seen = ["" if index == removed else text for index, text in enumerate(texts[:2])]
-    assert asked == ([("c", False, seen)] if removed < 2 else [])
-    assert [again[k].text for k in range(2) if k != removed] == [texts[k] for k in range(2) if k != removed]
+    assert requested == ([("c", False, seen)] if removed < 2 else [])
+    assert [turns[k].text for k in range(2) if k != removed] == [texts[k] for k in range(2) if k != removed]
 
 
 def test_an_episode_that_ends_in_one_branch_ends_in_all():
@@ -299,7 +303,10 @@ def test_an_episode_that_ends_in_one_branch_ends_in_all():
 
     def answer(requests):
         turns = echo()(requests)
-        ends = [one.agent == "a" and len(one.episode.turns) >= 2 and one.episode.index == 0 for one in requests]
+        ends = [
+            request.agent == "a" and len(request.episode.turns) >= 2 and request.episode.index == 0
+            for request in requests
+        ]
         return [EndOfEpisode("full") if end else turn for end, turn in zip(ends, turns, strict=True)]
 
     first, second = collect(Chains(), [{"prompt": "q"}] * 2, ["a", "b"], answer)
@@ -324,28 +331,28 @@ def test_a_picture_of_a_loop_that_waits_for_words():
 
 
 def test_turns_of_another_episode_and_feedback_are_no_answers():
-    class Kept(Sequential):
+    class Recording(Sequential):
         async def run(self, episode):
-            kept.append(episode)
+            episodes.append(episode)
             await super().run(episode)
 
-    kept = []
-    run(Kept(["a"]), ["a"], rows=2)
-    first, second = kept
+    episodes = []
+    run(Recording(["a"]), ["a"], rows=2)
+    first, second = episodes
     with pytest.raises(ValueError, match=r"`episode.answer` got a turn of 'a' from another episode"):
         first.answer = second.turns[0]
-    said = first.observe("hm", after=[first.turns[0]])
+    feedback = first.observe("hm", after=[first.turns[0]])
     with pytest.raises(TypeError, match=r"`episode.earn` takes turns returned by `episode.turn`, got a Feedback"):
-        first.earn(said, 1.0)
+        first.earn(feedback, 1.0)
 
 
 def test_the_pictures_in_the_documentation_are_true():
     text = (Path(__file__).parent.parent / "docs" / "guide" / "workflows.md").read_text()
-    found = re.findall(r"`(\w+\([^`\n]*\))`(?:, with the agents ([^\n]*))?\n\n```mermaid\n(.*?)\n```", text, re.DOTALL)
-    shipped = {one.__name__: one for one in (Sequential, Graph, Debate, MixtureOfAgents, UntilApproved, Orchestrated)}
+    cases = re.findall(r"`(\w+\([^`\n]*\))`(?:, with the agents ([^\n]*))?\n\n```mermaid\n(.*?)\n```", text, re.DOTALL)
+    shipped = {cls.__name__: cls for cls in (Sequential, Graph, Debate, MixtureOfAgents, UntilApproved, Orchestrated)}
     shipped |= {"EnvironmentLoop": EnvironmentLoop, "Guess": Steps}
-    assert [code.partition("(")[0] for code, _, _ in found] == list(shipped)[:-1]
-    for code, agents, picture in found:
+    assert [code.partition("(")[0] for code, _, _ in cases] == list(shipped)[:-1]
+    for code, agents, picture in cases:
         workflow = eval(code, shipped)  # noqa: S307  # our own documentation
         assert workflow.mermaid(agents.split(", ") if agents else []) == picture, code
 

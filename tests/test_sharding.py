@@ -1,4 +1,4 @@
-"""Two gloo processes with the base in shards (FSDP2) train what two with the whole base train, to the bit."""
+"""Two gloo processes with a sharded base (FSDP2) train bitwise the same weights as two with the whole base."""
 
 import json
 import math
@@ -39,15 +39,15 @@ SCRIPT = "tests/scripts/train_sharded.py"
 
 def train(model, folder, *, sharded, processes=2, environment=(), **options):
     Path(folder).mkdir(exist_ok=True)
-    given = {"PYTHONHASHSEED": "0", **dict(environment)}
-    given |= {"SHARD_ON_CPU": "1", "ACCELERATE_USE_CPU": "false"} if sharded else {}
-    launch(processes, SCRIPT, model, str(folder), json.dumps(options), environment=given)
+    variables = {"PYTHONHASHSEED": "0", **dict(environment)}
+    variables |= {"SHARD_ON_CPU": "1", "ACCELERATE_USE_CPU": "false"} if sharded else {}
+    launch(processes, SCRIPT, model, str(folder), json.dumps(options), environment=variables)
     return load_file(folder / "weights.safetensors")
 
 
 @pytest.fixture(scope="module")
 def untied_folder(deep_folder, tmp_path_factory):
-    """The tiny model with a head of its own, as most models from 7B on have."""
+    """The tiny model with an untied head, as most models from 7B on have."""
     folder = tmp_path_factory.mktemp("untied")
     shutil.copytree(deep_folder, folder, dirs_exist_ok=True)
     config = AutoConfig.from_pretrained(deep_folder)
@@ -57,15 +57,12 @@ def untied_folder(deep_folder, tmp_path_factory):
     return str(folder)
 
 
-def assert_same(found, expected, is_exact=True):
-    assert found.keys() == expected.keys()
-    if not is_exact:
-        for name, value in expected.items():
-            # By norms, because Adam makes of the rounding of a gradient near 0 a part of the learning rate (1e-2)
-            assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
-        return
-    different = {name: (found[name] - its).abs().max().item() for name, its in expected.items()}
-    assert not any(different.values()), {name: value for name, value in different.items() if value}
+def assert_same(weights, expected, is_exact=True):
+    assert weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        # By norms, because Adam turns the rounding of a gradient near 0 into a part of the learning rate (1e-2)
+        is_near = (weights[name] - weight).norm() <= 1e-5 * weight.norm()
+        assert torch.equal(weights[name], weight) if is_exact else is_near, name
 
 
 PPO = {"advantage": "gae", "num_generations": 1, "critic_learning_rate": 1e-2}
@@ -100,22 +97,22 @@ MARKS = {"lopsided": pytest.mark.slow, "shared": pytest.mark.slow, "batches": py
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=MARKS.get(kind, pytest.mark.exhaustive)) for kind in SETTINGS]
 )
-def test_a_sharded_base_trains_as_a_whole_one(deep_folder, untied_folder, tmp_path, kind):
+def test_a_sharded_base_trains_like_a_whole_base(deep_folder, untied_folder, tmp_path, kind):
     """
     Generation, references, critics and evaluations included; `is_sharded`, `gather_in_one_order` and `with_all_layers`
-    are tried by it. "lopsided": the rows of one process train nothing, and an adapter has one layer of two.
+    are tested here. "lopsided": the rows of one process train nothing, and an adapter has one layer of two.
     """
     folder = untied_folder if kind in ("lopsided", "no prefixes") else deep_folder
     expected = train(folder, tmp_path / "whole", sharded=False, **SETTINGS[kind])
     environment = ENVIRONMENTS.get(kind, ())
-    found = train(folder, tmp_path / "sharded", sharded=True, environment=environment, **SETTINGS[kind])
-    # Passes that a critic keeps for its update are cut otherwise; on a sharded base it keeps none
-    assert_same(found, expected, is_exact=kind != "per_agent")
-    held, other = (json.loads((tmp_path / "sharded" / f"held-{index}.json").read_text()) for index in (0, 1))
-    assert max(held["bytes"], other["bytes"]) == held["expected"]  # the last shards may be smaller
-    assert "The base is sharded over 2 processes (FSDP2)" in held["plan"] and held["collectives"] == 0
-    is_whole = kind == "4-bit, whole"  # bytes are no numbers of a shard: accelerate says so, and leaves them
-    assert (held["layers"] < 0.51) != is_whole and held["adapters"] == 1.0
+    weights = train(folder, tmp_path / "sharded", sharded=True, environment=environment, **SETTINGS[kind])
+    # A critic keeps passes for its update, in other micro-batches. On a sharded base it keeps none
+    assert_same(weights, expected, is_exact=kind != "per_agent")
+    memory, other_memory = (json.loads((tmp_path / "sharded" / f"held-{index}.json").read_text()) for index in (0, 1))
+    assert max(memory["bytes"], other_memory["bytes"]) == memory["expected"]  # the last shards may be smaller
+    assert "The base is sharded over 2 processes (FSDP2)" in memory["plan"] and memory["collectives"] == 0
+    is_whole = kind == "4-bit, whole"  # accelerate cannot shard bytes: it warns and leaves them
+    assert (memory["layers"] < 0.51) != is_whole and memory["adapters"] == 1.0
 
 
 @pytest.mark.exhaustive
@@ -126,28 +123,28 @@ def test_a_sharded_base_trains_as_a_whole_one(deep_folder, untied_folder, tmp_pa
         *((kind, "grpo") for kind in ("sequential", "candidates")),
     ],
 )
-def test_two_processes_with_shards_equal_one_without(deep_folder, tmp_path, kind, loss_type):
+def test_two_processes_with_shards_equal_a_single_process(deep_folder, tmp_path, kind, loss_type):
     """On the same episodes, whose rows fall on different agents and differ in number."""
     script = "tests/scripts/train_canned.py"
     launch(1, script, deep_folder, str(tmp_path / "one"), kind, loss_type)
     sharded = {"SHARD_ON_CPU": "1", "ACCELERATE_USE_CPU": "false"}
     launch(2, script, deep_folder, str(tmp_path / "two"), kind, loss_type, environment=sharded)
-    one, two = load_file(tmp_path / "one"), load_file(tmp_path / "two")
-    assert one.keys() == two.keys()
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    expected, weights = load_file(tmp_path / "one"), load_file(tmp_path / "two")
+    assert expected.keys() == weights.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.exhaustive
 def test_folders_are_the_same_and_runs_resume(deep_folder, tmp_path):
-    """Checkpoints of a sharded run are those of a whole one, and each goes on from the other's, to the bit."""
+    """Sharded and whole runs write the same checkpoints, and each resumes the other bitwise."""
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     expected = train(deep_folder, tmp_path / "whole", sharded=False, **settings)
-    found = train(deep_folder, tmp_path / "sharded", sharded=True, **settings)
-    assert_same(found, expected)
+    weights = train(deep_folder, tmp_path / "sharded", sharded=True, **settings)
+    assert_same(weights, expected)
     for path in sorted((tmp_path / "whole").rglob("*")):
-        timed = path.name in ("training_args.bin", "trainer_state.json", "marft_commit.json", "log.json")
-        if path.is_file() and not timed and path.parent != tmp_path / "whole":
+        is_skipped = path.name in ("training_args.bin", "trainer_state.json", "marft_commit.json", "log.json")
+        if path.is_file() and not is_skipped and path.parent != tmp_path / "whole":
             twin = tmp_path / "sharded" / path.relative_to(tmp_path / "whole")
             assert twin.read_bytes() == path.read_bytes(), path.name
     for written_by, sharded in (("sharded", True), ("sharded", False), ("whole", True)):
@@ -162,7 +159,7 @@ def test_folders_are_the_same_and_runs_resume(deep_folder, tmp_path):
 
 @pytest.mark.exhaustive
 def test_runs_resume_on_another_number_of_processes(deep_folder, tmp_path):
-    """Two with shards, then one without, then two again: the adapters go on, with other random numbers."""
+    """Two processes with shards, one without, two again: the adapters train on, with other random numbers."""
     settings = {"save_strategy": "steps", "save_steps": 1}
     other = {"resume": True, "resume_changes": {"accept": ["processes", "batch"]}}
     folder = tmp_path / "run"
@@ -180,8 +177,8 @@ def test_runs_resume_on_another_number_of_processes(deep_folder, tmp_path):
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_turns_of_servers(deep_folder, tmp_path, tokenizer, staleness):
     """
-    The first process compares the adapters on the server with its own weights, which the others help it to. It alone
-    reads the weights of the adapters (`keep_what_is_gathered`).
+    The first process compares the adapters on the server with its own weights, which the other processes help to
+    gather. It alone reads the weights of the adapters (`keep_what_is_gathered`).
     """
     settings = {"max_steps": 3, "max_staleness": staleness}
     with fake_servers() as (server,):
@@ -189,8 +186,8 @@ def test_turns_of_servers(deep_folder, tmp_path, tokenizer, staleness):
         server.logps = lambda adapter, ids, temperature: {5: flat if temperature > 1 else flat + 0.5}
         server.fault = lambda body: as_text(turn({**body, "model": ""}))
         expected = train(deep_folder, tmp_path / "whole", sharded=False, server=server.url, **settings)
-        found = train(deep_folder, tmp_path / "sharded", sharded=True, server=server.url, **settings)
-    assert_same(found, expected)
+        weights = train(deep_folder, tmp_path / "sharded", sharded=True, server=server.url, **settings)
+    assert_same(weights, expected)
 
 
 @pytest.mark.exhaustive
@@ -198,11 +195,11 @@ def test_turns_of_servers(deep_folder, tmp_path, tokenizer, staleness):
     ("fault", "says", "error"),
     [
         ("fails", "a reward that is lost", "Process 1 of the run failed"),
-        # The other process waits in the middle of the pass, where nobody can tell it anything
+        # The other process waits in the middle of the pass, where no message reaches it
         ("out_of_memory", "in the middle of a pass", "Process 1 of the run failed: OutOfMemoryError"),
     ],
 )
-def test_a_process_that_fails_ends_all_at_once_with_its_error(deep_folder, tmp_path, fault, says, error):
+def test_a_process_that_fails_ends_all_with_the_same_error(deep_folder, tmp_path, fault, says, error):
     start = time.monotonic()
     with pytest.raises(AssertionError, match=says) as raised:
         train(deep_folder, tmp_path / "sharded", sharded=True, **{fault: True})
@@ -213,19 +210,19 @@ def test_a_process_that_fails_ends_all_at_once_with_its_error(deep_folder, tmp_p
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_mixed_precision(deep_folder, untied_folder, tmp_path, is_tied):
-    """Layers compute in bfloat16, also where the base is in float32: it trains, near to what a whole base does."""
+    """Layers compute in bfloat16, also where the base is in float32: it trains, close to a whole base."""
     folder = deep_folder if is_tied else untied_folder
     settings = {"bf16": True, "max_steps": 2, "learning_rate": 1e-3}
     expected = train(folder, tmp_path / "whole", sharded=False, **settings)
     environment = {"ACCELERATE_MIXED_PRECISION": "bf16"}
-    found = train(folder, tmp_path / "sharded", sharded=True, environment=environment, **settings)
-    for name, value in expected.items():  # two steps of Adam; episodes may differ by the precision of generation
-        assert (found[name] - value).abs().max() <= 4.5e-3, name
-    assert any(value.any() for name, value in found.items() if "lora_B" in name)
+    weights = train(folder, tmp_path / "sharded", sharded=True, environment=environment, **settings)
+    for name, weight in expected.items():  # two steps of Adam; episodes may differ by the precision of generation
+        assert (weights[name] - weight).abs().max() <= 4.5e-3, name
+    assert any(weight.any() for name, weight in weights.items() if "lora_B" in name)
 
 
 @pytest.mark.exhaustive
-def test_nodes_that_do_not_share_the_output_folder_are_told_so(deep_folder, tmp_path):
+def test_nodes_without_a_shared_output_folder_raise(deep_folder, tmp_path):
     """Also without shards. Every process writes its part of a checkpoint."""
     with pytest.raises(AssertionError, match="is not the one that the first process of the run writes to") as error:
         train(deep_folder, tmp_path / "node", sharded=False, apart=True, save_strategy="steps", save_steps=1)
@@ -234,7 +231,7 @@ def test_nodes_that_do_not_share_the_output_folder_are_told_so(deep_folder, tmp_
 
 @pytest.mark.exhaustive
 def test_an_example_under_accelerate_with_a_config_file(deep_folder, tmp_path):
-    """What a user types, with two processes in place of eight."""
+    """What a user types, with two processes instead of eight."""
     (tmp_path / "sitecustomize.py").write_text("from tests import shard_on_cpu\n")
     environment = {**os.environ, "SHARD_ON_CPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     environment.pop("ACCELERATE_USE_CPU", None)
@@ -244,16 +241,16 @@ def test_an_example_under_accelerate_with_a_config_file(deep_folder, tmp_path):
         --use_peft --lora_target_modules q_proj v_proj --max_steps 2 --per_device_train_batch_size 4
         --num_generations 4 --max_completion_length 8 --report_to none"""
     command = [sys.executable, *flags.split()]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "step 2/2" in done.stdout and "eval_reward" in done.stdout
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert "step 2/2" in process.stdout and "eval_reward" in process.stdout
     assert (tmp_path / "out" / "actor" / "adapter_model.safetensors").exists()
 
 
 # ---- The parts ----
 
 
-def test_WholeAdapters_leaves_adapters_and_what_is_between_layers_out_and_keeps_the_optimizer(model_folder, tmp_path):
+def test_WholeAdapters_ignores_adapters_and_norms_and_keeps_the_optimizer(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path)
     optimizer = trainer.create_optimizer()
     before = [list(group["params"]) for group in optimizer.param_groups]
@@ -264,16 +261,16 @@ def test_WholeAdapters_leaves_adapters_and_what_is_between_layers_out_and_keeps_
         return args
 
     plugin = SimpleNamespace(ignored_modules=None, cpu_ram_efficient_loading=False)
-    one = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu"), prepare=None)
-    one._prepare_fsdp2 = prepare
-    WholeAdapters(one, trainer.model, trainer.policies.all_parameters())
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu"), prepare=None)
+    accelerator._prepare_fsdp2 = prepare
+    WholeAdapters(accelerator, trainer.model, trainer.policies.all_parameters())
     left_out = {id(p) for module in plugin.ignored_modules for p in module.parameters()}
     for name, parameter in trainer.model.named_parameters():
         is_whole = "lora_" in name or name.endswith("model.norm.weight")
         assert (id(parameter) in left_out) == is_whole, name
-    one._prepare_fsdp2(trainer.model, optimizer)
+    accelerator._prepare_fsdp2(trainer.model, optimizer)
     assert sizes == [[0, 0]] and [group["params"] for group in optimizer.param_groups] == before
-    assert one.prepare(trainer.model) is trainer.model  # an evaluation has no optimizer
+    assert accelerator.prepare(trainer.model) is trainer.model  # an evaluation has no optimizer
 
 
 def small_model(vocab_size=5, is_tied=False):
@@ -292,7 +289,7 @@ def test_shard_sizes_of_a_small_model():
     half = 4 * 8 + 2 * (2 * 4) + 2 * 3 + 4 * 2  # two of the three rows of gate and up
     whole = 4 + 5 * 4  # the last norm and the head
     assert shard_sizes(model, [], 2) == ShardSizes(4 * (3 * half + 3 * 4 + whole), 4 * 2 * layer)
-    # Embeddings that the head reads too are gathered with the layers; others before the layers
+    # Tied embeddings are gathered with the layers, others before the layers
     tied = ShardSizes(4 * (3 * half + 3 * 4 + 4), 4 * (2 * layer + 5 * 4))
     assert shard_sizes(small_model(is_tied=True), [], 2) == tied
     assert shard_sizes(small_model(vocab_size=200), [], 2).gathered == 4 * (200 * 4 + layer)
@@ -344,7 +341,7 @@ def launched(tmp_path, monkeypatch, environment=(), kind=DistributedType.MULTI_G
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {}, "does not support Megatron, "),
     ],
 )
-def test_what_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, environment, settings, message):
+def test_unsupported_launches_are_refused_before_loading(tmp_path, monkeypatch, environment, settings, message):
     args = launched(tmp_path, monkeypatch, environment, **settings)
     with pytest.raises(ValueError, match=f"(?s){message}"):
         check_launcher(args)
@@ -365,7 +362,7 @@ def test_4bit_weights_that_mixed_precision_would_cast_are_refused(model_folder):
     with pytest.raises(ValueError, match=r"stored as torch.float16.*bnb_4bit_quant_storage=torch.bfloat16"):
         keep_adapters_whole(prepared(model), None)
     states = [p.quant_state for p in model.parameters() if hasattr(p, "quant_state")]
-    assert states and constants(model) == sum(4 * (one.absmax.numel() + one.code.numel()) for one in states)
+    assert states and constants(model) == sum(4 * (state.absmax.numel() + state.code.numel()) for state in states)
     assert constants(small_model()) == 0
 
 
@@ -375,7 +372,7 @@ def test_other_layers_than_those_of_the_base_are_refused():
         keep_adapters_whole(prepared(small_model(), layers=["Qwen3MLP"]), None)
 
 
-def test_a_head_of_its_own_takes_any_precision():
+def test_an_untied_head_takes_any_precision():
     """`in_the_precision_of_the_head`: the head of a base in float32 below layers in bfloat16."""
     model = small_model()
     states = torch.ones(1, 1, 4, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Rows whose gradient is exactly 0 take no pass, and the update is that of a full pass."""
+"""Rows whose gradient is exactly 0 skip the pass, and the update equals that of a full pass."""
 
 from marft_trl import AgentSpec
 from marft_trl.algorithms.baselines import BASELINES, TurnReturns
@@ -29,11 +29,11 @@ def run(model, folder, reward=reward_of_half, agents=None, **settings):
     settings = {"per_device_train_batch_size": ROWS, "max_steps": STEPS, "gradient_checkpointing": False, **settings}
     trainer = team_trainer(model, folder, settings=settings, reward_funcs=reward, agents=agents or tiny_agents())
     counted = {"rows": 0}
-    inner = trainer.parts.log_probs.for_trl
+    original = trainer.parts.log_probs.for_trl
 
     def counting(model, input_ids, *args, **kwargs):
         counted["rows"] += len(input_ids) if torch.is_grad_enabled() else 0
-        return inner(model, input_ids, *args, **kwargs)
+        return original(model, input_ids, *args, **kwargs)
 
     trainer.parts.log_probs.for_trl = counting
     trainer.train()
@@ -41,17 +41,17 @@ def run(model, folder, reward=reward_of_half, agents=None, **settings):
 
 
 def run_both(model, folder, *arguments, **settings):
-    """The same without the rows that have no signal, and with all of them: weights and logs."""
+    """Train without the rows that have no signal, and with all rows: weights and logs of both."""
     short, logs, rows = run(model, folder, *arguments, **settings)
     full, all_logs, all_rows = run(model, folder, *arguments, skip_rows_without_signal=False, **settings)
     assert 0 < rows < 0.8 * all_rows
     return short, logs, full, all_logs
 
 
-def distance(one, other):
+def distance(first, second):
     """Norm of the difference of trained weights, relative to their norm."""
-    names = [name for name in one if "lora" in name]
-    a, b = (torch.cat([its[name].flatten() for name in names]).double() for its in (one, other))
+    names = [name for name in first if "lora" in name]
+    a, b = (torch.cat([state[name].flatten() for name in names]).double() for state in (first, second))
     return ((a - b).norm() / b.norm()).item()
 
 
@@ -74,14 +74,14 @@ def distance(one, other):
 def test_updates_are_those_of_the_full_pass(model_folder, tmp_path, settings):
     short, logs, full, all_logs = run_both(model_folder, tmp_path, **{"learning_rate": 1e-4, **settings})
     assert distance(short, full) < 1e-7
-    for ours, theirs in zip(logs, all_logs, strict=True):
+    for short_log, full_log in zip(logs, all_logs, strict=True):
         names = [f"agents/{agent.name}/{figure}" for agent in tiny_agents() for figure in ("grad_norm", "approx_kl")]
         names += ["loss", "grad_norm", "reward", "frac_reward_zero_std", "clip_ratio/region_mean", "cispo_clip_ratio"]
         for name in names:
-            expected = theirs.get(name)
+            expected = full_log.get(name)
             close = {"rel": 1e-2, "abs": 1e-11} if name.endswith("approx_kl") else {"abs": 1e-5}
-            assert ours.get(name) == (expected if expected is None else pytest.approx(expected, **close)), name
-        assert 0 < ours["frac_rows_without_signal"] < 1 and theirs["frac_rows_without_signal"] == 0
+            assert short_log.get(name) == (expected if expected is None else pytest.approx(expected, **close)), name
+        assert 0 < short_log["frac_rows_without_signal"] < 1 and full_log["frac_rows_without_signal"] == 0
 
 
 def test_clip_ratios_of_turns_are_shares_of_all_turns_also_of_those_that_take_no_pass(model_folder, tmp_path):
@@ -117,7 +117,7 @@ def test_a_batch_of_equal_rewards_moves_nothing(model_folder, tmp_path, settings
 
     after, logs, rows = run(model_folder, tmp_path, [same, other], learning_rate=1e-2, **settings)
     assert rows == 0 and not any(after[name].any() for name in after if "lora_B" in name)  # as they began
-    assert all(one["frac_rows_without_signal"] == one["frac_reward_zero_std"] == 1 for one in logs)
+    assert all(log["frac_rows_without_signal"] == log["frac_reward_zero_std"] == 1 for log in logs)
 
 
 @pytest.mark.slow
@@ -127,11 +127,11 @@ def test_updates_are_the_same_to_the_bit_where_whole_micro_batches_vanish(model_
 
 
 @pytest.mark.slow
-def test_an_adapter_without_a_gradient_still_moves_by_its_momentum(model_folder, tmp_path):
+def test_an_adapter_without_a_gradient_still_moves_by_momentum(model_folder, tmp_path):
     """As after a pass over rows without advantage: the optimizer gets a gradient of 0, not none."""
 
     def fading(completions, trainer_state, **kwargs):
-        """Only the first batch says something."""
+        """Only the first batch has a signal."""
         return varied_reward(completions) if trainer_state.global_step == 0 else [0.0] * len(completions)
 
     ends = []
@@ -140,8 +140,8 @@ def test_an_adapter_without_a_gradient_still_moves_by_its_momentum(model_folder,
         first, *_ = run(model_folder, tmp_path, fading, max_steps=1, lr_scheduler_type="constant", **settings)
         last, logs, _ = run(model_folder, tmp_path, fading, max_steps=3, lr_scheduler_type="constant", **settings)
         assert distance(last, first) > 1e-4
-        assert [entry["grad_norm"] > 0 for entry in logs] == [True, False, False]
-        assert [entry["frac_rows_without_signal"] == 1 for entry in logs] == [False, skip, skip]
+        assert [log["grad_norm"] > 0 for log in logs] == [True, False, False]
+        assert [log["frac_rows_without_signal"] == 1 for log in logs] == [False, skip, skip]
         ends.append(last)
     assert not moved(*ends)
 
@@ -160,7 +160,7 @@ def test_an_adapter_without_a_gradient_still_moves_by_its_momentum(model_folder,
 def test_rows_with_another_gradient_are_trained_on(model_folder, tmp_path, settings):
     _, logs, rows = run(model_folder, tmp_path, max_steps=1, **settings)
     assert rows == ROWS * 2
-    assert all(entry["frac_rows_without_signal"] == 0 for entry in logs)
+    assert all(log["frac_rows_without_signal"] == 0 for log in logs)
 
 
 def test_turns_that_do_not_count_take_no_pass(model_folder, tmp_path):
@@ -169,11 +169,11 @@ def test_turns_that_do_not_count_take_no_pass(model_folder, tmp_path):
     settings = {"mask_truncated_completions": True, "beta": 0.1}
     _, logs, rows = run(model_folder, tmp_path, varied_reward, agents, **settings)
     assert rows < STEPS * ROWS * 2
-    assert all(entry["agents/reasoner/frac_rows_without_signal"] > 0.9 for entry in logs)
+    assert all(log["agents/reasoner/frac_rows_without_signal"] > 0.9 for log in logs)
 
 
 def test_frozen_agents_are_not_counted(model_folder, tmp_path):
     agents = [AgentSpec("reasoner", trainable=False), AgentSpec("actor", max_completion_length=6)]
     _, logs, _ = run(model_folder, tmp_path, agents=agents)
-    assert all("agents/reasoner/frac_rows_without_signal" not in entry for entry in logs)
-    assert all(0 < entry["agents/actor/frac_rows_without_signal"] < 1 for entry in logs)
+    assert all("agents/reasoner/frac_rows_without_signal" not in log for log in logs)
+    assert all(0 < log["agents/actor/frac_rows_without_signal"] < 1 for log in logs)

@@ -36,13 +36,13 @@ def listed():
 
 def test_every_public_name_is_in_the_api_and_has_a_docstring():
     page = (ROOT / "docs" / "reference" / "api.md").read_text()
-    shown = re.findall(r"<!-- names of ([\w.]+) -->", page)
-    assert sorted(shown) == sorted(listed())
-    for module in map(importlib.import_module, shown):
+    module_names = re.findall(r"<!-- names of ([\w.]+) -->", page)
+    assert sorted(module_names) == sorted(listed())
+    for module in map(importlib.import_module, module_names):
         for name in module.__all__:
-            value = getattr(module, name)
-            if inspect.isclass(value) or inspect.isfunction(value):
-                assert inspect.getdoc(value), (module.__name__, name)
+            public_object = getattr(module, name)
+            if inspect.isclass(public_object) or inspect.isfunction(public_object):
+                assert inspect.getdoc(public_object), (module.__name__, name)
 
 
 def luminance(color: str) -> float:

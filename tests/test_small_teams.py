@@ -20,7 +20,7 @@ ESTIMATORS = {
 
 
 def drawing(folder, name, seed, frozen=(), **settings):
-    """A team whose turns are drawn from its policies, and what is true of it."""
+    """A team whose turns are drawn from its policies, and its exact values."""
     team = Team(name, seed)
     world = make(team, folder, frozen, per_device_train_batch_size=64, **settings)
     world.trainer.parts.runner.generator.generate = Drawing(world, seed=seed + 1)
@@ -35,27 +35,27 @@ def estimated(folder, name, settings, episodes, frozen=()):
     trainer.args.per_device_train_batch_size = episodes
     trainer.model.train()
     (slice_,) = trainer.parts.experience.for_training([{"prompt": "a"}] * episodes)
-    found = torch.zeros(episodes, len(truth.gradient()))
+    gradients = torch.zeros(episodes, len(truth.gradient()))
     copies = settings.get("turn_candidates", 1)
     for row in slice_.rows:
         if row.is_trained:
             key, turn = key_of(row, world)
-            found[row.episode] += value_of(row) * truth.score(key, turn) / copies
-    exact, trained = truth.gradient(), truth.of_agents([one for one in team.names if one not in frozen])
+            gradients[row.episode] += value_of(row) * truth.score(key, turn) / copies
+    exact, trained = truth.gradient(), truth.of_agents([agent for agent in team.names if agent not in frozen])
     size = settings["num_generations"]  # the episodes of a group are not independent
-    return found.view(-1, size, found.size(1)).mean(dim=1), exact * trained
+    return gradients.view(-1, size, gradients.size(1)).mean(dim=1), exact * trained
 
 
-def agrees(found, exact):
+def agrees(gradients, exact):
     """Whether the mean is the exact gradient within its standard error, which is small enough to tell."""
-    error = found.std(dim=0) / len(found) ** 0.5
+    error = gradients.std(dim=0) / len(gradients) ** 0.5
     assert error.norm() < 0.25 * exact.norm(), "too few episodes"
-    return bool(((found.mean(dim=0) - exact).abs() <= 4.5 * error + 1e-6).all())
+    return bool(((gradients.mean(dim=0) - exact).abs() <= 4.5 * error + 1e-6).all())
 
 
-FAST = [("orchestrated", "removed"), ("game", "c3")]  # with fewer episodes, which tell less
+FAST = [("orchestrated", "removed"), ("game", "c3")]  # with fewer episodes, so with less power
 CASES = [(team, estimator) for team in TEAMS for estimator in ESTIMATORS]
-# Every team and every estimator, each half of the times
+# Every team with half of the estimators, and every estimator with half of the teams
 PER_COMMIT = [(t, e) for i, t in enumerate(TEAMS) for j, e in enumerate(ESTIMATORS) if (i + j) % 2 == 0]
 
 
@@ -75,21 +75,21 @@ def test_the_mean_gradient_is_exact(tmp_path, team, estimator, episodes):
 @pytest.mark.parametrize("estimator", ["removed", "c3"])
 @pytest.mark.parametrize(("team", "frozen"), [("chain", ["one"]), ("graph", ["two"]), ("orchestrated", ["left"])])
 def test_frozen_agents_are_part_of_the_team(tmp_path, team, frozen, estimator):
-    found, exact = estimated(tmp_path, team, ESTIMATORS[estimator], 3000, frozen)
-    assert agrees(found, exact)
-    assert not found[:, exact == 0].any()
+    gradients, exact = estimated(tmp_path, team, ESTIMATORS[estimator], 3000, frozen)
+    assert agrees(gradients, exact)
+    assert not gradients[:, exact == 0].any()
 
 
-def test_a_biased_estimator_is_told_apart(tmp_path):
-    """So that the tests above can fail: the first turn learns from next to nothing of what it earns."""
+def test_a_biased_estimator_is_detected(tmp_path):
+    """Shows that the tests above can fail: the first turn gets almost none of its reward."""
     settings = {"advantage": "none", "credit": "step_discount", "credit_discount": 0.01}
-    found, exact = estimated(tmp_path, "chain", settings, 500)
-    assert not agrees(found, exact)
+    gradients, exact = estimated(tmp_path, "chain", settings, 500)
+    assert not agrees(gradients, exact)
 
 
 @pytest.mark.slow
 def test_more_completions_of_a_candidate_are_closer_to_its_value(tmp_path):
-    """The return of a candidate is a mean over completions, whose variance is that of one, divided by their number."""
+    """The return of a candidate is a mean over n completions: its variance is 1/n of that of a single completion."""
     spreads = []
     for samples in (1, 9):
         _, world, _ = drawing(tmp_path / str(samples), "chain", 3, **C3, candidate_samples=samples)
@@ -99,7 +99,9 @@ def test_more_completions_of_a_candidate_are_closer_to_its_value(tmp_path):
             for turn, worth in zip(node.turns, node.returns, strict=True):
                 if turn.agent == "one":
                     values.setdefault(tuple(turn.completion_ids), []).append(worth)
-        spreads.append({turn: torch.tensor(its).var().item() for turn, its in values.items() if len(its) > 20})
+        spreads.append(
+            {turn: torch.tensor(returns).var().item() for turn, returns in values.items() if len(returns) > 20}
+        )
     assert spreads[0] and spreads[0].keys() == spreads[1].keys()
-    for turn, one in spreads[0].items():
-        assert spreads[1][turn] == pytest.approx(one / 9, rel=0.5)
+    for turn, variance in spreads[0].items():
+        assert spreads[1][turn] == pytest.approx(variance / 9, rel=0.5)

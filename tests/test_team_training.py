@@ -1,4 +1,4 @@
-"""A team on one base: every trained agent moves, nothing else does, and each by the gradient of its own rows."""
+"""A team on one base: only trained agents change, each by the gradient of its own rows."""
 
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ def gradients_of(trainer, slice_) -> dict:
         pytest.param("dr_grpo", False, marks=pytest.mark.exhaustive),
     ],
 )
-def test_gradient_of_an_agent_is_that_of_its_rows_alone(model_folder, tmp_path, loss_type, gradient_checkpointing):
+def test_an_agents_gradient_comes_from_that_agents_rows(model_folder, tmp_path, loss_type, gradient_checkpointing):
     settings = {"loss_type": loss_type, "gradient_checkpointing": gradient_checkpointing, "beta": 0.05}
     team = team_trainer(model_folder, tmp_path, settings={**settings, "max_tokens_per_micro_batch": 150})
     shake(team.model, 0.02)
@@ -70,21 +70,21 @@ def test_gradient_of_an_agent_is_that_of_its_rows_alone(model_folder, tmp_path, 
         alone = team_trainer(
             model_folder, tmp_path, agents=[agent], settings={**settings, "max_tokens_per_micro_batch": None}
         )
-        own = of(agent.name, dict(team.model.named_parameters()))
+        own_weights = of(agent.name, dict(team.model.named_parameters()))
         with torch.no_grad():
             for name, parameter in alone.model.named_parameters():
-                if name in own:
+                if name in own_weights:
                     parameter.copy_(team.model.get_parameter(name))
         alone.model.train()
         alone.current_gradient_accumulation_steps = 1
         own_slice = replace(slice_, rows=[row for row in slice_.rows if row.agent == agent.name])
         expected = gradients_of(alone, own_slice)
-        assert set(expected) == own and len(own_slice.rows) == 8, index
+        assert set(expected) == own_weights and len(own_slice.rows) == 8, index
         for name, gradient in expected.items():
             torch.testing.assert_close(team_gradients[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
-def test_gradient_of_a_shared_adapter_is_that_of_all_its_agents_rows(model_folder, tmp_path):
+def test_gradient_of_a_shared_adapter_comes_from_the_rows_of_all_agents(model_folder, tmp_path):
     agents = [AgentSpec("one", system_prompt="x", adapter="both"), AgentSpec("two", system_prompt="y", adapter="both")]
     shared = team_trainer(model_folder, tmp_path, agents=agents)
     slice_ = only_slice(shared, EIGHT)
@@ -119,16 +119,16 @@ def test_an_agent_without_a_row_is_not_stepped(model_folder, tmp_path):
     trainer = team_trainer(
         model_folder, tmp_path, workflow=Once(), reward_funcs=reward, settings={"max_steps": 3, "weight_decay": 0.1}
     )
-    seen = []
+    after = []
 
     class Snapshots(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            seen.append(weights(trainer))
+            after.append(weights(trainer))
 
     trainer.add_callback(Snapshots())
     trainer.train()
-    assert not of("actor", moved(seen[0], seen[2]))  # spoke in the first step only: Adam's momentum must not move it
-    assert of("reasoner", moved(seen[0], seen[1]))
+    assert not of("actor", moved(after[0], after[2]))  # spoke in the first step only: Adam's momentum must not move it
+    assert of("reasoner", moved(after[0], after[1]))
     steps = {
         group["adapter"]: {int(trainer.optimizer.state[p]["step"]) for p in group["params"]}
         for group in trainer.optimizer.param_groups
@@ -183,7 +183,7 @@ def test_kl_is_zero_at_step_zero_for_each_agent(model_folder, tmp_path, tokenize
     model = get_peft_model(base, lora(), adapter_name="reasoner")
     model.add_adapter("actor", lora())
     torch.manual_seed(0)
-    shake(model, 0.1, "lora_B.reasoner")  # an agent that comes trained: its start is not the base
+    shake(model, 0.1, "lora_B.reasoner")  # an agent that starts trained: its reference is not the base
     trainer = team_trainer(model, tmp_path, peft_config=None, processing_class=tokenizer, settings={"beta": 0.1})
     trainer.train()
     logs = logged_steps(trainer)
@@ -198,7 +198,7 @@ def four_bit(folder):
 
 
 def test_a_4_bit_base_trains_two_agents_and_scores_as_it_was_loaded_on_every_cpu(model_folder, tmp_path, tokenizer):
-    """Where a CPU has AVX512-BF16, bitsandbytes repacks layers in `eval()`; elsewhere the switch alone can be seen."""
+    """On CPUs with AVX512-BF16, bitsandbytes repacks layers in `eval()`. On others, only the flag can be checked."""
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     loaded = four_bit(model_folder).train()  # where nothing is repacked
     with torch.no_grad():
@@ -260,16 +260,16 @@ def test_agents_score_and_sample_at_their_own_temperature(model_folder, tmp_path
     trainer = team_trainer(model_folder, tmp_path, agents=agents)
     trainer.model.eval()
     ids = torch.tensor([[7, 8, 9, 10, 11, 12]])
-    expected = trainer.model(input_ids=ids).logits[:, 2:-1]
+    logits = trainer.model(input_ids=ids).logits[:, 2:-1]
     for agent, temperature in (("cold", 0.25), ("warm", 1.0)):
         trainer.parts.log_probs.activate(agent)
         logps, _, _ = trainer.parts.log_probs.for_trl(trainer.model, ids, torch.ones_like(ids), 3)
-        want = torch.log_softmax(expected / temperature, -1).gather(-1, ids[:, 3:, None]).squeeze(-1)
-        torch.testing.assert_close(logps, want, rtol=1e-4, atol=1e-5)
+        expected_logps = torch.log_softmax(logits / temperature, -1).gather(-1, ids[:, 3:, None]).squeeze(-1)
+        torch.testing.assert_close(logps, expected_logps, rtol=1e-4, atol=1e-5)
     assert trainer.parts.runner.generator.settings("cold")["temperature"] == 0.25
 
 
-def test_an_adapter_with_its_own_rank_and_targets(model_folder, tmp_path):
+def test_an_adapter_with_another_rank_and_other_targets(model_folder, tmp_path):
     agents = [
         AgentSpec("solver", peft_config=LoraConfig(r=2, target_modules=["q_proj"])),
         AgentSpec("solver_2", system_prompt="x"),
@@ -314,6 +314,6 @@ def test_rows_carry_the_advantage_of_the_chosen_baseline(model_folder, tmp_path,
     settings = {"advantage": advantage, "scale_rewards": "none", "per_device_train_batch_size": 4}
     trainer = team_trainer(model_folder, tmp_path, workflow=EveryOther(), reward_funcs=rising, settings=settings)
     slice_ = only_slice(trainer, EIGHT[:4])  # one group, rewards 0 1 2 3; the actor spoke in the episodes of 1 and 3
-    got = {name: sorted(row.advantage for row in slice_.rows if row.agent == name) for name in ("reasoner", "actor")}
+    gains = {name: sorted(row.advantage for row in slice_.rows if row.agent == name) for name in ("reasoner", "actor")}
     actor = [-1.0, 1.0] if advantage == "agent" else [-0.5, 1.5]
-    assert got == {"reasoner": [-1.5, -0.5, 0.5, 1.5], "actor": actor}
+    assert gains == {"reasoner": [-1.5, -0.5, 0.5, 1.5], "actor": actor}

@@ -1,4 +1,4 @@
-"""What an agent is shown is what the chat template makes of the conversation, for all templates that TRL ships."""
+"""A prompt is the conversation as the chat template renders it, for all templates that TRL ships."""
 
 import json
 import os
@@ -54,11 +54,11 @@ LIKE_SMOLLM3 = (
 
 
 def of_family(table, name):
-    return next((value for family, value in table.items() if name.startswith(family)), None)
+    return next((setting for family, setting in table.items() if name.startswith(family)), None)
 
 
 class Family:
-    """A tokenizer with a template and its control tokens, and what a model writes that follows the template."""
+    """A tokenizer with a template and control tokens, and replies of a model that follows the template."""
 
     def __init__(self, name):
         self.name, self.tokenizer = name, tiny_tokenizer()
@@ -99,9 +99,9 @@ class Family:
         return message | dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasons)
 
     def sampled(self, message):
-        """The tokens with which a model says a message."""
+        """The tokens of a message as a model samples it."""
         prompt, text = self.render([user("q")], add_generation_prompt=True), message["content"]
-        if message.get("tool_calls") or not of_family(TAGS, self.name):  # else it is shown without its reasoning
+        if message.get("tool_calls") or not of_family(TAGS, self.name):  # else it is rendered without its reasoning
             whole = self.render([user("q"), message])
             text = whole[len(os.path.commonprefix([prompt, whole])) :]  # noqa: RUF071
         end = self.call_end if message.get("tool_calls") else self.end
@@ -119,7 +119,7 @@ class Family:
 # System prompt, question, result of a tool, further question
 CONTENTS = {
     "plain": ("Be brief.", "3+4?", "7", "Sure?"),
-    # What templates trim, quote, escape, look for or cut
+    # Texts that templates trim, quote, escape, search for or cut
     "odd": (
         '\nBe "brief" \\ /no_think.\n ',
         " \n'3+4'? \t&lt; é\u0301\U0001f600 /think \n",
@@ -131,10 +131,10 @@ CONTENTS = {
 
 @pytest.mark.parametrize("contents", CONTENTS)
 @pytest.mark.parametrize("name", [*NAMES, "like_smollm3"])
-def test_an_agent_is_shown_what_the_template_makes_of_the_conversation(name, contents):
+def test_prompts_are_the_conversation_as_the_template_renders_it(name, contents):
     """In training, when served, and in a workflow: a call, its result, an answer, and the next question."""
     family, agent = Family(name), AgentSpec("ann")
-    system, question, result_text, doubt = CONTENTS[contents]
+    system, question, result_text, second_question = CONTENTS[contents]
     reasons = "" if "nothink" in name or name == "like_smollm3" else "3 and 4 are 7"
     plan = [family.said("", reasons, [CALL])] if family.has_tools else []
     plan += [family.said("It is 7.", reasons), family.said("Yes.", reasons)]
@@ -142,20 +142,20 @@ def test_an_agent_is_shown_what_the_template_makes_of_the_conversation(name, con
     stops_nowhere = SimpleNamespace(holds_stop=lambda *_: False)
     reader = TurnReader(family.tokenizer, family.ends, family.template, family.has_tools, is_lone=False)
     start = [{"role": "system", "content": system}] * family.has_system + [user(question)]
-    conversation, received, expected, trained, shown = list(start), [], [], [], []
+    conversation, received, rendered_prompts, training_prompts, served_prompts = list(start), [], [], [], []
 
     def answer(requests):
         (request,) = requests
         tools = tuple(request.requested_turn.tools)
         messages = request.requested_turn.messages
         (observation,) = builder.build([Query(agent, "q", request.seen, tools, messages=messages)])
-        (direct,) = served.build([Query(agent, "q", (), tools, messages=received[-1])])
-        trained.append(observation.problem or family.tokenizer.decode(observation.ids))
+        (served_observation,) = served.build([Query(agent, "q", (), tools, messages=received[-1])])
+        training_prompts.append(observation.problem or family.tokenizer.decode(observation.ids))
         whole = family.render(conversation, add_generation_prompt=True)
         assert observation.ids == family.tokenizer(whole, add_special_tokens=False)["input_ids"]
-        shown.append(direct.problem or family.tokenizer.decode(direct.ids))
-        expected.append(family.render(conversation, add_generation_prompt=True))
-        ids = family.sampled(plan[len(trained) - 1])
+        served_prompts.append(served_observation.problem or family.tokenizer.decode(served_observation.ids))
+        rendered_prompts.append(family.render(conversation, add_generation_prompt=True))
+        ids = family.sampled(plan[len(training_prompts) - 1])
         return reader.read_samples(requests, [observation], [SampledTurn(ids)], stops_nowhere)
 
     async def app(row, endpoint):
@@ -163,30 +163,30 @@ def test_an_agent_is_shown_what_the_template_makes_of_the_conversation(name, con
         for number, message in enumerate(plan):
             body = {"model": "ann", "messages": messages, "tools": family.tools}
             received.append(chat.read(json.dumps(body).encode(), ["ann"]).messages)
-            said = await ask("ann", *messages, **({"tools": family.tools} if family.tools else {}))
-            messages.append(said.model_dump(exclude_none=True))
+            reply = await ask("ann", *messages, **({"tools": family.tools} if family.tools else {}))
+            messages.append(reply.model_dump(exclude_none=True))
             conversation.append(message)
-            if said.tool_calls:
+            if reply.tool_calls:
                 result = {"role": "tool", "content": result_text}
-                messages.append(result | {"tool_call_id": said.tool_calls[0].id})
+                messages.append(result | {"tool_call_id": reply.tool_calls[0].id})
                 conversation.append(result | {"name": "add"})
             elif number + 1 < len(plan):
-                messages.append(user(doubt))
-                conversation.append(user(doubt))
+                messages.append(user(second_question))
+                conversation.append(user(second_question))
 
     (episode,) = collect(ExternalApp(app, tools=family.has_tools, together=0.0), [{"prompt": "q"}], ["ann"], answer)
-    assert trained == expected
-    assert shown == expected
+    assert training_prompts == rendered_prompts
+    assert served_prompts == rendered_prompts
     turns, result = episode.turns, Feedback(result_text, TOOL, tool="add", audience="ann")
-    seen, tools = ((turns[0], result, turns[1]), (add,)) if family.has_tools else ((turns[0],), ())
+    visible_turns, tools = ((turns[0], result, turns[1]), (add,)) if family.has_tools else ((turns[0],), ())
     if family.has_tools:
         sampled = (*turns[0].prompt_ids, *turns[0].completion_ids)
         assert turns[1].prompt_ids[: len(sampled)] == sampled
-        (observation,) = builder.build([Query(agent, start, seen[:2], tools, turns[0])])
-        assert family.tokenizer.decode(observation.ids) == expected[1]
-    (observation,) = builder.build([Query(agent, start, (*seen, Turn("ben", doubt, 9)), tools)])
-    conversation[-2:] = [user(f"[ben]\n{doubt}")]
-    answers = [one if one["role"] != "assistant" else without_reasons(one) for one in conversation]
+        (observation,) = builder.build([Query(agent, start, visible_turns[:2], tools, turns[0])])
+        assert family.tokenizer.decode(observation.ids) == rendered_prompts[1]
+    (observation,) = builder.build([Query(agent, start, (*visible_turns, Turn("ben", second_question, 9)), tools)])
+    conversation[-2:] = [user(f"[ben]\n{second_question}")]
+    answers = [turn if turn["role"] != "assistant" else without_reasons(turn) for turn in conversation]
     possible = [family.render(messages, add_generation_prompt=True) for messages in (conversation, answers)]
     assert family.tokenizer.decode(observation.ids) in possible
 
@@ -200,14 +200,14 @@ LISTS = [["Rome", '7 "x"\n'], [1, 2.5, None, True], [{"title": "a <b>", "score":
 
 @pytest.mark.parametrize("name", [name for name in NAMES if Family(name).has_tools])
 def test_a_list_that_a_tool_returns_is_shown_as_the_template_shows_lists(name):
-    """As in TRL, whose trainer hands lists to the template: as JSON, or each element apart."""
+    """As in TRL, whose trainer hands lists to the template: as JSON, or element by element."""
     family, agent = Family(name), AgentSpec("ann")
     question = "3+4?"
     builder, start = family.builder(), [user(question)]
     message = family.said("", "" if "nothink" in name else "3", [CALL])
-    (asked,) = builder.build([Query(agent, start, (), (add,))])
+    (first_observation,) = builder.build([Query(agent, start, (), (add,))])
     ids = tuple(family.sampled(message))
-    fields = {"observation": start, "prompt_ids": tuple(asked.ids), "completion_ids": ids}
+    fields = {"observation": start, "prompt_ids": tuple(first_observation.ids), "completion_ids": ids}
     text = family.tokenizer.decode(ids)
     turn = Turn("ann", text, 0, raw_text=text, tool_calls=(ToolCall("add", {"a": 3, "b": 4}),), **fields)
     for elements in LISTS:
@@ -216,22 +216,22 @@ def test_a_list_that_a_tool_returns_is_shown_as_the_template_shows_lists(name):
         result = {"role": "tool", "name": "add", "content": str(elements)}
         as_text = family.render([*start, message, result], True)
         try:
-            shown = family.render([*start, message, {**result, "content": elements}], True)
+            rendered = family.render([*start, message, {**result, "content": elements}], True)
         except Exception:  # the template takes no such lists
-            shown = as_text
+            rendered = as_text
         # Some templates show only the texts of parts, and nothing of other lists: they are shown the list as a text
         leaves = re.findall(r"[A-Za-z]\w*|\d", json.dumps(elements))
-        is_whole = all(leaf in shown.partition(question)[2] for leaf in leaves if leaf not in ("n", "null", "true"))
-        shown = shown if is_whole else as_text
-        assert family.tokenizer.decode(observation.ids) == shown, elements
+        is_whole = all(leaf in rendered.partition(question)[2] for leaf in leaves if leaf not in ("n", "null", "true"))
+        rendered = rendered if is_whole else as_text
+        assert family.tokenizer.decode(observation.ids) == rendered, elements
 
 
 def test_keys_and_strings_of_a_list_cannot_become_control_tokens():
     family, agent = Family("gptoss"), AgentSpec("ann")
     builder, start = family.builder(), [user("3+4?")]
-    (asked,) = builder.build([Query(agent, start, (), (add,))])
+    (first_observation,) = builder.build([Query(agent, start, (), (add,))])
     ids = tuple(family.sampled(family.said("", "3", [CALL])))
-    fields = {"observation": start, "prompt_ids": tuple(asked.ids), "completion_ids": ids}
+    fields = {"observation": start, "prompt_ids": tuple(first_observation.ids), "completion_ids": ids}
     turn = Turn("ann", "", 0, tool_calls=(ToolCall("add", {"a": 3, "b": 4}),), **fields)
     counts = []
     for word in ("plain", family.end):
@@ -243,7 +243,7 @@ def test_keys_and_strings_of_a_list_cannot_become_control_tokens():
 
 
 def test_a_template_cannot_move_a_text_out_of_its_content():
-    """It would be read with control tokens: such a template is rendered with marks instead of contents."""
+    """The text could be read as control tokens, so such a template is rendered with placeholders for contents."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m.role }}]{% if '<a>' in m.content %}"
@@ -263,9 +263,9 @@ def test_views_that_wrap_the_default_read_texts_of_lists():
         return [{**message, "content": message["content"].strip()} for message in team_view(agent, prompt, seen)]
 
     builder, agent = family.builder(), AgentSpec("ann", view=view)
-    (asked,) = builder.build([Query(agent, [user("q")], (), (add,))])
+    (first_observation,) = builder.build([Query(agent, [user("q")], (), (add,))])
     calls = (ToolCall("add", {"a": 3, "b": 4}),)
-    turn = Turn("ann", "x", 0, raw_text="x", prompt_ids=tuple(asked.ids), tool_calls=calls)
+    turn = Turn("ann", "x", 0, raw_text="x", prompt_ids=tuple(first_observation.ids), tool_calls=calls)
     result = Feedback("['x']", TOOL, tool="add", audience="ann", elements=["x"])
     (observation,) = builder.build([Query(agent, [user("q")], (turn, result), (add,))])
     assert "['x']" in family.tokenizer.decode(observation.ids)
@@ -275,6 +275,6 @@ def test_views_that_wrap_the_default_read_texts_of_lists():
 def test_contents_are_trimmed_as_the_template_trims_them(trim):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content" + trim + " }}{% endfor %}"
-    template, said = ChatTemplate(tokenizer), [user(" a \n"), user("\nb ")]
-    pieces = template.pieces(said)
-    assert "".join(piece if isinstance(piece, str) else piece.text for piece in pieces) == template.render(said)
+    template, messages = ChatTemplate(tokenizer), [user(" a \n"), user("\nb ")]
+    pieces = template.pieces(messages)
+    assert "".join(piece if isinstance(piece, str) else piece.text for piece in pieces) == template.render(messages)

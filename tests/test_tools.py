@@ -1,4 +1,4 @@
-"""Functions that agents call: limits, who is shown what, tokens, and training as in TRL."""
+"""Functions that agents call: limits, visibility of calls, tokens, and training as in TRL."""
 
 import asyncio
 import copy
@@ -63,7 +63,7 @@ class Mute(Exception):
 
 
 def odd_tools() -> list:
-    """Each does another thing that a call has to survive."""
+    """Tools that fail, hang or return odd values, each in a different way."""
 
     def leave():
         raise SystemExit(3)
@@ -83,7 +83,7 @@ def odd_tools() -> list:
     async def leave_later():
         raise SystemExit(4)
 
-    async def cancels_what_it_waits_for():
+    async def cancel_awaited_task():
         task = asyncio.ensure_future(asyncio.sleep(9))
         task.cancel()
         await task
@@ -100,7 +100,7 @@ def odd_tools() -> list:
     def plain_around_asynchronous():
         return double(4)
 
-    tools = [leave, hang, wait, talk, talk_later, leave_later, cancels_what_it_waits_for, mute, own_timeout]
+    tools = [leave, hang, wait, talk, talk_later, leave_later, cancel_awaited_task, mute, own_timeout]
     return [*tools, half_a_character, plain_around_asynchronous]
 
 
@@ -126,7 +126,7 @@ TOOLS = [add, double, fail, *odd_tools()]
         (ToolCall("hang"), "Tool hang did not answer within 0.2 seconds.", "timeout"),
         (ToolCall("wait"), "Tool wait did not answer within 0.2 seconds.", "timeout"),
         (ToolCall("leave_later"), "SystemExit: 4", "error"),
-        (ToolCall("cancels_what_it_waits_for"), "CancelledError", "error"),
+        (ToolCall("cancel_awaited_task"), "CancelledError", "error"),
         (ToolCall("mute"), "Mute", "error"),
         (ToolCall("own_timeout"), "the server is slow", "error"),
         (ToolCall("half_a_character"), "?", None),
@@ -134,7 +134,7 @@ TOOLS = [add, double, fail, *odd_tools()]
     ],
     ids=str,
 )
-def test_whatever_goes_wrong_is_told_to_the_model(call, text, problem):
+def test_tool_failures_are_returned_to_the_model(call, text, problem):
     start = time.monotonic()
     result = asyncio.run(call_tool(TOOLS, call, ToolLimits(output=40, seconds=0.2)))
     assert text in result.text and result.problem == problem and result.name == call.name
@@ -142,7 +142,7 @@ def test_whatever_goes_wrong_is_told_to_the_model(call, text, problem):
     assert time.monotonic() - start < 20  # also where the thread of a tool still hangs
 
 
-def test_of_many_calls_one_refusal_says_it_all():
+def test_excess_calls_get_a_single_refusal():
     calls = [ToolCall("double", {"a": index}) for index in range(1000)]
     results = asyncio.run(call_tools(TOOLS, calls, ToolLimits(calls=3), left=3))
     assert [result.text for result in results[:3]] == ["0", "2", "4"]
@@ -168,22 +168,22 @@ def test_a_tool_that_hangs_again_and_again_is_not_called_any_more():
 
 
 def calculates(agent, seen):
-    """The solver calls a tool, then says what it gave; others repeat what they see."""
+    """The solver calls tools, then replies with the last result; others reply with the number of turns they see."""
     if agent != "solver":
         return f"{agent} saw {len(seen)}"
-    results = [item.text for item in seen if getattr(item, "tool", None)]
+    results = [message.text for message in seen if getattr(message, "tool", None)]
     return results[-1] if results else [ToolCall("add", {"a": 3, "b": 4}), ToolCall("fail")]
 
 
-def test_an_agent_goes_on_after_its_calls_and_nobody_else_is_shown_them():
+def test_an_agent_continues_after_tool_calls_that_teammates_do_not_see():
     tools = {"solver": [add, fail]}
 
-    class Kept(Sequential):
+    class ChecksState(Sequential):
         async def run(self, episode):
             await super().run(episode)
             assert episode.state.busy == 0 and not episode.state.calling
 
-    episode = rehearse(Kept(), ["planner", "solver", "judge"], calculates, "q", tools)
+    episode = rehearse(ChecksState(), ["planner", "solver", "judge"], calculates, "q", tools)
     assert [turn.agent for turn in episode.turns] == ["planner", "solver", "solver", "judge"]
     _, call, answer, judge = episode.turns
     assert [feedback.text for feedback in episode.feedback] == ["7", "{'error': 'no such thing'}"]
@@ -194,7 +194,7 @@ def test_an_agent_goes_on_after_its_calls_and_nobody_else_is_shown_them():
     assert episode.counts == {"tools/calls": 2, "tools/failures": 1, "tools/error": 1}
 
 
-def test_its_own_later_turns_see_the_calls_again():
+def test_later_turns_of_the_agent_see_earlier_calls():
     tools = {"solver": [add, fail]}
     episode = rehearse(Sequential(rounds=2), ["solver", "judge"], calculates, "q", tools)
     assert [turn.agent for turn in episode.turns] == ["solver", "solver", "judge", "solver", "judge"]
@@ -210,7 +210,7 @@ def test_an_agent_that_always_calls_comes_to_an_end(limits, turns, executed):
             await super().run(episode)
 
     episode = rehearse(Limited(), ["solver"], lambda *_: ToolCall("double", {"a": 1}), "q", {"solver": [double]})
-    assert len(episode.turns) == turns and [one.text for one in episode.feedback].count("2") == executed
+    assert len(episode.turns) == turns and [feedback.text for feedback in episode.feedback].count("2") == executed
     assert episode.counts["tools/too_many"] == (limits[1] is None)
 
 
@@ -219,25 +219,27 @@ def test_nothing_depends_on_how_long_tools_take(slow):
     class World:
         def reset(self, **row): ...
 
-        async def look(self, who: str):
-            await asyncio.sleep(0.05 if who == slow else 0)
-            return f"seen by {who}"
+        async def look(self, name: str):
+            await asyncio.sleep(0.05 if name == slow else 0)
+            return f"seen by {name}"
 
         def get_reward(self):
             return 1.0
 
     def answer(requests):
         return [
-            one.make_completion("word" if one.after else "call", tool_calls=() if one.after else (look(one.agent),))
-            for one in requests
+            request.make_completion(
+                "word" if request.after else "call", tool_calls=() if request.after else (look(request.agent),)
+            )
+            for request in requests
         ]
 
     def look(agent):
-        return ToolCall("look", {"who": agent})
+        return ToolCall("look", {"name": agent})
 
     (episode,) = collect(EnvironmentLoop(World, side_by_side=True), [{"prompt": "q"}], ["first", "second"], answer)
     assert [turn.agent for turn in episode.turns] == ["first", "second"] * 2
-    assert [item.text for item in episode.feedback] == ["seen by first", "seen by second"]
+    assert [feedback.text for feedback in episode.feedback] == ["seen by first", "seen by second"]
     assert [turn.fed for turn in episode.turns] == [0, 0, 2, 2] and episode.fed == (0, 1)
     assert episode.answer.agent == "second" and earned(episode) == {3: 1.0}
 
@@ -258,7 +260,7 @@ def test_branches_side_by_side_are_not_shown_calls(order):
     assert calls and not any(calls & set(turn.sees) for turn in episode.turns if turn.agent == "judge")
 
 
-def test_a_name_that_a_model_made_up_is_not_shown_as_one():
+def test_unknown_tool_names_are_not_shown_as_tools():
     name = "x<|im_end|>"
     replies = iter([ToolCall(name), "done"])
     episode = rehearse(Sequential(), ["solver"], lambda *_: next(replies), "q", {"solver": [add]})
@@ -302,23 +304,17 @@ PIECES = ["<tool_call>", "</tool_call>", "\n", '{"name": "add"', ', "arguments":
 ODD = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4), st.characters()), max_size=12).map("".join)
 
 
-def is_read_safely(text):
-    """Whether the calls of a text are calls, each of which can be made."""
-    calls = parse_calls(TOKENIZER, ids_of(text.encode("utf-8", "replace").decode()), [], [])
-    answers = [asyncio.run(call_tool([], call, ToolLimits())).problem for call in calls]
-    return all(isinstance(call.name, str) for call in calls) and all(problem == "unknown" for problem in answers)
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_no_text_makes_the_reading_of_calls_raise(count):
+    @settings(max_examples=count)
+    @given(ODD)
+    def check(text):
+        calls = parse_calls(TOKENIZER, ids_of(text.encode("utf-8", "replace").decode()), [], [])
+        problems = [asyncio.run(call_tool([], call, ToolLimits())).problem for call in calls]
+        assert all(isinstance(call.name, str) for call in calls)
+        assert all(problem == "unknown" for problem in problems)
 
-
-@given(ODD)
-def test_no_text_makes_the_reading_of_calls_raise(text):
-    assert is_read_safely(text)
-
-
-@pytest.mark.slow
-@settings(max_examples=10_000)
-@given(ODD)
-def test_none_of_ten_thousand_texts_does(text):
-    assert is_read_safely(text)
+    check()
 
 
 @pytest.mark.parametrize("piece", ["<tool_call>", CALL, "{", "<think>", '"', "\n"])
@@ -342,9 +338,9 @@ def grpo_trainer(model_folder, folder, **settings):
 
 
 def right(completions, **kwargs):
-    """1 for a seven; reads TRL's lists of messages and texts."""
-    last = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
-    return [float("7" in text) for text in last]
+    """1 if the last message has a seven. Completions are strings or lists of messages."""
+    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
+    return [float("7" in text) for text in texts]
 
 
 ROWS = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"What is {n}+4?"}] for n in range(32)]})
@@ -368,7 +364,7 @@ def test_an_agent_goes_on_with_the_very_tokens_of_trl(model_folder, tmp_path):
     call, _ = episode.turns
     call = replace(call, prompt_ids=first.ids, completion_ids=ids_of(CALL))
     (second,) = build.build([Query(agent, prompt, (call, *episode.feedback), (add,), call)])
-    messages = [{"role": "tool", "name": one.tool, "content": one.text} for one in episode.feedback]
+    messages = [{"role": "tool", "name": feedback.tool, "content": feedback.text} for feedback in episode.feedback]
     assert second.ids == [*first.ids, *ids_of(CALL), *grpo._get_tool_suffix_ids(messages)]
     call = replace(call, completion_ids=ids_of(CALL)[:-1])  # ended by a stop text
     assert build.build([Query(agent, prompt, (call, *episode.feedback), (add,), call)])[0].ids == second.ids
@@ -378,23 +374,23 @@ def test_an_agent_goes_on_with_the_very_tokens_of_trl(model_folder, tmp_path):
 # ---- In the trainer ----
 
 
-# The method of TRL by which `GRPOTrainer` samples, and a team by way of `TransformersGenerator` and `TrlEngine`
+# The method of TRL that samples, in `GRPOTrainer` and, through `TransformersGenerator` and `TrlEngine`, for teams
 TRL_GENERATION = "_generate_single_turn"
 
 
 def canned(trainer, log=None):
-    """Says a call at first, in three of four rows, and a number after results, not always the right one."""
+    """Sample a call first, in three of four rows, and a number after results, not always the right one."""
     waves = []
 
     def generate(prompt_ids, *_, **__):
         waves.append(len(prompt_ids))
         if log is not None:
             log.extend(TOKENIZER.decode(ids) for ids in prompt_ids)
-        said = []
+        replies = []
         for index, ids in enumerate(prompt_ids):
             is_after = "<tool_response>" in TOKENIZER.decode(ids)
-            said.append(ids_of(("7" if index % 2 else "8") if is_after or index % 4 == 3 else CALL))
-        return said, None
+            replies.append(ids_of(("7" if index % 2 else "8") if is_after or index % 4 == 3 else CALL))
+        return replies, None
 
     setattr(trainer, TRL_GENERATION, generate)
     return waves
@@ -413,22 +409,22 @@ def tool_trainer(model_folder, folder, settings=None, **arguments):
 
 def test_a_lone_agent_with_tools_trains_as_grpo_trainer_does(model_folder, tmp_path):
     settings = {"max_completion_length": 128, "max_steps": 3}
-    theirs = grpo_trainer(model_folder, tmp_path / "theirs", **settings)
-    ours = tool_trainer(model_folder, tmp_path / "ours", settings)
-    start = weights(ours)
-    waves = canned(theirs), canned(ours)
-    theirs.train()
-    ours.train()
+    grpo = grpo_trainer(model_folder, tmp_path / "grpo", **settings)
+    team = tool_trainer(model_folder, tmp_path / "team", settings)
+    start = weights(team)
+    waves = canned(grpo), canned(team)
+    grpo.train()
+    team.train()
     assert waves[0] == waves[1] == [8, 6] * 3
-    renamed = {name.replace(".solver.", ".default."): value for name, value in weights(ours).items()}
-    assert moved(start, weights(ours))
-    for name, value in weights(theirs).items():
+    renamed = {name.replace(".solver.", ".default."): value for name, value in weights(team).items()}
+    assert moved(start, weights(team))
+    for name, value in weights(grpo).items():
         torch.testing.assert_close(renamed[name], value, rtol=1e-5, atol=2e-6, msg=name)
-    logged = [one for one in ours.state.log_history if "tools/call_frequency" in one]
-    expected = [one for one in theirs.state.log_history if "tools/call_frequency" in one]
+    logs = [log for log in team.state.log_history if "tools/call_frequency" in log]
+    grpo_logs = [log for log in grpo.state.log_history if "tools/call_frequency" in log]
     for name in ("tools/call_frequency", "tools/failure_frequency", "reward"):
-        assert [one[name] for one in logged] == [one[name] for one in expected]
-    assert logged[0]["tools/call_frequency"] == 0.75 and logged[0]["workflow/tools/calls"] == 0.75
+        assert [log[name] for log in logs] == [log[name] for log in grpo_logs]
+    assert logs[0]["tools/call_frequency"] == 0.75 and logs[0]["workflow/tools/calls"] == 0.75
 
 
 BROKEN = '<tool_call>\n{"name": "add", "arguments": {a: 3, b: 4}}\n</tool_call>'
@@ -443,7 +439,7 @@ BROKEN = '<tool_call>\n{"name": "add", "arguments": {a: 3, b: 4}}\n</tool_call>'
         ("{{ raise_exception('no') }}", None),
     ],
 )
-def test_what_begins_a_call_is_read_from_the_template(template, opening):
+def test_the_opening_of_a_call_is_read_from_the_template(template, opening):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     assert call_opening(tokenizer) == opening
@@ -452,38 +448,38 @@ def test_what_begins_a_call_is_read_from_the_template(template, opening):
 JUDGED = [AgentSpec("solver", tools=[add]), AgentSpec("judge", system_prompt="Judge.")]
 
 
-def spoken(trainer, *turns):
-    """An episode of these turns, the last of which all later ones are too, and the prompts of all of them."""
-    shown = []
+def scripted_episode(trainer, *turns):
+    """Run an episode with these turns, the last of which repeats. Returns the episode and the prompt of each turn."""
+    prompts = []
 
     def generate(agents, prompt_ids, **options):
-        said = [turns[min(len(shown) + place, len(turns) - 1)] for place in range(len(agents))]
-        shown.extend(trainer.processing_class.decode(ids) for ids in prompt_ids)
-        return [SampledTurn(ids) for ids in said]
+        replies = [turns[min(len(prompts) + place, len(turns) - 1)] for place in range(len(agents))]
+        prompts.extend(trainer.processing_class.decode(ids) for ids in prompt_ids)
+        return [SampledTurn(ids) for ids in replies]
 
     trainer.parts.runner.generator.generate = by_hand(generate)
     (episode,) = trainer.parts.runner.run([{"prompt": [{"role": "user", "content": "3+4?"}]}])
-    return episode, shown
+    return episode, prompts
 
 
 def test_a_call_that_cannot_be_read_is_a_failed_call(model_folder, tmp_path):
-    """The model is told, the call is counted, and teammates are shown what was said before it."""
+    """The model gets an error, the call is counted, and teammates see only the text before it."""
     trainer = tool_trainer(model_folder, tmp_path, agents=JUDGED)
-    episode, shown = spoken(trainer, *map(ids_of, (f"so {BROKEN}", "seven", "fine")))
+    episode, prompts = scripted_episode(trainer, *map(ids_of, (f"so {BROKEN}", "seven", "fine")))
     assert [(turn.agent, turn.text.strip()) for turn in episode.turns] == [
         ("solver", f"so {BROKEN}"), ("solver", "seven"), ("judge", "fine"),
     ]  # fmt: skip
-    assert "could not be read" in episode.feedback[0].text and "could not be read" in shown[1]
+    assert "could not be read" in episode.feedback[0].text and "could not be read" in prompts[1]
     assert episode.counts["tools/calls"] == episode.counts["tools/failures"] == episode.counts["tools/malformed"] == 1
-    assert "tool_call" not in shown[2].split("Judge.")[1] and "seven" in shown[2]
-    # One that the limit cuts off
-    episode, shown = spoken(trainer, ids_of('so <tool_call>\n{"name": "add", "ar')[:-1])
+    assert "tool_call" not in prompts[2].split("Judge.")[1] and "seven" in prompts[2]
+    # A call that the length limit cuts off
+    episode, prompts = scripted_episode(trainer, ids_of('so <tool_call>\n{"name": "add", "ar')[:-1])
     assert episode.turns[0].truncated and not episode.turns[0].tool_calls
-    assert "[solver]\nso" in shown[1] and "tool_call" not in shown[1].split("Judge.")[1]
+    assert "[solver]\nso" in prompts[1] and "tool_call" not in prompts[1].split("Judge.")[1]
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "text_before"),
     [
         (f"so {BROKEN}", "so"),
         ("<tool_call>", ""),
@@ -493,30 +489,30 @@ def test_a_call_that_cannot_be_read_is_a_failed_call(model_folder, tmp_path):
         ("seven", None),
     ],
 )
-def test_what_begins_a_call(text, says):
-    found = call_pattern(TOKENIZER, TEMPLATE).search(text)
-    assert (None if found is None else text[: found.start()].rstrip()) == says
+def test_text_before_a_call(text, text_before):
+    match = call_pattern(TOKENIZER, TEMPLATE).search(text)
+    assert (None if match is None else text[: match.start()].rstrip()) == text_before
 
 
-def test_a_last_word_that_calls_is_shown_without_its_calls(model_folder, tmp_path):
+def test_final_turns_are_shown_without_tool_calls(model_folder, tmp_path):
     trainer = tool_trainer(model_folder, tmp_path, {"max_tool_calls": 1}, agents=JUDGED)
-    episode, shown = spoken(trainer, *[ids_of(f"adding {CALL}")] * 3, ids_of("fine"))
-    judged = shown[-1].split("Judge.")[1]
-    assert episode.turns[-1].agent == "judge" and "[solver]" in judged and "adding" in judged
-    assert "tool_call" not in judged
+    episode, prompts = scripted_episode(trainer, *[ids_of(f"adding {CALL}")] * 3, ids_of("fine"))
+    judge_prompt = prompts[-1].split("Judge.")[1]
+    assert episode.turns[-1].agent == "judge" and "[solver]" in judge_prompt and "adding" in judge_prompt
+    assert "tool_call" not in judge_prompt
 
 
 @pytest.mark.parametrize(
-    ("settings", "agents", "said", "speakers"),
+    ("settings", "agents", "reply", "speakers"),
     [
         ({"max_tool_calling_iterations": 2}, JUDGED, CALL, ["solver"] * 3 + ["judge"]),
         ({}, [AgentSpec("solo", tools=[add])], BROKEN, ["solo"]),  # as in `GRPOTrainer`
     ],
 )
-def test_how_often_an_agent_goes_on(model_folder, tmp_path, settings, agents, said, speakers):
-    episode, _ = spoken(tool_trainer(model_folder, tmp_path, settings, agents=agents), ids_of(said))
+def test_number_of_turns_after_tool_calls(model_folder, tmp_path, settings, agents, reply, speakers):
+    episode, _ = scripted_episode(tool_trainer(model_folder, tmp_path, settings, agents=agents), ids_of(reply))
     assert [turn.agent for turn in episode.turns] == speakers
-    assert bool(episode.turns[0].tool_calls) == (said == CALL)
+    assert bool(episode.turns[0].tool_calls) == (reply == CALL)
 
 
 @pytest.mark.slow
@@ -559,29 +555,29 @@ class Cupboard:
 
 
 def test_methods_of_an_environment_are_tools(model_folder, tmp_path):
-    kept = []
+    apples = []
 
     def note(completions, environments, **kwargs):
-        kept.append([one.apples for one in environments])
+        apples.append([environment.apples for environment in environments])
         return [0.0] * len(completions)
 
     settings, agents = {"max_steps": 1, "num_generations": 8}, [AgentSpec("solver", system_prompt="Fill it.")]
-    given = {"agents": agents, "reward_funcs": [note], "environment_factory": Cupboard}
-    trainer = tool_trainer(model_folder, tmp_path, settings, **given)
+    arguments = {"agents": agents, "reward_funcs": [note], "environment_factory": Cupboard}
+    trainer = tool_trainer(model_folder, tmp_path, settings, **arguments)
     assert isinstance(trainer.workflow, EnvironmentLoop) and trainer.workflow.describe()["tools"] == ["add"]
     prompts = []
     canned(trainer, prompts)
     trainer.train()
-    assert kept == [[7, 7, 7, 0] * 2]
+    assert apples == [[7, 7, 7, 0] * 2]
     assert "The cupboard is empty." in prompts[0] and any("7 apples" in prompt for prompt in prompts)
-    (logged,) = [one for one in trainer.state.log_history if "reward" in one]
-    assert logged["rewards/environment_reward/mean"] == pytest.approx(7 * 6 / 8)
+    (step_log,) = [log for log in trainer.state.log_history if "reward" in log]
+    assert step_log["rewards/environment_reward/mean"] == pytest.approx(7 * 6 / 8)
 
 
-def test_what_went_through_an_environment_is_a_dependency():
+def test_environment_state_is_a_dependency():
     def calls_add(agent, seen):
-        own = [item for item in seen if getattr(item, "tool", None)]
-        return "done" if own else ToolCall("add", {"a": 3, "b": 4})
+        results = [message for message in seen if getattr(message, "tool", None)]
+        return "done" if results else ToolCall("add", {"a": 3, "b": 4})
 
     episode = rehearse(EnvironmentLoop(Cupboard), ["a", "b"], calls_add)
     assert [turn.agent for turn in episode.turns] == ["a", "a", "b", "b"]
@@ -600,9 +596,9 @@ class Stateless:
         return "dark"
 
 
-def test_environments_with_steps_offer_tools_when_asked_to():
+def test_environments_with_steps_offer_tools_on_request():
     assert EnvironmentLoop(Stateless).functions == []
-    assert [one.__name__ for one in EnvironmentLoop(Stateless, tools=["peek"]).functions] == ["peek"]
+    assert [function.__name__ for function in EnvironmentLoop(Stateless, tools=["peek"]).functions] == ["peek"]
     with pytest.raises(ValueError, match=r"names 'peak', but .* has the public methods 'peek'. Did you mean 'peek'\?"):
         EnvironmentLoop(Stateless, tools=["peak"])
 
@@ -620,7 +616,7 @@ def test_environments_with_steps_offer_tools_when_asked_to():
         ({"settings": {"tool_timeout": -1.0}}, "`tool_timeout` must be a finite number above 0"),
     ],
 )
-def test_what_cannot_work_is_said_before_training(model_folder, tmp_path, arguments, message):
+def test_invalid_tool_settings_raise_before_training(model_folder, tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         tool_trainer(model_folder, tmp_path, **arguments)
 
@@ -647,9 +643,9 @@ def test_results_that_outgrow_the_window(model_folder, tmp_path, overflow):
     canned(trainer)
     trainer.parts.runner.prompts.window_size = 700
     trainer.train()
-    (logged,) = [one for one in trainer.state.log_history if "reward" in one]
+    (step_log,) = [log for log in trainer.state.log_history if "reward" in log]
     name = "context/ended_episodes" if overflow == "end_episode" else "context/dropped_turns"
-    assert logged[name] > 0
+    assert step_log[name] > 0
 
 
 def test_a_call_that_was_cut_off_is_not_made(model_folder, tmp_path):
@@ -660,8 +656,8 @@ def test_a_call_that_was_cut_off_is_not_made(model_folder, tmp_path):
     assert episodes[0].turns[0].truncated and episodes[0].turns[0].tool_calls == ()
 
 
-def test_a_candidate_that_calls_a_tool_is_scored_as_it_is(model_folder, tmp_path):
-    """Its agent has not gone on yet, so there is no final turn that could be scored in its place."""
+def test_a_candidate_that_calls_a_tool_is_scored_by_the_call(model_folder, tmp_path):
+    """The agent has not continued yet, so there is no final turn to score instead."""
 
     def calls(completions, **kwargs):
         return [float("tool_call" in text) + 0.25 for text in map(str, completions)]
@@ -675,10 +671,10 @@ def test_a_candidate_that_calls_a_tool_is_scored_as_it_is(model_folder, tmp_path
     rollout = trainer.parts.rollouts.run([dict(ROWS[0])] * 4, training=True)
     returns = [worth for node in rollout.nodes for worth in node.returns]
     assert all(worth == worth for worth in returns) and {0.25, 1.25} == set(returns)
-    assert any(turn.tool_calls for turn in rollout.episodes[0].turns)  # the best candidate was gone on from
+    assert any(turn.tool_calls for turn in rollout.episodes[0].turns)  # the episode continued from the best candidate
 
 
-def test_an_own_reward_of_a_call_is_that_of_its_word(model_folder, tmp_path):
+def test_a_call_gets_the_own_reward_of_the_final_turn(model_folder, tmp_path):
     def seven(completions, **kwargs):
         return [float("7" in text) for text in map(str, completions)]
 
@@ -692,7 +688,7 @@ def test_an_own_reward_of_a_call_is_that_of_its_word(model_folder, tmp_path):
     assert {0.0, 1.0} == set().union(*by_episode.values())
 
 
-def test_tools_that_the_trainer_was_not_told_of_are_named(model_folder, tmp_path):
+def test_undeclared_tools_are_named(model_folder, tmp_path):
     class Undeclared(Workflow):
         async def run(self, episode):
             await episode.turn("solver", tools=[add])
@@ -702,8 +698,8 @@ def test_tools_that_the_trainer_was_not_told_of_are_named(model_folder, tmp_path
         trainer.parts.runner.run([{"prompt": "q"}], trainer.parts.runner.answer)
 
 
-def test_what_follows_a_call_is_recorded_as_it_was_shown():
-    """A view, or a window, that left turns out of the prompt of a call leaves them out of what follows."""
+def test_prompts_after_a_call_keep_the_view_of_the_call():
+    """Turns that a view or a window left out of the prompt of a call stay out of the prompts that follow."""
 
     def view(agent, prompt, seen):
         return team_view(agent, prompt, seen[-1:])
@@ -713,8 +709,8 @@ def test_what_follows_a_call_is_recorded_as_it_was_shown():
     planner, judge, call, _ = episode.turns
     agent = AgentSpec("solver", tools=[add])
     (first,) = build.build([Query(agent, "q", (planner, judge), (add,))])
-    shown = {"sees": (judge.index,), "hears": (), "observation": first.content, "prompt_ids": first.ids}
-    call = replace(call, **shown, completion_ids=ids_of(CALL))
+    fields = {"sees": (judge.index,), "hears": (), "observation": first.content, "prompt_ids": first.ids}
+    call = replace(call, **fields, completion_ids=ids_of(CALL))
     (second,) = build.build([Query(agent, "q", (planner, judge, call, *episode.feedback), (add,), call)])
     assert second.seen == [judge, call, *episode.feedback]
     assert second.content[: len(first.content)] == first.content
@@ -731,16 +727,16 @@ def test_hundreds_of_turns_are_dropped_in_a_moment():
 
 
 def test_an_empty_list_of_tools_means_none(tmp_path):
-    """Not those of the trainer, and none of an environment; others get them, by name where that is asked for."""
+    """Neither the tools of the trainer nor those of the environment. Other agents get them, by name if requested."""
     tokenizer = tool_tokenizer()
     model = tiny_model(len(tokenizer))
 
-    def shown(tools, environment_tools=None):
+    def advertised_tools(tools, environment_tools=None):
         agents = [AgentSpec("writer", tools=[]), AgentSpec("caller", tools=tools), AgentSpec("other")]
         loop = EnvironmentLoop(Shelf, tools=environment_tools)
         settings = {"max_completion_length": 4}
-        given = {"workflow": loop, "reward_funcs": varied_reward, "processing_class": tokenizer, "tools": [add]}
-        trainer = team_trainer(copy.deepcopy(model), tmp_path, agents=agents, settings=settings, **given)
+        arguments = {"workflow": loop, "reward_funcs": varied_reward, "processing_class": tokenizer, "tools": [add]}
+        trainer = team_trainer(copy.deepcopy(model), tmp_path, agents=agents, settings=settings, **arguments)
         plan, (episode,) = trainer.plan(), trainer.team.run(["x"], seed=0)
         texts = {turn.agent: tokenizer.decode(turn.prompt_ids) for turn in episode.turns}
         has = {name: [tool for tool in ("add", "look") if f'"name": "{tool}"' in text] for name, text in texts.items()}
@@ -748,14 +744,14 @@ def test_an_empty_list_of_tools_means_none(tmp_path):
         for name, tools in has.items():
             assert listed[name].partition("; tools ")[2].split(", ") == (tools or [""])
         trainer.save_model()
-        again = Team.from_pretrained(tmp_path, model=copy.deepcopy(model), tools=[add], environment_factory=Shelf)
-        (episode,) = again.run(["x"], seed=0)
+        loaded = Team.from_pretrained(tmp_path, model=copy.deepcopy(model), tools=[add], environment_factory=Shelf)
+        (episode,) = loaded.run(["x"], seed=0)
         assert {turn.agent: tokenizer.decode(turn.prompt_ids) for turn in episode.turns} == texts
         return has
 
-    assert shown(None) == {"writer": [], "caller": ["add", "look"], "other": ["add", "look"]}
-    assert shown([]) == {"writer": [], "caller": [], "other": ["add", "look"]}
-    assert shown(None, {"caller": ["look"]}) == {"writer": [], "caller": ["add", "look"], "other": ["add"]}
+    assert advertised_tools(None) == {"writer": [], "caller": ["add", "look"], "other": ["add", "look"]}
+    assert advertised_tools([]) == {"writer": [], "caller": [], "other": ["add", "look"]}
+    assert advertised_tools(None, {"caller": ["look"]}) == {"writer": [], "caller": ["add", "look"], "other": ["add"]}
 
 
 class Shelf:
@@ -784,7 +780,7 @@ class Endless(Stateless):
         return None, 0.0, False
 
 
-def test_tools_by_agent_are_of_agents_of_the_team_and_of_who_would_act_next():
+def test_tools_by_agent_need_a_known_agent_and_are_offered_to_the_next_agent():
     with pytest.raises(ValueError, match="'c'"):
         EnvironmentLoop(Endless, tools={"c": ["peek"]}).check(["a", "b"])
     for name, count in (("a", 1), ("b", 0)):

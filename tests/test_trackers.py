@@ -35,8 +35,8 @@ def run(model, folder, tracker, **variables):
     pytest.importorskip(tracker)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-W", "ignore", "-c", RUN, str(folder / "out"), model, tracker]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=250)
+    assert process.returncode == 0, process.stderr[-3000:]
 
 
 def test_an_episode_is_a_trace_with_a_span_for_each_turn():
@@ -44,12 +44,12 @@ def test_an_episode_is_a_trace_with_a_span_for_each_turn():
         episode_with_everything(), {"exact": 1.0}, "step 3", [0.5, None, [1.0, -2.0]], reward=1.5, reference="north"
     )
     trace = as_trace(replace(transcript, updates=2), {"planner": "both", "solver": "both"})
-    said = [(one["role"], one.get("name")) for one in trace["messages"]]
-    assert said[:3] == [("user", None), ("assistant", "planner"), ("user", "environment")]
-    assert said[3:] == [("assistant", "solver"), ("user", "tool"), ("assistant", "solver")]
+    speakers = [(message["role"], message.get("name")) for message in trace["messages"]]
+    assert speakers[:3] == [("user", None), ("assistant", "planner"), ("user", "environment")]
+    assert speakers[3:] == [("assistant", "solver"), ("user", "tool"), ("assistant", "solver")]
     rewards = {"reward": 1.5, "reward/exact": 1.0}
     assert trace["metadata"] == {"title": "step 3", "updates": 2, "right answer": "north", **rewards}
-    kinds = [(one["kind"], one.get("model"), one["metadata"]["advantage"]) for one in trace["spans"]]
+    kinds = [(span["kind"], span.get("model"), span["metadata"]["advantage"]) for span in trace["spans"]]
     generated = [("generation", "both@2", advantage) for advantage in (0.5, None, -0.5)]
     assert kinds[::2] == generated and kinds[1::2] == [("tool", None, None)] * 2
     assert trace["spans"][-1]["output"] == "through the door"
@@ -65,13 +65,13 @@ def test_trackio_has_the_metrics_and_the_episodes(model_folder, tmp_path):
     with sqlite3.connect(file) as database:
         logged = [json.loads(metrics) for (metrics,) in database.execute("SELECT metrics FROM metrics ORDER BY step")]
         traces = database.execute("SELECT messages, metadata, spans FROM traces").fetchall()
-    steps = [one for one in logged if "train/reward" in one]
-    assert len(steps) == 2 and all("train/agents/reasoner/grad_norm" in one for one in steps)
+    steps = [step for step in logged if "train/reward" in step]
+    assert len(steps) == 2 and all("train/agents/reasoner/grad_norm" in step for step in steps)
     assert len(traces) == 6  # three of each step
     messages, metadata, spans = map(json.loads, traces[0])
-    assert [one.get("name") for one in messages] == [None, "reasoner", "actor"]
+    assert [message.get("name") for message in messages] == [None, "reasoner", "actor"]
     assert metadata["reward"] in (0.0, 1.0) and metadata["right answer"]
-    assert [one["model"] for one in spans] == ["reasoner@0", "actor@0"] and spans[1]["input"]
+    assert [span["model"] for span in spans] == ["reasoner@0", "actor@0"] and spans[1]["input"]
 
 
 @pytest.mark.slow
@@ -80,10 +80,10 @@ def test_tensorboard_has_the_metrics(model_folder, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (file,) = (tmp_path / "out").rglob("events.out.tfevents.*")
-    found = EventAccumulator(str(file)).Reload()
+    events = EventAccumulator(str(file)).Reload()
     for name in ("train/reward", "train/agents/reasoner/grad_norm", "train/agents/actor/completions/mean_length"):
-        assert [one.step for one in found.Scalars(name)] == [1, 2]
-        assert all(math.isfinite(one.value) for one in found.Scalars(name))
+        assert [scalar.step for scalar in events.Scalars(name)] == [1, 2]
+        assert all(math.isfinite(scalar.value) for scalar in events.Scalars(name))
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_counterfactual_credit_is_unbiased(tmp_path, workflow, advantage, credit
 
 
 @pytest.mark.slow
-def test_candidates_are_unbiased_where_the_episode_goes_on_from_a_sampled_one(tmp_path):
+def test_candidates_are_unbiased_with_sampled_continuations(tmp_path):
     settings = {"advantage": "turn", "turn_candidates": 2, "num_generations": 1, "scale_rewards": "none"}
     world = World(tmp_path, **settings, continue_from="sampled")
     exact = world.exact()

@@ -1,4 +1,4 @@
-"""Bad input: an error that names what, got, needed and the fix, before the first generation."""
+"""Bad input raises before the first generation: what is wrong, the value, what is accepted, and the fix."""
 
 import dataclasses
 import functools
@@ -60,10 +60,6 @@ def rows(prompts, **columns):
     return Dataset.from_dict({"prompt": prompts, **columns})
 
 
-def stream(*rows):
-    return IterableDataset.from_generator(lambda: iter(rows))
-
-
 GOOD = ["How many?"] * 8
 CHAT = [{"role": "user", "content": "How many?"}]
 SILENT = {"role": "assistant", "content": ""}
@@ -106,16 +102,18 @@ def test_bad_eval_datasets(model_folder, tmp_path, no_generation):
         ([{"prompt": "x"}], "yielded no full batch of prompts"),
         ([{"q": "x"}] * 8, "There is no `prompt` in a row"),
         ([{"prompt": ""}] * 8, "The prompt in a row .*is empty"),
+        ([{"prompt": "x"}, {"prompt": None}] * 4, "The prompt in a row .*is None"),
     ],
 )
 def test_faults_of_a_stream_are_found_when_training_reads_it(model_folder, tmp_path, rows, message):
-    trainer = team_trainer(model_folder, tmp_path, train_dataset=stream(*rows))
-    with pytest.raises(Exception, match=message):
+    dataset = IterableDataset.from_generator(lambda: iter(rows))
+    trainer = team_trainer(model_folder, tmp_path, train_dataset=dataset, settings={"shuffle_dataset": False})
+    with pytest.raises(ValueError, match=message):
         trainer.train()
 
 
 @pytest.mark.parametrize("settings", [{}, {"save_strategy": "steps", "save_steps": 1}], ids=["plain", "saves"])
-def test_no_row_of_a_stream_is_read_before_training_and_each_once(model_folder, tmp_path, settings):
+def test_stream_rows_are_read_once_and_only_in_training(model_folder, tmp_path, settings):
     """A source may be slow, or give each row once."""
     read, source = [], iter(range(1000))
 
@@ -124,10 +122,10 @@ def test_no_row_of_a_stream_is_read_before_training_and_each_once(model_folder, 
             read.append(number)
             yield {"prompt": f"What is {number}+1?", "solution": "x"}
 
-    asked = []
+    scored = []
 
     def reward(prompts, completions, solution, **kwargs):
-        asked.extend(prompts)
+        scored.extend(prompts)
         return varied_reward(completions)
 
     dataset = IterableDataset.from_generator(rows)
@@ -136,21 +134,14 @@ def test_no_row_of_a_stream_is_read_before_training_and_each_once(model_folder, 
     trainer = team_trainer(model_folder, tmp_path, settings=settings, **arguments)
     assert read == []
     trainer.train()
-    assert list(dict.fromkeys(asked)) == [f"What is {number}+1?" for number in range(len(set(asked)))]
-    assert len(read) <= len(set(asked)) + 4 and len(set(asked)) == 6  # two prompts a step, and the loader reads ahead
+    assert list(dict.fromkeys(scored)) == [f"What is {number}+1?" for number in range(len(set(scored)))]
+    assert len(read) <= len(set(scored)) + 4 and len(set(scored)) == 6  # two prompts a step; the loader reads ahead
 
 
 class Own(Workflow):
     async def run(self, episode):
         for agent in episode.agents[::-1]:
             await episode.turn(agent)
-
-
-def test_a_bad_row_of_a_stream_is_found_when_it_is_read(model_folder, tmp_path):
-    dataset = stream(*[{"prompt": "x"}, {"prompt": None}] * 4)
-    trainer = team_trainer(model_folder, tmp_path, train_dataset=dataset, settings={"shuffle_dataset": False})
-    with pytest.raises(ValueError, match="is None"):
-        trainer.train()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +157,6 @@ def test_a_bad_row_of_a_stream_is_found_when_it_is_read(model_folder, tmp_path):
             "'one' and 'two' share the adapter 'both' but differ in `trainable`",
         ),
         ([AgentSpec("model")], ValueError, "'model'.*part of the parameter names"),
-        ([AgentSpec("q_proj")], ValueError, "'q_proj'.*part of the parameter names"),
     ],
 )
 def test_bad_teams(model_folder, tmp_path, no_generation, agents, error, message):
@@ -185,7 +175,7 @@ def test_unsafe_names_are_refused(name):
 
 
 @given(st.text(max_size=60))
-def test_every_accepted_name_is_one_plain_folder(name):
+def test_accepted_names_are_plain_folder_names(name):
     try:
         AgentSpec(name)
     except ValueError:
@@ -219,12 +209,12 @@ def test_bad_fields_of_an_agent(settings, error, message):
 
 
 def test_the_lora_configs_that_cannot_live_together(model_folder, tmp_path, no_generation):
-    two = [AgentSpec("one"), AgentSpec("two")]
-    one_has = {"agents": [AgentSpec("one", peft_config=lora()), two[1]], "peft_config": None}
-    has_rate = {"agents": [AgentSpec("one", learning_rate=1e-4)], "peft_config": None}
+    agents = [AgentSpec("one"), AgentSpec("two")]
+    partly_configured = {"agents": [AgentSpec("one", peft_config=lora()), agents[1]], "peft_config": None}
+    with_rate = {"agents": [AgentSpec("one", learning_rate=1e-4)], "peft_config": None}
     for arguments, error, message in (
-        (one_has, ValueError, "Agent 'two' has no `peft_config`"),
-        (has_rate, ValueError, "'one' sets `learning_rate`.*share one fully trained policy"),
+        (partly_configured, ValueError, "Agent 'two' has no `peft_config`"),
+        (with_rate, ValueError, "'one' sets `learning_rate`.*share one fully trained policy"),
         ({"peft_config": lora(init_lora_weights="pissa")}, ValueError, "'pissa'.*changes the weights of the base"),
         ({"peft_config": lora(modules_to_save=["norm"])}, ValueError, "modules_to_save"),
         ({"peft_config": PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2)}, ValueError, "prompt learning"),
@@ -233,10 +223,10 @@ def test_the_lora_configs_that_cannot_live_together(model_folder, tmp_path, no_g
         ({"peft_config": {"r": 8}}, TypeError, "`peft_config` must be"),
     ):
         with pytest.raises(error, match=message):
-            team_trainer(model_folder, tmp_path, **{"agents": two, **arguments})
+            team_trainer(model_folder, tmp_path, **{"agents": agents, **arguments})
     loaded = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), lora(), adapter_name="other")
     with pytest.raises(ValueError, match=r"Agent 'one' uses the adapter 'one', but the model has only \['other'\]"):
-        team_trainer(loaded, tmp_path, agents=two, peft_config=None)
+        team_trainer(loaded, tmp_path, agents=agents, peft_config=None)
     with pytest.raises(ValueError, match="passed with a `PeftModel`, but no agent is new"):
         team_trainer(loaded, tmp_path, agents=[AgentSpec("other")])
 
@@ -281,7 +271,7 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
     with pytest.raises(ValueError, match=r"needs \['solution'\], but `eval_dataset` has the columns \['prompt'\]"):
         team_trainer(model_folder, tmp_path, reward_funcs=exact_answer, eval_dataset=rows(GOOD))
     settings, makers = {"credit": "per_step"}, (get_outcome_reward, get_planner_reward, get_solver_reward)
-    for make in (*makers, get_coder_reward, get_verifier_reward):  # their functions call it for the outcome
+    for make in (*makers, get_coder_reward, get_verifier_reward):  # they call it for the outcome
         agents = [AgentSpec(name, reward_funcs=make(judge)) for name in ("reasoner", "actor")]
         with pytest.raises(ValueError, match=r"needs \['rubric'\], but `train_dataset`"):
             team_trainer(model_folder, tmp_path, agents=agents, settings=settings)
@@ -321,6 +311,7 @@ def test_a_reward_that_needs_a_missing_column(model_folder, tmp_path, no_generat
         # These would train on something else
         ({"generation_kwargs": {"num_return_sequences": 2}}, "num_return_sequences=2"),
         ({"generation_kwargs": {"stop_strings": ["x"]}}, r"AgentSpec\(stop=...\)"),
+        ({"generation_kwargs": {"num_beam": 2}}, "`generation_kwargs` has 'num_beam', .* Did you mean 'num_beams'"),
         ({"advantage": "rae", "num_generations": 1, "rae_decay": 1.0}, "at 0 forever"),
         ({"advantage": "rae", "rae_column": "game", "remove_unused_columns": True}, "keeps only the column `prompt`"),
     ],
@@ -330,7 +321,7 @@ def test_bad_configs(tmp_path, settings, message):
         config(tmp_path, **settings)
 
 
-BEYOND = {
+OUT_OF_RANGE = {
     "max_completion_length": (0, ""), "max_tokens_per_micro_batch": (0, ""), "vllm_request_timeout": (0, ""),
     "fidelity_tolerance": (-1.0, ""), "temperature": (0.0, "above 0"), "max_episode_turns": (0, "above 0"),
     "top_p": (2.0, "of at most 1"), "min_p": (1.5, "of at most 1"),
@@ -338,53 +329,55 @@ BEYOND = {
     "epsilon": (-1.0, "of at least 0"), "max_staleness": (1.5, "an integer"), "loss_type": ("grp0", "mean 'grpo'"),
     "scale_rewards": ("grop", "mean 'group'"), "context_overflow": ("cut", "one of"),
     "vllm_mode": ("sever", "mean 'server'"), "on_episode_error": ("skipp", "mean 'skip'"),
+    "max_steps": ("2", "a number, got '2'"), "gradient_accumulation_steps": ("2", "a number, got '2'"),
+    "learning_rate": ("2", "a number, got '2'"), "num_generations": ("2", "a number, got '2'"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BEYOND)
-def test_values_that_a_setting_does_not_take(tmp_path, name):
-    value, words = BEYOND[name]
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_values_out_of_range_are_refused(tmp_path, name):
+    value, words = OUT_OF_RANGE[name]
     with pytest.raises(ValueError, match=f"`{name}` must be .*{words}"):
         config(tmp_path, use_vllm=name == "vllm_mode", **{name: value})
 
 
 @given(value=st.floats(), name=st.sampled_from(["learning_rate", "beta", "epsilon", "temperature", "max_grad_norm"]))
-def test_no_number_that_is_not_one_gets_into_a_config(value, name):
-    ok = math.isfinite(value) and (value > 0 if name == "temperature" else value >= 0)
-    if ok:
+def test_configs_reject_numbers_out_of_range(value, name):
+    is_valid = math.isfinite(value) and (value > 0 if name == "temperature" else value >= 0)
+    if is_valid:
         assert getattr(config("x", **{name: value}), name) == value
     else:
         with pytest.raises(ValueError, match=name):
             config("x", **{name: value})
 
 
-def test_a_grpo_config_keeps_its_values():
-    theirs = GRPOConfig("x", learning_rate=3e-4, num_generations=4, per_device_train_batch_size=4, bf16=False)
-    ours = as_marft_config(theirs, "m")
-    assert isinstance(ours, MARFTConfig) and ours.learning_rate == 3e-4 and ours.advantage == "group"
-    assert ours.generation_batch_size == theirs.generation_batch_size
-    theirs.use_vllm, theirs.vllm_tensor_parallel_size = True, 2
+def test_conversion_keeps_the_values_of_a_grpo_config():
+    source = GRPOConfig("x", learning_rate=3e-4, num_generations=4, per_device_train_batch_size=4, bf16=False)
+    converted = as_marft_config(source, "m")
+    assert isinstance(converted, MARFTConfig) and converted.learning_rate == 3e-4 and converted.advantage == "group"
+    assert converted.generation_batch_size == source.generation_batch_size
+    source.use_vllm, source.vllm_tensor_parallel_size = True, 2
     with pytest.raises(ValueError, match="vllm_mode='colocate'"):  # TRL's default
-        as_marft_config(theirs, "m")
-    theirs.vllm_tensor_parallel_size = 1
-    assert (as_marft_config(theirs, "m").vllm_mode, as_marft_config(theirs, "m").use_vllm) == ("colocate", True)
+        as_marft_config(source, "m")
+    source.vllm_tensor_parallel_size = 1
+    assert (as_marft_config(source, "m").vllm_mode, as_marft_config(source, "m").use_vllm) == ("colocate", True)
 
 
 @pytest.mark.parametrize("settings", [{}, {"loss_type": "cispo"}, {"importance_sampling_level": "sequence"}], ids=str)
 def test_a_grpo_config_is_completed_and_checked_as_a_marft_config(settings):
-    """Whatever is set nowhere is the same, whichever class was used."""
+    """Settings that are left out get the same values from both classes."""
     common = {"learning_rate": 3e-4, "num_generations": 4, "per_device_train_batch_size": 4, "bf16": False, **settings}
-    theirs = {"loss_type": "dapo", **common}
-    ours, converted = MARFTConfig("x", **theirs), as_marft_config(GRPOConfig("x", **common), "m")
-    differing = {name for name in vars(ours) if getattr(ours, name) != getattr(converted, name, "missing")}
+    marft_settings = {"loss_type": "dapo", **common}
+    direct, converted = MARFTConfig("x", **marft_settings), as_marft_config(GRPOConfig("x", **common), "m")
+    differing = {name for name in vars(direct) if getattr(direct, name) != getattr(converted, name, "missing")}
     checkpointing = {"gradient_checkpointing", "activation_checkpointing"}
     assert differing <= {"given", "vllm_mode", "distributed_state", *checkpointing}
     assert converted.skip_rows_without_signal is True
-    for wrong in ({"rae_decay": 1.5}, {"eval_k": [0]}, {"turn_candidates": 0}):
-        bent = GRPOConfig("x", **common)
-        vars(bent).update(wrong)
-        with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
-            as_marft_config(bent, "m")
+    for invalid in ({"rae_decay": 1.5}, {"eval_k": [0]}, {"turn_candidates": 0}):
+        grpo_config = GRPOConfig("x", **common)
+        vars(grpo_config).update(invalid)
+        with pytest.raises((ValueError, TypeError), match=next(iter(invalid))):
+            as_marft_config(grpo_config, "m")
 
 
 def test_cispo_bounds_ratios_above_one(tmp_path, caplog):
@@ -429,16 +422,16 @@ def test_a_subclass_with_other_defaults_keeps_the_rules(tmp_path):
         Ours(str(tmp_path), advantage="gea", use_cpu=True)
 
 
-def test_every_new_field_is_documented_with_its_default():
+def test_new_fields_are_documented_with_their_defaults():
     documented = MARFTConfig.__doc__ + EngineSettings.__doc__ + LimitSettings.__doc__ + EvaluationSettings.__doc__
-    known = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+    grpo_fields = {field.name: field for field in dataclasses.fields(GRPOConfig)}
     for field in dataclasses.fields(MARFTConfig):
-        if field.name in known and field.default == known[field.name].default:
+        if field.name in grpo_fields and field.default == grpo_fields[field.name].default:
             continue
-        entry = re.search(rf"^        {field.name} \((.+?)\):$", documented, re.MULTILINE)
-        assert entry, f"{field.name} is missing in the docstring"
-        shown = f'"{field.default}"' if isinstance(field.default, str) else str(field.default)
-        assert f"defaults to `{shown}`" in re.sub(r"e-(\d)\b", r"e-0\1", entry[1]), field.name
+        match = re.search(rf"^        {field.name} \((.+?)\):$", documented, re.MULTILINE)
+        assert match, f"{field.name} is missing in the docstring"
+        default = f'"{field.default}"' if isinstance(field.default, str) else str(field.default)
+        assert f"defaults to `{default}`" in re.sub(r"e-(\d)\b", r"e-0\1", match[1]), field.name
         assert field.metadata["help"] and "%" not in field.metadata["help"].replace("%%", "")
 
 
@@ -455,7 +448,6 @@ def test_every_new_field_is_documented_with_its_default():
         ([1.0, 10**400], ValueError, "returned inf for completion 1"),
         ([1.0, np.int64(-(2**63))], ValueError, "for completion 1"),
         ([math.inf, 1.0], ValueError, "returned inf for completion 0"),
-        ([1.0, 3e38], ValueError, "returned 3e[+]38 for completion 1"),
         ([2e15, 1.0], ValueError, r"returned 2000000000000000.0 for completion 0.*at most 1e[+]15"),
         (torch.zeros(2, 1), TypeError, r"Tensor of shape \(2, 1\)"),
         (torch.tensor([0.0, math.nan]), ValueError, "returned nan for completion 1"),
@@ -474,14 +466,11 @@ def test_good_scores():
 
 @pytest.mark.parametrize(("bad", "asynchronous"), [(math.nan, False), ("1", True)])
 def test_a_bad_score_ends_training_with_the_weights_as_they_were(model_folder, tmp_path, bad, asynchronous):
-    def score(completions):
+    def now(completions, **kwargs):
         return [*varied_reward(completions)[:-1], bad]
 
     async def later(completions, **kwargs):
-        return score(completions)
-
-    def now(completions, **kwargs):
-        return score(completions)
+        return now(completions)
 
     trainer = team_trainer(model_folder, tmp_path, reward_funcs=later if asynchronous else now)
     before = weights(trainer)
@@ -498,18 +487,18 @@ def test_none_throughout_trains_nothing_and_none_for_some_is_counted(model_folde
         return [None, *varied_reward(completions)[1:]]
 
     settings = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    given = {"reward_funcs": nothing, "eval_dataset": tiny_dataset(2, seed=1), "settings": settings}
-    throughout = team_trainer(model_folder, tmp_path, **given)
+    arguments = {"reward_funcs": nothing, "eval_dataset": tiny_dataset(2, seed=1), "settings": settings}
+    throughout = team_trainer(model_folder, tmp_path, **arguments)
     before = weights(throughout)
     throughout.train()
     assert not moved(before, weights(throughout))
-    assert [entry["frac_unscored"] for entry in logged_steps(throughout)] == [1.0, 1.0]
+    assert [step["frac_unscored"] for step in logged_steps(throughout)] == [1.0, 1.0]
     # `without_unscored_row_warnings`
-    assert "following kwargs:\n" not in caplog.text  # TRL's words go on with the row
+    assert "following kwargs:\n" not in caplog.text  # TRL's message continues with the row
     assert "returned None for the following kwargs: those of 8 of 8 episodes" in caplog.text
     trainer = team_trainer(model_folder, tmp_path, reward_funcs=[some, nothing], settings={"max_steps": 1})
     trainer.train()
-    assert {entry["frac_unscored"] for entry in logged_steps(trainer)} == {1 / 8}
+    assert {step["frac_unscored"] for step in logged_steps(trainer)} == {1 / 8}
 
 
 def test_rewards_cannot_reach_into_the_trainers_lists(model_folder, tmp_path):
@@ -527,7 +516,7 @@ def test_rewards_cannot_reach_into_the_trainers_lists(model_folder, tmp_path):
 
     def spy_generate(agents, prompt_ids):
         completions = generate(agents, prompt_ids)
-        sampled.extend(tuple(its.ids) for its in completions)
+        sampled.extend(tuple(completion.ids) for completion in completions)
         return completions
 
     def spy_roll(inputs):
@@ -538,7 +527,7 @@ def test_rewards_cannot_reach_into_the_trainers_lists(model_folder, tmp_path):
     trainer.parts.runner.generator.generate, trainer.parts.experience.for_training = by_hand(spy_generate), spy_roll
     trainer.train()
     assert sorted(sampled) == sorted(trained) and len(sampled) == 2 * 16
-    assert all(e["rewards/vandal/mean"] == e["rewards/varied_reward/mean"] for e in logged_steps(trainer))
+    assert all(step["rewards/vandal/mean"] == step["rewards/varied_reward/mean"] for step in logged_steps(trainer))
 
 
 def test_a_reward_model_scores_the_team(model_folder, tmp_path, tokenizer):
@@ -578,10 +567,10 @@ def test_a_model_of_another_trainer_is_no_bare_base(model_folder, tmp_path, toke
 
 def test_an_adapter_that_a_user_has_activated_changes_nothing_of_training(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path)
-    trainer.model.set_adapter(trainer.policies.trained[-1])  # which leaves this one alone with `requires_grad`
+    trainer.model.set_adapter(trainer.policies.trained[-1])  # which leaves only this adapter with `requires_grad`
     groups = trainer.create_optimizer().param_groups
-    trained = [one for name in trainer.policies.trained for one in trainer.policies.parameters(name).values()]
-    assert {id(one) for group in groups for one in group["params"]} == set(map(id, trained))
+    trained = [weight for name in trainer.policies.trained for weight in trainer.policies.parameters(name).values()]
+    assert {id(weight) for group in groups for weight in group["params"]} == set(map(id, trained))
 
 
 def test_dropout_between_scoring_and_training_is_named(model_folder, tmp_path, caplog):
@@ -590,8 +579,8 @@ def test_dropout_between_scoring_and_training_is_named(model_folder, tmp_path, c
         team_trainer(model_folder, tmp_path, agents=agents, settings=harmless)
     assert "dropout" not in caplog.text
     team_trainer(model_folder, tmp_path, agents=agents, settings={"num_iterations": 2})
-    (said,) = [record.message for record in caplog.records if "dropout" in record.message]
-    assert said.startswith("`lora_dropout=0.1` of agent 'left', with `num_iterations=2, steps_per_generation=1`: ")
+    (message,) = [record.message for record in caplog.records if "dropout" in record.message]
+    assert message.startswith("`lora_dropout=0.1` of agent 'left', with `num_iterations=2, steps_per_generation=1`: ")
 
 
 def test_an_empty_completion_is_a_valid_turn(model_folder, tmp_path):
@@ -599,11 +588,11 @@ def test_an_empty_completion_is_a_valid_turn(model_folder, tmp_path):
     generate = calling(trainer.parts.runner.generator.generate)
 
     def sometimes_nothing(agents, prompt_ids):
-        return [SampledTurn([]) if i % 3 == 0 else its for i, its in enumerate(generate(agents, prompt_ids))]
+        return [SampledTurn([]) if i % 3 == 0 else turn for i, turn in enumerate(generate(agents, prompt_ids))]
 
     trainer.parts.runner.generator.generate = by_hand(sometimes_nothing)
     assert moved_by_training(trainer)
-    assert all(math.isfinite(entry["loss"]) for entry in logged_steps(trainer))
+    assert all(math.isfinite(step["loss"]) for step in logged_steps(trainer))
 
     trainer = team_trainer(model_folder, tmp_path)
     trainer.parts.runner.generator.generate = by_hand(lambda agents, prompt_ids: [SampledTurn([]) for _ in agents])
@@ -628,26 +617,26 @@ def test_prompts_of_two_kinds_are_not_mixed():
         check_prompts([{"prompt": "x"}, {"prompt": CHAT}], "d", 0)
 
 
-def test_code_of_strangers_is_never_trusted(tmp_path, monkeypatch):
-    """Only if the user says so in the arguments, as in TRL."""
-    seen = []
+def test_remote_code_is_not_trusted_by_default(tmp_path, monkeypatch):
+    """Only if the user asks for it in the arguments, as in TRL."""
+    load_calls = []
 
     def load(name, **kwargs):
-        seen.append(kwargs)
+        load_calls.append(kwargs)
         raise KeyError
 
     monkeypatch.setattr("marft_trl.trainer.setup.create_model_from_path", load)
     with pytest.raises(KeyError):
         team_trainer("somebody/some-model", tmp_path)
-    assert config(tmp_path).trust_remote_code is False and not seen[0].get("trust_remote_code")
+    assert config(tmp_path).trust_remote_code is False and not load_calls[0].get("trust_remote_code")
 
 
-def test_luspo_by_turns_is_not_advised_against(model_folder, tmp_path, caplog):
+def test_luspo_by_turns_does_not_warn(model_folder, tmp_path, caplog):
     team_trainer(model_folder, tmp_path, settings={"level": "action", "loss_type": "luspo"})
     assert "importance_sampling_level" not in caplog.text
 
 
-def test_settings_without_effect_are_said_and_stand_in_the_docs(model_folder, tmp_path, caplog):
+def test_settings_without_effect_warn_and_are_documented(model_folder, tmp_path, caplog):
     team_trainer(model_folder, tmp_path)
     assert "has no effect" not in caplog.text
     settings = {"data_seed": 3, "pad_to_multiple_of": 16, "log_multimodal": False}
@@ -657,24 +646,21 @@ def test_settings_without_effect_are_said_and_stand_in_the_docs(model_folder, tm
     team_trainer(model_folder, tmp_path, settings={"pad_to_multiple_of": 16, "share_prefixes": False})
     settings = {"eval_strategy": "steps", "per_device_eval_batch_size": 8}  # which sets `do_eval`
     team_trainer(model_folder, tmp_path, settings=settings, eval_dataset=tiny_dataset(8))
-    assert "has no effect" not in caplog.text  # they have one there
+    # Defaults of TRL, and settings that only scripts read
+    args = GRPOConfig(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, bf16=False, do_train=True, do_eval=True)
+    team_trainer(model_folder, tmp_path, args=args)
+    assert "has no effect" not in caplog.text
     assert table() in (Path(__file__).parent.parent / "docs" / "reference" / "settings.md").read_text()
     assert UNUSED.keys() <= {field.name for field in dataclasses.fields(MARFTConfig)}
 
 
-def test_defaults_of_trl_and_what_scripts_read_are_not_said_to_have_no_effect(model_folder, tmp_path, caplog):
-    args = GRPOConfig(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, bf16=False, do_train=True, do_eval=True)
-    team_trainer(model_folder, tmp_path, args=args)
-    assert "has no effect" not in caplog.text
-
-
-def test_settings_that_are_none(tmp_path):
+def test_removed_settings_name_their_replacement(tmp_path):
     message = "no longer has the setting `collapse_window`: `eval_reward` is compared with the best evaluation so far."
     with pytest.raises(TypeError, match=message):
         MARFTConfig(str(tmp_path), collapse_window=1)
 
 
-def test_settings_of_another_way_to_run_are_left_out(tmp_path, caplog):
+def test_settings_for_other_launchers_are_ignored_with_a_warning(tmp_path, caplog):
     args = config(tmp_path, enable_jit_checkpoint=True, ddp_backend="gloo")
     assert not args.enable_jit_checkpoint and args.ddp_backend is None
     assert "`enable_jit_checkpoint=True` has no effect" in caplog.text
@@ -682,7 +668,7 @@ def test_settings_of_another_way_to_run_are_left_out(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("name", ["steps_per_generation", "num_generations"])
-def test_a_callback_that_changes_what_a_batch_is_is_named(model_folder, tmp_path, name):
+def test_callbacks_that_change_the_batch_are_refused(model_folder, tmp_path, name):
     class Changes(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 1:
@@ -699,21 +685,17 @@ def test_roles_that_no_template_has_are_refused(role):
     hint = {"usr": " Did you mean 'user'", "human": " Roles are 'user', 'assistant', 'system', 'tool'"}.get(role, "")
     with pytest.raises(ValueError, match=f"role {role!r}, which is not a known role.{hint}|not a list of messages"):
         check_prompts([row], "train_dataset", start=0)
-    for known in ("user", "developer", "tool", "ipython"):
-        check_prompts([{"prompt": [{"role": known, "content": "x"}]}], "train_dataset", start=0)
-
-
-def test_unknown_settings_of_generation_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="`generation_kwargs` has 'num_beam', .* Did you mean 'num_beams'"):
-        config(tmp_path, generation_kwargs={"num_beam": 2})
-    config(tmp_path, generation_kwargs={"repetition_penalty": 1.1})
+    for accepted_role in ("user", "developer", "tool", "ipython"):
+        check_prompts([{"prompt": [{"role": accepted_role, "content": "x"}]}], "train_dataset", start=0)
 
 
 def test_names_of_reward_functions_are_not_taken_for_models(model_folder, tmp_path):
-    with pytest.raises(ValueError, match="'accuracy_reward'` is the name of a reward function.*Import the function"):
-        team_trainer(model_folder, tmp_path, reward_funcs="accuracy_reward")
-    with pytest.raises(FileNotFoundError, match="`reward_funcs='./acuracy_reward'`"):
-        team_trainer(model_folder, tmp_path, reward_funcs="./acuracy_reward")
+    for name in ("accuracy_reward", "math_reward"):  # of TRL and ours
+        with pytest.raises(ValueError, match=f"'{name}'` is the name of a reward function.*Import the function"):
+            team_trainer(model_folder, tmp_path, reward_funcs=name)
+    for name, message in (("./acuracy_reward", "`reward_funcs='./"), ("a/b/acuracy_reward", "mean 'accuracy_reward'")):
+        with pytest.raises(FileNotFoundError, match=message):
+            team_trainer(model_folder, tmp_path, reward_funcs=name)
 
 
 @pytest.mark.parametrize(
@@ -724,7 +706,7 @@ def test_names_of_reward_functions_are_not_taken_for_models(model_folder, tmp_pa
         (lambda e: together(e.turn("a"), e.turn("a")), "`together` takes one list of turns"),
     ],
 )
-def test_mistakes_in_a_workflow_are_told_with_the_cure(call, message):
+def test_workflow_mistakes_raise_errors_with_a_fix(call, message):
     class Own(Workflow):
         async def run(self, episode):
             await call(episode)
@@ -734,7 +716,7 @@ def test_mistakes_in_a_workflow_are_told_with_the_cure(call, message):
     assert "Traceback" not in str(raised.value)
 
 
-def test_a_folder_of_a_run_names_its_latest_saved_team(model_folder, tmp_path):
+def test_loading_a_run_folder_names_the_latest_checkpoint(model_folder, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     team_trainer(model_folder, tmp_path / "run", settings=settings).train()
     message = "has no marft_team.json, which `trainer.save_model..` writes. Its latest saved team is .*checkpoint-2"
@@ -742,12 +724,6 @@ def test_a_folder_of_a_run_names_its_latest_saved_team(model_folder, tmp_path):
         Team.from_pretrained(tmp_path / "run")
     with pytest.raises(TypeError, match="no argument `device`. Load the base with it"):
         Team.from_pretrained(tmp_path / "run", device="cuda")
-
-
-@pytest.mark.parametrize("name", ["max_steps", "gradient_accumulation_steps", "learning_rate", "num_generations"])
-def test_texts_in_place_of_numbers_are_named(tmp_path, name):
-    with pytest.raises(ValueError, match=f"`{name}` must be a number, got '2'"):
-        config(tmp_path, **{name: "2"})
 
 
 class Reads(Workflow):
@@ -767,10 +743,3 @@ def test_neither_checks_nor_links_read_a_stream(model_folder, tmp_path, columns)
     dataset = IterableDataset.from_generator(rows, features=columns)
     trainer = team_trainer(model_folder, tmp_path, train_dataset=dataset, reward_funcs=varied_reward, workflow=Reads())
     assert trainer.parts.planner.links() == [] and read == []
-
-
-def test_nearly_the_name_of_a_reward_function_is_named(model_folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match="Did you mean 'accuracy_reward'"):
-        team_trainer(model_folder, tmp_path, reward_funcs="a/b/acuracy_reward")
-    with pytest.raises(ValueError, match="'math_reward'` is the name of a reward function"):
-        team_trainer(model_folder, tmp_path, reward_funcs="math_reward")

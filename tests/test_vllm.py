@@ -1,6 +1,6 @@
 """
-Teams on a real vLLM server on the CPU (`make test-vllm`). Skipped where `MARFT_VLLM_PYTHON` names no interpreter that
-has vLLM.
+Teams on a real vLLM server on the CPU (`make test-vllm`). Skipped unless `MARFT_VLLM_PYTHON` is the path of a Python
+interpreter that has vLLM.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ PORT = 8170 + 10 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 
 
 class Server:
-    """A vLLM server in a process of its own, started with the command that users are given."""
+    """A vLLM server in a subprocess, started with the command that `vllm_command` returns."""
 
     def __init__(self, model, port, log, max_model_len=512):
         self.url, self._log = f"http://127.0.0.1:{port}", log
@@ -109,7 +109,7 @@ def server(model_folder, tmp_path_factory):
 
 
 def served(model_folder, tmp_path, servers, *, settings=None, **arguments):
-    urls = [one.url for one in (servers if isinstance(servers, list) else [servers])]
+    urls = [server.url for server in (servers if isinstance(servers, list) else [servers])]
     fast = {"use_vllm": True, "vllm_server_base_url": urls, "vllm_server_timeout": 240.0, "max_completion_length": 24}
     return team_trainer(model_folder, tmp_path, settings={**fast, **(settings or {})}, **arguments)
 
@@ -135,7 +135,7 @@ def largest_difference(rows):
     return max((row.sampling_logps - row.old_per_token_logps).abs().max() for row in rows)
 
 
-# ---- What a server computes is what is trained ----
+# ---- The server and the trainer compute the same ----
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -146,11 +146,11 @@ def test_tokens_have_the_log_probabilities_of_the_trainer(model_folder, tmp_path
     assert largest_difference(rows) < 1e-5
     assert {(row.sampled_by.server, row.sampled_by.version) for row in rows} == {(server.url, 0)}
     assert {row.agent for row in rows} == {"reasoner", "actor"} and len({row.sampled_by.seed for row in rows}) == 32
-    assert any(row.completion_ids[-1].item() in trainer.eos_token_ids for row in rows)  # which is part of turns
+    assert any(row.completion_ids[-1].item() in trainer.eos_token_ids for row in rows)  # end tokens are part of turns
     trainer.parts.runner.generator.close()
 
 
-def test_a_team_trains_and_only_what_moved_is_published(model_folder, tmp_path, server):
+def test_a_team_trains_and_only_adapters_that_moved_are_published(model_folder, tmp_path, server):
     agents = [*tiny_agents(), AgentSpec("judge", trainable=False)]
     trainer = served(model_folder, tmp_path, server, agents=agents, settings={"max_steps": 3})
     assert {name.split(".")[-2] for name in moved_by_training(trainer)} == {"reasoner", "actor"}
@@ -186,31 +186,33 @@ def saved(model_folder, folder, **arguments):
     return trainer
 
 
-def test_a_loaded_team_is_asked_on_the_server(model_folder, tmp_path, server):
-    """The greedy answers of the model, alone, in lists, in streams and through the gateway; seeds; changed teams."""
+def test_a_loaded_team_generates_on_the_server(model_folder, tmp_path, server):
+    """Greedy answers equal the local ones in lists, in streams and through the gateway; seeds; changed teams."""
     saved(model_folder, tmp_path)
     local = Team.from_pretrained(tmp_path, model=model_folder)
 
     def texts(episodes):
-        return [[turn.text for turn in one.turns] for one in episodes]
+        return [[turn.text for turn in episode.turns] for episode in episodes]
 
     expected = texts(local.run(QUESTIONS, greedy=True))
     with Team.from_pretrained(tmp_path, model=model_folder, engine=server.url) as team:
         assert texts(team.run(QUESTIONS, greedy=True)) == expected
         assert texts(asyncio.run(team.arun(QUESTIONS, greedy=True))) == expected
         *events, answer = team.stream(QUESTIONS[0], greedy=True)
-        said = ["".join(one.text for one in events if isinstance(one, TextDelta) and one.turn == n) for n in (0, 1)]
-        assert said == expected[0] and answer.text == expected[0][-1]
+        parts = [
+            "".join(event.text for event in events if isinstance(event, TextDelta) and event.turn == n) for n in (0, 1)
+        ]
+        assert parts == expected[0] and answer.text == expected[0][-1]
         assert texts(team.run(QUESTIONS[:4], seed=3)) == texts(asyncio.run(team.arun(QUESTIONS[:4], seed=3)))
         stream = team.stream(QUESTIONS[0])
         next(stream)
-        stream.close()  # the server is told
+        stream.close()  # which aborts the request on the server
         with serving(team) as url:
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
             for question, turns in zip(QUESTIONS[:20], expected, strict=False):
                 message = [{"role": "user", "content": question}]
-                said = client.chat.completions.create(model="team", messages=message, temperature=0)
-                assert said.choices[0].message.content == turns[-1]
+                response = client.chat.completions.create(model="team", messages=message, temperature=0)
+                assert response.choices[0].message.content == turns[-1]
                 alone = client.chat.completions.create(model="reasoner", messages=message, temperature=0, stream=True)
                 assert "".join(part.choices[0].delta.content or "" for part in alone) == turns[0]
         assert len(names_on(server)) == 3
@@ -225,21 +227,21 @@ def test_a_loaded_team_is_asked_on_the_server(model_folder, tmp_path, server):
 def test_agents_decode_under_the_schema_of_a_request(model_folder, tmp_path, server):
     saved(model_folder, tmp_path)
     # Within an object, a model that knows no JSON may write spaces up to its limit
-    wanted = {"type": "json_schema", "json_schema": {"name": "number", "schema": {"enum": [7]}}}
+    response_format = {"type": "json_schema", "json_schema": {"name": "number", "schema": {"enum": [7]}}}
     with Team.from_pretrained(tmp_path, model=model_folder, engine=server.url) as team, serving(team) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
         ask = functools.partial(client.chat.completions.create, messages=[{"role": "user", "content": QUESTIONS[0]}])
         for seed in range(3):
-            answer = ask(model="actor", response_format=wanted, seed=seed)
+            answer = ask(model="actor", response_format=response_format, seed=seed)
             assert answer.choices[0].message.content == "7"
         assert ask(model="actor", seed=0).choices[0].message.content != "7"
 
 
-def test_agents_that_share_an_adapter_are_asked_on_the_server(model_folder, tmp_path, server):
+def test_agents_that_share_an_adapter_generate_on_the_server(model_folder, tmp_path, server):
     trainer = saved(model_folder, tmp_path, agents=[replace(agent, adapter="team") for agent in tiny_agents()])
 
     def ids(team):
-        return [[turn.completion_ids for turn in one.turns] for one in team.run(QUESTIONS, greedy=True)]
+        return [[turn.completion_ids for turn in episode.turns] for episode in team.run(QUESTIONS, greedy=True)]
 
     with Team.from_pretrained(tmp_path, model=model_folder, engine=server.url) as team:
         assert ids(team) == ids(trainer.team)
@@ -248,12 +250,12 @@ def test_agents_that_share_an_adapter_are_asked_on_the_server(model_folder, tmp_
 
 def names_on(server):
     with urllib.request.urlopen(server.url + "/v1/models", timeout=20) as answer:
-        return [one["id"] for one in json.loads(answer.read())["data"]]
+        return [model["id"] for model in json.loads(answer.read())["data"]]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_an_application_trains_on_the_server(model_folder, tmp_path, server, staleness):
-    """Its turns are compared with the trainer's model, as all are; twice the same run."""
+    """The turns are compared with the trainer's model, and two runs give the same weights."""
 
     async def app(row, endpoint):
         client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
@@ -269,7 +271,7 @@ def test_an_application_trains_on_the_server(model_folder, tmp_path, server, sta
         settings = {"max_steps": 2, "max_staleness": staleness}
         workflow = ExternalApp(app, together=0.6)
         trainer = served(model_folder, tmp_path / name, server, settings=settings, workflow=workflow)
-        assert {one.split(".")[-2] for one in moved_by_training(trainer)} == {"reasoner", "actor"}
+        assert {weight_name.split(".")[-2] for weight_name in moved_by_training(trainer)} == {"reasoner", "actor"}
         return weights(trainer)
 
     assert not moved(trained("one"), trained("two"))
@@ -340,16 +342,16 @@ def test_the_team_of_the_quickstart_learns_on_a_server(tmp_path, staleness):
     assert after - before > 0.1, (before, after)  # three standard errors of the difference
 
 
-# ---- What is wrong is found ----
+# ---- Faults are detected ----
 
 
-def broken(trainer, change, entry="actor"):
-    """Publishes after files of an adapter were changed on their way to the server."""
+def broken(trainer, change):
+    """Publish, with the files of the actor's adapter changed before the server reads them."""
     library = trainer.parts.runner.generator.library
     load = library._load
 
     async def damaged(server, version):
-        if version.entry == entry:
+        if version.entry == "actor":
             change(Path(version.folder))
         await load(server, version)
 
@@ -378,12 +380,12 @@ def edit_config(**changes):
 
 
 DAMAGE = {
-    "half of its tensors": edit_tensors(lambda found: dict(sorted(found.items())[: len(found) // 2])),
-    "other modules": edit_tensors(lambda found: {name.replace("q_", "x_"): value for name, value in found.items()}),
+    "half of its tensors": edit_tensors(lambda tensors: dict(sorted(tensors.items())[: len(tensors) // 2])),
+    "other modules": edit_tensors(lambda tensors: {key.replace("q_", "x_"): value for key, value in tensors.items()}),
     "another alpha": edit_config(lora_alpha=64),
     "another rule for the rank": edit_config(use_rslora=True),
-    "other numbers": edit_tensors(lambda found: {name: value + 0.05 for name, value in found.items()}),
-    "a base in place of it": edit_tensors(lambda found: {name: value * 0 for name, value in found.items()}),
+    "other numbers": edit_tensors(lambda tensors: {name: value + 0.05 for name, value in tensors.items()}),
+    "all zeros": edit_tensors(lambda tensors: {name: value * 0 for name, value in tensors.items()}),
     "a truncated file": lambda folder: os.truncate(folder / "adapter_model.safetensors", 1000),
     "no weights": lambda folder: (folder / "adapter_model.safetensors").unlink(),
     "no folder": lambda folder: shutil.rmtree(folder),
@@ -413,14 +415,14 @@ def test_a_weight_that_is_not_finite_is_never_published(model_folder, tmp_path, 
 
 
 def test_a_wrong_adapter_is_caught_in_the_batch_that_it_sampled(model_folder, tmp_path, server):
-    """The names of two adapters are exchanged after they were compared."""
+    """Swap the names of two adapters after they were compared."""
     trainer = served(model_folder, tmp_path, server)
     for _ in range(100 if os.environ.get("MARFT_LONG") else 5):
         perturb(trainer)
         library = trainer.parts.runner.generator.library
         current = library.publish()
         library.adopt({"reasoner": current["actor"], "actor": current["reasoner"]})
-        library.publish = lambda keep=(), known=library.current: known
+        library.publish = lambda keep=(), versions=library.current: versions
         with pytest.raises(FidelityError, match=f"The log-probabilities of '(reasoner|actor)' on {server.url}"):
             sampled(trainer)
         del library.publish
@@ -428,17 +430,15 @@ def test_a_wrong_adapter_is_caught_in_the_batch_that_it_sampled(model_folder, tm
     trainer.parts.runner.generator.close()
 
 
-def test_an_aborted_turn_is_asked_for_again(model_folder, tmp_path, server):
-    """vLLM answers 200 to a request that is aborted, with a part of its tokens."""
-    trainer = served(model_folder, tmp_path, server)
-    library, generator = trainer.parts.runner.generator.library, trainer.parts.runner.generator
-    version = library.publish()["actor"]
+def test_an_aborted_turn_is_requested_again(model_folder, tmp_path, server):
+    """vLLM answers an aborted request with status 200 and a part of the tokens."""
+    generator = served(model_folder, tmp_path, server).parts.runner.generator
     settings = {"seed": 5, "temperature": 1.0, "ignore_eos": True, "top_p": 1.0}
-    order = GenerateRequest(version.name, [5, 6, 7], 400, settings)
+    request = GenerateRequest(generator.library.publish()["actor"].name, [5, 6, 7], 400, settings)
 
     async def run(disturb):
-        async with ServerPool(generator.servers, library.make_ready) as pool:
-            task = asyncio.ensure_future(pool.generate(order))
+        async with ServerPool(generator.servers, generator.library.make_ready) as pool:
+            task = asyncio.ensure_future(pool.generate(request))
             if disturb:
                 await asyncio.sleep(0.4)
                 await asyncio.to_thread(server.post, "/abort_requests", {"request_ids": []})
@@ -446,7 +446,7 @@ def test_an_aborted_turn_is_asked_for_again(model_folder, tmp_path, server):
 
     whole = run_coroutine(run, False)
     assert len(whole) == 400 and run_coroutine(run, True) == whole
-    trainer.parts.runner.generator.close()
+    generator.close()
 
 
 def test_a_turn_that_does_not_fit_is_refused_by_the_window_of_the_server(model_folder, tmp_path, server):
@@ -462,17 +462,17 @@ def test_a_turn_that_does_not_fit_is_refused_by_the_window_of_the_server(model_f
 
 @contextmanager
 def disturbed(at, action):
-    """`action()` in a thread when so many requests were answered."""
+    """Call `action()` in a thread after request number `at`."""
     from marft_trl.extras.engines.server import VLLMServer
 
     generate, count = VLLMServer.generate, [0]
 
-    async def counted(self, order):
-        found = await generate(self, order)
+    async def counted(self, request):
+        completions = await generate(self, request)
         count[0] += 1
         if count[0] == at:
             asyncio.get_running_loop().run_in_executor(None, action)
-        return found
+        return completions
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(VLLMServer, "generate", counted)
@@ -496,40 +496,40 @@ def test_a_server_that_is_lost_in_a_run_changes_nothing(model_folder, tmp_path, 
             server.start()
         else:
             server.signal(signal.SIGSTOP)
-            time.sleep(40)  # longer than the server's health is waited for
+            time.sleep(40)  # longer than the health check waits
             server.signal(signal.SIGCONT)
 
     with disturbed(20, lose) as count:
-        found = trained(model_folder, tmp_path / how, server)
+        disturbed_weights = trained(model_folder, tmp_path / how, server)
     server.wait()
-    assert count[0] >= 20 and not moved(expected, found)
+    assert count[0] >= 20 and not moved(expected, disturbed_weights)
 
 
 @pytest.mark.slow
-def test_a_server_of_its_own_gives_the_same_weights(model_folder, tmp_path, server, monkeypatch):
+def test_a_colocated_server_gives_the_same_weights(model_folder, tmp_path, server, monkeypatch):
     expected = trained(model_folder, tmp_path / "server", server)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512, "max_completion_length": 24}
     trainer = team_trainer(model_folder, tmp_path / "own", settings={**settings, "max_steps": 2})
     trainer.train()
     assert not moved(expected, weights(trainer))
-    with pytest.raises(urllib.error.HTTPError, match="401"):  # others have no key
+    with pytest.raises(urllib.error.HTTPError, match="401"):  # requests without the key are refused
         urllib.request.urlopen(trainer.parts.runner.generator.servers.urls[0] + "/v1/models", timeout=10).close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("staleness", "own"), [("0", False), ("1", False), ("0", True)])
-def test_two_processes_equal_one(model_folder, tmp_path, server, staleness, own, monkeypatch):
-    """On one server, and on servers that the two start for themselves."""
+@pytest.mark.parametrize(("staleness", "colocated"), [("0", False), ("1", False), ("0", True)])
+def test_two_processes_equal_one(model_folder, tmp_path, server, staleness, colocated, monkeypatch):
+    """On a shared server, and on servers that the processes start."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     for processes in (1, 2):
         (tmp_path / str(processes)).mkdir()
-        url = "colocate" if own and processes == 2 else server.url
+        url = "colocate" if colocated and processes == 2 else server.url
         arguments = [model_folder, str(tmp_path / str(processes)), url, staleness]
         launch(processes, "tests/scripts/train_served.py", *arguments)
-    one, two = (load_file(tmp_path / name / "weights.safetensors") for name in "12")
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    single, double = (load_file(tmp_path / name / "weights.safetensors") for name in "12")
+    for name, value in single.items():
+        torch.testing.assert_close(double[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 # ---- Overlap ----
@@ -556,11 +556,8 @@ def test_training_while_servers_sample_does_not_depend_on_timing(model_folder, t
     assert not moved(train("a", 0.0), train("b", 0.5))
 
 
-# ---- The command ----
-
-
 def test_a_frozen_adapter_that_a_callback_changes_is_published(model_folder, tmp_path, server):
-    """As that of an opponent with past weights: its turns have the log-probabilities of the weights it has."""
+    """For example an opponent with past weights. The turns have the log-probabilities of the present weights."""
     agents = [*tiny_agents(), AgentSpec("rival", trainable=False)]
     workflow = Sequential(["reasoner", "actor", "rival"])
     trainer = served(model_folder, tmp_path, [server], settings={"max_steps": 2}, agents=agents, workflow=workflow)
@@ -575,7 +572,10 @@ def test_a_frozen_adapter_that_a_callback_changes_is_published(model_folder, tmp
         torch.testing.assert_close(torch.tensor(turn.logps), expected, rtol=0, atol=2e-3)
 
 
-def test_the_command_has_what_a_team_needs():
+# ---- The command ----
+
+
+def test_the_command_sets_the_limits_that_a_team_needs():
     agents = [AgentSpec("a", peft_config=LoraConfig(r=12)), AgentSpec("b"), AgentSpec("c", adapter="b")]
     more = {"port": 9000, "extra": ["--tensor-parallel-size", "2"]}
     command = vllm_command("org/base model", agents, MARFTConfig(use_vllm=True), **more)

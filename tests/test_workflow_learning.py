@@ -28,7 +28,7 @@ TOKENIZER = tiny_tokenizer((*WORDS, "environment", "bad", "wrong"))
 SEEDS = (0, 1, 2, 3)
 
 
-# ---- A number to be said by all: what each says right is worth its share ----
+# ---- All agents say a number: the reward is the share of right turns ----
 
 
 def number_row(draw):
@@ -49,16 +49,16 @@ def says_the_number(episode, agent, seen, draw):
 def share_right(completions, prompts, turns, **columns):
     """The share of turns that say the number."""
     return [
-        sum(turn.text.strip() == number_of(prompt) for turn in its) / len(its)
-        for prompt, its in zip(prompts, turns, strict=True)
+        sum(turn.text.strip() == number_of(prompt) for turn in episode_turns) / len(episode_turns)
+        for prompt, episode_turns in zip(prompts, turns, strict=True)
     ]
 
 
 def right_answer(completions, prompts, turns, **columns):
     """1 for the number in the end, less a tenth for every turn."""
     return [
-        float(text.strip() == number_of(prompt)) - 0.1 * len(its)
-        for text, prompt, its in zip(completions, prompts, turns, strict=True)
+        float(text.strip() == number_of(prompt)) - 0.1 * len(episode_turns)
+        for text, prompt, episode_turns in zip(completions, prompts, turns, strict=True)
     ]
 
 
@@ -146,7 +146,7 @@ def test_a_team_gets_better_in_every_workflow(taught, tmp_path, name):
         before, after, changed = train(taught, tmp_path, workflow, team, number_row, reward, 50, seed, **options)
         figures.append((before["eval_reward"], after["eval_reward"]))
         for agent in team:
-            assert any(f".{agent.name}." in one for one in changed), agent.name
+            assert any(f".{agent.name}." in weight_name for weight_name in changed), agent.name
     print(name, [(round(first, 2), round(last, 2)) for first, last in figures])
     assert all(first > TAUGHT[name] for first, _ in figures), f"the model was not taught its parts: {figures}"
     mean, distance = pooled([last - first for first, last in figures])
@@ -193,8 +193,8 @@ def answered(completions, prompts, **columns):
 
 def routing_accuracy(answers, prompt, turns, **columns):
     """The share of episodes whose first call goes to the one who can answer."""
-    first = [parse_route(its[0].text, ["coins", "pens"]).agent for its in turns]
-    return {"routing": sum(agent == one.split()[0] for agent, one in zip(first, prompt, strict=True)) / len(prompt)}
+    first = [parse_route(episode_turns[0].text, ["coins", "pens"]).agent for episode_turns in turns]
+    return {"routing": sum(agent == task.split()[0] for agent, task in zip(first, prompt, strict=True)) / len(prompt)}
 
 
 @pytest.fixture(scope="module")
@@ -205,11 +205,11 @@ def taught_to_route():
 def test_an_orchestrator_learns_whom_to_call(taught_to_route, tmp_path):
     figures, rewards = [], []
     for seed in SEEDS:
-        given = (taught_to_route, tmp_path, ROUTED, ROUTED_TEAM, thing_row, answered, 60, seed, routing_accuracy)
+        arguments = (taught_to_route, tmp_path, ROUTED, ROUTED_TEAM, thing_row, answered, 60, seed, routing_accuracy)
         # At 2e-3, with half of the episodes, two of four seeds call one specialist for everything
-        before, after, changed = train(*given, rate=1e-3, episodes=128)
+        before, after, changed = train(*arguments, rate=1e-3, episodes=128)
         figures.append((before["eval_routing"], after["eval_routing"]))
-        assert any(".boss." in one for one in changed)
+        assert any(".boss." in weight_name for weight_name in changed)
         rewards.append(after["eval_reward"] - before["eval_reward"])
     print("routing", [(round(first, 2), round(last, 2)) for first, last in figures])
     assert all(0.35 < first < 0.65 for first, _ in figures), figures

@@ -1,8 +1,8 @@
-"""Who acts next and what each sees, and the collector that runs many episodes at once."""
+"""The order of agents, what they observe, and the collector that runs many episodes at once."""
 
 import asyncio
 
-from marft_trl import Episode, Sequential, Workflow
+from marft_trl import Sequential, Workflow
 from marft_trl.episodes import collector
 from marft_trl.episodes.guard import EpisodeError
 from marft_trl.episodes.records import TeamContext
@@ -80,7 +80,7 @@ def test_parallel_branches_and_episodes_of_other_lengths_share_batches():
 
 @pytest.mark.parametrize("iterations", range(12))
 def test_a_branch_that_goes_on_after_a_function_shares_the_batch(iterations):
-    """At whichever iteration of the event loop the function ends: the branch needs a few more for its request."""
+    """For any iteration of the event loop in which the function ends: the branch sends its request a few later."""
 
     async def write(messages):
         for _ in range(iterations):
@@ -173,4 +173,3 @@ def test_transcripts_fit_80_columns_and_cannot_paint_the_terminal():
     text = format_episode(episode, {"accuracy": 1.0, "style": None}, title="step 3")
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "\x1b" not in text and "sees planner #1" in text and "accuracy 1, style none" in text
-    assert isinstance(episode, Episode)

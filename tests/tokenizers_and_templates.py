@@ -106,9 +106,9 @@ def _metaspace():
     tokenizer.train_from_iterator([line.replace(" ", "▁") for line in _CORPUS], trainer)
     vocab = tokenizer.get_vocab()
     # The bytes are tokens of the model here, not added ones
-    made = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    made.normalizer, made.decoder = tokenizer.normalizer, tokenizer.decoder
-    return made
+    rebuilt = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    rebuilt.normalizer, rebuilt.decoder = tokenizer.normalizer, tokenizer.decoder
+    return rebuilt
 
 
 def _unigram():

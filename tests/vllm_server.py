@@ -18,8 +18,8 @@ class FakeServer:
         loaded (`dict[str, str]`): folder of each adapter.
         requests (`list[dict]`): bodies of requests for turns.
         fault (`Callable`): `fault(body)` returns the answer to a request for a turn, or `None` for the usual one.
-        calls (`list[str]`): what else was asked, in order.
-        breaks (`Callable`): `breaks(count)`: whether a stream ends without an end after so many tokens.
+        calls (`list[str]`): other requests, in order.
+        breaks (`Callable`): `breaks(count)` returns whether the connection breaks after `count` tokens of a stream.
         keep_seconds (`float`): after which an idle connection is closed.
         delay (`Callable`): `delay(body)` returns the seconds that a turn takes.
         logps (`Callable`): `logps(adapter, ids, temperature)` returns log-probabilities of next tokens by their ids.
@@ -107,8 +107,8 @@ class FakeServer:
         if body["model"] not in self.loaded:
             return answered(404, f"The model `{body['model']}` does not exist.")
         if body["logprobs"]:
-            found = self.logps(body["model"], body["prompt"], body["temperature"])
-            logprobs = {"top_logprobs": [{f"token_id:{token}": value for token, value in found.items()}]}
+            logps = self.logps(body["model"], body["prompt"], body["temperature"])
+            logprobs = {"top_logprobs": [{f"token_id:{token}": logp for token, logp in logps.items()}]}
             return web.json_response({"choices": [{"logprobs": logprobs}]})
         self.requests.append(body)
         self.calls.append("turn")
@@ -124,11 +124,11 @@ class FakeServer:
             return await self._stream(request, turn(body))
         return web.json_response(turn(body)) if answer is None else answer
 
-    async def _stream(self, request, whole):
-        """The turn token by token; `self.breaks(count)` is `True` where the connection breaks after so many tokens."""
+    async def _stream(self, request, completion):
+        """The turn token by token; the connection breaks after `count` tokens if `self.breaks(count)`."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        (choice,) = whole["choices"]
+        (choice,) = completion["choices"]
         self.streams += 1
         size = self.streams  # of the parts of the first stream 1 token, of the second 2 tokens, ...
         for count in range(0, len(choice["token_ids"]), size):
@@ -137,9 +137,9 @@ class FakeServer:
                 return response
             ids = choice["token_ids"][count : count + size]
             is_last = count + size >= len(choice["token_ids"])
-            part = {"token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * len(ids)}}
-            part["finish_reason"] = choice["finish_reason"] if is_last else None
-            await response.write(f"data: {json.dumps({'choices': [part]})}\n\n".encode())
+            chunk = {"token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * len(ids)}}
+            chunk["finish_reason"] = choice["finish_reason"] if is_last else None
+            await response.write(f"data: {json.dumps({'choices': [chunk]})}\n\n".encode())
         await response.write(b'data: {"choices": []}\n\ndata: [DONE]\n\n')
         return response
 

@@ -1,13 +1,12 @@
 """
-Several machines, pretended on one: network namespaces with addresses, host names and process ids of their own.
+Several machines, simulated on one: network namespaces with their own addresses, host names and process ids.
 
-    sudo -E python benchmarks/machines/machines.py                # all of it; root and iproute2
+    sudo -E python benchmarks/machines/machines.py                # everything; needs root and iproute2
     sudo -E python benchmarks/machines/machines.py --only torchrun unplugged
-    MARFT_VLLM_PYTHON=.venv-vllm/bin/python ...                   # with a machine that serves
+    MARFT_VLLM_PYTHON=.venv-vllm/bin/python ...                   # with a machine that runs vLLM
 
-Every row starts `train.py` on two machines as docs/guide/several_machines.md says, and compares what came of it with a
-run of the same two processes on one machine. The table says what was expected and what happened. Nothing here measures
-speed.
+Every row starts `train.py` on two machines as docs/guide/several_machines.md says, and compares the result with a
+run of the same two processes on one machine. The table has the expected and the actual result. Speed is not measured.
 """
 
 import argparse
@@ -49,10 +48,9 @@ class Machines:
             sh(f"ip link set mw{i} master marft0 up && ip -n marft{i} addr add {NETWORK}.{i + 1}/24 dev eth0")
             sh(f"ip -n marft{i} link set eth0 up && ip -n marft{i} link set lo up")
             hosts = ["127.0.0.1 localhost"]
-            for j in range(3):  # Debian's installer writes a machine's own name like this
-                hosts.append(
-                    "127.0.1.1 node" + str(j) if self.own_name_is_local and i == j else f"{NETWORK}.{j + 1} node{j}"
-                )
+            for j in range(3):
+                is_local = self.own_name_is_local and i == j  # as Debian's installer writes a machine's own name
+                hosts.append(f"{'127.0.1.1' if is_local else f'{NETWORK}.{j + 1}'} node{j}")
             folder = Path(f"/etc/netns/marft{i}")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "hosts").write_text("\n".join(hosts) + "\n")
@@ -91,7 +89,7 @@ BASICS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "igno
 
 class Trial:
     """
-    Runs of `train.py` on some machines, and what came of them.
+    Runs of `train.py` on several machines, with their logs, exit codes and seconds.
 
     Args:
         folder: where outputs and checkpoints go.
@@ -103,7 +101,7 @@ class Trial:
         self.logs, self.codes, self.seconds = {}, {}, {}
 
     def torchrun(self, machines, nodes=(0, 1), flags=None, script=(), out=None, wait=240, during=None, **environment):
-        """torchrun on each of the machines. `during(started)` acts while they run."""
+        """Start torchrun on each machine. `during(started)` is called while they run."""
         flags = flags or f"--nnodes {len(nodes)} --nproc_per_node 1 --node_rank RANK --master_addr node0"
         flags += "" if "rdzv" in flags else f" --master_port {PORT}"
         commands = {
@@ -115,11 +113,11 @@ class Trial:
     def run(self, machines, commands, script, out, wait, during, **environment):
         begin, started = time.monotonic(), {}
         for node, command in commands.items():
-            mine = out(node) if callable(out) else str(out or self.folder)
-            Path(mine).mkdir(parents=True, exist_ok=True)
+            output = out(node) if callable(out) else str(out or self.folder)
+            Path(output).mkdir(parents=True, exist_ok=True)
             log = self.folder / f"node{node}.log"
             own = environment | ({"PYTHONPATH": str(HERE.parents[1])})
-            started[node] = machines.start(node, [*command, self.base, mine, *script], log, **own)
+            started[node] = machines.start(node, [*command, self.base, output, *script], log, **own)
         if during is not None:
             during(started)
         for node, process in started.items():
@@ -171,15 +169,15 @@ def alone(new, machines, **options):
 
 @row("torchrun, `--node_rank` and `--master_addr`")
 def torchrun(new, machines):
-    mine, whole = new().torchrun(machines).hashes, alone(new, machines)
-    return "the weights of one machine", f"{mine} and {whole}", len(mine) == 1 and mine == whole
+    split, whole = new().torchrun(machines).hashes, alone(new, machines)
+    return "the weights of one machine", f"{split} and {whole}", len(split) == 1 and split == whole
 
 
 @row("torchrun, `--rdzv_backend c10d`")
 def rendezvous(new, machines):
     flags = f"--nnodes 2 --nproc_per_node 1 {RENDEZVOUS} --rdzv_id 1"
-    mine, whole = new().torchrun(machines, flags=flags).hashes, alone(new, machines)
-    return "the weights of one machine", f"{mine} and {whole}", len(mine) == 1 and mine == whole
+    split, whole = new().torchrun(machines, flags=flags).hashes, alone(new, machines)
+    return "the weights of one machine", f"{split} and {whole}", len(split) == 1 and split == whole
 
 
 def accelerate(new, machines, kind, **environment):
@@ -207,8 +205,8 @@ def accelerate(new, machines, kind, **environment):
 
 @row("accelerate, `distributed_type: MULTI_GPU`")
 def multi_gpu(new, machines):
-    mine, whole = accelerate(new, machines, "MULTI_GPU", ACCELERATE_USE_CPU="true").hashes, alone(new, machines)
-    return "the weights of one machine", f"{mine} and {whole}", len(mine) == 1 and mine == whole
+    split, whole = accelerate(new, machines, "MULTI_GPU", ACCELERATE_USE_CPU="true").hashes, alone(new, machines)
+    return "the weights of one machine", f"{split} and {whole}", len(split) == 1 and split == whole
 
 
 @row("accelerate, `distributed_type: MULTI_CPU`")
@@ -227,9 +225,9 @@ def fsdp(new, machines):
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
         "FSDP_RESHARD_AFTER_FORWARD": "true",
     }
-    mine = new().torchrun(machines, **environment).hashes
+    split = new().torchrun(machines, **environment).hashes
     whole = alone(new, machines)
-    return "the weights of data parallelism on one machine", f"{mine} and {whole}", len(mine) == 1 and mine == whole
+    return "the weights of data parallelism on one machine", f"{split} and {whole}", len(split) == 1 and split == whole
 
 
 @row("a reward raises on machine 1")
@@ -255,7 +253,7 @@ def restarts(new, machines):
             machines, flags=flags, script=["--fail", f"1:2:{how}"], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"
         )
         found.append(trial.hashes)
-    return "the weights of an undisturbed run", f"{found} and {whole}", all(mine == whole for mine in found)
+    return "the weights of an undisturbed run", f"{found} and {whole}", all(hashes == whole for hashes in found)
 
 
 def unplug(new, machines, index):
@@ -301,8 +299,8 @@ def elastic(new, machines):
 
     settings = json.dumps({"max_steps": 8, "resume_changes": {"accept": ["processes", "batch"]}})
     trial.torchrun(machines, flags=flags, script=["--settings", settings, "--seconds", "0.5"], wait=200, during=act)
-    found = re.findall(r"HASH \w+ of (\d) processes after step (\d+)", trial.logs[0])
-    return "machine 0 goes on alone", f"{found} after {trial.seconds[0]} s", found == [("1", "8")]
+    ends = re.findall(r"HASH \w+ of (\d) processes after step (\d+)", trial.logs[0])
+    return "machine 0 goes on alone", f"{ends} after {trial.seconds[0]} s", ends == [("1", "8")]
 
 
 @row("SIGTERM to torchrun, a step of 42 s, `--shutdown-timeout 120`")
@@ -336,9 +334,9 @@ def not_shared(new, machines):
 def own_name(new, machines):
     machines.own_name_is_local = True
     with machines:
-        mine = new().torchrun(machines, GLOO_SOCKET_IFNAME="eth0").hashes
+        split = new().torchrun(machines, GLOO_SOCKET_IFNAME="eth0").hashes
     machines.own_name_is_local = False
-    return "the weights of one machine", str(mine), len(mine) == 1
+    return "the weights of one machine", str(split), len(split) == 1
 
 
 @row("two machines train, a third one serves, is unplugged and comes back")
@@ -378,9 +376,9 @@ def served(new, machines):
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
-    found = re.findall(r"HASH (\w+) of 2 processes after step 6", trial.text)
-    right = has_begun == [True] and len(found) == 2 and len(set(found)) == 1
-    return "training waits and goes on", f"{found} after {trial.seconds} s", right
+    hashes = re.findall(r"HASH (\w+) of 2 processes after step 6", trial.text)
+    right = has_begun == [True] and len(hashes) == 2 and len(set(hashes)) == 1
+    return "training waits and goes on", f"{hashes} after {trial.seconds} s", right
 
 
 PROBE = f"import urllib.request; urllib.request.urlopen('http://{NETWORK}.3:8000/health', timeout=2)"
@@ -408,9 +406,9 @@ def main():
         count = iter(range(1000))
 
         def new():
-            mine = folder / f"trial{next(count)}"
-            mine.mkdir(parents=True)
-            return Trial(mine, str(base))
+            trial_folder = folder / f"trial{next(count)}"
+            trial_folder.mkdir(parents=True)
+            return Trial(trial_folder, str(base))
 
         print("| what | expected | happened | |\n|---|---|---|---|", flush=True)
         for name in options.only:

@@ -1,5 +1,5 @@
 """
-A script as users write it: a team of two that trains on the processes of several machines. `machines.py` starts it.
+A typical training script: a team of two that trains on several machines. `machines.py` starts it.
 
     torchrun --nnodes 2 --node_rank 0 --nproc_per_node 1 --master_addr node0 --master_port 29500 train.py BASE OUT
 
@@ -30,15 +30,15 @@ def reward_of(options):
     def reward(completions, trainer_state=None, **kwargs):
         step = trainer_state.global_step if trainer_state is not None else -1
         if options.fail and not mark.exists():
-            who, when, how = options.fail.split(":")
-            if int(who) == rank and int(when) == step:
+            failing_rank, failing_step, kind = options.fail.split(":")
+            if int(failing_rank) == rank and int(failing_step) == step:
                 mark.touch()
-                if how == "kill":
+                if kind == "kill":
                     os.kill(os.getpid(), 9)
                 raise RuntimeError("the judge is gone")
         if options.seconds:
             time.sleep(options.seconds)
-        return [float(sum(map(ord, str(one))) % 7) / 7 for one in completions]
+        return [float(sum(map(ord, str(completion))) % 7) / 7 for completion in completions]
 
     return reward
 

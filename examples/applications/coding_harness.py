@@ -3,8 +3,8 @@ A coding harness on the client of Anthropic: a main agent, a sub-agent that sear
 
     ANTHROPIC_BASE_URL=... ANTHROPIC_API_KEY=... ANTHROPIC_MODEL=... python coding_harness.py "Ann buys 3 pens." folder
 
-The main agent may start a search and run Python programs in a sandbox. A search is a sub-agent with a conversation of
-its own, which reads files. All agents have one model name and their own system prompt.
+The main agent may start a search and run Python programs in a sandbox. A search is a sub-agent with its own
+conversation, which reads files. All agents share one model name and have their own system prompts.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Harness:
     Solves tasks about files.
 
     Args:
-        client: of Anthropic.
+        client: client of Anthropic's API.
         files: contents by path.
         model: name of the model, the same for all agents.
     """
@@ -67,8 +67,8 @@ class Harness:
         return ""
 
     async def call(self, block, tools):
-        """The result of a tool call. A wrong call is answered, too: the model may do better the next time."""
-        schema = next((item["input_schema"] for item in tools if item["name"] == block.name), None)
+        """The result of a tool call. A wrong call gets an error message, so that the model can correct it."""
+        schema = next((tool["input_schema"] for tool in tools if tool["name"] == block.name), None)
         if schema is None:
             text = f"There is no tool {block.name}."
         elif set(block.input) != set(schema["required"]):

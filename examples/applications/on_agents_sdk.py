@@ -1,5 +1,5 @@
 """
-The application on the OpenAI Agents SDK, whose agents speak the newer form of the API, responses.
+The same application on the OpenAI Agents SDK, which uses the Responses API.
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... python on_agents_sdk.py "Ann has 3 books and buys 4. How many are left?"
 """
@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 
 async def answer(question: str, client: AsyncOpenAI) -> str:
-    """What the application does for a user."""
+    """Answer the question of a user."""
     reasoner, actor = (
         Agent(name=name, instructions=task, model=OpenAIResponsesModel(model=name, openai_client=client))
         for name, task in (("reasoner", "Write the steps."), ("actor", "Write the answer."))

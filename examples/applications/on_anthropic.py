@@ -1,5 +1,5 @@
 """
-The same application on the client of Anthropic.
+The same application on the Anthropic client.
 
     ANTHROPIC_BASE_URL=... ANTHROPIC_API_KEY=... python on_anthropic.py "Ann has 3 books and buys 4. How many?"
 """
@@ -11,7 +11,7 @@ from anthropic import AsyncAnthropic
 
 
 async def answer(question: str, client: AsyncAnthropic) -> str:
-    """What the application does for a user."""
+    """Answer the question of a user."""
 
     async def ask(model, task, text):
         messages = [{"role": "user", "content": text}]

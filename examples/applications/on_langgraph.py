@@ -1,5 +1,5 @@
 """
-The application as a graph of LangGraph.
+The same application as a LangGraph graph.
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... python on_langgraph.py "Ann has 3 books and buys 4. How many are left?"
 """
@@ -13,7 +13,7 @@ from langgraph.graph import END, START, StateGraph
 
 
 class State(TypedDict, total=False):
-    """What the nodes hand on."""
+    """State that the nodes pass on."""
 
     question: str
     steps: str
@@ -25,13 +25,13 @@ def graph(**connection):
     reasoner, actor = (ChatOpenAI(model=name, **connection) for name in ("reasoner", "actor"))
 
     async def reason(state: State) -> State:
-        said = await reasoner.ainvoke([("system", "Write the steps."), ("user", state["question"])])
-        return {"steps": said.content}
+        reply = await reasoner.ainvoke([("system", "Write the steps."), ("user", state["question"])])
+        return {"steps": reply.content}
 
     async def act(state: State) -> State:
         shown = f"{state['question']}\n\n[reasoner]\n{state['steps']}"
-        said = await actor.ainvoke([("system", "Write the answer."), ("user", shown)])
-        return {"answer": said.content}
+        reply = await actor.ainvoke([("system", "Write the answer."), ("user", shown)])
+        return {"answer": reply.content}
 
     builder = StateGraph(State)
     builder.add_node("reason", reason)
@@ -43,7 +43,7 @@ def graph(**connection):
 
 
 async def answer(question: str, **connection) -> str:
-    """What the application does for a user."""
+    """Answer the question of a user."""
     return (await graph(**connection).ainvoke({"question": question}))["answer"]
 
 

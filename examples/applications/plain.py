@@ -1,5 +1,5 @@
 """
-An application on the client of OpenAI: a model that writes steps, and one that writes the answer.
+An application on the OpenAI client: one model writes the steps, another writes the answer.
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... python plain.py "Ann has 3 books and buys 4. How many are left?"
 """
@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 
 async def answer(question: str, client: AsyncOpenAI) -> str:
-    """What the application does for a user. It knows models by name, and nothing of how they came about."""
+    """Answer the question of a user. The application knows only the names of the models."""
     steps = await client.chat.completions.create(
         model="reasoner",
         messages=[{"role": "system", "content": "Write the steps."}, {"role": "user", "content": question}],

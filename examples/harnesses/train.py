@@ -1,5 +1,5 @@
 """
-Train a coding agent as it is installed: opencode, Codex or Qwen Code. It fixes a function, and a test decides.
+Train an unmodified coding agent: opencode, Codex or Qwen Code. The agent fixes a function, and a test is the reward.
 
     npm install -g opencode-ai  # or @openai/codex, or @qwen-code/qwen-code
     python examples/harnesses/train.py --harness opencode
@@ -59,7 +59,7 @@ def make_trainer(options, **arguments):
         Program(
             [sys.executable, start, options.harness, "Task: {prompt}"],
             cwd=folder_of_tasks(),
-            env={"HOME": "{cwd}"},  # the settings and memories of the harness are those of the episode
+            env={"HOME": "{cwd}"},  # each episode has its own settings and memory of the harness
         ),
         tools=True,
         agent_of=lambda request: "coder",  # also of its titles and sub-agents

@@ -1,13 +1,13 @@
 """
-Run all cells of a published experiment, and write one table. A cell that is done is not repeated, so the same command
-goes on with a grid that was interrupted.
+Run all cells of a published experiment, and write one table. Finished cells are not repeated, so the same command
+resumes an interrupted grid.
 
     python examples/recipes/grid.py --grids marft --cells "*/math_duo-num_agents_2-*"   # the first paper
-    python examples/recipes/grid.py --grids all --dry_run --workers 2     # every cell for a step on a tiny model
+    python examples/recipes/grid.py --grids all --dry_run --workers 2     # one step of every cell on a tiny model
 
-What follows `--` are options of `train.py` for all cells. `grids.py` has the grids. With `--dry_run`, models and
-problems are made up, and nothing is downloaded. The table says which cells this machine leaves out, and why. Several
-workers share the cells; where there are several GPUs, each has one of its own.
+Options after `--` go to `train.py` for all cells. `grids.py` defines the grids. With `--dry_run`, models and problems
+are synthetic, and nothing is downloaded. The table lists the cells that cannot run on this machine, with the reason.
+Several workers share the cells. On a machine with several GPUs, each worker has its own.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from problems import SOURCES
 
 
 HERE = Path(__file__).parent
-# A step on a tiny model
+# Settings of a dry run: one step on a tiny model
 DRY = {
     "max_steps": 1,
     "num_train_epochs": 1,
@@ -62,7 +62,7 @@ DRY = {
     "disable_tqdm": True,
     "report_to": "none",
 }
-# Presets and advantages whose number of episodes of a prompt is not free
+# Presets and advantages that fix the number of episodes per prompt
 OWN_EPISODES = ("marft-a", "marft-t", "mappo", "c3", "at-grpo", "gae")
 SHOWN = ("eval_reward", "accuracy", "low", "high", "eval_completions/mean_length", "num_generated_tokens")
 
@@ -74,50 +74,50 @@ def cells_of(grids, pattern="*"):
 
 
 def settings_of(cell, further=()):
-    """Settings of a cell: those of its recipe, what it changes, and where models and problems come from."""
-    return yaml.safe_load((HERE / f"{cell['recipe']}.yaml").read_text()) | cell | given_in(further)
+    """Settings of a cell: its recipe, its changes, and the sources of models and problems."""
+    return yaml.safe_load((HERE / f"{cell['recipe']}.yaml").read_text()) | cell | sources_of(further)
 
 
 def changes_of(cell, folder, further, dry_model=None, files=None):
     """What a cell changes of its recipe; `files` is a folder with problems, `<name>.jsonl` or `.parquet`."""
-    given = {name: value for name, value in cell.items() if name not in ("recipe", "kind")}
-    given["output_dir"] = str(folder)
+    changes = {name: value for name, value in cell.items() if name not in ("recipe", "kind")}
+    changes["output_dir"] = str(folder)
     settings = settings_of(cell, further)
     if dry_model is not None:
-        given |= DRY | {"model_name_or_path": dry_model}
+        changes |= DRY | {"model_name_or_path": dry_model}
         files = HERE / "samples"
-        if "agent_iteration_interval" in given:  # a step for each of two agents
-            given |= {"agent_iteration_interval": 1, "max_steps": 2}
+        if "agent_iteration_interval" in changes:  # a step for each of two agents
+            changes |= {"agent_iteration_interval": 1, "max_steps": 2}
         if not {settings.get("preset"), settings.get("advantage")} & {*OWN_EPISODES}:
-            given["num_generations"] = 4
+            changes["num_generations"] = 4
     local = file_of(settings["problems"], files)
     if local is not None:
-        given["problem_files"] = str(local)
-    return given
+        changes["problem_files"] = str(local)
+    return changes
 
 
-def options_of(cell, given, further):
+def options_of(cell, changes, further):
     """Arguments of `train.py` for a cell."""
-    shown = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
+    shown = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in changes.items()}
     flat = [text for name, value in shown.items() for text in (f"--{name}", value)]
     return ["--config", str(HERE / f"{cell['recipe']}.yaml"), *flat, *further]
 
 
 def file_of(problems, files):
     """The file with some problems in a folder, or `None`."""
-    known = [Path(files) / f"{problems}{kind}" for kind in (".jsonl", ".json", ".parquet")] if files else []
-    return next((one for one in known if one.exists()), None)
+    paths = [Path(files) / f"{problems}{kind}" for kind in (".jsonl", ".json", ".parquet")] if files else []
+    return next((path for path in paths if path.exists()), None)
 
 
-def record_of(cell, given, further):
+def record_of(cell, changes, further):
     """
-    What decides the results of a cell: its recipe, what it changes, options of all cells, and local problems. Folders
-    do not: they may be moved.
+    Everything that affects the results of a cell: its recipe, its changes, options of all cells, and local problems.
+    Folders are left out, since they may be moved.
     """
-    files = given_in(further).get("problem_files", [given["problem_files"]] if "problem_files" in given else [])
-    found = {**settings_of(cell), **given, "output_dir": None, "problem_files": None, "further options": further}
-    found["content of problems"] = [digest_of(file, os.stat(file).st_mtime_ns) for file in files]
-    return json.loads(json.dumps(found, default=str))
+    files = sources_of(further).get("problem_files", [changes["problem_files"]] if "problem_files" in changes else [])
+    record = {**settings_of(cell), **changes, "output_dir": None, "problem_files": None, "further options": further}
+    record["content of problems"] = [digest_of(file, os.stat(file).st_mtime_ns) for file in files]
+    return json.loads(json.dumps(record, default=str))
 
 
 @functools.cache
@@ -128,8 +128,7 @@ def digest_of(file, modified):
 
 def is_done(folder, record):
     """
-    Whether a cell has run without an error. One that ran with other settings, or has a checkpoint of a run with other
-    settings, is refused.
+    Whether a cell has run without an error. Exits if the folder has a result or a checkpoint of other settings.
     """
     begun, file = folder / "settings.json", folder / "result.json"
     done = file.exists() and json.loads(file.read_text())["error"] is None
@@ -161,16 +160,16 @@ class Runner:
         """Run the cells that are not done."""
         for name, cell in cells.items():
             folder = self.folder / name
-            given = changes_of(cell, folder / "team", self.further, self.dry_model, self.files)
-            record = record_of(cell, given, self.further)
+            changes = changes_of(cell, folder / "team", self.further, self.dry_model, self.files)
+            record = record_of(cell, changes, self.further)
             if self.dry_model:
                 record["model_name_or_path"] = "tiny"
             if not is_done(folder, record) and self.left_out(cell) is None:
                 print(name, flush=True)
-                self._run(folder, options_of(cell, given, self.further), record)
+                self._run(folder, options_of(cell, changes, self.further), record)
 
     def _run(self, folder, options, record):
-        """Train and evaluate a cell, and write its result. What is told to end leaves none, and ends the grid."""
+        """Train and evaluate a cell, and write its result. An interruption leaves no result and ends the grid."""
         from marft_trl import RunInterrupted
 
         from train import main as train
@@ -210,8 +209,8 @@ class Runner:
         return None if Path(model).is_dir() else is_out_of_reach(model, "model")
 
 
-def given_in(further):
-    """What decides where models and problems come from, of the options of all cells."""
+def sources_of(further):
+    """The options of all cells that select models and problems."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("model_name_or_path", "problems"):
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
@@ -236,24 +235,24 @@ def lacks_a_fence():
 @functools.cache
 def is_out_of_reach(name, kind):
     """Why a dataset or a model cannot be loaded from a hub, or `None`."""
-    known = try_to_load_from_cache(name, "config.json" if kind == "model" else "README.md", repo_type=kind)
-    if isinstance(known, str):
+    cached = try_to_load_from_cache(name, "config.json" if kind == "model" else "README.md", repo_type=kind)
+    if isinstance(cached, str):
         return None
     if HF_HUB_OFFLINE:
         return f"no hub for {name} (HF_HUB_OFFLINE)"
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=10)
-    except HfHubHTTPError:  # the hub has answered, and the cell fails with its error
+    except HfHubHTTPError:  # the Hub has answered; the cell fails with its error
         return None
     except Exception as error:
         return f"no hub for {name} ({type(error).__name__})"
     return None
 
 
-def write(file, found):
-    """Write JSON to a file that is whole at any time."""
+def write(file, content):
+    """Write JSON to a file atomically."""
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(found, default=str))
+    part.write_text(json.dumps(content, default=str))
     os.replace(part, file)
 
 
@@ -261,7 +260,7 @@ def row_of(name, reason, folder):
     """Row of a cell: how it ended, or the reason why it was left out, and its evaluation."""
     file = folder / name / "result.json"
     if not file.exists():
-        return [name, f"left out: {reason}" if reason else "not run", "", *("" for _ in SHOWN)]
+        return [name, f"left out: {reason}" if reason else "not run", "", *[""] * len(SHOWN)]
     result = json.loads(file.read_text())
     metrics = dict(result["metrics"])
     for key, value in result["metrics"].items():  # such as eval_avg@8_low
@@ -300,16 +299,16 @@ def tiny(folder):
     return str(folder)
 
 
-def run_side_by_side(own, further, workers):
-    """Share the cells among processes, and end if one of them was refused."""
-    command = [sys.executable, "-W", "ignore", __file__, *own, "--worker"]
+def run_side_by_side(grid_args, further, workers):
+    """Share the cells among processes, and exit if one of them fails."""
+    command = [sys.executable, "-W", "ignore", __file__, *grid_args, "--worker"]
     more = ["--", *further] if further else []
     with ThreadPoolExecutor(workers) as pool, ChildProcesses() as children:  # children end first
         ended = list(
             pool.map(lambda number: children.run([*command, str(number), *more], environment(number)), range(workers))
         )
     if any(ended):
-        sys.exit("A worker has ended with an error, see above.")
+        sys.exit("A worker failed, see the error above.")
 
 
 def main():
@@ -325,10 +324,10 @@ def main():
         "--problems_dir", type=Path, help="folder with problems, such as math.jsonl, in place of a hub"
     )
     parser.add_argument("--output_dir", type=Path, default=Path("grid-output"))
-    own, further = sys.argv[1:], []
-    if "--" in own:
-        own, further = own[: own.index("--")], own[own.index("--") + 1 :]
-    options = parser.parse_args(own)
+    grid_args, further = sys.argv[1:], []
+    if "--" in grid_args:
+        grid_args, further = grid_args[: grid_args.index("--")], grid_args[grid_args.index("--") + 1 :]
+    options = parser.parse_args(grid_args)
     grids, folder = GRIDS if "all" in options.grids else options.grids, options.output_dir
     cells = cells_of(grids, options.cells)
     if not cells:
@@ -341,10 +340,10 @@ def main():
         runner.run(dict(list(cells.items())[options.worker :: options.workers]))
         return
     if options.workers > 1:
-        run_side_by_side(own, further, options.workers)
+        run_side_by_side(grid_args, further, options.workers)
     else:
         runner.run(cells)
-    # With what earlier calls have run, if this one runs a part
+    # Include cells of earlier calls, if this call runs only a part
     shown = {name: cell for name, cell in cells_of(grids).items() if name in cells or (folder / name).exists()}
     rows = write_table({name: runner.left_out(cell) for name, cell in shown.items()}, folder)
     others = [(name, state) for name, state, *_ in rows if state != "ok"]
@@ -361,7 +360,7 @@ def has_accelerator():
 
 
 def environment(number):
-    """Variables of a worker: a GPU of its own where there are several."""
+    """Environment variables of a worker: its own GPU where there are several."""
     import torch
 
     if torch.cuda.device_count() > 1:

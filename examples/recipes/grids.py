@@ -1,4 +1,4 @@
-"""The experiments of publications as grids: a recipe, and what its cells change."""
+"""The experiments of publications as grids. Each cell names a recipe and changes some of its settings."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def marft_v2():
     return cells
 
 
-# New tokens of a turn by the number of agents, and tokens of all turns that the model's window leaves room for. Those
+# New tokens of a turn by the number of agents, and tokens of all turns that fit into the model's window. Lengths
 # of DeepScaleR with 2 to 4 agents and of DeepCoder with 3 and 4 are published; the others have the same sum.
 LENGTHS = {
     "deepscaler": ({1: 24576, 2: 12288, 3: 8192, 4: 6144}, 120_000),
@@ -96,7 +96,7 @@ def collapses():
 
 
 def solver_judge():
-    """rLLM's solver-judge on countdown: two solvers and a judge, beside one solver."""
+    """rLLM's solver-judge on countdown: two solvers and a judge, next to one solver."""
     return [{"recipe": "solver_judge", "num_agents": 1, "workflow": "chain"}] + [
         {"recipe": "solver_judge", "workflow": "judged", **cell}
         for cell in product(num_agents=[3, 4], shared_adapter=[True, False])
@@ -114,7 +114,7 @@ GRIDS = {
 
 
 def name_of(cell):
-    """Name of a cell: its recipe and what it changes, without what follows from that."""
+    """Name of a cell: its recipe and its changes, without settings that follow from them."""
     follows = ("profile", "max_completion_length")
     return "-".join(_word(name, value) for name, value in cell.items() if name not in follows)
 

@@ -1,5 +1,5 @@
 """
-Problems of the recipes: what the datasets' own columns become. Every row gets a `prompt`, and a `solution` (for
+Problems of the recipes, read from the columns of the datasets. Every row gets a `prompt`, and a `solution` (for
 mathematics) or `tests` (for programs).
 
 | name         | dataset on the Hub                      | columns                                                   |
@@ -12,7 +12,7 @@ mathematics) or `tests` (for programs).
 
 Rows of Codeforces are left out if several answers are right (`generated_checker`) or if programs read files
 (`input_mode`). Any family of reasoning-gym is a source too, such as `countdown`, `sokoban`, `sudoku` or `maze`; its
-rows have `family` and `entry` in place of a solution.
+rows have `family` and `entry` instead of a solution.
 """
 
 import json
@@ -28,14 +28,14 @@ FUNCTION = "\n\nWrite the Python function `{name}`, or that method of a class `S
 STARTER = "\n\nBegin with this code:\n```python\n{code}\n```"
 TAG = "\n\nPut the final answer between <answer> and </answer>."
 
-GYM_SIZE = 5000  # questions that are made of a family of reasoning-gym
-# Columns of files whose rows are problems already
+GYM_SIZE = 5000  # questions to generate from a family of reasoning-gym
+# Columns of files whose rows need no conversion
 READY = {"math": ("prompt", "solution"), "code": ("prompt", "tests")}
 
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset on the Hub, and what makes a problem of its row (`None` for a row that cannot be scored)."""
+    """A dataset on the Hub, and the function that converts its rows (`None` for a row that cannot be scored)."""
 
     path: str
     names: tuple[str | None, ...]
@@ -84,7 +84,7 @@ def read_codeforces(row, max_tests=16):
         return None
     parts = [row.get("title"), row["description"]]
     parts += [f"{name}\n{row[key]}" for name, key in _FORMATS.items() if row.get(key)]
-    shown = [f"Input:\n{one['input']}\nOutput:\n{one['output']}" for one in row.get("examples") or []]
+    shown = [f"Input:\n{example['input']}\nOutput:\n{example['output']}" for example in row.get("examples") or []]
     text = "\n\n".join(part.strip() for part in [*parts, *shown] if part) + PROGRAM
     return {"prompt": [{"role": "user", "content": text}], "tests": json.dumps(tests)}
 
@@ -109,16 +109,16 @@ def as_tests(tests, metadata=None, most=16):
         return None
     if not inputs or not isinstance(outputs, list) or len(inputs) != len(outputs) or None in inputs:
         return None
-    # The longest inputs tell most
+    # The longest inputs test the most
     chosen = sorted(range(len(inputs)), key=lambda index: -len(str(inputs[index])))[:most]
     inputs, outputs = [inputs[index] for index in chosen], [outputs[index] for index in chosen]
     if function is None:
-        return {"inputs": [_lines(text) for text in inputs], "outputs": [_lines(text) for text in outputs]}
+        return {"inputs": list(map(_lines, inputs)), "outputs": list(map(_lines, outputs))}
     try:
-        arguments, values = [_arguments(one) for one in inputs], [_value(one) for one in outputs]
+        arguments, values = list(map(_arguments, inputs)), list(map(_value, outputs))
     except ValueError:
         return None
-    # TACO and PrimeIntellect put what is returned into a list of its own, LiveCodeBench does not
+    # TACO and PrimeIntellect wrap the return value in a list, LiveCodeBench does not
     is_wrapped = isinstance(tests, dict) or "testtype" not in tests[0]
     return {"inputs": arguments, "outputs": values, "function": function, "wrapped": is_wrapped}
 
@@ -137,8 +137,8 @@ def _function_of(test, metadata):
         return test.get("fn_name")
     if test.get("testtype") != "functional":
         return None
-    own = _parsed(test.get("metadata")) or {}
-    return own.get("func_name") or (metadata or {}).get("func_name")
+    own_metadata = _parsed(test.get("metadata")) or {}
+    return own_metadata.get("func_name") or (metadata or {}).get("func_name")
 
 
 def _lines(text):
@@ -171,7 +171,7 @@ def load_file(file, source):
 
 
 def reader_of(part, source):
-    """What makes problems of the rows of a part; rows with a `prompt` and what scores it are problems already."""
+    """The function that converts the rows of a part. Rows with a `prompt` and a solution or tests stay."""
     ready = READY[source.kind]
     if not set(ready) <= set(part.column_names) or set(source.columns) <= set(part.column_names):
         return source.read
@@ -207,7 +207,7 @@ SOURCES = {
 
 
 def source_of(name):
-    """The source of a name. Names that are no dataset are families of reasoning-gym."""
+    """The source of a name. Names that are not in `SOURCES` are families of reasoning-gym."""
     return SOURCES.get(name) or Source(f"reasoning-gym/{name}", (None,), ("prompt", "entry"), None, "gym")
 
 
@@ -215,21 +215,22 @@ def load_problems(source, files=None, split="train", gym_size=GYM_SIZE):
     """
     The problems of a source, from the Hub or from local files (`.jsonl`, `.json`, `.parquet`) of the same columns, or
     of `prompt` and `solution` (mathematics) or `tests` (programs).
-    Rows that nothing can score are left out, and counted on the screen. `gym_size` questions are made of a family of
-    reasoning-gym.
+    Rows that cannot be scored are left out, and their number is printed. A family of reasoning-gym generates
+    `gym_size` questions.
     """
     chosen = source_of(source)
     if chosen.kind == "gym":
         from marft_trl.extras.tasks import reasoning_gym
 
-        made = reasoning_gym(source, size=gym_size)
-        return made.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"][0]["content"] + TAG}]})
+        questions = reasoning_gym(source, size=gym_size)
+        return questions.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"][0]["content"] + TAG}]})
     if files:
         parts = [load_file(file, chosen) for file in files]
     else:
         parts = [load_dataset(chosen.path, name, split=split) for name in chosen.names]
     problems = [
-        Dataset.from_list([one for one in map(reader_of(part, chosen), part) if one is not None]) for part in parts
+        Dataset.from_list([problem for problem in map(reader_of(part, chosen), part) if problem is not None])
+        for part in parts
     ]
     problems = [part for part in problems if len(part)]
     total = sum(map(len, parts))

@@ -1,4 +1,4 @@
-"""Teams of the recipes, for mathematics and programs, of 1 to 4 agents, with what scores their own turns."""
+"""Teams of the recipes, for mathematics and programs, of 1 to 4 agents, with rewards of single turns."""
 
 from marft_trl import AgentSpec
 from marft_trl.rewards import (
@@ -32,7 +32,7 @@ PROMPTS = {
     "Else say what is wrong, and do not write that word.",
     "tester": "You are the verifier of a team. Check the program before you, mend it, and give the final program.",
 }
-# Who is in a team: of the original repository ("duo"), of MARFT v2 for mathematics and for programs, and solvers with
+# Roles of a team: of the original repository ("duo"), of MARFT v2 for mathematics and for programs, and solvers with
 # a judge, with a vote, or with a review.
 ROLES = {
     "duo": {
@@ -65,7 +65,7 @@ ROLES = {
 WORKFLOWS = ["chain", "orchestrated", "evaluated", "voting", "judged"]
 
 
-# The teams that a workflow needs: others do not answer, or do not approve
+# The team that a workflow requires. Other teams have agents that do not answer, or do not approve
 NEEDED = {"evaluated": "review", "voting": "vote"}
 
 
@@ -95,7 +95,7 @@ def make_workflow(name, profile, count, kind="math"):
 
 
 def vote_of(kind):
-    """What is compared of the answers to a kind of problems: the answer in its box or tag, or the whole text."""
+    """The function that extracts answers for a vote: from the box or tag, or `None` for the whole text."""
     if kind == "gym":
         from marft_trl.extras.tasks import reasoning_gym_answer
 
@@ -104,7 +104,7 @@ def vote_of(kind):
 
 
 def check_team(profile, count):
-    """Raise unless there is such a team."""
+    """Raise if the team does not exist."""
     if profile not in ROLES:
         raise ValueError(f"`profile` must be one of {', '.join(ROLES)}, got {profile!r}.")
     if count not in ROLES[profile]:
@@ -118,7 +118,7 @@ def make_team(profile, count, outcome=None, shared_adapter=False):
     Args:
         profile: `"duo"`, `"math"`, `"code"`, `"judge"`, `"vote"` or `"review"`.
         count: 1 to 4 agents.
-        outcome: the reward of the answer, where turns have rewards of their own; `None` where they have none.
+        outcome: the reward of the answer if turns have their own rewards, else `None`.
         shared_adapter: whether all act with one LoRA.
     """
     check_team(profile, count)
@@ -134,7 +134,7 @@ def make_team(profile, count, outcome=None, shared_adapter=False):
 
 
 def own_reward(role, outcome, profile):
-    """MARFT v2's rewards of single turns; that of the whole episode for a role that it has none for."""
+    """MARFT v2's reward for the turns of a role; the reward of the episode for roles without one."""
     if outcome is None:
         return None
     if role in ("planner", "decomposer"):

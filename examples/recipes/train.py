@@ -6,11 +6,11 @@ MARFT's experiments, one command each.
         --anonymous numbered --shared_adapter true --output_dir deepscaler-3-anonymous
     torchrun --nproc_per_node 8 examples/recipes/train.py --config examples/recipes/deepcoder.yaml
 
-    # what a run would do: agents, who sees whom, batches, memory, what each agent is shown
+    # print the plan of a run: agents, who sees whom, batches, memory and prompts
     python examples/recipes/train.py --config examples/recipes/math_duo.yaml --dry_run true
 
-The YAML files hold the published settings; the command line wins. `docs/reports/recipes.md` has the grid. The rewards
-need math-verify (`pip install ".[math]"`) or, for programs, Linux.
+The YAML files hold the published settings; the command line takes precedence. `docs/reports/recipes.md` has the grid.
+The rewards need math-verify (`pip install ".[math]"`) or, for programs, Linux.
 """
 
 import math
@@ -39,7 +39,7 @@ class RecipeArguments:
             `"math"`, `"gsm8k"`, `"deepscaler"`, `"deepcoder"`, `"codeforces"`, or a family of reasoning-gym such as
             `"countdown"`.
         problem_files (`list[str]`, *optional*):
-            Local files with the columns of the dataset, in place of the Hub's.
+            Local files with the columns of the dataset, instead of the Hub's.
         profile (`str`, *optional*, defaults to `"duo"`):
             Roles of the team: `"duo"`, `"math"`, `"code"`, `"judge"`, `"vote"` or `"review"`.
         workflow (`str`, *optional*, defaults to `"chain"`):
@@ -53,12 +53,12 @@ class RecipeArguments:
         anonymous (`str`, *optional*, defaults to `"no"`):
             `"no"`, `"numbered"` or `"none"`, see the trainer.
         eval_size (`int`, *optional*, defaults to `100`):
-            Problems to evaluate on: of the test split of MATH and GSM8K, else held out.
+            Problems to evaluate on: from the test split of MATH and GSM8K, held out for other datasets.
         gym_size (`int`, *optional*, defaults to `5000`):
-            Questions that are made of a family of reasoning-gym.
+            Questions to generate from a family of reasoning-gym.
         code_timeout (`float`, *optional*, defaults to `10.0`):
-            Seconds for each test of a program, whose tests together have 16 times as long, at most ten minutes. For
-            all tests of a function.
+            Seconds for each test of a program, or for all tests of a function. All tests of a program together have 16
+            times as long, at most ten minutes.
         train (`bool`, *optional*, defaults to `True`):
             Whether to train before the evaluation.
         dry_run (`bool`, *optional*, defaults to `False`):
@@ -74,7 +74,7 @@ class RecipeArguments:
     shared_adapter: bool = field(default=False, metadata={"help": "Whether all agents act with one LoRA."})
     anonymous: str = field(default="no", metadata={"choices": ["no", "numbered", "none"], "help": "Ablation."})
     eval_size: int = field(default=100, metadata={"help": "Number of problems to evaluate on."})
-    gym_size: int = field(default=5000, metadata={"help": "Questions that are made of a family of reasoning-gym."})
+    gym_size: int = field(default=5000, metadata={"help": "Questions to generate from a family of reasoning-gym."})
     code_timeout: float = field(default=10.0, metadata={"help": "Seconds for a test of a program."})
     dry_run: bool = field(default=False, metadata={"help": "Print what training would do, and stop."})
 
@@ -109,7 +109,7 @@ def main(args=None, resume=None):
 
 def make_trainer(recipe, training_args, model_args, model=None, **options):
     """
-    The trainer of a recipe. `model` takes the place of the named one; `options` are further arguments of
+    The trainer of a recipe. `model` replaces the named model; `options` are further arguments of
     [`MARFTTrainer`].
     """
     check_team(recipe.profile, recipe.num_agents)
@@ -143,7 +143,7 @@ def make_trainer(recipe, training_args, model_args, model=None, **options):
 
 
 def load_sets(recipe):
-    """Problems to train on, and to evaluate on: of the test split, where there is one, or else held out."""
+    """Problems to train on, and to evaluate on: from the test split if there is one, else held out."""
     dataset = load_problems(recipe.problems, recipe.problem_files, gym_size=recipe.gym_size)
     if not recipe.eval_size:
         return dataset, None
@@ -177,7 +177,7 @@ def seconds_of_program(code_timeout):
 
 
 def seconds_of_programs(args, code_timeout):
-    """How long a batch of programs may run, with a minute for what starts them: no reason to give it up."""
+    """Maximum seconds of a batch of programs, with a minute for startup: the reward must not time out before."""
     batch = max(args.per_device_train_batch_size * args.steps_per_generation, args.per_device_eval_batch_size)
     return math.ceil(batch / PROGRAMS_AT_ONCE) * seconds_of_program(code_timeout) + 60.0
 

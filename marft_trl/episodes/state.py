@@ -125,14 +125,14 @@ class EpisodeState:
     async def close_unawaited(self) -> int:
         states = (inspect.CORO_CREATED, inspect.CORO_SUSPENDED)
         for _ in range(_CANCELLATION_ITERATIONS):
-            unfinished = any(inspect.getcoroutinestate(value) in states for value in self._requested)
+            unfinished = any(inspect.getcoroutinestate(coroutine) in states for coroutine in self._requested)
             if not unfinished or not any(task.cancelling() and not task.done() for task, _ in self.started):
                 break
             await asyncio.sleep(0)  # let tasks that were just cancelled finish
-        unawaited = [item for item in self._requested if inspect.getcoroutinestate(item) in states]
-        for entry in unawaited:
-            if inspect.getcoroutinestate(entry) == inspect.CORO_CREATED:
-                entry.close()
+        unawaited = [coroutine for coroutine in self._requested if inspect.getcoroutinestate(coroutine) in states]
+        for coroutine in unawaited:
+            if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                coroutine.close()
         return len(unawaited)
 
     async def take_turn(

@@ -221,11 +221,11 @@ def average_gradients(parameters: Iterable[nn.Parameter], world_size: int) -> No
             buckets.append([])
         buckets[-1].append(parameter.grad)
     for gradients in buckets:
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = torch.cat([grad.reshape(-1) for grad in gradients])
         torch.distributed.all_reduce(flat)
         flat /= world_size
-        for gradient, averaged in zip(gradients, flat.split([item.numel() for item in gradients]), strict=True):
-            gradient.copy_(averaged.view_as(gradient))
+        for grad, averaged in zip(gradients, flat.split([grad.numel() for grad in gradients]), strict=True):
+            grad.copy_(averaged.view_as(grad))
 
 
 # Settings of a parameter group that come from the training arguments. Others may be the optimizer's own state.

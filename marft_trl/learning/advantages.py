@@ -170,12 +170,12 @@ class OwnReward(NamedTuple):
 
 def own_reward_metrics(scored: Sequence[OwnReward], returns: bool) -> dict[str, float]:
     """Compute metrics of own reward functions. `returns` adds `agents/<name>/return`, the mean sum per episode."""
-    valid = [item for item in scored if item.value == item.value]
+    valid = [reward for reward in scored if reward.value == reward.value]
     if not valid:
         return {}
     metrics = {"own_reward": sum(reward.value for reward in valid) / len(valid)}
-    for agent in dict.fromkeys(value.agent for value in valid):
-        agent_rewards = [entry for entry in valid if entry.agent == agent]
+    for agent in dict.fromkeys(reward.agent for reward in valid):
+        agent_rewards = [reward for reward in valid if reward.agent == agent]
         for function in dict.fromkeys(name for reward in agent_rewards for name in reward.by_function):
             values = torch.tensor([reward.by_function[function] for reward in agent_rewards])
             metrics[f"agents/{agent}/rewards/{function}/mean"] = torch.nanmean(values).item()

@@ -94,7 +94,7 @@ class OutOfMemory:
         trained = [parameter for parameters in adapters for parameter in parameters.values()]
         if batching.count_bytes([p.grad for p in trained if p.grad is not None]) > _MAX_GRADIENT_COPY_BYTES:
             return [], "the gradients of earlier micro-steps are too large to copy"
-        return [(value, None if value.grad is None else value.grad.detach().clone()) for value in trained], None
+        return [(p, None if p.grad is None else p.grad.detach().clone()) for p in trained], None
 
     def _error_message(self, problem: str, obstacle: str | None) -> str:
         device, lines = self._processes.device, []
@@ -191,12 +191,12 @@ class TeamLoss(TrainerCallback):
             return total.requires_grad_()  # the Trainer calls `backward` on it, which has nothing left to do
 
         self._unlogged += waiting
-        recorders = [part for item in waiting for part in (item.metrics, item.values) if part is not None]
+        recorders = [part for pending in waiting for part in (pending.metrics, pending.values) if part is not None]
         snapshots = [recorder.snapshot for recorder in (*recorders, self._updates.divergence)]
         # Losses gather thresholds from all processes, and every pass through a sharded model needs all processes
         is_local = not self._processes.is_base_sharded
         is_local &= self._processes.count == 1 or self._settings.top_entropy_quantile >= 1.0
-        rows = dict.fromkeys(row for value in waiting for row in value.slice.rows)
+        rows = dict.fromkeys(row for pending in waiting for row in pending.slice.rows)
         if self._critic is None:  # a critic runs passes over all rows
             rows = dict.fromkeys(self._signal.split([row for row in rows if row.is_trained])[0])
         return self.out_of_memory.guard(learn, list(rows), snapshots, is_local)

@@ -205,7 +205,9 @@ def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[
     turns = [turn for record in records for turn in record["turns"]]
     metrics |= _lengths(turns)
     for agent in agents:
-        agent_turns = [(turn, item["reward"]) for item in records for turn in item["turns"] if turn.agent == agent]
+        agent_turns = [
+            (turn, record["reward"]) for record in records for turn in record["turns"] if turn.agent == agent
+        ]
         if agent_turns:
             metrics[f"agents/{agent}/reward"] = _mean(reward for _, reward in agent_turns)
             lengths = _lengths([turn for turn, _ in agent_turns])
@@ -217,7 +219,9 @@ def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[
 def question_means(records: Sequence[dict[str, Any]], size: int) -> dict[str, list[float]]:
     """Mean rewards of each question, whose `size` records are next to each other, by metric of [`summarize`]."""
     scores = {"reward": [record["reward"] for record in records]}
-    scores |= {f"rewards/{name}/mean": [item["rewards"][name] for item in records] for name in records[0]["rewards"]}
+    scores |= {
+        f"rewards/{name}/mean": [record["rewards"][name] for record in records] for name in records[0]["rewards"]
+    }
     means = {
         name: [_mean(values[start : start + size]) for start in range(0, len(values), size)]
         for name, values in scores.items()

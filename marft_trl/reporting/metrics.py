@@ -79,10 +79,10 @@ def maj_at_k(answers: Sequence[Hashable | None], scores: Sequence[float], k: int
     for answer, score in zip(answers, scores, strict=True):
         if answer is not None:
             of_answer[answer].append(score)
-    sizes = sorted(len(value) for value in of_answer.values())
+    sizes = sorted(len(votes) for votes in of_answer.values())
     silent = len(answers) - sum(sizes)
     wins = {size: _share_of_wins(size, sizes, silent, k) for size in set(sizes)}
-    return math.fsum(float(wins[len(item)]) * math.fsum(item) / len(item) for item in of_answer.values())
+    return math.fsum(float(wins[len(votes)]) * math.fsum(votes) / len(votes) for votes in of_answer.values())
 
 
 def _check_counts(n: int, k: int) -> None:

@@ -235,30 +235,32 @@ class Planner:
         return {agent.name for agent in self._agents if agent.trainable}
 
     def rehearse(self, row: dict[str, Any]) -> Rehearsal:
-        shown: dict[str, Observation] = {}
+        observations: dict[str, Observation] = {}
         prompts: list[tuple[str, int, int]] = []
         generation_calls: list[list[str]] = []
         tools = {agent.name: list(map(tool_name, agent.functions)) for agent in self._agents if agent.functions}
 
         async def answer(requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
-            generation_calls.append([value.agent for value in requests])
-            built = runner.observe(runner.query(entry)._replace(after=None) for entry in requests)
+            generation_calls.append([request.agent for request in requests])
+            built = runner.observe(runner.query(request)._replace(after=None) for request in requests)
             for request, observation in zip(requests, built, strict=True):
                 tools[request.agent] = list(map(tool_name, request.functions))
-                shown.setdefault(request.agent, observation)
+                observations.setdefault(request.agent, observation)
                 shared = self._shared_length(runner, request, observation)
                 prompts.append((request.agent, self._max_length(observation), shared))
             if len(requests[0].episode.turns) >= _MAX_REHEARSAL_TURNS:
                 return [EndOfEpisode("the rehearsal has the maximum number of turns")] * len(requests)
-            names = [self._aliases.get(item.agent, item.agent) for item in requests]
-            return [item.make_completion(f"(what {name} says)") for item, name in zip(requests, names, strict=True)]
+            names = [self._aliases.get(request.agent, request.agent) for request in requests]
+            return [
+                request.make_completion(f"(what {name} says)") for request, name in zip(requests, names, strict=True)
+            ]
 
         with self._runner.rehearsal_runner() as runner:
             (episode,) = runner.run([row], answer)
-            rest = [agent for agent in self._agents if agent.name not in shown]
+            rest = [agent for agent in self._agents if agent.name not in observations]
             alone = runner.observe(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
-        shown |= {agent.name: item for agent, item in zip(rest, alone, strict=True)}
-        return Rehearsal(episode, shown, prompts, generation_calls, tools)
+        observations |= {agent.name: observation for agent, observation in zip(rest, alone, strict=True)}
+        return Rehearsal(episode, observations, prompts, generation_calls, tools)
 
     def _max_length(self, observation: Observation) -> int:
         """Return the number of tokens of an observation if all turns in it had maximum length."""

@@ -206,9 +206,11 @@ class Reporter:
     def _report_turns(self, rollout: Rollout, generated: Mapping[str, int]) -> None:
         turns = self._processes.gather(
             [
-                TurnFacts(t.agent, len(t.prompt_ids), len(t.completion_ids), t.truncated, rollout.first + e.index)
+                TurnFacts(
+                    turn.agent, len(turn.prompt_ids), len(turn.completion_ids), turn.truncated, rollout.first + e.index
+                )
                 for e in rollout.episodes
-                for t in e.turns
+                for turn in e.turns
             ]
         )
         counts_by_process = self._processes.gather([dict(generated)])
@@ -216,21 +218,23 @@ class Reporter:
             self._metrics.add(f"branches/{name}", float(sum(counts.get(name, 0) for counts in counts_by_process)))
         self._report_reruns(*(sum(counts.get(name, 0) for counts in counts_by_process) for name in ("reruns", "lost")))
         self._state.count_tokens(sum(turn.prompt_tokens + turn.tokens for turn in turns))
-        self._state.count_tokens(sum(item.get("tokens", 0) for item in counts_by_process))
+        self._state.count_tokens(sum(counts.get("tokens", 0) for counts in counts_by_process))
         sampled = sum(turn.tokens for turn in turns if turn.agent in self._adapters)  # `reply` writes the others
-        self.generated_tokens += sampled + sum(entry.get("tokens", 0) for entry in counts_by_process)
+        self.generated_tokens += sampled + sum(counts.get("tokens", 0) for counts in counts_by_process)
         if rollout.drawn is not None:
             drawn = self._processes.gather([(rollout.drawn.tokens, rollout.drawn.generated)])
             self._state.count_tokens(sum(tokens for tokens, _ in drawn))
             self.generated_tokens += sum(generated for _, generated in drawn)
         self._metrics.set("num_tokens", self._state.num_tokens_seen)
         self._metrics.set("num_generated_tokens", self.generated_tokens)
-        for name, value in length_metrics([t.tokens for t in turns], [t.truncated for t in turns]).items():
+        for name, value in length_metrics([turn.tokens for turn in turns], [turn.truncated for turn in turns]).items():
             self._metrics.add(name, value)
         for agent in self._agents:
             agent_turns = [turn for turn in turns if turn.agent == agent]
             if agent_turns:
-                lengths = length_metrics([t.tokens for t in agent_turns], [t.truncated for t in agent_turns])
+                lengths = length_metrics(
+                    [turn.tokens for turn in agent_turns], [turn.truncated for turn in agent_turns]
+                )
                 for name in lengths.keys() & AGENT_METRICS:
                     self._metrics.add(f"agents/{agent}/{name}", lengths[name])
             self._metrics.add(f"agents/{agent}/turns", len(agent_turns) / len(rollout.rewards))
@@ -256,8 +260,8 @@ class Reporter:
         """Report the values that reward functions passed to `log_metric`, averaged over processes."""
         own = {name: (sum(values), len(values)) for name, values in self._state.take_user_metrics().items()}
         everywhere = self._processes.gather([own])
-        for name in sorted({name for values_by_name in everywhere for name in values_by_name}):
-            totals = [value[name] for value in everywhere if name in value]
+        for name in sorted({name for totals_by_name in everywhere for name in totals_by_name}):
+            totals = [totals_by_name[name] for totals_by_name in everywhere if name in totals_by_name]
             self._metrics.add(name, sum(total for total, _ in totals) / sum(count for _, count in totals))
 
     def begin_evaluation(self) -> None:
@@ -296,8 +300,10 @@ class Reporter:
         metrics = evaluation.summarize(records, self._agents)
         means = evaluation.question_means(records, self._settings.group_size(training=False))
         self.question_means |= {f"{name}_{metric}": values for metric, values in means.items()}
-        known = torch.tensor([item["reward"] for item in records if item["reward"] is not None], dtype=torch.float64)
-        self.evaluation_error = known.std().item() / math.sqrt(len(known)) if len(known) > 1 else 0.0
+        rewards = torch.tensor(
+            [record["reward"] for record in records if record["reward"] is not None], dtype=torch.float64
+        )
+        self.evaluation_error = rewards.std().item() / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0
         if self._games is not None:
             metrics |= self._games.metrics(record["played"] for record in records)
         columns = {key: [record["row"].get(key) for record in records] for key in records[0]["row"]}

@@ -52,14 +52,14 @@ class Alternatives:
         repeated = [request for request, count in zip(requests, counts, strict=True) for _ in range(count)]
         completions = iter(await self._runner.answer(repeated, key))
         drawn = [[next(completions) for _ in range(count)] for count in counts]
-        candidates = [[completion for completion in item if isinstance(completion, Completion)] for item in drawn]
-        branching = [index for index, entry in enumerate(learns) if entry and candidates[index]]
+        candidates = [[completion for completion in group if isinstance(completion, Completion)] for group in drawn]
+        branching = [index for index, learn in enumerate(learns) if learn and candidates[index]]
         turns = {  # scored as if their agents went no further
             index: [replace(requests[index].make_turn(candidate), audience=None) for candidate in candidates[index]]
             for index in branching
         }
         returns = await self._returns(requests, candidates, turns, key)
-        chosen = [choices[0] for choices in drawn]
+        chosen = [group[0] for group in drawn]
         for index in branching:
             self._nodes.append(Node(requests[index].episode.index, turns[index], returns[index]))
             self._count(candidates[index][1:])

@@ -183,14 +183,14 @@ class _Batch:
 
     def user_columns(self) -> dict[str, list]:
         names = dict.fromkeys(name for column in self._columns for name in column)
-        return {name: [value.get(name) for value in self._columns] for name in names}
+        return {name: [column.get(name) for column in self._columns] for name in names}
 
     def rollout(self, rounds: Sequence[Rollout], with_signal: float) -> Rollout:
         """The batch that is trained on. `with_signal` is the share of all sampled groups that have a signal."""
-        everything = [episode for item in rounds for episode in item.episodes]
+        everything = [episode for rollout in rounds for episode in rollout.episodes]
         spare = [count(everything) - count(self._episodes) for count in (_tokens, _generated)]
-        rewards = torch.cat([value.rewards for value in rounds])
-        drawn = Drawn(rewards, torch.cat([entry.rewards_per_func for entry in rounds]), 1 - with_signal, *spare)
+        rewards = torch.cat([rollout.rewards for rollout in rounds])
+        drawn = Drawn(rewards, torch.cat([rollout.rewards_per_func for rollout in rounds]), 1 - with_signal, *spare)
         return replace(
             self._first,
             episodes=self._episodes,

@@ -178,8 +178,8 @@ class Rollouts:
         others = [name for name, weight in weights if weight and name != environment_reward.__name__]
         if self._own.are_per_agent:
             own = [{name: sum(value) for name, value in episode.own.items()} for episode in episodes]
-            has_more = bool(others) or any(self._own.shared_rewards(item).any() for item in episodes)
-            agents = {turn.agent for item in episodes for turn in item.turns}
+            has_more = bool(others) or any(self._own.shared_rewards(episode).any() for episode in episodes)
+            agents = {turn.agent for episode in episodes for turn in episode.turns}
             everywhere = self._processes.gather([(own, has_more, agents)])
             if not any(has_more for _, has_more, _ in everywhere):
                 acted = sorted({name for *_, names in everywhere for name in names})

@@ -131,17 +131,17 @@ class TransformersGenerator(Generator):
         self, group: _DecodingGroup, observed: Sequence[SampleRequest], overrides: dict[str, Any], greedy: bool
     ) -> list[SampledTurn]:
         """The turns of one call of `generate`, either all by references or none."""
-        agent, by_reference, own = observed[0].agent, observed[0].by_reference, group.sampling
+        agent, by_reference, sampling = observed[0].agent, observed[0].by_reference, group.sampling
         self._policies.activate(agent)
         speaker = self._policies.reference(agent) if by_reference else contextlib.nullcontext()
         recorder = Recorder() if self.records and not by_reference else None
-        settings = self._engine.settings(own) | overrides | (GREEDY if greedy else {})
+        settings = self._engine.settings(sampling) | overrides | (GREEDY if greedy else {})
         live = self._live_rows(observed, settings)
-        adapters = [self._policies.get_adapter(item.agent) for item in observed]
+        adapters = [self._policies.get_adapter(request.agent) for request in observed]
         is_mixed = len(set(adapters)) > 1 and self._mixed is not None
         if is_mixed:
             speaker = cast(MixedLora, self._mixed).on()
-        options = self._options(own, settings, recorder, adapters if is_mixed else None, live)
+        options = self._options(sampling, settings, recorder, adapters if is_mixed else None, live)
         loop = options.get("custom_generate")
         layers: contextlib.AbstractContextManager[Hashable | None] = contextlib.nullcontext()
         if loop is not None:
@@ -151,14 +151,14 @@ class TransformersGenerator(Generator):
             if loop is not None:
                 loop.keywords["key"] = key
             try:
-                sampled = self._engine.generate([value.ids for value in observed], settings, options)
+                sampled = self._engine.generate([request.ids for request in observed], settings, options)
             except torch.OutOfMemoryError:
                 self.drop_cache()  # a smaller batch is tried with less room
                 raise
         logps = recorder.logps.tolist() if recorder is not None and recorder.logps is not None else None
         if live is not None:
             sampled = [ids[:limit] for ids, limit in zip(sampled, live.limits, strict=True)]
-        turns = list(map(self._stops[own.stop].cut, sampled)) if own.stop else sampled
+        turns = list(map(self._stops[sampling.stop].cut, sampled)) if sampling.stop else sampled
         return [SampledTurn(ids, logps[i][: len(ids)] if logps is not None else None) for i, ids in enumerate(turns)]
 
     @property

@@ -59,14 +59,14 @@ class WholeAdapters:
         for module in self._whole:
             module.to(self._accelerator.device)  # upstream moves what it shards, and no more
         optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
-        kept = [[group["params"] for group in item.param_groups] for item in optimizers]
+        saved_parameters = [[group["params"] for group in optimizer.param_groups] for optimizer in optimizers]
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = []
         try:
             return tuple(self._shard(*args))
         finally:
-            for optimizer, groups in zip(optimizers, kept, strict=True):
+            for optimizer, groups in zip(optimizers, saved_parameters, strict=True):
                 for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                     group["params"] = parameters
 

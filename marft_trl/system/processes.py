@@ -131,7 +131,7 @@ class PeerMonitor:
                 heartbeats = {other: store.get(key) for other, key in keys.items() if store.check([key])}
                 first_heartbeats = heartbeats if first_heartbeats is None else first_heartbeats
                 if time.monotonic() >= deadline:
-                    same = [item for item in self._others if heartbeats.get(item) == first_heartbeats.get(item)]
+                    same = [other for other in self._others if heartbeats.get(other) == first_heartbeats.get(other)]
                     return self._describe_unresponsive(same)
             if time.monotonic() >= deadline:
                 return None

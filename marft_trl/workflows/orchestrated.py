@@ -149,7 +149,7 @@ class Orchestrated(Workflow):
     def system_prompts(self, agents: Sequence[AgentSpec], aliases: Mapping[str, str] | None = None) -> dict[str, str]:
         known = self._callable([agent.name for agent in agents])
         names = {agent.name: (aliases or {}).get(agent.name, agent.name) for agent in agents}
-        team = [f"- {names[item.name]}" + (f": {item.description}" if item.description else "") for item in agents]
+        team = [f"- {names[agent.name]}" + (f": {agent.description}" if agent.description else "") for agent in agents]
         lines = [line for line, agent in zip(team, agents, strict=True) if agent.name in known]
         return {self.orchestrator: PROMPT.format(team="\n".join(lines))}
 

@@ -345,10 +345,10 @@ class ByColumn(Workflow):
                     f"`workflows` of `ByColumn` must map {name!r} to a `Workflow` object, got {workflow!r}."
                 )
         self.workflows, self.column = dict(workflows), column
-        self.functions = [function for item in self.workflows.values() for function in item.functions]
+        self.functions = [function for workflow in self.workflows.values() for function in workflow.functions]
         limits = [workflow.max_wait_for_episodes for workflow in self.workflows.values()]
         self.max_wait_for_episodes = min((limit for limit in limits if limit is not None), default=None)
-        self.acts_outside = any(entry.acts_outside for entry in self.workflows.values())
+        self.acts_outside = any(workflow.acts_outside for workflow in self.workflows.values())
         self.earns = any(workflow.earns for workflow in self.workflows.values())
 
     @property

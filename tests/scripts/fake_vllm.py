@@ -1,6 +1,6 @@
 """
-Stands for the interpreter of an environment with vLLM: a server without a model, at `--port`. What it is asked goes to
-the file that `FAKE_VLLM_LOG` names, with its arguments and its environment.
+Stands in for the interpreter of an environment with vLLM: a server without a model, at `--port`. Writes the requests,
+the arguments and the environment to the file that `FAKE_VLLM_LOG` names.
 """
 
 import json
@@ -26,9 +26,9 @@ def main(arguments):
     server.fault = lambda body: as_text(turn({**body, "model": ""}))
     server.start()
     while True:
-        known = {"arguments": arguments, "environment": dict(os.environ), "calls": server.calls, "child": child.pid}
+        report = {"arguments": arguments, "environment": dict(os.environ), "calls": server.calls, "child": child.pid}
         with open(os.environ["FAKE_VLLM_LOG"] + ".part", "w") as log:
-            json.dump(known, log)
+            json.dump(report, log)
         os.replace(os.environ["FAKE_VLLM_LOG"] + ".part", os.environ["FAKE_VLLM_LOG"])
         time.sleep(0.05)
 

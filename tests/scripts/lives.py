@@ -7,7 +7,7 @@ Kills training runs and starts them again with the same command, until they end.
 
 `random`: SIGKILL at random instants. `operations`: SIGKILL at each (or every n-th) file operation of a save, on one
 process. `faults`: two processes, of which one raises, hangs, dies, gets a signal or has nothing to learn from. Prints
-what came of it as JSON. The processes of a life are forked, so that they need not import anything.
+the outcome as JSON. The processes of a life are forked, so that they need not import anything.
 """
 
 import argparse
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from marft_trl.runs.run_folder import RunFolder, is_remainder
 from tests import exactness
-from tests.helpers import StopAt
+from tests.helpers import StopAt, varied_reward
 
 
 # The step in whose save processes are killed, after one checkpoint that is complete
@@ -49,8 +49,8 @@ class KillAt(TrainerCallback):
 
     Args:
         folder (`Path`): operations on paths in it count.
-        number (`int`, *optional*): the operation; if left out, nobody is killed.
-        report (`Path`): gets the operations, a line each.
+        number (`int`, *optional*): the operation; without it, no process is killed.
+        report (`Path`): the file that gets the operations, one a line.
     """
 
     def __init__(self, folder: Path, number: int | None, report: Path):
@@ -81,17 +81,17 @@ class KillAt(TrainerCallback):
             self._note(f"before {name}")
             result = original(*arguments, **named)
             if name != "fsync":
-                target = next(one for one in arguments if isinstance(one, (str, os.PathLike)))
+                target = next(argument for argument in arguments if isinstance(argument, (str, os.PathLike)))
                 self._note(f"half of {Path(target).name}", target)
             return result
 
         setattr(module, name, wrapped)
         if module is safetensors.torch:  # where it was imported by name
             for other in list(sys.modules.values()):
-                for alias in [its for its, value in vars(other).items() if value is original]:
+                for alias in [attribute for attribute, value in vars(other).items() if value is original]:
                     setattr(other, alias, wrapped)
 
-    def _note(self, what, half=None):
+    def _note(self, operation, half=None):
         if not self._is_saving:
             return
         self._count += 1
@@ -102,12 +102,12 @@ class KillAt(TrainerCallback):
         if self._number is None:
             self._is_saving = False  # the report is no operation of the save
             with open(self._report, "a") as file:
-                file.write(what + "\n")
+                file.write(operation + "\n")
             self._is_saving = True
 
 
 class Faulty:
-    """A reward function that is at fault in the third step, on one process."""
+    """A reward function that fails in the third step on one process."""
 
     __name__ = "faulty"
 
@@ -121,7 +121,7 @@ class Faulty:
         if self.calls == 3:
             self.report.write_text(str(time.time()))
             self.fail()
-        return exactness.length_reward(completions)
+        return varied_reward(completions)
 
     def fail(self):
         if self.kind == "raise":
@@ -143,8 +143,8 @@ def train(folder, model, processes, callbacks=(), reward=None):
     settings |= {"ddp_timeout": 60, "reward_timeout": 30, "workflow_timeout": 30, "tool_timeout": 5}
     if reward is not None:
         settings |= {"reward_timeout": 2, "save_steps": 50}
-    its = {} if reward is None else {"reward_funcs": reward}
-    trainer = exactness.trainer_of(setting, model, folder, list(callbacks), settings=settings, **its)
+    arguments = {} if reward is None else {"reward_funcs": reward}
+    trainer = exactness.trainer_of(setting, model, folder, list(callbacks), settings=settings, **arguments)
     trainer.train(resume_from_checkpoint=True)
 
 
@@ -184,8 +184,8 @@ def end(pids):
     until, statuses = time.monotonic() + LIMIT, {}
     while len(statuses) < len(pids):
         for pid in set(pids) - statuses.keys():
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 statuses[pid] = os.waitstatus_to_exitcode(status)
         if time.monotonic() > until:
             for pid in set(pids) - statuses.keys():
@@ -198,7 +198,7 @@ def end(pids):
 def half_written(folder):
     """Whether the folder holds a checkpoint that is not complete."""
     runs = RunFolder(folder)
-    return any(is_remainder(one, runs.known_run() or "") for one in runs.checkpoints())
+    return any(is_remainder(checkpoint, runs.known_run() or "") for checkpoint in runs.checkpoints())
 
 
 def finish(folder, model, processes, whole):
@@ -241,18 +241,18 @@ def at_operations(folder, model, processes, rank, every, restarts):
     assert end(begin(whole, model, processes)) == [0] * processes, "the run itself fails"
     assert end(begin(first, model, processes, lambda rank: [StopAt(STEP - 1)])) == [0] * processes
     shutil.copytree(first, cut)
-    watched = lambda its, number: [*([KillAt(cut, number, report)] if its == rank else []), StopAt(STEP)]  # noqa: E731
-    assert end(begin(cut, model, processes, lambda its: watched(its, None))) == [0] * processes
+    watched = lambda process, number: [*([KillAt(cut, number, report)] if process == rank else []), StopAt(STEP)]  # noqa: E731
+    assert end(begin(cut, model, processes, lambda process: watched(process, None))) == [0] * processes
     operations = report.read_text().splitlines()
     outcome = {"operations": len(operations), "kills": 0, "restarts": 0, "stood": {}, "wrong": []}
     for number in range(1, len(operations) + 1, every):
         shutil.rmtree(cut)
         shutil.copytree(first, cut)
-        statuses = end(begin(cut, model, processes, lambda its, number=number: watched(its, number)))
+        statuses = end(begin(cut, model, processes, lambda process, number=number: watched(process, number)))
         assert statuses[rank] == -signal.SIGKILL, (number, statuses)
         outcome["kills"] += 1
-        found = RunFolder(cut).newest()
-        step = found[1].step if found else None
+        newest = RunFolder(cut).newest()
+        step = newest[1].step if newest else None
         outcome["stood"][str(step)] = outcome["stood"].get(str(step), 0) + 1
         wrong = [] if step in (STEP - 1, STEP) else [f"checkpoint {step} stands"]
         if not wrong and outcome["kills"] % restarts == 0:
@@ -263,17 +263,17 @@ def at_operations(folder, model, processes, rank, every, restarts):
 
 
 def with_faults(folder, model, kinds, rank):
-    """A fault on one of two processes. Says how each has ended, and how long after the fault."""
+    """Cause each fault on one of two processes. Returns exit statuses and the seconds from fault to end."""
     outcome = {}
     for kind in kinds:
         cut, report = folder / kind, folder / f"{kind}.time"
-        rewards = {1 - rank: exactness.length_reward, rank: Faulty(kind, report)}
+        rewards = {1 - rank: varied_reward, rank: Faulty(kind, report)}
         statuses = end(begin(cut, model, 2, reward=rewards.get))
         seconds = time.time() - float(report.read_text()) if report.exists() else None
-        found = RunFolder(cut).newest()
+        newest = RunFolder(cut).newest()
         logs = [Path(f"{cut}.{rank}.log").read_text() for rank in (0, 1)]
         errors = [[line for line in log.splitlines() if "Error" in line or "TookTooLong" in line][-1:] for log in logs]
-        stands = found[1].step if found else None
+        stands = newest[1].step if newest else None
         outcome[kind] = {"statuses": statuses, "seconds": seconds, "errors": errors, "stands": stands}
     return outcome
 
@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("mode", choices=["random", "operations", "faults"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("model")
-    # The run is started again after every so many kills (`restarts`)
+    # The run is started again after every `restarts` kills
     for name, default in {"processes": 1, "kills": 10, "seed": 0, "rank": 0, "every": 1, "restarts": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     kinds = ["raise", "hang", "die", "signal", "nothing", "stuck"]

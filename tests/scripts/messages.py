@@ -2,7 +2,7 @@
 Print every error and warning of the package with its place, to be read as a user would.
 
     python tests/scripts/messages.py            # all
-    python tests/scripts/messages.py servers    # of some folder
+    python tests/scripts/messages.py servers    # of one folder
 """
 
 import ast
@@ -15,11 +15,11 @@ _LOGS = {"warning", "warn", "error", "critical"}
 
 
 def text_of(node: ast.AST) -> str:
-    """The text of an expression; what is filled in stands in braces."""
+    """The text of an expression, with placeholders in braces."""
     if isinstance(node, ast.Constant):
         return str(node.value) if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):
-        return "".join(text_of(one) for one in node.values)
+        return "".join(text_of(part) for part in node.values)
     if isinstance(node, ast.FormattedValue):
         return "{" + ast.unparse(node.value) + "}"
     if isinstance(node, ast.BinOp):
@@ -31,21 +31,21 @@ def text_of(node: ast.AST) -> str:
 
 def messages(path: Path) -> list[tuple[int, str, str]]:
     """Line, kind and text of the messages of a file, those of tables of checks included."""
-    found = []
+    rows = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            found.append((node.lineno, ast.unparse(node.exc.func), text_of(node.exc.args[0])))
+            rows.append((node.lineno, ast.unparse(node.exc.func), text_of(node.exc.args[0])))
         elif (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
             and node.func.attr in _LOGS
             and node.args
         ):
-            found.append((node.lineno, node.func.attr, text_of(node.args[0])))
+            rows.append((node.lineno, node.func.attr, text_of(node.args[0])))
         elif isinstance(node, ast.Dict):  # `{message: condition}`
             texts = [(key.lineno, text_of(key)) for key in node.keys if isinstance(key, (ast.Constant, ast.JoinedStr))]
-            found += [(line, "check", text) for line, text in texts if len(text) > 60]
-    return sorted(found)
+            rows += [(line, "check", text) for line, text in texts if len(text) > 60]
+    return sorted(rows)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """
-Run the notebooks, and keep what their cells show: `make notebooks`, after a change of what they print.
+Run the notebooks and store their outputs: `make notebooks`, after a change of what they print.
 
-Progress bars and standard error are left out, so that no path of a machine is kept.
+Progress bars and standard error are dropped, so that no local path is stored.
 """
 
 import os
@@ -15,10 +15,10 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).parents[2] / "examples" / "notebooks"
 
 
-def kept(outputs):
-    shown = [one for one in outputs if one.get("name") != "stderr"]
-    bars = [one for one in shown if "<progress" in str(one.get("data", {}).get("text/html", ""))]
-    return [one for one in shown if one not in bars]
+def without_progress_bars(outputs):
+    visible = [output for output in outputs if output.get("name") != "stderr"]
+    bars = [output for output in visible if "<progress" in str(output.get("data", {}).get("text/html", ""))]
+    return [output for output in visible if output not in bars]
 
 
 def main():
@@ -30,7 +30,7 @@ def main():
         for cell in notebook.cells:
             cell.metadata.pop("execution", None)
             if cell.cell_type == "code":
-                cell.outputs = kept(cell.outputs)
+                cell.outputs = without_progress_bars(cell.outputs)
         nbformat.write(notebook, path)
         print(path.name, sum(len(cell.get("outputs", ())) for cell in notebook.cells), "outputs")
 

@@ -1,4 +1,4 @@
-"""Which prompts each process trains on in each step, in one go and resumed at each step of two passes."""
+"""Compare the prompts of each step between an uninterrupted run and runs resumed at each step of two passes."""
 
 import sys
 
@@ -23,7 +23,7 @@ KINDS = {
 
 
 def wrong_steps(model: str, folder: str, kind: str, processes: int) -> tuple[int, list[int]]:
-    """How many generation batches a run has, and the steps after which a resumed run has others."""
+    """The number of generation batches of a run, and the steps after which a resumed run has different prompts."""
     seen: list[tuple[int, list[str]]] = []
 
     def reward(prompts, completions, **kwargs):
@@ -55,9 +55,9 @@ def wrong_steps(model: str, folder: str, kind: str, processes: int) -> tuple[int
 def main(model: str, folder: str, *kinds: str) -> None:
     shared = PartialState()
     for kind in kinds or KINDS:
-        found = wrong_steps(model, f"{folder}/{kind}", kind, shared.num_processes)
-        for rank, its in enumerate(gather_object([found])):
-            print("ORDER", kind, rank, *its, sep="|") if shared.is_main_process else None
+        own_result = wrong_steps(model, f"{folder}/{kind}", kind, shared.num_processes)
+        for rank, result in enumerate(gather_object([own_result])):
+            print("ORDER", kind, rank, *result, sep="|") if shared.is_main_process else None
 
 
 if __name__ == "__main__":

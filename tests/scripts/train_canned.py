@@ -14,7 +14,7 @@ from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_tokenizer
 from marft_trl.workflows import Orchestrated
 from tests import shard_on_cpu  # before anything asks accelerate for its state
-from tests.helpers import add, lora, team_trainer, varied_reward
+from tests.helpers import add, logged_steps, lora, team_trainer, varied_reward
 
 import aiohttp
 import torch
@@ -41,14 +41,14 @@ def call_of(tokenizer, draw):
 
 def canned(trainer, kind):
     """Replies drawn from the observation and its repetition, not from the model."""
-    seen = Counter()
+    counts = Counter()
 
     async def generate(observed, **options):
         replies = []
         for agent, ids, *_ in observed:
             key = (trainer.state.global_step, agent, tuple(ids))
-            seen[key] += 1
-            draw = random.Random(repr((key, seen[key])))
+            counts[key] += 1
+            draw = random.Random(repr((key, counts[key])))
             reply = [draw.randrange(3, 200) for _ in range(draw.randint(1, 9))]
             if kind == "tools" and trainer.processing_class.decode(ids).count("<tool_response>") < 2:
                 reply = call_of(trainer.processing_class, draw) if draw.random() < 0.7 else reply
@@ -71,10 +71,10 @@ async def application(row, endpoint):
             return (await answer.json())["choices"][0]["message"]["content"]
 
     async with aiohttp.ClientSession(headers=headers) as session:
-        said = await ask("reasoner", row["prompt"])
-        both = await asyncio.gather(ask("actor", said), ask("reasoner", f"again {said}"))
-        if len(both[0]) % 2:
-            await ask("actor", "".join(both))
+        reply = await ask("reasoner", row["prompt"])
+        replies = await asyncio.gather(ask("actor", reply), ask("reasoner", f"again {reply}"))
+        if len(replies[0]) % 2:
+            await ask("actor", "".join(replies))
 
 
 PPO = {"advantage": "gae", "num_generations": 1, "num_iterations": 2, "critic_learning_rate": 1e-2}
@@ -145,20 +145,20 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
     figures = trainer.evaluate()
     if trainer.accelerator.is_main_process:
         tensors = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
-        log = trainer.state.log_history
+        log, steps = trainer.state.log_history, logged_steps(trainer)
         numbers = {
-            "losses": [entry["loss"] for entry in log if "loss" in entry],
-            # none in a step whose turn to learn was that of an agent that never spoke
+            "losses": [step["loss"] for step in steps],
+            # none in a step in which the agent whose turn it was to learn never spoke
             "entropies": [entry["entropy"] for entry in log if "entropy" in entry],
             "evaluated": [figures["eval_count"], figures["eval_reward"]],
         }
         if kind == "dynamic":
             numbers["drawn"] = [entry.get("dynamic_sampling/prompts", 0.0) for entry in log]
         for name in ("calls", "failures") if kind == "tools" else ():
-            numbers[name] = [entry[f"workflow/tools/{name}"] for entry in log if "loss" in entry]
+            numbers[name] = [step[f"workflow/tools/{name}"] for step in steps]
         if trainer.critic is not None:
             tensors |= {f"head.{n}": p.detach().clone() for n, p in trainer.critic.heads.named_parameters()}
-        save_file({**start, **tensors, **{name: torch.tensor(its) for name, its in numbers.items()}}, output)
+        save_file({**start, **tensors, **{name: torch.tensor(series) for name, series in numbers.items()}}, output)
     trainer.accelerator.end_training()  # leave the process group before the interpreter goes
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-Trains a tiny team on a pretended device (`tests/pretend_device.py`), and prints what became of it as JSON.
+Trains a tiny team on a pretended device (`tests/pretend_device.py`) and prints the results as JSON.
 
     python tests/scripts/train_pretended.py solo|duo|half|critic|parallel [--layouts whole spread named]
 """
@@ -32,7 +32,7 @@ from accelerate import dispatch_model  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 
 
-# There are no addresses to count bytes by
+# Activations cannot be measured: the pretended device has no memory addresses
 micro_batcher.measure_activations = lambda *args, **kwargs: ActivationCost(1e4, 1e3, 1e3)
 
 
@@ -60,11 +60,11 @@ TEAMS = {
 
 
 def reward(completions, **kwargs):
-    return [float(sum(map(ord, str(one))) % 7) for one in completions]
+    return [float(sum(map(ord, str(completion))) % 7) for completion in completions]
 
 
 def base(layout: str, tokenizer, folder: str):
-    """A model, or the name of one that is loaded by the trainer (`named`)."""
+    """A model, or the folder of a model that the trainer loads (`named`)."""
     model = tiny_model(len(tokenizer))
     if layout == "named":
         with pretend_device.apart():
@@ -101,19 +101,21 @@ class Phases:
         setattr(owner, name, counted)
 
     def of(self, counts: Counter) -> dict[str, dict[str, int]]:
-        return {name: {kind: its for (phase, kind), its in counts.items() if phase == name} for name, _ in counts}
+        return {name: {kind: count for (phase, kind), count in counts.items() if phase == name} for name, _ in counts}
 
 
 def weights_of(policies) -> dict[str, list]:
     """A copy of the weights of each policy."""
-    return {name: [one.detach().clone() for one in policies.parameters(name).values()] for name in policies.names}
+    return {
+        name: [weight.detach().clone() for weight in policies.parameters(name).values()] for name in policies.names
+    }
 
 
-def train(team: str, layout: str, given: dict) -> dict:
+def train(team: str, layout: str, overrides: dict) -> dict:
     settings, count, workflow = TEAMS[team]
     tokenizer = tiny_tokenizer()
     with pretend_device.Pretend(), tempfile.TemporaryDirectory() as folder:
-        args = MARFTConfig(f"{folder}/run", **{**SETTINGS, **settings, **given})
+        args = MARFTConfig(f"{folder}/run", **{**SETTINGS, **settings, **overrides})
         trainer = MARFTTrainer(
             model=base(layout, tokenizer, f"{folder}/base"),
             processing_class=tokenizer,
@@ -131,14 +133,17 @@ def train(team: str, layout: str, given: dict) -> dict:
         before = weights_of(policies)
         trainer.train()
         after = weights_of(policies)
-        weights = [one for its in after.values() for one in its]
-        kinds = {str(one.dtype) for one in trainer.model.parameters() if not one.requires_grad}
+        weights = [weight for policy_weights in after.values() for weight in policy_weights]
+        frozen = [parameter for parameter in trainer.model.parameters() if not parameter.requires_grad]
         return {
             "moved": [name for name in after if not all(map(torch.equal, before[name], after[name]))],
-            "devices": sorted({str(one.device) for one in trainer.model.parameters()}),
-            "losses": [one["loss"] for one in trainer.state.log_history if "loss" in one],
-            "weights": sum(float(one.sum()) for one in weights),
-            "dtypes": {"base": sorted(kinds), "adapters": sorted({str(one.dtype) for one in weights})},
+            "devices": sorted({str(parameter.device) for parameter in trainer.model.parameters()}),
+            "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
+            "weights": sum(float(weight.sum()) for weight in weights),
+            "dtypes": {
+                "base": sorted({str(parameter.dtype) for parameter in frozen}),
+                "adapters": sorted({str(weight.dtype) for weight in weights}),
+            },
             "waits": phases.of(phases.waits),
             "products": phases.of(phases.products),
         }
@@ -150,8 +155,8 @@ def main():
     parser.add_argument("--layouts", nargs="+", default=["whole"], choices=["whole", "spread", "named"])
     parser.add_argument("--settings", type=json.loads, default={})
     options = parser.parse_args()
-    found = {layout: train(options.team, layout, options.settings) for layout in options.layouts}
-    print(json.dumps(found))
+    results = {layout: train(options.team, layout, options.settings) for layout in options.layouts}
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ def main(model, folder, url, staleness):
     trainer = team_trainer(model, folder, settings=settings)
     assert moved_by_training(trainer)
     if trainer.is_world_process_zero():
-        found = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
-        save_file(found, os.path.join(folder, "weights.safetensors"))
+        tensors = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
+        save_file(tensors, os.path.join(folder, "weights.safetensors"))
         log = trainer.state.log_history[-2]
         assert log["sampling/staleness"] == int(staleness), log
 

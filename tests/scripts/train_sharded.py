@@ -54,17 +54,17 @@ def run_out_of_memory(module, args):
 def main(model: str, folder: str, options: str) -> None:
     torch.set_num_threads(1)
     world = int(os.environ.get("WORLD_SIZE", 1))
-    given = json.loads(options)
-    resume, evaluates = given.pop("resume", None), given.pop("evaluates", False)
-    more = {"workflow": Lopsided()} if given.pop("lopsided", False) else {}
-    more |= {"reward_funcs": failing} if given.pop("fails", False) else {}
-    if given.get("bf16"):  # which transformers allows on GPUs only
+    overrides = json.loads(options)
+    resume, evaluates = overrides.pop("resume", None), overrides.pop("evaluates", False)
+    arguments = {"workflow": Lopsided()} if overrides.pop("lopsided", False) else {}
+    arguments |= {"reward_funcs": failing} if overrides.pop("fails", False) else {}
+    if overrides.get("bf16"):  # which transformers allows on GPUs only
         training_args.is_torch_bf16_gpu_available = lambda: True
-    asks, out_of_memory = given.pop("asks", False), given.pop("out_of_memory", False)
-    dropout, dtype = given.pop("dropout", 0.0), given.pop("dtype", "float32")
-    storage = given.pop("four_bit", None)
+    asks, out_of_memory = overrides.pop("asks", False), overrides.pop("out_of_memory", False)
+    dropout, dtype = overrides.pop("dropout", 0.0), overrides.pop("dtype", "float32")
+    storage = overrides.pop("four_bit", None)
     dtype = storage if storage not in (None, "uint8") else dtype
-    apart = given.pop("apart", False) and os.environ.get("RANK") == "1"
+    apart = overrides.pop("apart", False) and os.environ.get("RANK") == "1"
     output = folder + "-of-another-node" if apart else folder
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=storage) if storage else None
     one_layer = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=[1])
@@ -74,16 +74,16 @@ def main(model: str, folder: str, options: str) -> None:
         AgentSpec("critic", system_prompt="Check.", trainable=False),
         AgentSpec("second", system_prompt="Answer again.", adapter="actor"),
     ]
-    if url := given.pop("server", None):  # a server without a model, whose turns depend on seeds and texts alone
-        given |= {"use_vllm": True, "vllm_server_base_url": url, "fidelity_tolerance": 1e9}
-        given |= {"vllm_importance_sampling_mode": "token_truncate"}
+    if url := overrides.pop("server", None):  # a server without a model, whose turns depend on seeds and texts alone
+        overrides |= {"use_vllm": True, "vllm_server_base_url": url, "fidelity_tolerance": 1e9}
+        overrides |= {"vllm_importance_sampling_mode": "token_truncate"}
     settings = {"use_cpu": not shard_on_cpu.IS_ON, "per_device_train_batch_size": 8 // world}
-    settings |= {"max_completion_length": 16, "max_steps": 5, "beta": 0.05, "learning_rate": 1e-2, **given}
-    more |= {"eval_dataset": tiny_dataset(5, seed=1)} if evaluates else {}
+    settings |= {"max_completion_length": 16, "max_steps": 5, "beta": 0.05, "learning_rate": 1e-2, **overrides}
+    arguments |= {"eval_dataset": tiny_dataset(5, seed=1)} if evaluates else {}
     if dtype != "float32":
         settings["model_init_kwargs"] = {"dtype": dtype}
-    more |= {"peft_config": lora(lora_dropout=dropout), "quantization_config": four_bit}
-    trainer = team_trainer(model, output, agents=agents, settings=settings, **more)
+    arguments |= {"peft_config": lora(lora_dropout=dropout), "quantization_config": four_bit}
+    trainer = team_trainer(model, output, agents=agents, settings=settings, **arguments)
     if out_of_memory and os.environ.get("RANK") == "1":
         trainer.model.get_base_model().model.layers[1].mlp.register_forward_pre_hook(run_out_of_memory)
     if evaluates:  # before anything is prepared for training
@@ -98,13 +98,13 @@ def main(model: str, folder: str, options: str) -> None:
         if isinstance(module, FSDPModule):
             module.set_reshard_after_forward(True, recurse=False)  # embeddings of a head stay gathered after a pass
             module.reshard()
-    own = {id(p) for p in adapters}
-    base = {name: p for name, p in trainer.model.named_parameters() if id(p) not in own}
+    adapter_ids = {id(p) for p in adapters}
+    base = {name: p for name, p in trainer.model.named_parameters() if id(p) not in adapter_ids}
     matrices = [p for name, p in base.items() if ".layers." in name and p.dim() > 1]
     batching._FIXED = float(os.environ.get("RANK", "0"))  # plans of the first process measure with two passes
     with CommDebugMode() as collectives:
         sizes = shard_sizes(trainer.model, adapters, world)
-    held = {
+    measured = {
         "bytes": sum(local(p).numel() * p.element_size() for p in base.values()) + beside_4bit(trainer.model),
         "expected": sizes.held,
         "collectives": collectives.get_total_counts(),
@@ -112,13 +112,13 @@ def main(model: str, folder: str, options: str) -> None:
         "adapters": share(adapters),
         "plan": trainer.plan(),
     }
-    Path(folder, f"held-{trainer.accelerator.process_index}.json").write_text(json.dumps(held), encoding="utf-8")
+    Path(folder, f"held-{trainer.accelerator.process_index}.json").write_text(json.dumps(measured), encoding="utf-8")
     trainer.save_model(os.path.join(folder, "final"))
     if trainer.is_world_process_zero():
-        found = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
+        tensors = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
         if trainer.critic is not None:
-            found |= {f"heads.{name}": p.detach() for name, p in trainer.critic.heads.named_parameters()}
-        save_file(found, os.path.join(folder, "weights.safetensors"))
+            tensors |= {f"heads.{name}": p.detach() for name, p in trainer.critic.heads.named_parameters()}
+        save_file(tensors, os.path.join(folder, "weights.safetensors"))
         Path(folder, "log.json").write_text(json.dumps(trainer.state.log_history), encoding="utf-8")
     trainer.accelerator.end_training()
 

@@ -192,7 +192,7 @@ def split_command(command: str | Sequence[str]) -> list[str]:
             list(string.Formatter().parse(part))
     except ValueError as error:
         raise ValueError(f"The command {command!r} cannot be parsed: {error}.") from error
-    shells = [item for item in parts if item in _OF_SHELLS or item.startswith("$")] if isinstance(command, str) else []
+    shells = [part for part in parts if part in _OF_SHELLS or part.startswith("$")] if isinstance(command, str) else []
     if shells or not parts:
         problem = f"is not run by a shell, so {shells[0]!r} would be an argument" if shells else "is empty"
         raise ValueError(

@@ -141,14 +141,14 @@ class SamplingCorrection:
 
     def _report_differences(self, everywhere: Sequence[dict[str, tuple[int, float, float]]]) -> None:
         name = "sampling/sampling_logp_difference"
-        agents = sorted({agent for item in everywhere for agent in item})
+        agents = sorted({agent for by_agent in everywhere for agent in by_agent})
         for agent in [None, *agents]:  # `None`: all agents together
-            found = [value for entry in everywhere for own, value in entry.items() if agent in (None, own)]
-            count = sum(number for number, _, _ in found)
+            differences = [value for by_agent in everywhere for key, value in by_agent.items() if agent in (None, key)]
+            count = sum(number for number, _, _ in differences)
             if count:
                 prefix = "" if agent is None else f"agents/{agent}/"
-                self._metrics.add(f"{prefix}{name}/mean", sum(total for _, total, _ in found) / count)
-                self._metrics.add(f"{prefix}{name}/max", max(largest for _, _, largest in found))
+                self._metrics.add(f"{prefix}{name}/mean", sum(total for _, total, _ in differences) / count)
+                self._metrics.add(f"{prefix}{name}/max", max(largest for _, _, largest in differences))
 
 
 def _differences(row: Row) -> torch.Tensor:

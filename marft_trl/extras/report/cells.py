@@ -117,7 +117,7 @@ class Clock(TrainerCallback):
 
 def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) -> None:
     """Train and evaluate an arm. `emptied`: agents whose messages are empty in further evaluations."""
-    (arm,) = (item for item in make_arms(experiment) if item.name == cell.arm)
+    (arm,) = (arm for arm in make_arms(experiment) if arm.name == cell.arm)
     settings = {"seed": cell.seed, "output_dir": str(cell.folder), "eval_k": experiment.args.eval_k or [1]}
     settings |= {"report_to": [], "push_to_hub": False, "load_best_model_at_end": False, "eval_strategy": "no"}
     changed = arm.changed(experiment).with_args(**settings)
@@ -149,8 +149,8 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
         "tokens": trainer.parts.reporter.generated_tokens,
         "seconds": round(seconds, 1),
         "steps": trainer.state.global_step,
-        "curve": [[value["step"], value["reward"]] for value in trainer.state.log_history if "reward" in value],
-        "rewards_differ": any(entry.get("reward_std") for entry in trainer.state.log_history),  # within a batch
+        "curve": [[log["step"], log["reward"]] for log in trainer.state.log_history if "reward" in log],
+        "rewards_differ": any(log.get("reward_std") for log in trainer.state.log_history),  # within a batch
         "emptied": list(emptied),
         **({"budget": team["tokens"]} if arm.is_budgeted else {}),
     }

@@ -239,10 +239,10 @@ class Experiment:
         if not isinstance(self.train_dataset, Dataset) or "prompt" not in self.train_dataset.column_names:
             return 0
         sets = (self.eval_dataset, self.train_dataset)
-        are_games = all("seed" in value.column_names for value in sets) and len({*_row_keys(sets[0], ["prompt"])}) == 1
-        evaluated, trained = (_row_keys(item, ["prompt", "seed"] if are_games else ["prompt"]) for item in sets)
-        known = {*trained}
-        return sum(question in known for question in evaluated) if len({*evaluated}) > 1 else 0
+        are_games = all("seed" in split.column_names for split in sets) and len({*_row_keys(sets[0], ["prompt"])}) == 1
+        evaluated, trained = (_row_keys(split, ["prompt", "seed"] if are_games else ["prompt"]) for split in sets)
+        training_questions = {*trained}
+        return sum(question in training_questions for question in evaluated) if len({*evaluated}) > 1 else 0
 
     def trainer(self, callbacks: Sequence[Any] = ()) -> MARFTTrainer:
         """Create the trainer of a run."""

@@ -157,13 +157,13 @@ def load_family(family: str, size: int = 1, seed: int = 0) -> Any:
     settings = json.loads(family)
     package = load("reasoning_gym", "reasoning-gym", "`reasoning_gym`")
     if settings.get("datasets"):
-        if not all(isinstance(item, Mapping) for item in settings["datasets"]):
+        if not all(isinstance(dataset, Mapping) for dataset in settings["datasets"]):
             raise ValueError(
                 '`datasets` of a composite must be a list such as [{"name": "gcd", "weight": 2}], got '
                 f"{settings['datasets']!r}."
             )
         spec = load("reasoning_gym.composite", "reasoning-gym", "`reasoning_gym`").DatasetSpec
-        settings["datasets"] = [spec(**{"weight": 1.0, "config": {}, **setting}) for setting in settings["datasets"]]
+        settings["datasets"] = [spec(**{"weight": 1.0, "config": {}, **dataset}) for dataset in settings["datasets"]]
     try:
         return package.create_dataset(settings.pop("name"), size=size, seed=seed, **settings)
     except (AssertionError, TypeError, ValueError) as error:
