@@ -49,7 +49,7 @@ def by_hand(generate):
             if places:
                 agents, prompt_ids = [request.agent for request in group], [request.ids for request in group]
                 turns = generate(agents, prompt_ids, **options, **option)
-                turn_by_place |= dict(zip(places, turns, strict=False))
+                turn_by_place |= dict(zip(places, turns, strict=True))
         return [turn_by_place[place] for place in sorted(turn_by_place)]
 
     return adapted

@@ -28,7 +28,7 @@ class Team(Workflow):
         if self.name in ("graph", "loop") and len(turns) < 3:
             if self.name == "loop":  # the first agent speaks again
                 return ("one", "two", "one")[len(turns)], list(range(len(turns)))
-            return ("one", "two", "three")[len(turns)], [[], [0], [0, 1]][len(turns)]
+            return ("one", "two", "three")[len(turns)], [[], [], [0, 1]][len(turns)]
         if len(turns) >= 2 or (self.name == "orchestrated" and len(turns) == 1 and turns[0] == TURNS[0]):
             return None
         if self.name == "orchestrated":

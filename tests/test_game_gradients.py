@@ -75,8 +75,6 @@ SLOW = pytest.mark.slow
         *in_turn(
             [
                 ({"advantage": "none", "num_generations": 1}, 1, 1.0),
-                ({"advantage": "none", "num_generations": 1, "credit_kind": "rewards"}, 1, 1.0),
-                ({"advantage": "rae", "num_generations": 1}, 1, 1.0),
                 ({**PPO, "critic": "shared", "level": "token"}, 1, 1.0),
             ],
             *(False, True),
@@ -85,6 +83,8 @@ SLOW = pytest.mark.slow
             pytest.param(*case, is_shared, marks=SLOW)
             for is_shared in (False, True)
             for case in (
+                ({"advantage": "none", "num_generations": 1, "credit_kind": "rewards"}, 1, 1.0),
+                ({"advantage": "rae", "num_generations": 1}, 1, 1.0),
                 ({"advantage": "none", "level": "action", "num_generations": 1}, 1, 1.0),
                 ({"advantage": "leave_one_out"}, 2, 1.0),
                 ({"advantage": "leave_one_out", "credit_kind": "rewards"}, 2, 1.0),

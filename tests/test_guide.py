@@ -27,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 OTHERS = sorted({*(ROOT / "docs").rglob("*.md")} - {*GUIDE})
 PAGES = [*GUIDE, *(page for page in OTHERS if "```python" in page.read_text())]
+SLOW_PAGES = ("evaluate_and_compare",)  # which compares the runs of two teams, with its own bootstrap
 PAIR = [AgentSpec("planner", system_prompt="Plan."), AgentSpec("solver", system_prompt="Solve.")]
 
 
@@ -82,7 +83,10 @@ def made_by(model):
     return made
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW_PAGES else (), id=page.stem) for page in PAGES],
+)
 def test_every_block_of_a_page_runs(page, model_folder, team, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if page.stem == "evaluate_and_compare":  # of runs that the page compares

@@ -114,7 +114,8 @@ def test_streams_send_keep_alives_while_teammates_speak(path, monkeypatch):
         return ChatReply("done")
 
     stream = streamed(Backend(long), path)[1]
-    assert texts_of(stream) == ["done"] and stream.count(": keep-alive") >= (path != "/v1/chat/completions")
+    assert texts_of(stream) == ["done"]
+    assert path == "/v1/chat/completions" or ": keep-alive" in stream
 
 
 @both

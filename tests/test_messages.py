@@ -17,7 +17,7 @@ import openai
 import pytest
 import torch
 
-from .helpers import add, collect, only_slice, pairs, plain_logps, team_trainer
+from .helpers import add, collect, only_slice, plain_logps, team_trainer
 from .test_applications import SCHEMA, played, question_of, raw, repeat_last, user
 from .test_gateway import serving
 from .test_live import namesakes  # noqa: F401
@@ -378,7 +378,16 @@ async def by_messages(sdk, history, stream, tools):
 FORMS = {"chat": by_chat, "responses": by_responses, "messages": by_messages}
 
 
-@pytest.mark.parametrize(("form", "stream", "tools"), pairs([*FORMS], [False, True], [False, True, "once"]))
+@pytest.mark.parametrize(
+    ("form", "stream", "tools"),
+    [
+        *[("chat", False, True), ("responses", True, "once"), ("messages", True, True)],
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in itertools.product(FORMS, (False, True), (False, "once"))
+        ),
+    ],
+)
 def test_rows_are_the_sampled_tokens_with_their_gradients(form, stream, tools, model_folder, tmp_path):
     """Whatever the client does with them. Log-probabilities and gradients equal those of a computation by hand."""
     texts = []

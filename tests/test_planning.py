@@ -1,8 +1,10 @@
 """The plan of a run, printed before the run; and the anonymous ablation."""
 
 import re
+import shlex
 
-from marft_trl import AgentSpec, Sequential, TeamManifest, Workflow
+from marft_trl import AgentSpec, MARFTConfig, Sequential, TeamManifest, Workflow
+from marft_trl.extras.engines import vllm_command
 from marft_trl.learning.batching import ActivationCost, MemoryPlan, cache_size, count_bytes, head_size, optimizer_size
 from marft_trl.rollout.transformers_generator import TransformersGenerator
 from marft_trl.seams.generation import TrlEngine
@@ -13,6 +15,7 @@ from marft_trl.workflows.base import alias_names, anonymity, anonymize
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from .helpers import collect, moved, team_trainer, varied_reward, weights
@@ -324,3 +327,22 @@ def test_a_plan_counts_the_rows_of_joined_slices(model_folder, tmp_path, share, 
     trainer = team_trainer(model_folder, tmp_path, settings=settings)
     rows = trainer.args.per_device_train_batch_size * slices
     assert f"micro-batches of at most {rows} rows" in trainer.plan()
+
+
+def test_the_command_sets_the_limits_that_a_team_needs():
+    agents = [AgentSpec("a", peft_config=LoraConfig(r=12)), AgentSpec("b"), AgentSpec("c", adapter="b")]
+    more = {"port": 9000, "extra": ["--tensor-parallel-size", "2"]}
+    command = vllm_command("org/base model", agents, MARFTConfig(use_vllm=True), **more)
+    assert command.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=True python -m vllm.entrypoints.openai.api_server ")
+    flags = shlex.split(command)
+    for flag, value in {
+        **{"--model": "org/base model", "--port": "9000", "--max-loras": "3", "--max-cpu-loras": "6"},
+        **{"--max-lora-rank": "16", "--logprobs-mode": "processed_logprobs", "--tensor-parallel-size": "2"},
+    }.items():
+        assert flags[flags.index(flag) + 1] == value
+    assert "--enable-lora" in flags and "--enforce-eager" not in flags
+    stale = shlex.split(vllm_command("m", agents, MARFTConfig(use_vllm=True, max_staleness=2)))
+    assert stale[stale.index("--max-loras") + 1] == "7"  # two adapters in three versions each, and the base
+    assert re.search("--enforce-eager", vllm_command("m", agents, device="cpu"))
+    others = shlex.split(vllm_command("m", [*agents, AgentSpec("d", reply=lambda messages: "")]))
+    assert others[others.index("--max-loras") + 1] == "3"  # two adapters and the base

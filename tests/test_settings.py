@@ -172,6 +172,7 @@ ELSEWHERE = {
     "critic_sees": "test_central_critic.py",
     "eval_reference_column": "test_evaluation.py",
     "show_reasoning": "test_reasoning.py",
+    "completions_total_limit": "test_transcripts.py",
     "use_vllm": "test_vllm.py",
 }
 # Settings that cannot take effect here, and where they do

@@ -7,7 +7,6 @@ import asyncio
 import functools
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -20,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from marft_trl import AgentSpec, MARFTConfig, Sequential, Team
+from marft_trl import AgentSpec, Sequential, Team
 from marft_trl.extras.apps import ExternalApp
 from marft_trl.extras.engines import vllm_command
 from marft_trl.extras.engines.library import MismatchError
@@ -34,7 +33,6 @@ import openai
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from .helpers import lora, moved, moved_by_training, plain_logps, shake, team_trainer, weights
@@ -570,25 +568,3 @@ def test_a_frozen_adapter_that_a_callback_changes_is_published(model_folder, tmp
         with torch.no_grad():
             expected = plain_logps(trainer, row)
         torch.testing.assert_close(torch.tensor(turn.logps), expected, rtol=0, atol=2e-3)
-
-
-# ---- The command ----
-
-
-def test_the_command_sets_the_limits_that_a_team_needs():
-    agents = [AgentSpec("a", peft_config=LoraConfig(r=12)), AgentSpec("b"), AgentSpec("c", adapter="b")]
-    more = {"port": 9000, "extra": ["--tensor-parallel-size", "2"]}
-    command = vllm_command("org/base model", agents, MARFTConfig(use_vllm=True), **more)
-    assert command.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=True python -m vllm.entrypoints.openai.api_server ")
-    flags = shlex.split(command)
-    for flag, value in {
-        **{"--model": "org/base model", "--port": "9000", "--max-loras": "3", "--max-cpu-loras": "6"},
-        **{"--max-lora-rank": "16", "--logprobs-mode": "processed_logprobs", "--tensor-parallel-size": "2"},
-    }.items():
-        assert flags[flags.index(flag) + 1] == value
-    assert "--enable-lora" in flags and "--enforce-eager" not in flags
-    stale = shlex.split(vllm_command("m", agents, MARFTConfig(use_vllm=True, max_staleness=2)))
-    assert stale[stale.index("--max-loras") + 1] == "7"  # two adapters in three versions each, and the base
-    assert re.search("--enforce-eager", vllm_command("m", agents, device="cpu"))
-    others = shlex.split(vllm_command("m", [*agents, AgentSpec("d", reply=lambda messages: "")]))
-    assert others[others.index("--max-loras") + 1] == "3"  # two adapters and the base
