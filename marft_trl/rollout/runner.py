@@ -19,13 +19,13 @@ from ..episodes.guard import EpisodeError
 from ..episodes.records import Completion, EndOfEpisode, Episode, Function, Messages, PromptError, Request, TeamContext
 from ..episodes.rerun import Rerun
 from ..episodes.tools import ToolLimits, tool_name
-from ..prompts.builder import Observation, PromptBuilder, Query
+from ..prompts.builder import Observation, Query
 from ..prompts.views import team_view
 from ..system.event_loop import StepContext
 from ..system.randomness import EpisodeRandomness, UserRandomness, UserState, make_seed
 from ..workflows import Workflow
 from .generator import Generator, LiveTurn, SampledTurn, SampleRequest, check_sampled
-from .turn_reader import TurnReader
+from .speaker import Speaker
 
 
 # `await answer(requests, key)` returns one completion per request, in order
@@ -52,7 +52,6 @@ class EpisodeLimits:
     tools: ToolLimits
     workflow_timeout: float | None = None  # seconds to wait for something that is neither a turn nor a tool
     max_turns: int | None = None
-    vocabulary: int | None = None  # number of tokens that the model has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +89,7 @@ class EpisodeRunner:
         self,
         agents: Sequence[AgentSpec],
         workflow: Workflow,
-        prompts: PromptBuilder,
-        generator: Generator,
-        reader: TurnReader,
+        speaker: Speaker,
         randomness: UserRandomness,
         limits: EpisodeLimits,
         users: UserState | None = None,
@@ -100,10 +97,11 @@ class EpisodeRunner:
     ):
         self._specs = {agent.name: agent for agent in agents}
         self._tools = {agent.name: agent.functions for agent in agents if agent.tools is not None}
-        self._workflow, self._reader, self._limits = workflow, reader, limits
-        self.prompts, self.generator, self.randomness = prompts, generator, randomness
+        self._workflow, self._reader, self._limits = workflow, speaker.reader, limits
+        self._vocabulary, self.randomness = speaker.vocabulary, randomness
+        self.prompts, self.generator = speaker.prompts, speaker.generator
         self._users = users or UserState({})
-        self.mode, self.keys, self.uses_tools = RunMode(), SeedKeys(seed), reader.uses_tools
+        self.mode, self.keys, self.uses_tools = RunMode(), SeedKeys(seed), speaker.reader.uses_tools
         self._first_observations: list[tuple[Query, Observation | PromptError]] = []  # a cache
         self.device_lock = threading.RLock()  # held while the model generates
         self._tokenizer_lock = threading.RLock()  # for code that is not thread-safe: tokenizers, and TRL's use of them
@@ -343,7 +341,7 @@ class EpisodeRunner:
             if sampling:
                 options |= decoding(dict(sampling))
             sampled = await self.generator.generate(group, **options)
-            check_sampled(sampled, [item.agent for item in group], self._limits.vocabulary)
+            check_sampled(sampled, [item.agent for item in group], self._vocabulary)
             sampled_by_index |= zip(indices, sampled, strict=True)
         return [sampled_by_index.get(index, SampledTurn([])) for index in range(len(requests))]
 

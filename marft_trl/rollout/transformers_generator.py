@@ -109,6 +109,22 @@ class TransformersGenerator(Generator):
         stops = {sampling.stop for sampling in samplings.values()}
         self._stops = {stop: StopStrings(copy.deepcopy(engine.tokenizer) if stop else None, stop) for stop in stops}
 
+    @classmethod
+    def on(
+        cls,
+        engine: ModelEngine | TrlEngine,
+        policies: Policies,
+        samplings: Mapping[str, Sampling],
+        share: bool,
+        records: bool = False,
+        is_sharded: bool = False,
+    ) -> TransformersGenerator:
+        """Make the generator of a model, which mixes adapters in a batch if its layers allow that."""
+        model = engine.model
+        may_mix = share and not is_sharded and MixedLora.find_obstacle(model, policies.names) is None
+        decoding = Decoding(share, records, MixedLora(model) if may_mix else None, captures=not is_sharded)
+        return cls(engine, policies, samplings, decoding)
+
     async def generate(
         self, observed: Sequence[SampleRequest], greedy: bool = False, sampling: Mapping[str, float] | None = None
     ) -> list[SampledTurn]:

@@ -24,17 +24,13 @@ from ..agents import AgentSpec, as_tools
 from ..config.team_setup import Sampling
 from ..episodes.tools import ToolLimits, tool_name
 from ..learning.batching import cache_size, free_memory
-from ..prompts.builder import PromptBuilder, is_plain, is_single_agent, make_window, warn_of_unprotected
-from ..prompts.chat_template import ChatTemplate
-from ..prompts.tool_calls import prepare_tools
 from ..prompts.views import View
 from ..reporting.model_card import CARD_NAME, TAGS, team_card
 from ..rollout.generator import Generator
 from ..rollout.runner import EpisodeLimits, EpisodeRunner
-from ..rollout.transformers_generator import Decoding, ModelEngine, TransformersGenerator
-from ..rollout.turn_reader import TurnReader
+from ..rollout.speaker import PromptSettings, make_speaker
+from ..rollout.transformers_generator import ModelEngine, TransformersGenerator
 from ..seams.generation import HALF
-from ..seams.lora_layers import MixedLora
 from ..seams.models import keep_4bit_weights
 from ..shared_prefix.forward import find_obstacle
 from ..system.processes import device_map_kwargs
@@ -202,13 +198,23 @@ class SavedTeam:
     view: View  # of agents without their own
     servers: Servers | None = None  # that sample the turns; `None`: this process does
 
-    def make_runner(self, agents: Sequence[AgentSpec], workflow: Workflow, model: PreTrainedModel) -> EpisodeRunner:
+    def make_runner(
+        self, agents: Sequence[AgentSpec], workflow: Workflow, model: PreTrainedModel, chat_template: str | None
+    ) -> EpisodeRunner:
+        """Make what runs the episodes. `chat_template` replaces the tokenizer's, where it is not `None`."""
         inference, tokenizer = self.manifest.inference, self.tokenizer
-        uses_tools, chat_template = find_template(agents, workflow, tokenizer)
-        autocast = HALF.get(inference.mixed_precision)
-        engine = ModelEngine(model, tokenizer, make_generate_settings(inference, model, tokenizer), autocast)
+        engine = ModelEngine(
+            model, tokenizer, make_generate_settings(inference, model, tokenizer), HALF.get(inference.mixed_precision)
+        )
         samplings = {agent.name: _get_sampling(agent, inference) for agent in agents}
-        without_model = [agent.name for agent in agents if not agent.has_policy]
+        policies, max_model_len = Policies(model, agents), None
+        if self.servers is not None:
+            max_model_len = self.servers.find_max_model_len()
+            generator: Generator = self.servers.generator(agents, policies, samplings, engine)
+        else:
+            base = model.get_base_model() if isinstance(model, PeftModel) else model
+            share = inference.share_prefixes and find_obstacle(base) is None
+            generator = TransformersGenerator.on(engine, policies, samplings, share)
 
         def tokenize(prompts: list, functions: Sequence[Callable] = ()) -> list[list[int]]:
             """Like `GRPOTrainer._tokenize_prompts` (TRL 1.16)."""
@@ -224,31 +230,29 @@ class SavedTeam:
                 **inference.chat_template_kwargs,
             )["input_ids"]
 
-        max_model_len = None if self.servers is None else self.servers.find_max_model_len()
-        prompts = PromptBuilder(
-            tokenizer,
-            tokenize=tokenize,
+        prompt_settings = PromptSettings(
+            tokenize,
+            chat_template,
+            inference.chat_template_kwargs,
             view=self.view,
-            chat_template=ChatTemplate(tokenizer, chat_template, inference.chat_template_kwargs),
-            keeps_text_prompts=is_plain(agents, uses_tools),
-            window=make_window(model, samplings, inference.context_overflow, without_model, max_model_len),
-            end_token_ids=engine.end_token_ids,
             aliases=alias_names(agents) if self.manifest.anonymous else {},
-            is_single_agent=is_single_agent(agents, workflow),
+            context_overflow=inference.context_overflow,
             show_reasoning=inference.show_reasoning,
         )
-        warn_of_unprotected(prompts, uses_tools)
-        policies = Policies(model, agents)
-        if self.servers is not None:
-            generator: Generator = self.servers.generator(agents, policies, samplings, engine)
-        else:
-            base = model.get_base_model() if isinstance(model, PeftModel) else model
-            share = inference.share_prefixes and find_obstacle(base) is None
-            mixed = MixedLora(model) if share and MixedLora.find_obstacle(model, policies.names) is None else None
-            generator = TransformersGenerator(engine, policies, samplings, Decoding(share, mixed=mixed))
-        reader = TurnReader(tokenizer, engine.end_token_ids, prompts.template, uses_tools, is_lone=len(agents) == 1)
+        speaker = make_speaker(
+            model,
+            tokenizer,
+            generator,
+            agents,
+            workflow,
+            samplings,
+            prompt_settings,
+            engine.end_token_ids,
+            without_model=[agent.name for agent in agents if not agent.has_policy],
+            max_model_len=max_model_len,
+        )
         limits = EpisodeLimits(ToolLimits(**inference.tool_limits), inference.workflow_timeout)
-        return EpisodeRunner(agents, workflow, prompts, generator, reader, UserRandomness(0, model.device), limits)
+        return EpisodeRunner(agents, workflow, speaker, UserRandomness(0, model.device), limits)
 
     def save(self, folder: Path, model: PreTrainedModel) -> None:
         """Save the team with its weights to a folder, in the same format as [`MARFTTrainer`]."""
@@ -285,14 +289,6 @@ def _load_quantization_config(quantization: Mapping[str, Any]) -> BitsAndBytesCo
             f"The quantization of the base in the manifest is not supported: {error} Pass `quantization_config=`, or "
             "`quantization_config=False` for no quantization."
         ) from error
-
-
-def find_template(
-    agents: Sequence[AgentSpec], workflow: Workflow, tokenizer: PreTrainedTokenizerBase
-) -> tuple[bool, str | None]:
-    """Whether the team uses tools, and the template that is prepared for them, if it is not the tokenizer's."""
-    uses_tools = workflow.uses_tools or any(agent.tools for agent in agents)
-    return uses_tools, prepare_tools(tokenizer, agents, workflow) if uses_tools else None
 
 
 def check_base_matches(

@@ -30,6 +30,7 @@ from ..agents import AgentSpec
 from ..episodes.records import Episode, Messages
 from ..prompts.views import View, team_view
 from ..rollout.runner import EpisodeRunner, RunMode, SeedKeys
+from ..rollout.speaker import find_template
 from ..shared_prefix.forward import in_mode
 from ..system.hints import NearNames, checked_names, did_you_mean
 from ..system.randomness import UserRandomness
@@ -174,12 +175,12 @@ class Team(NearNames):
         servers = _connect_servers(engine)
         device = torch.device("cpu") if servers is not None else PartialState().device
         base = saved_team.load_base(manifest, folder, model, quantization_config, device)
-        _, template = saved_team.find_template(agents, workflow, tokenizer)
+        _, template = find_template(agents, workflow, tokenizer)
         saved_team.check_base_matches(manifest, base, tokenizer, template)
         loaded = files.load_onto_base(base, folder) if manifest.adapters else base
         loaded.requires_grad_(False)
         saved = SavedTeam(manifest, tokenizer, views.get(None, team_view), servers)
-        runner = saved.make_runner(agents, workflow, loaded)
+        runner = saved.make_runner(agents, workflow, loaded, template)
         made = cls(agents, workflow, runner, loaded, saved=saved)
         if servers is not None:
             weakref.finalize(made, _close, runner)

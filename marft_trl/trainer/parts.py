@@ -23,9 +23,6 @@ from ..learning.batching import Collator, MicroBatcher
 from ..learning.critic_learner import CriticLearner, ValueScale
 from ..learning.log_probs import LogProbs, ModelPass
 from ..learning.losses import OutOfMemory, TeamLoss
-from ..prompts.builder import PromptBuilder, is_plain, is_single_agent, make_window, warn_of_unprotected
-from ..prompts.chat_template import ChatTemplate
-from ..prompts.tool_calls import prepare_tools
 from ..prompts.views import View
 from ..reporting.evaluation import EvalMetric, Vote
 from ..reporting.health import Health
@@ -38,14 +35,13 @@ from ..rollout.generator import Generator
 from ..rollout.reward_scorer import AgentReturns, RewardReachChecker, RewardScorer
 from ..rollout.rollouts import Rollouts
 from ..rollout.runner import EpisodeLimits, EpisodeRunner, RunMode
-from ..rollout.transformers_generator import Decoding, TransformersGenerator
-from ..rollout.turn_reader import TurnReader
+from ..rollout.speaker import PromptSettings, find_template, make_speaker
+from ..rollout.transformers_generator import TransformersGenerator
 from ..runs.checkpoints import BestAdapters, Checkpoints
 from ..runs.collapse import Collapse
 from ..runs.resume import RunSettings
 from ..runs.run import Run
 from ..seams.generation import TrlEngine
-from ..seams.lora_layers import MixedLora
 from ..seams.models import ScoringTemperature, check_fused_head
 from ..seams.runs import save_checkpoint_now
 from ..seams.trl import TrlLoss, TrlPrompts, TrlRewards, TrlSettings, TrlState, trl_log_probs
@@ -146,45 +142,38 @@ class Parts:
         """How the team acts, with the random states and the objects of users' code."""
         trainer, team, args, code = self._trainer, self._team, self._args, self._code
         tokenizer, device = trainer.processing_class, trainer.accelerator.device
-        uses_tools = team.workflow.uses_tools or any(agent.tools for agent in team.agents)
+        uses_tools, template = find_template(team.agents, team.workflow, tokenizer)
         if uses_tools:
-            trainer.chat_template = prepare_tools(tokenizer, team.agents, team.workflow)
-        without_model = [agent.name for agent in team.agents if team.critic is None and not agent.has_policy]
-        longest = self._engine.max_model_len if self._engine is not None else None
-        prompts = PromptBuilder(
-            tokenizer,
+            trainer.chat_template = template
+        prompt_settings = PromptSettings(
             tokenize=TrlPrompts(trainer).tokenize,
+            chat_template=trainer.chat_template,
+            chat_template_kwargs=trainer.chat_template_kwargs,
             view=code.view,
-            chat_template=ChatTemplate(tokenizer, trainer.chat_template, trainer.chat_template_kwargs),
-            keeps_text_prompts=is_plain(team.agents, uses_tools),
-            window=make_window(trainer.model, team.samplings, args.context_overflow, without_model, longest),
-            end_token_ids=trainer.eos_token_ids,
             aliases=team.aliases,
-            is_single_agent=is_single_agent(team.agents, team.workflow),
+            context_overflow=args.context_overflow,
             show_reasoning=args.show_reasoning,
         )
-        warn_of_unprotected(prompts, uses_tools)
+        speaker = make_speaker(
+            self._base,
+            tokenizer,
+            self._generator(),
+            team.agents,
+            team.workflow,
+            team.samplings,
+            prompt_settings,
+            trainer.eos_token_ids,
+            without_model=[agent.name for agent in team.agents if team.critic is None and not agent.has_policy],
+            max_model_len=self._engine.max_model_len if self._engine is not None else None,
+        )
         seed = args.seed + args.process_index
         self._randomness = UserRandomness(seed, device, other_devices(trainer.model, device))
         # Checkpoints save the state of users' own functions, which are wrapped to name the one that fails
         functions = [getattr(function, "__wrapped__", function) for function in TrlRewards(trainer).functions]
         self._users = UserState(setup.user_objects(functions, code.turn_rewards, team.workflow, team.agents))
-        self._vocabulary = self._base.get_input_embeddings().weight.size(0)
-        generator = self._generator()
-        reader = TurnReader(tokenizer, trainer.eos_token_ids, prompts.template, uses_tools, len(team.agents) == 1)
-        limits = EpisodeLimits(
-            setup.tool_limits(args), args.workflow_timeout, args.max_episode_turns, self._vocabulary
-        )
+        limits = EpisodeLimits(setup.tool_limits(args), args.workflow_timeout, args.max_episode_turns)
         runner = EpisodeRunner(
-            team.agents,
-            team.workflow,
-            prompts,
-            generator,
-            reader,
-            self._randomness,
-            limits,
-            users=self._users,
-            seed=args.seed,
+            team.agents, team.workflow, speaker, self._randomness, limits, users=self._users, seed=args.seed
         )
         self.runner = runner.changed(RunMode(trains=True))
 
@@ -193,16 +182,16 @@ class Parts:
         Make what samples turns. Another generator gets its line here. If its log-probabilities differ from those of
         scoring, set `_needs_old` (`_make_scoring`) and `_correction` (`_make_learning`) as for vLLM.
         """
-        trainer, passes, is_sharded = self._trainer, self.passes, self.processes.is_base_sharded
+        trainer, passes = self._trainer, self.passes
         # Generation settings of an agent that overrides none
         settings = Sampling.from_agent(AgentSpec("solo"), self._args).as_generation_kwargs()
         calls, policies = TrlEngine(trainer, settings), self._team.policies
         is_exact = passes.sample_what_they_score()
         if self._engine is None:
-            may_mix = not is_sharded and passes.share and MixedLora.find_obstacle(self._model, policies.names) is None
-            mixed = MixedLora(self._model) if may_mix else None
-            decoding = Decoding(passes.share, self._needs_old and is_exact, mixed, captures=not is_sharded)
-            return TransformersGenerator(calls, policies, self._team.samplings, decoding)
+            records = self._needs_old and is_exact
+            return TransformersGenerator.on(
+                calls, policies, self._team.samplings, passes.share, records, self.processes.is_base_sharded
+            )
         from ..extras.engines.setup import make_vllm_generator
 
         return make_vllm_generator(
@@ -213,7 +202,7 @@ class Parts:
             calls.settings,
             trainer.processing_class,
             end_token_ids=trainer.eos_token_ids,
-            vocabulary=self._vocabulary,
+            vocabulary=self._base.get_input_embeddings().weight.size(0),
             is_exact=is_exact,
             next_token=self.log_probs.next_token,
         )

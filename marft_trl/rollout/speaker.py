@@ -1,0 +1,89 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""A model that speaks: what a base model needs to take the turns of agents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..agents import AgentSpec
+from ..config.team_setup import Sampling
+from ..prompts.builder import PromptBuilder, is_plain, is_single_agent, make_window, warn_of_unprotected
+from ..prompts.chat_template import ChatTemplate
+from ..prompts.tool_calls import prepare_tools
+from ..prompts.views import View, team_view
+from ..workflows import Workflow
+from .generator import Generator
+from .turn_reader import TurnReader
+
+
+@dataclass(frozen=True, eq=False)
+class Speaker:
+    """A base model with what it needs to take turns. Its adapters belong to agents."""
+
+    prompts: PromptBuilder
+    generator: Generator
+    reader: TurnReader
+    vocabulary: int  # number of tokens that the model has
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """How agents are shown messages."""
+
+    tokenize: Callable[..., list[list[int]]]  # TRL's tokenization of prompts, see [`PromptBuilder`]
+    chat_template: str | None = None  # instead of the tokenizer's
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    view: View = team_view  # of agents without their own
+    aliases: Mapping[str, str] = field(default_factory=dict)  # names under which agents see each other
+    context_overflow: str = "raise"
+    show_reasoning: bool = False
+
+
+def find_template(
+    agents: Sequence[AgentSpec], workflow: Workflow, tokenizer: PreTrainedTokenizerBase
+) -> tuple[bool, str | None]:
+    """Whether the team uses tools, and the template that is prepared for them, if it is not the tokenizer's."""
+    uses_tools = workflow.uses_tools or any(agent.tools for agent in agents)
+    return uses_tools, prepare_tools(tokenizer, agents, workflow) if uses_tools else None
+
+
+def make_speaker(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    generator: Generator,
+    agents: Sequence[AgentSpec],
+    workflow: Workflow,
+    samplings: Mapping[str, Sampling],
+    settings: PromptSettings,
+    end_token_ids: Sequence[int],
+    without_model: Collection[str] = (),
+    max_model_len: int | None = None,
+) -> Speaker:
+    """
+    Make the speaker of a model.
+
+    Args:
+        without_model: agents whose observations no model reads, which have no limit.
+        max_model_len: number of tokens that servers accept, where they generate.
+    """
+    uses_tools = workflow.uses_tools or any(agent.tools for agent in agents)
+    template = ChatTemplate(tokenizer, settings.chat_template, settings.chat_template_kwargs)
+    prompts = PromptBuilder(
+        tokenizer,
+        tokenize=settings.tokenize,
+        view=settings.view,
+        chat_template=template,
+        keeps_text_prompts=is_plain(agents, uses_tools),
+        window=make_window(model, samplings, settings.context_overflow, without_model, max_model_len),
+        end_token_ids=end_token_ids,
+        aliases=settings.aliases,
+        is_single_agent=is_single_agent(agents, workflow),
+        show_reasoning=settings.show_reasoning,
+    )
+    warn_of_unprotected(prompts, uses_tools)
+    reader = TurnReader(tokenizer, end_token_ids, template, uses_tools, is_lone=len(agents) == 1)
+    return Speaker(prompts, generator, reader, model.get_input_embeddings().weight.size(0))
