@@ -305,7 +305,7 @@ class Timed:
 
         def answer(requests):
             wait(compute(engine, requests))
-            return [request.make_completion("x") for request in requests]
+            return [request.make_turn("x") for request in requests]
 
         start = time.monotonic()
         collect(Turns(self._count), self._rows, self._setting, answer)
@@ -324,7 +324,7 @@ class Timed:
 
                 async def answer(requests):
                     await asyncio.gather(*[engine.generate(self._length(request)) for request in requests])
-                    return [request.make_completion("x") for request in requests]
+                    return [request.make_turn("x") for request in requests]
 
                 start = time.monotonic()
                 await collect_async(Turns(self._count), self._rows, self._setting, answer)

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from .agents import AgentSpec
 from .episodes.collector import collect
-from .episodes.records import Completion, Request, Seen, TeamContext, Turn
+from .episodes.records import Request, Seen, TeamContext, Turn
 from .episodes.state import EpisodeState
 from .prompts.builder import PromptBuilder
 from .workflows import Workflow
@@ -181,13 +181,13 @@ def scripted_turns(
     while True:
         demonstrations: list[tuple[list[int], list[int]]] = []
 
-        def answer(requests: Sequence[Request], demonstrations: list = demonstrations) -> list[Completion]:
+        def answer(requests: Sequence[Request], demonstrations: list = demonstrations) -> list[Turn]:
             queries = [(specs[request.agent], request.episode.prompt, request.seen) for request in requests]
             texts = [reply(request.episode, request.agent, request.seen, draw) for request in requests]
             for observation, text in zip(builder.build(queries), texts, strict=True):
                 written = tokenizer(text, add_special_tokens=False)["input_ids"]
                 demonstrations.append((observation.ids, [*written, tokenizer.eos_token_id]))
-            return [request.make_completion(text) for request, text in zip(requests, texts, strict=True)]
+            return [request.make_turn(text) for request, text in zip(requests, texts, strict=True)]
 
         collect(workflow, [rows(draw) for _ in range(64)], TeamContext(tuple(specs)), answer)
         draw.shuffle(demonstrations)

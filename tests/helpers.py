@@ -11,7 +11,7 @@ from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.episodes import collector
 from marft_trl.episodes.records import TeamContext
 from marft_trl.episodes.tools import ToolLimits
-from marft_trl.rollout.generator import SampleRequest
+from marft_trl.prompts.builder import Observation
 from marft_trl.system.event_loop import finished
 from marft_trl.tiny import tiny_agents, tiny_dataset
 
@@ -59,8 +59,11 @@ def calling(generate):
     """A function `generate(agents, prompt_ids, ...)` from a generator's method that never waits."""
 
     def called(agents, prompt_ids, by_reference=False, **options):
-        pairs = zip(agents, prompt_ids, strict=True)
-        return finished(generate([SampleRequest(agent, ids, (), by_reference) for agent, ids in pairs], **options))
+        observations = [
+            Observation("", ids, agent=agent, by_reference=by_reference)
+            for agent, ids in zip(agents, prompt_ids, strict=True)
+        ]
+        return finished(generate(observations, **options))
 
     return called
 
@@ -296,6 +299,6 @@ def echo(waves=None):
         if waves is not None:
             waves.append([request.agent for request in requests])
         texts = [f"{request.agent}({','.join(turn.text for turn in request.seen)})" for request in requests]
-        return [request.make_completion(text) for request, text in zip(requests, texts, strict=True)]
+        return [request.make_turn(text) for request, text in zip(requests, texts, strict=True)]
 
     return answer

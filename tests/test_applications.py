@@ -253,8 +253,7 @@ NAMED = ["ann", "ben"]
 def repeat_last(requests):
     """Answer each request with the name of the agent and the last message of the prompt."""
     return [
-        request.make_completion(f"{request.agent}: {request.requested_turn.messages[-1]['content']}")
-        for request in requests
+        request.make_turn(f"{request.agent}: {request.requested_turn.messages[-1]['content']}") for request in requests
     ]
 
 
@@ -349,7 +348,7 @@ def test_a_field_of_a_request_has_the_same_answer_on_every_route(namesakes):  # 
         note("training", endpoint.base_url, Authorization=f"Bearer {endpoint.api_key}")
 
     def answer(requests):
-        return [request.make_completion("x") for request in requests]
+        return [request.make_turn("x") for request in requests]
 
     collect(ExternalApp(app, together=0), [{"prompt": "x"}], NAMES, answer, workflow_timeout=60)
     for where, workflow in {"alone": None, "messages": ExternalApp(None)}.items():
@@ -1007,9 +1006,7 @@ def test_a_rerun_knows_requests_of_an_application_by_their_messages(about, order
     def answer(requests):
         texts = [request.requested_turn.messages[-1]["content"] for request in requests]
         answered.extend(zip(requests, texts, [request.by_reference for request in requests], strict=True))
-        return [
-            request.make_completion(f"{text} {len(answered)}") for request, text in zip(requests, texts, strict=True)
-        ]
+        return [request.make_turn(f"{text} {len(answered)}") for request, text in zip(requests, texts, strict=True)]
 
     orders, answered = [["one", "two"], order], []
     (record,) = played(app, answer)
@@ -1017,7 +1014,7 @@ def test_a_rerun_knows_requests_of_an_application_by_their_messages(about, order
     if is_candidate:  # for the second turn, after the first
         request = answered[1][0]
         record = dataclasses.replace(record, turns=record.turns[:1], asked=record.asked[:1], given=record.given[:1])
-        rerun = Rerun(record, candidate=(request, request.make_completion("better")))
+        rerun = Rerun(record, candidate=(request, request.make_turn("better")))
     else:
         rerun = Rerun(record, **{about: 1})
     (again,) = collect(ExternalApp(app), [record.row], ["ann"], answer, [rerun])
@@ -1043,7 +1040,7 @@ def test_an_application_gets_calls_with_an_object_and_others_as_a_text(arguments
     def answer(requests):
         seen_requests.extend(requests)
         call = ToolCall("add", arguments)
-        return [request.make_completion("<call>", tool_calls=(call,), without_calls="So:") for request in requests]
+        return [request.make_turn("<call>", tool_calls=(call,), without_calls="So:") for request in requests]
 
     async def app(row, endpoint):
         ask = Client(endpoint)
@@ -1164,7 +1161,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 print(Endpoint.get_or_start().base_url, flush=True)
 for line in sys.stdin:
     rows = [{"prompt": "x"}] * int(line)
-    answer = lambda requests: [request.make_completion("y") for request in requests]
+    answer = lambda requests: [request.make_turn("y") for request in requests]
     episodes = collect(ExternalApp(app, together=0), rows, TeamContext(("ann",)), answer, workflow_timeout=30)
     print(sum(len(episode.turns) for episode in episodes), flush=True)
 """
@@ -1221,7 +1218,7 @@ def test_an_application_that_asks_again_after_each_refusal_is_ended(why, rows):
     def answer(requests):
         if why == "by the generator":
             too_long = EndOfEpisode("It is too long.")
-            return [too_long if request.episode.turns else request.make_completion("z") for request in requests]
+            return [too_long if request.episode.turns else request.make_turn("z") for request in requests]
         return repeat_last(requests)
 
     most, together = 1 if why == "by the episode" else None, 0.5 if why == "given up" else 0.0
@@ -1420,7 +1417,7 @@ def test_functions_of_namespaces_are_called_by_their_own_names():
     def answer(turn_requests):
         tool_names.extend(request.requested_turn.tools[0]["function"]["name"] for request in turn_requests)
         call = ToolCall("crm__find", {"x": 1})
-        return [request.make_completion("", tool_calls=(call,), without_calls="") for request in turn_requests]
+        return [request.make_turn("", tool_calls=(call,), without_calls="") for request in turn_requests]
 
     async def app(row, endpoint):
         function = {"type": "function", "name": "find", "parameters": {}}
@@ -1611,7 +1608,7 @@ def test_calls_name_the_folder_that_the_application_has():
     def answer(requests):
         (request,) = requests
         shown_paths.append(request.requested_turn.messages[-1]["content"])
-        return [request.make_completion("", tool_calls=(ToolCall("add", {"a": shown_paths[-1], "b": 1}),))]
+        return [request.make_turn("", tool_calls=(ToolCall("add", {"a": shown_paths[-1], "b": 1}),))]
 
     played(app, answer, tools=True)
     assert shown_paths == [f"/tmp/{FOLDER}/file"]
@@ -1701,7 +1698,7 @@ def test_ids_of_calls_tell_which_of_two_conversations_goes_on():
     def answer(turn_requests):
         requested_turns.extend(request.requested_turn for request in turn_requests)
         call = {"tool_calls": (ToolCall("add", {"a": 1, "b": 2}),), "without_calls": ""}
-        return [request.make_completion("", **call) for request in turn_requests]
+        return [request.make_turn("", **call) for request in turn_requests]
 
     async def app(row, endpoint):
         ask = Client(endpoint)

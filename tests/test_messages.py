@@ -515,7 +515,7 @@ def test_anthropics_tool_runner_falls_back_to_whole_conversations(stream):
     def answer(requests):
         first = all(isinstance(m["content"], str) and m["role"] != "tool" for m in requests[0].requested_turn.messages)
         call = {"tool_calls": (ToolCall("add", {"a": 3, "b": 4}),), "without_calls": ""} if first else {}
-        return [request.make_completion("" if first else "It is 7.", **call) for request in requests]
+        return [request.make_turn("" if first else "It is 7.", **call) for request in requests]
 
     (episode,) = collect(ExternalApp(app, tools=True, together=0), [{"prompt": "x"}], ["ann"], answer)
     assert results == ["It is 7."] and [turn.lineage for turn in episode.turns] == [0, 0]

@@ -148,8 +148,7 @@ def test_no_turn_begins_after_the_last_token_of_the_budget():
     def answer(requests):  # three tokens each
         texts = ["<call>solver</call>" if request.agent == "boss" else "7" for request in requests]
         return [
-            request.make_completion(text, completion_ids=(1, 2, 3))
-            for request, text in zip(requests, texts, strict=True)
+            request.make_turn(text, completion_ids=(1, 2, 3)) for request, text in zip(requests, texts, strict=True)
         ]
 
     for max_tokens, turns in ((3, 1), (5, 2), (6, 2), (7, 3)):

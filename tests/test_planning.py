@@ -267,7 +267,7 @@ def test_an_anonymous_orchestrator_calls_numbers(model_folder, tmp_path):
 
     def answer(requests):
         replies = ["<call>agent_3</call>", "seven", "<call>actor</call>"]
-        return [request.make_completion(replies[len(request.episode.turns)]) for request in requests]
+        return [request.make_turn(replies[len(request.episode.turns)]) for request in requests]
 
     names, aliases = [agent.name for agent in trainer.agents], alias_names(trainer.agents)
     (episode,) = collect(trainer.workflow, [{"prompt": "q"}], names, answer, aliases=aliases)

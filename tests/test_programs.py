@@ -83,7 +83,7 @@ def play(program, rows):
             ids = [*TOKENIZER(text)["input_ids"], 2]
             more = {"observation": observation.content, "prompt_ids": observation.ids, "completion_ids": ids}
             more["without_calls"] = text if calls else None
-            turns.append(request.make_completion(text, observation.seen, tool_calls=calls, **more))
+            turns.append(request.make_turn(text, observation.seen, tool_calls=calls, **more))
         return turns
 
     tools = {agent.name: agent.functions for agent in AGENTS if agent.functions}

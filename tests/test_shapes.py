@@ -243,7 +243,7 @@ def test_a_thousand_turns():
 
     def run_long(workflow):
         return collect(
-            workflow, [{"prompt": "q"}], ["a"], lambda requests: [request.make_completion("x") for request in requests]
+            workflow, [{"prompt": "q"}], ["a"], lambda requests: [request.make_turn("x") for request in requests]
         )
 
     start = time.process_time()

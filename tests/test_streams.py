@@ -108,13 +108,13 @@ def calling(requests):
     for place, request in enumerate(requests):
         if request.functions and not request.is_final and len(request.seen) % 2 == 0:
             call = ToolCall("add", {"a": request.episode.index, "b": len(request.seen)})
-            completions[place] = request.make_completion(completions[place].text, tool_calls=(call,))
+            completions[place] = request.make_turn(completions[place].text, tool_calls=(call,))
     return completions
 
 
 def full(requests):
     """The window of one agent is full."""
-    return [EndOfEpisode("full") if request.agent == "c" else request.make_completion("x") for request in requests]
+    return [EndOfEpisode("full") if request.agent == "c" else request.make_turn("x") for request in requests]
 
 
 TOOLS = TeamContext(("a", "b", "c"), {"b": (add,), "c": (add,)}, ToolLimits(calls=3))
@@ -259,7 +259,7 @@ def test_generation_that_blocks_the_loop_is_not_a_workflow_that_blocks(monkeypat
 
     def answer(requests):
         time.sleep(0.5)
-        return [request.make_completion("x") for request in requests]
+        return [request.make_turn("x") for request in requests]
 
     assert len(collector.collect(Sequential(), ROWS[:2], CONTEXT, answer, workflow_timeout=0.05)) == 2
 
@@ -284,7 +284,7 @@ def test_recorded_episodes_are_run_again_in_streams():
     recorded = streamed(Branches())
 
     def again(requests):
-        return [request.make_completion(f"new {request.agent}") for request in requests]
+        return [request.make_turn(f"new {request.agent}") for request in requests]
 
     rows = [episode.row for episode in recorded]
     reruns = [[Rerun(episode, changed=1) for episode in recorded] for _ in range(2)]

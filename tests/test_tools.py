@@ -228,7 +228,7 @@ def test_nothing_depends_on_how_long_tools_take(slow):
 
     def answer(requests):
         return [
-            request.make_completion(
+            request.make_turn(
                 "word" if request.after else "call", tool_calls=() if request.after else (look(request.agent),)
             )
             for request in requests

@@ -55,7 +55,7 @@ def test_names_computed_at_run_time_are_checked_when_asked_for():
 def answer_all(batches):
     def answer(requests):
         batches.append([(request.episode.index, request.agent) for request in requests])
-        return [request.make_completion("x") for request in requests]
+        return [request.make_turn("x") for request in requests]
 
     return answer
 
@@ -88,7 +88,7 @@ def test_a_branch_that_goes_on_after_a_function_shares_the_batch(iterations):
         return "written"
 
     async def reply(request):
-        return request.make_completion(await request.episode.write(write, []))
+        return request.make_turn(await request.episode.write(write, []))
 
     class Branches(Workflow):
         async def run(self, episode):

@@ -4,7 +4,6 @@
 from .live import LiveEpisode
 from .records import (
     TOOL,
-    Completion,
     EndOfEpisode,
     Episode,
     Feedback,
@@ -18,7 +17,6 @@ from .records import (
 
 __all__ = [
     "TOOL",
-    "Completion",
     "EndOfEpisode",
     "Episode",
     "Feedback",

@@ -15,13 +15,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from ..system.event_loop import Result, StepContext, make_task, run_coroutine
 from ..system.watchdog import TimeLimit, time_limit
 from .guard import EpisodeError, EpisodeGuard, HangDetector, RunsEpisodes, shorten
 from .records import (
-    Completion,
     EndOfEpisode,
     Episode,
     Messages,
@@ -51,15 +51,15 @@ HEARTBEAT_SECONDS = 1.0  # of the event loop
 _CLEANUP_SECONDS = 1.0  # that a cancelled workflow has
 
 
-# Returns one completion per request, in order. An `EndOfEpisode` instead of a completion ends that episode.
-AsyncAnswerFunction = Callable[[Sequence[Request]], Awaitable[Sequence["Completion | EndOfEpisode"]]]
+# Returns one turn per request, in order. An `EndOfEpisode` instead of a turn ends that episode.
+AsyncAnswerFunction = Callable[[Sequence[Request]], Awaitable[Sequence["Turn | EndOfEpisode"]]]
 
 
 def collect(
     workflow: RunsEpisodes,
     rows: Sequence[dict[str, Any]],
     context: TeamContext,
-    answer: Callable[[Sequence[Request]], Sequence[Completion | EndOfEpisode]],  # as [`AsyncAnswerFunction`]
+    answer: Callable[[Sequence[Request]], Sequence[Turn | EndOfEpisode]],  # as [`AsyncAnswerFunction`]
     reruns: Sequence[Rerun] | None = None,  # for each row; matching requests reuse its turns instead of generating
     # Maximum seconds for which an episode may wait for anything but a turn or a tool, or block the other episodes
     workflow_timeout: float | None = None,
@@ -72,7 +72,7 @@ def collect(
     `failures`, only this episode ends, without turns.
     """
 
-    async def answer_async(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
+    async def answer_async(requests: Sequence[Request]) -> Sequence[Turn | EndOfEpisode]:
         return answer(requests)
 
     collect_all = functools.partial(
@@ -97,7 +97,7 @@ async def collect_async(
     """Asynchronous version of [`collect`]. Call it within [`limit_blocking_code`]."""
     limit = _BLOCKING_LIMIT.get()
 
-    async def answer_unlimited(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
+    async def answer_unlimited(requests: Sequence[Request]) -> Sequence[Turn | EndOfEpisode]:
         # A function that answers for all episodes may block the event loop, for example while a local model generates
         with limit.paused() if limit is not None and together else contextlib.nullcontext():
             return await answer(requests)
@@ -205,21 +205,21 @@ class _EpisodeBatch:
 
     async def _run_reply(self, request: Request) -> Turn:
         recorded = self._find_recorded_turn(request)
-        completion = self._get_completion(request, recorded) or await self._reply_functions[request.agent](request)
-        if isinstance(completion, EndOfEpisode):
-            raise completion
-        return self._add_turn(request, completion, recorded)
+        turn = self._get_recorded(request, recorded) or await self._reply_functions[request.agent](request)
+        if isinstance(turn, EndOfEpisode):
+            raise turn
+        return self._add_turn(request, turn, recorded)
 
     def _find_recorded_turn(self, request: Request) -> RecordedTurn | None:
         return self._reruns[request.episode.index].find(request) if self._reruns is not None else None
 
-    def _get_completion(self, request: Request, recorded: RecordedTurn | None) -> Completion | None:
+    def _get_recorded(self, request: Request, recorded: RecordedTurn | None) -> Turn | None:
         if self._reruns is None or recorded is None:
             return None
-        return self._reruns[request.episode.index].completion(recorded, request)
+        return self._reruns[request.episode.index].turn(recorded, request)
 
-    def _add_turn(self, request: Request, completion: Completion, recorded: RecordedTurn | None) -> Turn:
-        turn = request.make_turn(completion)
+    def _add_turn(self, request: Request, turn: Turn, recorded: RecordedTurn | None) -> Turn:
+        turn = replace(turn, index=len(request.episode.turns))
         request.episode.add(turn, request)
         if self._reruns is not None and recorded is not None:
             self._reruns[request.episode.index].add(turn, recorded)
@@ -364,21 +364,21 @@ class _EpisodeBatch:
         num_earlier: Counter[int] = Counter()  # in the batch, by episode
         for request in batch:
             recorded, index = self._find_recorded_turn(request), request.episode.index
-            request.by_reference = recorded is not None and recorded.completion is None
+            request.by_reference = recorded is not None and recorded.turn is None
             request.number = len(request.episode.turns) + num_earlier[index]
             pairs.append((request, recorded))
             num_earlier[index] += 1
-        to_generate = [request for request, recorded in pairs if recorded is None or recorded.completion is None]
+        to_generate = [request for request, recorded in pairs if recorded is None or recorded.turn is None]
         generated = iter(await self._answer(to_generate)) if to_generate else iter(())
         await asyncio.sleep(0)  # let pending cancellations take effect first
         for request, recorded in pairs:
-            completion = self._get_completion(request, recorded) or next(generated)
+            turn = self._get_recorded(request, recorded) or next(generated)
             if request.waiter.done():  # the episode was cancelled during generation
                 continue
-            if isinstance(completion, EndOfEpisode):
-                request.waiter.set_exception(completion)
+            if isinstance(turn, EndOfEpisode):
+                request.waiter.set_exception(turn)
                 continue
-            request.waiter.set_result(self._add_turn(request, completion, recorded))
+            request.waiter.set_result(self._add_turn(request, turn, recorded))
 
 
 def _has_failed(task: asyncio.Task) -> bool:
@@ -430,17 +430,17 @@ def rehearse(
     ```
     """
 
-    def complete_request(request: Request) -> Completion | EndOfEpisode:
+    def complete_request(request: Request) -> Turn | EndOfEpisode:
         try:
             answer = reply(request.agent, request.seen)
         except EndOfEpisode as end:  # as in training, an episode may be ended with the turns it has
             return end
         if isinstance(answer, str):
-            return request.make_completion(answer)
+            return request.make_turn(answer)
         if not isinstance(answer, (ToolCall, Sequence)):
             raise TypeError(f"`reply(agent, seen)` must return the text of a turn, got {answer!r}.")
-        calls = (answer,) if isinstance(answer, ToolCall) else tuple(answer)
-        return request.make_completion(str(answer), tool_calls=calls if request.functions else ())
+        calls: tuple[Any, ...] = (answer,) if isinstance(answer, ToolCall) else tuple(answer)
+        return request.make_turn(str(answer), tool_calls=calls if request.functions else ())
 
     if isinstance(workflow, type):
         raise TypeError(f"`rehearse` takes a workflow object. Write `{workflow.__name__}()`.")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..system.hints import NearNames, did_you_mean
@@ -58,14 +58,24 @@ class Request:
     by_reference: bool = False  # whether the agent's reference policy samples the turn
     number: int = 0  # index that the turn will have in its episode if all earlier requests are answered
 
-    def make_completion(self, text: str, seen: Sequence[Seen] | None = None, **fields: Any) -> Completion:
-        return Completion(text, seen=self.seen if seen is None else tuple(seen), **fields)
-
-    def make_turn(self, completion: Completion) -> Turn:
-        turn = Turn.of(completion, self.agent, len(self.episode.turns), self.fed, self.is_final)
-        if self.requested_turn is None or self.requested_turn.lineage is None:
-            return turn
-        return replace(turn, lineage=self.requested_turn.lineage)
+    def make_turn(
+        self, text: str, seen: Sequence[Seen] | None = None, tool_calls: Sequence[ToolCall] = (), **fields: Any
+    ) -> Turn:
+        """Make the turn that answers the request. It gets its position when the episode adds it."""
+        seen = self.seen if seen is None else seen
+        return Turn(
+            self.agent,
+            text,
+            index=-1,
+            sees=tuple(item.index for item in seen if isinstance(item, Turn)),
+            hears=tuple(item.index for item in seen if not isinstance(item, Turn)),
+            fed=self.fed,
+            tool_calls=tuple(tool_calls),
+            # A turn that calls functions and is not final is shown to its own agent only
+            audience=self.agent if tool_calls and not self.is_final else None,
+            lineage=self.requested_turn.lineage if self.requested_turn is not None else None,
+            **fields,
+        )
 
 
 @dataclass(eq=False)
@@ -172,29 +182,9 @@ class Turn(NearNames):
         for name in ("prompt_ids", "completion_ids"):  # tuples, so that nobody can change the sampled tokens
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
-    @classmethod
-    def of(cls, completion: Completion, agent: str, index: int, fed: int = 0, is_final: bool = False) -> Turn:
-        """
-        The turn that an agent takes with a completion.
-
-        Args:
-            completion ([`Completion`]): what was generated.
-            agent (`str`): name of the agent.
-            index (`int`): position of the turn in its episode.
-            fed (`int`, *optional*, defaults to `0`): number of turns that had gone into the environment before it.
-            is_final (`bool`, *optional*, defaults to `False`): whether the agent speaks no further, even if the
-                completion calls functions. A turn that calls functions and is not final is shown to its own agent
-                only.
-        """
-        return cls(
-            agent,
-            index=index,
-            sees=tuple(item.index for item in completion.seen if isinstance(item, Turn)),
-            hears=tuple(item.index for item in completion.seen if not isinstance(item, Turn)),
-            fed=fed,
-            audience=agent if completion.tool_calls and not is_final else None,
-            **{name: getattr(completion, name) for name in _GENERATED} | {"tool_calls": tuple(completion.tool_calls)},
-        )
+    def repeat(self, request: Request, seen: Sequence[Seen]) -> Turn:
+        """Make the turn that answers the request of a re-run with the same tokens, where `seen` was shown."""
+        return request.make_turn(self.text, seen, **{name: getattr(self, name) for name in _GENERATED})
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,54 +213,15 @@ class Feedback:
         return self.text
 
 
-# What a turn takes from its completion as it is
+# Fields that depend on the generated tokens alone, and `observation` and `prompt_ids`
 _GENERATED = (
-    *("text", "raw_text", "observation", "prompt_ids", "completion_ids", "truncated", "tool_calls"),
+    *("raw_text", "observation", "prompt_ids", "completion_ids", "truncated", "tool_calls"),
     *("without_calls", "tagged", "logps", "sampled_by"),
 )
 # What an agent can be shown: turns of agents, and feedback of an environment.
 Seen = Turn | Feedback
 # Name of the speaker under which tool results are shown to agents other than the one that called the tool.
 TOOL = "tool"
-
-
-@dataclass(frozen=True, eq=False)
-class Completion:
-    """
-    What was generated for a request, before it has a place in an episode. A [`Turn`] is made from it once.
-
-    Args:
-        text (`str`): without control tokens.
-        seen (`Sequence[Turn | Feedback]`): turns and feedback that were shown.
-        raw_text (`str`, *optional*): with sampled control tokens spelled out. Defaults to the text.
-        observation (`str` or `list[dict]`): what was shown, before tokenization.
-        prompt_ids (`Sequence[int]`): the observation in tokens.
-        completion_ids (`Sequence[int]`): tokens as sampled.
-        truncated (`bool`): whether it ran into its length limit.
-        tool_calls (`Sequence[ToolCall]`): functions that it asks for.
-        without_calls (`str`, *optional*): the text before the calls.
-        tagged (`str`, *optional*): the text with the control tokens around its reasoning.
-        logps (`Sequence[float]`, *optional*): log-probabilities of the sampled tokens.
-        sampled_by ([`SampledBy`], *optional*): the server that sampled it.
-    """
-
-    text: str
-    seen: Sequence[Seen] = ()
-    raw_text: str | None = None
-    observation: str | Messages = field(default="", repr=False)
-    prompt_ids: Sequence[int] = field(default=(), repr=False)
-    completion_ids: Sequence[int] = field(default=(), repr=False)
-    truncated: bool = False
-    tool_calls: Sequence[ToolCall] = ()
-    without_calls: str | None = None
-    tagged: str | None = None
-    logps: Sequence[float] | None = field(default=None, repr=False)
-    sampled_by: SampledBy | None = field(default=None, repr=False)
-
-    @classmethod
-    def of(cls, turn: Turn, seen: Sequence[Seen]) -> Completion:
-        """The completion of a recorded turn, for an episode in which `seen` are the items that it was made from."""
-        return cls(seen=tuple(seen), **{name: getattr(turn, name) for name in _GENERATED})
 
 
 class Horizon(NamedTuple):

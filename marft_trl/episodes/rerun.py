@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .records import Completion, Episode, Feedback, Request, RequestedTurn, Seen, Turn
+from .records import Episode, Feedback, Request, RequestedTurn, Seen, Turn
 
 
 class RecordedTurn(NamedTuple):
-    completion: Completion | None  # `None` if the agent's reference has to generate it
+    turn: Turn | None  # `None` if the agent's reference has to generate it
     seen: tuple[Seen, ...]  # items that the recorded workflow asked to show for it
     origin: int | None  # position of its turn in the recorded episode; `None` for a candidate
     is_other: bool  # whether it is the turn that the re-run is made for
@@ -21,7 +21,7 @@ class RecordedTurn(NamedTuple):
 
 class Rerun:
     """
-    Answers requests of a re-run that show an agent the same as a recorded one, with its completion. Every other turn,
+    Answers requests of a re-run that show an agent the same as a recorded one, with its turn. Every other turn,
     above all those that see the changed one, is left to be generated.
     """
 
@@ -30,7 +30,7 @@ class Rerun:
         episode: Episode,  # the record; the episode may still be running
         changed: int | None = None,  # turn that is not repeated, but sampled again from the agent's reference
         removed: int | None = None,  # turn that is replaced by an empty one
-        candidate: tuple[Request, Completion] | None = None,  # for a turn that is yet to come
+        candidate: tuple[Request, Turn] | None = None,  # for a turn that is yet to come
         skip: int = 0,  # number of pending requests before `candidate` that show the same; they are generated
         keys: Sequence[tuple] | None = None,  # of [`make_keys`], for several re-runs of a record
     ):
@@ -42,18 +42,19 @@ class Rerun:
         self._turns: dict[int, Turn] = {}
         self._origins: dict[int, int] = {}
         for turn, seen, key in zip(episode.turns, episode.asked, keys or make_keys(episode), strict=True):
-            shown = [item for item in seen if item.index in (turn.sees if isinstance(item, Turn) else turn.hears)]
-            completion: Completion | None = Completion.of(turn, shown)
+            recorded: Turn | None = turn
             if turn.index == removed:
-                completion = Completion("", shown, observation=turn.observation, prompt_ids=turn.prompt_ids)
+                empty: Any = {"completion_ids": (), "tool_calls": (), "logps": None, "sampled_by": None}
+                empty |= {"without_calls": None, "tagged": None, "truncated": False}
+                recorded = replace(turn, text="", raw_text="", **empty)
             if turn.index == changed:
-                completion = None
+                recorded = None
             is_other = turn.index in (changed, removed)
-            self._recorded[key].append(RecordedTurn(completion, seen, turn.index, is_other))
+            self._recorded[key].append(RecordedTurn(recorded, seen, turn.index, is_other))
         if candidate is not None:
-            request, completion = candidate
+            request, turn = candidate
             key = observation_key(request.agent, request.seen, request.requested_turn)
-            self._recorded[key] += [*[None] * skip, RecordedTurn(completion, request.seen, None, True)]
+            self._recorded[key] += [*[None] * skip, RecordedTurn(turn, request.seen, None, True)]
 
     def find(self, request: Request) -> RecordedTurn | None:
         """What was recorded for a request of the re-run; `None` if it has to be generated."""
@@ -61,8 +62,9 @@ class Rerun:
         waiting = self._recorded.get(key)
         return waiting.pop(0) if waiting else None
 
-    def completion(self, found: RecordedTurn, request: Request) -> Completion | None:
-        if found.completion is None:
+    def turn(self, found: RecordedTurn, request: Request) -> Turn | None:
+        turn = found.turn
+        if turn is None:
             return None
         pairs: Iterable[tuple[Seen, Seen]] = ()
         if request.requested_turn is None:
@@ -70,8 +72,8 @@ class Rerun:
         else:  # what a program had read is what it had read, whichever answer comes first now
             old = [item for item in found.seen if isinstance(item, Turn) and item.index in self._turns]
             pairs = [(self._turns[item.index], item) for item in old]
-        shown = {id(item) for item in found.completion.seen}
-        return replace(found.completion, seen=tuple(new for new, old in pairs if id(old) in shown))
+        shown = [new for new, old in pairs if old.index in (turn.sees if isinstance(old, Turn) else turn.hears)]
+        return turn.repeat(request, shown)
 
     def add(self, turn: Turn, found: RecordedTurn) -> None:
         self.holds_turn |= found.is_other

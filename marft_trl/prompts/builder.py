@@ -57,13 +57,20 @@ _MAX_CACHED_PROMPTS = 100_000  # whose tool schemas are kept
 
 @dataclass(eq=False)
 class Observation:
+    """What an agent is shown, in tokens, and how a [`Generator`] samples the turn that follows."""
+
     content: str | Messages
     ids: list[int]
-    seen: list[Seen]
+    seen: Sequence[Seen] = ()
     dropped: int = 0  # number of turns and feedback left out to fit the model's window
     problem: str | None = None  # why the observation is not valid, which ends the episode
     is_too_long: bool = False  # for the model's window
     is_truncated: bool = False  # whether `ids` has only the first tokens, because the observation is far too long
+    # Set by the runner
+    agent: str = ""
+    key: tuple = ()  # place of the turn in the run, for any number of processes; seeds are made from it
+    by_reference: bool = False  # sample from the agent's reference
+    live: Any = None  # the `LiveTurn` that follows the turn; of the turns of a call, all are followed or none is
 
     @property
     def size(self) -> str:

@@ -19,7 +19,7 @@ from ..algorithms.baselines import CREDITS
 from ..config.checks import completes_candidates, uses_candidates
 from ..config.dataset_checks import read_prompts
 from ..config.team_setup import RunContext, TeamSetup
-from ..episodes.records import Completion, EndOfEpisode, Episode, Request, Turn
+from ..episodes.records import EndOfEpisode, Episode, Request, Turn
 from ..episodes.tools import tool_name
 from ..learning import batching
 from ..learning.batching import ActivationCost, MemoryPlan, MicroBatcher
@@ -240,7 +240,7 @@ class Planner:
         generation_calls: list[list[str]] = []
         tools = {agent.name: list(map(tool_name, agent.functions)) for agent in self._agents if agent.functions}
 
-        async def answer(requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
+        async def answer(requests: Sequence[Request], key: tuple) -> list[Turn | EndOfEpisode]:
             generation_calls.append([request.agent for request in requests])
             built = runner.observe(runner.query(request)._replace(after=None) for request in requests)
             for request, observation in zip(requests, built, strict=True):
@@ -251,9 +251,7 @@ class Planner:
             if len(requests[0].episode.turns) >= _MAX_REHEARSAL_TURNS:
                 return [EndOfEpisode("the rehearsal has the maximum number of turns")] * len(requests)
             names = [self._aliases.get(request.agent, request.agent) for request in requests]
-            return [
-                request.make_completion(f"(what {name} says)") for request, name in zip(requests, names, strict=True)
-            ]
+            return [request.make_turn(f"(what {name} says)") for request, name in zip(requests, names, strict=True)]
 
         with self._runner.rehearsal_runner() as runner:
             (episode,) = runner.run([row], answer)

@@ -12,7 +12,7 @@ import torch
 from ..algorithms.baselines import CREDITS
 from ..config.checks import completes_candidates
 from ..config.team_setup import RunContext, TeamSetup
-from ..episodes.records import Completion, EndOfEpisode, Episode, Request, Turn
+from ..episodes.records import EndOfEpisode, Episode, Request, Turn
 from ..episodes.rerun import Rerun, make_keys, observation_key
 from .reward_scorer import AgentReturns, RewardScorer
 from .runner import EpisodeRunner, turn_key
@@ -45,17 +45,20 @@ class Alternatives:
         generated, self._generated = dict(self._generated), Counter()
         return generated
 
-    async def answer_with_candidates(self, requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
+    async def answer_with_candidates(self, requests: Sequence[Request], key: tuple) -> list[Turn | EndOfEpisode]:
         """Sample several candidates for each turn of a trained agent and go on from one; all are kept as nodes."""
         learns = [self._policies.is_trained(request.agent) for request in requests]
         counts = [self._args.turn_candidates if learn else 1 for learn in learns]
         repeated = [request for request, count in zip(requests, counts, strict=True) for _ in range(count)]
         completions = iter(await self._runner.answer(repeated, key))
         drawn = [[next(completions) for _ in range(count)] for count in counts]
-        candidates = [[completion for completion in group if isinstance(completion, Completion)] for group in drawn]
+        candidates = [[completion for completion in group if isinstance(completion, Turn)] for group in drawn]
         branching = [index for index, learn in enumerate(learns) if learn and candidates[index]]
         turns = {  # scored as if their agents went no further
-            index: [replace(requests[index].make_turn(candidate), audience=None) for candidate in candidates[index]]
+            index: [
+                replace(candidate, index=len(requests[index].episode.turns), audience=None)
+                for candidate in candidates[index]
+            ]
             for index in branching
         }
         returns = await self._returns(requests, candidates, turns, key)
@@ -71,7 +74,7 @@ class Alternatives:
     async def _returns(
         self,
         requests: Sequence[Request],
-        candidates: Sequence[list[Completion]],
+        candidates: Sequence[list[Turn]],
         turns: dict[int, list[Turn]],
         key: tuple,
     ) -> dict[int, list[float]]:
@@ -149,13 +152,13 @@ class Alternatives:
         self._generated.update(reruns=len(reruns), lost=int(lost.sum()))
         return rewards.masked_fill(lost, torch.nan)
 
-    async def _counted(self, requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
+    async def _counted(self, requests: Sequence[Request], key: tuple) -> list[Turn | EndOfEpisode]:
         completions = await self._runner.answer(requests, key)
         self._count(completions)
         return completions
 
-    def _count(self, completions: Sequence[Completion | EndOfEpisode]) -> None:
-        generated = [completion for completion in completions if isinstance(completion, Completion)]
+    def _count(self, completions: Sequence[Turn | EndOfEpisode]) -> None:
+        generated = [completion for completion in completions if isinstance(completion, Turn)]
         self._generated["turns"] += len(generated)
         self._generated["tokens"] += sum(len(item.completion_ids) for item in generated)
 

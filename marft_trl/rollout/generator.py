@@ -12,6 +12,7 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
 from ..episodes.records import SampledBy
+from ..prompts.builder import Observation
 from ..shared_prefix.decoding import draw
 
 
@@ -58,14 +59,6 @@ class LiveTurn:
         self.is_gone = False  # set from any thread once nobody waits for the turn, which then ends
 
 
-class SampleRequest(NamedTuple):
-    agent: str
-    ids: list[int]
-    key: tuple = ()  # place of the turn in the run, for any number of processes; seeds are made from it
-    by_reference: bool = False  # sample from the agent's reference
-    live: LiveTurn | None = None  # follows the turn; of the turns of a call, all are followed or none is
-
-
 class Generator:
     """
     Base class of what samples the turns of a team. To add a generator, write the methods that raise here, and choose
@@ -80,7 +73,7 @@ class Generator:
         return False
 
     async def generate(
-        self, observed: Sequence[SampleRequest], greedy: bool = False, sampling: Mapping[str, float] | None = None
+        self, observed: Sequence[Observation], greedy: bool = False, sampling: Mapping[str, float] | None = None
     ) -> list[SampledTurn]:
         """
         Sample a turn for each observation, up to and including its end token. Without `batches`, the observations are

@@ -16,7 +16,7 @@ from ..agents import AgentSpec
 from ..config.team_setup import decoding
 from ..episodes.collector import apply_time_limit, collect_async, limit_blocking_code, run_to_completion
 from ..episodes.guard import EpisodeError
-from ..episodes.records import Completion, EndOfEpisode, Episode, Function, Messages, PromptError, Request, TeamContext
+from ..episodes.records import EndOfEpisode, Episode, Function, Messages, PromptError, Request, TeamContext, Turn
 from ..episodes.rerun import Rerun
 from ..episodes.tools import ToolLimits, tool_name
 from ..prompts.builder import Observation, Query
@@ -24,12 +24,12 @@ from ..prompts.views import team_view
 from ..system.event_loop import StepContext
 from ..system.randomness import EpisodeRandomness, UserRandomness, UserState, make_seed
 from ..workflows import Workflow
-from .generator import Generator, LiveTurn, SampledTurn, SampleRequest, check_sampled
+from .generator import Generator, LiveTurn, SampledTurn, check_sampled
 from .speaker import Speaker
 
 
-# `await answer(requests, key)` returns one completion per request, in order
-KeyedAnswerFunction = Callable[[Sequence[Request], tuple], Coroutine[Any, Any, Sequence[Completion | EndOfEpisode]]]
+# `await answer(requests, key)` returns one turn per request, in order
+KeyedAnswerFunction = Callable[[Sequence[Request], tuple], Coroutine[Any, Any, Sequence[Turn | EndOfEpisode]]]
 
 
 def turn_key(request: Request, key: tuple) -> tuple:
@@ -43,7 +43,7 @@ class TurnListener(Protocol):
     def turn_started(self, request: Request, seed: int) -> LiveTurn:
         """Called before a turn is sampled with this seed. Returns the [`LiveTurn`] that receives the tokens."""
 
-    def turn_ended(self, request: Request, completion: Completion | EndOfEpisode) -> None:
+    def turn_ended(self, request: Request, turn: Turn | EndOfEpisode) -> None:
         """Called after a turn was sampled, or written by a `reply` function."""
 
 
@@ -206,7 +206,7 @@ class EpisodeRunner:
         """Like [`~EpisodeRunner.run`], with a key from [`~SeedKeys.next`]."""
         answer_requests = answer or self.answer
 
-        async def answer_all(requests: Sequence[Request]) -> Sequence[Completion | EndOfEpisode]:
+        async def answer_all(requests: Sequence[Request]) -> Sequence[Turn | EndOfEpisode]:
             with self.randomness.trainer_states() if self._batches_episodes else contextlib.nullcontext():
                 return await answer_requests(requests, key)
 
@@ -295,7 +295,7 @@ class EpisodeRunner:
         messages = request.requested_turn.messages if request.requested_turn is not None else None
         return Query(agent, request.episode.prompt, request.seen, request.functions, request.after, messages)
 
-    async def answer(self, requests: Sequence[Request], key: tuple) -> list[Completion | EndOfEpisode]:
+    async def answer(self, requests: Sequence[Request], key: tuple) -> list[Turn | EndOfEpisode]:
         undeclared = next((value for value in requests if value.functions and not self.uses_tools), None)
         if undeclared is not None:
             raise ValueError(
@@ -311,48 +311,44 @@ class EpisodeRunner:
             observations = await self._run_locked(self.observe, queries)
         sampled = await self._sample(requests, observations, key)
         self.dropped_turns += sum(observation.dropped for observation in observations)
-        completed = await self._run_locked(self._reader.read_samples, requests, observations, sampled, self.generator)
-        return [self._finish_completion(request, item) for request, item in zip(requests, completed, strict=True)]
+        turns = await self._run_locked(self._reader.read_samples, requests, observations, sampled, self.generator)
+        return [self._finish_turn(*pair) for pair in zip(requests, turns, strict=True)]
 
     async def _sample(
         self, requests: Sequence[Request], observations: Sequence[Observation], key: tuple
     ) -> list[SampledTurn]:
-        """Sample a completion for each request. It is empty for a request whose episode ends instead."""
+        """Sample tokens for each request. There are none for a request whose episode ends instead."""
         mode, listener = self.mode, self.mode.listener
 
-        def make_sample_request(index: int, request: Request, observation: Observation) -> SampleRequest:
-            sample_key = (*turn_key(request, key), index)
-            live = listener.turn_started(request, make_seed(sample_key)) if listener is not None else None
-            return SampleRequest(request.agent, observation.ids, sample_key, request.by_reference, live)
-
-        inputs = {
-            index: make_sample_request(index, request, observation)
-            for index, (request, observation) in enumerate(zip(requests, observations, strict=True))
-            if observation.problem is None
-        }
         sampled_by_index: dict[int, SampledTurn] = {}
         groups: dict[tuple, list[int]] = {}  # by sampling settings of requests, which training ignores
-        for index in inputs:
-            requested_turn = requests[index].requested_turn
+        for index, (request, observation) in enumerate(zip(requests, observations, strict=True)):
+            if observation.problem is not None:
+                continue
+            observation.agent, observation.by_reference = request.agent, request.by_reference
+            observation.key = (*turn_key(request, key), index)
+            if listener is not None:
+                observation.live = listener.turn_started(request, make_seed(observation.key))
+            requested_turn = request.requested_turn
             own = tuple(requested_turn.sampling.items()) if requested_turn and not mode.trains else ()
             groups.setdefault(own, []).append(index)
         for sampling, indices in groups.items():
-            options, group = dict(mode.options), [inputs[index] for index in indices]
+            options, group = dict(mode.options), [observations[index] for index in indices]
             if sampling:
                 options |= decoding(dict(sampling))
             sampled = await self.generator.generate(group, **options)
-            check_sampled(sampled, [item.agent for item in group], self._vocabulary)
+            check_sampled(sampled, [observation.agent for observation in group], self._vocabulary)
             sampled_by_index |= zip(indices, sampled, strict=True)
         return [sampled_by_index.get(index, SampledTurn([])) for index in range(len(requests))]
 
-    def _finish_completion(self, request: Request, completion: Completion | EndOfEpisode) -> Completion | EndOfEpisode:
+    def _finish_turn(self, request: Request, turn: Turn | EndOfEpisode) -> Turn | EndOfEpisode:
         if self.mode.listener is not None:
-            self.mode.listener.turn_ended(request, completion)
-        if request.agent not in self.mode.silent or isinstance(completion, EndOfEpisode):
-            return completion
-        return dataclasses.replace(completion, text="", raw_text="", tool_calls=(), without_calls=None)
+            self.mode.listener.turn_ended(request, turn)
+        if request.agent not in self.mode.silent or isinstance(turn, EndOfEpisode):
+            return turn
+        return dataclasses.replace(turn, text="", raw_text="", tool_calls=(), without_calls=None, audience=None)
 
-    async def _run_reply(self, request: Request) -> Completion | EndOfEpisode:
+    async def _run_reply(self, request: Request) -> Turn | EndOfEpisode:
         agent = self._specs[request.agent]
         function = cast(Callable, agent.reply)
         queries = [self.query(request)]
@@ -369,6 +365,6 @@ class EpisodeRunner:
         if not isinstance(text, str):
             raise TypeError(f"`reply` of agent {agent.name!r} must return a string, got {text!r}.")
         ids, is_truncated = await self._run_locked(self.prompts.tokenize_reply, agent.name, text)
-        completed = await self._run_locked(self._reader.read_reply, request, observation, text, ids, is_truncated)
+        turn = await self._run_locked(self._reader.read_reply, request, observation, text, ids, is_truncated)
         self.dropped_turns += observation.dropped
-        return self._finish_completion(request, completed)
+        return self._finish_turn(request, turn)

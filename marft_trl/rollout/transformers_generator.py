@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..adapters.policies import Policies
 from ..config.team_setup import GREEDY, Sampling
+from ..prompts.builder import Observation
 from ..seams.generation import (
     TrlEngine,
     forward_in_precision,
@@ -26,7 +27,7 @@ from ..seams.libraries import get_logger
 from ..seams.lora_layers import DecodingLayers, MixedLora
 from ..shared_prefix.decoding import Recorder, StepStore, can_decode, decode
 from ..shared_prefix.forward import RowAdapters
-from .generator import DrawnByRow, Generator, LiveRows, SampledTurn, SampleRequest
+from .generator import DrawnByRow, Generator, LiveRows, SampledTurn
 from .turn_reader import StopStringCriterion, StopStrings
 
 
@@ -126,7 +127,7 @@ class TransformersGenerator(Generator):
         return cls(engine, policies, samplings, decoding)
 
     async def generate(
-        self, observed: Sequence[SampleRequest], greedy: bool = False, sampling: Mapping[str, float] | None = None
+        self, observed: Sequence[Observation], greedy: bool = False, sampling: Mapping[str, float] | None = None
     ) -> list[SampledTurn]:
         overrides: dict[str, Any] = dict(sampling or {})
         completions: list[SampledTurn] = [SampledTurn([]) for _ in observed]
@@ -144,7 +145,7 @@ class TransformersGenerator(Generator):
         return completions
 
     def _generate_group(
-        self, group: _DecodingGroup, observed: Sequence[SampleRequest], overrides: dict[str, Any], greedy: bool
+        self, group: _DecodingGroup, observed: Sequence[Observation], overrides: dict[str, Any], greedy: bool
     ) -> list[SampledTurn]:
         """The turns of one call of `generate`, either all by references or none."""
         agent, by_reference, sampling = observed[0].agent, observed[0].by_reference, group.sampling
@@ -205,7 +206,7 @@ class TransformersGenerator(Generator):
             return "`attn_implementation` is neither `sdpa` nor `eager`"
         return None if self._share else "`share_prefixes=False` is set, or the base model cannot share prefixes"
 
-    def _live_rows(self, observed: Sequence[SampleRequest], settings: Mapping[str, Any]) -> LiveRows | None:
+    def _live_rows(self, observed: Sequence[Observation], settings: Mapping[str, Any]) -> LiveRows | None:
         turns = [item.live for item in observed if item.live is not None]
         if not turns:
             return None

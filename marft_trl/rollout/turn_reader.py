@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..episodes.records import Completion, EndOfEpisode, Request
+from ..episodes.records import EndOfEpisode, Request, Turn
 from ..episodes.tools import MALFORMED, ToolCall, as_plain
 from ..prompts.builder import Observation
 from ..prompts.chat_template import ChatTemplate, EarlierReasoning
@@ -100,28 +100,28 @@ class TurnReader:
         self,
         requests: Sequence[Request],
         observations: Sequence[Observation],
-        completions: Sequence[SampledTurn],
+        sampled_turns: Sequence[SampledTurn],
         generator: Generator,
-    ) -> list[Completion | EndOfEpisode]:
-        completions = [self._truncate(*pair) for pair in zip(requests, completions, strict=True)]
-        texts = self._tokenizer.batch_decode([sampled.ids for sampled in completions], skip_special_tokens=True)
+    ) -> list[Turn | EndOfEpisode]:
+        sampled_turns = [self._truncate(*pair) for pair in zip(requests, sampled_turns, strict=True)]
+        texts = self._tokenizer.batch_decode([sampled.ids for sampled in sampled_turns], skip_special_tokens=True)
         return [
             EndOfEpisode(observation.problem, observation.is_too_long)
             if observation.problem is not None
-            else self._make_completion(request, observation, text, sampled, generator)
-            for request, text, observation, sampled in zip(requests, texts, observations, completions, strict=True)
+            else self._make_turn(request, observation, text, sampled, generator)
+            for request, text, observation, sampled in zip(requests, texts, observations, sampled_turns, strict=True)
         ]
 
-    def _make_completion(
+    def _make_turn(
         self, request: Request, observation: Observation, text: str, sampled: SampledTurn, generator: Generator
-    ) -> Completion:
+    ) -> Turn:
         ids, logps, sampled_by = sampled
         has_end = bool(ids) and ids[-1] in (*self._end_token_ids, self._tokenizer.pad_token_id)
         own_stops = request.requested_turn.stop if request.requested_turn else ()
         has_end = has_end or any(stop in text for stop in own_stops)
         is_truncated = bool(ids) and not has_end and not generator.holds_stop(request.agent, ids)
         raw_text = self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._end_token_ids else ids)
-        return request.make_completion(
+        return request.make_turn(
             text,
             observation.seen,
             observation=observation.content,
@@ -153,8 +153,8 @@ class TurnReader:
         return sampled._replace(ids=ids[:count], logps=None if sampled.logps is None else sampled.logps[:count])
 
     def read_reply(self, request: Request, observation: Observation, text: str, ids: list[int], is_truncated: bool):
-        """Make the completion of a request from a text and its tokens, which lack its end if `is_truncated`."""
-        return request.make_completion(
+        """Make the turn of a request from a text and its tokens, which lack its end if `is_truncated`."""
+        return request.make_turn(
             self._tokenizer.decode(ids) if is_truncated else as_plain(text),
             observation.seen,
             observation=observation.content,

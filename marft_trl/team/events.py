@@ -13,7 +13,7 @@ from trl import is_conversational
 from ..config.dataset_checks import check_prompts
 from ..config.marft_config import check_sampling
 from ..config.team_setup import decoding
-from ..episodes.records import Completion, EndOfEpisode, Episode, Request
+from ..episodes.records import EndOfEpisode, Episode, Request, Turn
 from ..rollout.generator import LiveTurn
 
 
@@ -204,17 +204,17 @@ class Narrator:
         self._turns.append(LiveTurn(seed, self._limit, on_tokens, self._schema))
         return self._turns[-1]
 
-    def turn_ended(self, request: Request, completion: Completion | EndOfEpisode) -> None:
-        if self._on_event is None or isinstance(completion, EndOfEpisode):
+    def turn_ended(self, request: Request, turn: Turn | EndOfEpisode) -> None:
+        if self._on_event is None or isinstance(turn, EndOfEpisode):
             return
         if request not in self._begun:  # a function has written it
             self._on_event(TurnStarted(request.agent, self._count))
             self._begun[request] = self._count, GrowingText(self._tokenizer)
             self._count += 1
         number, text = self._begun.pop(request)
-        if rest := text.get_rest(completion.text):
+        if rest := text.get_rest(turn.text):
             self._on_event(TextDelta(request.agent, number, rest))
-        self._on_event(TurnEnded(request.agent, number, completion.text))
+        self._on_event(TurnEnded(request.agent, number, turn.text))
 
     def leave(self) -> None:
         """Nobody waits for the episode any more: its turns end."""

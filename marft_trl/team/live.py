@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..episodes.records import Episode, Messages
-from ..rollout.generator import Generator, SampledTurn, SampleRequest
+from ..prompts.builder import Observation
+from ..rollout.generator import Generator, SampledTurn
 from ..rollout.runner import EpisodeRunner, RunMode, SeedKeys
 from ..system.event_loop import finished
 from ..workflows import Workflow
@@ -29,7 +30,7 @@ _ASKED = RunMode(is_concurrent=True)  # of questions that are answered at the sa
 
 
 class _GenerationJob(NamedTuple):
-    observed: SampleRequest
+    observed: Observation
     greedy: bool
     sampling: Mapping[str, float] | None
     loop: asyncio.AbstractEventLoop
@@ -85,7 +86,7 @@ class DeviceThread(Generator):
                     self._jobs.put(None)
 
     async def generate(
-        self, observed: Sequence[SampleRequest], greedy: bool = False, sampling: Mapping[str, float] | None = None
+        self, observed: Sequence[Observation], greedy: bool = False, sampling: Mapping[str, float] | None = None
     ) -> list[SampledTurn]:
         loop = asyncio.get_running_loop()
         jobs = [_GenerationJob(item, greedy, sampling, loop, loop.create_future()) for item in observed]

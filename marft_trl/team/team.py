@@ -162,6 +162,8 @@ class Team(NearNames):
         manifest = TeamManifest.load(folder)
         inference = manifest.inference
         if workflow is None:
+            from ..extras.apps import external_app  # noqa: F401 - `rebuild` finds the workflows that are imported
+
             workflow = rebuild(manifest.workflow, environment_factory)
         elif environment_factory is not None:
             raise ValueError("`workflow` and `environment_factory` were both passed. Pass only `workflow`.")

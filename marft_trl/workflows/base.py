@@ -209,8 +209,6 @@ def rebuild(
     name = description.get("class")
     if not isinstance(name, str):
         raise ValueError(f"The workflow of the team has no name of a class as 'class', got {brief(repr(name), 80)}.")
-    if name == "ExternalApp":
-        from ..extras.apps import external_app  # noqa: F401 - which adds a class
     kind = _ready_made().get(name)
     if kind is None:
         raise ValueError(f"The workflow `{name}` of the team is custom code. Pass it as `workflow=`.")

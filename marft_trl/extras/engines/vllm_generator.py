@@ -20,7 +20,8 @@ from ...algorithms import functional
 from ...algorithms.rows import Row
 from ...config.team_setup import RunContext, Sampling
 from ...episodes.records import SampledBy
-from ...rollout.generator import Generator, SampledTurn, SampleRequest
+from ...prompts.builder import Observation
+from ...rollout.generator import Generator, SampledTurn
 from ...rollout.turn_reader import StopStrings
 from ...seams.libraries import get_logger
 from ...system.event_loop import run_coroutine
@@ -299,19 +300,17 @@ class VLLMGenerator(Generator):
             self._asleep = True
 
     async def generate(
-        self, observed: Sequence[SampleRequest], greedy: bool = False, sampling: Mapping[str, float] | None = None
+        self, observed: Sequence[Observation], greedy: bool = False, sampling: Mapping[str, float] | None = None
     ) -> list[SampledTurn]:
         return await asyncio.gather(*[self._sample(item, greedy, sampling) for item in observed])
 
-    async def _sample(
-        self, observed: SampleRequest, greedy: bool, sampling: Mapping[str, float] | None
-    ) -> SampledTurn:
-        agent, ids, key, by_reference, live = observed
+    async def _sample(self, observed: Observation, greedy: bool, sampling: Mapping[str, float] | None) -> SampledTurn:
+        agent, live = observed.agent, observed.live
         agent_sampling = self._samplings[agent]
         entry = self._policies.get_adapter(agent)
-        if by_reference:
+        if observed.by_reference:
             entry = BASE if self._policies.base_is_reference(agent) else make_reference_name(entry)
-        version, seed = (_PINNED.get() or self.library.current)[entry], make_seed(key)
+        version, seed = (_PINNED.get() or self.library.current)[entry], make_seed(observed.key)
         overrides = {"temperature": 0.0} if greedy else sampling or {}
         settings = {**self._requests[agent], "seed": seed, **overrides}
         limit = agent_sampling.max_completion_length
@@ -319,11 +318,11 @@ class VLLMGenerator(Generator):
             limit = min(limit, live.limit)
         if live is not None and live.schema is not None:
             settings["structured_outputs"] = {"json": live.schema}
-        request = GenerateRequest(version.name, ids, limit, settings)
+        request = GenerateRequest(version.name, observed.ids, limit, settings)
         on_tokens = None if live is None else live.on_tokens
         generated, server = await self._connections[asyncio.get_running_loop()].generate(request, on_tokens)
         ids = self._stops[agent_sampling].cut(generated.ids)
-        is_scored = not (greedy or sampling or by_reference) and self.samples_scored_distribution(agent)
+        is_scored = not (greedy or sampling or observed.by_reference) and self.samples_scored_distribution(agent)
         logps = generated.logps[: len(ids)] if is_scored else None
         return SampledTurn(ids, logps, SampledBy(server, version.number, seed))
 
