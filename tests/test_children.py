@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from marft_trl.extras.report import runner
+from marft_trl.extras.report import runner as reports
 from marft_trl.extras.report.cells import Cell
 from marft_trl.system.child_processes import ChildProcesses
 
@@ -88,5 +88,5 @@ def test_an_interrupted_report_starts_no_more_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(ChildProcesses, "end", lambda children: ended.set())
     cells = [Cell("team", seed, tmp_path / str(seed)) for seed in range(6)]
     with pytest.raises(SystemExit) as stopped:
-        runner._side_by_side("file.py:make", None, cells, [], 2)
+        reports._side_by_side("file.py:make", None, cells, [], 2)
     assert stopped.value.code == 143 and len(started) == 2

@@ -99,7 +99,7 @@ class LiveEpisode(NearNames):
         return self.state.request(agent, self.state.take_turn(agent, sees, tools, rounds))
 
     def turn_on(
-        self, agent: str, given: RequestedTurn, sees: Sequence[Seen] | None = None
+        self, agent: str, requested_turn: RequestedTurn, sees: Sequence[Seen] | None = None
     ) -> Coroutine[Any, Any, Turn]:
         """
         Request a turn from an agent on messages that are not made by its view, and wait for it. Calls of tools in it
@@ -119,7 +119,7 @@ class LiveEpisode(NearNames):
             RuntimeError: The episode has `max_episode_turns` turns already.
             EndOfEpisode: The messages cannot be shown to the agent. The episode goes on if this is caught.
         """
-        return self.state.request(agent, self.state.take_requested(agent, given, sees))
+        return self.state.request(agent, self.state.take_requested(agent, requested_turn, sees))
 
     def call(self, function: Callable, *arguments: Any, **named: Any) -> Coroutine[Any, Any, Any]:
         """

@@ -396,10 +396,10 @@ class CriticEstimator:
         steps, filled = torch.tensor(episode.joint_steps()), dict[int, Row]()
         for agent, received in streams.items():
             own = torch.tensor([turn.index for turn in episode.turns if turn.agent == agent])
-            mine = functional.own_steps(received, steps, own, self._args.gamma)
-            discounts = replace(self._discounts, gamma=mine.discounts)
+            own_rewards = functional.own_steps(received, steps, own, self._args.gamma)
+            discounts = replace(self._discounts, gamma=own_rewards.discounts)
             agent_rows = [rows[index] for index in own.tolist()]
-            done = self._gae(agent_rows, mine.rewards, mine.steps, agent_rows[-1].last_value, discounts)
+            done = self._gae(agent_rows, own_rewards.rewards, own_rewards.steps, agent_rows[-1].last_value, discounts)
             filled |= dict(zip(own.tolist(), done, strict=True))
         return [filled[index] for index in range(len(rows))]
 
@@ -425,8 +425,10 @@ class CriticEstimator:
         totals = torch.zeros(len(names), 3, dtype=torch.float64)
         for index, name in enumerate(names):
             # Rows that the loss leaves out must not move the mean of the others
-            mine = [row for row in rows if name in (None, row.agent) and row.is_trained and row.num_loss_tokens]
-            values = [torch.as_tensor(self._get_advantage(row)).reshape(-1) for row in mine]
+            trained_rows = [
+                row for row in rows if name in (None, row.agent) and row.is_trained and row.num_loss_tokens
+            ]
+            values = [torch.as_tensor(self._get_advantage(row)).reshape(-1) for row in trained_rows]
             known = [value[~value.isnan()] for value in values]
             if known:
                 totals[index] = functional.moments(torch.cat(known))

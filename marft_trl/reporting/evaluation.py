@@ -153,12 +153,12 @@ def scores(
         sets = sorted({row["set"] for row in rows})
         if name is None and len(sets) > 1:
             raise ValueError(f"{file} has the evaluation sets {', '.join(sets)}. Choose one with `name=`.")
-        mine = [row for row in rows if row["set"] == (name or sets[0])]
-        at = max((row["step"] for row in mine), default=None) if step is None else step
-        mine = [row for row in mine if row["step"] == at]
-        if not mine:
+        samples = [row for row in rows if row["set"] == (name or sets[0])]
+        at = max((row["step"] for row in samples), default=None) if step is None else step
+        samples = [row for row in samples if row["step"] == at]
+        if not samples:
             raise ValueError(f"{file} has no evaluation of {name!r} at step {step}; it has {', '.join(sets)}.")
-        tables.append(by_question(mine, measure))
+        tables.append(by_question(samples, measure))
     other = next((index for index, table in enumerate(tables) if set(table) != set(tables[0])), None)
     if other is not None:
         raise ValueError(f"{files[other]} and {files[0]} were evaluated on different questions.")

@@ -105,7 +105,7 @@ class GameMetrics:
 def _win_rates(played: Sequence[Mapping[str, float]], name: str, other: str) -> dict[str, float]:
     pairs = [(returns[name], returns[other]) for returns in played]
     equal = [math.isclose(*pair, rel_tol=1e-5, abs_tol=1e-6) for pair in pairs]  # rewards add up in float32
-    wins = sum(mine > value and not same for (mine, value), same in zip(pairs, equal, strict=True))
+    wins = sum(own_return > value and not same for (own_return, value), same in zip(pairs, equal, strict=True))
     draws = sum(equal)
     rates = {f"win_rate/{other}": wins / len(played), f"draw_rate/{other}": draws / len(played)}
     return {f"agents/{name}/{rate}": share for rate, share in rates.items()}

@@ -565,10 +565,15 @@ def _parts(prompts: Sequence[list[int]], kinds: Sequence[str] | None) -> Iterato
 
 
 def _fill_part(
-    cache: Cache, backbone: nn.Module, given: Sequence[list[int]], part: _Part, end: int, adapters: RowAdapters | None
+    cache: Cache,
+    backbone: nn.Module,
+    prompts: Sequence[list[int]],
+    part: _Part,
+    end: int,
+    adapters: RowAdapters | None,
 ) -> None:
     numbers, groups = part
-    rows = [given[row] for row in numbers]
+    rows = [prompts[row] for row in numbers]
     width = max(map(len, rows))
     row_adapters = None if adapters is None else adapters._replace(names=[adapters.names[row] for row in numbers])
     if width == 0:

@@ -221,8 +221,8 @@ class EnvironmentLoop(Workflow):
     def _seen(self, episode: LiveEpisode, agent: str) -> list[Seen] | None:
         if self.shows == "all":
             return None
-        mine = [item for item in episode.history if item.audience in (None, agent)]
-        return [item for item in mine if isinstance(item, Feedback) or item.agent == agent]
+        visible = [item for item in episode.history if item.audience in (None, agent)]
+        return [item for item in visible if isinstance(item, Feedback) or item.agent == agent]
 
     def _example(self) -> Any:
         """Create an environment to inspect its methods, which a factory function does not reveal."""

@@ -428,11 +428,11 @@ class _Replies:
         self._by_key: dict[tuple, list[tuple[Turn, ChatReply]]] = {}
 
     def add(self, turn: Turn, reply: ChatReply, chat_request: ChatRequest) -> None:
-        before, said = _prefixes(chat_request.messages)[-1], _said_by(reply)
-        keys: list[tuple] = [(chat_request.model, before, said)]
+        before, reply_key = _prefixes(chat_request.messages)[-1], _said_by(reply)
+        keys: list[tuple] = [(chat_request.model, before, reply_key)]
         if reply.text == ChatReply.from_turn(turn).text:  # not one that is shown without its stop string
             ids = tuple(call.id for call in reply.calls)
-            keys += [("turn", turn.agent, said, *more) for more in ((ids, before), (ids,), (None, before), ())]
+            keys += [("turn", turn.agent, reply_key, *more) for more in ((ids, before), (ids,), (None, before), ())]
         for key in keys:
             self._by_key.setdefault(key, []).append((turn, reply))
 
@@ -457,10 +457,10 @@ class _Replies:
         Return the turn of a message: of several with the same text and calls, by ids or the messages before it. It
         does not depend on which conversation went on first, so that a re-run finds the recorded turns.
         """
-        said = _said(message)
+        reply_key = _said(message)
         ids = tuple(call.get("id") for call in message.get("tool_calls") or ())
         for more in ((ids, before), (ids,), (None, before), ()):
-            alike = self._by_key.get(("turn", agent, said, *more), ())
+            alike = self._by_key.get(("turn", agent, reply_key, *more), ())
             # Several after the same messages are used in their order; else the latest one is meant
             in_order = alike if before in more else reversed(alike)
             turn = next((turn for turn, _ in in_order if turn.index not in used), None)

@@ -285,21 +285,21 @@ class Launcher:
 
     def split_config(self, config: Mapping[str, Any], line: Sequence[str] = ()) -> tuple[list[str], dict[str, Any]]:
         """Split the options of a YAML file into arguments of the launcher that `line` does not have, and others."""
-        mine = {key: value for key, value in config.items() if key.replace("-", "_") in self.options}
-        return as_tokens(mine, self._parser, line), {key: value for key, value in config.items() if key not in mine}
+        known = {key: value for key, value in config.items() if key.replace("-", "_") in self.options}
+        return as_tokens(known, self._parser, line), {key: value for key, value in config.items() if key not in known}
 
     def split_command_line(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
         """Split a command line into options of the launcher and the rest."""
-        mine, rest, takes_value = list[str](), list[str](), False
+        own_arguments, rest, takes_value = list[str](), list[str](), False
         for token in argv:
             if token.startswith("--"):
                 action = self.options.get(token.partition("=")[0].removeprefix("--").replace("-", "_"))
-                (rest if action is None else mine).append(token)
+                (rest if action is None else own_arguments).append(token)
                 takes_value = action is not None and action.nargs != 0 and "=" not in token
             else:
-                (mine if takes_value else rest).append(token)
+                (own_arguments if takes_value else rest).append(token)
                 takes_value = False
-        return mine, rest
+        return own_arguments, rest
 
     def launch(self, options: Sequence[str], argv: Sequence[str]) -> int:
         """Run a command in the processes of `accelerate launch`. Returns the exit status."""

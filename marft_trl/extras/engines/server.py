@@ -208,12 +208,12 @@ class VLLMServer:
                 method, self._address + path, json=body, headers=self._headers, timeout=ClientTimeout(total=timeout)
             ) as answer:
                 if answer.status >= 400:
-                    said = f"{self.url}{path} answered {answer.status}: {_message(await answer.text())}"
+                    problem = f"{self.url}{path} answered {answer.status}: {_message(await answer.text())}"
                     if answer.status >= down:
-                        raise ServerDownError(said)
+                        raise ServerDownError(problem)
                     if answer.status == 401:
-                        said = f"{self.url} requires an API key. Set the environment variable `VLLM_API_KEY`."
-                    raise RefusedError(said, answer.status)
+                        problem = f"{self.url} requires an API key. Set the environment variable `VLLM_API_KEY`."
+                    raise RefusedError(problem, answer.status)
                 yield answer
         except ServerDownError:
             raise

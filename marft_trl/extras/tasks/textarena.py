@@ -59,8 +59,8 @@ class TextArena(Workflow):
                 return
 
     def _seen(self, episode: LiveEpisode, seat: Sequence[str], name: str) -> list[Seen]:
-        mine = [item for item in episode.history if item.audience in (None, name)]
-        return [value for value in mine if isinstance(value, Feedback) or value.agent in seat]
+        visible = [item for item in episode.history if item.audience in (None, name)]
+        return [value for value in visible if isinstance(value, Feedback) or value.agent in seat]
 
     def _rewards(self, rewards: Mapping[int, float]) -> dict[str, float]:
         """Return the mean reward of the seats of each agent; with a single player, of the last agent for the team."""
