@@ -94,7 +94,7 @@ def measure(team: Team, name: str, budget: float, options) -> tuple[dict, float]
         trainer.args.per_device_train_batch_size = episodes
         trainer.model.train()
         draw.tokens = 0
-        (slice_,) = trainer.parts.experience.for_training([{"prompt": "a"}] * episodes)
+        (slice_,) = trainer.parts.batch_maker.for_training([{"prompt": "a"}] * episodes)
         rows = [row for row in slice_.rows if row.is_trained]
         tokens = draw.tokens / options.prompts
         group = episodes // options.prompts

@@ -39,7 +39,7 @@ MADE_BY = {
     "scaling": "scaling",
     "self_play": "nim",
     "servers": "engines",
-    "serving": "gateway",
+    "serving": "serving",
     "spared_passes": "spared_passes",
     "staleness": "staleness",
 }

@@ -66,7 +66,7 @@ class Device:
             self._pretended = pretend_device
             self.device = pretend_device.install()
             from marft_trl.learning import batching as micro_batcher
-            from marft_trl.learning.batching import ActivationCost
+            from marft_trl.learning.memory import ActivationCost
 
             micro_batcher.measure_activations = lambda *args, **kwargs: ActivationCost(1e4, 1e3, 1e3)
         else:

@@ -26,7 +26,8 @@ from pathlib import Path
 from marft_trl.config.checks import uses_candidates
 from marft_trl.extras.tasks import smollm2
 from marft_trl.learning import batching
-from marft_trl.learning.batching import ActivationCost, head_size, readable
+from marft_trl.learning import memory as memory_sizes
+from marft_trl.learning.memory import GRADIENTS, ActivationCost, head_size, readable
 
 import figures
 import torch
@@ -98,14 +99,14 @@ def cost_with(layers, measured):
         return first + (second - first) / (more - few) * (of - few)
 
     def kept(count, cost):
-        return cost.per_token / (1 + batching.GRADIENTS / count)
+        return cost.per_token / (1 + GRADIENTS / count)
 
     linear = at(kept, layers)
-    per_repeat = at(lambda count, cost: cost.per_repeat / (1 + batching.GRADIENTS / count), layers)
+    per_repeat = at(lambda count, cost: cost.per_repeat / (1 + GRADIENTS / count), layers)
     inputs = at(lambda count, cost: cost.per_checkpointed - 2 * kept(count, cost) / count, layers)
     return ActivationCost(
-        per_token=linear * (1 + batching.GRADIENTS / layers),
-        per_repeat=per_repeat * (1 + batching.GRADIENTS / layers),
+        per_token=linear * (1 + GRADIENTS / layers),
+        per_repeat=per_repeat * (1 + GRADIENTS / layers),
         per_checkpointed=inputs + 2 * linear / layers,
     )
 
@@ -126,7 +127,8 @@ def plan_on_gpu(trainer, cost, memory):
     """Let the trainer plan for a device with `memory` bytes, and return its memory plan."""
     batcher, vocabulary = trainer.parts.batcher, trainer.model.config.vocab_size
     batcher.measure = lambda length: cost
-    batching.head_size = lambda vocabulary, scored, device: head_size(vocabulary, scored, torch.device("cuda"))
+    for module in (batching, memory_sizes):
+        module.head_size = lambda vocabulary, scored, device: head_size(vocabulary, scored, torch.device("cuda"))
     taken = trainer.memory_plan()
     held = taken.base + taken.adapters + taken.critic + taken.gradients + taken.optimizer
 

@@ -12,7 +12,7 @@ Times assume `--bandwidth` and `--flops`; nothing here has been measured on a GP
 import argparse
 import warnings
 
-from marft_trl.learning.batching import readable
+from marft_trl.learning.memory import readable
 from marft_trl.seams.sharding import shard_sizes
 
 import torch

@@ -68,7 +68,7 @@ class Steps:
         """Milliseconds of the training part of a step, and of all of it."""
         trainer = self.trainer
         begin = time.process_time()
-        slices = trainer.parts.experience.for_training(self.rows)
+        slices = trainer.parts.batch_maker.for_training(self.rows)
         middle = time.process_time()
         trainer.accelerator.gradient_state._set_sync_gradients(True)
         for slice_ in slices:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer
 from marft_trl.extras.tasks import smollm2
-from marft_trl.learning.batching import cache_size, head_size
+from marft_trl.learning.memory import cache_size, head_size
 
 import torch
 from datasets import Dataset

@@ -133,7 +133,7 @@ class World:
 
         trainer.parts.runner.generator.generate = by_hand(generate)
         trainer.args.per_device_train_batch_size = len(outcomes)
-        (slice_,) = trainer.parts.experience.for_training([{"prompt": "a"} for _ in outcomes])
+        (slice_,) = trainer.parts.batch_maker.for_training([{"prompt": "a"} for _ in outcomes])
         trainer.model.zero_grad()
         trainer.args.per_device_train_batch_size = 10**6
         schedule = Schedule.from_args(trainer.args, trainer.schedule.adapters)

@@ -214,7 +214,7 @@ def only_slice(trainer, rows):
     """The slice of a generation batch that has only one, as a training step gets it."""
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    (slice_,) = trainer.parts.experience.for_training(rows)
+    (slice_,) = trainer.parts.batch_maker.for_training(rows)
     return slice_
 
 

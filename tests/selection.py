@@ -31,7 +31,7 @@ ROOMS = {
     "algorithms": ["unbiased", "small_teams", "critics", "central_critic", "signal"],
     "config": ["settings"],
     "episodes": ["failures", "tools", "orchestrated"],
-    "extras/apps": ["applications", "gateway", "page", "examples"],
+    "extras/apps": ["applications", "serve", "page", "examples"],
     "extras/commands": ["command"],
     "extras/engines": ["served", "sharding"],
     "extras/report": ["report", "recipes", "examples"],
@@ -46,7 +46,7 @@ ROOMS = {
     "seams": ["forward", "sharding", "critics"],
     "shared_prefix": ["devices", "forward", "fitting"],
     "system": ["devices", "failures", "examples", "secrets", "sharding"],
-    "team": ["tools", "secrets", "strangers", "gateway", "members"],
+    "team": ["tools", "secrets", "strangers", "serve", "members"],
     "trainer": ["devices", "settings", "evaluation", "served", "workflow_learning"],
     "workflows": ["orchestrated", "workflow_learning", "examples"],
 }

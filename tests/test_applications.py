@@ -67,8 +67,8 @@ from transformers.utils import get_json_schema
 
 from .helpers import StopAt, collect, eventually, moved, moved_by_training, team_trainer, varied_reward, weights
 from .namesakes import NAMES
-from .test_gateway import BROKEN, FORMAT, JSON, JSON_SCHEMA, MESSAGES, send, serving
 from .test_live import namesakes  # noqa: F401
+from .test_serve import BROKEN, FORMAT, JSON, JSON_SCHEMA, MESSAGES, send, serving
 from .test_served import served, server  # noqa: F401
 from .test_tools import ROWS, add, began_at, canned, tool_tokenizer
 

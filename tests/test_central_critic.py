@@ -142,7 +142,7 @@ def test_a_central_critic_reads_the_messages_of_an_application(model_folder, tmp
     agents = [AgentSpec("ann"), AgentSpec("ben")]
     trainer = team_trainer(model_folder, tmp_path, agents=agents, workflow=ExternalApp(app), settings=settings)
     trainer.parts.runner.generator.generate = by_hand(lambda agents, prompt_ids: [SampledTurn([5, 6]) for _ in agents])
-    (slice_,) = trainer.parts.experience.for_training([{"prompt": "x"}])
+    (slice_,) = trainer.parts.batch_maker.for_training([{"prompt": "x"}])
     rows = sorted(slice_.rows, key=lambda row: row.number)
     read = [trainer.processing_class.decode(row.critic_prompt_ids) for row in rows]
     counts = [[text.count(phrase) for phrase in ("the code is 17", "what did she say?", "again")] for text in read]

@@ -361,7 +361,7 @@ def test_each_command_as_a_process(script, model_folder):
 
 
 @pytest.mark.slow
-def test_a_gateway_process_ends_on_sigterm(script, model_folder):
+def test_a_server_process_ends_on_sigterm(script, model_folder):
     trainer = team_trainer(model_folder, script / "team")
     trainer.save_model()
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MARFT_API_KEY": "k"}

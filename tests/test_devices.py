@@ -10,7 +10,7 @@ from marft_trl import AgentSpec, MARFTConfig
 from marft_trl.extras.engines import vllm_generator
 from marft_trl.extras.engines.vllm_generator import VLLMGenerator
 from marft_trl.learning import batching
-from marft_trl.learning.batching import ActivationCost, measure_activations, memory_of_server
+from marft_trl.learning.memory import ActivationCost, measure_activations, memory_of_server
 from marft_trl.seams.generation import generating_in_precision
 from marft_trl.seams.runs import step_without_gradients
 from marft_trl.seams.trl import constructing_grpo_trainer

@@ -278,7 +278,7 @@ def test_a_rerun_in_an_environment_repeats_unchanged_turns(model_folder, tmp_pat
         return generate(agents, prompt_ids, by_reference=by_reference)
 
     trainer.parts.runner.generator.generate = by_hand(spy)
-    trainer.parts.experience.for_training([ROWS[0]] * 4)
+    trainer.parts.batch_maker.for_training([ROWS[0]] * 4)
     samples = trainer.args.counterfactual_samples
     assert references.count(True) == 4 * 4 * samples  # for each of four turns of four episodes
     assert references.count(False) == 4 * (
@@ -329,7 +329,7 @@ def test_an_episode_that_outgrows_the_window(model_folder, tmp_path, overflow):
         assert metrics["context/ended_episodes"] == [4.0] and all(0 < number < 10 for number in turns)
         with pytest.raises(EpisodeError, match=r"cannot start on the prompt .* the model's window is 5 tokens"):
             trainer.parts.runner.prompts.window_size = 5
-            trainer.parts.experience.for_training([long] * 4)
+            trainer.parts.batch_maker.for_training([long] * 4)
     else:
         assert turns == [10] * 4 and metrics["context/dropped_turns"][0] > 0
 

@@ -77,7 +77,7 @@ def test_steps_have_the_episodes_of_trls_steps_where_prefixes_are_shared(
     order = [(7 * place) % count for place in range(count)]
     monkeypatch.setattr(torch, "randperm", lambda count, **kwargs: torch.tensor(order))
     trainer.model.train()
-    slices = trainer.parts.experience.for_training([trainer.train_dataset[row // 4] for row in range(count)])
+    slices = trainer.parts.batch_maker.for_training([trainer.train_dataset[row // 4] for row in range(count)])
     slice_episodes = [list(dict.fromkeys(row.episode for row in slice_.rows)) for slice_ in slices]
     assert (slice_episodes == [order[start : start + 8] for start in range(0, count, 8)]) == are_spread
     if not are_spread:

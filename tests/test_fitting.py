@@ -8,7 +8,8 @@ import sys
 import weakref
 
 from marft_trl.learning import batching as micro_batcher
-from marft_trl.learning.batching import Row, free_memory, measure_activations, micro_batches
+from marft_trl.learning.batching import Row, micro_batches
+from marft_trl.learning.memory import free_memory, measure_activations
 from marft_trl.shared_prefix import forward
 from marft_trl.tiny import tiny_dataset
 

@@ -236,7 +236,7 @@ def test_the_episodes_of_a_group_stay_together(model_folder, tmp_path):
     trainer.model.train()
     rows = [row for row in tiny_dataset(4).to_list() for _ in range(4)]
     for _ in range(3):
-        for slice_ in trainer.parts.experience.for_training(rows):
+        for slice_ in trainer.parts.batch_maker.for_training(rows):
             assert sorted(Counter(row.episode // 4 for row in slice_.rows).values()) == [8, 8]  # of two agents
     assert make_groups_adjacent(torch.tensor([3, 0, 2, 1]), [0, 0, 1, 1]).tolist() == [3, 2, 0, 1]
 
@@ -305,7 +305,7 @@ def test_padding_does_not_move_models_that_have_learned_positions(tokenizer, tmp
     model = family_base("gpt2", len(tokenizer))
     trainer = team_trainer(model, tmp_path, processing_class=tokenizer, settings=settings)
     rows = [row for row in tiny_dataset(2).to_list() for _ in range(4)]
-    scored = [row for slice_ in trainer.parts.experience.for_training(rows) for row in slice_.rows]
+    scored = [row for slice_ in trainer.parts.batch_maker.for_training(rows) for row in slice_.rows]
     assert len({len(row.prompt_ids) for row in scored}) > 2  # padded in front
     ids = zip(*((row.prompt_ids.tolist(), row.completion_ids.tolist()) for row in scored), strict=True)
     expected, _ = logps_alone(trainer.model, *ids, trainer.temperature)

@@ -20,7 +20,7 @@ import pytest
 from datasets import Dataset
 
 from .helpers import lora
-from .test_gateway import serving
+from .test_serve import serving
 
 
 ROOT = Path(__file__).parent.parent
@@ -95,10 +95,10 @@ def test_every_block_of_a_page_runs(page, model_folder, team, tmp_path, monkeypa
             write_samples(tmp_path / run, samples, "eval", 1, 0)
     if page.stem == "tasks":  # a package of OpenEnv, which is not on PyPI
         monkeypatch.setitem(sys.modules, "echo_env", SimpleNamespace(EchoEnv=dict, EchoAction=dict))
-    gateway = contextlib.nullcontext("")
+    server = contextlib.nullcontext("")
     if page.stem == "use_extend_publish":  # what `marft serve` runs
-        gateway = serving(Team.from_pretrained(team, model=model_folder), name="math-duo")
-    with gateway as url:
+        server = serving(Team.from_pretrained(team, model=model_folder), name="math-duo")
+    with server as url:
         run_blocks(page, model_folder, team, url)
 
 

@@ -287,14 +287,14 @@ def test_a_policy_ratio_that_explodes_does_no_harm(small_model, tmp_path, level)
     """With log-ratios of 100, the loss is clipped, or the update is skipped and counted."""
     settings = {**SAVE, "num_iterations": 2, "save_strategy": "no", "max_steps": 2, "level": level}
     trainer = team_trainer(small_model, tmp_path, settings=settings)
-    generate = trainer.parts.experience.for_training
+    generate = trainer.parts.batch_maker.for_training
 
     def shifted(inputs):
         (slice_,) = generate(inputs)
         rows = [replace(row, old_per_token_logps=row.old_per_token_logps - 100) for row in slice_.rows]
         return [replace(slice_, rows=rows)]
 
-    trainer.parts.experience.for_training = shifted
+    trainer.parts.batch_maker.for_training = shifted
     trainer.train()
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
     logs = logged_steps(trainer)

@@ -19,8 +19,8 @@ import torch
 
 from .helpers import add, collect, only_slice, plain_logps, team_trainer
 from .test_applications import SCHEMA, played, question_of, raw, repeat_last, user
-from .test_gateway import serving
 from .test_live import namesakes  # noqa: F401
+from .test_serve import serving
 from .test_tools import ROWS, canned, tool_tokenizer
 
 

@@ -90,8 +90,8 @@ def run(model, folder, workflow, agents=DUEL, steps=1, **settings):
     trainer = team_trainer(model, folder, settings=settings, **arguments)
     if has_tools:
         canned(trainer)
-    experience = trainer.parts.experience
-    recorder = experience._estimator = EstimatorRecorder(experience._estimator)
+    batch_maker = trainer.parts.batch_maker
+    recorder = batch_maker._estimator = EstimatorRecorder(batch_maker._estimator)
     trainer.train()
     return recorder.calls
 

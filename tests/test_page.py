@@ -1,4 +1,4 @@
-"""The page of a gateway in a browser: used by keyboard alone. Skipped where there is no Chromium."""
+"""The page of a served team in a browser: used by keyboard alone. Skipped where there is no Chromium."""
 
 import asyncio
 import base64
@@ -15,8 +15,8 @@ import pytest
 from aiohttp import ClientSession
 
 from .namesakes import NAMES, said_by
-from .test_gateway import serving
 from .test_live import namesakes  # noqa: F401  # a fixture
+from .test_serve import serving
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -105,7 +105,7 @@ def test_the_page_works_by_keyboard(namesakes, tmp_path):  # noqa: F811
             assert headings == [*NAMES[:-1], f"{NAMES[-1]} · the answer"] and classes == [*[""] * 4, "answer"]
             assert await page.value("document.querySelector('section p').innerText") == QUESTION
             if folder := os.environ.get("MARFT_SCREENSHOTS"):
-                await page.picture(Path(folder) / "gateway.png")
+                await page.picture(Path(folder) / "serve.png")
             # By Tab to `Who`, and another agent by its first letter
             await page.press("Tab")
             assert await page.value("document.activeElement.id") == "model"

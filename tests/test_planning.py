@@ -5,7 +5,7 @@ import shlex
 
 from marft_trl import AgentSpec, MARFTConfig, Sequential, TeamManifest, Workflow
 from marft_trl.extras.engines import vllm_command
-from marft_trl.learning.batching import ActivationCost, MemoryPlan, cache_size, count_bytes, head_size, optimizer_size
+from marft_trl.learning.memory import ActivationCost, MemoryPlan, cache_size, count_bytes, head_size, optimizer_size
 from marft_trl.rollout.transformers_generator import TransformersGenerator
 from marft_trl.seams.generation import TrlEngine
 from marft_trl.tiny import tiny_agents, tiny_dataset

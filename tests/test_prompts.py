@@ -177,7 +177,7 @@ def test_each_agent_sees_its_own_system_prompt_and_trains_on_the_sampled_ids(mod
 
     trainer.parts.runner.generator.generate = by_hand(spy)
     rows = [row for row in trainer.train_dataset.select(range(2)).to_list() for _ in range(4)]
-    (slice_,) = trainer.parts.experience.for_training(rows)
+    (slice_,) = trainer.parts.batch_maker.for_training(rows)
     for agent, prompt_ids, _ in sampled:
         text = trainer.processing_class.decode(prompt_ids)
         other_prompts = {"reasoner": "Write the answer.", "actor": "Write the steps."}

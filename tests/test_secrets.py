@@ -27,9 +27,9 @@ import pytest
 from transformers import TrainerCallback
 
 from .helpers import config, grows_linearly, team_trainer
-from .test_gateway import TYPE, send, serving
 from .test_live import team_folder  # noqa: F401  # a fixture
 from .test_persistence import RESUME, ROOT, hub, run_on_hub  # noqa: F401  # a fixture
+from .test_serve import TYPE, send, serving
 
 
 SECRET = "CANARY"

@@ -34,7 +34,7 @@ def estimated(folder, name, settings, episodes, frozen=()):
     trainer = world.trainer
     trainer.args.per_device_train_batch_size = episodes
     trainer.model.train()
-    (slice_,) = trainer.parts.experience.for_training([{"prompt": "a"}] * episodes)
+    (slice_,) = trainer.parts.batch_maker.for_training([{"prompt": "a"}] * episodes)
     gradients = torch.zeros(episodes, len(truth.gradient()))
     copies = settings.get("turn_candidates", 1)
     for row in slice_.rows:

@@ -159,7 +159,7 @@ def test_the_generation_config_of_the_base_gives_end_tokens_alone(model_folder, 
             base.generation_config.update(**settings)
         trainer = team_trainer(model, tmp_path / name, settings={"seed": 3})
         torch.manual_seed(0)
-        (slice_,) = trainer.parts.experience.for_training([{"prompt": "3+4"}] * 8)
+        (slice_,) = trainer.parts.batch_maker.for_training([{"prompt": "3+4"}] * 8)
         trainer.save_model(str(tmp_path / f"{name}-team"))
         team = Team.from_pretrained(tmp_path / f"{name}-team", again)
         torch.manual_seed(0)

@@ -512,7 +512,7 @@ def test_rewards_cannot_reach_into_the_trainers_lists(model_folder, tmp_path):
 
     trainer = team_trainer(model_folder, tmp_path, reward_funcs=[vandal, varied_reward])
     sampled, trained = [], []
-    generate, roll = calling(trainer.parts.runner.generator.generate), trainer.parts.experience.for_training
+    generate, roll = calling(trainer.parts.runner.generator.generate), trainer.parts.batch_maker.for_training
 
     def spy_generate(agents, prompt_ids):
         completions = generate(agents, prompt_ids)
@@ -524,7 +524,7 @@ def test_rewards_cannot_reach_into_the_trainers_lists(model_folder, tmp_path):
         trained.extend(tuple(row.completion_ids.tolist()) for slice_ in slices for row in slice_.rows)
         return slices
 
-    trainer.parts.runner.generator.generate, trainer.parts.experience.for_training = by_hand(spy_generate), spy_roll
+    trainer.parts.runner.generator.generate, trainer.parts.batch_maker.for_training = by_hand(spy_generate), spy_roll
     trainer.train()
     assert sorted(sampled) == sorted(trained) and len(sampled) == 2 * 16
     assert all(step["rewards/vandal/mean"] == step["rewards/varied_reward/mean"] for step in logged_steps(trainer))

@@ -37,7 +37,7 @@ from safetensors.torch import load_file, save_file
 
 from .helpers import lora, moved, moved_by_training, plain_logps, shake, team_trainer, weights
 from .test_distributed import launch
-from .test_gateway import serving
+from .test_serve import serving
 
 
 PYTHON = os.environ.get("MARFT_VLLM_PYTHON")
@@ -117,7 +117,7 @@ def sampled(trainer):
     trainer.model.train()
     rows = [trainer.train_dataset[index // 4] for index in range(16)]
     with torch.no_grad():
-        slices = trainer.parts.experience.for_training(rows)
+        slices = trainer.parts.batch_maker.for_training(rows)
     return [row for slice_ in slices for row in slice_.rows]
 
 
@@ -185,7 +185,7 @@ def saved(model_folder, folder, **arguments):
 
 
 def test_a_loaded_team_generates_on_the_server(model_folder, tmp_path, server):
-    """Greedy answers equal the local ones in lists, in streams and through the gateway; seeds; changed teams."""
+    """Greedy answers equal the local ones in lists, in streams and through the server; seeds; changed teams."""
     saved(model_folder, tmp_path)
     local = Team.from_pretrained(tmp_path, model=model_folder)
 

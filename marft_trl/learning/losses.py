@@ -21,7 +21,7 @@ from ..seams.libraries import get_logger
 from ..seams.trl import LOSSES, OLD_LOGPS, TrlLoss, TrlSettings
 from ..system.randomness import RandomStates
 from ..system.run_metrics import StepMetrics
-from . import batching
+from . import batching, memory
 from .adapter_updates import AdapterUpdates, DivergenceSums
 from .batching import Collator, MicroBatcher
 from .critic_learner import CriticLearner, ValueSums
@@ -45,7 +45,7 @@ class OutOfMemory:
     def __init__(self, run: RunContext, batcher: MicroBatcher, updates: AdapterUpdates, randomness: RandomStates):
         self._state, self._processes = run.state, run.processes
         self._batcher, self._updates, self._randomness = batcher, updates, randomness
-        self.plan: Callable[[], batching.MemoryPlan] | None = None
+        self.plan: Callable[[], memory.MemoryPlan] | None = None
         self.release: Callable[[], None] | None = None
 
     def guard(
@@ -92,7 +92,7 @@ class OutOfMemory:
         """Copy the gradients of earlier micro-steps. Return the copies, and the reason if there are none."""
         adapters = self._updates.trained_parameters().values()
         trained = [parameter for parameters in adapters for parameter in parameters.values()]
-        if batching.count_bytes([p.grad for p in trained if p.grad is not None]) > _MAX_GRADIENT_COPY_BYTES:
+        if memory.count_bytes([p.grad for p in trained if p.grad is not None]) > _MAX_GRADIENT_COPY_BYTES:
             return [], "the gradients of earlier micro-steps are too large to copy"
         return [(p, None if p.grad is None else p.grad.detach().clone()) for p in trained], None
 
@@ -103,7 +103,7 @@ class OutOfMemory:
                 lines = ["Memory plan for turns of maximum length:", str(self.plan())]
         if device.type == "cuda":
             peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
-            lines.append(f"Measured peak: {batching.readable(peak)} of {batching.readable(total)}.")
+            lines.append(f"Measured peak: {memory.readable(peak)} of {memory.readable(total)}.")
         outcome = "again with smaller micro-batches" if obstacle is None else f"and cannot be retried: {obstacle}"
         message = (
             f"Step {self._state.optimizer_step + 1} ran out of memory {outcome} ({problem}). Lower "

@@ -21,8 +21,9 @@ from ..config.dataset_checks import read_prompts
 from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.records import EndOfEpisode, Episode, Request, Turn
 from ..episodes.tools import tool_name
-from ..learning import batching
-from ..learning.batching import ActivationCost, MemoryPlan, MicroBatcher
+from ..learning import memory
+from ..learning.batching import MicroBatcher
+from ..learning.memory import ActivationCost, MemoryPlan
 from ..prompts.builder import Observation, Query
 from ..rollout.runner import EpisodeRunner
 from ..rollout.transformers_generator import MIXED_ROWS
@@ -117,7 +118,7 @@ class Planner:
         lines = str(self.memory_plan()).splitlines()
         if self._processes.is_base_sharded:
             sizes = self._shards()
-            held, gathered = batching.readable(sizes.held), batching.readable(sizes.gathered)
+            held, gathered = memory.readable(sizes.held), memory.readable(sizes.gathered)
             over = f"{self._processes.count} processes (FSDP2)"
             lines.append(f"The base is sharded over {over}: {held} on each, and up to {gathered}")
             lines.append("gathered at once. Adapters and critics are not sharded.")
@@ -147,21 +148,21 @@ class Planner:
         at_once = self._turns_at_once([item[0] for item in prompts], rehearsal.generation_calls)
         keeps = self._runner.generator.keeps_cache
         has_ddp = self._processes.count > 1 and not self._processes.is_base_sharded
-        cache = batching.cache_size(config, at_once, longest + (-longest % ROOM if keeps else 0), width)
+        cache = memory.cache_size(config, at_once, longest + (-longest % ROOM if keeps else 0), width)
         return MemoryPlan(
-            base=sum(self._shards()) if self._processes.is_base_sharded else batching.count_bytes(base),
-            adapters=batching.count_bytes(adapters),
-            critic=batching.count_bytes(critic_parameters),
+            base=sum(self._shards()) if self._processes.is_base_sharded else memory.count_bytes(base),
+            adapters=memory.count_bytes(adapters),
+            critic=memory.count_bytes(critic_parameters),
             # DDP keeps a second copy of all gradients, in its buckets
-            gradients=batching.count_bytes(trained) * (2 if has_ddp else 1),
-            optimizer=batching.optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),
+            gradients=memory.count_bytes(trained) * (2 if has_ddp else 1),
+            optimizer=memory.optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),
             activations=self._activations(prompts, longest, cost),
             cache=0 if keeps else cache,
             prefill=max(
                 round(cost.per_token * min(at_once * longest, PREFILL_TOKENS) / config.num_hidden_layers),
-                batching.decoding_size(at_once, config.vocab_size),
+                memory.decoding_size(at_once, config.vocab_size),
             ),
-            kept=batching.kept_size(cache, at_once, config.vocab_size) if keeps else 0,
+            kept=memory.kept_size(cache, at_once, config.vocab_size) if keeps else 0,
         )
 
     def _activations(self, prompts: Sequence[tuple[str, int, int]], longest: int, cost: ActivationCost) -> int:
@@ -178,7 +179,7 @@ class Planner:
             limit, checkpointing = self._batcher.compute_limits(longest, cost, free)
             share = min(limit / tokens, 1.0)
             kept = cost.size(round(share * tokens), round(share * repeated), checkpointing)
-            needed.append(kept + batching.head_size(config.vocab_size, round(share * scored), self._processes.device))
+            needed.append(kept + memory.head_size(config.vocab_size, round(share * scored), self._processes.device))
         for tokens, repeated in self._critic_work(prompts):
             limit, checkpointing = self._batcher.compute_limits(
                 longest, cost, self._batcher.free_for_activations(0, cost.fixed)

@@ -23,7 +23,7 @@ from ..adapters.policies import Policies
 from ..agents import AgentSpec, as_tools
 from ..config.team_setup import Sampling
 from ..episodes.tools import ToolLimits, tool_name
-from ..learning.batching import cache_size, free_memory
+from ..learning.memory import cache_size, free_memory
 from ..prompts.views import View
 from ..reporting.model_card import CARD_NAME, TAGS, team_card
 from ..rollout.generator import Generator

@@ -24,7 +24,7 @@ from ..algorithms.rows import Slice, make_level
 from ..config.marft_config import MARFTConfig
 from ..config.team_setup import Sampling, TeamSetup
 from ..learning.adapter_updates import Schedule, after_update
-from ..learning.batching import MemoryPlan
+from ..learning.memory import MemoryPlan
 from ..prompts.views import View, check_view, team_view
 from ..reporting.evaluation import EvalMetric, Vote, check_eval_metrics, last_box
 from ..reporting.model_card import PAPER, TAGS
@@ -265,7 +265,7 @@ class MARFTTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> list[Slice]:
         self.schedule.check(self.args)
-        return self.parts.experience.for_training(inputs)
+        return self.parts.batch_maker.for_training(inputs)
 
     def training_step(self, model: nn.Module, inputs, num_items_in_batch=None) -> torch.Tensor:
         # Gradients are reduced by adapter afterwards, because processes have rows of different agents
@@ -338,7 +338,7 @@ class MARFTTrainer(GRPOTrainer):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        rollout, slice_, std = self.parts.experience.for_evaluation(inputs, self.parts.evaluations.mode)
+        rollout, slice_, std = self.parts.batch_maker.for_evaluation(inputs, self.parts.evaluations.mode)
         with self.compute_loss_context_manager():
             loss = self.parts.evaluations.loss(self.parts.loss, self.model, slice_, self.schedule.everyone)
         self.parts.reporter.evaluated(rollout, inputs, std)

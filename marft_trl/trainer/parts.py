@@ -87,7 +87,7 @@ class Parts:
         self._make_rollouts()
         self._make_learning()
         self._make_reports()
-        self._make_experience()
+        self._make_batch_maker()
         self._make_checkpoints()
         self.seeds = random.Random(self._args.seed)  # noqa: S311  # of samples without a seed
 
@@ -295,14 +295,14 @@ class Parts:
             self.collapse = Collapse(run, lambda: self.reporter.evaluation_error, team.policies, self._best)
         self.evaluations = EvaluationOptions(run, team.names, self.reporter, self.collapse)
 
-    def _make_experience(self) -> None:
+    def _make_batch_maker(self) -> None:
         run, self._sampling = self._context, None
         if self._args.dynamic_sampling:
             self._sampling = DynamicSampling(
                 run, self.rollouts, lambda: self._trainer.train_dataset, self._own_returns
             )
         outputs = ModelOutputs(run, self.log_probs, self._needs_old, self.critic, self._correction)
-        self.experience = BatchMaker(
+        self.batch_maker = BatchMaker(
             self._team,
             run,
             self._schedule,

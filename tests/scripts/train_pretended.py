@@ -23,7 +23,7 @@ DEVICE = pretend_device.install()
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer  # noqa: E402
 from marft_trl.learning import batching as micro_batcher  # noqa: E402
-from marft_trl.learning.batching import ActivationCost  # noqa: E402
+from marft_trl.learning.memory import ActivationCost  # noqa: E402
 from marft_trl.tiny import tiny_dataset, tiny_model, tiny_tokenizer  # noqa: E402
 from marft_trl.workflows import Workflow  # noqa: E402
 

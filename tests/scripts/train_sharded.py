@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from marft_trl import AgentSpec, Workflow
-from marft_trl.learning import batching
+from marft_trl.learning import memory
 from marft_trl.seams.sharding import local, shard_sizes
 from marft_trl.tiny import tiny_dataset
 from tests import shard_on_cpu  # before anything asks accelerate for its state
@@ -101,7 +101,7 @@ def main(model: str, folder: str, options: str) -> None:
     adapter_ids = {id(p) for p in adapters}
     base = {name: p for name, p in trainer.model.named_parameters() if id(p) not in adapter_ids}
     matrices = [p for name, p in base.items() if ".layers." in name and p.dim() > 1]
-    batching._FIXED = float(os.environ.get("RANK", "0"))  # plans of the first process measure with two passes
+    memory._FIXED = float(os.environ.get("RANK", "0"))  # plans of the first process measure with two passes
     with CommDebugMode() as collectives:
         sizes = shard_sizes(trainer.model, adapters, world)
     measured = {

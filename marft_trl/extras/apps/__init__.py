@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .external_app import ExternalApp
     from .program import AppResult, Program
     from .routing import AppRequest, BySystemPrompt, ByTools
-    from .served_team import GatewaySettings, application, serve
+    from .served_team import ServeSettings, application, serve
     from .session import AppEndpoint
 
 _MODULES = {
@@ -21,7 +21,7 @@ _MODULES = {
     "BySystemPrompt": "routing",
     "ByTools": "routing",
     "ExternalApp": "external_app",
-    "GatewaySettings": "served_team",
+    "ServeSettings": "served_team",
     "Program": "program",
     "application": "served_team",
     "serve": "served_team",
@@ -33,8 +33,8 @@ __all__ = [
     "BySystemPrompt",
     "ByTools",
     "ExternalApp",
-    "GatewaySettings",
     "Program",
+    "ServeSettings",
     "application",
     "serve",
 ]
@@ -43,5 +43,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a name when it is first used: training an application needs no aiohttp."""
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = ". It is named `ServeSettings` now" if name == "GatewaySettings" else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

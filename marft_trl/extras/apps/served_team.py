@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class GatewaySettings:
+class ServeSettings:
     """
     Address and limits of a team server.
 
@@ -226,18 +226,18 @@ _UNSUPPORTED = "unsupported_parameter"
 _MOST_STORED = 64 << 20
 
 
-def serve(team: Team, settings: GatewaySettings | None = None) -> None:
+def serve(team: Team, settings: ServeSettings | None = None) -> None:
     """
     Serve a team until the process gets SIGINT or SIGTERM.
 
     Args:
         team ([`Team`]): the team.
-        settings ([`GatewaySettings`], *optional*): address and limits.
+        settings ([`ServeSettings`], *optional*): address and limits.
     """
-    asyncio.run(_serve(team, settings or GatewaySettings()))
+    asyncio.run(_serve(team, settings or ServeSettings()))
 
 
-async def _serve(team: Team, settings: GatewaySettings) -> None:
+async def _serve(team: Team, settings: ServeSettings) -> None:
     stop_requested, loop = asyncio.Event(), asyncio.get_running_loop()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signal_number, stop_requested.set)
@@ -247,7 +247,7 @@ async def _serve(team: Team, settings: GatewaySettings) -> None:
 
 
 @contextlib.asynccontextmanager
-async def listening(team: Team, settings: GatewaySettings) -> AsyncIterator[str]:
+async def listening(team: Team, settings: ServeSettings) -> AsyncIterator[str]:
     """Serve a team within the context, in the current event loop. Yields its URL."""
     backend = _TeamBackend(team, settings)
     runner = web.AppRunner(
@@ -276,19 +276,19 @@ async def listening(team: Team, settings: GatewaySettings) -> AsyncIterator[str]
         await runner.cleanup()
 
 
-def application(team: Team, settings: GatewaySettings | None = None) -> web.Application:
+def application(team: Team, settings: ServeSettings | None = None) -> web.Application:
     """
     Make an aiohttp application that serves the team, to run or to mount in another application. Run it with
     `handler_cancellation=True`, so that a question is cancelled when its client disconnects.
 
     Args:
         team ([`Team`]): the team.
-        settings ([`GatewaySettings`], *optional*): address and limits.
+        settings ([`ServeSettings`], *optional*): address and limits.
 
     Raises:
         ValueError: an agent has the name of the team.
     """
-    return _TeamBackend(team, settings or GatewaySettings()).application()
+    return _TeamBackend(team, settings or ServeSettings()).application()
 
 
 class _RequestedTurnWorkflow(Workflow):
@@ -309,7 +309,7 @@ class _RequestedTurnWorkflow(Workflow):
 class _TeamBackend:
     """Answers requests with the workflow of a team, or with one of its agents."""
 
-    def __init__(self, team: Team, settings: GatewaySettings):
+    def __init__(self, team: Team, settings: ServeSettings):
         names = [agent.name for agent in team.agents]
         if settings.name in names:
             raise ValueError(f"`name={settings.name!r}` is the name of an agent. Choose another `name` for the team.")

@@ -135,25 +135,25 @@ def _ask(team: Team, question: str, greedy: bool, seed: int | None) -> int:
 def serve_options(parser: Parser) -> None:
     if importlib.util.find_spec("aiohttp") is None:
         raise UsageError("aiohttp is not installed: `pip install aiohttp`.")
-    from ..apps.served_team import GatewaySettings
+    from ..apps.served_team import ServeSettings
 
     add_team_arguments(parser)
     parser.epilog = "Set the API key in the environment variable MARFT_API_KEY."
     parser.add_argument("--name", help="model name of the team (default: name of its folder)")
     parser.add_argument("--hide_turns", action="store_true", help="leave the turns of teammates out of answers")
-    for name, value in vars(GatewaySettings()).items():
+    for name, value in vars(ServeSettings()).items():
         if name not in ("name", "api_key", "show_turns", "agent_of"):  # whose value is a function
             parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
 
 
 def run_serve(args: argparse.Namespace) -> Callable[[], None]:
-    from ..apps import GatewaySettings, serve
+    from ..apps import ServeSettings, serve
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    limits = {name: getattr(args, name) for name in vars(GatewaySettings()) if name in args}
+    limits = {name: getattr(args, name) for name in vars(ServeSettings()) if name in args}
     limits["name"] = args.name or Path(os.path.abspath(args.team)).name or "team"
     limits |= {"api_key": os.environ.get("MARFT_API_KEY") or None, "show_turns": not args.hide_turns}
-    settings = GatewaySettings(**limits)
+    settings = ServeSettings(**limits)
     team = load_team(args)
 
     def listen() -> None:

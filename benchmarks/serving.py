@@ -1,11 +1,11 @@
 """
-A gateway under load: tokens per second of one client and of many, how soon a slot is free, memory.
+A served team under load: tokens per second of one client and of many, how soon a slot is free, memory.
 
-    python benchmarks/gateway.py [--page]                           # the embedded team, on this machine's model
-    python benchmarks/gateway.py --engine http://127.0.0.1:8000     # turns from a vLLM server, and the server alone
-    python benchmarks/gateway.py --team FOLDER --model FOLDER
+    python benchmarks/serving.py [--page]                           # the embedded team, on this machine's model
+    python benchmarks/serving.py --engine http://127.0.0.1:8000     # turns from a vLLM server, and the server alone
+    python benchmarks/serving.py --team FOLDER --model FOLDER
 
-The gateway runs in its own process. Rounds with one client and with many clients alternate, so that the ratio compares
+The server runs in its own process. Rounds with one client and with many clients alternate, so that the ratio compares
 the same minutes. With `--engine`, the same number of clients request the same turns from the bare server.
 """
 
@@ -47,8 +47,8 @@ def saved_team(base: str, folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def gateway(team: str, base: str, engine: str | None):
-    """Address and process of a gateway."""
+def served(team: str, base: str, engine: str | None):
+    """Address and process of a server."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -61,7 +61,7 @@ def gateway(team: str, base: str, engine: str | None):
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"{url}/health", timeout=5).close()
                 break
-            assert process.poll() is None, "the gateway has ended"
+            assert process.poll() is None, "the server has ended"
             time.sleep(0.2)
         yield url, psutil.Process(process.pid)
     finally:
@@ -167,7 +167,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         base = options.model or tiny_team_model()
         team = options.team or saved_team(base, Path(folder) / "team")
-        with gateway(team, base, options.engine) as (url, process):
+        with served(team, base, options.engine) as (url, process):
             asyncio.run(load(url, 4, 4))
             expected, bares, orders = {}, [], []
             before = process.memory_info().rss / 1e6
@@ -191,7 +191,7 @@ def main() -> None:
             print("every greedy answer was the same alone and among others")
             freed = asyncio.run(seconds_until_free(url))
     measurements = {
-        "made": figures.made("python benchmarks/gateway.py"),
+        "made": figures.made("python benchmarks/serving.py"),
         **{"clients": options.clients, "requests": options.requests, "megabytes before": round(before, 1)},
         "columns": ["tokens per second of one client", "of many", "megabytes of the server"],
         "rounds": rounds,

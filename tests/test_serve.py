@@ -15,7 +15,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 from marft_trl import AgentSpec, Sequential, Team, Workflow
-from marft_trl.extras.apps import ExternalApp, GatewaySettings, application, connections
+from marft_trl.extras.apps import ExternalApp, ServeSettings, application, connections
 from marft_trl.extras.apps.served_team import listening
 from marft_trl.extras.apps.server import Endpoint
 from marft_trl.tiny import questions
@@ -41,11 +41,11 @@ WAITING = ("marft_requests_running", "marft_requests_waiting")
 
 @contextlib.contextmanager
 def serving(team, **limits):
-    """The address of a gateway that runs in its own thread."""
+    """The address of a served team that runs in its own thread."""
     loop, started, state = asyncio.new_event_loop(), threading.Event(), {}
 
     async def run():
-        async with listening(team, GatewaySettings(port=0, grace=1.0, **{"name": "team", **limits})) as url:
+        async with listening(team, ServeSettings(port=0, grace=1.0, **{"name": "team", **limits})) as url:
             state["url"], state["end"] = url, asyncio.Event()
             started.set()
             await state["end"].wait()
@@ -118,7 +118,7 @@ BOTH = [AgentSpec("a", adapter="both"), AgentSpec("b", adapter="both", system_pr
     ],
     ids=["separate adapters", "shared adapters", "4-bit"],
 )
-def test_trainer_team_and_gateway_give_the_same_answers(model_folder, tmp_path, arguments):
+def test_trainer_team_and_server_give_the_same_answers(model_folder, tmp_path, arguments):
     trainer = team_trainer(model_folder, tmp_path, settings={"max_steps": 2, "learning_rate": 2e-2}, **arguments)
     trainer.train()
     trainer.save_model()
@@ -509,12 +509,12 @@ def test_malformed_requests_are_refused_with_a_reason(named, count):
 def test_a_key_is_demanded_where_others_can_reach_the_address(team):
     for host in ("10.0.0.1", "::", "192.168.0.2", "gpu-node"):
         with pytest.raises(ValueError, match="MARFT_API_KEY"):
-            GatewaySettings(host=host)
-        assert GatewaySettings(host=host, api_key="secret")
-    assert "secret" not in repr(GatewaySettings(api_key="secret"))
-    assert GatewaySettings(host="::1").is_loopback and GatewaySettings(host="localhost").is_loopback
+            ServeSettings(host=host)
+        assert ServeSettings(host=host, api_key="secret")
+    assert "secret" not in repr(ServeSettings(api_key="secret"))
+    assert ServeSettings(host="::1").is_loopback and ServeSettings(host="localhost").is_loopback
     with pytest.raises(ValueError, match="`name='ann'` is the name of an agent"):
-        application(team, GatewaySettings(name="ann"))
+        application(team, ServeSettings(name="ann"))
     with serving(team, api_key="secret") as url:
         assert send(url, GOOD)[0] == send(url, GOOD, Authorization="Bearer secre")[0] == 401
         assert send(url, None, "/v1/models", "GET")[0] == send(url, None, "/metrics", "GET")[0] == 401
