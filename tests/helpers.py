@@ -244,7 +244,7 @@ def chi_square_deviation(counts, expected) -> float:
     return (((seen - awaited) ** 2 / awaited).sum().item() - degrees) / (2 * degrees) ** 0.5
 
 
-def sampling_deviation(trainer, agent="reasoner", count=2000) -> float:
+def sampling_deviation(trainer, agent="reasoner", count=1200) -> float:
     """
     Deviation of the first tokens of an agent's turns from the policy's probabilities, as [`chi_square_deviation`].
     The base must be trained: the distributions of a random base are nearly uniform, and so is any power of them.

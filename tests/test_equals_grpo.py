@@ -96,16 +96,18 @@ def test_weights_are_bitwise_grpos(model_folder, tmp_path, loss_type, beta, num_
     "settings",
     [
         {"loss_type": "grpo", "entropy_coef": 0.01, "conversational": False},
-        {"loss_type": "dr_grpo", "scale_rewards": "batch"},
+        pytest.param({"loss_type": "dr_grpo", "scale_rewards": "batch"}, marks=pytest.mark.slow),
         {"loss_type": "cispo", "epsilon_high": 5.0, "multi_objective_aggregation": "normalize_then_sum"},
         {"loss_type": "sapo", "top_p": 0.9, "top_k": 20, "temperature": 0.7, "repetition_penalty": 1.1},
         {"loss_type": "luspo", "importance_sampling_level": "sequence", "gradient_checkpointing": False},
-        {"loss_type": "vespo", "scale_rewards": "none", "mask_truncated_completions": True},
+        pytest.param(
+            {"loss_type": "vespo", "scale_rewards": "none", "mask_truncated_completions": True}, marks=pytest.mark.slow
+        ),
         {"generation_kwargs": {"num_beams": 2}},
-        {"delta": 1.5, "epsilon_high": 0.3, "num_iterations": 2},
+        pytest.param({"delta": 1.5, "epsilon_high": 0.3, "num_iterations": 2}, marks=pytest.mark.slow),
         {"off_policy_mask_threshold": 0.5, "num_iterations": 2},
         {"use_adaptive_entropy": True, "entropy_target": 0.3, "entropy_coef": 0.02},
-        {"top_entropy_quantile": 0.3, "entropy_coef": 0.01, "num_iterations": 2},
+        pytest.param({"top_entropy_quantile": 0.3, "entropy_coef": 0.01, "num_iterations": 2}, marks=pytest.mark.slow),
         {"peft": False, "max_steps": 3, "beta": 0.1, **SYNCHRONIZED},
     ],
     ids=str,

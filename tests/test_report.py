@@ -165,6 +165,7 @@ def test_invalid_arguments_raise_before_the_first_run(model_folder, tmp_path):
 # ---- Runs ----
 
 
+@pytest.mark.slow
 def test_a_whole_report(model_folder, tmp_path, capsys):
     experiment = make_experiment(model_folder, tmp_path / "unused", settings={"max_steps": 1})
     out = tmp_path / "out"

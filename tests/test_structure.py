@@ -170,7 +170,8 @@ EXPECTED = (
 
 
 @pytest.mark.timeout(600)
-def test_a_fresh_process_loads_bitsandbytes_only_when_used_and_warns_before_a_trainer(tmp_path):
+@pytest.mark.parametrize("is_4bit", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_fresh_process_loads_bitsandbytes_only_when_used_and_warns_before_a_trainer(tmp_path, is_4bit):
     """
     `load_bitsandbytes_when_used` and `without_bitsandbytes`, where this package is imported first; warnings that
     need no state of accelerate; and what a run prints on the terminal.
@@ -213,6 +214,8 @@ def test_a_fresh_process_loads_bitsandbytes_only_when_used_and_warns_before_a_tr
         assert "bitsandbytes.nn" not in sys.modules and "evaluate" not in sys.modules
         for file in (sys.stdout, sys.stderr):
             print("not loaded", file=file, flush=True)
+        if not {is_4bit}:
+            sys.exit()
         from transformers import BitsAndBytesConfig
         trainer = trained(quantization_config=BitsAndBytesConfig(load_in_4bit=True))
         kinds = {{type(module).__module__ for module in trainer.model.modules()}}

@@ -79,7 +79,7 @@ async def application(row, endpoint):
 
 PPO = {"advantage": "gae", "num_generations": 1, "num_iterations": 2, "critic_learning_rate": 1e-2}
 LEARNING = {
-    "ppo": {**PPO, "critic": "per_agent", "target_kl": 1.0, "use_adaptive_entropy": True, "max_steps": 4},
+    "ppo": {**PPO, "critic": "per_agent", "target_kl": 1.0, "use_adaptive_entropy": True, "max_steps": 2},
     "sequential": {**PPO, "critic": "frozen", "level": "action", "update_order": "sequential", "max_steps": 6},
     "counterfactual": {"advantage": "leave_one_out", "credit": "counterfactual", "scale_rewards": "none"},
     "candidates": {"advantage": "turn", "turn_candidates": 2},
