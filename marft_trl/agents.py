@@ -71,50 +71,40 @@ class AgentSpec:
     `None`, the trainer's value is used.
 
     Args:
-        name (`str`):
-            Name, unique in the team. A lower-case letter followed by at most 47 of `a-z0-9_-`.
-        system_prompt (`str`, *optional*):
-            Role prompt, shown as the system message before everything else. If `None`, the agent has no role prompt.
-        adapter (`str`, *optional*, defaults to the agent's name):
-            Name of the LoRA adapter the agent acts with. Agents that name the same adapter share it.
-        peft_config ([`~peft.PeftConfig`], *optional*):
-            PEFT configuration of the agent's adapter. Overrides the trainer's `peft_config`.
-        trainable (`bool`, *optional*, defaults to `True`):
-            Whether to train the agent's adapter. A frozen agent still generates turns, but is not updated.
-        learning_rate (`float`, *optional*):
-            Peak learning rate of the agent's adapter. Overrides the trainer's `learning_rate`. All agents have the
-            same schedule, scaled by their peak: a minimum rate (`min_lr`, `lr_end`) refers to the trainer's
-            `learning_rate`, and is scaled like the peak for this agent.
-        max_completion_length (`int`, *optional*):
-            Maximum number of tokens to generate per turn.
-        temperature (`float`, *optional*):
-            Sampling temperature. The log-probabilities in the loss use the same temperature.
-        top_p (`float`, *optional*):
-            Probability mass that nucleus sampling keeps, in `(0, 1]`.
-        top_k (`int`, *optional*):
-            Number of tokens that top-k sampling keeps. `0` disables top-k sampling.
-        min_p (`float`, *optional*):
-            Minimum probability of a token, relative to the most likely token, in `[0, 1]`.
-        stop (`str` or `Sequence[str]`, *optional*):
-            Texts that end a turn. They remain part of the turn.
-        description (`str`, *optional*):
-            One-line description of the agent's role, used in model cards and in the prompts of orchestrators.
-        reward_funcs (`Callable` or `Sequence[Callable]`, *optional*):
-            Reward functions for the agent's own turns, used with `credit="per_step"`. The rewards of several functions
-            are summed. They have TRL's signature, with one completion per turn, and these additional arguments:
-            `turn` (the scored [`Turn`]), `turns` (the turns of its episode) and `answer_turn` (the turn that is the
-            team's answer; `None` if a candidate is scored).
-        view (`Callable`, *optional*):
-            Function `view(agent, prompt, seen)` that returns the messages shown to the agent. Overrides the trainer's
-            `view`.
-        tools (`Callable` or `Sequence[Callable]`, *optional*):
-            Functions that the agent may call. As in TRL, each function needs type hints and a Google-style docstring
-            with `Args:`. Functions may be `async`. Requires a chat template that supports tools. Defaults to the
-            `tools` of the trainer; with `[]`, the agent has no tools, also none of an environment.
-        reply (`Callable`, *optional*):
-            Function `reply(messages)` that writes the agent's turns: a script, an API or a person. It gets what the
-            agent is shown, as chat messages, and returns the text of the turn. It may be `async`. The agent has no
-            adapter and is never trained.
+        name (`str`): unique in the team. A lower-case letter followed by at most 47 of `a-z0-9_-`.
+        system_prompt (`str`, *optional*): role prompt, shown as the system message before everything else. If `None`,
+            the agent has no role prompt.
+        adapter (`str`, *optional*, defaults to the agent's name): name of the LoRA adapter the agent acts with. Agents
+            that name the same adapter share it.
+        peft_config ([`~peft.PeftConfig`], *optional*): PEFT configuration of the agent's adapter. Overrides the
+            trainer's `peft_config`.
+        trainable (`bool`, *optional*, defaults to `True`): whether to train the agent's adapter. A frozen agent still
+            generates turns, but is not updated.
+        learning_rate (`float`, *optional*): peak learning rate of the agent's adapter. Overrides the trainer's
+            `learning_rate`. All agents have the same schedule, scaled by their peak: a minimum rate (`min_lr`,
+            `lr_end`) refers to the trainer's `learning_rate`, and is scaled like the peak for this agent.
+        max_completion_length (`int`, *optional*): maximum number of tokens to generate per turn.
+        temperature (`float`, *optional*): sampling temperature. The log-probabilities in the loss use the same
+            temperature.
+        top_p (`float`, *optional*): probability mass that nucleus sampling keeps, in `(0, 1]`.
+        top_k (`int`, *optional*): number of tokens that top-k sampling keeps. `0` disables top-k sampling.
+        min_p (`float`, *optional*): minimum probability of a token, relative to the most likely token, in `[0, 1]`.
+        stop (`str` or `Sequence[str]`, *optional*): texts that end a turn. They remain part of the turn.
+        description (`str`, *optional*): one-line description of the agent's role, used in model cards and in the
+            prompts of orchestrators.
+        reward_funcs (`Callable` or `Sequence[Callable]`, *optional*): reward functions for the agent's own turns, used
+            with `credit="per_step"`. The rewards of several functions are summed. They have TRL's signature, with one
+            completion per turn, and these additional arguments: `turn` (the scored [`Turn`]), `turns` (the turns of
+            its episode) and `answer_turn` (the turn that is the team's answer; `None` if a candidate is scored).
+        view (`Callable`, *optional*): function `view(agent, prompt, seen)` that returns the messages shown to the
+            agent. Overrides the trainer's `view`.
+        tools (`Callable` or `Sequence[Callable]`, *optional*): functions that the agent may call. As in TRL, each
+            function needs type hints and a Google-style docstring with `Args:`. Functions may be `async`. Requires a
+            chat template that supports tools. Defaults to the `tools` of the trainer; with `[]`, the agent has no
+            tools, also none of an environment.
+        reply (`Callable`, *optional*): function `reply(messages)` that writes the agent's turns: a script, an API or a
+            person. It gets what the agent is shown, as chat messages, and returns the text of the turn. It may be
+            `async`. The agent has no adapter and is never trained.
     """
 
     name: str
@@ -138,13 +128,11 @@ class AgentSpec:
     def __post_init__(self):
         check_name(self.name, "an agent")
         self._check_reply()
-        if self.adapter is None and self.has_policy:
-            object.__setattr__(self, "adapter", self.name)
         if self.has_policy:
+            object.__setattr__(self, "adapter", self.name if self.adapter is None else self.adapter)
             check_name(self.adapter, f"the adapter of agent {self.name!r}")
         if self.stop is not None:
-            stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-            object.__setattr__(self, "stop", stop)
+            object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "reward_funcs", as_reward_funcs(self.reward_funcs, f"agent {self.name!r}"))
         if self.tools is not None:
             object.__setattr__(self, "tools", as_tools(self.tools, f"agent {self.name!r}"))
@@ -237,7 +225,7 @@ AgentSpec.__init__ = checked_names("AgentSpec", elsewhere=_REMOVED)(AgentSpec.__
 
 def check_team(agents: object) -> list[AgentSpec]:
     """Return the agents as a list. Raise a `TypeError` unless they are specs, a `ValueError` if they are no team."""
-    if isinstance(agents, AgentSpec) or not isinstance(agents, Sequence) or isinstance(agents, str):
+    if not isinstance(agents, Sequence) or isinstance(agents, str):
         raise TypeError(
             f"`agents` must be a list of `AgentSpec`, got {type(agents).__name__}. Example: "
             "`agents=[AgentSpec('reasoner'), AgentSpec('actor')]`."

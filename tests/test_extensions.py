@@ -35,8 +35,9 @@ class WordList(Generator):
 
     async def generate(self, observed, greedy=False, sampling=None):
         sampled = []
-        for agent, *_ in observed:
-            text = self._texts[agent][self._asked % len(self._texts[agent])]
+        for observation in observed:
+            texts = self._texts[observation.agent]
+            text = texts[self._asked % len(texts)]
             self._asked += 1
             end = [] if text == "77" else [self._tokenizer.eos_token_id]
             sampled.append(SampledTurn([*self._tokenizer(text)["input_ids"], *end]))
@@ -96,10 +97,6 @@ def test_a_custom_critic(model_folder, tmp_path, monkeypatch):
 @dataclass(frozen=True)
 class RootLevel(ActionLevel):
     """Turns as actions whose log-probability is divided by the root of their length."""
-
-    @classmethod
-    def of(cls, args):
-        return cls()
 
     def divisors(self, rows):
         return torch.tensor([max(len(row.completion_ids), 1) ** 0.5 for row in rows])

@@ -4,7 +4,7 @@ import math
 
 from marft_trl import AgentSpec, Team
 from marft_trl.config.team_setup import Sampling
-from marft_trl.rollout.transformers_generator import Decoding, TransformersGenerator
+from marft_trl.rollout.transformers_generator import TransformersGenerator
 from marft_trl.rollout.turn_reader import StopStringCriterion, StopStrings
 from marft_trl.seams.generation import TrlEngine
 from marft_trl.tiny import tiny_tokenizer
@@ -39,8 +39,8 @@ def generator_with(trainer, stop):
     """A generator whose agent stops at these texts; log-probabilities are kept on the fast path."""
     sampling = Sampling.from_agent(AgentSpec("solo", stop=stop, max_completion_length=LONGEST), trainer.args)
     engine = TrlEngine(trainer, Sampling.from_agent(AgentSpec("solo"), trainer.args).as_generation_kwargs())
-    decoding = Decoding(trainer.parts.passes.share, records=True)
-    return TransformersGenerator(engine, trainer.policies, {"solo": sampling}, decoding)
+    share = trainer.parts.passes.share
+    return TransformersGenerator(engine, trainer.policies, {"solo": sampling}, share, records=True)
 
 
 @settings(max_examples=12)

@@ -38,7 +38,8 @@ class Critic:
 
     name = "shared"
     has_adapters = True
-    reads_reference_pass = False  # features are last hidden states of the bare base, as of a reference's pass
+    # Features are last hidden states of the bare base, as of a reference's pass, and computed once
+    reads_reference_pass = False
     settings: ClassVar[frozenset[str]] = frozenset()  # that have an effect with this critic alone
 
     def __init__(
@@ -78,10 +79,6 @@ class Critic:
 
     def num_values(self, num_tokens: int) -> int:
         return self._level.num_values(num_tokens)
-
-    def num_kept_features(self, num_tokens: int) -> int:
-        """Number of hidden states of a turn that stay the same while the critic learns, and are computed once."""
-        return 0
 
     def features(
         self, part: str, prompts: Sequence[list[int]], completions: Sequence[list[int]], share: bool = True
@@ -173,9 +170,6 @@ class FrozenCritic(Critic):
             layers += [nn.Linear(width, wide, bias=False), nn.ReLU()]
             width = wide
         return nn.Sequential(*layers, nn.Linear(width, 1, bias=False))
-
-    def num_kept_features(self, num_tokens: int) -> int:
-        return self.num_values(num_tokens)
 
     def features(self, part, prompts, completions, share=True):
         with torch.no_grad(), self._policies.base():

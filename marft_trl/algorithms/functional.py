@@ -48,12 +48,8 @@ STD_EPS = 1e-4
 
 def nan_std(values: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
     """
-    Standard deviation with Bessel's correction, ignoring NaN. The result is NaN if fewer than two values are left.
-
-    Args:
-        values (`torch.Tensor`): any shape.
-        dim (`int`, *optional*): dimension to reduce. Defaults to all dimensions.
-        keepdim (`bool`, *optional*, defaults to `False`): keep the reduced dimension.
+    Standard deviation of values of any shape over `dim`, by default over all dimensions, with Bessel's correction and
+    ignoring NaN. The result is NaN if fewer than two values are left.
     """
     mean = torch.nanmean(values, dim=dim, keepdim=True)
     variance = torch.nanmean((values - mean) ** 2, dim=dim, keepdim=True)
@@ -67,13 +63,8 @@ def nan_std(values: torch.Tensor, dim: int | None = None, keepdim: bool = False)
 
 def team_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """
-    Weighted sum of the rewards of all reward functions.
-
-    Args:
-        rewards_per_func (`torch.Tensor` of shape `(E, F)`): NaN where a function does not apply.
-        weights (`torch.Tensor` of shape `(F,)`): weight of each function.
-
-    Returns: rewards `(E,)`, NaN where no function applied.
+    Weighted sum `(E,)` of the rewards `(E, F)` of all reward functions, NaN where a function does not apply, with
+    weights `(F,)`. The sum is NaN where no function applied.
     """
     rewards = (rewards_per_func * weights.unsqueeze(0)).nansum(dim=1)
     return rewards.masked_fill(torch.isnan(rewards_per_func).all(dim=1), torch.nan)
@@ -201,14 +192,9 @@ _ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 def are_equal(returns: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
     """
-    Tell the turns of cells in which nothing is better than anything else. Their advantages have to be exactly 0: the
-    rounding of a mean would leave about 1e-8, which Adam turns into updates of full size.
-
-    Args:
-        returns (`torch.Tensor` of shape `(N,)`): return of each turn; NaN where nothing scored it.
-        cells (`torch.Tensor` of shape `(N,)`): index of the cell of each turn.
-
-    Returns: `(N,)`, `True` where all known returns of the cell are the same, up to rounding, or there is none.
+    Mark the turns `(N,)` of cells whose returns are all the same, up to rounding, or all unknown. `returns` `(N,)` is
+    NaN where nothing scored a turn, and `cells` `(N,)` has the index of the cell of each turn. Advantages of marked
+    turns must be exactly 0: the rounding of a mean would leave about 1e-8, which Adam turns into updates of full size.
     """
     if not returns.numel():
         return torch.zeros_like(returns, dtype=torch.bool)
@@ -241,16 +227,10 @@ def _cell_stds(values: torch.Tensor, cells: torch.Tensor, weights: torch.Tensor)
 
 def equal_credit(reward: float, steps: torch.Tensor, as_rewards: bool) -> torch.Tensor:
     """
-    Give every turn of an episode the same credit: the team's reward.
-
-    Args:
-        reward (`float`): reward of the episode.
-        steps (`torch.Tensor` of shape `(K,)`): index of the joint step of each turn.
-        as_rewards (`bool`): `True` to return rewards, which are summed to returns later: the team's reward at the last
-            turn of the last joint step and 0 elsewhere, so that it reaches every turn. `False` to return the return of
-            each turn: the team's reward at every turn.
-
-    Returns: credit `(K,)`.
+    Give every turn of an episode the same credit `(K,)`: the team's reward. `steps` `(K,)` has the joint step of each
+    turn. With `as_rewards`, credits are rewards, which are summed to returns later: the team's reward at the last turn
+    of the last joint step and 0 elsewhere, so that it reaches every turn. Otherwise, they are returns: the team's
+    reward at every turn.
     """
     if not as_rewards:
         return torch.full((len(steps),), float(reward))
@@ -261,14 +241,8 @@ def equal_credit(reward: float, steps: torch.Tensor, as_rewards: bool) -> torch.
 
 def step_discount_credit(reward: float, num_turns: int, discount: float) -> torch.Tensor:
     """
-    Discounted credit `R * d^(K-1-k)` for turn `k` of `K`. Later turns get more.
-
-    Args:
-        reward (`float`): reward of the episode.
-        num_turns (`int`): `K`.
-        discount (`float`): `d`, in `[0, 1]`.
-
-    Returns: credit `(K,)`.
+    Discounted credit `(K,)`: `R * d^(K-1-k)` for turn `k` of `K = num_turns`, with the reward `R` of the episode and
+    the discount `d` in `[0, 1]`. Later turns get more.
 
     Source: the second MARFT implementation. If the credits are used as rewards, they are summed, and the first turn
     has the largest return. If they are used as returns, the last turn has the largest return.
@@ -279,14 +253,9 @@ def step_discount_credit(reward: float, num_turns: int, discount: float) -> torc
 
 def counterfactual_credit(reward: float | torch.Tensor, counterfactuals: torch.Tensor) -> torch.Tensor:
     """
-    Counterfactual credit: the reward of the episode minus the mean reward of re-runs in which the turn was resampled.
-
-    Args:
-        reward (`float` or `torch.Tensor` of shape `(K,)`): reward of the episode, or for each turn that of its agent.
-        counterfactuals (`torch.Tensor` of shape `(K, M)`): rewards of the `M` re-runs for each turn, NaN for unscored
-            re-runs.
-
-    Returns: credit `(K,)`, NaN for turns none of whose re-runs was scored.
+    Counterfactual credit `(K,)`: the reward of the episode, or for each turn that of its agent `(K,)`, minus the mean
+    of `counterfactuals` `(K, M)`, the rewards of `M` re-runs in which the turn was resampled, NaN for unscored
+    re-runs. Credit is NaN for turns none of whose re-runs was scored.
 
     Source: difference rewards (Wolpert and Tumer 2001), COMA (1705.08926).
     """
@@ -295,14 +264,8 @@ def counterfactual_credit(reward: float | torch.Tensor, counterfactuals: torch.T
 
 def returns_to_go(rewards: torch.Tensor, steps: torch.Tensor, gamma: float) -> torch.Tensor:
     """
-    Return of each turn: the discounted sum of the episode's rewards from the turn's joint step to the end.
-
-    Args:
-        rewards (`torch.Tensor` of shape `(K,)`): reward after each turn.
-        steps (`torch.Tensor` of shape `(K,)`): index of the joint step of each turn, 0, 1, ...
-        gamma (`float`): discount per joint step, in `[0, 1]`.
-
-    Returns: returns `(K,)`.
+    Returns `(K,)` of turns: the sum of the rewards `(K,)` after each turn from its joint step on, discounted
+    by `gamma`, in `[0, 1]`, per joint step. `steps` `(K,)` has the index of the joint step of each turn, 0, 1, ...
     """
     returns = _sums(rewards, steps)
     for step in range(len(returns) - 2, -1, -1):
@@ -464,11 +427,8 @@ def moments(values: torch.Tensor) -> torch.Tensor:
 
 def standardized(values: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """
-    Standardize values with the mean and the population standard deviation that `total` describes.
-
-    Args:
-        values (`torch.Tensor`): any shape.
-        total (`torch.Tensor` of shape `(3,)`): [`moments`] of all values of all processes.
+    Standardize values of any shape with the mean and the population standard deviation that `total` `(3,)` describes:
+    the [`moments`] of all values of all processes.
 
     Source: the original MARFT (`appo_trainer.py`), which also adds 1e-8 to the standard deviation. It leaves out
     values that are exactly 0. Here, the caller leaves values out of `total` instead.
@@ -480,14 +440,9 @@ def standardized(values: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 
 def explained_variance(targets: torch.Tensor, residuals: torch.Tensor) -> float:
     """
-    Share of the variance of the value targets that the critic explains. A perfect critic has 1; the best constant
-    prediction has 0.
-
-    Args:
-        targets (`torch.Tensor` of shape `(3,)`): [`moments`] of the targets.
-        residuals (`torch.Tensor` of shape `(3,)`): [`moments`] of the targets minus the values.
-
-    Returns: explained variance, NaN if all targets are equal.
+    Share of the variance of the value targets that the critic explains, from the [`moments`] `(3,)` of the targets and
+    of the targets minus the values. A perfect critic has 1; the best constant prediction has 0. NaN if all targets are
+    equal.
     """
     variances = [total[2] / total[0] - (total[1] / total[0]) ** 2 for total in (targets, residuals)]
     return (1 - variances[1] / variances[0]).item() if variances[0] > 1e-12 else float("nan")
@@ -530,15 +485,8 @@ def value_losses(
 
 def action_log_ratios(log_ratios: torch.Tensor, mask: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
     """
-    Log-ratio of each turn, seen as one action.
-
-    Args:
-        log_ratios (`torch.Tensor` of shape `(B, T)`): log-ratio of each token.
-        mask (`torch.Tensor` of shape `(B, T)`): 1 for tokens that count.
-        divisors (`torch.Tensor` of shape `(B,)`): divisor of each turn's sum over tokens: 1, its number of tokens or
-            its number of words.
-
-    Returns: log-ratios `(B,)`.
+    Log-ratios `(B,)` of turns, seen as one action each: the sum of the log-ratios `(B, T)` of the tokens whose `mask`
+    `(B, T)` is 1, divided by 1, the number of tokens or the number of words of the turn (`divisors` `(B,)`).
 
     Source: MARFT-A's `normalization_mode` "sum", "token" and "word"; "token" is GSPO's ratio (2507.18071).
     """
@@ -547,11 +495,8 @@ def action_log_ratios(log_ratios: torch.Tensor, mask: torch.Tensor, divisors: to
 
 def approximate_kl(log_ratios: torch.Tensor) -> torch.Tensor:
     """
-    `(r - 1) - log r` for every ratio `r` of the new to the old policy. Its mean over samples of the old policy
-    estimates `KL(old || new)`.
-
-    Args:
-        log_ratios (`torch.Tensor` of any shape): `log r`.
+    `(r - 1) - log r` for every ratio `r` of the new to the old policy, from `log r` of any shape. Its mean over
+    samples of the old policy estimates `KL(old || new)`.
 
     Source: Schulman, "Approximating KL divergence" (k3); the original MARFT's early stop.
     """
@@ -561,15 +506,9 @@ def approximate_kl(log_ratios: torch.Tensor) -> torch.Tensor:
 
 def sequential_log_factors(log_ratios: torch.Tensor, actions: torch.Tensor, num_actions: int) -> torch.Tensor:
     """
-    Logarithm of the factor by which an agent's update multiplies the advantages of each joint action: the sum of the
-    log-ratios of the agent's turns in the joint action.
-
-    Args:
-        log_ratios (`torch.Tensor` of shape `(N,)`): log-ratio, new to old policy, of each turn of the updated agent.
-        actions (`torch.Tensor` of shape `(N,)`): index of the joint action that each turn is part of.
-        num_actions (`int`): `J`.
-
-    Returns: logarithms `(J,)`, 0 for joint actions without a turn of the agent.
+    Logarithms `(J,)` of the factors by which an agent's update multiplies the advantages of `J = num_actions` joint
+    actions: the sum of the log-ratios `(N,)`, new to old policy, of the agent's turns in the joint action. `actions`
+    `(N,)` has the index of the joint action of each turn. The sum is 0 for joint actions without a turn of the agent.
 
     Source: HAPPO (2109.11251): its factor `M`, a product over the agents of one step.
     """
@@ -578,11 +517,8 @@ def sequential_log_factors(log_ratios: torch.Tensor, actions: torch.Tensor, num_
 
 def clipped_factors(log_factors: torch.Tensor, clip: float | None) -> torch.Tensor:
     """
-    Factors of the joint actions, clipped to `[1 - clip, 1 + clip]`.
-
-    Args:
-        log_factors (`torch.Tensor` of shape `(J,)`): sums of [`sequential_log_factors`] over the updated agents.
-        clip (`float`, *optional*): clip range. If `None`, factors are not clipped.
+    Factors `(J,)` of the joint actions, clipped to `[1 - clip, 1 + clip]` unless `clip` is `None`, from the sums
+    `(J,)` of [`sequential_log_factors`] over the updated agents.
 
     Source: the clip of the preceding agents' joint ratio in A2PO (2302.06205).
     """
@@ -593,9 +529,7 @@ def clipped_factors(log_factors: torch.Tensor, clip: float | None) -> torch.Tens
 def effective_share(weights: torch.Tensor) -> float:
     """
     Effective sample size of importance weights, divided by their number: in `(0, 1]`, and 1 if all weights are equal.
-
-    Args:
-        weights (`torch.Tensor` of shape `(3,)`): number of weights, their sum, and the sum of their squares.
+    `weights` `(3,)` has the number of weights, their sum, and the sum of their squares.
 
     Source: Kish, `(sum w)^2 / (n sum w^2)`.
     """
@@ -635,9 +569,7 @@ def sampling_weights(log_ratios: torch.Tensor, mode: str, low: float | None, hig
     unit, how = mode.split("_")
     exponents = log_ratios.sum().expand_as(log_ratios) if unit == "sequence" else log_ratios
     ratios = exponents.exp()
+    low, high = -torch.inf if low is None else low, torch.inf if high is None else high
     if how == "truncate":
-        return ratios if low is None and high is None else ratios.clamp(min=low, max=high)
-    outside = torch.zeros_like(ratios, dtype=torch.bool)
-    outside |= ratios < low if low is not None else False
-    outside |= ratios > high if high is not None else False
-    return ratios.masked_fill(outside, 0.0)
+        return ratios.clamp(low, high)
+    return ratios.masked_fill((ratios < low) | (ratios > high), 0.0)

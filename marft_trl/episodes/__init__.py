@@ -2,17 +2,7 @@
 """Episodes: the record of what happened, the handle that a workflow holds, and what runs many of them at once."""
 
 from .live import LiveEpisode
-from .records import (
-    TOOL,
-    EndOfEpisode,
-    Episode,
-    Feedback,
-    RequestedTurn,
-    Seen,
-    Turn,
-    joint_actions,
-    joint_steps,
-)
+from .records import TOOL, EndOfEpisode, Episode, Feedback, RequestedTurn, Seen, Turn, joint_actions, joint_steps
 
 
 __all__ = [

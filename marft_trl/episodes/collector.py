@@ -21,15 +21,7 @@ from typing import Any, cast
 from ..system.event_loop import Result, StepContext, make_task, run_coroutine
 from ..system.watchdog import TimeLimit, time_limit
 from .guard import EpisodeError, EpisodeGuard, HangDetector, RunsEpisodes, shorten
-from .records import (
-    EndOfEpisode,
-    Episode,
-    Messages,
-    Request,
-    Seen,
-    TeamContext,
-    Turn,
-)
+from .records import EndOfEpisode, Episode, Messages, Request, Seen, TeamContext, Turn
 from .rerun import RecordedTurn, Rerun
 from .state import EpisodeState, Progress
 from .tools import ToolCall
@@ -187,12 +179,12 @@ class _EpisodeBatch:
         reruns: Sequence[Rerun] | None,
         guard: EpisodeGuard,
     ):
-        self._answer, self._reruns, self._guard = answer, reruns, guard
+        self._answer, self._reruns, self._guard = answer, reruns or (), guard
         self._pending: list[list[Request]] = [[] for _ in rows]  # by episode
         self._reply_functions = context.scripts
         self._episodes = [EpisodeState(row, index, self._request_turn, context) for index, row in enumerate(rows)]
         self._tasks: list[asyncio.Task] = []
-        self._began = math.inf  # when the first steps began
+        self._began = time.monotonic()  # the first steps are taken right away
         self._not_awaited: set[int] = set()  # indices of episodes that the other episodes do not wait for
 
     async def _request_turn(self, request: Request) -> Turn:
@@ -211,17 +203,15 @@ class _EpisodeBatch:
         return self._add_turn(request, turn, recorded)
 
     def _find_recorded_turn(self, request: Request) -> RecordedTurn | None:
-        return self._reruns[request.episode.index].find(request) if self._reruns is not None else None
+        return self._reruns[request.episode.index].find(request) if self._reruns else None
 
     def _get_recorded(self, request: Request, recorded: RecordedTurn | None) -> Turn | None:
-        if self._reruns is None or recorded is None:
-            return None
-        return self._reruns[request.episode.index].turn(recorded, request)
+        return self._reruns[request.episode.index].turn(recorded, request) if recorded is not None else None
 
     def _add_turn(self, request: Request, turn: Turn, recorded: RecordedTurn | None) -> Turn:
         turn = replace(turn, index=len(request.episode.turns))
         request.episode.add(turn, request)
-        if self._reruns is not None and recorded is not None:
+        if recorded is not None:
             self._reruns[request.episode.index].add(turn, recorded)
         return turn
 
@@ -230,7 +220,6 @@ class _EpisodeBatch:
         is_over = asyncio.Event()
         # The task factory stays set: other batches of this loop may continue after this batch has ended
         asyncio.get_running_loop().set_task_factory(make_task)
-        self._began = time.monotonic()
         self._tasks = [asyncio.ensure_future(self._guard.run(episode, is_over)) for episode in self._episodes]
         drivers = [asyncio.ensure_future(self._drive(group)) for group in groups]
         try:
@@ -281,7 +270,7 @@ class _EpisodeBatch:
 
     async def _drive(self, group: Sequence[int]) -> None:
         self._check_blocking(self._began)  # the first steps
-        hang_detector, progress = self._guard.watch(), Progress()
+        hang_detector, progress = HangDetector(self._guard), Progress()
         for index in group:
             self._episodes[index].progress = progress
         while not all(self._tasks[index].done() for index in group):
@@ -377,8 +366,8 @@ class _EpisodeBatch:
                 continue
             if isinstance(turn, EndOfEpisode):
                 request.waiter.set_exception(turn)
-                continue
-            request.waiter.set_result(self._add_turn(request, turn, recorded))
+            else:
+                request.waiter.set_result(self._add_turn(request, turn, recorded))
 
 
 def _has_failed(task: asyncio.Task) -> bool:
@@ -405,19 +394,13 @@ def rehearse(
     Run a workflow on one prompt without a model. A function supplies the text of every turn.
 
     Args:
-        workflow ([`Workflow`]):
-            The workflow to try.
-        agents (`Sequence[str]`):
-            Names of the agents of the team.
-        reply (`Callable`):
-            Function `reply(agent, seen)` that returns the text of a turn, or its [`ToolCall`]s. `seen` contains the
-            turns and the feedback shown to the agent.
-        prompt (`str` or `list[dict]`, *optional*):
-            The prompt of the episode.
-        tools (`Mapping[str, Sequence[Callable]]`, *optional*):
-            Functions that each agent may call, by agent name.
-        row:
-            Other columns of the dataset row.
+        workflow ([`Workflow`]): the workflow to try.
+        agents (`Sequence[str]`): names of the agents of the team.
+        reply (`Callable`): function `reply(agent, seen)` that returns the text of a turn, or its [`ToolCall`]s. `seen`
+            contains the turns and the feedback shown to the agent.
+        prompt (`str` or `list[dict]`, *optional*): the prompt of the episode.
+        tools (`Mapping[str, Sequence[Callable]]`, *optional*): functions that each agent may call, by agent name.
+        row: other columns of the dataset row.
 
     Returns: the finished [`Episode`].
 

@@ -48,14 +48,11 @@ class EpisodeGuard:
         failures: dict[int, EpisodeError] | None,
         make_step_context: Callable[[int], StepContext] | None,
     ):
-        self._workflow, self._workflow_timeout, self._limit = workflow, workflow_timeout, limit
-        self._make_step_context, self.name = make_step_context, type(workflow).__name__
+        self._workflow, self._make_step_context, self.name = workflow, make_step_context, type(workflow).__name__
+        self.workflow_timeout, self.limit = workflow_timeout, limit
         self.max_wait_for_episodes: float | None = getattr(workflow, "max_wait_for_episodes", None)
         self.tolerates = failures is not None  # whether the other episodes continue after an episode has failed
         self.failed = {} if failures is None else failures  # errors by position
-
-    def watch(self) -> HangDetector:
-        return HangDetector(self._workflow, self._workflow_timeout, self._limit)
 
     def run(self, episode: EpisodeState, is_over: asyncio.Event) -> Coroutine[Any, Any, None]:
         coroutine = _run_one(self._workflow, episode, is_over)
@@ -131,9 +128,6 @@ def _hint(error: BaseException, row: Mapping[str, Any]) -> str:
         return f". The row has {', '.join(map(repr, row))}.{did_you_mean(error.args[0], row)}"
     if "can't be used in 'await' expression" in text:
         return ". Only `episode.turn`, `episode.call` and `together` are awaited."
-    is_forgotten = isinstance(error, (AttributeError, TypeError)) and (
-        "'coroutine' object" in text or "a coroutine" in text
-    )
     if "a coroutine or an awaitable is required" in text:
         return ". `together` takes turns that are not awaited yet: `together([episode.turn(...), ...])`."
     if isinstance(error, TypeError) and "string indices must be integers" in text:
@@ -141,7 +135,9 @@ def _hint(error: BaseException, row: Mapping[str, Any]) -> str:
             ". The episode's prompt is a string because the dataset's prompts are strings. If the workflow expects "
             'messages, write the prompts as `[{"role": "user", "content": question}]`.'
         )
-    return " An `await` is missing: write `turn = await episode.turn(...)`." if is_forgotten else ""
+    if isinstance(error, (AttributeError, TypeError)) and re.search("'coroutine' object|a coroutine", text):
+        return " An `await` is missing: write `turn = await episode.turn(...)`."
+    return ""
 
 
 async def _unwrapped(run: Coroutine[Any, Any, Any]) -> Any:
@@ -161,8 +157,8 @@ async def _unwrapped(run: Coroutine[Any, Any, Any]) -> Any:
 class HangDetector:
     """Detects episodes that hang. Tool calls are not watched, since they have their own time limit."""
 
-    def __init__(self, workflow: RunsEpisodes, workflow_timeout: float | None, limit: TimeLimit | None):
-        self._workflow, self._workflow_timeout, self._limit = workflow, workflow_timeout, limit
+    def __init__(self, guard: EpisodeGuard):
+        self._name, self._workflow_timeout, self._limit = guard.name, guard.workflow_timeout, guard.limit
         # Waits by episode and kind, each with the number of turns and the state at which it began
         self._waits: dict[tuple[int, str], tuple[tuple[int, int], Call]] = {}
         self._looked = 0.0  # time of the latest look
@@ -189,7 +185,7 @@ class HangDetector:
                 wait.seconds = 0.0 if wait.seconds is None else wait.seconds + passed
                 if wait.seconds > limit:
                     raise EpisodeError(
-                        f"The workflow `{type(self._workflow).__name__}` hangs in episode {episode.index} after "
+                        f"The workflow `{self._name}` hangs in episode {episode.index} after "
                         f"{len(episode.turns)} turns, on the prompt {shorten(episode.prompt)}: it has waited "
                         f"{limit:g} seconds for {what}. Add a time limit to this wait, or increase "
                         "`workflow_timeout`.",

@@ -28,8 +28,7 @@ class LiveEpisode(NearNames):
     One run of the workflow on one prompt, as the workflow sees it.
 
     Args:
-        state ([`EpisodeState`]):
-            What the engine knows of it, and makes the record of.
+        state ([`EpisodeState`]): what the engine knows of it, and makes the record of.
 
     Attributes:
         row (`dict`): the dataset row, with a `prompt`.
@@ -80,17 +79,12 @@ class LiveEpisode(NearNames):
         shown only to their own agent; pass them in `sees` to show them to others.
 
         Args:
-            agent (`str`):
-                Name of the agent.
-            sees (`Sequence[Turn]`, *optional*):
-                Earlier turns and feedback of this episode to show to the agent, in this order. Defaults to all turns
-                and feedback so far.
-            tools (`Sequence[Callable]`, *optional*):
-                Methods of an environment that the agent may call, in addition to the tools of its spec. Later turns
-                depend on a turn that called one of them.
-            rounds (`int`, *optional*):
-                Maximum number of times that the agent continues after tool results. The limits of the episode apply
-                as well.
+            sees (`Sequence[Turn]`, *optional*): earlier turns and feedback of this episode to show to the agent, in
+                this order. Defaults to all turns and feedback so far.
+            tools (`Sequence[Callable]`, *optional*): methods of an environment that the agent may call, in addition to
+                the tools of its spec. Later turns depend on a turn that called one of them.
+            rounds (`int`, *optional*): maximum number of times that the agent continues after tool results. The limits
+                of the episode apply as well.
 
         Raises:
             ValueError: The agent is not in the team, or an item of `sees` belongs to another episode.
@@ -106,12 +100,9 @@ class LiveEpisode(NearNames):
         are for the caller to answer, with the results in the messages of a further request.
 
         Args:
-            agent (`str`):
-                Name of the agent.
-            given ([`RequestedTurn`]):
-                The messages, and how the agent is asked.
-            sees (`Sequence[Turn]`, *optional*):
-                Earlier turns that the messages depend on. Defaults to all turns and feedback so far.
+            requested_turn ([`RequestedTurn`]): the messages, and how the agent is asked.
+            sees (`Sequence[Turn]`, *optional*): earlier turns that the messages depend on. Defaults to all turns and
+                feedback so far.
 
         Raises:
             ValueError: The agent is not in the team or has tools of its own, or an item of `sees` belongs to another
@@ -143,15 +134,12 @@ class LiveEpisode(NearNames):
         these turns, and see the feedback by default.
 
         Args:
-            text (`str` or `Mapping[str, str]`, *optional*):
-                Text of the feedback, or for agents by name a text that only they see. If `None` or empty, no feedback
-                is shown.
-            after (`Sequence[Turn]`, *optional*):
-                Turns that were passed to the environment.
-            reward (`float` or `Mapping[str, float]`, *optional*, defaults to `0.0`):
-                Reward for these turns, as in [`~LiveEpisode.earn`]. It is assigned to the last of them.
-            source (`str`, *optional*, defaults to `"environment"`):
-                Name of the source that agents are shown.
+            text (`str` or `Mapping[str, str]`, *optional*): text of the feedback, or for agents by name a text that
+                only they see. If `None` or empty, no feedback is shown.
+            after (`Sequence[Turn]`, *optional*): turns that were passed to the environment.
+            reward (`float` or `Mapping[str, float]`, *optional*, defaults to `0.0`): reward for these turns, as in
+                [`~LiveEpisode.earn`]. It is assigned to the last of them.
+            source (`str`, *optional*, defaults to `"environment"`): name of the source that agents are shown.
 
         Returns: the [`Feedback`], which can be passed in `sees`; `None` if there is no text for all agents.
 
@@ -177,11 +165,9 @@ class LiveEpisode(NearNames):
         Add a reward after a turn, in addition to the rewards that reward functions give to the episode.
 
         Args:
-            turn (`Turn`):
-                The turn after which the reward is received.
-            reward (`float` or `Mapping[str, float]`):
-                A number is the team's, and added to what this turn earned. In a mapping by agent name, each number is
-                the agent's own (`MARFTConfig.returns`), whether or not it acted.
+            turn (`Turn`): the turn after which the reward is received.
+            reward (`float` or `Mapping[str, float]`): a number is the team's, and added to what this turn earned. In a
+                mapping by agent name, each number is the agent's own (`MARFTConfig.returns`), whether or not it acted.
 
         Raises:
             TypeError: The reward is not a number.
@@ -213,13 +199,12 @@ class LiveEpisode(NearNames):
         what that agent would see. Without a critic this call has no effect.
 
         Args:
-            agent (`str`):
-                Name of the agent that would have acted next.
-            sees (`Sequence[Turn]` or `Mapping[str, Sequence[Turn]]`, *optional*):
-                Turns and feedback that the agent would have been shown, or that agents would have been by name.
-                Defaults to all turns and feedback so far.
-            tools (`Sequence[Callable]` or `Mapping[str, Sequence[Callable]]`, *optional*):
-                Methods of an environment that the agents could have called, or that agents could have by name.
+            agent (`str`): name of the agent that would have acted next.
+            sees (`Sequence[Turn]` or `Mapping[str, Sequence[Turn]]`, *optional*): turns and feedback that the agent
+                would have been shown, or that agents would have been by name. Defaults to all turns and feedback so
+                far.
+            tools (`Sequence[Callable]` or `Mapping[str, Sequence[Callable]]`, *optional*): methods of an environment
+                that the agents could have called, or that agents could have by name.
         """
         seen = sees if isinstance(sees, Mapping) else {agent: sees}
         names = dict.fromkeys([agent, *(turn.agent for turn in self.turns)])

@@ -75,12 +75,12 @@ class Rerun:
         shown = [new for new, old in pairs if old.index in (turn.sees if isinstance(old, Turn) else turn.hears)]
         return turn.repeat(request, shown)
 
-    def add(self, turn: Turn, found: RecordedTurn) -> None:
-        self.holds_turn |= found.is_other
-        if found.origin is not None:
-            self._turns[found.origin] = turn
-            if not found.is_other:
-                self._origins[turn.index] = found.origin
+    def add(self, turn: Turn, recorded: RecordedTurn) -> None:
+        self.holds_turn |= recorded.is_other
+        if recorded.origin is not None:
+            self._turns[recorded.origin] = turn
+            if not recorded.is_other:
+                self._origins[turn.index] = recorded.origin
 
 
 def make_keys(episode: Episode) -> list[tuple]:

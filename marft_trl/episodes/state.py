@@ -140,11 +140,9 @@ class EpisodeState:
     ) -> Turn:
         self._check_turn_limit(agent)
         seen = tuple(self.seen_by(agent, sees, "turn"))
-        self.horizons = ()  # the episode continues after `cut`
         environment_tools = list(tools or ()) if agent not in self._scripts else []  # `reply` calls tools itself
         functions = (*self.tools.get(agent, ()), *environment_tools)
-        self._num_requests += 1
-        request = Request(self, agent, seen, functions, order=self._num_requests, fed=len(self.fed))
+        request = self._make_request(agent, seen, functions)
         if not functions:
             return await self._speak(request)
         return await self._with_tools(request, environment_tools, rounds)
@@ -158,21 +156,16 @@ class EpisodeState:
                 "tool calls, so nothing would run these tools. Remove `tools` from the spec, and send them with the "
                 "request."
             )
-        self.horizons = ()
-        self._num_requests += 1
         # Copy for the record: the caller may keep changing its list
         messages = [dict(message) for message in requested_turn.messages]
         requested_turn = dataclasses.replace(requested_turn, messages=messages)
-        request = Request(
-            self,
-            agent,
-            seen,
-            tuple(requested_turn.tools),
-            order=self._num_requests,
-            requested_turn=requested_turn,
-            fed=len(self.fed),
-        )
+        request = self._make_request(agent, seen, tuple(requested_turn.tools), requested_turn=requested_turn)
         return await self._speak(request)
+
+    def _make_request(self, agent: str, seen: tuple[Seen, ...], functions: tuple, **fields: Any) -> Request:
+        self.horizons = ()  # the episode continues after `cut`
+        self._num_requests += 1
+        return Request(self, agent, seen, functions, order=self._num_requests, fed=len(self.fed), **fields)
 
     def _check_turn_limit(self, agent: str) -> None:
         if self._max_turns is not None and len(self.turns) >= self._max_turns:
@@ -194,16 +187,8 @@ class EpisodeState:
             calling_turns.append(turn.index)
             calls_left, num_rounds = calls_left - len(turn.tool_calls), num_rounds + 1
             # The turn after the message that no calls are left is the final turn
-            request = Request(
-                self,
-                request.agent,
-                seen=(*request.seen, turn, *results),
-                functions=request.functions,
-                after=turn,
-                order=request.order,
-                is_final=is_exhausted or num_rounds >= max_rounds,
-                fed=len(self.fed),
-            )
+            seen, is_final = (*request.seen, turn, *results), is_exhausted or num_rounds >= max_rounds
+            request = dataclasses.replace(request, seen=seen, after=turn, is_final=is_final, fed=len(self.fed))
             turn = await self._speak(request)
         self._final_turns |= dict.fromkeys(calling_turns, turn.index)
         return turn
@@ -225,17 +210,12 @@ class EpisodeState:
         def record(results: list[ToolResult]) -> list[Feedback]:
             if any(result.name in of_environment for result in results):
                 self.fed.append(turn.index)
-            shown = [  # hide invented names, which would be tokenized as template text
-                Feedback(
-                    result.text,
-                    TOOL,
-                    tool=result.name if result.name in names else "unknown",
-                    audience=turn.agent,
-                    elements=result.elements,
-                )
-                for result in results
-            ]
-            return list(map(self._record_feedback, shown))
+            feedback = []
+            for result in results:
+                name = result.name if result.name in names else "unknown"  # invented names would be template text
+                shown = Feedback(result.text, TOOL, tool=name, audience=turn.agent, elements=result.elements)
+                feedback.append(self._record_feedback(shown))
+            return feedback
 
         return await self._in_order(request.order, call_all(), record)
 
@@ -354,9 +334,8 @@ class EpisodeState:
             known: Sequence[Seen] = self.turns if isinstance(item, Turn) else self.feedback
             if item.index >= len(known) or known[item.index] is not item:
                 raise ValueError(
-                    f"`episode.{method}` got a turn of {item.agent!r} from another episode. "
-                    "Keep turns in local variables of `run`, not on the workflow: one workflow object runs many "
-                    "episodes at once."
+                    f"`episode.{method}` got a turn of {item.agent!r} from another episode. Keep turns in local "
+                    "variables of `run`, not on the workflow: one workflow object runs many episodes at once."
                 )
 
 

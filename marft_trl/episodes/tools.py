@@ -67,11 +67,11 @@ async def call_tool(
     problem = _misfit(function, call.arguments)
     if problem is not None:
         return _failure(call.name, "arguments", problem)
-    key = getattr(function, "__func__", function)
+    key = unbound(function)
     if _STRIKES.get(key, 0) >= MAX_STRIKES:
         return _failure(call.name, "timeout", f"Tool {call.name} is out of order. Go on without it.")
     lane: Lane = "environments" if call.name in map(tool_name, environment_tools) else "tools"
-    value, error = await _call_function(function, call.arguments, limits, lane)
+    value, error = await _call_function(function, call.arguments, limits.seconds, lane)
     _STRIKES[key] = _STRIKES.get(key, 0) + 1 if isinstance(error, _GaveUp) else 0
     if isinstance(error, _GaveUp):
         return _failure(call.name, "timeout", f"Tool {call.name} did not answer within {limits.seconds:g} seconds.")
@@ -97,7 +97,7 @@ def _as_result(value: Any) -> tuple[str, list[Any] | None]:
 
 
 async def _call_function(
-    function: Callable, arguments: dict, limits: ToolLimits, lane: Lane
+    function: Callable, arguments: dict, seconds: float, lane: Lane
 ) -> tuple[tuple[str, list[Any] | None], BaseException | None]:
     """Call a function and return its result, and the exception that it raised or `None`."""
 
@@ -111,7 +111,6 @@ async def _call_function(
         value = function(**arguments)
         return value if inspect.isawaitable(value) else _as_result(value)
 
-    seconds = limits.seconds
     if inspect.iscoroutinefunction(function):
         return await _within(awaited(function(**arguments)), seconds)
     async with one_at_a_time():
@@ -168,6 +167,11 @@ def tool_name(function: Callable | Mapping[str, Any]) -> str:
     if isinstance(function, Mapping):
         return str(function["function"]["name"])
     return getattr(function, "__name__", type(function).__name__)
+
+
+def unbound(function: Callable) -> Callable:
+    """Return a method without its object. All episodes share the tools, but each has its own environment."""
+    return getattr(function, "__func__", function)
 
 
 def _failure(name: str, problem: str, text: str) -> ToolResult:

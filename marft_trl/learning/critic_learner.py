@@ -167,7 +167,7 @@ class CriticLearner:
         if self._args.critic_sees == "history":
             return 0  # the reference sees what the agent saw
         is_base = self._critic.reads_reference_pass and self._policies.base_is_reference(row.agent)
-        return self._critic.num_kept_features(len(row.completion_ids)) if is_base else 0
+        return self._critic.num_values(len(row.completion_ids)) if is_base else 0
 
     def _rows_beyond_horizons(self, rollout: Rollout, first_number: int) -> dict[tuple[int, str], Row]:
         """By episode and agent, rows without a completion of what those who would have acted next would have seen."""
@@ -207,13 +207,13 @@ class CriticLearner:
             outputs = self._critic.values(batch.agent, features, [row.agent for row in batch.rows]).cpu()
             read = self._scale.read(batch.agent, outputs)
             for row, raw, value, states in zip(batch.rows, outputs, read, features, strict=True):
-                length = len(row.completion_ids)
-                count, num_values = self._critic.num_kept_features(length), self._critic.num_values(length)
+                num_values = self._critic.num_values(len(row.completion_ids))
+                is_kept = self._critic.reads_reference_pass
                 filled[row.number] = replace(
                     originals[row.number],
                     old_values=value[:num_values].clone(),
                     old_outputs=raw[:num_values].clone() if self._scale.is_on else None,
-                    features=states[:count].cpu().clone() if count else row.features,
+                    features=states[:num_values].cpu().clone() if is_kept else row.features,
                 )
         return [filled[row.number] for row in rows]
 

@@ -20,20 +20,11 @@ from transformers import PreTrainedModel
 from ..agents import AgentSpec
 from ..config.team_setup import Sampling
 from ..episodes.records import Feedback, Function, Messages, PromptError, Seen, Turn
-from ..episodes.tools import tool_name
+from ..episodes.tools import tool_name, unbound
 from ..seams.libraries import get_logger
 from ..workflows import Sequential, Workflow
 from ..workflows.base import renamed
-from .chat_template import (
-    ChatTemplate,
-    EarlierReasoning,
-    Part,
-    Pieces,
-    PlainEncoder,
-    begins,
-    naming_templates,
-    unbound,
-)
+from .chat_template import ChatTemplate, EarlierReasoning, Part, Pieces, PlainEncoder, begins, naming_templates
 from .views import (
     SEPARATOR,
     View,
@@ -146,13 +137,11 @@ class PromptBuilder:
     def build(self, queries: Iterable[Query | tuple]) -> list[Observation]:
         """Build observations in order. Raise a `ValueError` if one cannot be rendered, or does not fit the window."""
         restricted: list[Query] = [_as_shown(Query(*query)) for query in queries]
-        built = {
-            index: self._build_from_messages(query)
-            for index, query in enumerate(restricted)
-            if query.messages is not None
-        }
+        built: dict[int, Observation] = {}
         for index, query in enumerate(restricted):
-            if index not in built and self._get_view(query.agent) is team_view:  # it shows the whole prompt
+            if query.messages is not None:
+                built[index] = self._build_from_messages(query)
+            elif self._get_view(query.agent) is team_view:  # it shows the whole prompt
                 cut = self._first_tokens(query.agent, query.prompt)
                 if cut is not None:
                     built[index] = self._fit(query._replace(seen=()), cut)
@@ -373,9 +362,9 @@ class PromptBuilder:
                 raise PromptError(problem, is_too_long=True)
             observation.problem, observation.is_too_long = problem, True
             return observation
-        return self._shorter(query, observation, reserved)
+        return self._shorter(query, observation)
 
-    def _shorter(self, query: Query, observation: Observation, reserved: int) -> Observation:
+    def _shorter(self, query: Query, observation: Observation) -> Observation:
         """Drop as few of the oldest turns as necessary. A binary search finds the number."""
 
         def without(count: int) -> Observation:
@@ -391,7 +380,7 @@ class PromptBuilder:
         too_few, enough = 0, len(observation.seen)
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
-            fits = len(without(middle).ids) + reserved <= (self.window_size or 0)
+            fits = self._fits(query.agent, without(middle).ids)
             too_few, enough = (too_few, middle) if fits else (middle, enough)
         shortest = without(enough)
         return self._fit(query._replace(seen=shortest.seen, after=None), shortest)
@@ -414,17 +403,17 @@ class PromptBuilder:
         shown = query.seen
         if self._reasoning is not None and not self.show_reasoning:
             shown = self._reasoning.shown(query.seen, query.after)
-        if self._get_view(query.agent) is team_view:
+        if (view := self._get_view(query.agent)) is team_view:
             shown = [
                 replace(item, tool_calls=())
                 if isinstance(item, Turn) and item.tool_calls and not self._shows(make_message_calls(item))
-                else item
+                else self._with_plain_keys(item)
                 for item in shown
             ]
-        is_team_view = self._get_view(query.agent) is team_view  # other views read texts
-        shown = [self._with_plain_keys(item) if is_team_view else _without_elements(item) for item in shown]
+        else:  # other views read texts
+            shown = list(map(_without_elements, shown))
         agent, seen = renamed(query.agent, shown, self.aliases) if self.aliases else (query.agent, shown)
-        messages = call_view(self._get_view(query.agent), agent, self._quoted(prompt_messages), seen)
+        messages = call_view(view, agent, self._quoted(prompt_messages), seen)
         if not self.template.renders_results:
             messages = merge_consecutive(convert_tool_messages(messages, self.template.renders_called_results()))
         if self._keeps_text_prompts and isinstance(prompt, str) and not query.functions:

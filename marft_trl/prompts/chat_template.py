@@ -19,7 +19,7 @@ from transformers.utils import get_json_schema
 
 from ..config.dataset_checks import has_other_content
 from ..episodes.records import Function, Messages, PromptError, Seen, Turn
-from ..episodes.tools import as_plain
+from ..episodes.tools import as_plain, unbound
 
 
 # HTML tags that Gemma has as added tokens
@@ -28,6 +28,7 @@ _MOST_PIECES = 10_000  # of templates, whose tokens are kept
 _TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 _REASONS, _ANSWER = "REASONS", "ANSWER"
 _USER: dict[str, Any] = {"role": "user", "content": "x"}
+_RESULT: dict[str, Any] = {"role": "tool", "name": "x", "content": "x"}
 # Fields in which templates take the reasoning of a message
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -147,14 +148,9 @@ class ChatTemplate:
         return self._render_pieces("user", "assistant", "tool", "assistant", "user") is not None
 
     def renders_called_results(self, count: int = 1) -> bool:
-        """`True` if the template renders the results of tools after a message that calls so many."""
+        """`True` if the template renders the results of tools after a message with `count` calls."""
         if count not in self._renders_results:
-            messages: Messages = [
-                *_calling(count=count),
-                *[{"role": "tool", "name": "x", "content": "x"}] * count,
-                {"role": "assistant", "content": "x"},
-                {"role": "user", "content": "x"},
-            ]
+            messages = [*_calling(count=count), *[_RESULT] * count, {"role": "assistant", "content": "x"}, _USER]
             self._renders_results[count] = False
             with contextlib.suppress(ValueError):
                 self._renders_results[count] = bool(self.pieces(messages))
@@ -162,10 +158,9 @@ class ChatTemplate:
 
     @functools.cached_property
     def renders_calls(self) -> bool:
-        user: Messages = [{"role": "user", "content": "x"}]
         with contextlib.suppress(ValueError):
-            without = self.render([*user, {"role": "assistant", "content": ""}, *user])
-            return self.render([*_calling(), *user]) != without
+            without = self.render([_USER, {"role": "assistant", "content": ""}, _USER])
+            return self.render([*_calling(), _USER]) != without
         return False
 
     @functools.cached_property
@@ -179,8 +174,7 @@ class ChatTemplate:
         openings = shown[::2] if shown[-1] else shown[:-1:2]  # no mark follows the last message in some templates
         if results:
             with contextlib.suppress(Exception):  # templates can raise any error
-                tool_results: Messages = [{"role": "tool", "name": "x", "content": "x"}] * 2
-                openings += self.pieces_after(tool_results, [])[:-1:2]
+                openings += self.pieces_after([_RESULT] * 2, [])[:-1:2]
         return [piece for piece in dict.fromkeys(openings) if self._is_plain(piece)]
 
     def _is_plain(self, piece: str) -> bool:
@@ -204,7 +198,7 @@ class ChatTemplate:
 
 @contextlib.contextmanager
 def naming_templates(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Iterator[None]:
-    """Context manager: errors of a chat template name the tokenizer and the roles of the messages."""
+    """Name the tokenizer and the roles of the messages in errors that a chat template raises within the context."""
     try:
         yield
     except (TimeoutError, MemoryError):  # limits of time, and of the machine
@@ -217,14 +211,9 @@ def naming_templates(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> 
         ) from error
 
 
-def unbound(function: Callable) -> Callable:
-    """Return a method without its object. All episodes share the tools, but each has its own environment."""
-    return getattr(function, "__func__", function)
-
-
 def _calling(name: str = "x", count: int = 1) -> Messages:
     calls = [make_call(name) for _ in range(count)]
-    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    return [_USER, {"role": "assistant", "content": "", "tool_calls": calls}]
 
 
 def make_call(name: str, arguments: Any = None) -> dict[str, Any]:
@@ -276,19 +265,15 @@ def _shows_lists(messages: Messages, render: Callable[[Messages], str]) -> bool:
     """Whether all numbers of lists, which nothing can mark, are in the text of messages. Some templates drop them."""
     number, count = secrets.randbelow(10**12) + 10**12, 0
 
-    def replaced(value: Any) -> Any:
+    def replace_number(leaf: Any) -> Any:
         nonlocal count
-        if isinstance(value, (list, dict)) and value:
-            return (
-                list(map(replaced, value)) if isinstance(value, list) else {k: replaced(v) for k, v in value.items()}
-            )
-        if isinstance(value, str):
-            return value
-        count += 1
-        return number
+        count += not isinstance(leaf, str)
+        return leaf if isinstance(leaf, str) else number
 
     shown = [
-        {**message, "content": replaced(message["content"])} if isinstance(message.get("content"), list) else message
+        {**message, "content": map_leaves(replace_number, message["content"])}
+        if isinstance(message.get("content"), list)
+        else message
         for message in messages
     ]
     return not count or render(shown).count(str(number)) == count
@@ -305,8 +290,8 @@ def _mark(messages: Messages, fills: bool) -> tuple[str, Messages, list[Part]]:
         shown = part.text if fills and not part.is_reasoning else ""  # templates may drop reasoning
         return f"{mark}{len(parts) - 1}({shown}{mark})"
 
-    def put_string(number: int, text: str) -> str:
-        return put(Part(number, text))
+    def put_string(number: int, leaf: Any) -> Any:
+        return put(Part(number, leaf)) if isinstance(leaf, str) else leaf
 
     marked = []
     for number, message in enumerate(messages):
@@ -316,20 +301,20 @@ def _mark(messages: Messages, fills: bool) -> tuple[str, Messages, list[Part]]:
             fields = dict.fromkeys(fields, reasoning)
         content = message.get("content")
         if isinstance(content, list):  # the result of a tool
-            fields["content"] = _map_strings(functools.partial(put_string, number), content)
+            fields["content"] = map_leaves(functools.partial(put_string, number), content)
         elif content or not has_other_content(message):  # many have a line break before a content
             fields["content"] = put(Part(number, content or ""))
         marked.append({**message, **fields})
     return mark, marked, parts
 
 
-def _map_strings(change: Callable[[str], str], value: Any) -> Any:
-    """Change the strings in JSON data, but not its keys."""
-    if isinstance(value, list):
-        return [_map_strings(change, entry) for entry in value]
-    if isinstance(value, dict):
-        return {key: _map_strings(change, entry) for key, entry in value.items()}
-    return change(value) if isinstance(value, str) else value
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """Change the strings, numbers and empty lists and objects in JSON data, but not its keys."""
+    if isinstance(value, list) and value:
+        return [map_leaves(change, element) for element in value]
+    if isinstance(value, dict) and value:
+        return {key: map_leaves(change, element) for key, element in value.items()}
+    return change(value)
 
 
 def _split(text: str, mark: str, parts: Sequence[Part]) -> Pieces | None:
@@ -383,7 +368,7 @@ class EarlierReasoning:
         self._removes_unclosed = bool(self._opening) and _REASONS not in unclosed
 
     def _read_fields(self) -> tuple[str, str, str]:
-        """What the template writes before reasoning, after it, and before an answer. Empty if it has no reasoning."""
+        """The template's texts before reasoning, after it, and before an answer; empty if it has no reasoning."""
         for turn in ({"content": _ANSWER}, {"content": "", "tool_calls": [make_call("x")]}):
             head, reasons, tail = self._render({**turn, **dict.fromkeys(REASONING, _REASONS)}).partition(_REASONS)
             closing = _TAG.search(tail.partition(_ANSWER)[0]) if reasons else None
@@ -487,8 +472,7 @@ class PlainEncoder:
         # `split_special_tokens` does not split added tokens that are not special, e.g. "<think>" in Qwen 3. Therefore,
         # split each of them after its first character. Pieces that still yield a control token are spelled by letter.
         pieces = [self._encode(piece) for piece in self._cut(text)]
-        clean = [ids if self._is_clean(ids) else self._letters(ids) for ids in pieces]
-        return [index for ids in clean for index in ids]
+        return [letter for ids in pieces for index in ids for letter in self._letters(index)]
 
     def is_plain(self, text: str) -> bool:
         """`True` if a text yields no control token, also when it is tokenized as a template is."""
@@ -513,15 +497,11 @@ class PlainEncoder:
             cuts.append(match.start() + 1)
         return [text[i:j] for i, j in itertools.pairwise([*cuts, len(text)]) if i < j]
 
-    def _letters(self, ids: list[int]) -> list[int]:
-        letters: list[int] = []
-        for index in ids:
-            if index in self._control:
-                spelled = [self._encode(letter) for letter in self._control[index]]
-                letters += [i for part in spelled for i in part if i not in self._control]
-            else:
-                letters.append(index)
-        return letters
+    def _letters(self, index: int) -> list[int]:
+        if index not in self._control:
+            return [index]
+        spelled = [self._encode(letter) for letter in self._control[index]]
+        return [i for ids in spelled for i in ids if i not in self._control]
 
 
 def _is_text(token: str, template: str) -> bool:

@@ -35,10 +35,10 @@ def parse_calls(
     """Parse calls with TRL's parser. Return none if a call is malformed, and raise no error for any completion."""
     try:
         parsed = parse_response(tokenizer, completion_ids, prefix=prompt_ids, tools=schemas)
-        found = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
+        calls = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
         # A model can write any JSON instead of the name
         return tuple(
-            ToolCall(call["name"], call["arguments"]) if isinstance(call["name"], str) else MALFORMED for call in found
+            ToolCall(call["name"], call["arguments"]) if isinstance(call["name"], str) else MALFORMED for call in calls
         )
     except Exception:  # parsers can raise any error on unexpected texts
         return ()

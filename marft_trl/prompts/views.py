@@ -13,7 +13,7 @@ from typing import Any
 from ..agents import AgentSpec
 from ..episodes.records import TOOL, Feedback, Messages, Seen, Turn
 from ..episodes.tools import as_plain
-from .chat_template import make_call
+from .chat_template import make_call, map_leaves
 
 
 # A name in brackets between line breaks. U+0085 stands for the characters that some tokenizers read as a line break
@@ -64,16 +64,12 @@ def _normalize_line(line: str) -> tuple[str, list[int]]:
     positions: list[int] = []
     start = 0
     for position, character in enumerate(line):
-        for item in _normalize(character):
-            if item in _OTHER_LINE_BREAKS:
-                if normalized[-1:] != ["\x85"]:
-                    normalized.append("\x85")
-                    positions.append(start)
-                start = position + 1
-            else:
-                normalized.append(item)
+        for letter in _normalize(character):
+            letter = "\x85" if letter in _OTHER_LINE_BREAKS else letter
+            if letter != "\x85" or normalized[-1:] != ["\x85"]:
+                normalized.append(letter)
                 positions.append(start)
-                start = position + 1
+            start = position + 1
     return "".join(normalized), positions
 
 
@@ -126,10 +122,8 @@ def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messa
     quoted. Consecutive messages of the same role are merged, for templates that require alternating roles.
 
     Args:
-        prompt (`list[dict]`):
-            Messages of the dataset row.
-        seen (`Sequence[Turn]`):
-            Turns and feedback to show, in order.
+        prompt (`list[dict]`): messages of the dataset row.
+        seen (`Sequence[Turn]`): turns and feedback to show, in order.
 
     Returns: `list[dict]` with `role` and `content`.
     """
@@ -154,16 +148,9 @@ def _as_message(agent: AgentSpec, item: Seen) -> dict[str, Any]:
 
 def result_message(result: Feedback, quote: Callable[[str], str] = str) -> dict[str, Any]:
     """The message of a tool's result. Strings of a list are quoted like texts."""
-
-    def quoted(value: Any) -> Any:
-        if isinstance(value, list):
-            return list(map(quoted, value))
-        if isinstance(value, dict):
-            return {key: quoted(entry) for key, entry in value.items()}
-        return quote(value) if isinstance(value, str) else value
-
     content = result.text if result.elements is None else list(result.elements)
-    return {"role": "tool", "name": result.tool, "content": quoted(content)}
+    quoted = map_leaves(lambda leaf: quote(leaf) if isinstance(leaf, str) else leaf, content)
+    return {"role": "tool", "name": result.tool, "content": quoted}
 
 
 def make_message_calls(turn: Turn) -> list[dict[str, Any]]:

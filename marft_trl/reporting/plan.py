@@ -190,7 +190,7 @@ class Planner:
 
     def _critic_work(self, prompts: Sequence[tuple[str, int, int]]) -> list[tuple[int, int]]:
         """Computed and repeated tokens of the micro-batches of a trained critic, which may read several agents."""
-        if self._critic is None or self._critic.num_kept_features(1):  # a frozen critic's states are kept
+        if self._critic is None or self._critic.reads_reference_pass:  # a frozen critic's states are kept
             return []
         work: dict[Any, tuple[int, int]] = {}
         for number, prompt in enumerate(prompts):

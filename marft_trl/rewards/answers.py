@@ -1,6 +1,6 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-Extract mathematical answers from texts and compare them with `math_verify`, in a process of its own.
+Extract mathematical answers from texts and compare them with `math_verify`, in a separate process.
 
 A comparison can take seconds and a gigabyte, and `math_verify` limits its time with a signal that only the main thread
 gets. Therefore [`AnswerComparer`] runs this file as a script: it reads pairs as JSON lines and answers with one score
@@ -96,9 +96,7 @@ class AnswerComparer:
         """Score pairs of text and solution as [`compare`] does. A pair over the limits of time or memory scores 0."""
         answers = [(math_answer(text), solution) for text, solution in pairs]
         # A text without an answer is compared too: whether the solution can be parsed decides between 0 and `None`
-        keys = [
-            (answer if answer and len(answer) <= _MOST_CHARACTERS else "", solution) for answer, solution in answers
-        ]
+        keys = [(answer if answer and len(answer) <= _MOST_CHARACTERS else "", gold) for answer, gold in answers]
         with self._lock:
             for key in dict.fromkeys(keys):
                 if key not in self._known:
@@ -161,11 +159,8 @@ def _line(pipe, seconds: float) -> bytes:
     end, line = time.monotonic() + seconds, b""
     waiting = select.poll()
     waiting.register(pipe, select.POLLIN)
-    while not line.endswith(b"\n"):
-        if not waiting.poll(max(0.0, end - time.monotonic()) * 1000):
-            break
-        piece = os.read(pipe.fileno(), 1 << 16)
-        if not piece:
+    while not line.endswith(b"\n") and waiting.poll(max(0.0, end - time.monotonic()) * 1000):
+        if not (piece := os.read(pipe.fileno(), 1 << 16)):
             break
         line += piece
     return line

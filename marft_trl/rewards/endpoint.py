@@ -76,16 +76,14 @@ class EndpointReply:
         key = self._key or os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         body = {"model": self.model, "messages": list(messages), **self._settings}
-        limit, why = aiohttp.ClientTimeout(total=self._timeout), ""
+        url, limit, why = f"{self.base_url}/chat/completions", aiohttp.ClientTimeout(total=self._timeout), ""
         async with self._places.setdefault(loop, asyncio.Semaphore(self._at_once)):
             for number in range(self._tries):
                 wait = min(0.5 * 2**number, _LONGEST_WAIT)
                 try:
                     async with (
                         aiohttp.ClientSession(headers=headers, timeout=limit) as session,
-                        session.post(
-                            f"{self.base_url}/chat/completions", json=body, allow_redirects=False
-                        ) as response,
+                        session.post(url, json=body, allow_redirects=False) as response,
                     ):
                         content = await self._read_content(response)
                         if response.status == 200:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import inspect
 import json
@@ -75,7 +76,7 @@ def judge_reward(
         raise ValueError("`rubric` is missing. Describe what a good answer is.")
     if of_agent:
         _refuse_unused(f"the agent {judge!r} judges what its workflow shows it", rubric, model, columns, settings)
-        found: Any = _OfAgent(str(judge), scale)
+        score: Callable = functools.partial(_scores_of_agent, str(judge), scale)
     else:
         if isinstance(judge, str):
             if model is None:
@@ -84,13 +85,13 @@ def judge_reward(
             judge = endpoint_reply(judge, model, **{"temperature": 0, "allow_cut": True, **settings})
         else:
             _refuse_unused("`judge` is a function", None, model, (), settings)
-        found = _Judge(judge, str(rubric), scale, columns)
+        score = _Judge(judge, str(rubric), scale, columns)
     # TRL takes the name of a function for its metrics, and tells an asynchronous one by its kind
 
     async def judged(*args: Any, log_metric: Callable | None = None, **kwargs: Any) -> list[float | None]:
-        scores = await found(*args, **kwargs)
+        scores = await score(*args, **kwargs)
         if log_metric is not None and scores:
-            log_metric(f"{name}/unread", sum(score is None for score in scores) / len(scores))
+            log_metric(f"{name}/unread", scores.count(None) / len(scores))
         return scores
 
     judged.__name__ = judged.__qualname__ = name
@@ -105,18 +106,16 @@ def _refuse_unused(why: str, rubric: str | None, model: str | None, columns: Seq
         raise TypeError(f"`{unused[0]}={arguments[unused[0]]!r}` has no effect, since {why}. Leave it out.")
 
 
-class _OfAgent:
-    def __init__(self, agent: str, scale: tuple[float, float]):
-        self._agent, self._scale = agent, scale
-
-    async def __call__(self, completions: Sequence[Any], turns: Sequence[Any], **columns: Any) -> list[float | None]:
-        last = [[turn.text for turn in value if turn.agent == self._agent][-1:] for value in turns]
-        if not any(last):
-            raise ValueError(
-                f"`judge_reward({self._agent!r})` reads the score from this agent's turn, but the agent has no turn "
-                "in any episode. Request its turn in the workflow."
-            )
-        return [score_in(texts[0], self._scale) if texts else None for texts in last]
+async def _scores_of_agent(
+    agent: str, scale: tuple[float, float], /, completions: Sequence[Any], turns: Sequence[Any], **columns: Any
+) -> list[float | None]:
+    last = [[turn.text for turn in episode if turn.agent == agent][-1:] for episode in turns]
+    if not any(last):
+        raise ValueError(
+            f"`judge_reward({agent!r})` reads the score from this agent's turn, but the agent has no turn "
+            "in any episode. Request its turn in the workflow."
+        )
+    return [score_in(texts[0], scale) if texts else None for texts in last]
 
 
 class _Judge:

@@ -54,13 +54,10 @@ class Alternatives:
         drawn = [[next(completions) for _ in range(count)] for count in counts]
         candidates = [[completion for completion in group if isinstance(completion, Turn)] for group in drawn]
         branching = [index for index, learn in enumerate(learns) if learn and candidates[index]]
-        turns = {  # scored as if their agents went no further
-            index: [
-                replace(candidate, index=len(requests[index].episode.turns), audience=None)
-                for candidate in candidates[index]
-            ]
-            for index in branching
-        }
+        turns: dict[int, list[Turn]] = {}  # scored as if their agents went no further
+        for index in branching:
+            position = len(requests[index].episode.turns)
+            turns[index] = [replace(candidate, index=position, audience=None) for candidate in candidates[index]]
         returns = await self._returns(requests, candidates, turns, key)
         chosen = [group[0] for group in drawn]
         for index in branching:
@@ -89,22 +86,17 @@ class Alternatives:
             worth = (1 - own_weight) * self._scorer.score_as_answers(episodes, flat)
         elif own_weight < 1:
             skips, samples = _pending_before(requests), self._args.candidate_samples
-            reruns = [
-                Rerun(
-                    records[index],
-                    candidate=(requests[index], candidates[index][place]),
-                    skip=skips[index],
-                    keys=keys[index],
-                )
-                for index, place in jobs
-                for _ in range(samples)
-            ]
-            rows = [episode.row for episode in episodes for _ in range(samples)]
+            repeated = [job for job in jobs for _ in range(samples)]
+            reruns = []
+            for index, place in repeated:
+                candidate = requests[index], candidates[index][place]
+                reruns.append(Rerun(records[index], candidate=candidate, skip=skips[index], keys=keys[index]))
+            rows = [records[index].row for index, _ in repeated]
             rerun_key = (*turn_key(requests[0], key), 0)
             completed = await self._runner.run_again(rows, reruns, rerun_key, self._counted)
-            agents = [requests[index].agent for index, _ in jobs for _ in range(samples)]
-            found = self._rewards(completed, agents, reruns).view(len(jobs), samples)
-            worth = (1 - own_weight) * (found.squeeze(1) if samples == 1 else found.nanmean(dim=1))
+            agents = [requests[index].agent for index, _ in repeated]
+            rewards = self._rewards(completed, agents, reruns).view(len(jobs), samples)
+            worth = (1 - own_weight) * (rewards.squeeze(1) if samples == 1 else rewards.nanmean(dim=1))
         if own_weight > 0:
             worth = worth + own_weight * self._scorer.score_turns(episodes, flat).sums
         returns: dict[int, list[float]] = {index: [] for index in turns}
@@ -160,7 +152,7 @@ class Alternatives:
     def _count(self, completions: Sequence[Turn | EndOfEpisode]) -> None:
         generated = [completion for completion in completions if isinstance(completion, Turn)]
         self._generated["turns"] += len(generated)
-        self._generated["tokens"] += sum(len(item.completion_ids) for item in generated)
+        self._generated["tokens"] += sum(len(turn.completion_ids) for turn in generated)
 
 
 def _pending_before(requests: Sequence[Request]) -> list[int]:

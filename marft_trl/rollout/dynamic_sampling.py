@@ -119,7 +119,7 @@ class DynamicSampling:
         return min(math.ceil(wanted / unit) * unit, left)
 
     def _rows(self, count: int, size: int) -> list[dict[str, Any]]:
-        """Rows of this process in a round of so many prompts; the state moves on."""
+        """Rows of this process in a round of `count` prompts, which are the next of the permutation."""
         dataset = self._dataset()
         indices: list[int] = []
         while len(indices) < count:

@@ -21,7 +21,7 @@ _PAUSE = 1.0  # seconds before a function is called again
 
 
 class Failures:
-    """What is done about errors in users' code if they do not end the run, and how many there were since a report."""
+    """How errors in users' code that do not end the run are handled, and their number since the last report."""
 
     def __init__(self, action: str, retries: int = EPISODE_RETRIES):
         self.skips = action == "skip"  # "skip" or "retry"
@@ -31,7 +31,7 @@ class Failures:
         self.last = ""
 
     def apart(self) -> Failures:
-        """Others for another thread, which are added later."""
+        """Return failures for another thread, which are added later."""
         return Failures(self._action, self._retries)
 
     def note(self, kind: str, error: object, count: int = 1) -> None:

@@ -22,13 +22,12 @@ class SampledTurn(NamedTuple):
     sampled_by: SampledBy | None = None
 
 
-def check_sampled(sampled: Sequence[SampledTurn], agents: Sequence[str], vocabulary: int | None = None) -> None:
+def check_sampled(sampled: Sequence[SampledTurn], agents: Sequence[str], vocabulary: int) -> None:
     """Raise `ValueError` unless there are enough completions, of tokens that the model has, with all their `logps`."""
     if len(sampled) != len(agents):
         raise ValueError(f"The generator returned {len(sampled)} completions for {len(agents)} observations.")
     for agent, (ids, logps, _) in zip(agents, sampled, strict=True):
-        wrong = [index for index in ids if not 0 <= index < vocabulary] if vocabulary is not None else []
-        if wrong:
+        if wrong := [index for index in ids if not 0 <= index < vocabulary]:
             raise ValueError(
                 f"The generator returned the token id {wrong[0]} for a turn of {agent!r}; the model has {vocabulary} "
                 "tokens. Generate with the tokenizer of the model."
@@ -90,7 +89,7 @@ class Generator:
         raise NotImplementedError
 
     def drop_cache(self) -> None:
-        """Give memory back that is kept from one call of [`~Generator.generate`] to the next."""
+        """Release memory that is kept from one call of [`~Generator.generate`] to the next."""
 
     # ---- Only for generators with their own copy of the weights ----
 

@@ -83,9 +83,8 @@ class AgentReturns:
     @property
     def weight(self) -> float:
         """Weight of the rewards earned in the workflow; 0 if `reward_funcs` does not include them."""
-        if environment_reward.__name__ not in self._rewards.names:
-            return 0.0
-        return self._rewards.weights[self._rewards.names.index(environment_reward.__name__)].item()
+        weights = dict(zip(self._rewards.names, self._rewards.weights.tolist(), strict=True))
+        return weights.get(environment_reward.__name__, 0.0)
 
     def named_rewards(self, episode: Episode, agent: str) -> torch.Tensor:
         """Weighted rewards `(K,)` that an agent received by name after each turn of an episode."""
@@ -151,9 +150,7 @@ class RewardReachChecker:
             )
         if len(rewarded) < _MIN_EPISODES:
             return
-        values = torch.tensor(
-            [[rewards.get(name, 0.0) for rewards in rewarded] for name in names], dtype=torch.float64
-        )
+        values = torch.tensor([[rewards.get(name, 0.0) for rewards in rewarded] for name in names], dtype=torch.double)
         for (i, first), (j, second) in itertools.combinations(enumerate(names), 2):
             if (first, second) in self._warned or not (values[i].std() > 0 and values[j].std() > 0):
                 continue
@@ -357,7 +354,7 @@ def wrap_reward_function(func, timeout: float | None = None, failures: Failures 
 
 @contextlib.contextmanager
 def naming_function(name: str, is_async: bool = False) -> Iterator[None]:
-    """Errors name the reward function. What would end the process, an iterator or a task becomes a `RuntimeError`."""
+    """Name the function in errors; those that would end the process, an iterator or a task become `RuntimeError`s."""
     try:
         with exiting_forked_children():
             yield
@@ -405,18 +402,14 @@ def _select_arguments(kwargs: dict[str, Any], positions: Sequence[int]) -> dict[
         if key in arguments:
             arguments[key] = [_copy(item) for item in arguments[key]]
     if isinstance(arguments.get("trainer_state"), TrainerState):
-        arguments["trainer_state"] = ReadOnlyState.from_state(arguments["trainer_state"])
+        arguments["trainer_state"] = ReadOnlyState(arguments["trainer_state"])
     return arguments
 
 
 class ReadOnlyState(TrainerState):
-    @classmethod
-    def from_state(cls, state: TrainerState) -> ReadOnlyState:
-        copy = cls.__new__(cls)
-        copy.__dict__.update(
-            {key: list(item) if isinstance(item, list) else item for key, item in vars(state).items()}
-        )
-        return copy
+    def __init__(self, state: TrainerState):
+        copies = {key: list(value) if isinstance(value, list) else value for key, value in vars(state).items()}
+        self.__dict__.update(copies)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"A reward function cannot set `trainer_state.{name}`, which belongs to the trainer.")

@@ -78,8 +78,7 @@ class Rollouts:
         alternatives: Alternatives | None = None,
         ahead: Prefetcher | None = None,
     ):
-        self._ahead = ahead
-        self._failures = failures
+        self._ahead, self._failures = ahead, failures
         self._failed: dict[str, set[str]] = {"train": set(), "eval": set()}  # names that were counted so far
         self._runner, self._alternatives, self._scorer, self._rewards = runner, alternatives, scorer, rewards
         self._workflow, self._own, self._reach, self._args = workflow, own, reach, run.args
@@ -133,7 +132,7 @@ class Rollouts:
         return self._alternatives.take_generated() if self._alternatives is not None else {}
 
     def close(self) -> None:
-        """Give up episodes under way, and take from servers what they were given."""
+        """Abandon active episodes, and remove the published weights from servers."""
         if self._ahead is not None:
             self._ahead.close()
         self._runner.generator.close()
@@ -149,13 +148,7 @@ class Rollouts:
 
     def _check_skipped(self, failures: Failures, count: int, most: float) -> None:
         everywhere = self._processes.gather([failures.take()])
-        total: Counter[str] = Counter()
-        for counts, _ in everywhere:
-            total.update(counts)
-        names = self._failed[self._metrics.mode]
-        names |= set(total)
-        for name in sorted(names):  # 0 where it did not happen this time
-            self._metrics.add(name, total[name] / count)
+        total = self._add_rates(self._failed, [counts for counts, _ in everywhere], count)
         for name, number in total.items():
             if name.endswith("/skipped") and number > most * count:
                 last = next(error for _, error in everywhere if error)
@@ -202,18 +195,23 @@ class Rollouts:
             self._metrics.add("context/ended_episodes", float(sum(ended for _, _, ended, *_ in everywhere)))
         if training:
             self._reach.check_acted({name for *_, item, _ in everywhere for name in item})
-        total: Counter[str] = Counter()
-        for its_counts, *_ in everywhere:
-            total.update(its_counts)
         count = sum(number for *_, number in everywhere)
-        names = self._counted[self._metrics.mode]
-        names |= set(total)
-        for name in sorted(names):  # 0 where it did not happen this time
-            self._metrics.add(name, total[name] / count)
+        total = self._add_rates(self._counted, [process_counts for process_counts, *_ in everywhere], count)
         if self._runner.uses_tools:  # under TRL's names
             calls, failures = total["workflow/tools/calls"], total["workflow/tools/failures"]
             self._metrics.add("tools/call_frequency", calls / count)
             self._metrics.add("tools/failure_frequency", failures / calls if calls else 0.0)
+
+    def _add_rates(self, known: dict[str, set[str]], counts: Sequence[dict[str, int]], count: int) -> Counter[str]:
+        """Log the counts of all processes per episode, 0 for names of earlier batches. Return their sums."""
+        total: Counter[str] = Counter()
+        for process_counts in counts:
+            total.update(process_counts)
+        names = known[self._metrics.mode]
+        names |= set(total)
+        for name in sorted(names):
+            self._metrics.add(name, total[name] / count)
+        return total
 
     def _check_rewards(self, per_func: torch.Tensor) -> None:
         for index, (func, name) in enumerate(zip(self._rewards.functions, self._rewards.names, strict=True)):
@@ -234,7 +232,7 @@ class Rollouts:
 
 
 def _earned_by_agent(episode: Episode) -> dict[str, float]:
-    """What each agent earned: by its name, whoever acted, or by its turns."""
+    """Rewards that agents earned: by name, whoever acted, or by their turns."""
     earned: Counter[str] = Counter({name: sum(value) for name, value in episode.own.items()})  # type: ignore[arg-type]
     for k, (turn, reward) in enumerate(zip(episode.turns, episode.earned, strict=True)):
         earned[turn.agent] += reward - sum(item[k] for item in episode.own.values())  # type: ignore[assignment]

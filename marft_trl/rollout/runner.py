@@ -180,7 +180,7 @@ class EpisodeRunner:
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Asynchronous context manager that connects to the servers. Required around [`~EpisodeRunner.collect`]."""
+        """Connect to the servers. Required around [`~EpisodeRunner.collect`]."""
         async with self.open() as collect_context:
             with collect_context():
                 yield
@@ -282,7 +282,7 @@ class EpisodeRunner:
         return copy.copy(cached)
 
     async def _run_locked(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that tokenizes under a lock, and with a listener in a thread of its own."""
+        """Call a function that tokenizes under a lock, and with a listener in another thread."""
 
         def locked() -> Any:
             with self._tokenizer_lock:
@@ -296,7 +296,7 @@ class EpisodeRunner:
         return Query(agent, request.episode.prompt, request.seen, request.functions, request.after, messages)
 
     async def answer(self, requests: Sequence[Request], key: tuple) -> list[Turn | EndOfEpisode]:
-        undeclared = next((value for value in requests if value.functions and not self.uses_tools), None)
+        undeclared = next((request for request in requests if request.functions and not self.uses_tools), None)
         if undeclared is not None:
             raise ValueError(
                 f"The workflow `{type(self._workflow).__name__}` passes undeclared tools to agent "

@@ -63,13 +63,7 @@ def make_speaker(
     without_model: Collection[str] = (),
     max_model_len: int | None = None,
 ) -> Speaker:
-    """
-    Make the speaker of a model.
-
-    Args:
-        without_model: agents whose observations no model reads, which have no limit.
-        max_model_len: number of tokens that servers accept, where they generate.
-    """
+    """Make a speaker. Observations of agents `without_model` have no limit; servers accept `max_model_len` tokens."""
     uses_tools = workflow.uses_tools or any(agent.tools for agent in agents)
     template = ChatTemplate(tokenizer, settings.chat_template, settings.chat_template_kwargs)
     prompts = PromptBuilder(

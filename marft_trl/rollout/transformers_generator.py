@@ -33,7 +33,7 @@ from .turn_reader import StopStringCriterion, StopStrings
 
 logger = get_logger(__name__)
 
-# Rows per agent up to which the turns of several are decoded together: as long as there are few, more cost little more
+# Most rows per agent for which turns of several agents are decoded together: with few rows, further rows cost little
 MIXED_ROWS = 16
 
 
@@ -85,64 +85,53 @@ class _DecodingGroup(NamedTuple):
     sampling: Sampling
 
 
-class Decoding(NamedTuple):
-    share: bool  # compute the common prefix of several observations only once
-    records: bool = False  # record the log-probabilities of sampled tokens, where prefixes are shared
-    mixed: MixedLora | None = None  # decodes few rows each of several agents with the same sampling together
-    captures: bool = True  # a GPU may replay steps from graphs, which needs weights that stay where they are
-
-
 class TransformersGenerator(Generator):
+    """
+    Generator of a model, which mixes adapters in a batch if its layers allow that.
+
+    Args:
+        share: compute the common prefix of several observations only once.
+        records: record the log-probabilities of sampled tokens, where prefixes are shared.
+        is_sharded: a sharded base neither mixes adapters nor replays graphs, whose weights have to stay in place.
+    """
+
     def __init__(
         self,
-        engine: ModelEngine | TrlEngine,
-        policies: Policies,
-        samplings: Mapping[str, Sampling],
-        decoding: Decoding,
-    ):
-        self._share, self._mixed = decoding.share, decoding.mixed
-        self.records = decoding.share and decoding.records
-        self._engine, self._policies, self._samplings = engine, policies, samplings
-        self._captures, self._is_noted = decoding.captures, False
-        self._store: StepStore | None = None  # made when steps keep their shapes
-        self._layers = DecodingLayers(lambda: engine.model)
-        # A tokenizer of its own: two threads cannot use one, and turns may be sampled in another than texts are read
-        stops = {sampling.stop for sampling in samplings.values()}
-        self._stops = {stop: StopStrings(copy.deepcopy(engine.tokenizer) if stop else None, stop) for stop in stops}
-
-    @classmethod
-    def on(
-        cls,
         engine: ModelEngine | TrlEngine,
         policies: Policies,
         samplings: Mapping[str, Sampling],
         share: bool,
         records: bool = False,
         is_sharded: bool = False,
-    ) -> TransformersGenerator:
-        """Make the generator of a model, which mixes adapters in a batch if its layers allow that."""
+    ):
         model = engine.model
-        may_mix = share and not is_sharded and MixedLora.find_obstacle(model, policies.names) is None
-        decoding = Decoding(share, records, MixedLora(model) if may_mix else None, captures=not is_sharded)
-        return cls(engine, policies, samplings, decoding)
+        can_mix = share and not is_sharded and MixedLora.find_obstacle(model, policies.names) is None
+        self._mixed = MixedLora(model) if can_mix else None  # decodes few rows of several agents together
+        self._share, self.records, self._is_sharded = share, share and records, is_sharded
+        self._engine, self._policies, self._samplings = engine, policies, samplings
+        self._is_noted = False
+        self._store: StepStore | None = None  # made when steps keep their shapes
+        self._layers = DecodingLayers(lambda: engine.model)
+        # A copied tokenizer: threads cannot share one, and the thread that samples may differ from the one that reads
+        stops = {sampling.stop for sampling in samplings.values()}
+        self._stops = {stop: StopStrings(copy.deepcopy(engine.tokenizer) if stop else None, stop) for stop in stops}
 
     async def generate(
         self, observed: Sequence[Observation], greedy: bool = False, sampling: Mapping[str, float] | None = None
     ) -> list[SampledTurn]:
         overrides: dict[str, Any] = dict(sampling or {})
-        completions: list[SampledTurn] = [SampledTurn([]) for _ in observed]
+        sampled: dict[int, SampledTurn] = {}
         for by_reference in (False, True):
             groups: dict[_DecodingGroup, list[int]] = {}
-            for index, item in enumerate(observed):
-                if item.by_reference == by_reference:
-                    agent_sampling: Sampling = dataclasses.replace(self._samplings[item.agent], **overrides)
-                    group = _DecodingGroup(self._policies.get_adapter(item.agent), agent_sampling)
+            for index, observation in enumerate(observed):
+                if observation.by_reference == by_reference:
+                    agent_sampling: Sampling = dataclasses.replace(self._samplings[observation.agent], **overrides)
+                    group = _DecodingGroup(self._policies.get_adapter(observation.agent), agent_sampling)
                     groups.setdefault(group, []).append(index)
             for group, indices in (groups if by_reference else self._joined(groups)).items():
-                sampled = self._generate_group(group, [observed[index] for index in indices], overrides, greedy)
-                for index, its_turn in zip(indices, sampled, strict=True):
-                    completions[index] = its_turn
-        return completions
+                group_turns = self._generate_group(group, [observed[index] for index in indices], overrides, greedy)
+                sampled |= zip(indices, group_turns, strict=True)
+        return [sampled[index] for index in range(len(observed))]
 
     def _generate_group(
         self, group: _DecodingGroup, observed: Sequence[Observation], overrides: dict[str, Any], greedy: bool
@@ -180,13 +169,11 @@ class TransformersGenerator(Generator):
 
     @property
     def keeps_cache(self) -> bool:
-        return (
-            self._engine.model.device.type == "cuda"
-            and self._find_capture_obstacle(self._engine.settings(next(iter(self._samplings.values())))) is None
-        )
+        settings = self._engine.settings(next(iter(self._samplings.values())))
+        return self._engine.model.device.type == "cuda" and self._find_capture_obstacle(settings) is None
 
     def keeps_shapes(self, settings: Mapping[str, Any], sampling: Sampling, live: LiveRows | None) -> bool:
-        """Whether a GPU can replay decoding steps, since they keep their shapes: if it is set, or by default there."""
+        """Whether decoding steps keep their shapes, so that a GPU can replay them: if set, and by default on a GPU."""
         wanted, is_gpu = settings.get("cache_implementation"), self._engine.model.device.type == "cuda"
         obstacle = self._find_capture_obstacle(settings)
         if is_gpu and not self._is_noted:
@@ -200,7 +187,7 @@ class TransformersGenerator(Generator):
     def _find_capture_obstacle(self, settings: Mapping[str, Any]) -> str | None:
         if settings.get("cache_implementation") == "dynamic":
             return '`cache_implementation="dynamic"` is set'
-        if not self._captures:
+        if self._is_sharded:
             return "the base model is sharded"
         if not masks_what_comes_later(self._engine.model):
             return "`attn_implementation` is neither `sdpa` nor `eager`"

@@ -43,11 +43,7 @@ class StopStrings:
         """Truncate a turn after the token that completes the first stop string. The tokens after it are padding."""
         if not self.are_in(ids):
             return ids
-        low, high = 0, len(ids)  # the first `high` tokens hold a stop string, the first `low` do not
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.are_in(ids[:middle]) else (middle, high)
-        return ids[:high]
+        return ids[: bisect.bisect_left(range(len(ids)), True, key=lambda count: self.are_in(ids[:count]))]
 
     def end(self, turns: Sequence[list[int]], new: int = 1) -> list[bool]:
         """Return, for each turn, `True` if it ends within the last `new` tokens. Call it for every token of a turn."""

@@ -1,8 +1,8 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
 """
-Ends the programs of a process when the process has ended, in whatever way, also by SIGKILL. What does it is a process
-of its own, which runs this file as a script, without the package. It needs nothing of the system but pipes, unlike
-`PR_SET_PDEATHSIG` of Linux, which macOS does not have, and which ends a program with the thread that started it.
+End the programs of a process when the process ends in any way, also by SIGKILL. A separate process does this: it runs
+this file as a script, without the package. It needs only pipes, unlike `PR_SET_PDEATHSIG`, which macOS does not have,
+and which ends a program with the thread that started it.
 """
 
 from __future__ import annotations
@@ -80,11 +80,10 @@ class ChildProcesses:
         raise SystemExit(128 + number)
 
 
-# Seconds between two looks at whether the owner has ended: a forked child of it may hold its end of the pipe
-_LOOK = 1.0
+_LOOK = 1.0  # seconds between two checks whether the owner has ended: a forked child may hold its end of the pipe
 _ROUNDS = 20  # most rounds in which processes that start others all the time are ended
 _LOCK = threading.Lock()
-_KEEPERS: dict[int, subprocess.Popen] = {}  # by process: a fork has one of its own
+_KEEPERS: dict[int, subprocess.Popen] = {}  # by process: a fork has a separate one
 
 
 def keep(key: str, pid: int = 0, gently: bool = False) -> None:

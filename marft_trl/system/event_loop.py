@@ -27,15 +27,18 @@ _OWN = threading.local()
 Lane = Literal["tools", "environments"]
 _ONE_AT_A_TIME: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
 _GRACE = 5.0  # seconds
-# Number of threads of `asyncio.to_thread` and others at a time; they are started when they are needed
-_MOST_THREADS = 1024
+_MOST_THREADS = 1024  # of `asyncio.to_thread` and others at a time, started when needed
 _UNSET = object()
 _WORKERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Lane, _LoopThread]] = weakref.WeakKeyDictionary()
 
 
 def run_coroutine(function: Callable[..., Coroutine[Any, Any, Result]], *arguments: Any) -> Result:
     """Run a coroutine function and return its result. If this thread already runs a loop, use another thread."""
-    if _a_loop_runs():
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
         if not hasattr(_OWN, "beside"):
             _OWN.beside = ThreadPoolExecutor(1, thread_name_prefix="marft-loop")
         return _OWN.beside.submit(_run, function, arguments).result()
@@ -43,20 +46,12 @@ def run_coroutine(function: Callable[..., Coroutine[Any, Any, Result]], *argumen
 
 
 def finished(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a coroutine that waits for nothing."""
+    """Return the result of a coroutine that waits for nothing."""
     try:
         coroutine.send(None)
     except StopIteration as end:
         return end.value
     raise RuntimeError("The coroutine must finish without waiting, but it awaited something.")
-
-
-def _a_loop_runs() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _run(function: Callable[..., Coroutine[Any, Any, Result]], arguments: tuple) -> Result:
@@ -88,8 +83,8 @@ def _run(function: Callable[..., Coroutine[Any, Any, Result]], arguments: tuple)
 @contextlib.asynccontextmanager
 async def one_at_a_time() -> AsyncIterator[None]:
     """
-    Context manager: wait until no function runs in a thread, then allow [`in_thread`]. An abandoned function gets some
-    seconds to finish; then its lane gets a new thread, and the old one, which Python cannot stop, keeps running.
+    Wait until no function runs in a thread, then allow [`in_thread`] within the context. An abandoned function gets a
+    few seconds to finish; then its lane gets a new thread, and the old one, which Python cannot stop, keeps running.
     """
     loop = asyncio.get_running_loop()
     async with _ONE_AT_A_TIME.setdefault(loop, asyncio.Lock()):

@@ -17,7 +17,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """`" Did you mean 'solver'?"`, the end of an error message; empty where no known name is near."""
     known = list(known)
     # As an abbreviation (`lr`) or a part of the name (`dataset`), else misspelt
-    near = [item for item in known if str(name) in ("".join(part[:1] for part in item.split("_")), *item.split("_"))]
+    near = [other for other in known if str(name) in ("".join(w[:1] for w in other.split("_")), *other.split("_"))]
     near = near or difflib.get_close_matches(str(name), known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -55,11 +55,7 @@ def checked_names(
     def decorate(init: Function) -> Function:
         parameters = inspect.signature(init).parameters
         known = list(parameters)[1:]
-        needed = [
-            parameter.name
-            for parameter in parameters.values()
-            if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
-        ]
+        needed = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
 
         def check(kwargs: Mapping[str, Any]) -> None:
             unknown = next((name for name in kwargs if name not in known), None)

@@ -14,15 +14,8 @@ from .hints import brief, did_you_mean
 
 def check_fields(data: Any, kinds: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
-    Return JSON data as a dictionary.
-
-    Args:
-        data (`Any`): the data.
-        kinds (`Mapping[str, Any]`): types of the fields that it may have, such as `list[str] | None`.
-        where (`str`): what holds the data, the beginning of messages.
-
-    Raises:
-        ValueError: the data is no object, has a field that is not listed, or a field of another type.
+    Return JSON data as a dictionary. `kinds` has the types of its fields, such as `list[str] | None`; messages begin
+    with `where`. Raises `ValueError` if the data is no object or has a field that is not listed or of another type.
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"{where} must be a JSON object, got {brief(repr(data), 80)}.")

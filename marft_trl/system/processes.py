@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -124,8 +124,7 @@ class PeerMonitor:
                     )
             with contextlib.suppress(Exception):  # the process that hosts the store may be gone
                 store = _clone(self._store)
-                failure = self._read_first_failure(store)
-                if failure is not None:
+                if (failure := self._read_first_failure(store)) is not None:
                     return failure
                 keys = {other: self._key("alive", other) for other in self._others}
                 heartbeats = {other: store.get(key) for other, key in keys.items() if store.check([key])}
@@ -165,8 +164,7 @@ class PeerMonitor:
             store, count = _clone(self._store), 0
             while not self._is_stopped.wait(_POLL_SECONDS if count else 0.0):
                 store.set(self._key("alive", self._index), str(count := count + 1))
-                failure = self._read_first_failure(store)
-                if failure is not None:
+                if (failure := self._read_first_failure(store)) is not None:
                     self._exit_if_stuck(failure)
                     return
 
@@ -221,8 +219,6 @@ def _is_alive(pid: int) -> bool:
         return True
 
 
-ErrorT = TypeVar("ErrorT", bound=BaseException)
-
 _CONNECTION_WORDS = ("connection", "peer", "socket", "broken pipe", "timed out", "nccl", "gloo", "remote process")
 
 
@@ -232,7 +228,7 @@ class OtherProcessError(RuntimeError):
 
 @contextlib.contextmanager
 def exiting_forked_children() -> Iterator[None]:
-    """A child that user code forks exits when it returns here: it would train and write files like its parent."""
+    """Exit a child that user code forked when it returns here: it would train and write files like its parent."""
     pid = os.getpid()
     try:
         yield
@@ -305,24 +301,22 @@ class Processes:
         """Return the item of the main process on all processes. It is pickled."""
         return item if self.count == 1 else self.gather([item])[0]
 
-    def mark_shared(self, error: ErrorT) -> ErrorT:
+    def mark_shared(self, error: Exception) -> Exception:
         """Mark an error as raised on all processes, so that it is not reported again. Return the error."""
         self._shared_error = error
         return error
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Context manager without collectives: if a process fails, all raise (others [`OtherProcessError`])."""
+        """Raise on all processes if the block, without collectives, fails on one; others [`OtherProcessError`]."""
+        if self.count == 1:
+            yield
+            return
         error: Exception | None = None
         try:
             yield
         except Exception as caught:
             error = caught
-            if self.count == 1:
-                self._shared_error = error
-                raise
-        if self.count == 1:
-            return
         if error is not None and self._are_others_blocked():
             raise error  # the others detect it when this process exits
         messages = self.gather([None if error is None else describe_error(error)])
@@ -341,7 +335,7 @@ class Processes:
 
     @contextlib.contextmanager
     def reporting_failures(self) -> Iterator[None]:
-        """Context manager: errors reach the others; lost connections raise an [`OtherProcessError`] with the cause."""
+        """Report errors to the others; lost connections raise an [`OtherProcessError`] with the cause."""
         if self.count == 1 or not torch.distributed.is_initialized():
             yield
             return

@@ -28,10 +28,6 @@ class UserState:
     def __init__(self, objects: Mapping[str, Any]):
         self._objects = {name: item for name, item in objects.items() if _has_state(name, item)}
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._objects)
-
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the states. A state that is not JSON-serializable raises a `TypeError`."""
         states = {}
@@ -150,11 +146,11 @@ class UserRandomness:
             self._states.restore(trainer_states)
 
     def user_states(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: run users' code with its own random states."""
+        """Run users' code with its own random states within the context."""
         return self._switched(True)
 
     def trainer_states(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: switch back to the random states of training, inside [`~UserRandomness.user_states`]."""
+        """Switch back to the random states of training within the context, inside [`~UserRandomness.user_states`]."""
         return self._switched(False)
 
     @contextlib.contextmanager
@@ -234,7 +230,7 @@ class EpisodeRandomness:
 
 
 def undisturbed() -> contextlib.AbstractContextManager[Any]:
-    """Context manager: no other thread runs users' code, so the random states of the process are those of training."""
+    """Keep other threads from running users' code, so that the random states of the process are those of training."""
     return _USERS
 
 

@@ -42,7 +42,7 @@ _NAMED = re.compile(
 
 @contextlib.contextmanager
 def published() -> Iterator[None]:
-    """Context manager: arguments are pickled without paths of this machine, for files that are uploaded."""
+    """Pickle arguments without paths of this machine within the context, for files that are uploaded."""
     token = is_published.set(True)
     try:
         yield

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,17 +24,13 @@ AGENT_METRICS = frozenset(
 )
 
 
-class HasModel(Protocol):
-    model: Any  # a `torch.nn.Module`, which training may replace
-
-
 class Metrics:
     """
     Metrics of a run since the last log, in the dictionary that TRL logs and clears: values by mode (`"train"` or
-    `"eval"`) and name. The mode is that of `trainer.model`, as in TRL.
+    `"eval"`) and name. The mode is that of `trainer.model`, which training may replace, as in TRL.
     """
 
-    def __init__(self, store: dict[str, dict[str, list[float]]], trainer: HasModel):
+    def __init__(self, store: dict[str, dict[str, list[float]]], trainer: Any):
         self._store, self._trainer = store, trainer
         self._latest: dict[str, float] = {}
 
@@ -59,8 +55,8 @@ class Metrics:
 
     def means(self, mode: str) -> dict[str, float]:
         """Means of the values that are not NaN, by name."""
-        known = {name: [value for value in item if value == value] for name, item in self._store[mode].items()}
-        return {name: sum(values) / len(values) for name, values in known.items() if values}
+        without_nan = {name: [v for v in values if v == v] for name, values in self._store[mode].items()}
+        return {name: sum(values) / len(values) for name, values in without_nan.items() if values}
 
     def clear(self, mode: str) -> None:
         self._store[mode].clear()

@@ -48,7 +48,7 @@ class TimeLimit:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager for code that is not the user's, or that has its own limit: its time does not count."""
+        """Stop the clock within the context, for code that is not the user's or that has its own limit."""
         self._is_paused += 1
         try:
             yield
@@ -65,8 +65,7 @@ class TimeLimit:
         """The error to raise in the code now, if any. Each interruption is raised once."""
         if self.is_ending or self._was_reached.is_set() or self.left() > 0:
             return None
-        if self.error is None:
-            self.error = TookTooLong(self._message(_where(self.thread)))
+        self.error = self.error or TookTooLong(self._message(_where(self.thread)))
         self._was_reached.set()
         return self.error
 
@@ -82,8 +81,7 @@ class TimeLimit:
         with self._lock:
             if self.is_ending:
                 return True
-            if self.error is None:
-                self.error = TookTooLong(self._message(_where(self.thread)))
+            self.error = self.error or TookTooLong(self._message(_where(self.thread)))
             if self.thread == threading.main_thread().ident and _SIGNAL is not None:
                 if not self._was_reached.is_set():  # by the system's timer
                     signal.pthread_kill(self.thread, _SIGNAL)
@@ -132,9 +130,8 @@ def progress() -> None:
 @contextlib.contextmanager
 def time_limit(seconds: float | None, message: Callable[[str], str]) -> Iterator[TimeLimit | None]:
     """
-    Context manager: code that runs longer than `seconds` (`None` for no limit) is interrupted, and a [`TookTooLong`]
-    is raised even if the code has caught the interruption. `message(where)` makes the error message from the function
-    that was running.
+    Interrupt code that runs longer than `seconds` (`None` for no limit), and raise a [`TookTooLong`] even if the code
+    has caught the interruption. `message(where)` makes the error message from the function that was running.
 
     Code that cannot be interrupted, because it neither returns to the interpreter nor waits for the system, ends the
     process with code 124 and a traceback of all threads. A limit around another one does not count the time of the

@@ -214,7 +214,7 @@ class SavedTeam:
         else:
             base = model.get_base_model() if isinstance(model, PeftModel) else model
             share = inference.share_prefixes and find_obstacle(base) is None
-            generator = TransformersGenerator.on(engine, policies, samplings, share)
+            generator = TransformersGenerator(engine, policies, samplings, share)
 
         def tokenize(prompts: list, functions: Sequence[Callable] = ()) -> list[list[int]]:
             """Like `GRPOTrainer._tokenize_prompts` (TRL 1.16)."""

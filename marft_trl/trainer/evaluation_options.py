@@ -37,7 +37,7 @@ class EvaluationOptions:
         k: Sequence[int] | None,
         is_other_set: bool,
     ) -> Iterator[None]:
-        """Context manager: override settings that are not `None`. `is_other_set`: the set is not the trainer's."""
+        """Override settings that are not `None` within the context. `is_other_set`: the set is not the trainer's."""
         check_sampling(sampling, "sampling")
         if num_samples is not None:
             check_count("num_samples", num_samples)
@@ -54,8 +54,7 @@ class EvaluationOptions:
         # `evaluate` calls itself for each of several sets. The inner calls keep the settings of the outer call
         outer = self._sampling, self._reporter.k_values
         is_other = is_other_set or num_samples is not None or sampling is not None
-        collapse = self._collapse
-        watch = collapse.ignoring_evaluations(is_other) if collapse is not None else contextlib.nullcontext()
+        watch = self._collapse.ignoring_evaluations(is_other) if self._collapse else contextlib.nullcontext()
         self._sampling = self._sampling if sampling is None else sampling
         self._reporter.k_values = values
         try:
@@ -66,7 +65,7 @@ class EvaluationOptions:
 
     @contextlib.contextmanager
     def without_losses(self) -> Iterator[None]:
-        """Context manager that evaluates without a loss, which saves a forward pass. Other metrics stay the same."""
+        """Evaluate without a loss within the context, which saves a forward pass. Other metrics stay the same."""
         self._with_losses = False
         try:
             yield
@@ -78,7 +77,7 @@ class EvaluationOptions:
 
     @contextlib.contextmanager
     def silence_agents(self, *names: str) -> Iterator[None]:
-        """Context manager that replaces turns of these agents by empty text, also for environments and answers."""
+        """Replace turns of these agents by empty text within the context, also for environments and answers."""
         for name in names:
             if name not in self._agents:
                 raise ValueError(unknown_agent(name, self._agents, "`silence_agents`"))
@@ -91,6 +90,3 @@ class EvaluationOptions:
     @property
     def mode(self) -> RunMode:
         return RunMode(decoding(self._sampling), silent=self._silent)
-
-    def metrics(self, dataset: Any, prefix: str) -> dict[str, float]:
-        return {f"{prefix}_{name}": value for name, value in self._reporter.end_evaluation(dataset, prefix).items()}

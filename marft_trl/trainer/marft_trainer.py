@@ -27,7 +27,7 @@ from ..learning.adapter_updates import Schedule, after_update
 from ..learning.memory import MemoryPlan
 from ..prompts.views import View, check_view, team_view
 from ..reporting.evaluation import EvalMetric, Vote, check_eval_metrics, last_box
-from ..reporting.model_card import PAPER, TAGS
+from ..reporting.model_card import CARD_NAME, PAPER, TAGS
 from ..reporting.progress import announce, team_callbacks
 from ..rollout.failures import Failures
 from ..rollout.reward_scorer import wrap_reward_function
@@ -57,47 +57,39 @@ class MARFTTrainer(GRPOTrainer):
     Arguments of [`~trl.GRPOTrainer`] have the same meaning here and come first. The arguments of a team follow.
 
     Args:
-        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Base model of all agents. In a `PeftModel`, adapters that are named like the adapter of an agent are
-            trained further, and missing ones start as copies of the adapter `default`.
-        reward_funcs:
-            Reward functions and reward models of the team's answer, as in `GRPOTrainer`. Functions are also passed
-            `turns` (a list of [`Turn`] per episode), `earned` (the reward that the turns of each episode earned in the
-            workflow) and `environments` (the environment of each episode, or `None`). Optional if the workflow earns
-            rewards.
-        args ([`MARFTConfig`], *optional*):
-            Training arguments. A `GRPOConfig` is accepted too.
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): base model of all agents. In a
+            `PeftModel`, adapters that are named like the adapter of an agent are trained further, and missing ones
+            start as copies of the adapter `default`.
+        reward_funcs: reward functions and reward models of the team's answer, as in `GRPOTrainer`. Functions are also
+            passed `turns` (a list of [`Turn`] per episode), `earned` (the reward that the turns of each episode earned
+            in the workflow) and `environments` (the environment of each episode, or `None`). Optional if the workflow
+            earns rewards.
+        args ([`MARFTConfig`], *optional*): training arguments. A `GRPOConfig` is accepted too.
         train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers,
-        quantization_config:
-            As in `GRPOTrainer`.
-        peft_config ([`~peft.PeftConfig`], *optional*):
-            Config of the adapters of agents without a `peft_config`. If no agent has one either, all agents share one
-            fully trained policy.
-        tools (`list[Callable]`, *optional*):
-            Functions that agents without `AgentSpec(tools=...)` may call, as in `GRPOTrainer`. An agent with
-            `AgentSpec(tools=[])` has none.
-        rollout_func:
-            Not supported. Write a [`Workflow`] instead.
-        environment_factory (`Callable` or `dict[str, Callable]`, *optional*):
-            Class of the environment, as in `GRPOTrainer`. Short for `workflow=EnvironmentLoop(environment_factory)`,
-            or for [`ByColumn`] if it is a dictionary of several.
-        agents (`list[AgentSpec]`):
-            Agents of the team, in order.
-        critic_peft_config ([`~peft.PeftConfig`], *optional*):
-            Config of the critic's LoRAs. Defaults to the config of the first agent's adapter.
-        workflow ([`Workflow`], *optional*, defaults to [`Sequential`]):
-            Program that decides which agent acts next and what each agent is shown.
-        view (`Callable`, *optional*, defaults to [`team_view`]):
-            Function that makes observations: `view(agent, prompt, seen)` returns the messages that an agent is shown.
-        eval_metrics (*optional*):
-            Metrics of the team's answers in evaluations: metrics of the `evaluate` package, or callables
-            `metric(answers, **columns)`.
-        eval_vote (`Callable[[str], Hashable]`, *optional*):
-            What is compared of the texts of answers for `maj@k` in evaluations (`eval_k`); `None` for a text without
-            an answer. Defaults to the content of the last LaTeX box, or else the whole text.
-        anonymous (`bool` or `str`, *optional*, defaults to `False`):
-            Anonymous ablation. Role prompts are replaced by "You are agent 1 of 3 ..." (`True` or `"numbered"`) or
-            left out (`"none"`). Teammates are shown as `agent_1`, `agent_2`, ...
+        quantization_config: as in `GRPOTrainer`.
+        peft_config ([`~peft.PeftConfig`], *optional*): config of the adapters of agents without a `peft_config`. If no
+            agent has one either, all agents share one fully trained policy.
+        tools (`list[Callable]`, *optional*): functions that agents without `AgentSpec(tools=...)` may call, as in
+            `GRPOTrainer`. An agent with `AgentSpec(tools=[])` has none.
+        rollout_func: not supported. Write a [`Workflow`] instead.
+        environment_factory (`Callable` or `dict[str, Callable]`, *optional*): class of the environment, as in
+            `GRPOTrainer`. Short for `workflow=EnvironmentLoop(environment_factory)`, or for [`ByColumn`] if it is a
+            dictionary of several.
+        agents (`list[AgentSpec]`): agents of the team, in order.
+        critic_peft_config ([`~peft.PeftConfig`], *optional*): config of the critic's LoRAs. Defaults to the config of
+            the first agent's adapter.
+        workflow ([`Workflow`], *optional*, defaults to [`Sequential`]): program that decides which agent acts next and
+            what each agent is shown.
+        view (`Callable`, *optional*, defaults to [`team_view`]): function that makes observations:
+            `view(agent, prompt, seen)` returns the messages that an agent is shown.
+        eval_metrics (*optional*): metrics of the team's answers in evaluations: metrics of the `evaluate` package, or
+            callables `metric(answers, **columns)`.
+        eval_vote (`Callable[[str], Hashable]`, *optional*): what is compared of the texts of answers for `maj@k` in
+            evaluations (`eval_k`); `None` for a text without an answer. Defaults to the content of the last LaTeX box,
+            or else the whole text.
+        anonymous (`bool` or `str`, *optional*, defaults to `False`): anonymous ablation. Role prompts are replaced by
+            "You are agent 1 of 3 ..." (`True` or `"numbered"`) or left out (`"none"`). Teammates are shown as
+            `agent_1`, `agent_2`, ...
 
     Raises:
         ValueError, TypeError: an argument, or a combination of arguments, that cannot work. Raised before anything is
@@ -198,8 +190,10 @@ class MARFTTrainer(GRPOTrainer):
             self.add_callback(SyncReferences(self.policies))
         team_callbacks(self, [agent.name for agent in self.agents])
         samplings = {agent.name: Sampling.from_agent(agent, args) for agent in self.agents}
-        who = (self.agents, self.workflow, self.policies, self.critic, level)
-        team = TeamSetup(*who, samplings, alias_names(self.agents) if self.anonymous else {}, self.anonymous)
+        aliases = alias_names(self.agents) if self.anonymous else {}
+        team = TeamSetup(
+            self.agents, self.workflow, self.policies, self.critic, level, samplings, aliases, self.anonymous
+        )
         code = UserCode(view, turn_rewards, eval_metrics or [], eval_vote or last_box, failures)
         self.parts = Parts(self, team, self.schedule, code, engine)
         if sharding is not None:
@@ -318,14 +312,10 @@ class MARFTTrainer(GRPOTrainer):
         Run the team on an evaluation set, or on several.
 
         Args:
-            eval_dataset, ignore_keys, metric_key_prefix:
-                As in [`~transformers.Trainer.evaluate`].
-            num_samples (`int`, *optional*):
-                Episodes of each question, instead of `num_generations_eval`.
-            sampling (`dict`, *optional*):
-                Sampling settings of all agents, instead of `eval_sampling`.
-            k (`Sequence[int]`, *optional*):
-                Values of k for pass@k and maj@k, instead of `eval_k`.
+            eval_dataset, ignore_keys, metric_key_prefix: as in [`~transformers.Trainer.evaluate`].
+            num_samples (`int`, *optional*): episodes of each question, instead of `num_generations_eval`.
+            sampling (`dict`, *optional*): sampling settings of all agents, instead of `eval_sampling`.
+            k (`Sequence[int]`, *optional*): values of k for pass@k and maj@k, instead of `eval_k`.
 
         Returns: the metrics, as they are logged.
 
@@ -347,7 +337,8 @@ class MARFTTrainer(GRPOTrainer):
     def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs):
         self.parts.reporter.begin_evaluation()
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        output.metrics.update(self.parts.evaluations.metrics(dataloader.dataset, metric_key_prefix))
+        metrics = self.parts.reporter.end_evaluation(dataloader.dataset, metric_key_prefix)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -427,7 +418,8 @@ class MARFTTrainer(GRPOTrainer):
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
         if self.is_world_process_zero():
             folder = Path(self.args.output_dir)
-            self.parts.files.save_card(folder, self.state.log_history, model_name, dataset_name, tags)
+            card = self.parts.files.card(self.state.log_history, model_name or folder.name, dataset_name, tags)
+            card.save(folder / CARD_NAME)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self.is_world_process_zero():

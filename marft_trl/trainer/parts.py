@@ -189,7 +189,7 @@ class Parts:
         is_exact = passes.sample_what_they_score()
         if self._engine is None:
             records = self._needs_old and is_exact
-            return TransformersGenerator.on(
+            return TransformersGenerator(
                 calls, policies, self._team.samplings, passes.share, records, self.processes.is_base_sharded
             )
         from ..extras.engines.setup import make_vllm_generator
@@ -246,16 +246,9 @@ class Parts:
             self._estimator = BaselineEstimator(team, run, credit, self._rewards, self._running)
         device = self.processes.device
         random_states = RandomStates(device, others=other_devices(self._model, device))
+        out_of_memory, trl_loss = OutOfMemory(run, batcher, self.updates, random_states), TrlLoss(trainer)
         self.loss = TeamLoss(
-            team,
-            run,
-            TrlLoss(trainer),
-            self.log_probs,
-            batcher,
-            self._collate,
-            self.critic,
-            self.updates,
-            OutOfMemory(run, batcher, self.updates, random_states),
+            team, run, trl_loss, self.log_probs, batcher, self._collate, self.critic, self.updates, out_of_memory
         )
         trainer.add_callback(self.loss)
         is_sequential = args.update_order == "sequential"
@@ -351,14 +344,7 @@ class Parts:
             num_processes=self.processes.count,
         )
         self.checkpoints = Checkpoints(
-            team,
-            self._context,
-            stateful,
-            self._schedule,
-            trainer.model,
-            trainer.ref_model,
-            settings,
-            self._best,
+            team, self._context, stateful, self._schedule, trainer.model, trainer.ref_model, settings, self._best
         )
         inference = {
             "chat_template_kwargs": dict(trainer.chat_template_kwargs),

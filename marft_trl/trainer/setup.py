@@ -195,17 +195,16 @@ def choose_workflow(
         raise ValueError(
             "`rollout_func` is not supported by MARFTTrainer. Write a workflow and pass it as `workflow=`."
         )
-    if environment_factory is None:
-        return check_workflow(Sequential() if workflow is None else workflow, agents)
-    if workflow is not None:
+    if environment_factory is not None and workflow is not None:
         raise ValueError(
             "`workflow` and `environment_factory` were both passed. Pass only "
             "`workflow=EnvironmentLoop(environment_factory, ...)`."
         )
     if isinstance(environment_factory, Mapping):  # as in TRL, rows choose among several by a column
-        loops = {name: EnvironmentLoop(factory) for name, factory in environment_factory.items()}
-        return check_workflow(ByColumn(loops), agents)
-    return check_workflow(EnvironmentLoop(environment_factory), agents)
+        workflow = ByColumn({name: EnvironmentLoop(factory) for name, factory in environment_factory.items()})
+    elif environment_factory is not None:
+        workflow = EnvironmentLoop(environment_factory)
+    return check_workflow(Sequential() if workflow is None else workflow, agents)
 
 
 def check_votes(args: MARFTConfig, vote: Any, rewards: Sequence[str]) -> None:
@@ -623,12 +622,8 @@ def _warn_of_generation_config(base: PreTrainedModel | PeftModel, args: MARFTCon
     """Warn of settings in the generation config of the base that have no effect. Only its end tokens are used."""
     config = getattr(base, "generation_config", None)
     defaults = config.to_diff_dict() if config is not None else {}
-    overrides = {*(args.generation_kwargs or {}), *(["min_p"] if args.min_p is not None else [])}
-    unused = {
-        name: value
-        for name, value in defaults.items()
-        if not name.startswith("_") and name not in _REPLACED | overrides
-    }
+    replaced = {*_REPLACED, *(args.generation_kwargs or {}), *(["min_p"] if args.min_p is not None else [])}
+    unused = {name: value for name, value in defaults.items() if not name.startswith("_") and name not in replaced}
     if unused:
         logger.warning(
             "The generation config of the base sets "

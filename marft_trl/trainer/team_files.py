@@ -31,8 +31,7 @@ from .setup import tool_limits
 
 
 _OF_METHOD = ("preset", "advantage", "critic", "credit", "level", "loss_type", "num_generations")
-_CARD_METRICS = ("reward", "eval_reward")
-_CARD_AGENT_METRICS = ("/reward", "/return", "/kl", "/mean_length")
+_CARD_METRICS = re.compile("(eval_)?(reward|agents/.*/(reward|return|kl|mean_length))")
 
 
 class TeamFiles:
@@ -95,7 +94,8 @@ class TeamFiles:
         if self.manifest().base_model is None:
             for name in self._adapters:
                 forget_local_base(folder / name)
-        self.save_card(folder, log_history, folder.name)  # PEFT's own names a local base, which the Hub refuses
+        # PEFT's own card names a local base, which the Hub refuses
+        self.card(log_history, folder.name).save(folder / CARD_NAME)
 
     def try_out(self, configs: Mapping[str, PeftConfig]) -> None:
         """Write all but weights into a folder that is removed. What cannot be saved raises here, before training."""
@@ -108,33 +108,17 @@ class TeamFiles:
             # Without the picture, for which the workflow would run
             team_card(self.manifest(), folder.name, facts=self._facts({}, None)).save(folder / CARD_NAME)
 
-    def save_card(
-        self,
-        folder: Path,
-        log_history: Sequence[Mapping[str, Any]],
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | Sequence[str] | None = None,
-    ) -> None:
-        tags = [tags] if isinstance(tags, str) else list(tags or [])
-        self.card(log_history, model_name or folder.name, dataset_name, tags).save(folder / CARD_NAME)
-
     def card(
         self,
         log_history: Sequence[Mapping[str, Any]],
         model_name: str,
         dataset_name: str | None = None,
-        tags: Sequence[str] = (),
+        tags: str | Sequence[str] | None = None,
     ) -> ModelCard:
         latest: dict[str, float] = {}
         for entry in log_history:
             latest |= {key: value for key, value in entry.items() if isinstance(value, (int, float))}
-        shown = {
-            key: value
-            for key, value in latest.items()
-            if key in _CARD_METRICS
-            or (key.startswith(("agents/", "eval_agents/")) and key.endswith(_CARD_AGENT_METRICS))
-        }
+        shown = {key: value for key, value in latest.items() if _CARD_METRICS.fullmatch(key)}
         for prefix in ("", "eval_"):  # without returns of their own, agents only repeat the team's reward
             rewards = [key for key in shown if key.startswith(f"{prefix}agents/") and key.endswith("/reward")]
             if not differ([shown[key] for key in rewards]):
@@ -144,7 +128,7 @@ class TeamFiles:
             model_name,
             repo=self._trainer.hub_model_id,
             dataset_name=dataset_name,
-            tags=[*tags, *TAGS],
+            tags=[*([tags] if isinstance(tags, str) else tags or ()), *TAGS],
             metrics=shown,
             max_rank=self._max_rank,
             facts=self._facts(latest, dataset_name),

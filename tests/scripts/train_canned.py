@@ -45,7 +45,8 @@ def canned(trainer, kind):
 
     async def generate(observed, **options):
         replies = []
-        for agent, ids, *_ in observed:
+        for observation in observed:
+            agent, ids = observation.agent, observation.ids
             key = (trainer.state.global_step, agent, tuple(ids))
             counts[key] += 1
             draw = random.Random(repr((key, counts[key])))
