@@ -307,7 +307,6 @@ def test_accepting_one_generation_lets_no_other_error_pass(tmp_path):
 
 
 def test_constructing_grpo_trainer_hides_settings_from_the_constructor_alone(tmp_path, caplog):
-    """Of `without_reference`, `without_vllm` and `without_init_kwargs_warning`."""
     args = MARFTConfig(str(tmp_path), beta=0.1, sync_ref_model=True)
     args.use_vllm = True
     parents = logging.getLogger("trl.trainer.grpo_trainer")

@@ -493,7 +493,6 @@ def test_none_throughout_trains_nothing_and_none_for_some_is_counted(model_folde
     throughout.train()
     assert not moved(before, weights(throughout))
     assert [step["frac_unscored"] for step in logged_steps(throughout)] == [1.0, 1.0]
-    # `without_unscored_row_warnings`
     assert "following kwargs:\n" not in caplog.text  # TRL's message continues with the row
     assert "returned None for the following kwargs: those of 8 of 8 episodes" in caplog.text
     trainer = team_trainer(model_folder, tmp_path, reward_funcs=[some, nothing], settings={"max_steps": 1})

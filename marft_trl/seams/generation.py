@@ -18,7 +18,7 @@ from .swapping import swapped
 
 
 class GraphMemory(NamedTuple):
-    """What several graphs share. Only the latest result of a graph is valid."""
+    """Memory that several graphs share. Only the latest result of a graph is valid."""
 
     device: torch.device
     pool: Any
@@ -74,8 +74,8 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 @contextlib.contextmanager
 def generating_by(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     """
-    Context manager: `generate` uses these settings alone. transformers (5.23) fills in settings from the model's own
-    generation config, even where a setting equals the default (transformers#42762), such as a `min_p` of the base.
+    Let `generate` use these settings alone. transformers (5.23) fills in settings from the model's own generation
+    config, even where a setting equals the default (transformers#42762), such as a `min_p` of the base.
     """
     own = vars(model.generation_config)
     before = dict(own)
@@ -90,7 +90,7 @@ def generating_by(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forward_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[None]:
-    """Context manager: cast forward passes as `Accelerator.prepare_model` (1.15) does in training."""
+    """Cast forward passes as `Accelerator.prepare_model` (1.15) does in training."""
     if dtype is None:
         yield
         return
@@ -108,9 +108,9 @@ def forward_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[None
 @contextlib.contextmanager
 def generating_in_precision(model: Any, dtype: torch.dtype | None) -> Iterator[None]:
     """
-    Context manager: `generate` of a PEFT model (0.21) computes in the precision of training (`dtype`), if the base has
-    it. `generate` bypasses the forward pass that accelerate (1.15) casts, so adapters would compute in float32. A base
-    in float32 is left alone, as in `GRPOTrainer`: it would be cast again for every token.
+    Let `generate` of a PEFT model (0.21) compute in the precision of training (`dtype`), if the base has it. It
+    bypasses the forward pass that accelerate (1.15) casts, so adapters would compute in float32. A base in float32 is
+    left alone, as in `GRPOTrainer`: it would be cast again for every token.
     """
     is_meant = dtype is not None and isinstance(model, PeftModel) and model.get_base_model().dtype == dtype
     with torch.autocast(model.device.type, dtype=dtype) if is_meant else contextlib.nullcontext():
@@ -140,7 +140,7 @@ class TrlEngine:
 
     def __init__(self, trainer: GRPOTrainer, general: Mapping[str, Any]):
         self._trainer, self._general = trainer, dict(general)
-        self._wrapped, self._unwrapped = None, None
+        self._wrapped = self._unwrapped = None
         self.tokenizer = trainer._tokenizer
 
     @property

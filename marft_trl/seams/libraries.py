@@ -16,7 +16,7 @@ from accelerate.logging import MultiProcessAdapter
 from packaging.version import Version
 
 
-# Messages that no user of a team can do anything about, as patterns of `warnings`, with who causes them
+# Warnings that users of a team cannot act on, as patterns of messages, with their causes
 _NOISE = {
     # TRL (1.16) asks models for the name that transformers (5.23) has replaced, at each switch of checkpointing
     r"`is_gradient_checkpointing` is deprecated": FutureWarning,
@@ -93,8 +93,8 @@ def release(text: str) -> tuple[int, int]:
 
 def newer_than_tested() -> dict[str, str]:
     """Installed versions, by package, that are newer than those that the tests have run with."""
-    found = {name: installed_version(name) for name in TESTED}
-    return {name: text for name, text in found.items() if text and release(text) > release(TESTED[name][1])}
+    installed = {name: installed_version(name) for name in TESTED}
+    return {name: text for name, text in installed.items() if text and release(text) > release(TESTED[name][1])}
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -63,7 +64,7 @@ class MixedLora:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """Context manager: passes are mixed. Call [`~MixedLora.use`] before each of them."""
+        """Mix passes within the context. Call [`~MixedLora.use`] before each of them."""
         for layer in self._layers:
             layer.forward = functools.partial(self._forward, layer)
         try:
@@ -83,12 +84,9 @@ class MixedLora:
         self._placed.clear()
         places = [self._names.index(name) for name in adapters]
         self._which = torch.tensor(places)
-        counts = [0] * len(self._names)
-        ranks = []
-        for place in places:
-            ranks.append(counts[place])
-            counts[place] += 1
-        self._most = max(counts)
+        counters = [itertools.count() for _ in self._names]
+        ranks = [next(counters[place]) for place in places]  # of each row among those of its adapter
+        self._most = max(ranks) + 1
         slots = [place * self._most + rank for place, rank in zip(places, ranks, strict=True)]
         self._slots = None if slots == list(range(len(self._names) * self._most)) else torch.tensor(slots)
 
@@ -105,7 +103,7 @@ class MixedLora:
                 f"A LoRA layer got an input of shape {tuple(x.shape)}, which does not fit the rows of the mixed pass."
             )
         down, up = matrices  # (K, in, r), (K, r, out)
-        dropped = next(iter(layer.lora_dropout[name] for name in self._names if name in layer.lora_A))(x)
+        dropped = next(layer.lora_dropout[name] for name in self._names if name in layer.lora_A)(x)
         if not torch.is_autocast_enabled(x.device.type):
             dropped = dropped.to(down.dtype)
         return (result + self._change(dropped, down, up)).to(result.dtype)
@@ -178,7 +176,7 @@ class DecodingLayers:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[Hashable | None]:
-        """Context manager: use these layers. Yields a key of the addresses of weights; `None` if they may change."""
+        """Use these layers within the context. Yields a key of the addresses of weights, `None` if they may change."""
         patched: list[nn.Module] = []
         try:
             yield self._patch(patched)
@@ -203,7 +201,7 @@ class DecodingLayers:
                     return None
                 active = [adapter for adapter in module.active_adapters if adapter in module.lora_A]
                 adapters.update(active)
-                if len(adapters) > 1 or any(_find_obstacle(module, adapter) is not None for adapter in active):
+                if len(adapters) > 1 or not all(_is_plain_lora(module, adapter) for adapter in active):
                     return None
                 if active:
                     layers[name] = module
@@ -250,7 +248,7 @@ class _Pack:
                 start = end
 
     def _weights(self) -> list[torch.Tensor]:
-        """A `(r, in)` and B `(r, out)` of each layer, read anew: an adapter may act with other weights."""
+        """A `(r, in)` and B `(r, out)` of each layer, read at each call: an adapter may act with other weights."""
         pairs = [(layer.lora_A[self._adapter].weight, layer.lora_B[self._adapter].weight) for layer in self._order]
         return [tensor.detach() for down, up in pairs for tensor in (down, up.t())]
 
@@ -279,7 +277,7 @@ class _LayerGroup:
     def forward(
         self, layer: Any, up: torch.Tensor, start: int, end: int, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if torch.is_grad_enabled():  # somebody else trains meanwhile
+        if torch.is_grad_enabled():  # another thread trains meanwhile
             return type(layer).forward(layer, x, *args, **kwargs)
         result = layer.base_layer(x, *args, **kwargs)
         if self.source is not x:
@@ -302,14 +300,13 @@ def _groups(layers: Mapping[str, Any]) -> list[list[str]]:
     return list(found.values())
 
 
-def _find_obstacle(layer: Any, adapter: str) -> str | None:
-    """Reason why the LoRA of a layer cannot be computed here; `None` if it can."""
-    if type(layer).__name__ not in PLAIN_LORAS or "forward" in vars(layer):
-        return "another class, or hooks of others"
-    if adapter in layer.lora_variant or layer.lora_B[adapter].bias is not None or layer.merged:
-        return "a variant of LoRA, a bias, or merged"
+def _is_plain_lora(layer: Any, adapter: str) -> bool:
+    """Whether the LoRA of a layer can be computed here: no hooks, variant, bias, merged weights or dropout."""
+    if type(layer).__name__ not in PLAIN_LORAS or "forward" in vars(layer) or layer.merged:
+        return False
     dropout = layer.lora_dropout[adapter]
-    return "dropout" if dropout.training and getattr(dropout, "p", 0.0) else None
+    has_dropout = dropout.training and getattr(dropout, "p", 0.0)
+    return not (has_dropout or adapter in layer.lora_variant or layer.lora_B[adapter].bias is not None)
 
 
 def _rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
@@ -333,6 +330,6 @@ def _is_plain_norm(module: nn.Module) -> bool:
         return False
     x = torch.linspace(-3, 3, 2 * len(weight), device=weight.device, dtype=torch.float32).sin().view(2, -1)
     x = x.to(weight.dtype)
-    expected, found = module(x), _rms_norm(module, x)
+    expected, fused = module(x), _rms_norm(module, x)
     limit = _ROUNDING * torch.finfo(weight.dtype).eps * expected.float().abs().max()
-    return expected.dtype == found.dtype and bool((found.float() - expected.float()).abs().max() <= limit)
+    return expected.dtype == fused.dtype and bool((fused.float() - expected.float()).abs().max() <= limit)

@@ -75,13 +75,13 @@ class _States(BaseModelOutputWithPast):
 
 @contextlib.contextmanager
 def _with_states(model: PreTrainedModel, hidden: torch.Tensor) -> Iterator[list[None]]:
-    """Context manager: the backbone returns these hidden states. Yields a list with an entry per call."""
-    known = _States(last_hidden_state=hidden.unsqueeze(0))
+    """Let the backbone return these hidden states within the context. Yields a list with an entry per call."""
+    states = _States(last_hidden_state=hidden.unsqueeze(0))
     calls: list[None] = []
 
     def forward(*args: Any, **kwargs: Any) -> _States:
         calls.append(None)
-        return known
+        return states
 
     with swapped(model.base_model, {"forward": forward, "_forward_pre_hooks": {}}):
         yield calls
@@ -89,7 +89,7 @@ def _with_states(model: PreTrainedModel, hidden: torch.Tensor) -> Iterator[list[
 
 @contextlib.contextmanager
 def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Context manager: evaluation mode. Each module's own mode is restored."""
+    """Evaluation mode within the context. Each module's own mode is restored."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -116,7 +116,7 @@ def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
     weight = getattr(head, "weight", None)
     if weight is None or weight.is_meta or not weight.is_floating_point():  # sharded later, or quantized
         return
-    # A generator of its own: the check must not move the run's random numbers
+    # A separate generator: the check must not move the run's random numbers
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(8, weight.size(1), generator=generator).to(weight.device, weight.dtype)
     ids = torch.arange(8, device=weight.device) * 7 % weight.size(0)
@@ -140,8 +140,8 @@ def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
 @contextlib.contextmanager
 def checkpointing_with_caches(backbone: nn.Module) -> Iterator[None]:
     """
-    Context manager: checkpointed layers keep their cache. transformers (5.23) removes it, because it would grow again
-    when a layer is run again in the backward pass. [`KeptLayer`] does not grow.
+    Keep the cache of checkpointed layers within the context. transformers (5.23) removes it, because it would grow
+    again when a layer is run again in the backward pass. [`KeptLayer`] does not grow.
     """
     with contextlib.ExitStack() as stack:
         for module in backbone.modules():
@@ -218,23 +218,21 @@ class AdapterLayers:
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Context manager like `PeftModel.disable_adapter`, but `requires_grad` does not change."""
+        """Like `PeftModel.disable_adapter`, but `requires_grad` does not change."""
         layers = list(self.modules())
         if not self._are_plain:
             with self._model.disable_adapter():
                 yield
             return
-        before, model = [layer._disable_adapters for layer in layers], self._model
-        was_disabled = model._adapters_disabled
+        before = [layer._disable_adapters for layer in layers]
         try:
-            model._adapters_disabled = True
             for layer in layers:
                 layer._disable_adapters = True
-            yield
+            with swapped(self._model, {"_adapters_disabled": True}):
+                yield
         finally:
-            model._adapters_disabled = was_disabled
-            for layer, was in zip(layers, before, strict=True):
-                layer._disable_adapters = was
+            for layer, was_disabled in zip(layers, before, strict=True):
+                layer._disable_adapters = was_disabled
 
 
 def _is_plain(layer: Any) -> bool:
@@ -277,7 +275,7 @@ def without_adapter_name_warning() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_bitsandbytes(model: Any) -> Iterator[None]:
-    """Context manager: PEFT (0.21) adds LoRA layers without importing bitsandbytes, unless the model is quantized."""
+    """Let PEFT (0.21) add LoRA layers without importing bitsandbytes, unless the model is quantized."""
     if getattr(model, "is_quantized", False):
         yield
         return

@@ -93,8 +93,8 @@ def saving_only(trainer: GRPOTrainer) -> Iterator[None]:
 
 def saving_adapters_alone(trainer: GRPOTrainer, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
     """
-    Context manager: save only the adapters `names`, without layers of the base. PEFT (0.21) adds the embeddings of the
-    base to an adapter with a LoRA on them (peft#1147), and a saved team does not take layers of the base from a file.
+    Save only the adapters `names`, without layers of the base. PEFT (0.21) adds the embeddings of the base to an
+    adapter with a LoRA on them (peft#1147), and a saved team does not take layers of the base from a file.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if not isinstance(model, PeftModel):
@@ -104,10 +104,8 @@ def saving_adapters_alone(trainer: GRPOTrainer, names: Sequence[str]) -> context
 
 
 def keeping_checkpoints(trainer: GRPOTrainer) -> contextlib.AbstractContextManager[None]:
-    """
-    `Trainer._finalize_training` (transformers 5.23) keeps all checkpoints, also the newest (transformers#35070): a
-    restarted run would repeat the steps after the best one.
-    """
+    """`Trainer._finalize_training` (transformers 5.23) keeps all checkpoints, also the newest (transformers#35070)."""
+    # Without the newest, a restarted run would repeat the steps after the best one
     return swapped(trainer.args, {"save_total_limit": None})
 
 
@@ -118,7 +116,7 @@ def save_checkpoint_now(trainer: GRPOTrainer) -> None:
 
 @contextlib.contextmanager
 def schedule_of_any_length(scheduler: Any) -> Iterator[None]:
-    """Context manager: a `LambdaLR` (torch 2.13) loads the state of another number of parameter groups."""
+    """Let a `LambdaLR` (torch 2.13) load the state of another number of parameter groups."""
     load = scheduler.load_state_dict
 
     def load_any(state: Mapping[str, Any]) -> None:
@@ -175,7 +173,7 @@ def step_without_gradients(scaler: Any) -> None:
 
     def step_if(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         nonlocal had_gradients
-        had_gradients = any(item.grad is not None for group in optimizer.param_groups for item in group["params"])
+        had_gradients = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         return step(optimizer, *args, **kwargs) if had_gradients else optimizer.step(*args, **kwargs)
 
     def update_if(*args: Any, **kwargs: Any) -> None:
@@ -187,11 +185,10 @@ def step_without_gradients(scaler: Any) -> None:
 
 def timeout_of_processes() -> float | None:
     """Timeout of the default process group (torch 2.13) in seconds; `None` without a group."""
-    group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
-    if group is None:
+    if not torch.distributed.is_initialized():
         return None
     device = torch.device("cuda" if "nccl" in torch.distributed.get_backend() else "cpu")
-    return group._get_backend(device).options._timeout.total_seconds()
+    return torch.distributed.group.WORLD._get_backend(device).options._timeout.total_seconds()
 
 
 def store_of_processes() -> Any:

@@ -37,7 +37,7 @@ class WholeAdapters:
         self._accelerator, plugin = accelerator, accelerator.state.fsdp_plugin
         whole = {id(parameter) for parameter in [*adapters, *_between_layers(model)]}
         plugin.ignored_modules = [
-            module for module in model.modules() if any(id(item) in whole for item in module.parameters(recurse=False))
+            module for module in model.modules() if any(id(p) in whole for p in module.parameters(recurse=False))
         ]
         if plugin.cpu_ram_efficient_loading:
             with torch.no_grad():  # from the first process, in place and one by one

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Attributes that an object has for a while."""
+"""Replace attributes of an object within a context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def swapped(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: set attributes of an object, and restore its own or those of its class afterwards."""
+    """Set attributes of an object or a module, and restore its own or those of its class afterwards."""
     own = {name: owner.__dict__[name] for name in attributes if name in owner.__dict__}
     owner.__dict__.update(attributes)
     try:

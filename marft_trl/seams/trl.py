@@ -49,23 +49,9 @@ LOSSES = {
 }
 
 
-def without_vllm(args: Any) -> contextlib.AbstractContextManager[None]:
-    """Set `use_vllm` to `False`: `GRPOTrainer.__init__` (TRL 1.16) would create a vLLM with a single policy."""
-    return swapped(args, {"use_vllm": False})
-
-
-def without_reference(args: Any, enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """
-    Context manager: `beta` is 0 and `sync_ref_model` is `False`, if enabled. `GRPOTrainer.__init__` (TRL 1.16)
-    requires an adapter named `default` for its reference, and cannot sync it (trl#4723).
-    """
-    beta, sync = (0.0, False) if enabled else (args.beta, args.sync_ref_model)
-    return swapped(args, {"beta": beta, "sync_ref_model": sync})
-
-
 @contextlib.contextmanager
 def _without_messages(text: str | None) -> Iterator[None]:
-    """Context manager that drops log messages of `GRPOTrainer` that contain a text; none if `text` is `None`."""
+    """Drop log messages of `GRPOTrainer` that contain a text; none if `text` is `None`."""
     trl_logger = logging.getLogger("trl.trainer.grpo_trainer")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -76,16 +62,6 @@ def _without_messages(text: str | None) -> Iterator[None]:
         yield
     finally:
         trl_logger.removeFilter(keep)
-
-
-def without_init_kwargs_warning(enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Drop the warning of `GRPOTrainer.__init__` (TRL 1.16): the model was loaded with `model_init_kwargs`."""
-    return _without_messages("`model_init_kwargs` to the `GRPOConfig`" if enabled else None)
-
-
-def without_unscored_row_warnings() -> contextlib.AbstractContextManager[None]:
-    """Drop warnings of `GRPOTrainer._calculate_rewards` (TRL 1.16), which quote rows; `frac_unscored` counts them."""
-    return _without_messages("All reward functions returned None")
 
 
 @contextlib.contextmanager
@@ -107,18 +83,22 @@ def constructing_grpo_trainer(
     reward_weights: list[float] | None = None,  # of all reward functions; `None`: those of the arguments
 ) -> Iterator[None]:
     """
-    Context manager around `GRPOTrainer.__init__` (TRL 1.16). A reference model that TRL loads goes to the device of
-    the process. The arguments are restored, because the user may create another trainer from them.
+    Change arguments for `GRPOTrainer.__init__` (TRL 1.16). A reference model that TRL loads goes to the device of the
+    process. The arguments are restored, because the user may create another trainer from them.
     """
     kwargs, is_placed = copy.copy(args.model_init_kwargs), False  # a copy, because TRL changes it for reward models
     if args.beta != 0.0 and not has_adapters and args.world_size == 1 and args.device.type not in ("cpu", "mps"):
         # TRL would distribute the reference model over all devices
         kwargs, is_placed = {"device_map": {"": args.device}, **(kwargs or {})}, True
     overrides = {"importance_sampling_level": ratio or args.importance_sampling_level, "model_init_kwargs": kwargs}
+    overrides["use_vllm"] = False  # TRL would create a vLLM with a single policy
+    if has_adapters:  # TRL requires an adapter named `default` for its reference, and cannot sync it (trl#4723)
+        overrides |= {"beta": 0.0, "sync_ref_model": False}
     if reward_weights is not None:
         overrides["reward_weights"] = reward_weights
-    without_warning = without_init_kwargs_warning(is_model_name or is_placed)
-    with without_reference(args, has_adapters), without_vllm(args), swapped(args, overrides), without_warning:
+    # The model was loaded with `model_init_kwargs`
+    warning = "`model_init_kwargs` to the `GRPOConfig`" if is_model_name or is_placed else None
+    with swapped(args, overrides), _without_messages(warning):
         yield
 
 
@@ -161,7 +141,6 @@ class TrlState:
 
     @property
     def best_checkpoint(self) -> str | None:
-        """Path of the checkpoint with the best metric, if any."""
         return self._trainer.state.best_model_checkpoint
 
     @property
@@ -202,7 +181,6 @@ class TrlState:
 
     @property
     def entropy_coef(self) -> float:
-        """Coefficient of the entropy bonus that TRL logs."""
         return self._trainer.entropy_coef
 
     @property
@@ -286,7 +264,7 @@ class TrlSettings:
         return self._trainer.num_generations if training else self._trainer.num_generations_eval
 
     def override_eval_group_size(self, num_samples: int | None) -> contextlib.AbstractContextManager[None]:
-        """Context manager that sets the number of episodes per prompt in evaluations, unless it is `None`."""
+        """Set the number of episodes per prompt in evaluations, unless it is `None`, within the context."""
         group_size = num_samples or self._trainer.num_generations_eval
         return swapped(self._trainer, {"num_generations_eval": group_size})
 
@@ -316,7 +294,6 @@ class TrlRewards:
 
     @property
     def functions(self) -> list:
-        """Reward functions and reward models of the team."""
         return self._trainer.reward_funcs
 
     @property
@@ -330,23 +307,20 @@ class TrlRewards:
 
     def __call__(self, rows, prompts, completions, completion_ids) -> torch.Tensor:
         """Return the rewards `(E, F)` of the completions of all processes, NaN where a function returned `None`."""
-        with without_unscored_row_warnings():
+        with _without_messages("All reward functions returned None"):  # they quote rows; `frac_unscored` counts them
             return self._trainer._calculate_rewards(rows, prompts, completions, completion_ids)
 
     def without_gathering(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: rewards are not gathered. If a function failed on one process, the others would hang."""
+        """Keep rewards on their process. If a function failed on one process, the others would hang in a gather."""
         return swapped(grpo_trainer, {"gather": lambda tensor: tensor})
 
     @contextlib.contextmanager
     def locally(self, functions: Sequence[Callable] | None = None) -> Iterator[None]:
         """
-        Context manager: rewards `(N, F)` of `functions`, by default the trainer's, are not gathered, because processes
-        score different numbers of turns and re-runs. Values that functions log are dropped: they belong to no episode
-        of the batch.
+        Compute rewards `(N, F)` of `functions`, by default the trainer's, without gathering them: processes score
+        different numbers of turns and re-runs. Values that functions log belong to no episode, and are dropped.
         """
-        overrides: dict[str, Any] = {}
-        for name in ("_pending_metrics", "_pending_extra_logs"):
-            overrides[name] = type(getattr(self._trainer, name))(list)
+        overrides: dict[str, Any] = {name: defaultdict(list) for name in ("_pending_metrics", "_pending_extra_logs")}
         if functions is not None:
             overrides["reward_funcs"] = list(functions)
             overrides["reward_func_names"] = [get_callable_name(function) for function in functions]
@@ -367,17 +341,13 @@ class LocalAccelerator:
     def __getattr__(self, name):
         return getattr(self._accelerator, name)
 
-    def gather(self, tensor):
+    def gather(self, tensor, **kwargs):
         return tensor.reshape(1) if tensor.ndim == 0 else tensor
-
-    def gather_for_metrics(self, tensor, **kwargs):
-        return self.gather(tensor)
 
     def reduce(self, tensor, **kwargs):
         return tensor
 
-    def pad_across_processes(self, tensor, **kwargs):
-        return tensor
+    gather_for_metrics, pad_across_processes = gather, reduce
 
 
 # Key of the sampling policy's log-probabilities in the inputs of TRL's loss. Without it, the ratio is 1

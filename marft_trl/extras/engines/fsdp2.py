@@ -19,25 +19,17 @@ from trl import GRPOTrainer
 
 from ...adapters.policies import Policies
 from ...config.marft_config import MARFTConfig
+from ...seams import sharding
 from ...seams.libraries import get_logger
 from ...seams.runs import timeout_of_processes
-from ...seams.sharding import (
-    WholeAdapters,
-    gather_in_one_order,
-    in_the_precision_of_the_head,
-    is_sharded,
-    keep_what_is_gathered,
-    names_of_layers,
-    storage_of_4bit,
-)
 from ...system.processes import Processes
 
 
 logger = get_logger(__name__)
 
-# What a process is about to do, in the order of precedence. Passes without gradients leave nothing behind, so they
-# come first. A backward pass comes last: when no process wants a forward pass, whoever has none of its own to go back
-# through has lent those that are open, so it can go back through one of them.
+# The next pass of a process, in the order of precedence. Passes without gradients leave nothing behind, so they come
+# first. A backward pass comes last: when no process wants a forward pass, a process without its own open passes has
+# lent some to the others, so it can go back through one of them.
 _FORWARD, _FORWARD_WITH_GRADIENTS, _BACKWARD, _NOTHING = range(4)
 
 
@@ -50,7 +42,7 @@ class LockStep:
     def __init__(self, model: nn.Module, backbone: nn.Module, timeout: float | None):
         self._model, self._backbone = model, backbone
         limit = None if timeout is None else timedelta(seconds=timeout)
-        # A group of its own: its messages are small and meant for the CPU, whatever the device
+        # A separate group: its messages are small and meant for the CPU, whatever the device
         self._group = torch.distributed.new_group(backend="gloo", timeout=limit)
         self._is_ready = self._is_lending = False
         # A pass of this process runs, or has ended with an error: the others wait in the middle of it
@@ -63,7 +55,7 @@ class LockStep:
 
     def wait(self) -> None:
         """Lend passes until no process wants one. All processes call this, before every collective."""
-        if is_sharded(self._model):
+        if sharding.is_sharded(self._model):
             self._get_ready()
             self._until(_NOTHING)
             self._lent.clear()
@@ -101,7 +93,7 @@ class LockStep:
                 self._lend_forward(with_gradients=chosen == _FORWARD_WITH_GRADIENTS)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if self._is_lending or not is_sharded(self._model):
+        if self._is_lending or not sharding.is_sharded(self._model):
             return
         self._get_ready()
         self._until(_FORWARD_WITH_GRADIENTS if torch.is_grad_enabled() else _FORWARD)
@@ -113,17 +105,14 @@ class LockStep:
             self.is_in_pass = False
 
     def _get_ready(self) -> None:
-        """
-        FSDP2 takes the first module that runs for the root, which has to be the model, and passes may begin within.
-        All processes do this before their first pass, own or lent.
-        """
+        """Run the whole model before the first pass, own or lent: FSDP2 takes the first module to run for the root."""
         if self._is_ready:
             return
         self._is_ready = True
-        gather_in_one_order(self._model)
+        sharding.gather_in_one_order(self._model)
         with self._lending(), torch.no_grad():
             self._model(input_ids=self._token(), use_cache=False)
-        keep_what_is_gathered(self._model)
+        sharding.keep_what_is_gathered(self._model)
 
     @contextlib.contextmanager
     def _lending(self) -> Iterator[None]:
@@ -205,16 +194,16 @@ def keep_adapters_whole(trainer: GRPOTrainer, policies: Policies) -> None:
     """Let accelerate shard only the base when it prepares the model, after the constructor of the trainer."""
     if trainer.accelerator.is_fsdp2:
         _check_base(trainer)
-        WholeAdapters(trainer.accelerator, trainer.model, policies.all_parameters())
+        sharding.WholeAdapters(trainer.accelerator, trainer.model, policies.all_parameters())
         if not trainer.model.get_base_model().config.get_text_config().tie_word_embeddings:
-            in_the_precision_of_the_head(trainer.model)
+            sharding.in_the_precision_of_the_head(trainer.model)
         # All layers then take part in every backward pass, whichever of them the adapter of an agent has
         trainer.model.enable_input_require_grads()
         logger.info("FSDP2 shards the base over the processes. Each process has whole adapters and critics.")
 
 
 def _check_base(trainer: GRPOTrainer) -> None:
-    plugin, layers = trainer.accelerator.state.fsdp_plugin, names_of_layers(trainer.model)
+    plugin, layers = trainer.accelerator.state.fsdp_plugin, sharding.names_of_layers(trainer.model)
     names = plugin.transformer_cls_names_to_wrap
     if names is not None and sorted(names) != layers:
         raise ValueError(
@@ -222,7 +211,8 @@ def _check_base(trainer: GRPOTrainer) -> None:
             f"{', '.join(layers)}. Remove the setting."
         )
     # FSDP2 casts gathered weights to the type of mixed precision, which would change the bytes of 4-bit weights
-    stored, computes = storage_of_4bit(trainer.model), getattr(plugin.mixed_precision_policy, "param_dtype", None)
+    stored = sharding.storage_of_4bit(trainer.model)
+    computes = getattr(plugin.mixed_precision_policy, "param_dtype", None)
     if stored is not None and stored.is_floating_point and computes not in (None, stored):
         raise ValueError(
             f"The 4-bit base is stored as {stored}, and mixed precision would cast its shards to {computes}, which "

@@ -193,19 +193,14 @@ class AdapterLibrary:
         self._retired.clear()
         before = dict(self._live)
         for entry, source in self._entries.items():
-            known = self._current.get(entry)
-            if known is None or not source.is_fixed:
-                tensors = self._tensors(entry)
-                digest = hash_tensors(tensors)
-                if known is None or digest != known.digest:
-                    self._write(entry, tensors, digest)
+            if entry not in self._current or not source.is_fixed:
+                self._write(entry)
         self.adopt(self._current, keep)
         try:
             run_coroutine(self._make_all_ready)
         except MismatchError as error:  # once more under another name: a read may have been partial
             logger.warning(f"{error} The adapter is loaded again under another name.")
-            tensors = self._tensors(error.entry)
-            self._write(error.entry, tensors, hash_tensors(tensors), again=True)
+            self._write(error.entry, again=True)
             self.adopt(self._current, keep)
             run_coroutine(self._make_all_ready)
         old = [version for name, version in before.items() if name not in self._live]
@@ -213,22 +208,22 @@ class AdapterLibrary:
         self._retired += old
         return self.current
 
-    def close(self, its_files: bool = True) -> None:
+    def close(self, delete_files: bool = True) -> None:
         """Unload all adapters, and delete the files, which one process does. Later requests publish them again."""
         run_coroutine(self._unload, list(self._live.values()))
         self._current.clear()
         self._live.clear()
         self._retired.clear()
-        if its_files:
+        if delete_files:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _tensors(self, entry: str) -> dict[str, torch.Tensor]:
-        found = self._entries[entry].tensors()
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
-
-    def _write(self, entry: str, tensors: dict[str, torch.Tensor], digest: str, again: bool = False) -> None:
-        """Write the files of a new state, or of the current state `again`. The folder appears as a whole."""
+    def _write(self, entry: str, again: bool = False) -> None:
+        """Write the files of a new state, if there is one, or of the current state `again`. The folder is complete."""
         source, known = self._entries[entry], self._current.get(entry)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in source.tensors().items()}
+        digest = hash_tensors(tensors)
+        if known is not None and digest == known.digest and not again:
+            return
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise FloatingPointError(
@@ -252,8 +247,8 @@ class AdapterLibrary:
 
     async def _make_all_ready(self) -> None:
         async with self._servers.connected() as servers:
-            found = await asyncio.gather(*map(self.make_ready, servers), return_exceptions=True)
-        for error in found:
+            errors = await asyncio.gather(*map(self.make_ready, servers), return_exceptions=True)
+        for error in errors:
             if isinstance(error, ServerDownError):  # it is made ready when it is back
                 logger.warning(f"{error} The server receives the adapters when it is back.")
             elif isinstance(error, BaseException):
@@ -355,7 +350,7 @@ def _difference(server_log_probs: Mapping[int, float], local_log_probs: Mapping[
 
 
 def _advice(message: str, status: int) -> str:
-    """What to change on a server that cannot load an adapter."""
+    """Advice for a server that cannot load an adapter."""
     if "rank" in message.lower():
         return "Start the server with a larger `--max-lora-rank`, as `marft_trl.extras.engines.vllm_command` does."
     if "No adapter found" in message:

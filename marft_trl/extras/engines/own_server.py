@@ -47,29 +47,26 @@ def vllm_command(
     environment that vLLM is installed in, once for each address in `vllm_server_base_url`.
 
     Args:
-        model (`str`):
-            Name or folder of the base.
-        agents (`Sequence[AgentSpec]`):
-            The team.
-        args ([`MARFTConfig`], *optional*):
-            Training arguments.
-        peft_config ([`~peft.PeftConfig`], *optional*):
-            Adapter config of agents without one of their own, as passed to [`MARFTTrainer`].
-        port (`int`, *optional*, defaults to `8000`):
-            Port of the server.
-        host (`str`, *optional*, defaults to `"127.0.0.1"`):
-            Address that the server listens at. The server takes adapters from whoever reaches it, so let only the
-            trainer reach it.
-        max_model_len (`int`, *optional*):
-            Longest prompt and turn together, in tokens. If `None`, the server takes the model's window.
-        device (`str`, *optional*, defaults to `"cuda"`):
-            `"cpu"` adds the flags that vLLM's CPU build needs.
-        extra (`Sequence[str]`, *optional*):
-            Further flags, such as `["--tensor-parallel-size", "2"]`.
+        model (`str`): Name or folder of the base.
+        agents (`Sequence[AgentSpec]`): The team.
+        args ([`MARFTConfig`], *optional*): Training arguments.
+        peft_config ([`~peft.PeftConfig`], *optional*): Adapter config of agents without one of their own, as passed to
+            [`MARFTTrainer`].
+        port (`int`, *optional*, defaults to `8000`): Port of the server.
+        host (`str`, *optional*, defaults to `"127.0.0.1"`): Address that the server listens at. The server takes
+            adapters from whoever reaches it, so let only the trainer reach it.
+        max_model_len (`int`, *optional*): Longest prompt and turn together, in tokens. If `None`, the server takes the
+            model's window.
+        device (`str`, *optional*, defaults to `"cuda"`): `"cpu"` adds the flags that vLLM's CPU build needs.
+        extra (`Sequence[str]`, *optional*): Further flags, such as `["--tensor-parallel-size", "2"]`.
 
     Returns: one line.
     """
-    ranks = adapter_ranks(agents, peft_config)
+    ranks: dict[str, int] = {}
+    for agent in (agent for agent in agents if agent.has_policy):
+        config = agent.peft_config or peft_config
+        rank = config.r if isinstance(config, LoraConfig) else LoraConfig().r
+        ranks[agent.adapter] = max(rank, ranks.get(agent.adapter, 0))
     flags = server_flags(model, ranks, args or MARFTConfig(), port, host, max_model_len, device)
     return f"{UPDATES}=True python -m {MODULE} {shlex.join([*flags, *extra])}"
 
@@ -98,23 +95,14 @@ def server_flags(
     ]
 
 
-def adapter_ranks(agents: Sequence[AgentSpec], peft_config: PeftConfig | None = None) -> Mapping[str, int]:
-    """Rank of each adapter that servers have of a team."""
-    ranks: dict[str, int] = {}
-    for agent in (agent for agent in agents if agent.has_policy):
-        config = agent.peft_config or peft_config
-        rank = config.r if isinstance(config, LoraConfig) else LoraConfig().r
-        ranks[agent.adapter] = max(rank, ranks.get(agent.adapter, 0))
-    return ranks
-
-
-# Variables by which launchers tell a process its place. The server is not a process of the run.
-_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Variables of launchers, since the server is not a process of the run, and of the interpreter that trains
+_NOT_INHERITED = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("PYTHONPATH", "PYTHONHOME"),
+}
 _PREFIXES = ("TORCHELASTIC_", "ROLE_", "ACCELERATE_", "FSDP_")
-# Packages of the interpreter that trains are not those of the server's
-_OF_PYTHON = ("PYTHONPATH", "PYTHONHOME")
-# Seconds that it has to say whether it is well
-_LOOK = 5.0
+# Timeout of a health check in seconds
+_HEALTH_SECONDS = 5.0
 # Characters of the log that are shown if the server does not start
 _MOST_SHOWN = 2000
 
@@ -135,13 +123,15 @@ class OwnServer:
         # Every request needs the key
         self.url, self.key, self._log = f"http://127.0.0.1:{port}", secrets.token_hex(16), log
         log.parent.mkdir(parents=True, exist_ok=True)
+        names = [name for name in os.environ if name not in _NOT_INHERITED and not name.startswith(_PREFIXES)]
+        inherited = {name: os.environ[name] for name in names}
         with open(log, "ab") as output:
             self._process = subprocess.Popen(  # noqa: S603
                 [python, *flags(port)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**_inherited(), **(variables or {}), "VLLM_API_KEY": self.key},
+                env={**inherited, **(variables or {}), "VLLM_API_KEY": self.key},
                 start_new_session=True,
             )
         keep(f"server-{self._process.pid}", self._process.pid)
@@ -155,31 +145,24 @@ class OwnServer:
             if status is None and time.monotonic() < end:
                 time.sleep(0.5)
                 continue
-            what = f"did not start within {seconds:g} seconds" if status is None else f"exited with status {status}"
+            failure = f"did not start within {seconds:g} seconds" if status is None else f"exited with status {status}"
             self.close()
             raise EngineDownError(
-                f"The vLLM server of this process (`vllm_mode='colocate'`) {what}. The end of its log, "
+                f"The vLLM server of this process (`vllm_mode='colocate'`) {failure}. The end of its log, "
                 f"{self._log}:\n" + self._log.read_text(encoding="utf-8", errors="replace")[-_MOST_SHOWN:]
             )
 
     async def _is_well(self) -> bool:
         async with ServerSettings((self.url,), own=self).connected() as (server,):
             try:
-                await server.check_health(_LOOK)
+                await server.check_health(_HEALTH_SECONDS)
             except ServerDownError:
                 return False
             return True
 
 
-def _inherited() -> dict[str, str]:
-    left_out = (*_OF_LAUNCHERS, *_OF_PYTHON)
-    return {
-        name: value for name, value in os.environ.items() if name not in left_out and not name.startswith(_PREFIXES)
-    }
-
-
 def _end(server: subprocess.Popen) -> None:
-    """End a server, and engines of it that outlive it."""
+    """End a server, and its engines, which may outlive it."""
     kill_group(server.pid)
     server.wait()
     let_go(f"server-{server.pid}")

@@ -28,13 +28,15 @@ class UpcomingRows:
     def __init__(self, state: TrlState, schedule: Schedule, batches: int):
         self._state, self._schedule, self._batches = state, schedule, batches
         self._source: Iterator | None = None
-        self._reader: _Reader | None = None
+        self._reader: Iterator = iter(())
+        self._ahead: dict[int, Any] = {}  # rows that were read in this pass, by their micro-step
 
     def over(self, iterator: Iterator) -> Iterator:
         """The iterator of a pass over the dataset, read ahead."""
-        if self._source is not iterator or self._reader is None:
+        if self._source is not iterator:
             depth = self._batches * self._schedule.generate_every
-            self._source, self._reader = iterator, _Reader(iterator, self._state.micro_step, depth)
+            self._source, self._ahead = iterator, {}
+            self._reader = _read_ahead(iterator, self._state.micro_step, depth, self._ahead)
         return self._reader
 
     def number(self) -> int:
@@ -43,41 +45,25 @@ class UpcomingRows:
 
     def upcoming(self) -> dict[int, list[dict[str, Any]]]:
         """Known rows of later generation batches, by their numbers."""
-        ahead = self._reader.ahead if self._reader is not None else {}
-        for place in [place for place in ahead if place <= self._state.micro_step]:
-            del ahead[place]
-        due = filter(self._schedule.is_due, ahead)
-        return {place // self._schedule.generate_every: ahead[place] for place in due}
+        for step in [step for step in self._ahead if step <= self._state.micro_step]:
+            del self._ahead[step]
+        due = filter(self._schedule.is_due, self._ahead)
+        return {step // self._schedule.generate_every: self._ahead[step] for step in due}
 
 
-class _Reader:
-    """Iterator that is read ahead. `ahead` has rows by their micro-step."""
-
-    def __init__(self, iterator: Iterator, first: int, depth: int):
-        self._iterator, self._depth = iterator, depth
-        self._buffer: deque[Any] = deque()
-        self._read = first
-        self.ahead: dict[int, Any] = {}
-
-    def __iter__(self) -> _Reader:
-        return self
-
-    def __next__(self) -> Any:
-        while len(self._buffer) <= self._depth:
-            try:
-                rows = next(self._iterator)
-            except StopIteration:
-                break
-            self._buffer.append(rows)
-            self.ahead[self._read] = rows
-            self._read += 1
-        if not self._buffer:
-            raise StopIteration
-        return self._buffer.popleft()
+def _read_ahead(iterator: Iterator, first: int, depth: int, ahead: dict[int, Any]) -> Iterator:
+    """Yield rows once `depth` later ones are in `ahead`, by micro-steps that count from `first`."""
+    buffer: deque[Any] = deque()
+    for step, rows in enumerate(iterator, first):
+        ahead[step] = rows
+        buffer.append(rows)
+        if len(buffer) > depth:
+            yield buffer.popleft()
+    yield from buffer
 
 
 # Seconds that the thread has to end
-_LAST_WORDS = 10.0
+_JOIN_SECONDS = 10.0
 
 
 class _PrefetchJob(NamedTuple):
@@ -112,9 +98,9 @@ class Prefetcher:
         self._generator.publish()
         with self._processes.failing_together():
             self._begin(now, rows)
-            for number, its_rows in sorted(self._look_ahead.upcoming().items()):
+            for number, upcoming_rows in sorted(self._look_ahead.upcoming().items()):
                 if now < number <= now + self._staleness:
-                    self._begin(number, its_rows)
+                    self._begin(number, upcoming_rows)
             return self._take(now)
 
     def close(self) -> None:
@@ -153,19 +139,19 @@ class Prefetcher:
 
 
 class _PrefetchThread:
-    """A thread with an event loop, in which all batches under way run."""
+    """A thread with an event loop, in which all active batches run."""
 
     def __init__(self, runner: EpisodeRunner):
         runner.randomness.shares = True  # the random states of the training thread are not touched
         self._runner = runner.changed(dataclasses.replace(runner.mode, is_concurrent=True))
         self._generator = cast(VLLMGenerator, runner.generator)
         self._loop = asyncio.new_event_loop()
-        self._wishes: asyncio.Queue[_PrefetchJob | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[_PrefetchJob | None] = asyncio.Queue()
         self._thread = threading.Thread(target=self._run, name="marft-rollouts", daemon=True)
         self._thread.start()
 
     def begin(self, job: _PrefetchJob) -> None:
-        self._loop.call_soon_threadsafe(self._wishes.put_nowait, job)
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, job)
 
     def take_dropped(self) -> int:
         """Number of turns that did not fit the model's window since the last call."""
@@ -174,8 +160,8 @@ class _PrefetchThread:
 
     def end(self) -> None:
         with contextlib.suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._wishes.put_nowait, None)
-        self._thread.join(_LAST_WORDS)
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, None)
+        self._thread.join(_JOIN_SECONDS)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -186,28 +172,22 @@ class _PrefetchThread:
 
     async def _work(self) -> None:
         tasks: set[asyncio.Task] = set()
-        job: _PrefetchJob | None = None
         while True:
             try:
                 async with self._runner.connected():
-                    while True:
-                        job = job or await self._wishes.get()
-                        if job is None:
-                            break
+                    while (job := await self._queue.get()) is not None:
                         task = asyncio.ensure_future(self._episodes(job))
                         tasks.add(task)
                         task.add_done_callback(tasks.discard)
-                        job = None
                     for task in tasks:
                         task.cancel()
                     await asyncio.gather(*tasks, return_exceptions=True)
                     return
             except Exception as error:  # no connection, for instance
-                waiting = job or await self._wishes.get()
+                waiting = await self._queue.get()
                 if waiting is None:
                     return
                 waiting.episodes.set_exception(error)
-                job = None
 
     async def _episodes(self, job: _PrefetchJob) -> None:
         tries = itertools.count()

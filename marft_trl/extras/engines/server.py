@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from ...system.event_loop import run_coroutine
 from ...system.hints import brief
@@ -52,7 +52,7 @@ class RefusedError(ValueError):
 
 
 class GeneratedTurn(NamedTuple):
-    """What a server generated."""
+    """A generated turn."""
 
     ids: list[int]  # up to and including the token that ends the turn
     logps: list[float]  # in the distribution that the tokens were sampled from
@@ -60,7 +60,7 @@ class GeneratedTurn(NamedTuple):
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """What a server is asked to generate."""
+    """A generation request."""
 
     adapter: str  # its name on the server
     prompt_ids: Sequence[int]
@@ -116,11 +116,10 @@ class VLLMServer:
         answer = await self._post("/v1/completions", {**body, **limits}, timeout)
         try:
             (texts,) = answer["choices"][0]["logprobs"]["top_logprobs"]
-            found = {int(token.removeprefix("token_id:")): float(value) for token, value in texts.items()}
+            logps = {int(token.removeprefix("token_id:")): float(value) for token, value in texts.items()}
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise AnswerError(f"{self.url} returned no log-probabilities: {_shown(str(answer))}") from error
-        likely = sorted(found, key=found.__getitem__, reverse=True)[:_MOST_LIKELY]  # not the sampled one
-        return {token: found[token] for token in likely}
+        return dict(sorted(logps.items(), key=lambda pair: pair[1], reverse=True)[:_MOST_LIKELY])  # not the sampled
 
     async def load(self, name: str, folder: str, timeout: float) -> None:
         """Load an adapter from a folder. Raises a [`RefusedError`] if the server cannot load it."""
@@ -200,7 +199,7 @@ class VLLMServer:
     async def _answer(
         self, method: str, path: str, body: dict[str, Any] | None, timeout: float, down: int = 500
     ) -> AsyncIterator[Any]:
-        """Asynchronous context manager: an answer with a status below 400."""
+        """Send a request, and yield its answer, which has a status below 400."""
         from aiohttp import ClientError, ClientTimeout
 
         try:
@@ -284,7 +283,7 @@ class ServerSettings:
 
     @contextlib.asynccontextmanager
     async def connected(self):
-        """Asynchronous context manager that yields a [`VLLMServer`] per address, for the current event loop."""
+        """Yield a [`VLLMServer`] per address, for the current event loop."""
         from aiohttp import ClientSession, TCPConnector
 
         key = os.environ.get("VLLM_API_KEY") if self.own is None else self.own.key
@@ -349,25 +348,21 @@ class ServerPool:
     async def _generate(
         self, server: VLLMServer, request: GenerateRequest, on_tokens: Callable[[list[int]], None] | None
     ) -> GeneratedTurn:
-        num_heard, num_failures = 0, 0
+        num_heard = num_repeated = num_failures = 0
         failed: Exception
 
-        def make_listener() -> Callable[[list[int]], None] | None:
-            """Make the listener of an attempt. It skips tokens that earlier attempts have already passed on."""
-            repeated = num_heard
-
-            def on_new_tokens(ids: list[int]) -> None:
-                nonlocal num_heard, repeated
-                old, repeated = min(repeated, len(ids)), max(repeated - len(ids), 0)
-                num_heard += len(ids) - old
-                if on_tokens is not None and len(ids) > old:
-                    on_tokens(ids[old:])
-
-            return None if on_tokens is None else on_new_tokens
+        def pass_on(ids: list[int]) -> None:
+            """Pass on the tokens that an earlier attempt has not already passed on."""
+            nonlocal num_heard, num_repeated
+            new, num_repeated = ids[num_repeated:], max(num_repeated - len(ids), 0)
+            num_heard += len(new)
+            if on_tokens is not None and new:
+                on_tokens(new)
 
         while True:
+            num_repeated = num_heard
             try:
-                return await server.generate(request, make_listener())
+                return await server.generate(request, None if on_tokens is None else pass_on)
             except UnknownAdapterError as error:  # the server was restarted
                 num_failures, failed = num_failures + 1, error
                 await self._wait_until_ready(server)
@@ -381,17 +376,14 @@ class ServerPool:
             except AnswerError as error:
                 num_failures, failed = num_failures + 1, error
             if num_failures >= _MAX_FAILURES:
-                self._give_up(failed)
-
-    def _give_up(self, error: Exception) -> NoReturn:
-        """Raise the error of a request that failed several times on healthy servers."""
-        if not isinstance(error, ServerDownError):
-            raise error
+                break
+        if not isinstance(failed, ServerDownError):
+            raise failed
         raise AnswerError(
-            f"{error} The request failed {_MAX_FAILURES} times, although the server is healthy. If turns need more "
+            f"{failed} The request failed {_MAX_FAILURES} times, although the server is healthy. If turns need more "
             f"than {self._settings.request_timeout:g} seconds, including the time in the server's queue, increase "
             "`vllm_request_timeout` or lower `vllm_max_inflight`."
-        ) from error
+        ) from failed
 
     async def _is_healthy(self, server: VLLMServer) -> bool:
         try:
@@ -409,13 +401,12 @@ class ServerPool:
         await asyncio.shield(task)
 
     async def _poll_until_ready(self, server: VLLMServer) -> None:
-        start, is_back = time.monotonic(), False
-        while not is_back:
+        start = time.monotonic()
+        while True:
             try:
                 with contextlib.suppress(RefusedError):  # from a proxy that does not forward health checks
                     await server.check_health(self._settings.health_timeout)
-                await self._make_ready(server)
-                is_back = True
+                return await self._make_ready(server)
             except ServerDownError as error:
                 if time.monotonic() - start > self._settings.server_timeout:
                     raise EngineDownError(
@@ -460,14 +451,13 @@ def find_max_model_len(settings: ServerSettings) -> int | None:
     Wait until all servers run, and return the smallest limit of an observation and its turn in tokens, if they report
     one. Raises an [`EngineDownError`] after `server_timeout`.
     """
-    return run_coroutine(_find_max_model_len, settings)
 
+    async def find_models() -> list[dict[str, dict[str, Any]]]:
+        start = time.monotonic()
+        async with settings.connected() as servers:
+            return await asyncio.gather(*[_wait_for_models(server, settings, start) for server in servers])
 
-async def _find_max_model_len(settings: ServerSettings) -> int | None:
-    start = time.monotonic()
-    async with settings.connected() as servers:
-        found = await asyncio.gather(*[_wait_for_models(server, settings, start) for server in servers])
-    lengths = [model.get("max_model_len") for models in found for model in models.values()]
+    lengths = [model.get("max_model_len") for models in run_coroutine(find_models) for model in models.values()]
     return min((length for length in lengths if length), default=None)
 
 

@@ -84,7 +84,7 @@ def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
         own = start_own_server(args, model, ranks)
         urls: tuple[str, ...] = (own.url,)
     else:
-        if is_quantized(model):
+        if getattr(model.get_base_model(), "is_quantized", False):
             logger.warning(
                 "The base is quantized. Servers that load it in another precision sample from a different "
                 "distribution than the trained one; `sampling/sampling_logp_difference/mean` logs the difference."
@@ -147,7 +147,7 @@ def make_vllm_generator(
 def _entries(
     args: MARFTConfig, agents: Sequence[AgentSpec], policies: Policies, model: PeftModel, next_token: NextToken
 ) -> dict[str, ServedAdapter]:
-    """What servers are given: the adapters, and the references if turns are sampled from them."""
+    """The adapters that servers load, and the references if turns are sampled from them."""
     # Callbacks may change a frozen adapter, such as that of an opponent
     entries = adapter_entries(agents, model, next_token, changing=policies.names)
     if not CREDITS[args.credit].uses_references:
@@ -171,7 +171,7 @@ def adapter_entries(
         agent.adapter: ServedAdapter(
             functools.partial(adapter_tensors, model, agent.adapter),
             served_config(model, agent.adapter),
-            functools.partial(next_token, agent.name, by_reference=False),
+            functools.partial(next_token, agent.name),
             is_fixed=agent.adapter not in changing,
         )
         for agent in agents
@@ -191,7 +191,7 @@ def start_own_server(args: MARFTConfig, model: Any, adapters: Mapping[str, int])
             f"`vllm_mode='colocate'` is not supported on {device.type!r}. Start a server with the command that "
             "`marft_trl.extras.engines.vllm_command` gives, and set `vllm_mode='server'`."
         )
-    if is_quantized(model):
+    if getattr(base, "is_quantized", False):
         raise ValueError(
             "`vllm_mode='colocate'` cannot serve a quantized base: vLLM reads 4-bit weights only with a plugin. Start "
             "a server that has the same base, with the command that `marft_trl.extras.engines.vllm_command` gives, "
@@ -224,10 +224,6 @@ def start_own_server(args: MARFTConfig, model: Any, adapters: Mapping[str, int])
     return server
 
 
-def is_quantized(model: Any) -> bool:
-    return bool(getattr(model.get_base_model(), "is_quantized", False))
-
-
 def _interpreter(args: MARFTConfig) -> str:
     path = args.vllm_python or os.environ.get("MARFT_VLLM_PYTHON")
     if path is None and importlib.util.find_spec("vllm") is None:
@@ -236,10 +232,10 @@ def _interpreter(args: MARFTConfig) -> str:
             "of transformers. Install vLLM in a separate environment, and set `vllm_python` to the interpreter of "
             "that environment, such as '/opt/vllm/bin/python'."
         )
-    found = shutil.which(path or sys.executable)
-    if found is None:
+    python = shutil.which(path or sys.executable)
+    if python is None:
         raise ValueError(f"`vllm_python` must be a Python interpreter, got {path!r}, which is not an executable.")
-    return found
+    return python
 
 
 @dataclass(frozen=True)
@@ -248,20 +244,15 @@ class Servers:
     vLLM servers that have the base of a team. They get its adapters when the team is first asked.
 
     Args:
-        urls (`str` or `Sequence[str]`):
-            Their addresses, such as `"http://127.0.0.1:8000"`.
-        adapter_dir (`str` or `os.PathLike`, *optional*):
-            Folder for the adapters that the servers see under the same path. Defaults to a temporary one, for servers
-            on this machine.
-        request_timeout (`float`, *optional*, defaults to `600.0`):
-            Seconds after which a request for a turn is given up.
-        server_timeout (`float`, *optional*, defaults to `240.0`):
-            Seconds to wait while no server answers.
-        max_inflight (`int`, *optional*, defaults to `256`):
-            Largest number of turns at a server at the same time.
-        fidelity_tolerance (`float`, *optional*):
-            Largest mean difference between log-probabilities of a server and those of the loaded adapters. Defaults to
-            0.001 for a base in float32, and to 0.2 otherwise.
+        urls (`str` or `Sequence[str]`): Their addresses, such as `"http://127.0.0.1:8000"`.
+        adapter_dir (`str` or `os.PathLike`, *optional*): Folder for the adapters that the servers see under the same
+            path. Defaults to a temporary one, for servers on this machine.
+        request_timeout (`float`, *optional*, defaults to `600.0`): Seconds after which a request for a turn is given
+            up.
+        server_timeout (`float`, *optional*, defaults to `240.0`): Seconds to wait while no server answers.
+        max_inflight (`int`, *optional*, defaults to `256`): Largest number of turns at a server at the same time.
+        fidelity_tolerance (`float`, *optional*): Largest mean difference between log-probabilities of a server and
+            those of the loaded adapters. Defaults to 0.001 for a base in float32, and to 0.2 otherwise.
     """
 
     urls: str | Sequence[str]
@@ -318,7 +309,7 @@ class Servers:
         for agent in served:
             check_servable(agent, model.peft_config[agent.adapter])
 
-        def next_token(agent: str, ids: Sequence[int], by_reference: bool = False) -> torch.Tensor:
+        def next_token(agent: str, ids: Sequence[int]) -> torch.Tensor:
             policies.activate(agent)
             return torch.log_softmax(engine.next_logits(ids), dim=-1)
 

@@ -9,7 +9,7 @@ import contextvars
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -154,9 +154,7 @@ class SamplingCorrection:
 
 def _differences(row: Row) -> torch.Tensor:
     """Log-probabilities of a row's tokens on the server, minus those under the trainer's weights, `(L,)`."""
-    if row.sampling_logps is None or row.old_per_token_logps is None:
-        raise ValueError("The row has no log-probabilities to compare.")
-    return row.sampling_logps - row.old_per_token_logps.float()
+    return cast(torch.Tensor, row.sampling_logps) - cast(torch.Tensor, row.old_per_token_logps).float()
 
 
 # Settings of `generate` that vLLM has under the same name, with the values that do not change the distribution
@@ -222,11 +220,11 @@ class VLLMGenerator(Generator):
         Publish the current weights. The first process does so, and broadcasts the new names. With `alone`, only this
         process calls; it must be the first, or the weights must be unchanged since the last call.
         """
-        processes = self._processes
-        with contextlib.nullcontext() if alone or processes is None else processes.failing_together():
+        processes = None if alone else self._processes
+        with contextlib.nullcontext() if processes is None else processes.failing_together():
             run_coroutine(self._wake)
             current = self.library.publish(self._pinned_versions()) if self._is_main else None
-        if alone or processes is None:
+        if processes is None:
             return
         current = processes.broadcast(current)
         if self.servers.own is None:
@@ -244,11 +242,11 @@ class VLLMGenerator(Generator):
         return pin
 
     def release(self, pin: dict[str, Version]) -> None:
-        self._pins = [item for item in self._pins if item is not pin]
+        self._pins = [other for other in self._pins if other is not pin]
 
     @contextlib.contextmanager
     def using(self, pin: dict[str, Version]) -> Iterator[None]:
-        """Context manager: sample turns from the versions of a [`~VLLMGenerator.pin`]."""
+        """Sample turns from the versions of a [`~VLLMGenerator.pin`] within the context."""
         reset_token = _PINNED.set(pin)
         try:
             yield
@@ -266,7 +264,7 @@ class VLLMGenerator(Generator):
         """Remove the adapters from the servers."""
         if self._is_main or self.servers.own is not None:
             run_coroutine(self._wake)
-            self.library.close(its_files=self._is_main)
+            self.library.close(delete_files=self._is_main)
             run_coroutine(self._sleep)
 
     @property
@@ -275,7 +273,7 @@ class VLLMGenerator(Generator):
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Asynchronous context manager: connections to the servers, for the current event loop."""
+        """Connect to the servers, for the current event loop."""
         await self._wake()
         loop = asyncio.get_running_loop()
         async with ServerPool(self.servers, self.library.make_ready) as pool:
@@ -302,7 +300,7 @@ class VLLMGenerator(Generator):
     async def generate(
         self, observed: Sequence[Observation], greedy: bool = False, sampling: Mapping[str, float] | None = None
     ) -> list[SampledTurn]:
-        return await asyncio.gather(*[self._sample(item, greedy, sampling) for item in observed])
+        return await asyncio.gather(*[self._sample(observation, greedy, sampling) for observation in observed])
 
     async def _sample(self, observed: Observation, greedy: bool, sampling: Mapping[str, float] | None) -> SampledTurn:
         agent, live = observed.agent, observed.live

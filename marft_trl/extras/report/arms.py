@@ -201,7 +201,7 @@ def _frozen(name: str, experiment: Experiment) -> Experiment:
 def _without(name: str, experiment: Experiment) -> Experiment:
     workflow = experiment.workflow
     if isinstance(workflow, Sequential) and workflow.agents is not None:
-        workflow = Sequential([item for item in workflow.agents if item != name], workflow.rounds)
+        workflow = Sequential([agent for agent in workflow.agents if agent != name], workflow.rounds)
     agents = [agent for agent in experiment.agents if agent.name != name]
     return experiment.changed(agents=agents, workflow=workflow)
 

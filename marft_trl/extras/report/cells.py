@@ -69,13 +69,13 @@ class Cell:
     def begin(self, settings: Mapping[str, Any]) -> bool:
         """Record the settings of a run. Returns `True` if the run resumes from a checkpoint."""
         self.check_settings(settings)
-        goes_on = RunFolder(self.folder).newest() is not None
-        if not goes_on:
+        resumes = RunFolder(self.folder).newest() is not None
+        if not resumes:
             for name in (FILE, BUDGET, CLOCK):
                 (self.folder / name).unlink(missing_ok=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / SETTINGS, json.dumps(settings))
-        return goes_on
+        return resumes
 
 
 class TokenBudget(TrainerCallback):
@@ -122,7 +122,7 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
     settings |= {"report_to": [], "push_to_hub": False, "load_best_model_at_end": False, "eval_strategy": "no"}
     changed = arm.changed(experiment).with_args(**settings)
     changed = changed.with_args(per_device_eval_batch_size=_eval_batch(changed.args))
-    goes_on = cell.begin(recorded(experiment, arm))
+    resumes = cell.begin(recorded(experiment, arm))
     callbacks: list[TrainerCallback] = [clock := Clock(cell.folder)]
     if arm.is_budgeted:
         team = Cell("team", cell.seed, cell.folder.parent / f"team-{cell.seed}").result()
@@ -134,10 +134,10 @@ def run_cell(experiment: Experiment, cell: Cell, emptied: Sequence[str] = ()) ->
     trainer = changed.trainer()
     for callback in callbacks:
         trainer.add_callback(callback)
-    if not goes_on and cell.arm in EVALUATED_BEFORE:
+    if not resumes and cell.arm in EVALUATED_BEFORE:
         _evaluate(trainer, "start")
     set_seed(cell.seed)  # so that a previous evaluation does not change training
-    trainer.train(resume_from_checkpoint=goes_on or None)
+    trainer.train(resume_from_checkpoint=resumes or None)
     seconds = clock.seconds
     _evaluate(trainer, "end")
     if cell.arm == "team":
@@ -173,7 +173,7 @@ def _eval_batch(args: MARFTConfig) -> int:
     return max(most // several * several, args.per_device_eval_batch_size)
 
 
-def _without_end(experiment: Experiment, steps: int, last: int | None = None) -> Experiment:
+def _without_end(experiment: Experiment, steps: int, last: int | None) -> Experiment:
     """Return an experiment that trains until the budget is used up, with the warm-up of the team."""
     warmup = experiment.args.get_warmup_steps(steps)  # `steps`: of the team. `last`: where the budget ran out before
     schedule = "constant_with_warmup" if warmup else "constant"

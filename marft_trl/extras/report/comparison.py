@@ -54,7 +54,7 @@ class Comparison:
 def compare(
     experiment: Experiment, arms: Sequence[Arm], runs: Path, seeds: Sequence[int], margin: float
 ) -> Comparison:
-    team_scores = _load_scores(arms[0], runs, seeds)
+    team_scores = scores(_folders(arms[0], runs, seeds), "avg", name=arms[0].evaluation)
     results = [ArmResult(arm) if arm.skip_reason else _compare_arm(arm, team_scores, runs, seeds) for arm in arms]
     by_name = {result.arm.name: result for result in results}
     sentences = make_verdicts(by_name, [agent.name for agent in experiment.agents], margin)
@@ -65,13 +65,9 @@ def _folders(arm: Arm, runs: Path, seeds: Sequence[int]) -> list[Path]:
     return [runs / f"{arm.folder}-{seed}" for seed in seeds]
 
 
-def _load_scores(arm: Arm, runs: Path, seeds: Sequence[int]):
-    return scores(_folders(arm, runs, seeds), "avg", name=arm.evaluation)
-
-
 def _compare_arm(arm: Arm, team_scores, runs: Path, seeds: Sequence[int]) -> ArmResult:
-    arm_scores = _load_scores(arm, runs, seeds)
     folders = _folders(arm, runs, seeds)
+    arm_scores = scores(folders, "avg", name=arm.evaluation)
     cells = [Cell(arm.run, seed, folder).result() for seed, folder in zip(seeds, folders, strict=True)]
     is_trained, accuracy = not arm.of, interval(arm_scores)
     return ArmResult(
@@ -109,21 +105,17 @@ def classify(difference: Interval, margin: float) -> str:
 
 
 def make_verdicts(results: dict[str, ArmResult], agents: Sequence[str], margin: float) -> list[str]:
+    variants = [(name, "The team", _predicates(name)) for name, result in results.items() if result.arm.is_variant]
     sentences = [_describe_unreached_threshold(results)]
-    sentences += [_make_sentence(results, arm, margin, subject, predicates) for arm, subject, predicates in _SENTENCES]
-    variants = [name for name, result in results.items() if result.arm.is_variant]
-    sentences += [_make_sentence(results, name, margin, "The team", _predicates(name)) for name in variants]
+    sentences += [_make_sentence(results, margin, *about) for about in (*_SENTENCES, *variants)]
     sentences.append(_describe_smaller_budget(results))
     for agent in agents:
-        of_agent = (
-            ("emptied", f"What {agent} says", ("is useful", "is harmful", "is useless")),
-            ("without", f"A team with {agent}", _predicates("a team without this agent")),
-            ("frozen", f"Training {agent}", ("helps the team", "harms the team", "has no relevant effect")),
+        about_agent = (
+            (f"emptied:{agent}", f"What {agent} says", ("is useful", "is harmful", "is useless")),
+            (f"without:{agent}", f"A team with {agent}", _predicates("a team without this agent")),
+            (f"frozen:{agent}", f"Training {agent}", ("helps the team", "harms the team", "has no relevant effect")),
         )
-        sentences += [
-            _make_sentence(results, f"{kind}:{agent}", margin, subject, predicates)
-            for kind, subject, predicates in of_agent
-        ]
+        sentences += [_make_sentence(results, margin, *about) for about in about_agent]
     return [sentence for sentence in sentences if sentence is not None]
 
 
@@ -152,7 +144,7 @@ def _describe_smaller_budget(results: dict[str, ArmResult]) -> str | None:
 
 
 def _make_sentence(
-    results: dict[str, ArmResult], arm: str, margin: float, subject: str, predicates: tuple[str, str, str]
+    results: dict[str, ArmResult], margin: float, arm: str, subject: str, predicates: tuple[str, str, str]
 ) -> str | None:
     difference = results[arm].difference if arm in results else None
     if difference is None:

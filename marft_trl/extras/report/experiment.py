@@ -36,19 +36,16 @@ _NOT_RECORDED = fields_about("files", "machines") | {"seed"}
 def collect_settings(experiment: Experiment) -> dict[str, Any]:
     """Collect the settings by name, JSON-serializable, without secrets, equal in every process."""
     args = experiment.args
-    found: dict[str, Any] = {
-        f"args.{item.name}": plain(getattr(args, item.name))
-        for item in dataclasses.fields(MARFTConfig)
-        if item.name not in _NOT_RECORDED
-    }
+    names = [item.name for item in dataclasses.fields(MARFTConfig) if item.name not in _NOT_RECORDED]
+    settings: dict[str, Any] = {f"args.{name}": plain(getattr(args, name)) for name in names}
     agents = {agent.name: agent for agent in experiment.agents}
     for place, agent in {**agents, "solo": experiment.solo_agent()}.items():
-        found |= {f"{place}.{name}": plain(value) for name, value in agent.to_dict().items()}
-        found[f"{place}.reward_funcs"] = _codes(agent.reward_funcs)
-        found[f"{place}.peft_config"] = _peft(agent.peft_config)
+        settings |= {f"{place}.{name}": plain(value) for name, value in agent.to_dict().items()}
+        settings[f"{place}.reward_funcs"] = _codes(agent.reward_funcs)
+        settings[f"{place}.peft_config"] = _peft(agent.peft_config)
         functions = {"view": agent.view, "reply": agent.reply, "tools": agent.tools}
-        found |= {f"{place}.{name}": _codes(function) for name, function in functions.items() if function is not None}
-    found |= {
+        settings |= {f"{place}.{name}": _codes(value) for name, value in functions.items() if value is not None}
+    settings |= {
         "model": str(experiment.model),
         "agents": list(agents),
         "reward_funcs": _codes(experiment.reward_funcs),
@@ -58,8 +55,8 @@ def collect_settings(experiment: Experiment) -> dict[str, Any]:
         "train_dataset": dataset_hash(experiment.train_dataset),
         "eval_dataset": dataset_hash(experiment.eval_dataset),
     }
-    found |= {f"options.{name}": _value(value) for name, value in experiment.options.items()}
-    return json.loads(json.dumps(without_secrets(found), default=str))
+    settings |= {f"options.{name}": _value(value) for name, value in experiment.options.items()}
+    return json.loads(json.dumps(without_secrets(settings), default=str))
 
 
 # Settings that affect the questions, the answers or the scores of an evaluation
@@ -110,8 +107,8 @@ def _code(function: Any) -> str:
 def _codes(functions: Any) -> list[str]:
     if functions is None:
         return []
-    several = isinstance(functions, Sequence) and not isinstance(functions, str)
-    return [compute_fingerprint(item) for item in (functions if several else [functions])]
+    are_several = isinstance(functions, Sequence) and not isinstance(functions, str)
+    return [compute_fingerprint(function) for function in (functions if are_several else [functions])]
 
 
 def _peft(config: Any) -> Any:
@@ -131,37 +128,27 @@ class Experiment:
     A task, a model, a team and a budget.
 
     Args:
-        model (`str`):
-            Base model: a Hub id or a folder. Each run loads it again.
-        agents (`Sequence[AgentSpec]`):
-            The team.
-        reward_funcs:
-            Reward functions, as in [`MARFTTrainer`].
-        train_dataset (`Dataset`):
-            Questions to train on.
-        eval_dataset (`Dataset`):
-            Questions that the arms are compared on. The more there are, the smaller the differences that can be seen.
-        args ([`MARFTConfig`]):
-            Training arguments of the team; `seed` and `output_dir` are set for each run. `eval_right_at`,
-            `eval_sampling` and `num_generations_eval` are those of the comparison.
-        peft_config ([`~peft.PeftConfig`], *optional*):
-            Adapters of the agents.
-        workflow ([`Workflow`], *optional*):
-            The workflow of the team. Defaults to a chain.
-        solo ([`AgentSpec`], *optional*):
-            The agent that works alone. Defaults to the last agent without a teammate to wait for, whose turn may be as
-            long as those of the whole team.
-        solo_workflow ([`Workflow`], *optional*):
-            The workflow of the agent that works alone. Needed where that of the team holds a game or an environment
-            with fixed agents. By default, the agent answers, or acts in the [`EnvironmentLoop`] of the team.
-        options (`dict`, *optional*):
-            Further arguments of [`MARFTTrainer`].
-        variants (`dict[str, Callable[[Experiment], Experiment]]`, *optional*):
-            Arms of your own by name: functions that return the experiment with something changed, such as
-            `{"rate 1e-4": lambda one: one.with_args(learning_rate=1e-4)}`. Each is trained until it has generated as
-            many tokens as the team, or, if it changes `max_steps`, for these. A preset needs a new [`MARFTConfig`].
-        name (`str`, *optional*):
-            Title of the report.
+        model (`str`): Base model: a Hub id or a folder. Each run loads it again.
+        agents (`Sequence[AgentSpec]`): The team.
+        reward_funcs: Reward functions, as in [`MARFTTrainer`].
+        train_dataset (`Dataset`): Questions to train on.
+        eval_dataset (`Dataset`): Questions that the arms are compared on. The more there are, the smaller the
+            differences that can be seen.
+        args ([`MARFTConfig`]): Training arguments of the team; `seed` and `output_dir` are set for each run.
+            `eval_right_at`, `eval_sampling` and `num_generations_eval` are those of the comparison.
+        peft_config ([`~peft.PeftConfig`], *optional*): Adapters of the agents.
+        workflow ([`Workflow`], *optional*): The workflow of the team. Defaults to a chain.
+        solo ([`AgentSpec`], *optional*): The agent that works alone. Defaults to the last agent without a teammate to
+            wait for, whose turn may be as long as those of the whole team.
+        solo_workflow ([`Workflow`], *optional*): The workflow of the agent that works alone. Needed where that of the
+            team holds a game or an environment with fixed agents. By default, the agent answers, or acts in the
+            [`EnvironmentLoop`] of the team.
+        options (`dict`, *optional*): Further arguments of [`MARFTTrainer`].
+        variants (`dict[str, Callable[[Experiment], Experiment]]`, *optional*): Arms of your own by name: functions
+            that return the experiment with something changed, such as `{"rate 1e-4": lambda team:
+            team.with_args(learning_rate=1e-4)}`. Each is trained until it has generated as many tokens as the team,
+            or, if it changes `max_steps`, for these. A preset needs a new [`MARFTConfig`].
+        name (`str`, *optional*): Title of the report.
     """
 
     model: str
@@ -295,7 +282,7 @@ def load_experiment(place: str, settings: Mapping[str, Any] | None = None) -> Ex
             f"`{name}` in {source}, the function that returns the `Experiment`, cannot be called with "
             f"`settings={dict(settings or {})}`: {error}."
         ) from None
-    made = make(**(settings or {}))
-    if not isinstance(made, Experiment):
-        raise ValueError(f"`{name}` in {source} must return an `Experiment`, got {type(made).__name__}.")
-    return made
+    experiment = make(**(settings or {}))
+    if not isinstance(experiment, Experiment):
+        raise ValueError(f"`{name}` in {source} must return an `Experiment`, got {type(experiment).__name__}.")
+    return experiment

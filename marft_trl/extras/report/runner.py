@@ -42,22 +42,19 @@ def report(
     same call resumes a report.
 
     Args:
-        experiment ([`Experiment`] or `str`):
-            Task, model, team and budget, or `"file.py:function"` of a function that returns them.
-        output_dir (`str`, *optional*, defaults to `"report"`):
-            Where runs, tables and pictures are written.
-        seeds (`Sequence[int]`, *optional*, defaults to `(0, 1, 2)`):
-            Seeds of the runs. With one seed, intervals do not contain the spread of training.
-        arms (`Sequence[str]`, *optional*):
-            Arms in addition to the trained team: `"untrained"`, `"solo"`, `"solo_untrained"`,
-            `"anonymous"`, `"shared"` or `"own"`, `"frozen"`, `"without"` and `"emptied"`, each of all agents or,
-            with a colon and a name, of one, and the names of the `variants` of the experiment. Defaults to all.
-        workers (`int`, *optional*, defaults to `1`):
-            Number of runs in parallel, each in its own process. More than one needs a named `experiment`.
-        margin (`float`, *optional*, defaults to `0.02`):
-            Smallest difference in accuracy that matters.
-        settings (`dict`, *optional*):
-            Arguments of the function that a named `experiment` is.
+        experiment ([`Experiment`] or `str`): Task, model, team and budget, or `"file.py:function"` of a function that
+            returns them.
+        output_dir (`str`, *optional*, defaults to `"report"`): Where runs, tables and pictures are written.
+        seeds (`Sequence[int]`, *optional*, defaults to `(0, 1, 2)`): Seeds of the runs. With one seed, intervals do
+            not contain the spread of training.
+        arms (`Sequence[str]`, *optional*): Arms in addition to the trained team: `"untrained"`, `"solo"`,
+            `"solo_untrained"`, `"anonymous"`, `"shared"` or `"own"`, `"frozen"`, `"without"` and `"emptied"`, each of
+            all agents or, with a colon and a name, of one, and the names of the `variants` of the experiment. Defaults
+            to all.
+        workers (`int`, *optional*, defaults to `1`): Number of runs in parallel, each in its own process. More than
+            one needs a named `experiment`.
+        margin (`float`, *optional*, defaults to `0.02`): Smallest difference in accuracy that matters.
+        settings (`dict`, *optional*): Arguments of the function that a named `experiment` is.
 
     Returns: the [`Comparison`]. `report.md`, `report.csv` and pictures are in `output_dir`.
 
@@ -83,7 +80,7 @@ def report(
     cells = _cells(chosen, seeds, folder)
     _check_runs_before(made, chosen, cells)
     waiting = [cell for cell in cells if not cell.is_done]
-    _tell_of_work(made, chosen, cells, waiting)
+    _print_work(made, chosen, cells, waiting)
     if place is None or workers == 1:
         failed = _run_all(functools.partial(run_cell, made, emptied=_emptied(chosen)), waiting)
     else:
@@ -120,7 +117,7 @@ def _check_arguments(seeds: Sequence[int], margin: float, workers: int, arms: Se
             raise ValueError(f"The arm {arm.name!r} is evaluated in the run of {arm.of!r}. Add {arm.of!r} to `arms`.")
 
 
-def _tell_of_work(experiment: Experiment, arms: Sequence[Arm], cells: Sequence[Cell], waiting: Sequence[Cell]) -> None:
+def _print_work(experiment: Experiment, arms: Sequence[Arm], cells: Sequence[Cell], waiting: Sequence[Cell]) -> None:
     """Print the number of runs, and an estimate of their time if some are finished."""
     evaluations = sum(1 + (cell.arm in EVALUATED_BEFORE) for cell in waiting)
     evaluations += len(_emptied(arms)) * sum(cell.arm == "team" for cell in waiting)
@@ -208,7 +205,7 @@ def _run_all(run: Callable[[Cell], None], cells: Sequence[Cell]) -> dict[str, st
     failed: dict[str, str] = {}
     start = time.monotonic()
     for number, cell in enumerate(cells):
-        if number and len(cells) > 1:
+        if number:
             left = (time.monotonic() - start) / number * (len(cells) - number) / 60
             place = f"run {number + 1} of {len(cells)}, {cell.arm} with seed {cell.seed}"
             print(f"Report: {place}; about {left:.0f} min left", flush=True)

@@ -137,8 +137,8 @@ def open_env(
 
         async def reset(self, **row: Any) -> str:  # type: ignore[override]
             self.client = client()
-            known = {name: row[name] for name in ("seed", "episode_id") if row.get(name) is not None}
-            return show((await _called(self.client.reset, **known)).observation)
+            columns = {name: row[name] for name in ("seed", "episode_id") if row.get(name) is not None}
+            return show((await _called(self.client.reset, **columns)).observation)
 
         async def step(self, turns: Sequence[Any]) -> tuple[str, float, bool]:  # type: ignore[override]
             result = await _called(self.client.step, act(turns[-1].text))
@@ -156,5 +156,5 @@ async def _called(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call a method of a client; synchronous methods run in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    found = await asyncio.to_thread(function, *args, **kwargs)
-    return await found if inspect.isawaitable(found) else found
+    result = await asyncio.to_thread(function, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result

@@ -56,13 +56,13 @@ Node = End | Chance | Decision
 
 def find_information_sets(game: Node) -> dict[str, Decision]:
     """
-    The information sets of a game, each with one of its positions.
+    The information sets of a game, each with its first position.
 
     Raises:
         ValueError: positions of an information set differ in the player, in the moves, or in what the player did
             before (perfect recall), or the probabilities of a random event do not sum to 1.
     """
-    found: dict[str, Decision] = {}
+    positions: dict[str, Decision] = {}
     past: dict[str, tuple[tuple[str, str], ...]] = {}  # information sets and moves of the same player before
 
     def walk(node: Node, done: Mapping[int, tuple[tuple[str, str], ...]]) -> None:
@@ -72,11 +72,11 @@ def find_information_sets(game: Node) -> dict[str, Decision]:
                 walk(following, done)
         elif isinstance(node, Decision):
             name, own = node.information_set, done.get(node.player, ())
-            known = found.setdefault(name, node)
-            if (known.player, set(known.moves)) != (node.player, set(node.moves)):
+            first = positions.setdefault(name, node)
+            if (first.player, set(first.moves)) != (node.player, set(node.moves)):
                 raise ValueError(
                     f"All positions of the information set {name!r} need the same player and the same moves, got "
-                    f"player {known.player} with {sorted(known.moves)} and player {node.player} with "
+                    f"player {first.player} with {sorted(first.moves)} and player {node.player} with "
                     f"{sorted(node.moves)}. Name them differently."
                 )
             if past.setdefault(name, own) != own:
@@ -88,7 +88,7 @@ def find_information_sets(game: Node) -> dict[str, Decision]:
                 walk(following, {**done, node.player: (*own, (name, move))})
 
     walk(game, {})
-    return found
+    return positions
 
 
 def expected_returns(game: Node, policy: Policy) -> tuple[float, ...]:

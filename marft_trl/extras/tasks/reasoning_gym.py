@@ -39,17 +39,12 @@ sys.path.pop(0)
 import importlib, json
 place, function, file = sys.argv[1:4]
 try:
-    found = {"result": getattr(importlib.import_module(place), function)(**json.load(sys.stdin))}
+    outcome = {"result": getattr(importlib.import_module(place), function)(**json.load(sys.stdin))}
 except ValueError as error:
-    found = {"error": str(error)}
+    outcome = {"error": str(error)}
 with open(file, "w", encoding="utf-8") as written:
-    json.dump(found, written)
+    json.dump(outcome, written)
 """
-
-
-def is_fixed() -> bool:
-    """Whether this process has the hash seed 0. Setting the variable later has no effect."""
-    return not sys.flags.hash_randomization
 
 
 def call_with_fixed_hashes(place: str, function: str, arguments: dict[str, Any]) -> Any:
@@ -57,17 +52,17 @@ def call_with_fixed_hashes(place: str, function: str, arguments: dict[str, Any])
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path if isinstance(entry, str))
     environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "found.json"
+        file = Path(folder) / "outcome.json"
         command = [sys.executable, "-W", "ignore", "-c", _CODE, place, function, str(file)]
         done = subprocess.run(  # noqa: S603
             command, check=False, capture_output=True, text=True, env=environment, input=json.dumps(arguments)
         )
         if done.returncode:
             raise RuntimeError(f"`{place}.{function}` failed in a subprocess:\n{done.stderr[-2000:]}")
-        found = json.loads(file.read_text(encoding="utf-8"))
-    if "error" in found:
-        raise ValueError(found["error"])
-    return found["result"]
+        outcome = json.loads(file.read_text(encoding="utf-8"))
+    if "error" in outcome:
+        raise ValueError(outcome["error"])
+    return outcome["result"]
 
 
 # The package draws question `i` from `seed + i`, so seeds this far apart share no questions by design
@@ -108,7 +103,7 @@ def reasoning_gym(
     # Of entries, since prompts may have been changed, as by a hint at the format
     known = sorted({str(parse_entry(entry)["question"]) for entry in _entries(without)})
     arguments: dict[str, Any] = {"family": family, "size": size, "seed": seed, "known": known, "distinct": distinct}
-    if is_fixed() or not _names_in(family) & _HASHED:
+    if not sys.flags.hash_randomization or not _names_in(family) & _HASHED:  # this process has the hash seed 0
         return Dataset.from_list(draw(**arguments))
     return Dataset.from_list(call_with_fixed_hashes(__name__, "draw", arguments))
 
@@ -148,8 +143,8 @@ def draw(family: str, size: int, seed: int, known: Sequence[str], distinct: bool
 
 def _names_in(family: str) -> set[str]:
     settings = json.loads(family)
-    parts = settings.get("datasets")
-    return {settings["name"], *(str(item.get("name")) for item in parts or () if isinstance(item, Mapping))}
+    datasets = settings.get("datasets") or ()
+    return {settings["name"], *(str(dataset.get("name")) for dataset in datasets if isinstance(dataset, Mapping))}
 
 
 @functools.lru_cache(maxsize=256)

