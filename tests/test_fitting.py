@@ -72,7 +72,7 @@ def fitted(model_folder, tmp_path):
 
 def test_micro_batches_are_as_large_as_there_is_room(model_folder, tmp_path, monkeypatch):
     trainer, slice_ = fitted(model_folder, tmp_path)
-    assert trainer.parts.batcher.max_tokens >= 4096 and not trainer.parts.batcher.is_checkpointing
+    assert trainer.parts.batcher.max_tokens >= 4096 and not trainer.parts.passes.is_checkpointing
     assert len(list(trainer.parts.batcher.cut(slice_.rows))) == 2  # one for each agent
     longest = max(row.length for row in slice_.rows)
     activation_bytes = 1.6 * longest * trainer.parts.batcher.cost.per_token
@@ -80,7 +80,7 @@ def test_micro_batches_are_as_large_as_there_is_room(model_folder, tmp_path, mon
     head_bytes = 6 * 4 * sum(len(row.completion_ids) for row in slice_.rows) * trainer.model.config.vocab_size
     room_for(monkeypatch, (activation_bytes + head_bytes) / 0.7 + state)
     trainer, slice_ = fitted(model_folder, tmp_path)
-    assert longest <= trainer.parts.batcher.max_tokens <= 1.7 * longest and not trainer.parts.batcher.is_checkpointing
+    assert longest <= trainer.parts.batcher.max_tokens <= 1.7 * longest and not trainer.parts.passes.is_checkpointing
     batches = list(trainer.parts.batcher.cut([row for row in slice_.rows if row.is_trained]))
     assert len(batches) > 2
 
@@ -92,7 +92,7 @@ def test_a_row_that_does_not_fit_is_checkpointed_and_training_is_the_same(model_
             room_for(monkeypatch, 1000)
         trainer = team_trainer(model_folder, tmp_path, settings={"max_tokens_per_micro_batch": 400})
         trainer.train()
-        assert trainer.parts.batcher.is_checkpointing == checkpoints
+        assert trainer.parts.passes.is_checkpointing == checkpoints
         ends.append(weights(trainer))
     assert "Gradient checkpointing is now on" in caplog.text
     for name, weight in ends[0].items():

@@ -110,7 +110,7 @@ def test_gradients_are_checkpointed_where_a_single_row_does_not_fit(model_folder
     trainer, _ = failing(model_folder, tmp_path, 2, **settings)
     with caplog.at_level("WARNING"):
         trainer.train()
-    assert trainer.parts.batcher.is_checkpointing and "from now on, gradients are checkpointed" in caplog.text
+    assert trainer.parts.passes.is_checkpointing and "from now on, gradients are checkpointed" in caplog.text
 
 
 def test_a_second_failure_ends_the_run_with_the_plan(model_folder, tmp_path):

@@ -53,7 +53,7 @@ class Schedule:
     batches: tuple[int, ...] = ()  # values of `_BATCH_SETTINGS`, which must not change during a run
 
     @classmethod
-    def from_args(cls, args: MARFTConfig, adapters: Sequence[str]) -> Schedule:
+    def from_args(cls, args: MARFTConfig, adapters: Sequence[str], critics: Sequence[str] = ()) -> Schedule:
         """Make the schedule. Raises `ValueError` if adapters are to train in turn but only one adapter is trained."""
         if len(adapters) < 2 and (args.agent_iteration_interval or args.update_order != "joint"):
             name = "agent_iteration_interval" if args.agent_iteration_interval else "update_order"
@@ -68,6 +68,7 @@ class Schedule:
             order=args.update_order,
             warmup=args.critic_warmup_steps,
             seed=args.seed,
+            critics=tuple(critics),
             batches=tuple(getattr(args, name) for name in _BATCH_SETTINGS),
         )
 
@@ -80,9 +81,6 @@ class Schedule:
                     "the schedule keep the first value. Do not change it in callbacks. To use other batches, end the "
                     "run and continue with a new trainer (`MARFTTrainer(model=load_adapters(...))`)."
                 )
-
-    def with_critic(self, parts: Sequence[str]) -> Schedule:
-        return replace(self, critics=tuple(parts))
 
     def is_due(self, micro_step: int) -> bool:
         return micro_step % self.generate_every == 0
@@ -138,11 +136,6 @@ class Schedule:
 _MIN_EFFECTIVE_SHARE = 0.5
 
 
-def after_update(factors: SequentialFactors | None, slices: Sequence[Slice], adapter: str | None) -> list[Slice]:
-    """Apply [`SequentialFactors.after_update`] if updates are sequential; otherwise return the slices unchanged."""
-    return list(slices) if factors is None else factors.after_update(slices, adapter)
-
-
 class SequentialFactors:
     """Multiplies advantages by ratios of updated agents of the same joint action: `M` of HAPPO (2109.11251)."""
 
@@ -190,7 +183,7 @@ class SequentialFactors:
 
     def _log(self, adapter: str, factors: torch.Tensor, unclipped: torch.Tensor) -> None:
         """Log metrics of the factors of joint actions `(J,)`, and warn if the unclipped factors vary too much."""
-        totals = self._processes.sum(torch.stack([functional.moments(item) for item in (factors, unclipped)]))
+        totals = self._processes.sum(torch.stack([functional.moments(kind) for kind in (factors, unclipped)]))
         count, total, squares = totals[0].tolist()
         mean, share = total / max(count, 1), functional.effective_share(totals[1])
         self._metrics.add("sequential_factor/mean", mean)
@@ -253,25 +246,19 @@ class DivergenceSums:
     """Sums of the KL divergence and of entropies over the micro-batches of an optimizer step, by adapter."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, torch.Tensor] = {}
+        # By adapter: sum and number of the KL values, and sum and number of the entropies `(4,)`
+        self.sums: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
 
     def add(self, adapter: str, log_ratios: torch.Tensor, entropies: torch.Tensor) -> None:
         """Add the log-ratios and entropies `(N,)` of the tokens of a micro-batch that the loss counts."""
         kl = functional.approximate_kl(log_ratios.detach().double())
         entropies = entropies.detach().double()
         sums = [kl.sum(), kl.new_tensor(kl.numel()), entropies.sum(), kl.new_tensor(entropies.numel())]
-        self._sums[adapter] = self.get_sums(adapter) + torch.stack(sums).cpu()
-
-    def get_sums(self, adapter: str) -> torch.Tensor:
-        """Return sum and number of the KL values, and sum and number of the entropies, of an adapter `(4,)`."""
-        return self._sums.get(adapter, torch.zeros(4, dtype=torch.float64))
-
-    def clear(self) -> None:
-        self._sums.clear()
+        self.sums[adapter] = self.sums[adapter] + torch.stack(sums).cpu()
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that removes everything added after this call."""
-        return functools.partial(setattr, self, "_sums", dict(self._sums))
+        return functools.partial(setattr, self, "sums", self.sums.copy())
 
 
 class AdapterUpdates:
@@ -321,15 +308,15 @@ class AdapterUpdates:
             # The state is saved by position: sorted by name, it finds its adapter again, even if the order of the
             # agents changes. The critic's come last, because the Trainer logs the learning rate of the first group
             for adapter in sorted(adapters, key=lambda name: (name.startswith("_"), name)):
-                own = {id(parameter) for parameter in adapters[adapter].values()}
+                ids = {id(parameter) for parameter in adapters[adapter].values()}
                 changed = {} if rates.get(adapter) is None else {"lr": rates[adapter]}
                 for group in optimizer.param_groups:
-                    parameters = [parameter for parameter in group["params"] if id(parameter) in own]
+                    parameters = [parameter for parameter in group["params"] if id(parameter) in ids]
                     if parameters:
                         groups.append({**group, **changed, "params": parameters, "adapter": adapter})
             optimizer.param_groups[:] = groups
-        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        missing = [name for name, own in adapters.items() if any(id(item) not in known for item in own.values())]
+        optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        missing = [name for name, parameters in adapters.items() if {id(p) for p in parameters.values()} - optimized]
         if missing:
             raise ValueError(
                 f"The optimizer passed in `optimizers=` does not have the parameters of {missing}, so these adapters "
@@ -339,7 +326,7 @@ class AdapterUpdates:
 
     @contextlib.contextmanager
     def loading(self, optimizer: Any, scheduler: Any) -> Iterator[None]:
-        """Context manager for loading the states of both, while settings and schedule stay those of this run."""
+        """Load the states of both within the context, but keep the settings and the schedule of this run."""
         inner = getattr(optimizer, "optimizer", optimizer)
         rates = [group.get("initial_lr", group["lr"]) for group in inner.param_groups]
         settings = [{key: group[key] for key in _SETTINGS if key in group} for group in inner.param_groups]
@@ -362,17 +349,16 @@ class AdapterUpdates:
         self._active_adapters |= set(adapters)
 
     def forget(self) -> None:
-        """Discard an optimizer step that training did not finish."""
+        """Forget an optimizer step, which has ended or which training did not finish."""
         self._active_adapters.clear()
-        self.divergence.clear()
+        self.divergence.sums.clear()
         self._is_within_step = False
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module) -> Iterator[None]:
         """
-        Context manager: gradients are not reduced, because processes have different numbers of micro-batches; `finish`
-        does so. The first micro-step of an optimizer step clears the gradients of the value heads, which the Trainer
-        does not know.
+        Do not reduce gradients within the context: processes have different numbers of micro-batches. `finish` does.
+        The first micro-step of an optimizer step clears the value heads' gradients, which the Trainer does not know.
         """
         if not self._is_within_step and self._critic is not None:
             self._critic.zero_grad()
@@ -380,14 +366,11 @@ class AdapterUpdates:
         with self._accelerator.no_sync(model) if self._processes.count > 1 else contextlib.nullcontext():
             yield
 
-    def finish(self, is_update: bool) -> None:
+    def finish(self) -> None:
         """
-        End a micro-step. At the end of an optimizer step, reduce the gradients of the adapters that have had a row on
-        any process (the optimizer skips the others, which have no gradient). Then apply `target_kl` and the adaptive
-        entropy bonus.
+        End an optimizer step: reduce the gradients of the adapters that have had a row on any process (the optimizer
+        skips the others, which have no gradient). Then apply `target_kl` and the adaptive entropy bonus.
         """
-        if not is_update:
-            return
         adapters = self.trained_parameters()
         used = [list(adapters[adapter].values()) for adapter in adapters if adapter in self._active_adapters]
         if self._processes.count > 1:
@@ -396,16 +379,14 @@ class AdapterUpdates:
             if all(parameter.grad is None for parameter in parameters):
                 for parameter in parameters:
                     parameter.grad = torch.zeros_like(parameter)
-        self._active_adapters.clear()
-        self._is_within_step = False
         if self._args.target_kl is not None or self._args.use_adaptive_entropy:
             self._apply_kl_and_entropy_targets(adapters)
-        self.divergence.clear()
+        self.forget()
 
     def _apply_kl_and_entropy_targets(self, adapters: dict[str, dict[str, nn.Parameter]]) -> None:
         """Skip the updates of adapters above `target_kl`, and adapt the entropy bonuses for the next step."""
         names, args = self._policies.trained, self._args
-        totals = self._processes.sum(torch.stack([self.divergence.get_sums(name) for name in names]))
+        totals = self._processes.sum(torch.stack([self.divergence.sums[name] for name in names]))
         for name, (kl_sum, kl_count, entropy_sum, tokens) in zip(names, totals.tolist(), strict=True):
             agents = self._policies.get_agents(name)
             if args.target_kl is not None and kl_count:
@@ -437,9 +418,8 @@ class AdapterUpdates:
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """
-        Clip the gradient of each adapter by its norm, and skip those that are not finite. Returns the norm over all
-        adapters of agents before clipping. Raises `FloatingPointError` for an adapter that was skipped several times
-        in a row.
+        Clip the gradient of each adapter by its norm, and skip those that are not finite. Returns the norm before
+        clipping, over adapters of agents. Raises `FloatingPointError` after several skipped updates of one in a row.
         """
         trained = self.trained_parameters()
         if any(parameter.grad is not None for value in trained.values() for parameter in value.values()):

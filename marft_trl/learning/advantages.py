@@ -65,10 +65,10 @@ class CreditAssigner:
         if as_rewards or rule.scores_turns:
             earned = [self._earned(episode) for episode in episodes]
             # Subtract earned rewards from the rewards of the team, so that they are not counted twice
-            rewards = [reward - entry.sum().item() for reward, entry in zip(rewards, earned, strict=True)]
+            rewards = [reward - gained.sum().item() for reward, gained in zip(rewards, earned, strict=True)]
         team = [
-            rule.share(reward, item.turns, torch.tensor(item.joint_steps()), args.credit_discount, as_rewards)
-            for reward, item in zip(rewards, episodes, strict=True)
+            rule.share(reward, episode.turns, torch.tensor(episode.joint_steps()), args.credit_discount, as_rewards)
+            for reward, episode in zip(rewards, episodes, strict=True)
         ]
         if rule.scores_turns:
             weight, own = args.own_reward_weight, self._own_turn_rewards(rollout, as_rewards or self._earns)
@@ -85,8 +85,7 @@ class CreditAssigner:
         scores = self._own_turn_rewards(rollout, is_sum=True) if rule.scores_turns else None
         for index, (episode, reward) in enumerate(zip(rollout.episodes, rollout.local_rewards, strict=True)):
             steps, earned = torch.tensor(episode.joint_steps()), self._own.weight * sum(episode.earned)
-            # The rewards of all agents, divided by the rule; then the rewards given to agents by name, which no rule
-            # divides
+            # The rule divides the rewards of all agents, but not the rewards of agents by name
             team_rewards = rule.share(reward - earned, episode.turns, steps, args.credit_discount, True)
             if scores is not None:
                 team_rewards = team_rewards * (1 - args.own_reward_weight)
@@ -110,8 +109,7 @@ class CreditAssigner:
             returns, steps = torch.zeros(len(episode.turns)), torch.tensor(episode.joint_steps())
             earned = self._own.weight * sum(episode.earned)
             for agent in dict.fromkeys(turn.agent for turn in episode.turns):
-                # Pass only the agent's own turns to the rule: otherwise its discount would depend on the turns of
-                # other agents
+                # Only the agent's own turns: otherwise the discount would depend on the turns of other agents
                 indices = [turn.index for turn in episode.turns if turn.agent == agent]
                 turns = [episode.turns[k] for k in indices]
                 received = self._own.get_agent_reward(earned, episode, agent)
@@ -142,7 +140,7 @@ class CreditAssigner:
         """Compute the own rewards of turns `(K,)`. Unscored turns are NaN, or 0 with `is_sum` (to be added up)."""
         episodes = rollout.episodes
         pairs = [(episode, turn) for episode in episodes for turn in episode.turns]
-        scores, by_function = self._scorer.score_turns([item for item, _ in pairs], [turn for _, turn in pairs])
+        scores, by_function = self._scorer.score_turns([episode for episode, _ in pairs], [turn for _, turn in pairs])
         counts = [len(episode.turns) for episode in episodes]
         sums, rewards_by_function = list(scores.split(counts)), iter(by_function)
         self._own_rewards = [[next(rewards_by_function) for _ in range(count)] for count in counts]
@@ -151,12 +149,10 @@ class CreditAssigner:
             OwnReward(turn.agent, (rollout.first + episode.index, turn.agent), value, function_rewards)
             for (episode, turn), value, function_rewards in zip(pairs, scores.tolist(), by_function, strict=True)
         ]
-        returns = not rollout.has_own_returns
-        for name, value in own_reward_metrics(self._processes.gather(scored), returns).items():
+        for name, value in own_reward_metrics(self._processes.gather(scored), not rollout.has_own_returns).items():
             self._metrics.add(name, value)
-        if is_sum:  # NaN (unscored) counts as 0, so that it does not erase the other rewards
-            sums = [entry.nan_to_num(nan=0.0) for entry in sums]
-        return sums
+        # In a sum, NaN (unscored) counts as 0, so that it does not erase the other rewards
+        return [own_rewards.nan_to_num(nan=0.0) for own_rewards in sums] if is_sum else sums
 
 
 class OwnReward(NamedTuple):
@@ -225,14 +221,12 @@ class BaselineEstimator:
         return [list(episode.turns) for episode in rollout.episodes]
 
     def baseline(self, training: bool) -> Baseline:
-        """The baseline; in evaluation one that needs nothing but the episodes."""
-        # Candidates, for instance, are not sampled in evaluation
+        """The baseline; in evaluation, where candidates are not sampled, one that needs nothing but the episodes."""
         baseline = BASELINES[self._args.advantage]
         return baseline if training or baseline.in_evaluation is None else BASELINES[baseline.in_evaluation]
 
     def gives_one_advantage_to_all(self, training: bool) -> bool:
         """`True` if all turns of an episode have one return, which is compared with other episodes, as in TRL."""
-        # Then one number for an episode is enough, which is TRL's own case
         by_episode = self.baseline(training).by_episode is not None
         return by_episode and credit_rule(self._args, training) == "equal" and self._args.credit_kind == "returns"
 
@@ -262,8 +256,7 @@ class BaselineEstimator:
                 is_equal = functional.are_equal(rewards, groups)
                 by_episode = by_episode.masked_fill(is_equal, 0.0)
                 std = std if scale == "batch" else std.masked_fill(is_equal, 0.0)
-            own = by_episode[rollout.first : rollout.first + len(rows)].tolist()
-            pairs = zip(rows, own, strict=True)
+            pairs = zip(rows, by_episode[rollout.first : rollout.first + len(rows)].tolist(), strict=True)
             filled = [[replace(row, advantage=advantage) for row in its_rows] for its_rows, advantage in pairs]
         else:
             filled = self._compare(replace(rollout, rewards=rewards), rows, group_size, scale, training)
@@ -342,7 +335,7 @@ def own_returns_to_go(episode: Episode, streams: Mapping[str, torch.Tensor], gam
 class CriticEstimator:
     """Advantages and value targets by GAE. Rows have their `old_values`, one row for each turn."""
 
-    def __init__(self, team: TeamSetup, run: RunContext, credit: CreditAssigner, scale: ValueScale | None = None):
+    def __init__(self, team: TeamSetup, run: RunContext, credit: CreditAssigner, scale: ValueScale):
         args = run.args
         self._credit, self._level, self._args, self._scale = credit, team.level, args, scale
         self._metrics, self._processes, self._names = run.metrics, run.processes, team.names
@@ -356,23 +349,23 @@ class CriticEstimator:
         if rollout.has_own_returns and is_stream:
             streams = self._credit.streams(rollout, rule)
             filled = [self._own_gae(*value) for value in zip(rollout.episodes, rows, streams, strict=True)]
-            gone = [own_returns_to_go(item, entry, 1.0) for item, entry in zip(rollout.episodes, streams, strict=True)]
-            return self._normalized_all(rollout, filled, gone, training)
+            returns = [own_returns_to_go(*pair, 1.0) for pair in zip(rollout.episodes, streams, strict=True)]
+            return self._normalized_all(rollout, filled, returns, training)
         if rollout.has_own_returns and not CREDITS[rule].reruns:
             credits = self._credit.own_returns(rollout, rule)
         else:
             credits = self._credit.assign(rollout, rule)
-        filled, gone = [], []
+        filled, returns = [], []
         for episode, its_rows, credit in zip(rollout.episodes, rows, credits, strict=True):
             steps = torch.tensor(episode.joint_steps())
             if is_stream:
                 filled.append(self._gae(its_rows, credit, steps, its_rows[-1].last_value if its_rows else 0.0))
-                gone.append(functional.returns_to_go(credit.nan_to_num(nan=0.0), steps, 1.0))
-            else:  # nothing is accumulated over returns: every turn is the last of an episode of its own
-                alone = [self._gae([row], credit[k : k + 1], steps[:1] * 0, 0.0) for k, row in enumerate(its_rows)]
-                filled.append([row for single in alone for row in single])
-                gone.append(credit)
-        return self._normalized_all(rollout, filled, gone, training)
+                returns.append(functional.returns_to_go(credit.nan_to_num(nan=0.0), steps, 1.0))
+            else:  # returns do not accumulate: each turn is an episode with one turn
+                zero = steps[:1] * 0
+                filled.append([self._gae([row], credit[k : k + 1], zero, 0.0)[0] for k, row in enumerate(its_rows)])
+                returns.append(credit)
+        return self._normalized_all(rollout, filled, returns, training)
 
     def _normalized_all(
         self, rollout: Rollout, filled: Sequence[Sequence[Row]], returns: Sequence[torch.Tensor], training: bool
@@ -386,7 +379,7 @@ class CriticEstimator:
         everything = [row for its_rows in filled for row in its_rows]
         self._log(everything)
         totals = self._moments(everything)
-        if training and self._scale is not None:
+        if training:
             self._scale.update(everything)
         rows = [[self._normalized(row, totals) for row in its_rows] for its_rows in filled]
         return Estimated(rows, None, credited, self._credit.take_own_rewards())
@@ -425,13 +418,10 @@ class CriticEstimator:
         totals = torch.zeros(len(names), 3, dtype=torch.float64)
         for index, name in enumerate(names):
             # Rows that the loss leaves out must not move the mean of the others
-            trained_rows = [
-                row for row in rows if name in (None, row.agent) and row.is_trained and row.num_loss_tokens
-            ]
-            values = [torch.as_tensor(self._get_advantage(row)).reshape(-1) for row in trained_rows]
-            known = [value[~value.isnan()] for value in values]
-            if known:
-                totals[index] = functional.moments(torch.cat(known))
+            trained = [row for row in rows if name in (None, row.agent) and row.is_trained and row.num_loss_tokens]
+            if trained:
+                values = torch.cat([torch.as_tensor(self._get_advantage(row)).reshape(-1) for row in trained])
+                totals[index] = functional.moments(values[~values.isnan()])
         return self._processes.sum(totals)
 
     def _normalized(self, row: Row, totals: torch.Tensor) -> Row:
@@ -448,12 +438,12 @@ class CriticEstimator:
         return self._level.advantage(torch.as_tensor(row.advantage), len(row.completion_ids))
 
     def _log(self, rows: Sequence[Row]) -> None:
-        known = [row for row in rows if row.num_value_targets]
+        scored = [row for row in rows if row.num_value_targets]
         totals = torch.zeros(3, 3, dtype=torch.float64)
-        if known:
-            targets = torch.cat([row.value_targets for row in known if row.value_targets is not None])
-            values = torch.cat([row.old_values for row in known if row.old_values is not None])
-            totals = torch.stack([functional.moments(item) for item in (targets, targets - values, values)])
+        if scored:
+            targets = torch.cat([row.value_targets for row in scored if row.value_targets is not None])
+            values = torch.cat([row.old_values for row in scored if row.old_values is not None])
+            totals = torch.stack([functional.moments(kind) for kind in (targets, targets - values, values)])
         totals = self._processes.sum(totals)
         if totals[0, 0] == 0:
             return

@@ -16,8 +16,9 @@ from trl.trainer.utils import pad
 from ..adapters.policies import Policies
 from ..algorithms.rows import Level, MicroBatch, Row, Slice
 from ..config.marft_config import MARFTConfig
+from ..config.team_setup import RunContext
 from ..seams.libraries import get_logger
-from ..seams.trl import CLIP_METRICS, LOSSES, OLD_LOGPS, SAMPLING_WEIGHTS, TrlSettings, TrlState
+from ..seams.trl import CLIP_METRICS, LOSSES, OLD_LOGPS, SAMPLING_WEIGHTS
 from ..shared_prefix.forward import Cluster, clusters, in_mode
 from .log_probs import ModelPass
 from .memory import (
@@ -39,30 +40,24 @@ ZERO_ADVANTAGE_METRICS: dict[str, list[float]] = {name: [0.0] for name in (*CLIP
 FRACTION_WITHOUT_SIGNAL = "frac_rows_without_signal"
 
 
-class ZeroGradientFilter:
+def split_by_gradient(rows: Sequence[Row], run: RunContext) -> tuple[list[Row], list[Row]]:
     """
-    Separates rows with a gradient from rows without. TRL's losses (1.16) multiply each token's term by its advantage
-    and by its mask. If all of them are 0, only the KL to the reference, an entropy bonus and the router loss of a
-    mixture of experts remain; without them, the gradient of the row is exactly 0.
+    Return the rows with a gradient and the rows without, each in order. TRL's losses (1.16) multiply each token's term
+    by its advantage and by its mask. If all of them are 0, only the KL to the reference, an entropy bonus and the
+    router loss of a mixture of experts remain; without them, the gradient of the row is exactly 0.
     """
-
-    def __init__(self, args: MARFTConfig, settings: TrlSettings, state: TrlState):
-        self._args, self._settings, self._state = args, settings, state
-
-    def split(self, rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-        """Return the rows with a gradient and the rows without, each in order."""
-        settings, state = self._settings, self._state
-        # The router loss and the entropy quantile are computed over the tokens of all rows
-        keeps_all = settings.aux_loss_enabled or settings.top_entropy_quantile < 1.0
-        if keeps_all or not self._args.skip_rows_without_signal or not state.is_training:
-            return list(rows), []
-        keeps_counted = settings.beta != 0.0 or state.has_entropy_bonus
-        with_gradient: list[Row] = []
-        without_gradient: list[Row] = []
-        for row in rows:
-            has_gradient = not len(row.completion_ids) or (row.counts and (keeps_counted or _has_advantage(row)))
-            (with_gradient if has_gradient else without_gradient).append(row)
-        return with_gradient, without_gradient
+    settings, state = run.settings, run.state
+    # The router loss and the entropy quantile are computed over the tokens of all rows
+    keeps_all = settings.aux_loss_enabled or settings.top_entropy_quantile < 1.0
+    if keeps_all or not run.args.skip_rows_without_signal or not state.is_training:
+        return list(rows), []
+    keeps_counted = settings.beta != 0.0 or state.has_entropy_bonus
+    with_gradient: list[Row] = []
+    without_gradient: list[Row] = []
+    for row in rows:
+        has_gradient = not len(row.completion_ids) or (row.counts and (keeps_counted or _has_advantage(row)))
+        (with_gradient if has_gradient else without_gradient).append(row)
+    return with_gradient, without_gradient
 
 
 def _has_advantage(row: Row) -> bool:
@@ -96,7 +91,7 @@ class MicroBatcher:
         """Cut rows into micro-batches of one agent each. `options` are arguments of [`micro_batches`]."""
         repeat = 0.0 if self.share else None
         if self.share and self.cost is not None:
-            repeat = self.cost.per_repeat / self.cost.bytes_per_token(self.is_checkpointing)
+            repeat = self.cost.per_repeat / self.cost.bytes_per_token(self._passes.is_checkpointing)
         # The time of a pass on a GPU hardly depends on the number of rows, so a token limit alone is enough
         limits_rows = not self.joins_slices or self.max_tokens is None
         max_rows = self._args.per_device_train_batch_size if limits_rows else None
@@ -113,10 +108,6 @@ class MicroBatcher:
         keeps_slices = args.top_entropy_quantile < 1.0 or (args.normalize_values and several_batches)
         return self._passes.give_positions and not keeps_slices
 
-    @property
-    def is_checkpointing(self) -> bool:
-        return self._passes.is_checkpointing
-
     def fit(self, rows: Sequence[Row]) -> None:
         """Set the token limit from the free memory, or checkpoint gradients if a row does not fit. Settings stay."""
         longest = max((row.length for row in rows), default=0)
@@ -127,7 +118,7 @@ class MicroBatcher:
             num_scored = sum(len(row.completion_ids) for row in rows)
             self._free_bytes = self.free_for_activations(num_scored, self.cost.fixed)
         limit, checkpointing = self.compute_limits(longest, self.cost, self._free_bytes)
-        if checkpointing and not self.is_checkpointing:
+        if checkpointing and not self._passes.is_checkpointing:
             logger.warning(
                 f"Rows of {longest:,} tokens do not fit into the {self._free_bytes / 1e9:.1f} GB that are free for "
                 "activations. Gradient checkpointing is now on."
@@ -146,7 +137,7 @@ class MicroBatcher:
         if largest > longest:
             self.max_tokens = self._reduced_max_tokens = max(int(largest / 2), longest)
             return f"micro-batches have at most {self.max_tokens:,} tokens"
-        if self.is_checkpointing or self._args.gradient_checkpointing is not None:
+        if self._passes.is_checkpointing or self._args.gradient_checkpointing is not None:
             return None
         self._passes.checkpoint_gradients()
         return "gradients are checkpointed"
@@ -167,7 +158,7 @@ class MicroBatcher:
     def compute_limits(self, longest: int, cost: ActivationCost, free_bytes: float) -> tuple[int, bool]:
         """Return the maximum tokens of a micro-batch, and whether the longest row needs gradient checkpointing."""
         limit = self._args.max_tokens_per_micro_batch
-        checkpointing = self.is_checkpointing
+        checkpointing = self._passes.is_checkpointing
         if self._args.gradient_checkpointing is None and not checkpointing:
             checkpointing = max(longest, limit or 0) * cost.per_token > free_bytes
         if limit is None:
@@ -188,10 +179,9 @@ class MicroBatcher:
 
 def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) -> list[list[Row]]:
     """Distribute episodes, in the order `(E,)`, over slices of `size` episodes."""
-    shuffled = [episodes[index] for index in order.tolist()]
-    return [
-        [row for rows in shuffled[start : start + size] for row in rows] for start in range(0, len(shuffled), size)
-    ]
+    indices = order.tolist()
+    parts = [indices[start : start + size] for start in range(0, len(indices), size)]
+    return [[row for index in part for row in episodes[index]] for part in parts]
 
 
 @dataclass(frozen=True)
@@ -376,18 +366,6 @@ def collate(
 
 
 @dataclass(frozen=True)
-class Collator:
-    """[`collate`] with the settings of a run."""
-
-    pad_token_id: int
-    pad_to_multiple_of: int | None
-    device: torch.device
-
-    def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        return collate(rows, self.pad_token_id, self.pad_to_multiple_of, self.device)
-
-
-@dataclass(frozen=True)
 class LossWeights:
     """Weights with which one micro-batch enters the loss of its adapter."""
 
@@ -407,10 +385,8 @@ def loss_weights(
     - `bnpo` averages over the tokens of a slice.
     - `dapo`, `cispo` and `vespo` divide a sum over tokens by the number of tokens of the generation batch.
 
-    For every loss type, the entropy bonus is a mean over the tokens of a slice; at action level, over its turns.
-
-    If agents have equal weight, this applies to the rows of each agent, and the loss of an adapter is the mean over
-    its agents.
+    For every loss type, the entropy bonus is a mean over the tokens of a slice; at action level, over its turns. If
+    agents have equal weight, this applies to the rows of each agent, and the loss of an adapter is their mean.
     """
     pool = batch.agent if slice_.weights else batch.adapter
     weight = slice_.weights.get(pool, 1.0)
@@ -421,6 +397,3 @@ def loss_weights(
         bonus = level.entropy_weight(token_share, row_share)
         return LossWeights(loss=weight * row_share, num_items_in_batch=num_items, entropy=bonus)
     return LossWeights(loss=weight * token_share, num_items_in_batch=num_items * token_share, entropy=1.0)
-
-
-# ---- Memory: the plan of a team, part by part. Activations are measured on short rows ----

@@ -70,7 +70,7 @@ class ValueScale:
         return outputs if (mean, deviation) == (0.0, 1.0) else mean + deviation * outputs
 
     def normalized(self, part: str, values: torch.Tensor) -> torch.Tensor:
-        """What a head has to put out for values of any shape."""
+        """The outputs of a head for values of any shape."""
         mean, deviation = self.get_moments(part)
         return values if (mean, deviation) == (0.0, 1.0) else (values - mean) / deviation
 
@@ -86,10 +86,8 @@ class ValueScale:
         for part, (count, total, squares) in zip(self._parts, self._processes.sum(totals).tolist(), strict=True):
             if not count:
                 continue
-            news = total / count, squares / count, 1.0
-            self._moments[part] = [
-                self._decay * old + (1 - self._decay) * new for old, new in zip(self._moments[part], news, strict=True)
-            ]
+            pairs = zip(self._moments[part], (total / count, squares / count, 1.0), strict=True)
+            self._moments[part] = [self._decay * old + (1 - self._decay) * new for old, new in pairs]
 
 
 class ValueSums:
@@ -116,12 +114,7 @@ class CriticLearner:
     """Asks the critic for values and trains it."""
 
     def __init__(
-        self,
-        team: TeamSetup,
-        run: RunContext,
-        batcher: MicroBatcher,
-        runner: EpisodeRunner,
-        scale: ValueScale,
+        self, team: TeamSetup, run: RunContext, batcher: MicroBatcher, runner: EpisodeRunner, scale: ValueScale
     ):
         self._scale = scale
         self._critic = cast(Critic, team.critic)  # it is built for a team that has one
@@ -153,14 +146,10 @@ class CriticLearner:
             steps = episode.joint_steps()
             for turn in episode.turns:
                 before = episode.history[: episode.history.index(turn)]
-                now = steps[turn.index]
-                seen = [value for value in before if not isinstance(value, Turn) or steps[value.index] < now]
+                seen = [past for past in before if not isinstance(past, Turn) or steps[past.index] < steps[turn.index]]
                 queries.append((self._specs[turn.agent], episode.prompt, _with_messages(episode, seen, turn), ()))
-        observations = self._runner.observe(queries)
-        return [
-            replace(row, critic_prompt_ids=torch.tensor(item.ids, dtype=torch.long))
-            for row, item in zip(rows, observations, strict=True)
-        ]
+        prompts = [torch.tensor(observation.ids, dtype=torch.long) for observation in self._runner.observe(queries)]
+        return [replace(row, critic_prompt_ids=prompt) for row, prompt in zip(rows, prompts, strict=True)]
 
     def num_features_of_reference(self, row: Row) -> int:
         """Number of hidden states of the reference's pass that the critic can use instead of a separate pass."""
@@ -229,12 +218,15 @@ class CriticLearner:
 
     def _features(self, batch: MicroBatch) -> torch.Tensor:
         """Hidden states `(B, V, H)` of the rows of a micro-batch for the head; kept ones are computed once."""
-        known = [row.features for row in batch.rows if row.features is not None]
-        if len(known) == len(batch.rows):
-            return torch.nn.utils.rnn.pad_sequence(known, batch_first=True).to(self._processes.device)
+        if all(row.features is not None for row in batch.rows):
+            return self._padded([row.features for row in batch.rows])
         prompts = [row.prompt_ids.tolist() for row in batch.rows]
         completions = [row.completion_ids.tolist() for row in batch.rows]
         return self._critic.features(batch.agent, prompts, completions, self._share)
+
+    def _padded(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.nn.utils.rnn.pad_sequence(present, batch_first=True).to(self._processes.device)
 
     def batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
         """Micro-batches that the critic learns from, of rows with value targets."""
@@ -253,15 +245,10 @@ class CriticLearner:
         self, batch: MicroBatch, values: torch.Tensor, slice_: Slice, accumulation_steps: int, sums: ValueSums
     ) -> torch.Tensor:
         """Loss of values `(B, V)` of one part. Losses add up to a mean over all targets. `sums` gets their sums."""
-
-        def padded(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-            present = [tensor for tensor in tensors if tensor is not None]
-            return torch.nn.utils.rnn.pad_sequence(present, batch_first=True).to(self._processes.device)
-
-        # As the head put them out: the scale has moved since, and the clip is about how far the head has
-        old = padded([self._old_outputs(row) for row in batch.rows])
-        targets = self._scale.normalized(batch.agent, padded([row.value_targets for row in batch.rows]))
-        mask = padded([torch.ones(row.num_value_targets) for row in batch.rows])
+        # Outputs, not values: the clip limits how far the head has moved, and the scale has moved, too
+        old = self._padded([self._old_outputs(row) for row in batch.rows])
+        targets = self._scale.normalized(batch.agent, self._padded([row.value_targets for row in batch.rows]))
+        mask = self._padded([torch.ones(row.num_value_targets) for row in batch.rows])
         values = values[:, : mask.size(1)]
         clip = self._args.value_clip
         losses = functional.value_losses(values, old, targets, clip, self._args.value_loss) * mask

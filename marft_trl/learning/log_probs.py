@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 
 class ModelPass:
-    """How rows go through a model. `reference` is TRL's, without adapters; `has_aux_loss`: routers have a loss."""
+    """Passes of rows through a model. `reference` is TRL's, without adapters; `has_aux_loss`: routers have a loss."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ModelPass:
         return self._accelerator.device
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: the precision of training."""
+        """Compute in the precision of training within the context."""
         return self._accelerator.autocast()
 
     @property
@@ -121,9 +121,9 @@ class ModelPass:
 
     def _dropout_of_base(self) -> dict[str, float]:
         settings = self.base.config.get_text_config().to_dict().items()
-        found = {name: value for name, value in settings if "drop" in name and isinstance(value, float) and value}
-        # Those of other heads than the one that generates
-        return {name: value for name, value in found.items() if not name.startswith(("classifier_", "summary_"))}
+        rates = {name: value for name, value in settings if "drop" in name and isinstance(value, float) and value}
+        # Not of the heads that do not generate
+        return {name: value for name, value in rates.items() if not name.startswith(("classifier_", "summary_"))}
 
     def warn_of_dropout(self, policies: Policies) -> None:
         """Warn of dropout that differs between the scoring of turns before the updates and in the updates."""
@@ -146,14 +146,13 @@ class ModelPass:
         """`True` if generation computes the same log-probabilities as scoring, in float32 and without dropout."""
         base = self.base
         drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in base.modules())
-        noisy = drops or bool(self._dropout_of_base())
-        weights = [tensor for tensor in base.parameters() if tensor.is_floating_point()]
-        precise = self._accelerator.mixed_precision == "no" and all(it.dtype == torch.float32 for it in weights)
-        exact = torch.get_float32_matmul_precision() == "highest" and not getattr(base, "is_quantized", False)
-        return precise and exact and not noisy
+        types = {weight.dtype for weight in base.parameters() if weight.is_floating_point()}
+        is_precise = self._accelerator.mixed_precision == "no" and types <= {torch.float32}
+        is_exact = torch.get_float32_matmul_precision() == "highest" and not getattr(base, "is_quantized", False)
+        return is_precise and is_exact and not drops and not self._dropout_of_base()
 
 
-# Makes of log-probabilities and entropies `(B, T)` those that TRL's loss is given
+# Changes the log-probabilities and entropies `(B, T)` before TRL's loss reads them
 Transform = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -183,7 +182,7 @@ class LogProbs:
 
     @contextlib.contextmanager
     def scoring(self, dropout: bool = True) -> Iterator[None]:
-        """Context manager: nothing is kept for a backward pass, and gradients are not checkpointed."""
+        """Keep nothing for a backward pass within the context, and do not checkpoint gradients."""
         apart = contextlib.nullcontext() if dropout else forward.in_mode(self._passes.model, training=False)
         with torch.no_grad(), self._passes.without_checkpointing(), apart:
             yield
@@ -191,8 +190,8 @@ class LogProbs:
     def with_old(self, rows: Sequence[Row]) -> list[Row]:
         """Rows with `old_per_token_logps` by the present policies, where they have none yet and are trained."""
         missing = [row for row in rows if row.is_trained and row.old_per_token_logps is None]
-        found = {row.number: logps for row, logps, _ in self._score(missing, by_reference=False)}
-        return [replace(row, old_per_token_logps=found.get(row.number, row.old_per_token_logps)) for row in rows]
+        scored = {row.number: logps for row, logps, _ in self._score(missing, by_reference=False)}
+        return [replace(row, old_per_token_logps=scored.get(row.number, row.old_per_token_logps)) for row in rows]
 
     def with_reference(self, rows: Sequence[Row], num_features: Callable[[Row], int] = lambda row: 0) -> list[Row]:
         """Rows, where trained, with `ref_per_token_logps` and, as `features`, `num_features(row)` of its states."""
@@ -214,8 +213,8 @@ class LogProbs:
 
     def compute_log_probs(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """Log-probabilities `(L,)` of rows under the present policies."""
-        found = {row.number: logps for row, logps, _ in self._score(rows, by_reference=False)}
-        return [found[row.number] for row in rows]
+        scored = {row.number: logps for row, logps, _ in self._score(rows, by_reference=False)}
+        return [scored[row.number] for row in rows]
 
     def _score(
         self, rows: Sequence[Row], by_reference: bool
@@ -250,11 +249,11 @@ class LogProbs:
             return forward.hidden_states(self._passes.base.base_model, prompts, completions, self._passes.share)
 
     def reading(self, hidden: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        """Context manager: log-probabilities are computed from these states `(B, V, H)` of a pass."""
+        """Compute log-probabilities from these states `(B, V, H)` of a pass within the context."""
         return swapped(self, {"_hidden": hidden})
 
     def transformed(self, transform: Transform) -> contextlib.AbstractContextManager[None]:
-        """Context manager: TRL's loss is given what `transform(logps, entropies)` makes of them."""
+        """Pass the result of `transform(logps, entropies)` to TRL's loss within the context."""
         return swapped(self, {"_transform": transform})
 
     def for_trl(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
@@ -326,12 +325,11 @@ class LogProbs:
         for batch in self._cut(rows):
             batches[batch.agent].append(batch)
         thresholds = {}
-        for agent, item in batches.items():
-            if processes.count == 1 and len(item) < 2:
+        for agent, agent_batches in batches.items():
+            if processes.count == 1 and len(agent_batches) < 2:
                 continue
-            own = [torch.cat([self.entropies(batch) for batch in item]).tolist()] if item else []
-            everywhere = [value for process_values in processes.gather(own) for value in process_values]
-            if everywhere:
-                values = torch.tensor(everywhere, device=processes.device)
-                thresholds[agent] = torch.quantile(values, 1 - quantile)
+            entropies = [value for batch in agent_batches for value in self.entropies(batch).tolist()]
+            everywhere = torch.tensor(processes.gather(entropies), device=processes.device)
+            if len(everywhere):
+                thresholds[agent] = torch.quantile(everywhere, 1 - quantile)
         return thresholds

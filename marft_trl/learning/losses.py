@@ -23,7 +23,7 @@ from ..system.randomness import RandomStates
 from ..system.run_metrics import StepMetrics
 from . import batching, memory
 from .adapter_updates import AdapterUpdates, DivergenceSums
-from .batching import Collator, MicroBatcher
+from .batching import MicroBatcher
 from .critic_learner import CriticLearner, ValueSums
 from .log_probs import LogProbs
 
@@ -34,6 +34,7 @@ logger = get_logger(__name__)
 _MAX_GRADIENT_COPY_BYTES = 2**30
 # Returns a function that undoes everything recorded after the call
 Snapshot = Callable[[], Callable[[], None]]
+LossFunctions = list[Callable[[], torch.Tensor]]  # one for each micro-batch
 
 
 class OutOfMemory:
@@ -152,7 +153,7 @@ class TeamLoss(TrainerCallback):
         trl_loss: TrlLoss,
         log_probs: LogProbs,
         batcher: MicroBatcher,
-        collate: Collator,
+        collate: Callable[[Sequence[Row]], dict[str, torch.Tensor]],
         critic: CriticLearner | None,
         updates: AdapterUpdates,
         out_of_memory: OutOfMemory,
@@ -162,7 +163,7 @@ class TeamLoss(TrainerCallback):
         self._samplings, self._agents = team.samplings, team.names
         self._args, self._state, self._metrics, self._processes = run.args, run.state, run.metrics, run.processes
         self.out_of_memory = out_of_memory
-        self._settings, self._signal = run.settings, batching.ZeroGradientFilter(run.args, run.settings, run.state)
+        self._run, self._settings = run, run.settings
         self._waiting: list[_PendingSlice] = []  # slices of the current optimizer step whose passes are pending
         self._unlogged: list[_PendingSlice] = []
         has_sequence_ratio = (team.level.ratio or run.args.importance_sampling_level) == "sequence"
@@ -198,7 +199,7 @@ class TeamLoss(TrainerCallback):
         is_local &= self._processes.count == 1 or self._settings.top_entropy_quantile >= 1.0
         rows = dict.fromkeys(row for pending in waiting for row in pending.slice.rows)
         if self._critic is None:  # a critic runs passes over all rows
-            rows = dict.fromkeys(self._signal.split([row for row in rows if row.is_trained])[0])
+            rows = dict.fromkeys(batching.split_by_gradient([row for row in rows if row.is_trained], self._run)[0])
         return self.out_of_memory.guard(learn, list(rows), snapshots, is_local)
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -234,25 +235,24 @@ class TeamLoss(TrainerCallback):
             self._metrics.add("entropy_coef", self._state.entropy_coef)
 
     def _log(self, pending: _PendingSlice) -> None:
-        found = pending.metrics.join(loss_metrics(self._settings, self._state.has_entropy_bonus), self._processes)
+        names = loss_metrics(self._settings, self._state.has_entropy_bonus)
+        metrics = pending.metrics.join(names, self._processes)
         if pending.values is not None:
-            found |= pending.values.metrics(self._processes)
-        for name, value in found.items():
+            metrics |= pending.values.metrics(self._processes)
+        for name, value in metrics.items():
             self._metrics.add(name, value)
 
-    def _losses(self, model: nn.Module, waiting: Sequence[_PendingSlice]) -> list[Callable[[], torch.Tensor]]:
+    def _losses(self, model: nn.Module, waiting: Sequence[_PendingSlice]) -> LossFunctions:
         """Return the losses of the micro-batches of slices, which are computed one after another."""
         # The critic comes first, so that its saved activations are freed before the policies need memory
         losses = self._critic_losses(self._critic, waiting) if self._critic is not None else []
-        rows_by_slice = []
-        for item in waiting:
-            trained = [row for row in item.slice.rows if row.is_trained and row.adapter in item.learning]
-            item.thresholds = self._log_probs.high_entropy_thresholds(
-                trained, self._settings.top_entropy_quantile, self._processes
-            )
-            trained, others = self._signal.split(trained)
-            self._record_skipped_rows(model, item, trained, others)
-            rows_by_slice.append((item, trained))
+        rows_by_slice, quantile = [], self._settings.top_entropy_quantile
+        for owner in waiting:
+            trained = [row for row in owner.slice.rows if row.is_trained and row.adapter in owner.learning]
+            owner.thresholds = self._log_probs.high_entropy_thresholds(trained, quantile, self._processes)
+            trained, others = batching.split_by_gradient(trained, self._run)
+            self._record_skipped_rows(model, owner, trained, others)
+            rows_by_slice.append((owner, trained))
         # An optimizer step may train on the same rows several times
         for entries in _group_by_key(rows_by_slice, key=lambda row: row):
             for batch in self._batcher.cut([row for row, _ in entries.values()]):
@@ -263,15 +263,12 @@ class TeamLoss(TrainerCallback):
                 losses.append(loss)
         return losses
 
-    def _critic_losses(
-        self, critic: CriticLearner, waiting: Sequence[_PendingSlice]
-    ) -> list[Callable[[], torch.Tensor]]:
+    def _critic_losses(self, critic: CriticLearner, waiting: Sequence[_PendingSlice]) -> LossFunctions:
         """Return the losses of the micro-batches of the critic."""
-        terms: list[Callable[[], torch.Tensor]] = []
+        terms: LossFunctions = []
         steps = self._state.accumulation_steps
-        learned = [(item, [row for row in item.slice.rows if row.critic in item.learning]) for item in waiting]
-        # The critic identifies rows by their number in a generation batch, and an optimizer step may span several
-        # batches
+        learned = [(owner, [row for row in owner.slice.rows if row.critic in owner.learning]) for owner in waiting]
+        # Rows are numbered within a generation batch, and an optimizer step may span several batches
         for entries in _group_by_key(learned, key=lambda row: row.number):
             for batch in critic.batches([row for row, _ in entries.values()]):
                 slice_rows = _split_rows(batch, [entries[row.number][1] for row in batch.rows])
@@ -354,11 +351,11 @@ def _group_by_key(
 ) -> list[dict[Hashable, tuple[Row, _PendingSlice]]]:
     """Group trained rows, with their slices, so that each key occurs once in a group."""
     groups: list[dict[Hashable, tuple[Row, _PendingSlice]]] = [{}]
-    for item, rows in learned:
-        found = {key(row): (row, item) for row in rows}
-        if found.keys() & groups[-1].keys():
+    for owner, rows in learned:
+        entries = {key(row): (row, owner) for row in rows}
+        if entries.keys() & groups[-1].keys():
             groups.append({})
-        groups[-1].update(found)
+        groups[-1] |= entries
     return groups
 
 

@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,8 @@ class MemoryPlan:
         return lasting + max(self.gradients + self.activations, self.cache + self.prefill)
 
     def __str__(self) -> str:
-        parts = [(item.name, getattr(self, item.name)) for item in fields(self)]
-        return "\n".join(f"{name:12}{readable(size):>12}" for name, size in [*parts, ("at once", self.total)])
+        sizes = {**vars(self), "at once": self.total}
+        return "\n".join(f"{name:12}{readable(size):>12}" for name, size in sizes.items())
 
 
 def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -76,7 +76,6 @@ class ActivationCost:
         return replace(self, per_token=self.per_token + self.per_pair * length, per_pair=0.0)
 
     def bytes_per_token(self, checkpointing: bool) -> float:
-        """Bytes per token, with or without gradient checkpointing."""
         return self.per_checkpointed if checkpointing else self.per_token
 
     def size(self, tokens: int, repeated: int, checkpointing: bool) -> int:
@@ -198,21 +197,11 @@ def cache_size(config, rows: int, tokens: int, width: int) -> int:
     return 2 * config.num_hidden_layers * rows * tokens * heads * head_dim * width
 
 
-# Bytes of a possible token while one is drawn: its logit, scores, log-probabilities and probabilities in float32, and
-# probabilities and their sums in double precision
-_DRAWN = 4 * 4 + 2 * 8
+# Bytes of a possible next token when one is drawn: its logit, scores, log-probabilities and probabilities in float32,
+# and probabilities and their sums in double precision
+DRAW_BYTES = 4 * 4 + 2 * 8
 # Bytes of the workspaces of graphs and products on CUDA
-_WORKSPACES = 96 * 2**20
-
-
-def decoding_size(rows: int, vocabulary: int) -> int:
-    """Bytes of the distributions that the next tokens are drawn from."""
-    return rows * vocabulary * _DRAWN
-
-
-def kept_size(cache: int, rows: int, vocabulary: int) -> int:
-    """Bytes that captured decoding keeps: the cache, workspaces, and the logits of a graph."""
-    return cache + _WORKSPACES + 4 * rows * vocabulary
+WORKSPACE_BYTES = 96 * 2**20
 
 
 def readable(size: float) -> str:

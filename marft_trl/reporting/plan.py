@@ -160,9 +160,10 @@ class Planner:
             cache=0 if keeps else cache,
             prefill=max(
                 round(cost.per_token * min(at_once * longest, PREFILL_TOKENS) / config.num_hidden_layers),
-                memory.decoding_size(at_once, config.vocab_size),
+                at_once * config.vocab_size * memory.DRAW_BYTES,
             ),
-            kept=memory.kept_size(cache, at_once, config.vocab_size) if keeps else 0,
+            # The cache, workspaces, and the logits of a graph
+            kept=cache + memory.WORKSPACE_BYTES + 4 * at_once * config.vocab_size if keeps else 0,
         )
 
     def _activations(self, prompts: Sequence[tuple[str, int, int]], longest: int, cost: ActivationCost) -> int:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -22,7 +21,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ..adapters.lora import load_adapter_weights
 from ..adapters.manifest import MANIFEST_NAME, TeamManifest
 from ..adapters.policies import Policies, load_references, save_references
-from ..agents import AgentSpec
 from ..algorithms.rows import Row, Slice
 from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.records import SampledBy
@@ -44,12 +42,7 @@ ROLLOUTS_NAME = "marft_rollouts_{rank}"
 
 
 def save_rollouts(
-    folder: str | Path,
-    rank: int,
-    world_size: int,
-    step: int,
-    slices: Sequence[Slice] | None,
-    extra: dict[str, Any] | None = None,
+    folder: str | Path, rank: int, world_size: int, step: int, slices: Sequence[Slice] | None, extra: dict[str, Any]
 ) -> None:
     """Save the training rows, `None` if all were used, the number of micro-steps so far, and further state."""
     tensors: dict[str, torch.Tensor] = {}
@@ -65,7 +58,7 @@ def save_rollouts(
     stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
     save_file(tensors, stem.with_suffix(".safetensors"))
     saved = slice_data if slices is not None else None
-    state = {"world_size": world_size, "step": step, "slices": saved, "extra": extra or {}}
+    state = {"world_size": world_size, "step": step, "slices": saved, "extra": extra}
     stem.with_suffix(".json").write_text(json.dumps(state), encoding="utf-8")
 
 
@@ -101,7 +94,7 @@ def load_rollouts(
             if row_state.get("sampled_by") is not None:
                 row_state["sampled_by"] = SampledBy(*row_state["sampled_by"])
             rows.append(Row(**row_state, **{name: tensors[f"{s}.{r}.{name}"] for name in names}))
-        slices.append(Slice(**{**slice_state, "rows": rows, "adapters": frozenset(slice_state["adapters"])}))
+        slices.append(Slice(rows, **{**slice_state, "adapters": frozenset(slice_state["adapters"])}))
     return state["step"], slices, state.get("extra", {})
 
 
@@ -129,35 +122,28 @@ class BestAdapters:
     def capture(self) -> None:
         for name in self._policies.trained:
             parameters = list(self._policies.parameters(name).values())
-            self._weights[name] = [_copy_to_cpu(parameter.detach()) for parameter in parameters]
+            self._weights[name] = [_copy_to_cpu(parameter) for parameter in parameters]
             self._state_copies[name] = [
                 {key: _copy_to_cpu(value) for key, value in self._optimizer_states.get(parameter, {}).items()}
                 for parameter in parameters
             ]
 
-    def weights(self, adapter: str) -> list[torch.Tensor]:
-        """Copied weights of an adapter, in the order, data type and device of its parameters."""
-        parameters = self._policies.parameters(adapter).values()
-        pairs = zip(self._weights[adapter], parameters, strict=True)
-        return [tensor.to(parameter.device, parameter.dtype) for tensor, parameter in pairs]
-
     @torch.no_grad()
     def restore(self, adapter: str) -> None:
         self.num_restored += 1
         parameters = list(self._policies.parameters(adapter).values())
-        copies = zip(parameters, self.weights(adapter), self._state_copies[adapter], strict=True)
+        copies = zip(parameters, self._weights[adapter], self._state_copies[adapter], strict=True)
         for parameter, weight, state_copy in copies:
             parameter.data.copy_(weight)
             current = self._optimizer_states.get(parameter)
             if current is None:
                 continue
-            for key in [key for key in current if key not in state_copy]:
-                del current[key]
+            # The optimizer may keep its step count on the CPU
+            devices = {key: value.device for key, value in current.items() if isinstance(value, torch.Tensor)}
+            current.clear()
             for key, value in state_copy.items():
                 is_tensor = isinstance(value, torch.Tensor)
-                # The optimizer may keep its step count on the CPU
-                device = current[key].device if isinstance(current.get(key), torch.Tensor) else parameter.device
-                current[key] = value.to(device, copy=True) if is_tensor else value
+                current[key] = value.to(devices.get(key, parameter.device), copy=True) if is_tensor else value
 
     def save(self, folder: str | Path) -> None:
         tensors, scalars = {}, {}
@@ -223,7 +209,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def saving(self, folder: Path) -> Iterator[None]:
-        """Context manager around saving: the checkpoint is valid once all processes have written their files."""
+        """Save a checkpoint within the context. It is valid once all processes have written their files."""
         run_folder = self.folder if folder.parent == self.folder.path else RunFolder(folder.parent)
         run_folder.run = self.folder.run or "unnamed"
         is_open = False
@@ -276,13 +262,11 @@ class Checkpoints:
             self.best.save(folder)
 
     def _collect_state(self) -> dict[str, Any]:
-        is_used_up = self._state.micro_step % self._schedule.generate_every == 0  # the next step samples new rows
-        extra = {name: item.state_dict() for name, item in self.stateful.items()}
-        return {
-            "micro_step": self._state.micro_step,
-            "slices": None if is_used_up else self._state.slices,
-            "extra": {**extra, "window": self._state.capture_log_window()},
-        }
+        is_used_up = self._schedule.is_due(self._state.micro_step)  # the next step samples new rows
+        extra = {name: owner.state_dict() for name, owner in self.stateful.items()}
+        extra["window"] = self._state.capture_log_window()
+        slices = None if is_used_up else self._state.slices
+        return {"micro_step": self._state.micro_step, "slices": slices, "extra": extra}
 
     def record_step(self) -> None:
         """Record the state, but not weights and optimizer, which do not change before the next update."""
@@ -340,8 +324,8 @@ class Checkpoints:
     def choose(self, resume_from_checkpoint: str | bool | Path | None) -> str | None:
         """Choose the checkpoint (`True`: the newest complete one), the same everywhere. Raises if it does not fit."""
         with self._processes.failing_together():
-            for item in self.stateful.values():
-                item.state_dict()  # fail before the first generation if a state cannot be saved
+            for owner in self.stateful.values():
+                owner.state_dict()  # fail before the first generation if a state cannot be saved
             chosen = self._choose(resume_from_checkpoint) if self._args.should_save else None
         chosen, self.accepted = self._processes.broadcast((chosen, self.accepted))
         return chosen
@@ -351,14 +335,14 @@ class Checkpoints:
             self.folder.start()
             return None
         if resume_from_checkpoint is True:
-            found = self.folder.newest()
-            if found is None:
+            newest = self.folder.newest()
+            if newest is None:
                 logger.warning(
                     f"Training starts from the beginning: there is no complete checkpoint in {self.folder.path}."
                 )
                 self.folder.start(is_intended=False)
                 return None
-            folder, commit = found
+            folder, commit = newest
             logger.info(f"Resuming from {folder}.")
         else:
             if not isinstance(resume_from_checkpoint, (str, os.PathLike)):
@@ -373,9 +357,10 @@ class Checkpoints:
                     f"The checkpoint {folder} does not exist. Pass `True` for the newest checkpoint in "
                     f"{self.folder.path}, or the path of a `checkpoint-<step>` folder."
                 )
-            has_commit = any((folder / name).exists() for name in (run_folder.COMMIT_NAME, run_folder.OPEN_NAME))
-            commit = run_folder.verify(folder) if has_commit else Commit("", -1)
-            if not has_commit:
+            if run_folder.has_commit(folder):
+                commit = run_folder.verify(folder)
+            else:
+                commit = Commit("", -1)
                 logger.warning(
                     f"{folder} has no {run_folder.COMMIT_NAME}, like checkpoints of earlier versions, so its files "
                     "cannot be verified."
@@ -393,7 +378,8 @@ class Checkpoints:
         saved, current = commit.settings, self._settings.collect()
         if not saved:
             return
-        check_same_team(_collect_names(saved), _collect_names(current), folder)
+        names, new_names = ({*part.get("agents", {}), *part.get("adapters", {})} for part in (saved, current))
+        check_same_team(names, new_names, folder)
         with contextlib.suppress(ValueError):
             if self.accepted:
                 check_structure(saved, current, (), "")  # raises if anything differs
@@ -418,9 +404,9 @@ class Checkpoints:
         self._load_stateful(extra)
 
     def _load_stateful(self, extra: dict[str, Any]) -> None:
-        for name, item in self.stateful.items():
+        for name, owner in self.stateful.items():
             if name in extra:
-                item.load_state_dict(extra[name])
+                owner.load_state_dict(extra[name])
         self._log_window = extra.get("window")
 
     def restore_log_window(self) -> None:
@@ -430,13 +416,25 @@ class Checkpoints:
             self._log_window = None
 
     def load_weights(self, folder: str | Path) -> None:
-        load_team_adapters(self._model, self._policies, self._agents, folder, self._anonymous)
+        """Load all adapters, in place. Raises `ValueError` if the team differs, or weights are not finite."""
+        manifest, policies = TeamManifest.load(folder), self._policies
+        if manifest.anonymous != self._anonymous:
+            raise ValueError(
+                f"The checkpoint {folder} was written with `anonymous={manifest.anonymous or False!r}`, but the "
+                f"trainer has `anonymous={self._anonymous or False!r}`. Resume with the same value."
+            )
+        saved = {agent.name for agent in manifest.agents} | set(manifest.adapters)
+        check_same_team(saved, {agent.name for agent in self._agents} | set(policies.names), folder)
+        for name in policies.names:
+            load_adapter_weights(self._model, name, Path(folder) / name)
+            if not all(torch.isfinite(value.detach()).all() for value in policies.parameters(name).values()):
+                raise ValueError(
+                    f"The weights of the adapter {name!r} in {folder} are not finite. Resume from an earlier "
+                    "checkpoint."
+                )
+        policies.restore_requires_grad()
         if self._critic is not None:
             self._critic.load(folder)
-
-
-def _collect_names(settings: Mapping[str, Any]) -> set[str]:
-    return {*settings.get("agents", {}), *settings.get("adapters", {})}
 
 
 def raise_failed_push(jobs: Sequence[Any], repo: str | None, folder: str | None) -> None:
@@ -449,27 +447,6 @@ def raise_failed_push(jobs: Sequence[Any], repo: str | None, folder: str | None)
             ) from job.exception()
 
 
-def load_team_adapters(
-    model: PeftModel, policies: Policies, agents: Sequence[AgentSpec], folder: str | Path, anonymous: str | None = None
-) -> None:
-    """Load all adapters, in place. Raises `ValueError` if the team differs, or weights are not finite."""
-    manifest = TeamManifest.load(folder)
-    if manifest.anonymous != anonymous:
-        raise ValueError(
-            f"The checkpoint {folder} was written with `anonymous={manifest.anonymous or False!r}`, but the trainer "
-            f"has `anonymous={anonymous or False!r}`. Resume with the same value."
-        )
-    saved = {agent.name for agent in manifest.agents} | set(manifest.adapters)
-    check_same_team(saved, {agent.name for agent in agents} | set(policies.names), folder)
-    for name in policies.names:
-        load_adapter_weights(model, name, Path(folder) / name)
-        if not all(torch.isfinite(value.detach()).all() for value in policies.parameters(name).values()):
-            raise ValueError(
-                f"The weights of the adapter {name!r} in {folder} are not finite. Resume from an earlier checkpoint."
-            )
-    policies.restore_requires_grad()
-
-
 def _check_is_checkpoint(folder: Path) -> None:
     """Raise if a folder is a run folder or a saved team, neither of which has a state to resume from."""
     if not folder.is_dir() or (folder / TRAINER_STATE_NAME).exists():
@@ -480,8 +457,7 @@ def _check_is_checkpoint(folder: Path) -> None:
             f"{folder} is the output folder of a run, not a checkpoint. Pass `True` for the newest checkpoint, or the "
             f"path of a checkpoint, such as {checkpoints[-1]}."
         )
-    is_checkpoint = any((folder / name).exists() for name in (run_folder.COMMIT_NAME, run_folder.OPEN_NAME))
-    if (folder / MANIFEST_NAME).exists() and not is_checkpoint:
+    if (folder / MANIFEST_NAME).exists() and not run_folder.has_commit(folder):
         raise ValueError(
             f"{folder} is a saved team without an optimizer state, so it cannot be resumed. Start a new run from its "
             f"adapters: `model=load_adapters(base, {str(folder)!r})`."

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerCallback
@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from ..adapters.policies import Policies
 from ..config.team_setup import RunContext
 from ..seams.libraries import get_logger
+from ..seams.swapping import swapped
 from .checkpoints import BestAdapters
 
 
@@ -58,19 +59,13 @@ class Collapse(TrainerCallback):
 
     def undo(self) -> None:
         """Called before episodes are sampled for training."""
-        # Gradients of the present weights are not applied to others: wait for the next optimizer step. A process whose
-        # rows had no signal has none
+        # Gradients of the present weights on any process are not applied to others: the optimizer step comes first
         if self._found and not any(self._processes.gather([self._policies.has_pending_gradients])):
             self._restore()
 
-    @contextlib.contextmanager
-    def ignoring_evaluations(self, if_: bool) -> Iterator[None]:
-        """Context manager: if the condition holds, evaluations do not count: of another set, or sampled otherwise."""
-        kept, self._is_ignored = self._is_ignored, if_
-        try:
-            yield
-        finally:
-            self._is_ignored = kept
+    def ignoring_evaluations(self, if_: bool) -> contextlib.AbstractContextManager[None]:
+        """Ignore evaluations within the context if the condition holds: of another set, or sampled otherwise."""
+        return swapped(self, {"_is_ignored": if_})
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._is_training = True

@@ -107,14 +107,12 @@ class RunSettings:
     def _adapters(self) -> dict[str, Any]:
         if not self._policies.has_adapters:
             return {}
-        configs = {name: self._model.peft_config[name] for name in self._policies.names}
-        return {
-            name: {
-                "trained": name in self._policies.trained,
-                **{key: plain(getattr(config, key)) for key in _OF_LORA if hasattr(config, key)},
-            }
-            for name, config in configs.items()
-        }
+        adapters = {}
+        for name in self._policies.names:
+            config = self._model.peft_config[name]
+            lora = {key: plain(getattr(config, key)) for key in _OF_LORA if hasattr(config, key)}
+            adapters[name] = {"trained": name in self._policies.trained, **lora}
+        return adapters
 
     def _tunables(self) -> dict[str, Any]:
         recorded = {
@@ -126,10 +124,7 @@ class RunSettings:
             for name, value in agent.to_dict().items():
                 if name not in ("name", "adapter", "trainable"):
                     recorded[f"agents.{agent.name}.{name}"] = plain(value)
-        recorded |= self._code
-        recorded["reward_weights"] = self._weights
-        recorded["view"] = callable_name(self._view())
-        return recorded
+        return {**recorded, **self._code, "reward_weights": self._weights, "view": callable_name(self._view())}
 
 
 def is_of_user(workflow: Any) -> bool:
@@ -200,9 +195,9 @@ def dataset_hash(dataset: Any) -> dict[str, Any]:
     count = len(dataset)
     step = max(count // _SAMPLED_ROWS, 1)
     digest = hashlib.sha256()
-    plain = dataset.with_format(None)
+    rows = dataset.with_format(None)
     for index in range(0, count, step):
-        digest.update(json.dumps(plain[index], sort_keys=True, default=str).encode())
+        digest.update(json.dumps(rows[index], sort_keys=True, default=str).encode())
     return {"rows": count, "columns": sorted(dataset.column_names), "content": digest.hexdigest()[:16]}
 
 
@@ -216,7 +211,7 @@ ACCEPTABLE = {
     "batch": "the position in the dataset is stored as a number of batches of a different size",
     "processes": "random states and rows in use cannot be redistributed to a different number of processes",
 }
-_FIXED = ("agents", "adapters", "critic", "optimizer")  # parts that cannot be accepted: the state would not fit
+_REQUIRED = ("agents", "adapters", "critic", "optimizer")  # parts that must be equal: the state would not fit
 _UNKNOWN = "(not recorded)"
 
 
@@ -264,10 +259,8 @@ def check_structure(
 ) -> list[str]:
     """Return a line for each accepted difference. Raises `ValueError` with a table of the others, then and now."""
     refused, accepted = [], []
-    for part in (*_FIXED, *ACCEPTABLE, "versions"):
+    for part in (*_REQUIRED, *ACCEPTABLE, "versions"):
         differences = list(_differences(part, saved.get(part), present.get(part)))
-        if not differences:
-            continue
         if part in accept or part == "versions":
             accepted += [f"{name}: {then} -> {now}" for name, then, now in differences]
         else:

@@ -60,7 +60,7 @@ class Signals:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Context manager: record signals. Python can do so in the main thread only."""
+        """Record signals within the context, if this is the main thread: in others, Python cannot."""
         self.received = 0
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -115,7 +115,7 @@ class Run(TrainerCallback):
 
     @contextlib.contextmanager
     def training(self, resume_from_checkpoint: str | bool | Path | None) -> Iterator[str | None]:
-        """Context manager around training. It gives the checkpoint to resume from."""
+        """Train within the context. Yields the checkpoint to resume from."""
         self._stopped_by, self._resumes = 0, bool(resume_from_checkpoint)
         folder = self._checkpoints.folder
         with contextlib.ExitStack() as stack:

@@ -47,39 +47,33 @@ class Commit:
     settings: dict[str, Any] = field(default_factory=dict)  # what decides the results, see `RunSettings`
 
 
-def begin(folder: str | Path, run: str, step: int) -> None:
+def begin(folder: Path, run: str, step: int) -> None:
     """Mark a new folder as a checkpoint that is being written. Without a commit, it is a remainder that may go."""
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / OPEN_NAME, _serialized(Commit(run, step)))
 
 
-def commit(folder: str | Path, run: str, step: int, settings: Mapping[str, Any]) -> Commit:
+def commit(folder: Path, run: str, step: int, settings: Mapping[str, Any]) -> None:
     """Complete a checkpoint of all processes. Its files are made durable before the commit appears under its name."""
-    folder = Path(folder)
-    files = {}
-    own = {folder / COMMIT_NAME, folder / OPEN_NAME}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path not in own):
+    files, commits = {}, {folder / COMMIT_NAME, folder / OPEN_NAME}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path not in commits):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         files[path.relative_to(folder).as_posix()] = [path.stat().st_size, _sha256(path)]
     for inner in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
         sync_folder(inner)
-    done = Commit(run, step, files, json.loads(json.dumps(settings)))
-    write_atomically(folder / COMMIT_NAME, _serialized(done))
+    write_atomically(folder / COMMIT_NAME, _serialized(Commit(run, step, files, json.loads(json.dumps(settings)))))
     (folder / OPEN_NAME).unlink(missing_ok=True)
     sync_folder(folder.parent)
-    return done
 
 
-def read_commit(folder: str | Path) -> Commit:
-    """Read a commit, but no other file. Raises `DamagedCheckpoint` if there is none, or if it was changed."""
-    return _read(Path(folder) / COMMIT_NAME)
+def has_commit(folder: Path) -> bool:
+    """`True` for a complete checkpoint, and for one that is being written or removed."""
+    return (folder / COMMIT_NAME).exists() or (folder / OPEN_NAME).exists()
 
 
-def verify(folder: str | Path) -> Commit:
+def verify(folder: Path) -> Commit:
     """Check every file of a checkpoint against its commit. Raises `DamagedCheckpoint`."""
-    folder = Path(folder)
     commit_ = read_commit(folder)
     try:
         for name, (size, digest) in commit_.files.items():
@@ -96,16 +90,15 @@ def verify(folder: str | Path) -> Commit:
     return commit_
 
 
-def is_remainder(folder: str | Path, run: str) -> bool:
+def is_remainder(folder: Path, run: str) -> bool:
     """`True` for what a killed run has left of a checkpoint that it was writing or removing."""
     with contextlib.suppress(DamagedCheckpoint):
-        return not Path(folder, COMMIT_NAME).exists() and _read(Path(folder, OPEN_NAME)).run == run
+        return not (folder / COMMIT_NAME).exists() and read_commit(folder, OPEN_NAME).run == run
     return False
 
 
-def remove(folder: str | Path) -> None:
+def remove(folder: Path) -> None:
     """Remove a checkpoint. Its commit goes first, so that a kill leaves a remainder, not a damaged checkpoint."""
-    folder = Path(folder)
     if (folder / COMMIT_NAME).exists():
         os.replace(folder / COMMIT_NAME, folder / OPEN_NAME)
         sync_folder(folder)
@@ -130,7 +123,9 @@ def _compact(data: Any) -> str:
     return json.dumps(data, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
 
 
-def _read(path: Path) -> Commit:
+def read_commit(folder: Path, name: str = COMMIT_NAME) -> Commit:
+    """Read a commit, but no other file. Raises `DamagedCheckpoint` if there is none, or if it was changed."""
+    path = folder / name
     try:
         text = path.read_bytes().decode("ascii")
         data = json.loads(text)
@@ -180,7 +175,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Context manager: no other process trains into the folder. The system releases it when the process ends."""
+        """Lock the folder within the context, for one run. The system unlocks it when the process ends."""
         self.probe()
         self._take_lock()
         try:
@@ -210,11 +205,10 @@ class RunFolder:
         self._lock = self._held = None
 
     def _locked_file(self) -> tuple[int, int] | None:
-        try:
-            found = os.stat(self.path / LOCK_NAME)
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino
+        with contextlib.suppress(OSError):
+            status = os.stat(self.path / LOCK_NAME)
+            return status.st_dev, status.st_ino
+        return None
 
     def _check_lock(self) -> None:
         """Lock the folder again if it was removed during the run, and the lock with it."""
@@ -248,7 +242,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def marked(self) -> Iterator[str]:
-        """Context manager: a file with this name is in the folder."""
+        """Keep a file in the folder within the context, and yield its name."""
         with tempfile.NamedTemporaryFile(dir=self.path, prefix="_marft_probe") as file:
             yield Path(file.name).name
 
@@ -321,17 +315,17 @@ class RunFolder:
         run = self.known_run()
         for folder in reversed(self.checkpoints()):
             try:
-                found = verify(folder)
+                commit_ = verify(folder)
             except DamagedCheckpoint as problem:
                 logger.warning(f"Skipped: {problem}")
                 continue
-            if run is not None and found.run != run:
+            if run is not None and commit_.run != run:
                 logger.warning(f"Skipped: {folder} belongs to another run. Pass its path to resume from it.")
                 continue
-            if found.step != _parse_step(folder):
-                logger.warning(f"Skipped: {folder} holds step {found.step}; it was renamed or copied.")
+            if commit_.step != _parse_step(folder):
+                logger.warning(f"Skipped: {folder} holds step {commit_.step}; it was renamed or copied.")
                 continue
-            return folder, found
+            return folder, commit_
         return None
 
     def _put_back(self) -> None:
@@ -362,15 +356,12 @@ class RunFolder:
             raise
         return folder
 
-    def close(self, folder: Path, settings: dict[str, Any]) -> Commit:
-        step = _parse_step(folder)
-        if step is None:
-            raise ValueError(f"{folder} is not a checkpoint folder.")
-        done = commit(folder, self.run, step, settings)
+    def close(self, folder: Path, settings: dict[str, Any]) -> None:
+        step = _parse_step(folder) or 0
+        commit(folder, self.run, step, settings)
         if self.path.is_dir() and self.known_run() != self.run:
             self._write_facts(self.run)
         shutil.rmtree(self.path / f"{_KEPT}{step}", ignore_errors=True)
-        return done
 
     def abandon(self, folder: Path) -> None:
         """Remove what a failed save has left, and put the folder of before back."""

@@ -23,7 +23,7 @@ from ..agents import AgentSpec, check_team
 from ..algorithms.rows import Slice, make_level
 from ..config.marft_config import MARFTConfig
 from ..config.team_setup import Sampling, TeamSetup
-from ..learning.adapter_updates import Schedule, after_update
+from ..learning.adapter_updates import Schedule
 from ..learning.memory import MemoryPlan
 from ..prompts.views import View, check_view, team_view
 from ..reporting.evaluation import EvalMetric, Vote, check_eval_metrics, last_box
@@ -162,7 +162,7 @@ class MARFTTrainer(GRPOTrainer):
             args, self.policies, base, self.agents, critic_peft_config, level, lambda: self.accelerator.autocast()
         )
         critics = self.critic.parts if self.critic is not None else []
-        self.schedule = Schedule.from_args(args, self.policies.trained_in_order).with_critic(critics)
+        self.schedule = Schedule.from_args(args, self.policies.trained_in_order, critics)
         failures = Failures(args.on_episode_error) if args.on_episode_error != "raise" else None
         # A server needs the names and ranks of all adapters, and TRL's constructor needs none
         engine = setup.make_engine(args, self.policies, base, self.agents)
@@ -250,7 +250,9 @@ class MARFTTrainer(GRPOTrainer):
         state = self.parts.state
         if self.schedule.is_due(state.micro_step) or state.slices is None:
             state.slices = self._generate_and_score_completions(generation_batch)
-        state.slices = after_update(self.parts.sequential, state.slices, self.schedule.just_updated(state.micro_step))
+        if self.parts.sequential is not None:
+            adapter = self.schedule.just_updated(state.micro_step)
+            state.slices = self.parts.sequential.after_update(state.slices, adapter)
         return state.slices[state.micro_step % len(state.slices)]
 
     def get_batch_samples(self, epoch_iterator, *args, **kwargs):
@@ -266,7 +268,8 @@ class MARFTTrainer(GRPOTrainer):
         with self.parts.updates.micro_step(model):
             loss = super().training_step(model, inputs, num_items_in_batch)
         self.parts.loss.end_step(self.accelerator.sync_gradients)
-        self.parts.updates.finish(self.accelerator.sync_gradients)
+        if self.accelerator.sync_gradients:
+            self.parts.updates.finish()
         return loss
 
     def compute_loss(self, model, inputs: Slice, return_outputs=False, num_items_in_batch=None) -> torch.Tensor:

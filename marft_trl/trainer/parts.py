@@ -19,7 +19,7 @@ from ..config.options import warn_of_unused
 from ..config.team_setup import RunContext, Sampling, TeamSetup
 from ..learning.adapter_updates import AdapterUpdates, Schedule, SequentialFactors
 from ..learning.advantages import BaselineEstimator, CreditAssigner, CriticEstimator, Estimator
-from ..learning.batching import Collator, MicroBatcher
+from ..learning.batching import MicroBatcher, collate
 from ..learning.critic_learner import CriticLearner, ValueScale
 from ..learning.log_probs import LogProbs, ModelPass
 from ..learning.losses import OutOfMemory, TeamLoss
@@ -128,7 +128,12 @@ class Parts:
             return trainer.optimizer is not None and bool(trainer.optimizer.state)
 
         self.batcher = MicroBatcher(self.passes, policies, args, trained, has_optimizer_state)
-        self._collate = Collator(trainer.processing_class.pad_token_id, trainer.pad_to_multiple_of, accelerator.device)
+        self._collate = functools.partial(
+            collate,
+            pad_token_id=trainer.processing_class.pad_token_id,
+            pad_to_multiple_of=trainer.pad_to_multiple_of,
+            device=accelerator.device,
+        )
         of_trl, cut = trl_log_probs(trainer), self.batcher.cut
         self.log_probs = LogProbs(self._team, temperature, of_trl, self.passes, cut, self._collate)
         # As in TRL: rows of the policy that is about to be updated need no old log-probabilities

@@ -290,8 +290,7 @@ def check_names(field: str, names: object, workflow: Workflow) -> list[str]:
 
 def check_count(field: str, count: object, workflow: Workflow) -> int:
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        name = type(workflow).__name__
-        raise ValueError(f"`{field}` of `{name}` must be an integer of at least 1, got {count!r}.")
+        raise ValueError(f"`{field}` of `{type(workflow).__name__}` must be an integer of at least 1, got {count!r}.")
     return count
 
 
@@ -316,15 +315,10 @@ def anonymize(agents: Sequence[AgentSpec], kind: str, needed: Mapping[str, str] 
     of the team, as in the code of MARFT v2; of `"none"`, there are none, as in its README. Both keep prompts that the
     workflow cannot run without (`needed`), such as that of an orchestrator.
     """
-    count = len(agents)
-    generic = {
-        agent.name: f"You are agent {number} of {count} that solve the task together." if kind == "numbered" else None
-        for number, agent in enumerate(agents, start=1)
-    }
-    return [
-        dataclasses.replace(agent, system_prompt=(needed or {}).get(agent.name, generic[agent.name]))
-        for agent in agents
-    ]
+    numbered = "You are agent {} of {} that solve the task together."
+    prompts = {agent.name: numbered.format(number, len(agents)) for number, agent in enumerate(agents, start=1)}
+    prompts = {**(prompts if kind == "numbered" else {}), **(needed or {})}
+    return [dataclasses.replace(agent, system_prompt=prompts.get(agent.name)) for agent in agents]
 
 
 def renamed(agent: AgentSpec, seen: Sequence[Seen], aliases: Mapping[str, str]) -> tuple[AgentSpec, list[Seen]]:

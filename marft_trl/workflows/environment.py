@@ -140,7 +140,7 @@ class EnvironmentLoop(Workflow):
                 "`step(turns)`. `side_by_side` requires `turns='all'`."
             )
         self.side_by_side, self.source = side_by_side, source
-        self._in_use: set[int] = set()  # ids of the environments of episodes under way
+        self._in_use: set[int] = set()  # ids of the environments of active episodes
 
     async def run(self, episode: LiveEpisode) -> None:
         agents = self.agents or list(episode.agents)
@@ -221,8 +221,8 @@ class EnvironmentLoop(Workflow):
     def _seen(self, episode: LiveEpisode, agent: str) -> list[Seen] | None:
         if self.shows == "all":
             return None
-        visible = [item for item in episode.history if item.audience in (None, agent)]
-        return [item for item in visible if isinstance(item, Feedback) or item.agent == agent]
+        visible = [seen for seen in episode.history if seen.audience in (None, agent)]
+        return [seen for seen in visible if isinstance(seen, Feedback) or seen.agent == agent]
 
     def _example(self) -> Any:
         """Create an environment to inspect its methods, which a factory function does not reveal."""
@@ -265,8 +265,7 @@ class EnvironmentLoop(Workflow):
             return []
         if self.side_by_side or self.turns == "one":
             return [pair for name in speakers for pair in ((name, self.source), (self.source, name))]
-        chain = [*speakers, self.source, speakers[0]]
-        return list(itertools.pairwise(chain))
+        return list(itertools.pairwise([*speakers, self.source, speakers[0]]))
 
     @classmethod
     def from_description(cls, arguments: Mapping[str, Any], environment_factory: Any = None) -> Workflow:
@@ -324,7 +323,7 @@ def _tool_names(environment: Any, tools: Sequence[str] | None) -> list[str]:
 
 @contextlib.contextmanager
 def _naming(environment: Any, method: str, what: str, cure: str) -> Iterator[None]:
-    """Context manager: errors of a method that expects other arguments name the method and its actual arguments."""
+    """Name a method and its actual arguments in errors within the context: it may expect other arguments."""
     try:
         yield
     except (TypeError, AttributeError) as error:

@@ -100,16 +100,15 @@ class Orchestrated(Workflow):
         while True:
             decision = await self._turn(episode, self.orchestrator)
             route = parse_route(decision.text, list(known))
-            if route.agent is not None:
-                route = Route(known[route.agent])
+            agent = known[route.agent] if route.agent is not None else None
             if route.problem is not None:
                 episode.count(f"routing/{route.problem}")
                 if self.penalty:
                     episode.earn(decision, self.penalty)
-                route = Route() if self.fallback == "finish" else Route(self.fallback)
-            if route.agent is None or self._is_over(episode):
+                agent = None if self.fallback == "finish" else self.fallback
+            if agent is None or self._is_over(episode):
                 break
-            episode.answer = await self._turn(episode, route.agent)
+            episode.answer = await self._turn(episode, agent)
             if self._is_over(episode):
                 break
 

@@ -387,14 +387,12 @@ def _read(file: Any, most: int) -> str:
 
 def _lines(text: str) -> list[dict[str, Any]]:
     lines = []
-    for line in text.splitlines():
-        try:
+    with contextlib.suppress(ValueError, RecursionError):
+        for line in text.splitlines():
             value = json.loads(line)
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(value, dict):
-            break
-        lines.append(value)
+            if not isinstance(value, dict):
+                break
+            lines.append(value)
     return lines
 
 
