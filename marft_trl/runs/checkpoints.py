@@ -233,7 +233,7 @@ class Checkpoints:
                 next_start = f"The run resumes from {newest_complete}"
             raise CheckpointError(
                 f"Could not write {folder}: {type(error).__name__}: {error}. {next_start} if you start the same "
-                "command again with `resume_from_checkpoint=True`. The incomplete checkpoint was removed."
+                f"command again with `resume_from_checkpoint=True`.{' The incomplete checkpoint was removed.' * is_open}"
             ) from error
         try:
             if self._args.should_save:

@@ -19,7 +19,7 @@ from ...agents import AgentSpec
 from ...config.marft_config import MARFTConfig
 from ...system.child_processes import keep, kill_group, let_go
 from ...system.event_loop import run_coroutine
-from .server import EngineDownError, ServerDownError, ServerSettings
+from .server import EngineDownError, RefusedError, ServerDownError, ServerSettings
 
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -156,7 +156,7 @@ class OwnServer:
         async with ServerSettings((self.url,), own=self).connected() as (server,):
             try:
                 await server.check_health(_HEALTH_SECONDS)
-            except ServerDownError:
+            except (ServerDownError, RefusedError):  # another program may answer at the port
                 return False
             return True
 
