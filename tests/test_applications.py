@@ -1639,7 +1639,7 @@ def test_odd_ids_of_responses_are_refused_with_a_reason(identity):
 
 def test_silent_connections_do_not_end_a_request_of_training(monkeypatch):
     endpoint = Endpoint.get_or_start()
-    monkeypatch.setattr(endpoint._connections, "_most", 3)
+    monkeypatch.setattr(endpoint.connections, "_most", 3)
     monkeypatch.setattr(connections, "_SILENT", 0.05)
     port = int(re.search(r":(\d+)", endpoint.base_url)[1])
 

@@ -6,6 +6,7 @@ import json
 from unittest.mock import AsyncMock
 
 from marft_trl.extras.apps import http
+from marft_trl.extras.apps.connections import Connections
 from marft_trl.extras.apps.requests import ChatReply, RequestError
 from marft_trl.extras.apps.responses import ResponseStore
 
@@ -26,15 +27,13 @@ class Backend:
 
     def __init__(self, ask):
         self._ask, self.outcomes, self.num_lost, self.responses = ask, [], 0, ResponseStore(1 << 20)
+        self.connections = Connections()
 
     def admit(self, request):
         return self
 
     def as_shown(self, text):
         return text
-
-    def answering(self, request):
-        return contextlib.nullcontext()
 
     def ended(self, request, client, outcome):
         self.outcomes.append(outcome)

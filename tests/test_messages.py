@@ -171,8 +171,8 @@ def test_errors_have_the_form_of_the_api_and_keys_come_by_either_header():
     assert [turn.text for turn in episode.turns] == ["ann: Hi.", "ann: Ho.", "ann: Ho."]
 
 
-def test_cache_hints_are_mentioned_once(caplog):
-    dialect.warn_of_cache_hints.cache_clear()
+def test_cache_hints_are_mentioned_once(caplog, monkeypatch):
+    monkeypatch.setattr("marft_trl.extras.apps.requests._WARNED", set())
     for _ in range(3):
         read(system=[text("x", **CACHED)])
     assert sum("cache_control" in record.message for record in caplog.records) == 1

@@ -57,15 +57,11 @@ def team_folder(team: str | os.PathLike, revision: str | None = None, token: str
             f"{str(team)!r} is neither a folder nor a valid Hub id. Pass the folder that `save_model` wrote, or an id "
             "such as 'me/my-team'."
         )
-    return _download(str(team), revision=revision, token=token, ignore_patterns=_UNUSED)
-
-
-def _download(name: str, **options: Any) -> Path:
     try:
-        return Path(snapshot_download(name, **options))
+        return Path(snapshot_download(str(team), revision=revision, token=token, ignore_patterns=_UNUSED))
     except (RepositoryNotFoundError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
-            f"{name!r} is not a local folder, and the team could not be loaded from the Hub: {error}"
+            f"{str(team)!r} is not a local folder, and the team could not be loaded from the Hub: {error}"
         ) from error
 
 
@@ -308,7 +304,7 @@ def alone(model: PeftModel, adapter: str) -> PeftModel:
     """Copy a model with one of its adapters. Layers and adapter weights are separate; base weights are shared."""
     own = {id(item) for name in model.peft_config for item in adapter_parameters(model, name).values()}
     shared = [*model.named_parameters(), *model.named_buffers()]
-    found = _only(copy.deepcopy(model, {id(item): item for _, item in shared if id(item) not in own}), adapter)
+    single = _only(copy.deepcopy(model, {id(item): item for _, item in shared if id(item) not in own}), adapter)
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
@@ -317,8 +313,8 @@ def alone(model: PeftModel, adapter: str) -> PeftModel:
         )
 
     for name in ("merge_adapter", "merge_and_unload"):
-        setattr(found.base_model, name, refuse)
-    return found
+        setattr(single.base_model, name, refuse)
+    return single
 
 
 def merged(model: PeftModel, adapter: str) -> PreTrainedModel:

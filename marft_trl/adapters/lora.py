@@ -73,11 +73,9 @@ def add_adapters(
 def find_origins(model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec]) -> dict[str, str]:
     """Describe where the weights of each adapter come from, given the model before [`add_adapters`]."""
     known = model.peft_config if isinstance(model, PeftModel) else {}
-    made = "copied from the adapter 'default'" if "default" in known else "fresh"
-    found = {}
-    for agent in (agent for agent in agents if agent.has_policy):
-        found[agent.adapter] = "loaded" if agent.adapter in known else made
-    return found
+    origin = "copied from the adapter 'default'" if "default" in known else "fresh"  # of new adapters
+    adapters = [agent.adapter for agent in agents if agent.has_policy]
+    return {adapter: "loaded" if adapter in known else origin for adapter in adapters}
 
 
 def _warn_of_unused(model: PeftModel, agents: Sequence[AgentSpec], missing: Mapping[str, AgentSpec]) -> None:
@@ -196,21 +194,16 @@ def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, base: PreT
             f"`init_lora_weights={start!r}` of agent {agent.name!r} changes the weights of the base, which all agents "
             "and saved teams share. Use a value that leaves the base unchanged, such as the default `True`."
         )
-    if config.bias != "none":
-        raise ValueError(
-            f"`bias={config.bias!r}` of agent {agent.name!r} trains biases of the base, which all agents share. "
-            "Leave it out."
-        )
-    if config.layer_replication:
-        raise ValueError(
-            f"`layer_replication` of agent {agent.name!r} changes the layers of the base, which all agents share. "
-            "Leave it out."
-        )
-    if config.modules_to_save:
-        raise ValueError(
-            f"`modules_to_save={config.modules_to_save!r}` of agent {agent.name!r} copies whole modules for each "
-            "adapter, and vLLM refuses such adapters. Add the modules to `target_modules` instead."
-        )
+    refused = {
+        "bias": "trains biases of the base, which all agents share. Leave it out.",
+        "layer_replication": "changes the layers of the base, which all agents share. Leave it out.",
+        "modules_to_save": "copies whole modules for each adapter, and vLLM refuses such adapters. Add the modules to "
+        "`target_modules` instead.",
+    }
+    for field, reason in refused.items():
+        value = getattr(config, field)
+        if value != "none" if field == "bias" else value:
+            raise ValueError(f"`{field}={value!r}` of agent {agent.name!r} {reason}")
 
 
 def _check_name_is_free(agent: AgentSpec, model: PreTrainedModel) -> None:

@@ -288,7 +288,7 @@ def check_model_name(name: str, argument: str = "model") -> None:
 
 @contextlib.contextmanager
 def loading_model(name: str) -> Iterator[None]:
-    """Context manager that adds the searched places to the `OSError` for a model that is not found."""
+    """Add the searched places to the `OSError` for a model that is not found."""
     check_model_name(name)
     try:
         yield

@@ -145,7 +145,7 @@ class Policies:
 
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
-        """Context manager that deactivates all adapters."""
+        """Deactivate all adapters within the context."""
         if self._layers is None:
             raise TypeError("The base policy is not available: the team has no adapters and trains the base itself.")
         with self._layers.disabled():
@@ -154,7 +154,7 @@ class Policies:
 
     @contextlib.contextmanager
     def reference(self, agent: str) -> Iterator[None]:
-        """Context manager that switches an agent to its reference: the base, or the copied weights of its adapter."""
+        """Switch an agent to its reference within the context: the base, or the copied weights of its adapter."""
         adapter = self._adapter_of[agent]
         if self.base_is_reference(agent):
             with self.base():
@@ -172,7 +172,7 @@ class Policies:
 
     @contextlib.contextmanager
     def with_weights(self, adapter: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Context manager that replaces the weights of an adapter, in the order of [`~Policies.parameters`]."""
+        """Replace the weights of an adapter within the context, in the order of [`~Policies.parameters`]."""
         parameters = list(self.parameters(adapter).values())
         current = [parameter.data for parameter in parameters]
         try:

@@ -18,7 +18,7 @@ from ..algorithms.baselines import BASELINES, CREDITS
 from ..algorithms.rows import LEVELS
 from ..seams.trl import LOSSES
 from ..system.hints import did_you_mean
-from .options import INHERITED, Option, check_choice, check_flag, check_number, collect_rules, has_effect
+from .options import INHERITED, Option, check_choice, check_number, collect_rules, has_effect
 
 
 logger = logging.getLogger(__name__)  # accelerate's logger needs a state that the arguments create
@@ -115,8 +115,9 @@ def check_numbers(args: Any) -> None:
     for field in fields(args):
         value = getattr(args, field.name)
         is_flag = isinstance(field, Option) and annotations.get(field.name) in ("bool", "bool | None", bool)
-        if is_flag and not (value is None and field.default is None):
-            check_flag(field.name, value, may_be_none=field.default is None)
+        or_none = ", or None" if field.default is None else ""
+        if is_flag and not (isinstance(value, bool) or (value is None and or_none)):  # texts such as "no" are true
+            raise ValueError(f"`{field.name}` must be True or False{or_none}; got {value!r}.")
     weights = args.reward_weights
     is_list = isinstance(weights, Sequence) and all(isinstance(weight, (int, float)) for weight in weights)
     if weights is not None and not is_list:
@@ -159,83 +160,66 @@ def check_combinations(args: Any) -> None:
 
 def _critic_conflicts(args: Any) -> dict[str, bool]:
     has_one_episode = args.generation_batch_size == 1
-    normalizes = args.advantage == "gae" and has_turn_ratio(args) and args.normalize_advantages != "none"
+    is_gae, has_critic, warmup = args.advantage == "gae", args.critic is not None, args.critic_warmup_steps
+    normalizes = is_gae and has_turn_ratio(args) and args.normalize_advantages != "none"
     baseline = BASELINES.get(args.advantage)
     needs_group = baseline is not None and baseline.needs_group
-    or_instead = ", or set `normalize_advantages='none'`" if args.advantage == "gae" else ""
+    or_instead = ", or set `normalize_advantages='none'`" if is_gae else ""
     return {
-        "`advantage='gae'` needs a critic, but `critic` is None. Set `critic='shared'`.": (
-            args.advantage == "gae" and args.critic is None
-        ),
+        "`advantage='gae'` needs a critic, but `critic` is None. Set `critic='shared'`.": is_gae and not has_critic,
         f"`critic={args.critic!r}` predicts values that `advantage={args.advantage!r}` does not use. Set "
-        "`advantage='gae'`, or leave `critic` out.": args.advantage != "gae" and args.critic is not None,
-        f"`critic_warmup_steps={args.critic_warmup_steps}` needs a critic, but `critic` is None. Set "
-        "`advantage='gae', critic='shared'`, or leave `critic_warmup_steps` out.": (
-            args.critic is None and args.critic_warmup_steps > 0
-        ),
+        "`advantage='gae'`, or leave `critic` out.": has_critic and not is_gae,
+        f"`critic_warmup_steps={warmup}` needs a critic, but `critic` is None. Set "
+        "`advantage='gae', critic='shared'`, or leave `critic_warmup_steps` out.": warmup > 0 and not has_critic,
         f"`num_generations=1` needs a critic: `advantage={args.advantage!r}` compares at least 2 episodes of a "
-        "prompt. Set `advantage='gae', critic='shared'`, or `num_generations` to 2 or more.": (
-            needs_group and args.num_generations == 1
-        ),
+        "prompt. Set `advantage='gae', critic='shared'`, "
+        "or `num_generations` to 2 or more.": needs_group and args.num_generations == 1,
         f"`advantage={args.advantage!r}` compares several candidates for a turn, but `turn_candidates` is "
-        f"{args.turn_candidates}. Set it to 2 or more.": (
-            baseline is not None and baseline.uses_candidates and args.turn_candidates < 2
-        ),
+        f"{args.turn_candidates}. Set it to 2 or more.": uses_candidates(args) and args.turn_candidates < 2,
         "`advantage='c3'` compares alternatives at observations that the policy reaches by sampling, but "
         "`continue_from='best'` continues every episode from the best alternative. Set `continue_from='sampled'`, "
         "or `advantage='turn'`.": args.advantage == "c3" and args.continue_from == "best",
         f"`remove_unused_columns=True` keeps only the column `prompt`, but `rae_column={args.rae_column!r}` reads "
-        "another column. Set `remove_unused_columns=False`.": (
-            args.rae_column is not None and args.remove_unused_columns
-        ),
-        "`rae_decay=1.0` keeps the baseline of `advantage='rae'` at 0 forever. Set it to a number below 1.": (
-            args.advantage == "rae" and args.rae_decay == 1
-        ),
+        "another column. "
+        "Set `remove_unused_columns=False`.": args.rae_column is not None and args.remove_unused_columns,
+        "`rae_decay=1.0` keeps the baseline of `advantage='rae'` at 0 forever. "
+        "Set it to a number below 1.": args.advantage == "rae" and args.rae_decay == 1,
         "A generation batch of one episode (`per_device_train_batch_size=1`) has no other episode to compare "
         f"with, so training with `advantage={args.advantage!r}` would learn nothing. Raise "
         f"`per_device_train_batch_size`{or_instead}.": (has_one_episode and (args.advantage == "batch" or normalizes)),
-        f"`critic_warmup_steps` ({args.critic_warmup_steps}) is above `max_steps` ({args.max_steps}), so no agent "
-        "would be trained. Lower `critic_warmup_steps`, or raise `max_steps`.": (
-            0 < args.max_steps < args.critic_warmup_steps
-        ),
+        f"`critic_warmup_steps` ({warmup}) is above `max_steps` ({args.max_steps}), so no agent "
+        "would be trained. Lower `critic_warmup_steps`, or raise `max_steps`.": 0 < args.max_steps < warmup,
     }
 
 
 def _level_conflicts(args: Any) -> dict[str, bool]:
     is_per_turn = has_turn_ratio(args)
     is_per_token = args.advantage == "gae" and not is_per_turn
+    loss_type, masks = args.loss_type, args.off_policy_mask_threshold is not None
     return {
-        f"`loss_type={args.loss_type!r}` weights a turn by its number of tokens, but at `level='action'` a turn "
-        f"is one action. Use one of {', '.join(map(repr, _ACTION_LEVEL_LOSSES))}.": (
-            is_per_turn and args.loss_type not in _ACTION_LEVEL_LOSSES
-        ),
+        f"`loss_type={loss_type!r}` weights a turn by its number of tokens, but at `level='action'` a turn "
+        "is one action. Use one of "
+        f"{', '.join(map(repr, _ACTION_LEVEL_LOSSES))}.": is_per_turn and loss_type not in _ACTION_LEVEL_LOSSES,
         f"`epsilon_high={args.epsilon_high}` is the maximum ratio of `loss_type='cispo'`, and a value below 1 "
-        "scales every gradient down. Set it to 5.0, or leave it out.": (
-            args.loss_type == "cispo" and args.epsilon_high < 1
-        ),
+        "scales every gradient down. Set it to 5.0, or leave it out.": loss_type == "cispo" and args.epsilon_high < 1,
         "`importance_sampling_level='sequence'` means `level='action'` with `action_logprob='token'`. Set these, "
         "and leave `importance_sampling_level` out.": is_per_turn and args.importance_sampling_level == "sequence",
         "`advantage='gae'` at `level='token'` computes an advantage per token, but "
-        "`importance_sampling_level='sequence'` uses one ratio per turn. Set `level='action'`.": (
-            is_per_token and args.importance_sampling_level == "sequence"
-        ),
-        f"`loss_type={args.loss_type!r}` with `off_policy_mask_threshold={args.off_policy_mask_threshold}` needs "
+        "`importance_sampling_level='sequence'` uses one ratio per turn. "
+        "Set `level='action'`.": is_per_token and args.importance_sampling_level == "sequence",
+        f"`loss_type={loss_type!r}` with `off_policy_mask_threshold={args.off_policy_mask_threshold}` needs "
         "one advantage per turn, but `advantage='gae'` at `level='token'` computes one per token. Set "
-        "`level='action'`, or use another `loss_type` without `off_policy_mask_threshold`.": (
-            is_per_token
-            and (LOSSES[args.loss_type].needs_same_advantage or args.off_policy_mask_threshold is not None)
-        ),
+        "`level='action'`, or use another `loss_type` "
+        "without `off_policy_mask_threshold`.": is_per_token and (LOSSES[loss_type].needs_same_advantage or masks),
         "`use_bias_correction_kl` at `level='action'` would weight the KL of every token by the ratio of the "
         "whole turn, which is unbounded. Leave it out.": is_per_turn and args.beta > 0 and args.use_bias_correction_kl,
         f"`top_entropy_quantile={args.top_entropy_quantile}` trains only some tokens of a turn, but at "
-        "`level='action'` a turn is one action. Set `level='token'`, or leave `top_entropy_quantile` out.": (
-            is_per_turn and args.top_entropy_quantile < 1.0
-        ),
-        "`target_kl` needs the policy ratio, which `use_policy_ratio=False` disables. Leave one of them out.": (
-            not args.use_policy_ratio and args.target_kl is not None
-        ),
+        "`level='action'` a turn is one action. "
+        "Set `level='token'`, or leave `top_entropy_quantile` out.": is_per_turn and args.top_entropy_quantile < 1.0,
+        "`target_kl` needs the policy ratio, which `use_policy_ratio=False` disables. "
+        "Leave one of them out.": not args.use_policy_ratio and args.target_kl is not None,
         "`off_policy_mask_threshold` is not supported with `level='action'`. Set `target_kl` instead.": (
-            is_per_turn and args.off_policy_mask_threshold is not None
+            is_per_turn and masks
         ),
     }
 
@@ -245,17 +229,14 @@ def _credit_conflicts(args: Any) -> dict[str, bool]:
     per_objective = baseline is not None and baseline.takes_normalized_objectives
     return {
         f"`scale_rewards='batch'` has no effect with `advantage={args.advantage!r}`: it applies only to "
-        f"{', '.join(repr(name) for name, entry in BASELINES.items() if entry.scales)}. Leave it out.": (
-            args.scale_rewards == "batch" and not (baseline is not None and baseline.scales)
-        ),
+        f"{', '.join(repr(name) for name, entry in BASELINES.items() if entry.scales)}. "
+        "Leave it out.": args.scale_rewards == "batch" and not (baseline is not None and baseline.scales),
         f"`credit={args.credit!r}` scores every turn by the outcome of the whole episode, so summing over turns "
-        "(`credit_kind='rewards'`) would credit an agent for its teammates' turns. Set `credit_kind='returns'`.": (
-            rule.reruns and args.credit_kind == "rewards"
-        ),
+        "(`credit_kind='rewards'`) would credit an agent for its teammates' turns. "
+        "Set `credit_kind='returns'`.": rule.reruns and args.credit_kind == "rewards",
         f"`advantage={args.advantage!r}` scores each candidate for a turn separately, so there is nothing for "
-        f"`credit={args.credit!r}` to divide. Use `credit='equal'` or `'per_step'`.": (
-            uses_candidates(args) and (rule.reruns or args.credit not in ("equal", "per_step"))
-        ),
+        f"`credit={args.credit!r}` to divide. "
+        "Use `credit='equal'` or `'per_step'`.": uses_candidates(args) and args.credit not in ("equal", "per_step"),
         f"`candidate_samples={args.candidate_samples}` completes several episodes from each candidate, but "
         "`advantage='turn_itself'` scores candidates without completing the episode. Leave `candidate_samples` "
         "out, or set `advantage='turn'`.": args.candidate_samples > 1 and not completes_candidates(args),
@@ -270,38 +251,29 @@ def _credit_conflicts(args: Any) -> dict[str, bool]:
 
 
 def _order_conflicts(args: Any) -> dict[str, bool]:
-    micro_steps = args.steps_per_generation * args.num_iterations
-    is_on_policy = args.gradient_accumulation_steps % micro_steps == 0
-    updates_in_turn = args.update_order != "joint"
+    micro_steps, accumulation = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps
+    is_on_policy = accumulation % micro_steps == 0
+    updates_in_turn, interval = args.update_order != "joint", args.agent_iteration_interval
+    least, most = args.entropy_coef_min, args.entropy_coef_max
     return {
         f"`target_kl={args.target_kl}` has no effect: with `num_iterations={args.num_iterations}` and "
         f"`steps_per_generation={args.steps_per_generation}` every update is the first on its episodes, so the "
-        "policy has not moved. Raise one of them, or leave `target_kl` out.": (
-            args.target_kl is not None and is_on_policy
-        ),
-        f"`update_order={args.update_order!r}` and `agent_iteration_interval={args.agent_iteration_interval}` "
-        "both set which agent is trained in a step. Leave one of them out.": (
-            updates_in_turn and args.agent_iteration_interval > 0
-        ),
-        f"`agent_iteration_interval` ({args.agent_iteration_interval}) leaves no step of `max_steps` "
-        f"({args.max_steps}) for the second agent. Lower it, or raise `max_steps`.": (
-            0 < args.max_steps <= args.agent_iteration_interval
-        ),
+        "policy has not moved. "
+        "Raise one of them, or leave `target_kl` out.": args.target_kl is not None and is_on_policy,
+        f"`update_order={args.update_order!r}` and `agent_iteration_interval={interval}` "
+        "both set which agent is trained in a step. Leave one of them out.": updates_in_turn and interval > 0,
+        f"`agent_iteration_interval` ({interval}) leaves no step of `max_steps` "
+        f"({args.max_steps}) for the second agent. Lower it, or raise `max_steps`.": 0 < args.max_steps <= interval,
         f"`update_order={args.update_order!r}` trains every agent for whole optimizer steps on a generation "
         f"batch, so `steps_per_generation * num_iterations` ({micro_steps}) must be a multiple of "
-        f"`gradient_accumulation_steps` ({args.gradient_accumulation_steps}).": (
-            updates_in_turn and micro_steps % args.gradient_accumulation_steps != 0
-        ),
+        f"`gradient_accumulation_steps` ({accumulation}).": updates_in_turn and micro_steps % accumulation != 0,
         f"`update_order='sequential'` multiplies ratios along an episode, but with `advantage={args.advantage!r}` "
-        "most rows are candidates outside the episode. Use `update_order='joint'` or `'resampled'`.": (
-            args.update_order == "sequential" and uses_candidates(args)
-        ),
+        "most rows are candidates outside the episode. "
+        "Use `update_order='joint'` or `'resampled'`.": args.update_order == "sequential" and uses_candidates(args),
         "`sync_ref_model=True` has no effect with `beta=0.0`: the reference is not used. Leave it out, or set "
         "`beta` to a number above 0.": args.sync_ref_model and args.beta == 0.0,
-        f"`entropy_coef_min` ({args.entropy_coef_min}) is above `entropy_coef_max` ({args.entropy_coef_max}). "
-        "Lower `entropy_coef_min`, or raise `entropy_coef_max`.": (
-            args.use_adaptive_entropy and args.entropy_coef_min > args.entropy_coef_max
-        ),
+        f"`entropy_coef_min` ({least}) is above `entropy_coef_max` ({most}). "
+        "Lower `entropy_coef_min`, or raise `entropy_coef_max`.": args.use_adaptive_entropy and least > most,
     }
 
 
@@ -324,6 +296,7 @@ def _sampling_conflicts(args: Any) -> dict[str, bool]:
 
 
 def _failure_conflicts(args: Any) -> dict[str, bool]:
+    restores = args.on_collapse == "restore"
     return {
         f"`on_episode_error={args.on_episode_error!r}` does not support candidates for turns "
         "(`advantage='turn'`, `'turn_itself'`, `'c3'`) or re-runs (`credit='counterfactual'`, `'removed'`): training "
@@ -331,12 +304,10 @@ def _failure_conflicts(args: Any) -> dict[str, bool]:
             args.on_episode_error != "raise" and (uses_candidates(args) or CREDITS[args.credit].reruns)
         ),
         "`on_collapse='restore'` restores the adapters of the best evaluation, but this run has none. Set "
-        "`eval_strategy='steps'` and pass an `eval_dataset`.": (
-            args.on_collapse == "restore" and args.eval_strategy == "no"
-        ),
+        "`eval_strategy='steps'` and pass an `eval_dataset`.": restores and args.eval_strategy == "no",
         "`on_collapse='restore'` restores adapters, but not the references that follow them "
         "(`sync_ref_model=True`), which would pull the adapters back to the collapsed policy. Set "
-        "`on_collapse='warn'`, or `sync_ref_model=False`.": args.on_collapse == "restore" and args.sync_ref_model,
+        "`on_collapse='warn'`, or `sync_ref_model=False`.": restores and args.sync_ref_model,
     }
 
 
@@ -390,12 +361,10 @@ def check_engine(args: Any) -> None:
         "FSDP2, `accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP` "
         "(docs/reference/sharding.md)"
     )
+    advice = "" if stage is None else "Stages below 3 do not shard a frozen base. "
+    advice += f"Use {data_parallel}, or to shard the base, {fsdp2}."
     if stage == 3:
         advice = f"To shard the base, use {fsdp2}."
-    elif stage is not None:
-        advice = f"Stages below 3 do not shard a frozen base. Use {data_parallel}, or to shard the base, {fsdp2}."
-    else:
-        advice = f"Use {data_parallel}, or to shard the base, {fsdp2}."
     raise ValueError(
         f"MARFTTrainer does not support {name}, which reduces gradients as if all processes trained the same "
         f"parameters in a pass. Here, processes may train the adapters of different agents. {advice}"

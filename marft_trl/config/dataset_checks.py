@@ -24,7 +24,7 @@ ROLES = (
     *("user", "assistant", "system", "tool", "developer", "function", "ipython", "observation", "documents"),
     *("context", "environment", "model"),
 )
-# Prompt of a row without a prompt of its own, which the environment provides, as in TRL
+# Prompt of a row whose prompt the environment provides, as in TRL
 PLACEHOLDER = [{"role": "user", "content": ""}]
 
 
@@ -73,8 +73,8 @@ def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
     """Raise if a row has no usable `prompt`. Of a stream, only known columns are checked."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise TypeError(_no_dataset(dataset, what))
-    columns = column_names(dataset)
-    if columns is None:
+    columns = dataset.column_names
+    if columns is None:  # a stream that does not know them before it is read
         return
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError(f"`{what}` is empty: it has 0 rows to take prompts from (columns: {columns}).")
@@ -102,11 +102,6 @@ def check_dataset(dataset: Dataset | IterableDataset, what: str) -> None:
 def has_other_content(message: Mapping[str, Any]) -> bool:
     """`True` if a message without text has other content: an assistant message with tool calls or reasoning."""
     return message["role"] == "assistant" and any(message.get(name) for name in ("tool_calls", "reasoning_content"))
-
-
-def column_names(dataset: Dataset | IterableDataset) -> list[str] | None:
-    """Names of the columns, or `None` for a stream that does not know them before it is read."""
-    return None if dataset.column_names is None else list(dataset.column_names)
 
 
 def read_prompts(dataset: Dataset) -> Iterable[dict[str, Any]]:

@@ -37,8 +37,7 @@ class Copies:
 
     def __deepcopy__(self, memo):
         # By default, `copy` uses `__getstate__`, which would remove the token from the copy.
-        clone = object.__new__(type(self))
-        memo[id(self)] = clone
+        memo[id(self)] = clone = copy.copy(self)
         clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return clone
 
@@ -179,9 +178,8 @@ class EngineSettings:
     Args:
         vllm_mode (`str`, *optional*, defaults to `"server"`):
             Where vLLM runs with `use_vllm=True`. `"server"`: on servers that you start with the command that
-            `marft_trl.extras.engines.vllm_command` gives.
-            `"colocate"`: every training process starts a server of its own, on
-            the device that it trains on, with TRL's `vllm_gpu_memory_utilization`, `vllm_max_model_length`,
+            `marft_trl.extras.engines.vllm_command` gives. `"colocate"`: every training process starts its own server,
+            on the device that it trains on, with TRL's `vllm_gpu_memory_utilization`, `vllm_max_model_length`,
             `vllm_model_impl` and `vllm_enable_sleep_mode`. The server ends when the process does.
         vllm_python (`str`, *optional*, defaults to `None`):
             Interpreter of an environment with vLLM, such as `"/opt/vllm/bin/python"`, for `vllm_mode="colocate"`. If
@@ -235,9 +233,8 @@ def check_vllm(args: Any) -> None:
         "`vllm_structured_outputs_regex` is not supported: turns would be sampled from a different distribution "
         "than they are scored with. Leave it out.": args.vllm_structured_outputs_regex is not None,
         f"`vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}` weights each token, but at "
-        "`level='action'` a turn is one action. Set it to 'sequence_mask' or 'sequence_truncate'.": (
-            corrects and not sequence and checks.has_turn_ratio(args)
-        ),
+        "`level='action'` a turn is one action. "
+        "Set it to 'sequence_mask' or 'sequence_truncate'.": corrects and not sequence and checks.has_turn_ratio(args),
         "`loss_type='vespo'` needs `vllm_importance_sampling_mode='token_truncate'` or 'token_mask', got "
         f"{args.vllm_importance_sampling_mode!r}.": corrects and sequence and args.loss_type == "vespo",
         **(_staleness_conflicts(args) if args.max_staleness else {}),
@@ -253,13 +250,11 @@ def _colocate_conflicts(args: Any) -> dict[str, bool]:
         "`vllm_server_base_url` out, or set `vllm_mode='server'`.": args.vllm_server_base_url is not None,
         f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}` needs several devices for one server, but "
         "with `vllm_mode='colocate'` each process has only one. Start a server for them with "
-        "`vllm_command(..., extra=[\"--tensor-parallel-size\", ...])`, and set `vllm_mode='server'`.": (
-            args.vllm_tensor_parallel_size > 1
-        ),
+        '`vllm_command(..., extra=["--tensor-parallel-size", ...])`, '
+        "and set `vllm_mode='server'`.": args.vllm_tensor_parallel_size > 1,
         f"`max_staleness={args.max_staleness}` generates while training runs, so the server cannot sleep. Set "
-        "`vllm_enable_sleep_mode=False`, or `max_staleness=0`.": (
-            args.vllm_enable_sleep_mode and args.max_staleness > 0
-        ),
+        "`vllm_enable_sleep_mode=False`, "
+        "or `max_staleness=0`.": args.vllm_enable_sleep_mode and args.max_staleness > 0,
     }
 
 
@@ -275,9 +270,8 @@ def _staleness_conflicts(args: Any) -> dict[str, bool]:
             args.top_p not in (None, 1.0) or bool(args.top_k and args.top_k > 0) or bool(args.min_p)
         ),
         f"{stale} does not support candidates for turns (`advantage='turn'`, `'turn_itself'`, `'c3'`) or re-runs "
-        "(`credit='counterfactual'`, `'removed'`), which are scored while episodes run. Set `max_staleness=0`.": (
-            checks.uses_candidates(args) or CREDITS[args.credit].reruns
-        ),
+        "(`credit='counterfactual'`, `'removed'`), which are scored while episodes run. "
+        "Set `max_staleness=0`.": checks.uses_candidates(args) or CREDITS[args.credit].reruns,
         f"{stale} samples ahead with weights that `on_collapse='restore'` may discard. Set `on_collapse='warn'`, "
         "or `max_staleness=0`.": args.on_collapse == "restore",
         f"{stale} does not support `update_order='resampled'`, which samples new episodes after every agent's "
@@ -572,11 +566,10 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             return
         check_choice("preset", self.preset, PRESETS)
         # A command-line parser passes every field, so a value counts as given only if it differs from the default.
-        by_parser = self.given >= {item.name for item in fields(self) if item.init}
-        defaults = {item.name: item.default for item in fields(self)}
+        by_parser = self.given >= {field.name for field in fields(self) if field.init}
+        defaults = {field.name: field.default for field in fields(self)}
         for name, value in PRESETS[self.preset].settings.items():
-            is_given = name in self.given and not (by_parser and getattr(self, name) == defaults[name])
-            if not is_given:
+            if name not in self.given or (by_parser and getattr(self, name) == defaults[name]):
                 setattr(self, name, value)
                 self.preset_settings[name] = value
 

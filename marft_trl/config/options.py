@@ -11,7 +11,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from trl import GRPOConfig
 
@@ -21,6 +21,7 @@ from ..system.redaction import without_secrets
 
 
 logger = get_logger(__name__)
+_Value = TypeVar("_Value")
 
 
 class Bound(NamedTuple):
@@ -38,7 +39,7 @@ SHARE = Bound(lambda value: 0 <= value <= 1, "in [0, 1]")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a setting may be, and what it is about."""
+    """The values that a setting may have, and what it affects."""
 
     bounds: tuple[Bound, ...] = ()
     integer: bool = False
@@ -71,11 +72,11 @@ def option(default: Any, *bounds: Bound, **settings: Any) -> Any:
     rule = Rule(bounds, needed=needed, **settings)
     shown = {"choices": [item for item in rule.known if item is not None]} if rule.choices is not None else {}
     field = dataclasses.field(default=default, metadata=shown)
-    made = object.__new__(Option)
+    setting = object.__new__(Option)
     for slot in dataclasses.Field.__slots__:
-        setattr(made, slot, getattr(field, slot))
-    made.rule = rule
-    return made
+        setattr(setting, slot, getattr(field, slot))
+    setting.rule = rule
+    return setting
 
 
 def documented(config: type) -> type:
@@ -111,12 +112,6 @@ def check_number(name: str, value: Any, rule: Rule) -> None:
             raise ValueError(f"`{name}` must be a finite number {bound.words}{instead}; got {value!r}.")
 
 
-def check_flag(name: str, value: Any, may_be_none: bool = False) -> None:
-    """Raise a `ValueError` if a value is neither `True` nor `False`; texts such as `"no"` are true in Python."""
-    if not isinstance(value, bool):
-        raise ValueError(f"`{name}` must be True or False{', or None' if may_be_none else ''}; got {value!r}.")
-
-
 def check_choice(name: str, value: object, known: Iterable[str | None]) -> None:
     """Raise a `ValueError` if the value is not among the known ones. The message suggests the nearest one."""
     known = list(known)
@@ -135,30 +130,26 @@ def has_effect(args: Any, name: str, other: str, value: str, rules: Mapping[str,
     return present == value if entry is None else name in entry.settings
 
 
-def _about(what: str, *names: str) -> dict[str, Rule]:
-    return {name: Rule(about=what) for name in names}
+def _each(value: _Value, *names: str) -> dict[str, _Value]:
+    return dict.fromkeys(names, value)
 
 
 # A setting without a line here may be anything, and is compared by a resumed run; so is one that a later version adds
 INHERITED: dict[str, Rule] = {
-    **dict.fromkeys(
-        (
-            *("beta", "epsilon_high", "max_grad_norm", "delta", "entropy_coef", "entropy_coef_min"),
-            *("entropy_coef_max", "entropy_coef_delta", "entropy_target", "weight_decay", "router_aux_loss_coef"),
-            *("off_policy_mask_threshold", "num_train_epochs"),
-        ),
+    **_each(
         Rule((AT_LEAST_0,)),
+        *("beta", "epsilon_high", "max_grad_norm", "delta", "entropy_coef", "entropy_coef_min"),
+        *("entropy_coef_max", "entropy_coef_delta", "entropy_target", "weight_decay", "router_aux_loss_coef"),
+        *("off_policy_mask_threshold", "num_train_epochs"),
     ),
-    **dict.fromkeys(
-        (*("temperature", "sapo_temperature_neg", "sapo_temperature_pos", "repetition_penalty"), "adam_epsilon"),
+    **_each(
         Rule((ABOVE_0,)),
+        *("temperature", "sapo_temperature_neg", "sapo_temperature_pos", "repetition_penalty", "adam_epsilon"),
     ),
-    **dict.fromkeys(
-        (
-            *("num_generations", "num_iterations", "steps_per_generation", "max_completion_length"),
-            "max_tool_calling_iterations",
-        ),
+    **_each(
         Rule((ABOVE_0,), integer=True),
+        *("num_generations", "num_iterations", "steps_per_generation", "max_completion_length"),
+        "max_tool_calling_iterations",
     ),
     "epsilon": Rule((AT_LEAST_0,), needed=True),
     "top_p": Rule((ABOVE_0, AT_MOST_1)),
@@ -167,8 +158,8 @@ INHERITED: dict[str, Rule] = {
     "importance_sampling_level": Rule(choices=("token", "sequence")),
     "multi_objective_aggregation": Rule(choices=("sum_then_normalize", "normalize_then_sum")),
     "vllm_server_timeout": Rule((ABOVE_0,), needed=True, about="machines"),
-    **_about(
-        "files",
+    **_each(
+        Rule(about="files"),
         *("output_dir", "overwrite_output_dir", "run_name", "project", "resume_from_checkpoint"),
         *("save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit"),
         *("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push"),
@@ -179,14 +170,14 @@ INHERITED: dict[str, Rule] = {
         *("include_num_input_tokens_seen", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
         *("debug", "skip_memory_metrics"),
     ),
-    **_about(
-        "evaluations",
+    **_each(
+        Rule(about="evaluations"),
         *("do_train", "do_eval", "do_predict", "per_device_eval_batch_size", "num_generations_eval"),
         *("eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
         *("batch_eval_metrics", "label_names"),
     ),
-    **_about(
-        "machines",
+    **_each(
+        Rule(about="machines"),
         *("local_rank", "use_cpu", "torch_empty_cache_steps", "fsdp", "fsdp_config", "deepspeed"),
         *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
         *("ddp_backend", "ddp_timeout", "parallelism_config"),
@@ -206,13 +197,6 @@ class Unused(NamedTuple):
     is_said: bool = True  # whether a warning is logged; otherwise, only the docs mention the setting
 
 
-_OF_SERVER = Unused(
-    "the server was started with separate settings.",
-    lambda args, shares: args.use_vllm and args.vllm_mode == "server",
-    '`vllm_mode="server"`',
-)
-_OF_VLLM = Unused("turns are generated by transformers.", lambda args, shares: not args.use_vllm, "`use_vllm=False`")
-_OF_PREDICTIONS = Unused("evaluations have episodes and rewards, but no predictions.")
 UNUSED: dict[str, Unused] = {
     "data_seed": Unused("`seed` sets the order of rows."),
     "train_sampling_strategy": Unused("the episodes of a prompt stay together."),
@@ -225,33 +209,31 @@ UNUSED: dict[str, Unused] = {
     "vllm_group_port": Unused("servers load adapters from files."),
     "enable_jit_checkpoint": Unused("SIGTERM always saves a checkpoint after the current step."),
     "local_rank": Unused("launchers set it in the environment.", is_said=False),
-    **dict.fromkeys(("do_train", "do_eval", "do_predict"), Unused("only scripts read it.", is_said=False)),
-    **dict.fromkeys(
-        (
-            *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
-            *("batch_eval_metrics", "label_names"),
-        ),
-        _OF_PREDICTIONS,
+    **_each(Unused("only scripts read it.", is_said=False), "do_train", "do_eval", "do_predict"),
+    **_each(
+        Unused("evaluations have episodes and rewards, but no predictions."),
+        *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
+        *("batch_eval_metrics", "label_names"),
     ),
     "pad_to_multiple_of": Unused(
         "passes with shared prefixes have their own widths.", lambda args, shares: shares, "`share_prefixes`"
     ),
-    **dict.fromkeys(
-        (
-            *("vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length"),
-            *("vllm_model_impl", "vllm_tensor_parallel_size"),
+    **_each(
+        Unused(
+            "the server was started with separate settings.",
+            lambda args, shares: args.use_vllm and args.vllm_mode == "server",
+            '`vllm_mode="server"`',
         ),
-        _OF_SERVER,
+        *("vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length"),
+        *("vllm_model_impl", "vllm_tensor_parallel_size"),
     ),
-    **dict.fromkeys(
-        (
-            *("vllm_mode", "vllm_python", "vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
-            *("vllm_server_timeout", "vllm_request_timeout", "vllm_max_inflight", "vllm_adapter_dir"),
-            *("vllm_structured_outputs_regex", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
-            *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
-            *("vllm_importance_sampling_cap", "fidelity_tolerance"),
-        ),
-        _OF_VLLM,
+    **_each(
+        Unused("turns are generated by transformers.", lambda args, shares: not args.use_vllm, "`use_vllm=False`"),
+        *("vllm_mode", "vllm_python", "vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
+        *("vllm_server_timeout", "vllm_request_timeout", "vllm_max_inflight", "vllm_adapter_dir"),
+        *("vllm_structured_outputs_regex", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+        *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
+        *("vllm_importance_sampling_cap", "fidelity_tolerance"),
     ),
 }
 ALWAYS_UNUSED = frozenset(name for name, it in UNUSED.items() if it.where is None)

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""What the parts of a trainer share: sampling settings, the team, and the run that trains it. Frozen."""
+"""Objects that the parts of a trainer share: sampling settings, the team, and the run that trains it. Frozen."""
 
 from __future__ import annotations
 
@@ -38,11 +38,9 @@ class Sampling:
 
     @classmethod
     def from_agent(cls, agent: AgentSpec, args: Any) -> Sampling:
-        def setting(name: str):
-            own = getattr(agent, name)
-            return getattr(args, name) if own is None else own
-
-        return cls(**{name: setting(name) for name in _OF_AGENTS.values()}, stop=tuple(agent.stop or ()))
+        of_agent = {name: getattr(agent, name) for name in _OF_AGENTS.values()}
+        settings = {name: getattr(args, name) if value is None else value for name, value in of_agent.items()}
+        return cls(**settings, stop=tuple(agent.stop or ()))
 
     def as_generation_kwargs(self) -> dict[str, Any]:
         return {name: getattr(self, of_agent) for name, of_agent in _OF_AGENTS.items()}

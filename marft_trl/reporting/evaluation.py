@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 import numpy as np
 from trl.trainer.utils import get_callable_name
 
-from ..config.dataset_checks import column_names, named_sets
+from ..config.dataset_checks import named_sets
 from ..episodes.records import Turn
 from ..rewards import boxed
 from ..system.files import write_atomically
@@ -33,7 +33,7 @@ _LONGEST_VOTE = 200  # characters in the file
 
 
 def last_box(text: str) -> str | None:
-    """What votes by default: the content of the last `\\boxed{}` of an answer, or else the whole of it."""
+    """The default vote: the content of the last `\\boxed{}` of an answer, or else the whole answer."""
     inside = boxed(text)
     return (text if inside is None else inside).strip() or None
 
@@ -84,17 +84,17 @@ def by_question(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, fl
     samples: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         samples[row["question"]].append(row)
-    found = {}
+    measures = {}
     for question, sample in samples.items():
         right = [row["right"] for row in sample]
         k = int(number) if number else len(sample)
         if kind == "pass":
-            found[question] = pass_at_k(len(sample), int(sum(right)), k)
+            measures[question] = pass_at_k(len(sample), int(sum(right)), k)
         elif kind == "maj":
-            found[question] = maj_at_k([row["vote"] for row in sample], right, k)
+            measures[question] = maj_at_k([row["vote"] for row in sample], right, k)
         else:
-            found[question] = avg_at_k(right, k)
-    return found
+            measures[question] = avg_at_k(right, k)
+    return measures
 
 
 def at_k(rows: Sequence[Mapping[str, Any]], values: Sequence[int]) -> dict[str, float]:
@@ -113,7 +113,7 @@ def write_samples(folder: Path, rows: Sequence[Mapping[str, Any]], name: str, st
     kept = [sample for sample in before if sample["set"] != name or sample["step"] < step]
     everything = [*kept, *({"set": name, "step": step, "seed": seed, **row} for row in rows)]
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in everything))
+    write_atomically(file, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in everything))
     return file
 
 
@@ -187,7 +187,7 @@ def check_eval_metrics(eval_metrics: object, eval_dataset: Any, column: str) -> 
             )
     named = [metric.name for metric in metrics if is_of_evaluate(metric)]
     for name, dataset in named_sets(eval_dataset).items():
-        columns = column_names(dataset)
+        columns = dataset.column_names
         if named and columns is not None and column not in columns:
             raise ValueError(
                 f"The metric `{named[0]}` needs references, but `{name}` has no column {column!r}; it has "

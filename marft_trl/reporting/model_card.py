@@ -20,6 +20,7 @@ from ..system.hints import brief
 _MARKUP = re.compile(r"[\\`*_{}\[\]()#|~!:@]|(?<=www)\.")
 CARD_NAME = "README.md"
 _PACKAGES = ("marft-trl", "trl", "transformers", "peft")
+_template = functools.cache(Template)  # `ModelCard.from_template` would compile the card for each save
 TAGS = ["trl", "marft_trl", "marft", "multi-agent", "grpo"]  # tags of every model card
 PAPER = {
     "title": "MARFT: Multi-Agent Reinforcement Fine-Tuning",
@@ -165,7 +166,7 @@ def team_card(
         tags=sorted({*tags, "generated_from_trainer"}),
         datasets=datasets or None,
     )
-    content = _template().render(
+    content = _template(_CARD).render(
         card_data=card_data.to_yaml(),
         title=_markdown(model_name),
         base=_link(base, "") if base else None,
@@ -175,7 +176,7 @@ def team_card(
         workflow=_code(f"{manifest.workflow['class']}({settings})"),
         picture=picture,
         metrics_table=_table("metric", "value", {name: f"{value:.4g}" for name, value in (metrics or {}).items()}),
-        of_application=(manifest.workflow or {}).get("class") == "ExternalApp",
+        of_application=manifest.workflow["class"] == "ExternalApp",
         has_adapters=bool(manifest.adapters),
         arguments=arguments,
         option="" if base or not manifest.adapters else f" --model {base_name}",
@@ -190,11 +191,6 @@ def team_card(
         versions="\n".join(f"- {name}: {installed_version(name)}" for name in _PACKAGES),
     )
     return ModelCard(content)
-
-
-@functools.cache
-def _template() -> Template:
-    return Template(_CARD)  # `ModelCard.from_template` would compile it for each save
 
 
 def _agents_table(manifest: TeamManifest) -> str:

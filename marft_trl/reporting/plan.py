@@ -71,7 +71,8 @@ class Planner:
     ):
         self._agents, self._workflow, self._policies = team.agents, team.workflow, team.policies
         self._critic, self._level = team.critic, team.level
-        self._samplings, self._aliases = team.samplings, team.aliases
+        self._samplings, self._aliases, self._trained = team.samplings, team.aliases, team.trained
+        self._with_policy = {agent.name for agent in team.agents if agent.has_policy}
         self._args, self._processes = run.args, run.processes
         self._runner, self._batcher = runner, batcher
         self._model, self._tokenizer, self._dataset = model, tokenizer, train_dataset
@@ -145,7 +146,7 @@ class Planner:
         longest = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
         cost = self._batcher.measure(longest)
         self._processes.wait()  # the number of passes that it takes may differ
-        at_once = self._turns_at_once([item[0] for item in prompts], rehearsal.generation_calls)
+        at_once = self._turns_at_once([agent for agent, *_ in prompts], rehearsal.generation_calls)
         keeps = self._runner.generator.keeps_cache
         has_ddp = self._processes.count > 1 and not self._processes.is_base_sharded
         cache = memory.cache_size(config, at_once, longest + (-longest % ROOM if keeps else 0), width)
@@ -175,30 +176,25 @@ class Planner:
             pairs = list(zip(prompts, work, strict=True))
             turns = [[counts for prompt, counts in pairs if prompt[0] == name] for name in agents]
             work = [tuple(map(sum, zip(*counts, strict=True))) for counts in turns]
-        for tokens, repeated, scored in work:
+        for tokens, repeated, scored in [*work, *self._critic_work(prompts)]:
             free = self._batcher.free_for_activations(scored, cost.fixed)
             limit, checkpointing = self._batcher.compute_limits(longest, cost, free)
             share = min(limit / tokens, 1.0)
             kept = cost.size(round(share * tokens), round(share * repeated), checkpointing)
             needed.append(kept + memory.head_size(config.vocab_size, round(share * scored), self._processes.device))
-        for tokens, repeated in self._critic_work(prompts):
-            limit, checkpointing = self._batcher.compute_limits(
-                longest, cost, self._batcher.free_for_activations(0, cost.fixed)
-            )
-            share = min(limit / tokens, 1.0)
-            needed.append(cost.size(round(share * tokens), round(share * repeated), checkpointing))
         return round(_PEAK_RATIO * max(needed))
 
-    def _critic_work(self, prompts: Sequence[tuple[str, int, int]]) -> list[tuple[int, int]]:
-        """Computed and repeated tokens of the micro-batches of a trained critic, which may read several agents."""
+    def _critic_work(self, prompts: Sequence[tuple[str, int, int]]) -> list[tuple[int, int, int]]:
+        """Like `_count_tokens`, of a trained critic, which scores no token and may read several agents."""
         if self._critic is None or self._critic.reads_reference_pass:  # a frozen critic's states are kept
             return []
-        work: dict[Any, tuple[int, int]] = {}
+        work: dict[Any, tuple[int, int, int]] = {}
         for number, prompt in enumerate(prompts):
             tokens, repeated, scored = self._count_tokens(*prompt)
             part = self._critic.get_part(prompt[0]) if self._batcher.joins_slices else number
-            before = work.get(part, (0, 0))
-            work[part] = before[0] + tokens - (0 if self._level.reads_completions else scored), before[1] + repeated
+            before = work.get(part, (0, 0, 0))
+            tokens -= 0 if self._level.reads_completions else scored
+            work[part] = before[0] + tokens, before[1] + repeated, 0
         return list(work.values())
 
     def _count_tokens(self, agent: str, length: int, same: int) -> tuple[int, int, int]:
@@ -218,23 +214,19 @@ class Planner:
         episodes = max(self._rows_at_once(wave) for wave in generation_calls)
         if rule.reruns:  # removing the last turn generates nothing
             changed = agents[:-1] if rule.removes else agents
-            return episodes * max(sum(agent in self._trained() for agent in changed), 1)
+            return episodes * max(sum(agent in self._trained for agent in changed), 1)
         most = max(self._candidates(agent) for agent in agents)
         completes = most > 1 and completes_candidates(args) and len(agents) > 1
         return episodes * most * (args.candidate_samples if completes else 1)
 
     def _rows_at_once(self, wave: Sequence[str]) -> int:
-        policies = {agent.name for agent in self._agents if agent.has_policy}
-        adapters = Counter(self._policies.get_adapter(agent) for agent in wave if agent in policies)
+        adapters = Counter(self._policies.get_adapter(agent) for agent in wave if agent in self._with_policy)
         rows = [self._episodes_at_once() * count for count in adapters.values()]
         together = sum(rows) <= MIXED_ROWS * len(rows)  # few rows of several adapters share a pass
         return sum(rows) if together else max(rows)
 
     def _candidates(self, agent: str) -> int:
-        return self._args.turn_candidates if uses_candidates(self._args) and agent in self._trained() else 1
-
-    def _trained(self) -> set[str]:
-        return {agent.name for agent in self._agents if agent.trainable}
+        return self._args.turn_candidates if uses_candidates(self._args) and agent in self._trained else 1
 
     def rehearse(self, row: dict[str, Any]) -> Rehearsal:
         observations: dict[str, Observation] = {}
@@ -323,7 +315,7 @@ class Planner:
         episodes = self._episodes_at_once() * processes
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
         turns = Counter(turn.agent for turn in rehearsal.episode.turns)
-        trained = self._trained()
+        trained = self._trained
         rows = sum(turns[name] * self._candidates(name) for name in trained)
         most = {name: sampling.max_completion_length for name, sampling in self._samplings.items()}
         lengths = [(name, prompt + most[name]) for name, prompt, _ in rehearsal.prompts]
@@ -351,7 +343,7 @@ class Planner:
         ]
 
     def _describe_rehearsal(self) -> str:
-        """What the numbers of the plan are of, and what they do not know."""
+        """The row and the placeholders that the numbers come from, and what they leave out."""
         if isinstance(self._dataset(), IterableDataset):
             row = "the first row of the stream, and others may be longer"
         else:
@@ -379,13 +371,11 @@ class Planner:
         every = self._steps_per_batch()
         batches = _count(every.denominator, "generation batch", "generation batches")
         steps = "optimizer step" if every.numerator == 1 else f"{every.numerator} optimizer steps"
-        policies = {agent.name for agent in self._agents if agent.has_policy}
-        turns = [turn.agent for turn in rehearsal.episode.turns if turn.agent in policies]
+        turns = [turn.agent for turn in rehearsal.episode.turns if turn.agent in self._with_policy]
         longest = sum(self._samplings[name].max_completion_length for name in turns)
-        extra = completes_candidates(args) or CREDITS[args.credit].reruns
-        return f"{batches} per {steps}, with up to {longest:,} decoding steps in sequence" + (
-            ", plus those of candidates and re-runs" if extra else ""
-        )
+        has_more = completes_candidates(args) or CREDITS[args.credit].reruns
+        more = ", plus those of candidates and re-runs" if has_more else ""
+        return f"{batches} per {steps}, with up to {longest:,} decoding steps in sequence{more}"
 
     def _describe_window(self, lengths: Sequence[tuple[str, int]]) -> list[str]:
         window = self._runner.prompts.window_size

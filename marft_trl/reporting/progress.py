@@ -195,9 +195,9 @@ def _say_going_on(state) -> None:
 def team_callbacks(trainer: Trainer, agents: Sequence[str]) -> None:
     """Replace the callbacks by which transformers prints every metric by those of the team. Other callbacks stay."""
     replacements: dict[type, Callable] = {ProgressCallback: TeamProgressCallback, PrinterCallback: TeamPrinterCallback}
-    for value in {type(callback) for callback in trainer.callback_handler.callbacks} & replacements.keys():
-        trainer.remove_callback(value)
-        trainer.add_callback(replacements[value](agents))
+    for kind in {type(callback) for callback in trainer.callback_handler.callbacks} & replacements.keys():
+        trainer.remove_callback(kind)
+        trainer.add_callback(replacements[kind](agents))
 
 
 def announce(agents: Sequence[str], accelerator: Accelerator) -> None:

@@ -26,15 +26,7 @@ from ..system.randomness import UserRandomness
 from ..system.redaction import without_secrets
 from ..system.run_metrics import AGENT_METRICS, length_metrics
 from . import evaluation
-from .transcripts import (
-    INDEX,
-    Advantage,
-    Transcript,
-    html_page,
-    log_traces,
-    remove_old_completions,
-    write_index,
-)
+from .transcripts import INDEX, Advantage, Transcript, html_page, log_traces, remove_old_completions, write_index
 
 
 logger = get_logger(__name__)
@@ -91,11 +83,10 @@ class GameMetrics:
     def metrics(self, played: Iterable[Mapping[str, float] | None]) -> dict[str, float]:
         """Returns of agents; win and draw rates of trained agents."""
         scored = [returns for returns in played if returns is not None]
-        metrics: dict[str, float] = {}
         if not scored:
-            return metrics
-        for name in self._agents:
-            metrics[f"agents/{name}/return"] = sum(returns[name] for returns in scored) / len(scored)
+            return {}
+        means = {name: sum(returns[name] for returns in scored) / len(scored) for name in self._agents}
+        metrics = {f"agents/{name}/return": mean for name, mean in means.items()}
         for name in self._trained:
             for other in (other for other in self._agents if other != name):
                 metrics |= _win_rates(scored, name, other)
@@ -106,9 +97,8 @@ def _win_rates(played: Sequence[Mapping[str, float]], name: str, other: str) -> 
     pairs = [(returns[name], returns[other]) for returns in played]
     equal = [math.isclose(*pair, rel_tol=1e-5, abs_tol=1e-6) for pair in pairs]  # rewards add up in float32
     wins = sum(own_return > value and not same for (own_return, value), same in zip(pairs, equal, strict=True))
-    draws = sum(equal)
-    rates = {f"win_rate/{other}": wins / len(played), f"draw_rate/{other}": draws / len(played)}
-    return {f"agents/{name}/{rate}": share for rate, share in rates.items()}
+    rates = {"win_rate": wins / len(played), "draw_rate": sum(equal) / len(played)}
+    return {f"agents/{name}/{rate}/{other}": share for rate, share in rates.items()}
 
 
 # Number of episodes per logging step to print and to write as a page, if `num_completions_to_print` is not set.
@@ -204,14 +194,9 @@ class Reporter:
         self._tabulate(rollout, advantages, own_rewards)
 
     def _report_turns(self, rollout: Rollout, generated: Mapping[str, int]) -> None:
+        places = [(turn, rollout.first + episode.index) for episode in rollout.episodes for turn in episode.turns]
         turns = self._processes.gather(
-            [
-                TurnFacts(
-                    turn.agent, len(turn.prompt_ids), len(turn.completion_ids), turn.truncated, rollout.first + e.index
-                )
-                for e in rollout.episodes
-                for turn in e.turns
-            ]
+            [TurnFacts(t.agent, len(t.prompt_ids), len(t.completion_ids), t.truncated, place) for t, place in places]
         )
         counts_by_process = self._processes.gather([dict(generated)])
         for name in ("turns", "tokens") if any(counts_by_process) else ():
@@ -403,8 +388,7 @@ class Reporter:
     def before_log(self) -> None:
         """Print and write transcripts, and set the completions table that TRL writes."""
         if self._settings.log_completions and self._processes.is_main:
-            count = self._settings.num_completions_to_print
-            for transcript in self._transcripts[: len(self._transcripts) if count is None else count]:
+            for transcript in self._transcripts[: self._settings.num_completions_to_print]:  # all for `None`
                 print(transcript.as_text())
             self._write_page()
             if "trackio" in self._args.report_to:

@@ -165,9 +165,7 @@ def _scores(rewards: Mapping[str, float | None]) -> str:
 
 
 def _block(head: str, text: str, width: int) -> list[str]:
-    body = []
-    for line in printable(text).splitlines() or [""]:
-        body += _wrap(line, width - 2)
+    body = [part for line in printable(text).splitlines() or [""] for part in _wrap(line, width - 2)]
     return [*textwrap.wrap(printable(head), width), *(f"  {line}" for line in body)]
 
 

@@ -26,7 +26,7 @@ from .. import rewards
 from ..adapters.manifest import check_model_name
 from ..agents import AgentSpec
 from ..algorithms.functional import team_rewards
-from ..config.dataset_checks import REWARD_ARGUMENTS, TURN_ARGUMENTS, column_names, named_sets
+from ..config.dataset_checks import REWARD_ARGUMENTS, TURN_ARGUMENTS, named_sets
 from ..config.team_setup import RunContext
 from ..episodes.records import Episode, Turn
 from ..rewards import environment_reward
@@ -199,7 +199,7 @@ def check_reward_functions(reward_funcs: Sequence, train_dataset, eval_dataset=N
             "method."
         )
     datasets = {"train_dataset": train_dataset, **named_sets(eval_dataset)}
-    columns_of = {name: column_names(dataset) for name, dataset in datasets.items()}
+    columns_of = {name: dataset.column_names for name, dataset in datasets.items()}
     for func in reward_funcs:
         if not isinstance(func, (str, nn.Module)) and not callable(func):
             raise TypeError(
@@ -237,7 +237,7 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def check_turn_reward_functions(functions: Mapping[str, Sequence[Callable]], train_dataset) -> None:
-    columns = column_names(train_dataset)
+    columns = train_dataset.column_names
     for func in itertools.chain.from_iterable(functions.values()):
         _check_arguments(func, "train_dataset", columns, TURN_ARGUMENTS)
 

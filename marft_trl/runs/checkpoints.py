@@ -231,9 +231,10 @@ class Checkpoints:
             next_start = "No checkpoint of this run is complete, so the run starts from the beginning"
             if newest_complete is not None:
                 next_start = f"The run resumes from {newest_complete}"
+            removed = " The incomplete checkpoint was removed." if is_open else ""
             raise CheckpointError(
                 f"Could not write {folder}: {type(error).__name__}: {error}. {next_start} if you start the same "
-                f"command again with `resume_from_checkpoint=True`.{' The incomplete checkpoint was removed.' * is_open}"
+                f"command again with `resume_from_checkpoint=True`.{removed}"
             ) from error
         try:
             if self._args.should_save:

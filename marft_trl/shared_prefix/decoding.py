@@ -27,7 +27,7 @@ from transformers.generation import GenerationMode, StoppingCriteria, logits_pro
 
 from ..seams.generation import GraphMemory, captured, find_capture_obstacle, get_pad_token, masks_what_comes_later
 from ..seams.libraries import get_logger
-from .forward import Cluster, KeptLayer, RepeatedLayer, RowAdapters, plan_passes, prefill, shared_pass
+from .forward import Cluster, KeptLayer, RepeatedLayer, RowAdapters, plan_passes, prefill, shared_pass, use_adapters
 
 
 logger = get_logger(__name__)
@@ -73,7 +73,7 @@ class GrowingSteps:
         return logits
 
     def count_after(self, count: int, finished: int) -> int:
-        """How many of `count` rows stay when some have finished."""
+        """Number of rows, of `count`, that stay when some have finished."""
         return count - finished if finished * self._LEAVING >= count else count
 
     def keep_rows(self, stay: torch.Tensor, free: torch.Tensor, moved: torch.Tensor) -> None:
@@ -311,7 +311,7 @@ def decode(
     stopping_criteria = StoppingCriteriaList([item for item in stopping_criteria if item not in late])
     fill(steps.cache, model.base_model, prompts, adapters)
     steps.begin(longest - 1)
-    _use(adapters, rows)
+    use_adapters(adapters, range(batch))
     pad = get_pad_token(generation_config)
     result = input_ids.new_full((batch, size), 0 if pad is None else int(pad))
     result[:, :width] = input_ids
@@ -354,13 +354,8 @@ def decode(
             stay, free, moved = _leave(logits_processor, done, count)
             steps.keep_rows(stay, free, moved)
             tokens, rows, done = (value[stay] for value in (tokens, rows, done))
-            _use(adapters, rows)
+            use_adapters(adapters, rows.tolist())
     return result
-
-
-def _use(adapters: RowAdapters | None, rows: torch.Tensor) -> None:
-    if adapters is not None:
-        adapters.use([adapters.names[row] for row in rows.tolist()])
 
 
 def _choose(scores: torch.Tensor, do_sample: bool, draws: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -565,12 +560,7 @@ def _parts(prompts: Sequence[list[int]], kinds: Sequence[str] | None) -> Iterato
 
 
 def _fill_part(
-    cache: Cache,
-    backbone: nn.Module,
-    prompts: Sequence[list[int]],
-    part: _Part,
-    end: int,
-    adapters: RowAdapters | None,
+    cache: Cache, backbone: nn.Module, prompts: list[list[int]], part: _Part, end: int, adapters: RowAdapters | None
 ) -> None:
     numbers, groups = part
     rows = [prompts[row] for row in numbers]
@@ -580,13 +570,11 @@ def _fill_part(
         return
     stores = [partial(room.put, torch.tensor(numbers), end - width) for room in cache.layers]
     if not groups:
-        if row_adapters is not None:
-            row_adapters.use(row_adapters.names)
+        use_adapters(row_adapters, range(len(rows)))
         prefill(backbone, rows, Cache(layers=[_Storing(store) for store in stores]))
         return
     if all(len(rows[row]) == group.length for group in groups for row in group.rows):  # nothing follows the prefixes
-        if row_adapters is not None:
-            row_adapters.use([row_adapters.names[group.rows[0]] for group in groups])
+        use_adapters(row_adapters, (group.rows[0] for group in groups))
         kept, *_ = prefill(backbone, [rows[group.rows[0]] for group in groups])
         which = torch.tensor([number for number, group in enumerate(groups) for _ in group.rows])
         for store, layer in zip(stores, kept.layers, strict=False):  # the last layers may keep nothing

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -150,11 +152,13 @@ class RowAdapters(NamedTuple):
     use: Callable[[Sequence[str]], None]  # called before each pass with the adapters of its rows
 
 
+def use_adapters(adapters: RowAdapters | None, rows: Iterable[int]) -> None:
+    if adapters is not None:
+        adapters.use([adapters.names[row] for row in rows])
+
+
 def hidden_states(
-    backbone: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    share: bool = True,
+    backbone: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], share: bool = True
 ) -> torch.Tensor:
     """
     Compute the hidden states `(B, V, H)` that predict the tokens of completions. `V` is the length of the longest
@@ -196,13 +200,11 @@ def shared_pass(
     for number, group in enumerate(groups):
         for row in group.rows:
             starts[row], index[row] = group.length, number
-    if adapters is not None:
-        adapters.use([adapters.names[group.rows[0]] for group in groups])
+    use_adapters(adapters, (group.rows[0] for group in groups))
     kept, kept_mask, prefix_states = prefill(backbone, [rows[group.rows[0]][: group.length] for group in groups])
     which = torch.tensor(index, device=device)
     cache = Cache(layers=[layer_class(layer, which) for layer in kept.layers])
-    if adapters is not None:
-        adapters.use(adapters.names)
+    use_adapters(adapters, range(len(rows)))
     ids, mask = padded([row[start:] for row, start in zip(rows, starts, strict=True)], device)
     output = backbone(
         input_ids=ids,
@@ -235,15 +237,9 @@ def padded(
     rows: Sequence[Sequence[int]], device: torch.device, side: str = "right"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad rows of token ids with 0 to a batch `(B, S)`, and return it with its mask: 0 for padding, else 1."""
-    width = max(map(len, rows))
-
-    def joined(parts: Sequence[Sequence[int]]) -> torch.Tensor:
-        gaps = [[0] * (width - len(part)) for part in parts]
-        pairs = zip(parts, gaps, strict=True)
-        lists = [[*part, *gap] if side == "right" else [*gap, *part] for part, gap in pairs]
-        return torch.tensor(lists, dtype=torch.long, device=device)
-
-    return joined(rows), joined([[1] * len(row) for row in rows])
+    pad = partial(pad_sequence, batch_first=True, padding_side=side)
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return pad(ids).to(device), pad(list(map(torch.ones_like, ids))).to(device)
 
 
 # Number of logits that TRL's head holds at once on a CPU. More do not fit into its caches and take twice the time.
@@ -272,7 +268,7 @@ def score(
 
 @contextlib.contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Context manager: a model is in training or in evaluation mode. Each module's own mode is restored."""
+    """Put a model in training or in evaluation mode within the context. Then restore the mode of each module."""
     was_training, modes = model.training, [(module, module.training) for module in model.modules()]
     model.train(training)
     try:

@@ -1,5 +1,5 @@
 # Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
-"""Trained teams in use: answers, streams, episodes as datasets, and changes of who is in a team."""
+"""Trained teams in use: answers, streams, and episodes as datasets."""
 
 from .events import Answer, Event, TextDelta, TurnEnded, TurnStarted
 from .team import Team

@@ -59,7 +59,7 @@ def to_dataset(
                 turns = [turn for turn in _turns(episodes[index], names) if not turn.truncated]
                 rows += [{**_shaped(turn, kind), "agent": turn.agent, "reward": scores[index]} for turn in turns]
     if not rows:
-        raise ValueError(_nothing_left(kind, names, [turn for item in episodes for turn in _turns(item, names)]))
+        raise ValueError(_nothing_left(kind, names, [turn for episode in episodes for turn in _turns(episode, names)]))
     if template:
         rows = [{**row, "chat_template_kwargs": dict(template)} for row in rows]
     return Dataset.from_list(rows)

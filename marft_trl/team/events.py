@@ -37,9 +37,10 @@ def questions(
     check_count("num_samples", num_samples)
     if greedy and sampling:
         raise ValueError("`greedy=True` and `sampling` were both passed. Leave one of them out.")
-    checked = [dict(item) if isinstance(item, Mapping) else {"prompt": item} for item in _as_list(prompts)]
-    rows = [dict(row) for row in checked for _ in range(num_samples)]
-    empty = [index for index, row in enumerate(rows) if _is_blank(row.get("prompt", "?"))]
+    prompts = [dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in _as_list(prompts)]
+    rows = [dict(row) for row in prompts for _ in range(num_samples)]
+    texts = [row.get("prompt", "?") for row in rows]
+    empty = [index for index, text in enumerate(texts) if isinstance(text, str | None) and not (text or "").strip()]
     if empty:
         raise ValueError(
             f"Prompt {empty[0] // num_samples} of {len(rows) // num_samples} is empty, so there is nothing to "
@@ -76,10 +77,6 @@ def _as_list(prompts: Any) -> list:
     return prompts
 
 
-def _is_blank(prompt: Any) -> bool:
-    return prompt is None or (isinstance(prompt, str) and not prompt.strip())
-
-
 @dataclass(frozen=True)
 class Event:
     """Something that happens while a team answers."""
@@ -101,14 +98,7 @@ class TurnStarted(Event):
 
 @dataclass(frozen=True)
 class TextDelta(Event):
-    """
-    New text of a turn. The concatenated texts are the text of the turn, without control tokens.
-
-    Args:
-        agent (`str`): name of the agent.
-        turn (`int`): number of the turn.
-        text (`str`): the new text.
-    """
+    """New `text` of a turn. The concatenated texts are the text of the turn, without control tokens."""
 
     agent: str
     turn: int
@@ -117,14 +107,7 @@ class TextDelta(Event):
 
 @dataclass(frozen=True)
 class TurnEnded(Event):
-    """
-    An agent has finished a turn.
-
-    Args:
-        agent (`str`): name of the agent.
-        turn (`int`): number of the turn.
-        text (`str`): text of the turn.
-    """
+    """An agent has finished a turn, whose whole text is `text`."""
 
     agent: str
     turn: int
@@ -133,13 +116,7 @@ class TurnEnded(Event):
 
 @dataclass(frozen=True)
 class Answer(Event):
-    """
-    The episode is over.
-
-    Args:
-        text (`str`): the team's answer.
-        episode ([`Episode`]): the whole episode.
-    """
+    """The episode is over: `text` is the team's answer, and `episode` the whole [`Episode`]."""
 
     text: str
     episode: Episode
@@ -186,7 +163,7 @@ class Narrator:
     ):
         self._tokenizer, self._on_event, self._limit, self._schema = tokenizer, on_event, limit, schema
         self._turns: list[LiveTurn] = []
-        self._begun: dict[Request, tuple[int, GrowingText]] = {}  # by request
+        self._begun: dict[Request, tuple[int, GrowingText]] = {}
         self._count = 0
 
     def turn_started(self, request: Request, seed: int) -> LiveTurn:
@@ -217,6 +194,6 @@ class Narrator:
         self._on_event(TurnEnded(request.agent, number, turn.text))
 
     def leave(self) -> None:
-        """Nobody waits for the episode any more: its turns end."""
+        """End the turns of an episode that nobody waits for any more."""
         for turn in self._turns:
             turn.is_gone = True

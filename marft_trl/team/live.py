@@ -26,7 +26,7 @@ from .events import Answer, Event, Narrator
 
 
 _PAUSE = 0.002  # seconds that the thread waits for further turns when it has had nothing to do
-_ASKED = RunMode(is_concurrent=True)  # of questions that are answered at the same time
+_CONCURRENT = RunMode(is_concurrent=True)
 
 
 class _GenerationJob(NamedTuple):
@@ -38,7 +38,7 @@ class _GenerationJob(NamedTuple):
 
     @property
     def kind(self) -> tuple:
-        """What the turns of one call of the generator have in common."""
+        """Sampling settings, which the turns of one call of the generator share."""
         return self.greedy, tuple(sorted((self.sampling or {}).items()))
 
     @property
@@ -59,7 +59,7 @@ class DeviceThread(Generator):
         self,
         generator: Generator,
         acting: Callable[[], contextlib.AbstractContextManager[None]],  # around calls of the generator
-        most: Callable[[int], int],  # `most(tokens)`: number of turns of so many tokens that memory suffices for
+        most: Callable[[int], int],  # `most(tokens)`: number of turns of `tokens` tokens that fit into memory
     ):
         self._generator, self._acting, self._most = generator, acting, most
         self._jobs: queue.SimpleQueue[_GenerationJob | None] = queue.SimpleQueue()
@@ -159,7 +159,7 @@ def _settle(turn: asyncio.Future[SampledTurn], result: SampledTurn | BaseExcepti
 
 @dataclass(frozen=True)
 class Question:
-    """What a team is asked, and how."""
+    """Rows for a team to answer, and how to answer them."""
 
     rows: Sequence[dict[str, Any]]  # dataset rows with a `prompt`, an episode for each
     seed: int  # answers depend on it, and not on what is answered at the same time
@@ -171,7 +171,7 @@ class Question:
 
 
 class _Connection:
-    """What the tasks of an event loop use together."""
+    """A connection that the tasks of an event loop share."""
 
     def __init__(self) -> None:
         self.users = 0
@@ -185,9 +185,7 @@ class LiveTeam:
 
     def __init__(self, runner: EpisodeRunner, generator: Generator):
         self._runner, self._generator = runner, generator
-        self.running = 0  # number of asks under way
-        self._connections: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection]
-        self._connections = weakref.WeakKeyDictionary()
+        self._connections = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection]()
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[Callable[[], contextlib.AbstractContextManager[None]]]:
@@ -198,7 +196,7 @@ class LiveTeam:
         try:
             async with connection.opening:
                 if connection.within is None:
-                    runner = self._runner.changed(_ASKED, generator=self._generator)
+                    runner = self._runner.changed(_CONCURRENT, generator=self._generator)
                     self._generator.publish(alone=True)
                     connection.within = await connection.stack.enter_async_context(runner.open())
             yield connection.within
@@ -215,19 +213,17 @@ class LiveTeam:
         """Return the episodes, in order. `on_event` needs a question with one row. Canceling the task ends turns."""
         narrator = Narrator(self._runner.prompts.tokenizer, on_event, question.max_tokens, question.schema)
         runner = self._runner.changed(
-            dataclasses.replace(_ASKED, options=dict(question.options), listener=narrator),
+            dataclasses.replace(_CONCURRENT, options=dict(question.options), listener=narrator),
             generator=self._generator,
             workflow=question.workflow,
             max_turns=question.max_turns,
         )
         key = SeedKeys("seeded", question.seed).next(0)
         async with self.connected() as within:
-            self.running += 1
             try:
                 with within():
                     return await runner.collect(question.rows, key)
             finally:
-                self.running -= 1
                 narrator.leave()
 
     async def stream(self, question: Question) -> AsyncIterator[Event]:
@@ -248,27 +244,27 @@ class LiveTeam:
 
 def from_thread(events: Callable[[], AsyncIterator[Event]]) -> Iterator[Event]:
     """Events of an asynchronous stream for synchronous code. The stream runs in a thread."""
-    found: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+    arrived: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
     begun: queue.SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = queue.SimpleQueue()
 
     async def listen() -> None:
         begun.put((asyncio.get_running_loop(), asyncio.current_task()))  # type: ignore[arg-type]
         async with contextlib.aclosing(events()) as stream:  # type: ignore[type-var]
             async for event in stream:
-                found.put(event)
+                arrived.put(event)
 
     def run() -> None:
         try:
             asyncio.run(listen())
-            found.put(None)
+            arrived.put(None)
         except BaseException as error:
-            found.put(error)
+            arrived.put(error)
 
     thread = threading.Thread(target=run, name="marft-stream", daemon=True)
     thread.start()
     loop, task = begun.get()
     try:
-        while (event := found.get()) is not None:
+        while (event := arrived.get()) is not None:
             if isinstance(event, BaseException):
                 raise event
             yield event

@@ -51,7 +51,7 @@ _BYTES_PER_LOGIT = 24
 
 
 def max_concurrent_turns(model: PreTrainedModel, tokens: int) -> int:
-    """Number of turns, each of so many `tokens` with its observation, whose KV caches fit into memory, at least 1."""
+    """Number of turns of `tokens` tokens, with their observations, whose KV caches fit into memory, at least 1."""
     config = model.config.get_text_config()
     window = getattr(config, "max_position_embeddings", None) or tokens
     bytes_per_turn = cache_size(config, 1, min(tokens, window), model.dtype.itemsize)
@@ -123,8 +123,7 @@ def attach_replies(
             f"The function `{inference.replies[missing[0]]}` wrote the turns of agent {missing[0]!r} in training. "
             f"Pass it, or another function, as `replies={{{missing[0]!r}: ...}}`."
         )
-    of_policies = ("adapter", "tools", "stop", "learning_rate")
-    unset: dict[str, Any] = dict.fromkeys(of_policies)
+    unset: dict[str, Any] = dict.fromkeys(("adapter", "tools", "stop", "learning_rate"))  # settings of policies
     return [
         dataclasses.replace(agent, reply=replies[agent.name], **unset) if agent.name in replies else agent
         for agent in agents

@@ -68,10 +68,9 @@ class Team(NearNames):
         workflow ([`Workflow`]): decides which agent acts next and what each agent sees.
         runner ([`EpisodeRunner`]): runs episodes.
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): the base with the agents' adapters.
-        seeds (`random.Random`, *optional*): source of the seed of `run` if none is passed. It keeps the global random
-            states, which a trainer uses, unchanged.
+        seeds (`random.Random`, *optional*): source of seeds for `run`. The global random states stay unchanged.
         finish (`Callable[[], None]`, *optional*): called at the end of a run, which other processes may reach later.
-        saved ([`SavedTeam`], *optional*): further parts of a loaded team. Without them, its agents cannot change.
+        saved ([`SavedTeam`], *optional*): further parts of a loaded team. Without them, it cannot be saved.
     """
 
     also_called = dict.fromkeys(("to", "cuda"), "Team.from_pretrained(..., device=...)")
@@ -174,7 +173,11 @@ class Team(NearNames):
         tokenizer = processing_class or saved_team.load_tokenizer(folder)
         if tokenizer.pad_token is None:  # as in training
             tokenizer.pad_token = tokenizer.eos_token
-        servers = _connect_servers(engine)
+        servers: Servers | None = None
+        if engine is not None:
+            from ..extras.engines import setup
+
+            servers = engine if isinstance(engine, setup.Servers) else setup.Servers(engine)
         device = torch.device("cpu") if servers is not None else PartialState().device
         base = saved_team.load_base(manifest, folder, model, quantization_config, device)
         _, template = find_template(agents, workflow, tokenizer)
@@ -183,10 +186,10 @@ class Team(NearNames):
         loaded.requires_grad_(False)
         saved = SavedTeam(manifest, tokenizer, views.get(None, team_view), servers)
         runner = saved.make_runner(agents, workflow, loaded, template)
-        made = cls(agents, workflow, runner, loaded, saved=saved)
+        loaded_team = cls(agents, workflow, runner, loaded, saved=saved)
         if servers is not None:
-            weakref.finalize(made, _close, runner)
-        return made
+            weakref.finalize(loaded_team, _close, runner)
+        return loaded_team
 
     def close(self) -> None:
         """Remove the adapters from the servers. Without servers, nothing happens."""
@@ -410,7 +413,7 @@ class Team(NearNames):
         Raises:
             ValueError: an argument is not valid, or no turn is left. The message says what to change.
         """
-        names = [item.name for item in self.agents if item.has_policy]
+        names = [spec.name for spec in self.agents if spec.has_policy]
         template = self._runner.prompts.template.options
         return to_dataset(episodes, kind, names, agent, rewards, best, threshold, template)
 
@@ -476,13 +479,12 @@ class Team(NearNames):
             )
 
     def _find_agent(self, name: str) -> AgentSpec:
-        found = next((agent for agent in self.agents if agent.name == name), None)
-        if found is None:
-            names = [agent.name for agent in self.agents]
+        agents = {agent.name: agent for agent in self.agents}
+        if name not in agents:
             raise ValueError(
-                f"The team has no agent {name!r}, only {', '.join(map(repr, names))}.{did_you_mean(name, names)}"
+                f"The team has no agent {name!r}, only {', '.join(map(repr, agents))}.{did_you_mean(name, agents)}"
             )
-        return found
+        return agents[name]
 
     def _require_loaded(self, method: str) -> SavedTeam:
         if self._saved is None:
@@ -496,7 +498,6 @@ class Team(NearNames):
         devices = [] if model.device.type == "cpu" else [model.device]
         with self._reserve_model():
             randomness = UserRandomness(seed, model.device) if seed is not None else None
-            # Read the runner under the lock: another thread may have replaced it
             runner = self._runner.changed(RunMode(options), randomness=randomness, keys=SeedKeys("seeded", seed or 0))
             with torch.random.fork_rng(devices, enabled=seed is not None, device_type=model.device.type):
                 if seed is not None:
@@ -507,17 +508,9 @@ class Team(NearNames):
 
     @contextlib.contextmanager
     def _reserve_model(self) -> Iterator[None]:
-        """Context manager that reserves the model for this thread and turns dropout off."""
+        """Reserve the model for this thread and turn dropout off within the context."""
         with self._runner.device_lock, in_mode(self.model, training=False):
             yield
-
-
-def _connect_servers(engine: str | Sequence[str] | Servers | None) -> Servers | None:
-    if engine is None:
-        return None
-    from ..extras.engines.setup import Servers
-
-    return engine if isinstance(engine, Servers) else Servers(engine)
 
 
 def _close(runner: EpisodeRunner) -> None:

@@ -35,7 +35,7 @@ from ..config.checks import (
     environment_flag_is_set,
     uses_candidates,
 )
-from ..config.dataset_checks import PLACEHOLDER, check_datasets, column_names, named_sets
+from ..config.dataset_checks import PLACEHOLDER, check_datasets, named_sets
 from ..config.marft_config import MARFTConfig
 from ..episodes.tools import ToolLimits
 from ..rewards import environment_reward
@@ -245,7 +245,7 @@ def with_prompts(workflow: Workflow, dataset: Any) -> Any:
     have_environments = all(isinstance(item, EnvironmentLoop) for item in played)
     if not have_environments or not isinstance(dataset, (Dataset, IterableDataset)):
         return dataset
-    columns = column_names(dataset)
+    columns = dataset.column_names
     if columns is None:
         return dataset.map(lambda row: {"prompt": PLACEHOLDER, **row})
     return dataset if "prompt" in columns else dataset.map(lambda row: {"prompt": PLACEHOLDER})
@@ -265,7 +265,7 @@ def prepare_rewards(
     of_turns = turn_reward_funcs(args, agents, workflow)
     check_judges(agents, functions, of_turns)
     check_turn_reward_functions(of_turns, train_dataset)
-    if args.remove_unused_columns and "prompt" in (column_names(train_dataset) or ()):
+    if args.remove_unused_columns and "prompt" in (train_dataset.column_names or ()):
         prompts = train_dataset.select_columns(["prompt"])
         try:
             check_reward_functions(functions, prompts)
@@ -299,7 +299,7 @@ def check_best_metric(args: MARFTConfig, eval_dataset: Any) -> None:
 
 def check_column(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval_dataset: Any) -> None:
     """Check that the column of [`ByColumn`] selects a workflow for each row, and that `rae_column` exists."""
-    present = column_names(train_dataset) if args.rae_column is not None else None
+    present = train_dataset.column_names if args.rae_column is not None else None
     if args.rae_column is not None and present is not None and args.rae_column not in present:
         hint = did_you_mean(args.rae_column, present) or f" It has {', '.join(map(repr, sorted(present)))}."
         raise ValueError(f"`rae_column={args.rae_column!r}` is not a column of `train_dataset`.{hint}")
@@ -311,7 +311,7 @@ def check_column(args: MARFTConfig, workflow: Workflow, train_dataset: Any, eval
             "the workflow. Set `remove_unused_columns=False`."
         )
     for name, dataset in {"train_dataset": train_dataset, **named_sets(eval_dataset)}.items():
-        names = column_names(dataset) if dataset is not None else [workflow.column] * (name != "train_dataset")
+        names = dataset.column_names if dataset is not None else [workflow.column] * (name != "train_dataset")
         if names is not None and workflow.column not in names:
             raise ValueError(
                 f"`{name}` needs the column {workflow.column!r}, which selects the environment (or workflow) of each "

@@ -68,8 +68,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 def model(name: str) -> dict[str, Any]:
     """A model, with the fields of OpenAI's and of Anthropic's API."""
-    found = {"id": name, "object": "model", "created": 0, "owned_by": "marft_trl"}
-    return {**found, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    fields = {"id": name, "object": "model", "created": 0, "owned_by": "marft_trl"}
+    return {**fields, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]:
@@ -83,8 +83,7 @@ def answer(identity: str, chat_request: ChatRequest, messages: Sequence[ChatRepl
             message["tool_calls"] = _format_tool_calls(reply)
         choices.append({"index": index, "message": message, "finish_reason": _reason(reply), "logprobs": None})
     shown = {"marft": [reply.turns for reply in messages]} if messages[0].turns is not None else {}
-    head = _head(identity, chat_request, "chat.completion")
-    return {**head, "choices": choices, "usage": _usage(messages), **shown}
+    return {**_head(identity, chat_request, "chat.completion"), "choices": choices, "usage": _usage(messages), **shown}
 
 
 class ChatStream:
@@ -113,8 +112,7 @@ class ChatStream:
         return [*parts, {**self._head, "choices": [], "usage": _usage([reply])}] if self._with_usage else parts
 
     def _part(self, delta: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
-        return {**self._head, "choices": [choice]}
+        return {**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
 
 
 END = b"data: [DONE]\n\n"
@@ -130,8 +128,7 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": error.field, "code": error.code}}
 
 
-# The part of a stream that failed
-failed = error_body
+failed = error_body  # the part of a stream that failed
 
 
 def _head(identity: str, chat_request: ChatRequest, kind: str) -> dict[str, Any]:

@@ -10,14 +10,10 @@ import math
 import socket
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...system.files import spare_files
 from .session import logger
-
-
-if TYPE_CHECKING:
-    from aiohttp import web
 
 
 BACKLOG = 1024
@@ -25,8 +21,7 @@ BACKLOG = 1024
 _RESERVE, _FEWEST = 64, 24
 # Seconds between two looks for room for a further connection, and before a further try where files are missing
 _PAUSE, _AGAIN = 0.01, 0.2
-# Seconds after which a connection without a valid request may have to make room
-_SILENT = 1.0
+_SILENT = 1.0  # seconds after which a connection without a valid request may have to make room
 
 
 def files_to_use() -> int:
@@ -44,7 +39,7 @@ class Connections:
         self._most = max(_FEWEST, files_to_use() // 2)
         self._silent_since: dict[Any, float] = {}  # by transport; infinite while a request is answered
 
-    async def accept(self, listening: socket.socket, server: web.Server) -> None:
+    async def accept(self, listening: socket.socket, server: Any) -> None:
         """Accept connections of a listening socket until canceled."""
         loop = asyncio.get_running_loop()
         listening.setblocking(False)
@@ -84,18 +79,17 @@ class Connections:
 async def listen(host: str, port: int) -> list[socket.socket]:
     """Listen on all addresses of a host."""
     hints: dict[str, Any] = {"type": socket.SOCK_STREAM, "flags": socket.AI_PASSIVE}
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, **hints)
-    addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+    infos = await asyncio.get_running_loop().getaddrinfo(host, port, **hints)
     sockets: list[socket.socket] = []
     missing: OSError | None = None
     try:
-        for family, address in addresses:
-            if sockets and port == 0:  # any free one, of one address
+        for family, address in dict.fromkeys((family, address) for family, _, _, _, address in infos):
+            if sockets and port == 0:  # a free port of the first address
                 break
             try:
                 sockets.append(socket.create_server(address[:2], family=family, backlog=BACKLOG))
             except OSError as error:
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # of a machine without IPv6
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # a machine without IPv6
                     raise
                 missing = error
     except OSError:

@@ -30,10 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Maximum number of consecutive requests without a turn: the time limit does not count the time of refusals
 _MOST_REFUSED = 1000
-# Maximum number of reasons of refused requests that are logged
-_MOST_REASONS = 20
-# Source of the feedback that holds the output of an application. Agents do not see it
-OUTPUT = "application"
+_MOST_REASONS = 20  # maximum number of reasons of refused requests that are logged
+OUTPUT = "application"  # source of the feedback that holds the output of an application. Agents do not see it
 
 
 class ExternalApp(Workflow):
@@ -84,6 +82,7 @@ class ExternalApp(Workflow):
     """
 
     acts_outside = True
+    uses_tools = False  # set by `tools`
     described = {"answer": str, "tools": bool, "agent_of": dict[str, Any]}
 
     def __init__(
@@ -115,19 +114,13 @@ class ExternalApp(Workflow):
             raise ValueError(f"`together` must be at least 0 seconds, got {together!r}.")
         if max_concurrent_episodes is not None and not max_concurrent_episodes >= 1:
             raise ValueError(f"`max_concurrent_episodes` must be at least 1, got {max_concurrent_episodes!r}.")
-        self.app, self.answer, self.takes_tools, self.earns = app, answer, bool(tools), bool(earns)
-        self.max_concurrent_episodes = max_concurrent_episodes
-        self.agent_of = agent_of
+        self.app, self.answer, self.uses_tools, self.earns = app, answer, bool(tools), bool(earns)
+        self.together, self.max_wait_for_episodes = together, max_wait_for_episodes
+        self.max_concurrent_episodes, self.agent_of = max_concurrent_episodes, agent_of
         if agent_of is not None and not callable(agent_of):
             raise TypeError(f"`agent_of` must be a function of an `AppRequest`, got {agent_of!r}.")
         self._told: set[str] = set()
         self._reasons: set[str] = set()  # of refused requests
-        self.max_wait_for_episodes = max_wait_for_episodes
-        self.together = together
-
-    @property
-    def uses_tools(self) -> bool:
-        return self.takes_tools
 
     @property
     def starts_programs(self) -> bool:
@@ -152,8 +145,8 @@ class ExternalApp(Workflow):
     def describe(self) -> dict:
         """Leave out the application: otherwise, loading a team from elsewhere would run its code."""
         rule = describe_rule(self.agent_of)
-        kept = {"class": self.class_name, "answer": self.answer, "tools": self.takes_tools}
-        return kept if rule is None else {**kept, "agent_of": rule}
+        description = {"class": self.class_name, "answer": self.answer, "tools": self.uses_tools}
+        return description if rule is None else {**description, "agent_of": rule}
 
     @classmethod
     def from_description(cls, arguments: Mapping[str, Any], environment_factory: Any = None) -> Workflow:
@@ -182,7 +175,7 @@ class ExternalApp(Workflow):
 
     async def _run(self, episode: LiveEpisode, server: Any) -> None:
         count = episode.state.count_tokens
-        session = Session(episode.agents, self.takes_tools, self.earns, self.agent_of, count)
+        session = Session(episode.agents, self.uses_tools, self.earns, self.agent_of, count)
         with server.open(session) as endpoint:
             running = asyncio.ensure_future(self._result(episode, endpoint, server))
             conversation = _Conversation(self, episode, session)
@@ -253,15 +246,7 @@ class ExternalApp(Workflow):
             episode.observe(result.said, source=OUTPUT)
 
     def check_keys(self, cause: BaseException | None = None) -> None:
-        """
-        Check that a function has not stored its API key where all episodes of this process read it.
-
-        Args:
-            cause (`BaseException`, *optional*): the error that the function raised.
-
-        Raises:
-            RuntimeError: the function has stored the key there, so episodes may have had turns of other episodes.
-        """
+        """Raise a `RuntimeError` if a function has stored its API key where all episodes of this process read it."""
         if callable(self.app) and (places := shared_keys()):
             raise RuntimeError(
                 f"{self.name} stored the API key of an episode in {' and '.join(places)}, which all episodes of this "
@@ -327,8 +312,8 @@ class _Conversation:
                     await asyncio.sleep(self._app.together)
                 batch += [inbox.get_nowait() for _ in range(inbox.qsize())]
                 arrival = asyncio.ensure_future(inbox.get())
-                self._open = [item for item in self._open if not item.is_settled] + batch
-                for waiting in sorted(batch, key=lambda request: request.order):
+                self._open = [waiting for waiting in self._open if not waiting.is_settled] + batch
+                for waiting in sorted(batch, key=lambda waiting: waiting.order):
                     if not waiting.is_gone:
                         waiting.task = asyncio.ensure_future(self._answer(waiting))
                         self._tasks.add(waiting.task)
@@ -374,10 +359,9 @@ class _Conversation:
         else:
             lineage = earlier.lineage
             self._continued.add(earlier.index)
+        messages = self._replies.with_turns(chat_request.model, chat_request.messages, prefixes)
         requested_turn = RequestedTurn(
-            with_format(
-                self._replies.with_turns(chat_request.model, chat_request.messages, prefixes), chat_request.schema
-            ),
+            with_format(messages, chat_request.schema),
             chat_request.tools,
             chat_request.stop,
             chat_request.sampling,
@@ -476,7 +460,7 @@ def _said(message: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _said_by(reply: ChatReply) -> tuple[str, str]:
-    """The same of a reply."""
+    """Text and calls of a reply, as the same key."""
     calls = [[call.name, json.loads(call.arguments)] for call in reply.calls]
     return reply.text, json.dumps(calls, sort_keys=True)
 

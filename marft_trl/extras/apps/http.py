@@ -21,9 +21,7 @@ class ReplyStream(Protocol):
     """Events of a reply that is sent while it is generated."""
 
     def begin(self) -> list[dict[str, Any]]: ...
-
     def delta(self, text: str, is_answer: bool = True, agent: str = "", turn: int = 0) -> list[dict[str, Any]]: ...
-
     def end(self, reply: ChatReply) -> list[dict[str, Any]]: ...
 
 
@@ -33,24 +31,17 @@ class Dialect(Protocol):
     END: bytes  # sent after the last event of a stream
 
     def read(self, body: bytes, models: Sequence[str] | None, stored: Any) -> ChatRequest: ...
-
     def answer(self, identity: str, chat_request: ChatRequest, messages: Sequence[ChatReply]) -> dict[str, Any]: ...
-
     def stream(self, identity: str, chat_request: ChatRequest) -> ReplyStream: ...
-
     def encoded(self, event: Mapping[str, Any]) -> bytes: ...
-
     def failed(self, error: RequestError) -> dict[str, Any]: ...  # the event of an error within a stream
-
     def error_body(self, error: RequestError) -> dict[str, Any]: ...
 
 
 DIALECTS: dict[str, Dialect] = {"/v1/chat/completions": chat, "/v1/responses": responses, "/v1/messages": messages}
-_COUNT_TOKENS = "/v1/messages/count_tokens"
 # Maximum seconds for reading a request body, and seconds between keep-alive comments in an idle stream, for proxies
 _BODY_SECONDS, _KEEP_ALIVE_SECONDS = 60.0, 15.0
-# Maximum number of stream chunks per write
-_MAX_CHUNKS_PER_WRITE = 256
+_MAX_CHUNKS_PER_WRITE = 256  # of a stream
 _CLIENT, _MODEL = web.RequestKey("marft_client", object), web.RequestKey("marft_model", str)
 # `on_text(text, is_answer, agent, turn)` is called with new text. `is_answer`: whether the text is part of the answer
 TextListener = Callable[[str, bool, str, int], None]
@@ -80,7 +71,7 @@ class HTTPApplication:
     - `closes_connections`: whether to close the connection after each request;
     - `json_only`: whether to require `Content-Type: application/json`, which needs preflight from other sites;
     - `admit(request)`: returns the client by its API key, before the body is read, or raises a [`RequestError`];
-    - `answering(request)`: context manager around the handling of a request;
+    - `connections`: the [`Connections`] of requests, which are marked as active while they are handled;
     - `ended(request, client, outcome)`: called at the end. `client` is `None` if `admit` failed.
 
     A client has the names of its `models`, its latest `responses`, `as_shown(text)`, which changes bodies, `agent_of`,
@@ -99,7 +90,7 @@ class HTTPApplication:
         app.router.add_get("/v1/models/{name}", self._model)
         for path, dialect in DIALECTS.items():
             app.router.add_post(path, self._handler(dialect))
-        app.router.add_post(_COUNT_TOKENS, self._count_tokens)
+        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         return app
 
     @web.middleware
@@ -111,7 +102,7 @@ class HTTPApplication:
         try:
             try:
                 client = request[_CLIENT] = self._backend.admit(request)
-                with self._backend.answering(request):
+                with self._backend.connections.answering(request.transport):
                     response = await handler(request)
             except web.HTTPException as error:
                 routes = {route.canonical for route in request.app.router.resources()}
@@ -124,7 +115,7 @@ class HTTPApplication:
                 request_error = _to_client_error(error)
                 headers = {"Retry-After": "1"} if request_error.status == 503 else {}
             if request_error is not None:
-                dialect = next((found for path, found in DIALECTS.items() if path in request.path), chat)
+                dialect = next((dialect for path, dialect in DIALECTS.items() if path in request.path), chat)
                 body = dialect.error_body(request_error)
                 response = web.json_response(body, status=request_error.status, headers=headers)
             if self._backend.closes_connections and not response.prepared:
@@ -174,18 +165,16 @@ class HTTPApplication:
                 stream = dialect.stream(reply_id, chat_request)
                 return await self._streamed(request, dialect, stream, routed, body, is_retry)
             async with asyncio.timeout(self._backend.timeout):
-                found = await get_client(request).answer(routed, body, is_retry, None)
-            response = web.json_response(dialect.answer(reply_id, chat_request, found.messages))
+                replies = await get_client(request).answer(routed, body, is_retry, None)
+            response = web.json_response(dialect.answer(reply_id, chat_request, replies.messages))
             if self._backend.closes_connections:
                 response.force_close()
             try:
-                await response.prepare(request)
-                await response.write_eof()
-            except ConnectionError as error:
-                found.on_send_failed()
-                raise _ClientDisconnected from error
-            except asyncio.CancelledError:
-                found.on_send_failed()
+                with _sending():
+                    await response.prepare(request)
+                    await response.write_eof()
+            except (_ClientDisconnected, asyncio.CancelledError):
+                replies.on_send_failed()
                 raise
             return response
 
@@ -221,10 +210,8 @@ class HTTPApplication:
                     (reply,) = (await work).messages
                     with _sending():
                         await response.write(b"".join(map(dialect.encoded, stream.end(reply))))
-            except _ClientDisconnected:
-                raise
             except Exception as error:
-                if not response.prepared:
+                if isinstance(error, _ClientDisconnected) or not response.prepared:
                     raise
                 with _sending():
                     await response.write(dialect.encoded(dialect.failed(_to_client_error(error))))

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,10 +26,9 @@ from .requests import (
     read_sampling,
     read_stops,
     read_tools,
+    warn_of_request,
 )
 
-
-logger = logging.getLogger(__name__)
 
 _READ = {
     *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k"),
@@ -40,8 +37,7 @@ _READ = {
 # Fields that do not change what a model writes here
 _IGNORED = {
     *("metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "betas", "thinking"),
-    "fallbacks",
-    *("fallback_credit_token", "billing_policy", "user_profile_id", "workspace_id"),
+    *("fallbacks", "fallback_credit_token", "billing_policy", "user_profile_id", "workspace_id"),
 }
 _POLICY = "Agents sample from their policies. Leave it out."
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -52,12 +48,10 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "container": ((), "Only the client's own tools can be called."),
     "context_management": (({}, {"edits": []}), "Send the messages that the agent should see."),
 }
-# Fields of these without an effect on what a model writes here
-_NO_EFFECT = {"output_config": {"effort", "format", "task_budget"}}
+_NO_EFFECT = {"output_config": {"effort", "format", "task_budget"}}  # fields that do not change what a model writes
 # By which the client's tool runner knows that it has to send whole conversations
 _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": []}
-# Blocks that are dropped
-_SKIPPED = ("thinking", "redacted_thinking")
+_SKIPPED = ("thinking", "redacted_thinking")  # types of blocks
 _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -81,7 +75,7 @@ def read(body: bytes, models: Sequence[str] | None, stored: Any = None) -> ChatR
     output_format = output_config.get("format") if isinstance(output_config, dict) else None
     output_format = fields.get("output_format") if output_format is None else output_format
     if b'"cache_control"' in body:
-        warn_of_cache_hints()
+        warn_of_request("A client sends `cache_control`, which has no effect: no prompts are kept between requests.")
     return ChatRequest(
         model=read_model(fields, models),
         messages=_messages(fields),
@@ -96,7 +90,7 @@ def read(body: bytes, models: Sequence[str] | None, stored: Any = None) -> ChatR
 
 
 def _without_hints(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields without what asks for nothing: hints, nulls, and edits of thoughts, which are not shown."""
+    """Return the fields without values that have no effect: hints, nulls, and edits of thoughts."""
     found = dict(fields)
     for name in ("output_config", "context_management"):
         if isinstance(value := fields.get(name), dict):
@@ -109,11 +103,6 @@ def _without_hints(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _clears_thoughts(edit: Any) -> bool:
     return isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking_")
-
-
-@functools.cache  # once per process
-def warn_of_cache_hints() -> None:
-    logger.warning("A client sends `cache_control`, which has no effect: no prompts are kept between requests.")
 
 
 def _messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -192,7 +181,7 @@ def _assistant_message(blocks: Sequence[Mapping[str, Any]], where: str, function
 def _other_messages(
     role: str, blocks: Sequence[Mapping[str, Any]], where: str, functions: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Return the texts of a message, and results of calls as messages of their own."""
+    """Return the texts of a message, and results of calls as separate messages."""
     found: list[dict[str, Any]] = []
     for number, block in enumerate(blocks):
         place = f"{where}[{number}]"
@@ -245,17 +234,15 @@ def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
         schema = check_object(tool.get("input_schema") or {}, f"{where}.input_schema")
         return {**{name: tool[name] for name in ("name", "description") if name in tool}, "parameters": schema}, where
 
-    def is_shown(tool: Any) -> bool:
-        """Deferred tools are, once a result of a search refers to them."""
-        return (
-            not isinstance(tool, dict) or tool.get("defer_loading") is not True or str(tool.get("name")) in references
-        )
+    def is_hidden(tool: Any) -> bool:
+        """Whether a tool is deferred, and no result of a search refers to it yet."""
+        is_deferred = isinstance(tool, dict) and tool.get("defer_loading") is True
+        return is_deferred and str(tool.get("name")) not in references
 
-    references = set(_referenced(fields.get("messages")))
-    listed = fields.get("tools") or []
-    listed = [tool for tool in listed if is_shown(tool)] if isinstance(listed, list) else listed
+    references, tools = set(_referenced(fields.get("messages"))), fields.get("tools") or []
+    tools = [tool for tool in tools if not is_hidden(tool)] if isinstance(tools, list) else tools
     choice = check_object(fields.get("tool_choice") or {"type": "auto"}, "tool_choice").get("type")
-    return read_tools(listed, read_function, choice)
+    return read_tools(tools, read_function, choice)
 
 
 def _referenced(value: Any) -> list[str]:
@@ -322,14 +309,12 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(error), **details}}
 
 
-# The event of a stream that failed
-failed = error_body
+failed = error_body  # the event of a stream that failed
 
 
 def _message(identity: str, chat_request: ChatRequest) -> dict[str, Any]:
     head = {"id": f"msg_{identity}", "type": "message", "role": "assistant", "model": chat_request.model}
-    usage = {"input_tokens": 0, "output_tokens": 0}
-    return {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    return {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(ChatReply(""))}
 
 
 def _tool_use(call: ReplyCall, arguments: Any) -> dict[str, Any]:
@@ -337,13 +322,10 @@ def _tool_use(call: ReplyCall, arguments: Any) -> dict[str, Any]:
 
 
 def _ending(reply: ChatReply) -> dict[str, Any]:
-    if reply.calls:
-        reason = "tool_use"
-    elif reply.is_truncated:
-        reason = "max_tokens"
-    else:
-        reason = "end_turn" if reply.stopped_by is None else "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": reply.stopped_by if reason == "stop_sequence" else None}
+    if reply.stopped_by is not None and not (reply.calls or reply.is_truncated):
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stopped_by}
+    reason = "tool_use" if reply.calls else "max_tokens" if reply.is_truncated else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
 def _usage(reply: ChatReply) -> dict[str, int]:

@@ -25,12 +25,9 @@ from ...system.redaction import for_log
 from .session import AppEndpoint, folder_name
 
 
-# Maximum number of characters that are kept of each output stream of a program, from its end
-_KEPT = 20_000
-# Maximum number of characters of a stream in messages
-_TOLD = 1500
-# Tokens that have a meaning in shells only
-_OF_SHELLS = ("|", ">", ">>", "<", "&&", "||", ";", "&")
+_KEPT = 20_000  # maximum number of characters that are kept of each output stream of a program, from its end
+_TOLD = 1500  # maximum number of characters of a stream in messages
+_OF_SHELLS = ("|", ">", ">>", "<", "&&", "||", ";", "&")  # tokens that have a meaning in shells only
 # Seconds that a program has to end after SIGTERM, and that its output may arrive after its end
 _GRACE, _LATE = 2.0, 0.2
 # Variables of processes that a launcher started, which an application is not
@@ -119,10 +116,7 @@ class Program:
         return await run_program(launch, endpoint)
 
     def prepare(self, row: Mapping[str, Any], endpoint: AppEndpoint) -> Launch:
-        """
-        Fill in the command and the variables for an episode. No shell parses them: a value of the row is one argument
-        or a part of it. A copy of the folder exists for as long as the returned object.
-        """
+        """Fill in the command and the variables. A copy of the folder exists for as long as the returned object."""
         prompt = row["prompt"]
         if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
             prompt = prompt[-1].get("content")
@@ -166,9 +160,8 @@ def _not_copied(top: str, folder: str, names: list[str]) -> list[str]:
     """Sockets and pipes, which belong to other programs, and the copies themselves."""
 
     def is_left_out(path: str) -> bool:
-        if os.path.realpath(path).startswith(os.path.join(os.path.dirname(top), "marftapp")):
-            return True
-        return not (os.path.islink(path) or os.path.isfile(path) or os.path.isdir(path))
+        is_copy = os.path.realpath(path).startswith(os.path.join(os.path.dirname(top), "marftapp"))
+        return is_copy or not (os.path.islink(path) or os.path.isfile(path) or os.path.isdir(path))
 
     return [name for name in names if is_left_out(os.path.join(folder, name))]
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,16 +22,10 @@ from ...system.redaction import for_log, printable
 
 logger = logging.getLogger(__name__)
 
-# Ids of the latest errors
-_LOGGED: deque[str] = deque(maxlen=1000)
-
-
-# Largest depth of the values of a request
-_DEEPEST = 64
-# Temperatures below it are greedy decoding
-_COLDEST = 1e-4
-# Largest number of answers to a request
-_MOST_ANSWERS = 16
+_LOGGED: deque[str] = deque(maxlen=1000)  # ids of the latest errors
+_DEEPEST = 64  # largest depth of the values of a request
+_COLDEST = 1e-4  # lower temperatures are greedy decoding
+_MOST_ANSWERS = 16  # largest number of answers to a request
 # Fields that are read in both forms of OpenAI's API
 _READ = {
     *("model", "tools", "tool_choice", "stop", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p"),
@@ -57,19 +50,14 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logprobs": ((False,), _LOGPROBS),
     "top_logprobs": ((0,), _LOGPROBS),
     "logit_bias": (({},), _POLICY),
-    "presence_penalty": ((0, 0.0), _POLICY),
-    "frequency_penalty": ((0, 0.0), _POLICY),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), ((0, 0.0), _POLICY)),
     "repetition_penalty": ((1, 1.0), _POLICY),
     "functions": (([],), "Use `tools`."),
     "function_call": (("none", "auto"), "Use `tools`."),
     "modalities": ((["text"],), _TEXTS),
-    "audio": ((), _TEXTS),
-    "prediction": ((), "Remove this field."),
-    "web_search_options": ((), "Remove this field."),
-    "previous_response_id": ((), _KEPT),
-    "conversation": ((), _KEPT),
-    "image": ((), _TEXTS),
-    "prompt": ((), _KEPT),
+    **dict.fromkeys(("audio", "image"), ((), _TEXTS)),
+    **dict.fromkeys(("prediction", "web_search_options"), ((), "Remove this field.")),
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt"), ((), _KEPT)),
     "background": ((False,), "Remove this field and wait for the answer."),
 }
 
@@ -82,8 +70,8 @@ class RequestError(ValueError):
         message: str,
         status: int = 400,
         field: str | None = None,
-        code: str | None = None,  # that of OpenAI
-        details: Mapping[str, Any] | None = None,  # those of Anthropic
+        code: str | None = None,  # OpenAI's
+        details: Mapping[str, Any] | None = None,  # Anthropic's
     ):
         super().__init__(printable(message))
         self.status, self.field, self.code, self.details = status, field, code, details
@@ -125,10 +113,7 @@ def check_fields(
     ignored: Collection[str],
     refused: Mapping[str, tuple[tuple[Any, ...], str]],  # values without an effect, and why others are refused
 ) -> None:
-    """
-    Raise a [`RequestError`] if a field that would change the answer requests anything. Unknown fields, which each
-    release of a client may add, are ignored with one warning each.
-    """
+    """Raise a [`RequestError`] for fields that would change the answer. Unknown ones are ignored with a warning."""
     for name, value in body.items():
         if value is None or name in read or name in ignored:
             continue
@@ -190,8 +175,7 @@ def read_sampling(body: Mapping[str, Any]) -> dict[str, float]:
         value = body.get(name)
         if value is None:
             continue
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or not math.isfinite(value) or (name == "top_p" and value == 0):
+        if type(value) not in (int, float) or not low <= value <= high or (name == "top_p" and value == 0):
             raise RequestError(f"`{name}` must be a number {text}, got {json.dumps(value)[:80]}.", field=name)
         # A temperature close to 0 would overflow, so it is read as greedy decoding
         found[name] = 0.0 if name == "temperature" and value < _COLDEST else float(value)
@@ -265,8 +249,7 @@ def read_content(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> 
     return content
 
 
-# Roles of messages, as chat templates have them
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # as in chat templates
 
 
 def read_role(message: Mapping[str, Any], where: str, roles: Mapping[str, str]) -> str:
@@ -325,18 +308,13 @@ def read_format(value: Any, where: str) -> dict[str, Any] | None:
 
 
 def with_format(messages: Sequence[dict[str, Any]], schema: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """
-    Return the messages with the schema of the answer at the end of the first one of the system or the user, which
-    later requests repeat. Clients leave it to the server to tell the model.
-    """
-    if schema is None or not messages:
-        return list(messages)
-    place = next((i for i, message in enumerate(messages) if message["role"] in ("system", "user")), None)
-    text = f"Answer with JSON that fits this schema: {json.dumps(schema)}"
-    return [
-        {**message, "content": f"{message['content']}\n\n{text}"} if number == place else message
-        for number, message in enumerate(messages)
-    ]
+    """Add the schema of the answer to the first system or user message, which later requests repeat."""
+    shown = list(messages)
+    place = next((i for i, message in enumerate(shown) if message["role"] in ("system", "user")), None)
+    if schema is not None and place is not None:
+        text = f"{shown[place]['content']}\n\nAnswer with JSON that fits this schema: {json.dumps(schema)}"
+        shown[place] = {**shown[place], "content": text}
+    return shown
 
 
 @dataclass(frozen=True)
@@ -456,13 +434,12 @@ def _as_json(arguments: Any, name: Any) -> str | None:
     request could not have them or the name of the function: NaN, halves of characters, deep nesting.
     """
     try:
-        value = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
+        text = (arguments.strip() or "{}") if isinstance(arguments, str) else json.dumps(arguments)
+        value = json.loads(text)
         _check_value([name, value], _DEEPEST // 2)  # a request has it within a message
     except (TypeError, ValueError, RecursionError):
         return None
-    if not isinstance(value, Mapping):
-        return None
-    return (arguments.strip() or "{}") if isinstance(arguments, str) else json.dumps(arguments)
+    return text if isinstance(value, dict) else None
 
 
 # Tools that OpenAI runs itself. The client does not miss their calls
@@ -499,14 +476,10 @@ def _without_namespaces(tools: Any) -> tuple[Any, dict[str, tuple[str, str]]]:
 def read_tools(
     tools: Any, read_function: Callable[[dict[str, Any], str], tuple[Any, str] | None], choice: Any
 ) -> tuple[dict[str, Any], ...]:
-    """
-    Read the functions that a model may call. `read_function` returns the function of a tool and its field, or `None`
-    for a tool that is ignored.
-    """
+    """Read the functions that a model may call. `read_function` returns a tool's function and field, or `None`."""
     if not isinstance(tools, list):
         raise RequestError("`tools` must be a list.", field="tools")
-    places = [f"tools[{number}]" for number in range(len(tools))]
-    functions = [read_function(check_object(tool, where), where) for tool, where in zip(tools, places, strict=True)]
+    functions = [read_function(check_object(tool, where := f"tools[{i}]"), where) for i, tool in enumerate(tools)]
     schemas = tuple(_schema(*function) for function in functions if function is not None)
     if choice not in (None, "auto", "none"):
         warn_of_request(
@@ -533,11 +506,11 @@ def _schema(tool: Any, where: str) -> dict[str, Any]:
 def read_call(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
     """Return a call within a message in the format of chat templates."""
     try:
-        known = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
-        _check_value(known)
+        value = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
+        _check_value(value)
     except (ValueError, RecursionError):  # what a model wrote need not be JSON
-        known = str(arguments)
-    function = {"name": read_name(name, f"{where}.name"), "arguments": known}
+        value = str(arguments)
+    function = {"name": read_name(name, f"{where}.name"), "arguments": value}
     return {"id": read_name(identity, f"{where}.id"), "type": "function", "function": function}
 
 

@@ -32,11 +32,8 @@ _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 class ResponseStore:
     """
-    The latest responses, which later requests continue (`previous_response_id`) or refer to (`item_reference`).
-
-    Args:
-        max_bytes (`int`): size of the stored items. The oldest responses are dropped beyond it.
-        as_shown (`Callable[[str], str]`, *optional*): changes texts of responses into those that agents are shown.
+    The latest responses, which later requests continue (`previous_response_id`) or refer to (`item_reference`). Beyond
+    `max_bytes`, the oldest are dropped. `as_shown` changes texts of responses into those that agents are shown.
     """
 
     def __init__(self, max_bytes: int, as_shown: Callable[[str], str] = str):
@@ -110,8 +107,7 @@ def _items(body: Mapping[str, Any], stored: ResponseStore) -> list[dict[str, Any
     if not isinstance(items, list) or not items:
         raise RequestError("`input` must be a string or a list of items.", field="input")
     check_number_of_messages(items, "input")
-    places = [f"input[{number}]" for number in range(len(items))]
-    return [check_object(stored.resolve(item, where), where) for item, where in zip(items, places, strict=True)]
+    return [check_object(stored.resolve(item, where := f"input[{i}]"), where) for i, item in enumerate(items)]
 
 
 def _messages(body: Mapping[str, Any], items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -187,13 +183,12 @@ class ResponseStream:
                 begun = {**item, "status": "in_progress", "arguments": ""}
                 place = {"item_id": item["id"], "output_index": index}
                 found.append(self._event("response.output_item.added", output_index=index, item=begun))
-                arguments = item["arguments"]
-                found.append(self._event("response.function_call_arguments.delta", **place, delta=arguments))
-                done = {"name": item["name"], "arguments": arguments}
+                found.append(self._event("response.function_call_arguments.delta", **place, delta=item["arguments"]))
+                done = {"name": item["name"], "arguments": item["arguments"]}
                 found.append(self._event("response.function_call_arguments.done", **place, **done))
             found.append(self._event("response.output_item.done", output_index=index, item=item))
-        whole_answer = answer(self._identity, self._chat_request, [reply])
-        return [*found, self._event("response.completed", response=whole_answer)]
+        response = answer(self._identity, self._chat_request, [reply])
+        return [*found, self._event("response.completed", response=response)]
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._count += 1

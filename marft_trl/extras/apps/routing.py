@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
+import itertools
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from .requests import ChatRequest, RequestError
 
 class AppRequest(NamedTuple):
     """
-    What a rule chooses an agent by.
+    A request, as a rule that chooses its agent sees it.
 
     Args:
         model (`str`): name of the model that the application asks for.
@@ -72,7 +73,7 @@ class BySystemPrompt:
 @dataclass(frozen=True)
 class ByTools:
     """
-    Choose the agent by the tools of the request, for harnesses that give each sub-agent tools of its own.
+    Choose the agent by the tools of the request, for harnesses that give each sub-agent its own tools.
 
     ```python
     ExternalApp("my-harness", tools=True, agent_of=ByTools({"edit_file": "coder", "grep": "searcher"}))
@@ -89,8 +90,8 @@ class ByTools:
     default: str | None = None
 
     def __call__(self, request: AppRequest) -> str:
-        found = next((agent for tool, agent in self.agents.items() if tool in request.tools), None)
-        return found if found is not None else _without_match(self, request, f"the tools {sorted(request.tools)}")
+        agent = next((agent for tool, agent in self.agents.items() if tool in request.tools), None)
+        return agent if agent is not None else _without_match(self, request, f"the tools {sorted(request.tools)}")
 
 
 _RULES = {rule.__name__: rule for rule in (BySystemPrompt, ByTools)}
@@ -125,17 +126,9 @@ def rebuild_rule(description: Mapping[str, Any]) -> AgentRule:
 async def choose_agent(
     rule: AgentRule, chat_request: ChatRequest, headers: MutableMapping[str, str], agents: Sequence[str]
 ) -> ChatRequest:
-    """
-    Return the request for the agent that a rule chooses. `headers` are the caller's copy, whose names have no case.
-
-    Raises:
-        RequestError: the rule chose an agent that the team does not have.
-    """
-    system = []
-    for message in chat_request.messages:
-        if message["role"] != "system":
-            break
-        system.append(message["content"])
+    """Return the request for the agent that a rule chooses. Secrets are removed from `headers`, the caller's copy."""
+    leading = itertools.takewhile(lambda message: message["role"] == "system", chat_request.messages)
+    system = [message["content"] for message in leading]
     tools = frozenset(tool["function"]["name"] for tool in chat_request.tools)
     for name in {name for name in headers if _SECRET_HEADERS.search(name)}:
         del headers[name]
@@ -148,9 +141,9 @@ async def choose_agent(
     return dataclasses.replace(chat_request, model=agent)
 
 
-def _without_match(rule: BySystemPrompt | ByTools, request: AppRequest, what: str) -> str:
+def _without_match(rule: BySystemPrompt | ByTools, request: AppRequest, searched: str) -> str:
     if request.model in named_agents(rule):
         return request.model
     if rule.default is None:
-        raise RequestError(f"No entry of `agent_of` matches {what}. Add one, or set `default`.", 404, "model")
+        raise RequestError(f"No entry of `agent_of` matches {searched}. Add one, or set `default`.", 404, "model")
     return rule.default

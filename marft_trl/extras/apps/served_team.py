@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any, cast
+from typing import Any
 
 from aiohttp import web
 from yarl import URL
@@ -219,11 +219,9 @@ def as_data(episode: Episode) -> dict[str, Any]:
     }
 
 
-# Paths that need no key
-_PUBLIC_PATHS = ("/", "/health")
+_PUBLIC_PATHS = ("/", "/health")  # need no key
 _UNSUPPORTED = "unsupported_parameter"
-# Bytes of the stored responses of all clients
-_MOST_STORED = 64 << 20
+_MOST_STORED = 64 << 20  # bytes of the stored responses of all clients
 
 
 def serve(team: Team, settings: ServeSettings | None = None) -> None:
@@ -263,8 +261,8 @@ async def listening(team: Team, settings: ServeSettings) -> AsyncIterator[str]:
     tasks: list[asyncio.Task] = []
     try:
         sockets = await listen(settings.host, settings.port)
-        server = cast(web.Server, runner.server)
-        tasks = [asyncio.ensure_future(backend.connections.accept(open_socket, server)) for open_socket in sockets]
+        accept = backend.connections.accept
+        tasks = [asyncio.ensure_future(accept(open_socket, runner.server)) for open_socket in sockets]
         url = URL.build(scheme="http", host=settings.host, port=sockets[0].getsockname()[1])
         yield str(url).rstrip("/")
     finally:
@@ -310,8 +308,8 @@ class _TeamBackend:
     """Answers requests with the workflow of a team, or with one of its agents."""
 
     def __init__(self, team: Team, settings: ServeSettings):
-        names = [agent.name for agent in team.agents]
-        if settings.name in names:
+        self._agent_names = [agent.name for agent in team.agents]
+        if settings.name in self._agent_names:
             raise ValueError(f"`name={settings.name!r}` is the name of an agent. Choose another `name` for the team.")
         self._team, self._settings = team, settings
         self.timeout, self.max_body = settings.timeout, settings.max_body
@@ -322,19 +320,12 @@ class _TeamBackend:
         self._page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
         self._is_shutting_down = False
         self.connections, self.responses = Connections(), ResponseStore(_MOST_STORED)
-
-    @property
-    def _workflows(self) -> dict[str, Workflow | None]:
-        """The models that clients can request: the team, with its own workflow, and each of its current agents."""
-        agents: dict[str, Workflow | None] = {name: Sequential([name]) for name in self._agent_names}
-        workflow = self._team.workflow
-        if isinstance(workflow, ExternalApp) and workflow.app is None:  # nothing decides which agent acts when
-            return agents
-        return {self._settings.name: None, **agents}
-
-    @property
-    def _agent_names(self) -> list[str]:
-        return [agent.name for agent in self._team.agents]
+        self.agent_of: AgentRule | None = settings.agent_of or getattr(team.workflow, "agent_of", None)
+        # The models that clients can request: the team, with its own workflow, and each of its agents
+        self._workflows: dict[str, Workflow | None] = {name: Sequential([name]) for name in self._agent_names}
+        if not isinstance(team.workflow, ExternalApp) or team.workflow.app is not None:  # else nobody decides who acts
+            self._workflows = {settings.name: None, **self._workflows}
+        self.models = list(self._workflows)
 
     def application(self) -> web.Application:
         app = HTTPApplication(self).application()
@@ -354,8 +345,7 @@ class _TeamBackend:
 
     # ---- Backend interface ----
 
-    def as_shown(self, text: str) -> str:
-        return text
+    as_shown = str  # requests are read as they were sent
 
     def admit(self, request: web.Request) -> _TeamBackend:
         """Check the API key and the origin: web pages of other origins are refused."""
@@ -378,25 +368,14 @@ class _TeamBackend:
                 )
         return self
 
-    def answering(self, request: web.Request) -> contextlib.AbstractContextManager[None]:
-        return self.connections.answering(request.transport)
-
     def ended(self, request: web.Request, client: _TeamBackend | None, outcome: RequestOutcome) -> None:
         if request.method == "POST":
             self._counters.request(outcome.model, outcome.status, outcome.seconds)
 
-    @property
-    def models(self) -> Sequence[str]:
-        return list(self._workflows)
-
-    @property
-    def agent_of(self) -> AgentRule | None:
-        return self._settings.agent_of or getattr(self._team.workflow, "agent_of", None)
-
     async def count_tokens(self, chat_request: ChatRequest) -> int:
         """Count the tokens that an agent is shown; for the team, its first agent."""
-        known = self._agent_names
-        agent = chat_request.model if chat_request.model in known else known[0]
+        names = self._agent_names
+        agent = chat_request.model if chat_request.model in names else names[0]
         try:
             async with self._queue.place():
                 messages = with_format(chat_request.messages, chat_request.schema)
@@ -504,9 +483,8 @@ def _check_question(chat_request: ChatRequest) -> None:
 
 
 def _reply(episode: Episode, chat_request: ChatRequest, is_direct: bool) -> ChatReply:
-    turn, tokens = episode.answer, count_tokens(episode)
-    call_id_prefix = f"{secrets.token_hex(6)}_"
-    reply = ChatReply.from_turn(turn, chat_request.stop, call_id_prefix) if turn is not None else ChatReply("")
+    turn, tokens, mark = episode.answer, count_tokens(episode), f"{secrets.token_hex(6)}_"
+    reply = ChatReply.from_turn(turn, chat_request.stop, mark) if turn is not None else ChatReply("")
     read = sum(counts["prompt_tokens"] for counts in tokens.values())
     written = sum(counts["completion_tokens"] for counts in tokens.values())
     if is_direct:

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...system.child_processes import keep
 from .connections import Connections, files_to_use, listen
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from .http import RequestOutcome
 
 
-# Open files of an episode at a time: those of a client, of its event loop or of the pipes of a program
-_FILES = 24
+_FILES = 24  # open files of an episode: those of a client, of its event loop or of the pipes of a program
 
 
 class Endpoint:
@@ -47,25 +46,21 @@ class Endpoint:
 
     def __init__(self) -> None:
         for name in ("NO_PROXY", "no_proxy"):  # requests of functions and programs go to it directly
-            known = os.environ.get(name, "")
-            if "127.0.0.1" not in known.split(","):
-                os.environ[name] = ",".join(filter(None, [known, "127.0.0.1"]))
+            hosts = os.environ.get(name, "")
+            if "127.0.0.1" not in hosts.split(","):
+                os.environ[name] = ",".join(filter(None, [hosts, "127.0.0.1"]))
         keep(mark_of_process())  # programs that functions start, too, since they have a key
         self._sessions: dict[str, Session] = {}
         self.at_once = max(1, files_to_use() // _FILES)  # maximum number of concurrent episodes
-        self._connections = Connections()
-        self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, asyncio.Semaphore]]
-        self._places = weakref.WeakKeyDictionary()
+        self.connections = Connections()
+        self._places = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, asyncio.Semaphore]]()
         self._loop = asyncio.new_event_loop()
         started: Future[int] = Future()
         threading.Thread(target=self._work, args=(started,), name="marft-endpoint", daemon=True).start()
         self.base_url = f"http://127.0.0.1:{started.result()}/v1"
 
     def places(self, app: Any, limit: int | None) -> asyncio.Semaphore:
-        """
-        Return the semaphore of the caller's event loop that limits concurrent episodes: those of all applications, or
-        those of one that has its own limit.
-        """
+        """Return the semaphore of the caller's event loop for all applications, or for one that has its own limit."""
         key, number = (None, self.at_once) if limit is None else (app, min(limit, self.at_once))
         return self._places.setdefault(asyncio.get_running_loop(), {}).setdefault(key, asyncio.Semaphore(number))
 
@@ -92,8 +87,7 @@ class Endpoint:
             runner = web.AppRunner(self._application(), handler_cancellation=True, **settings)
             await runner.setup()
             (listening,) = await listen("127.0.0.1", 0)
-            accepting = self._connections.accept(listening, cast(web.Server, runner.server))
-            self._accepting = asyncio.ensure_future(accepting)
+            self._accepting = asyncio.ensure_future(self.connections.accept(listening, runner.server))
             return listening.getsockname()[1]
 
         asyncio.set_event_loop(self._loop)
@@ -139,9 +133,6 @@ class Endpoint:
                 code="invalid_api_key",
             )
         return session
-
-    def answering(self, request: web.Request) -> contextlib.AbstractContextManager[None]:
-        return self._connections.answering(request.transport)
 
     def ended(self, request: web.Request, client: Session | None, outcome: RequestOutcome) -> None:
         if client is not None and outcome.error is not None:

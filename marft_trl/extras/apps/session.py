@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 # Maximum number of unanswered requests of an episode, and bytes of its stored responses
 _MOST_WAITING, _MOST_STORED = 512, 4 << 20
-# Prefix of the keys of this process and its forks
-_TOKEN = f"marft-{secrets.token_hex(4)}"
+_TOKEN = f"marft-{secrets.token_hex(4)}"  # prefix of the keys of this process and its forks
 # Modules whose `api_key` is that of all clients of the process, and that of the Agents SDK with its default client
 _CLIENTS = ("openai", "litellm")
 _AGENTS_SDK = "agents.models._openai_shared"
@@ -115,13 +114,13 @@ class _Once(logging.Filter):
         self._logged: set[tuple[str, Any]] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        what = str(record.msg), record.exc_info[0] if record.exc_info else None
-        is_new = what not in self._logged
-        self._logged.add(what)
+        key = str(record.msg), record.exc_info[0] if record.exc_info else None
+        is_new = key not in self._logged
+        self._logged.add(key)
         return is_new
 
 
-# Of what clients can cause
+# Logger of errors that clients can cause
 logger = logging.getLogger(__name__)
 logger.addFilter(_Once())
 
@@ -171,7 +170,7 @@ class Session:
         self.inbox: asyncio.Queue[Waiting] = asyncio.Queue()  # in the event loop of the episode
         self._folder = folder_name(self.secret)
         self.responses = ResponseStore(_MOST_STORED, self.as_shown)
-        self.counts: Counter[str] = Counter()  # of requests, by outcome
+        self.counts: Counter[str] = Counter()  # requests, by outcome
         self.refused: str | None = None  # error of the latest refused request
         self.first_refused: str | None = None
         # Each with the last turn that was answered before
@@ -223,10 +222,7 @@ class Session:
         return ChatReplies([self._as_sent(reply)], functools.partial(self.on_send_failed, waiting))
 
     def as_shown(self, text: str) -> str:
-        """
-        A text of the application for agents: with the same name of its folder in every episode and re-run, so that
-        prompts are the same, too.
-        """
+        """Replace the name of the application's folder by one that is the same in every episode and re-run."""
         return text.replace(self._folder, FOLDER)
 
     def _as_sent(self, reply: ChatReply) -> ChatReply:
@@ -252,9 +248,9 @@ class Session:
     @staticmethod
     def _earlier(same: Sequence[Waiting], is_retry: bool, firsts: int) -> Waiting | None:
         """Return the request that is retried: one without clients, or the latest if each first try has a turn."""
-        there = [item for item in same if not item.is_gone]
-        left = [value for value in there if not value.clients]
-        return left[0] if left else there[-1] if there and is_retry and len(there) >= firsts else None
+        present = [waiting for waiting in same if not waiting.is_gone]
+        left = [waiting for waiting in present if not waiting.clients]
+        return left[0] if left else present[-1] if present and is_retry and len(present) >= firsts else None
 
     def refuse(self, error: RequestError) -> None:
         if error.details is not None:  # the client knows it, and goes on in another way

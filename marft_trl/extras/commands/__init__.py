@@ -17,7 +17,6 @@ from ...seams.libraries import get_options, installed_version
 from ...system.hints import did_you_mean
 
 
-# Name -> what it does
 COMMANDS = {
     "init": "write a starter script for a team",
     "plan": "show what a run will do, without training: who sees whom, batches, memory",

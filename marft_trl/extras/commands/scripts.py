@@ -84,14 +84,10 @@ def _is_of_the_user(error: BaseException) -> bool:
 
 
 def _passed_the_user(error: BaseException) -> bool:
-    """Whether code that is neither installed nor ours raised an error, or called what did."""
-    found = traceback.extract_tb((error.__cause__ or error).__traceback__)
-    installed = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[2]))
-    frames = [frame for frame in found if not frame.filename.startswith("<")]
-    return any("site-packages" not in frame.filename and not frame.filename.startswith(installed) for frame in frames)
-
-
-_KINDS_OF_ERRORS = (EpisodeError, ValueError, TypeError, OSError, ImportError)
+    """Whether an error passed through code that is neither installed nor part of this package."""
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
+    others = ("<", sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[2]))
+    return any("site-packages" not in frame.filename and not frame.filename.startswith(others) for frame in frames)
 
 
 def load_module(path: str) -> Any:
@@ -200,16 +196,16 @@ def _workflow(value: Any) -> Workflow | None:
     if value is None:
         return None
     if isinstance(value, dict) and isinstance(value.get("class"), str):
-        known = [name for name in workflows.__all__ if isinstance(getattr(workflows, name), type)]
-        known = [name for name in known if issubclass(getattr(workflows, name), Workflow) and name != "Workflow"]
+        kinds = {name: getattr(workflows, name) for name in workflows.__all__ if name != "Workflow"}
+        known = [name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Workflow)]
         known.append("ExternalApp")
         if value["class"] not in known:
             hint = did_you_mean(value["class"], known) or f" Available classes: {', '.join(known)}."
             raise UsageError(f"`workflow` of the YAML file has the unknown class {value['class']!r}.{hint}")
         return _made(**value)
     if isinstance(value, str) and ":" in value:
-        made = _named(value)
-        return made() if isinstance(made, type) else made
+        workflow = _named(value)
+        return workflow() if isinstance(workflow, type) else workflow
     raise UsageError(
         "`workflow` of the YAML file must be a mapping such as `{class: Sequential, rounds: 2}`, or 'file.py:Class', "
         f"got {value!r}."
@@ -240,19 +236,19 @@ def reward_named(name: Any) -> Callable:
         raise UsageError(f"`reward_funcs` of the YAML file must be names of reward functions, got {name!r}.")
     if ":" in name:
         return _named(name)
-    every = {item: getattr(place, item) for place in (trl.rewards, rewards, sandbox) for item in place.__all__}
-    known = {key: every[key] for key in every if key.endswith("_reward") and not key.startswith("get_")}
+    places = {reward: place for place in (trl.rewards, rewards, sandbox) for reward in place.__all__}
+    known = [reward for reward in places if reward.endswith("_reward") and not reward.startswith("get_")]
     if name not in known:
         hint = did_you_mean(name, known) or f" Available functions: {', '.join(sorted(known))}."
         raise UsageError(f"Unknown reward function {name!r}.{hint} Pass your own as 'file.py:function'.")
-    return known[name]
+    return getattr(places[name], name)
 
 
 def _named(name: str) -> Any:
-    place, _, what = name.rpartition(":")
+    place, _, attribute = name.rpartition(":")
     try:
         module = load_module(place) if place.endswith(".py") else importlib.import_module(place)
-        return getattr(module, what)
+        return getattr(module, attribute)
     except (ImportError, AttributeError) as error:
         raise UsageError(f"Cannot import {name!r}: {error}") from error
 
@@ -315,8 +311,7 @@ class Launcher:
         return 0
 
 
-# Marks the arguments of a process that the launcher has started
-_LAUNCHED = "--launched"
+_LAUNCHED = "--launched"  # marks the arguments of a process that the launcher has started
 _USAGE = """\
 usage: marft {name} [team.py | team.yaml] [--config FILE] [options]
 
@@ -362,7 +357,8 @@ def run_on_trainer(name: str, sentence: str, argv: Sequence[str]) -> int | None:
         raise UsageError("`output_dir` is empty. Pass the folder of the run.")
     with as_usage_errors(ValueError, TypeError, OSError, ImportError, unless=_is_of_the_user):
         trainer = recipe.make(parsed)
-    with as_usage_errors(*_KINDS_OF_ERRORS, unless=_passed_the_user):  # whose authors need the traceback
+    # Authors of the code that raised an error need the traceback
+    with as_usage_errors(EpisodeError, ValueError, TypeError, OSError, ImportError, unless=_passed_the_user):
         if name == "train":
             _train(trainer, recipe.code)
         elif name == "plan":
