@@ -6,7 +6,6 @@ import contextvars
 import sqlite3
 import threading
 import time
-from dataclasses import replace
 
 from marft_trl import Workflow
 from marft_trl.episodes.guard import EpisodeError
@@ -112,7 +111,7 @@ def calling(name, agent="a", with_number=False):
         for place, request in enumerate(requests):
             if request.agent == agent and request.functions and request.after is None:
                 call = ToolCall(name, {"number": request.episode.index} if with_number else {})
-                turns[place] = replace(turns[place], tool_calls=(call,))
+                turns[place] = request.make_turn(turns[place].text, tool_calls=(call,))
         return turns
 
     return answer

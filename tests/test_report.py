@@ -429,7 +429,7 @@ def test_questions_in_both_sets_log_a_warning(reported, caplog):
 def test_the_warm_up_of_one_agent_is_that_of_the_team(model_folder, tmp_path):
     for warmup, steps in ((3, 3), (0.25, 8), (0, 0)):
         experiment = make_experiment(model_folder, tmp_path, settings={"warmup_steps": warmup, "max_steps": -1})
-        args = cells._without_end(experiment, 30).args
+        args = cells._without_end(experiment, 30, None).args
         assert (args.max_steps, args.warmup_steps) == (3000, steps)
         assert args.lr_scheduler_type == ("constant_with_warmup" if steps else "constant")
 

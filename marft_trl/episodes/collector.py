@@ -394,13 +394,19 @@ def rehearse(
     Run a workflow on one prompt without a model. A function supplies the text of every turn.
 
     Args:
-        workflow ([`Workflow`]): the workflow to try.
-        agents (`Sequence[str]`): names of the agents of the team.
-        reply (`Callable`): function `reply(agent, seen)` that returns the text of a turn, or its [`ToolCall`]s. `seen`
-            contains the turns and the feedback shown to the agent.
-        prompt (`str` or `list[dict]`, *optional*): the prompt of the episode.
-        tools (`Mapping[str, Sequence[Callable]]`, *optional*): functions that each agent may call, by agent name.
-        row: other columns of the dataset row.
+        workflow ([`Workflow`]):
+            The workflow to try.
+        agents (`Sequence[str]`):
+            Names of the agents of the team.
+        reply (`Callable`):
+            Function `reply(agent, seen)` that returns the text of a turn, or its [`ToolCall`]s. `seen` contains the
+            turns and the feedback shown to the agent.
+        prompt (`str` or `list[dict]`, *optional*):
+            The prompt of the episode.
+        tools (`Mapping[str, Sequence[Callable]]`, *optional*):
+            Functions that each agent may call, by agent name.
+        row:
+            Other columns of the dataset row.
 
     Returns: the finished [`Episode`].
 

@@ -28,7 +28,8 @@ class LiveEpisode(NearNames):
     One run of the workflow on one prompt, as the workflow sees it.
 
     Args:
-        state ([`EpisodeState`]): what the engine knows of it, and makes the record of.
+        state ([`EpisodeState`]):
+            What the engine knows of it, and makes the record of.
 
     Attributes:
         row (`dict`): the dataset row, with a `prompt`.
@@ -134,12 +135,15 @@ class LiveEpisode(NearNames):
         these turns, and see the feedback by default.
 
         Args:
-            text (`str` or `Mapping[str, str]`, *optional*): text of the feedback, or for agents by name a text that
-                only they see. If `None` or empty, no feedback is shown.
-            after (`Sequence[Turn]`, *optional*): turns that were passed to the environment.
-            reward (`float` or `Mapping[str, float]`, *optional*, defaults to `0.0`): reward for these turns, as in
-                [`~LiveEpisode.earn`]. It is assigned to the last of them.
-            source (`str`, *optional*, defaults to `"environment"`): name of the source that agents are shown.
+            text (`str` or `Mapping[str, str]`, *optional*):
+                Text of the feedback, or for agents by name a text that only they see. If `None` or empty, no feedback
+                is shown.
+            after (`Sequence[Turn]`, *optional*):
+                Turns that were passed to the environment.
+            reward (`float` or `Mapping[str, float]`, *optional*, defaults to `0.0`):
+                Reward for these turns, as in [`~LiveEpisode.earn`]. It is assigned to the last of them.
+            source (`str`, *optional*, defaults to `"environment"`):
+                Name of the source that agents are shown.
 
         Returns: the [`Feedback`], which can be passed in `sees`; `None` if there is no text for all agents.
 
@@ -165,9 +169,11 @@ class LiveEpisode(NearNames):
         Add a reward after a turn, in addition to the rewards that reward functions give to the episode.
 
         Args:
-            turn (`Turn`): the turn after which the reward is received.
-            reward (`float` or `Mapping[str, float]`): a number is the team's, and added to what this turn earned. In a
-                mapping by agent name, each number is the agent's own (`MARFTConfig.returns`), whether or not it acted.
+            turn (`Turn`):
+                The turn after which the reward is received.
+            reward (`float` or `Mapping[str, float]`):
+                A number is the team's, and added to what this turn earned. In a mapping by agent name, each number is
+                the agent's own (`MARFTConfig.returns`), whether or not it acted.
 
         Raises:
             TypeError: The reward is not a number.
@@ -199,12 +205,13 @@ class LiveEpisode(NearNames):
         what that agent would see. Without a critic this call has no effect.
 
         Args:
-            agent (`str`): name of the agent that would have acted next.
-            sees (`Sequence[Turn]` or `Mapping[str, Sequence[Turn]]`, *optional*): turns and feedback that the agent
-                would have been shown, or that agents would have been by name. Defaults to all turns and feedback so
-                far.
-            tools (`Sequence[Callable]` or `Mapping[str, Sequence[Callable]]`, *optional*): methods of an environment
-                that the agents could have called, or that agents could have by name.
+            agent (`str`):
+                Name of the agent that would have acted next.
+            sees (`Sequence[Turn]` or `Mapping[str, Sequence[Turn]]`, *optional*):
+                Turns and feedback that the agent would have been shown, or that agents would have been by name.
+                Defaults to all turns and feedback so far.
+            tools (`Sequence[Callable]` or `Mapping[str, Sequence[Callable]]`, *optional*):
+                Methods of an environment that the agents could have called, or that agents could have by name.
         """
         seen = sees if isinstance(sees, Mapping) else {agent: sees}
         names = dict.fromkeys([agent, *(turn.agent for turn in self.turns)])

@@ -111,36 +111,48 @@ class Turn(NearNames):
     One action: one generation by one agent, with its observation.
 
     Args:
-        agent (`str`): name of the agent that generated the turn.
-        text (`str`): generated text without control tokens. Reward functions and workflows read this text.
-        index (`int`): position among the turns of its episode.
-        sees (`tuple[int, ...]`): positions of the earlier turns that were shown to the agent. Over an episode, these
-            positions are the dependency function *D* of the Flex-MG (named Flex-POMDP in the first versions of
-            2504.16129).
-        observation (`str` or `list[dict]`): observation before tokenization, as plain text or chat messages.
-        prompt_ids (`tuple[int, ...]`): token ids of the observation.
-        completion_ids (`tuple[int, ...]`): token ids as sampled; they are never re-tokenized. May be empty.
-        raw_text (`str`): text that teammates are shown: `text` including sampled control tokens, but without the final
+        agent (`str`):
+            Name of the agent that generated the turn.
+        text (`str`):
+            Generated text without control tokens. Reward functions and workflows read this text.
+        index (`int`):
+            Position among the turns of its episode.
+        sees (`tuple[int, ...]`):
+            Positions of the earlier turns that were shown to the agent. Over an episode, these positions are the
+            dependency function *D* of the Flex-MG (named Flex-POMDP in the first versions of 2504.16129).
+        observation (`str` or `list[dict]`):
+            Observation before tokenization, as plain text or chat messages.
+        prompt_ids (`tuple[int, ...]`):
+            Token ids of the observation.
+        completion_ids (`tuple[int, ...]`):
+            Token ids as sampled; they are never re-tokenized. May be empty.
+        raw_text (`str`):
+            Text that teammates are shown: `text` including sampled control tokens, but without the final
             end-of-sequence token.
-        truncated (`bool`): `True` if the turn reached its length limit before it ended.
-        hears (`tuple[int, ...]`): positions of the feedback that was shown to the agent, among all feedback of the
-            episode.
-        fed (`int`): number of entries in the episode's `fed` when the turn was requested. The turn depends on these
-            turns, even if they were not shown to the agent.
-        tool_calls (`tuple[ToolCall, ...]`): tool calls in the turn.
-        without_calls (`str`, *optional*): text before the tool calls, if the turn has any. Teammates are shown this
-            text.
-        tagged (`str`, *optional*): `text` with the control tokens around its reasoning, if it has any. Programs get
-            this text, so that what they send back has the reasoning and the answer apart.
-        audience (`str`, *optional*): only agent that sees the turn if the workflow does not pass `sees`. Set for turns
-            with tool calls, which only their own agent continues from. If `None`, all agents see the turn.
-        logps (`Sequence[float]`, *optional*): log-probabilities of the sampled tokens, if they were recorded during
-            generation.
-        sampled_by ([`SampledBy`], *optional*): the server that sampled the turn. `None` if the trainer's own model
-            did.
-        lineage (`int`, *optional*): number of the conversation of an application that the turn belongs to, counted by
-            episode. A sub-agent and a history that was shortened begin a new one. `None` if the workflow writes the
-            messages.
+        truncated (`bool`):
+            `True` if the turn reached its length limit before it ended.
+        hears (`tuple[int, ...]`):
+            Positions of the feedback that was shown to the agent, among all feedback of the episode.
+        fed (`int`):
+            Number of entries in the episode's `fed` when the turn was requested. The turn depends on these turns, even
+            if they were not shown to the agent.
+        tool_calls (`tuple[ToolCall, ...]`):
+            Tool calls in the turn.
+        without_calls (`str`, *optional*):
+            Text before the tool calls, if the turn has any. Teammates are shown this text.
+        tagged (`str`, *optional*):
+            `text` with the control tokens around its reasoning, if it has any. Programs get this text, so that what
+            they send back has the reasoning and the answer apart.
+        audience (`str`, *optional*):
+            Only agent that sees the turn if the workflow does not pass `sees`. Set for turns with tool calls, which
+            only their own agent continues from. If `None`, all agents see the turn.
+        logps (`Sequence[float]`, *optional*):
+            Log-probabilities of the sampled tokens, if they were recorded during generation.
+        sampled_by ([`SampledBy`], *optional*):
+            The server that sampled the turn. `None` if the trainer's own model did.
+        lineage (`int`, *optional*):
+            Number of the conversation of an application that the turn belongs to, counted by episode. A sub-agent and
+            a history that was shortened begin a new one. `None` if the workflow writes the messages.
     """
 
     also_called = {"content": "text", "message": "text", "output": "text", "response": "text", "role": "agent"}

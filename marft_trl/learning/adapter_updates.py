@@ -136,6 +136,11 @@ class Schedule:
 _MIN_EFFECTIVE_SHARE = 0.5
 
 
+def after_update(factors: SequentialFactors | None, slices: Sequence[Slice], adapter: str | None) -> list[Slice]:
+    """Apply [`SequentialFactors.after_update`] if updates are sequential; otherwise return the slices unchanged."""
+    return list(slices) if factors is None else factors.after_update(slices, adapter)
+
+
 class SequentialFactors:
     """Multiplies advantages by ratios of updated agents of the same joint action: `M` of HAPPO (2109.11251)."""
 
@@ -366,11 +371,14 @@ class AdapterUpdates:
         with self._accelerator.no_sync(model) if self._processes.count > 1 else contextlib.nullcontext():
             yield
 
-    def finish(self) -> None:
+    def finish(self, is_update: bool) -> None:
         """
-        End an optimizer step: reduce the gradients of the adapters that have had a row on any process (the optimizer
-        skips the others, which have no gradient). Then apply `target_kl` and the adaptive entropy bonus.
+        End a micro-step. At the end of an optimizer step, reduce the gradients of the adapters that have had a row on
+        any process (the optimizer skips the others, which have no gradient). Then apply `target_kl` and the adaptive
+        entropy bonus.
         """
+        if not is_update:
+            return
         adapters = self.trained_parameters()
         used = [list(adapters[adapter].values()) for adapter in adapters if adapter in self._active_adapters]
         if self._processes.count > 1:

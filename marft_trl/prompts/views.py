@@ -122,8 +122,10 @@ def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messa
     quoted. Consecutive messages of the same role are merged, for templates that require alternating roles.
 
     Args:
-        prompt (`list[dict]`): messages of the dataset row.
-        seen (`Sequence[Turn]`): turns and feedback to show, in order.
+        prompt (`list[dict]`):
+            Messages of the dataset row.
+        seen (`Sequence[Turn]`):
+            Turns and feedback to show, in order.
 
     Returns: `list[dict]` with `role` and `content`.
     """

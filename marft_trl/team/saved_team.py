@@ -36,7 +36,7 @@ from ..shared_prefix.forward import find_obstacle
 from ..system.processes import device_map_kwargs
 from ..system.randomness import UserRandomness
 from ..workflows import Workflow
-from ..workflows.base import alias_names
+from ..workflows.base import alias_names, rebuild
 
 
 if TYPE_CHECKING:
@@ -128,6 +128,20 @@ def attach_replies(
         dataclasses.replace(agent, reply=replies[agent.name], **unset) if agent.name in replies else agent
         for agent in agents
     ]
+
+
+def rebuild_workflow(manifest: TeamManifest, environment_factory: Any) -> Workflow:
+    from ..extras.apps import external_app  # noqa: F401 - `rebuild` finds the classes that are imported
+
+    return rebuild(manifest.workflow, environment_factory)
+
+
+def as_servers(engine: Any) -> Servers | None:
+    if engine is None:
+        return None
+    from ..extras.engines.setup import Servers
+
+    return engine if isinstance(engine, Servers) else Servers(engine)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -34,7 +34,7 @@ from ..rollout.speaker import find_template
 from ..shared_prefix.forward import in_mode
 from ..system.hints import NearNames, checked_names, did_you_mean
 from ..system.randomness import UserRandomness
-from ..workflows import Workflow, rebuild
+from ..workflows import Workflow
 from . import saved_team
 from .as_dataset import to_dataset
 from .events import SET_ELSEWHERE, Event, check_count, check_single_question, questions
@@ -161,9 +161,7 @@ class Team(NearNames):
         manifest = TeamManifest.load(folder)
         inference = manifest.inference
         if workflow is None:
-            from ..extras.apps import external_app  # noqa: F401 - `rebuild` finds the workflows that are imported
-
-            workflow = rebuild(manifest.workflow, environment_factory)
+            workflow = saved_team.rebuild_workflow(manifest, environment_factory)
         elif environment_factory is not None:
             raise ValueError("`workflow` and `environment_factory` were both passed. Pass only `workflow`.")
         views = saved_team.resolve_views(inference, view)
@@ -173,11 +171,7 @@ class Team(NearNames):
         tokenizer = processing_class or saved_team.load_tokenizer(folder)
         if tokenizer.pad_token is None:  # as in training
             tokenizer.pad_token = tokenizer.eos_token
-        servers: Servers | None = None
-        if engine is not None:
-            from ..extras.engines import setup
-
-            servers = engine if isinstance(engine, setup.Servers) else setup.Servers(engine)
+        servers = saved_team.as_servers(engine)
         device = torch.device("cpu") if servers is not None else PartialState().device
         base = saved_team.load_base(manifest, folder, model, quantization_config, device)
         _, template = find_template(agents, workflow, tokenizer)

@@ -23,7 +23,7 @@ from ..agents import AgentSpec, check_team
 from ..algorithms.rows import Slice, make_level
 from ..config.marft_config import MARFTConfig
 from ..config.team_setup import Sampling, TeamSetup
-from ..learning.adapter_updates import Schedule
+from ..learning.adapter_updates import Schedule, after_update
 from ..learning.memory import MemoryPlan
 from ..prompts.views import View, check_view, team_view
 from ..reporting.evaluation import EvalMetric, Vote, check_eval_metrics, last_box
@@ -57,39 +57,47 @@ class MARFTTrainer(GRPOTrainer):
     Arguments of [`~trl.GRPOTrainer`] have the same meaning here and come first. The arguments of a team follow.
 
     Args:
-        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): base model of all agents. In a
-            `PeftModel`, adapters that are named like the adapter of an agent are trained further, and missing ones
-            start as copies of the adapter `default`.
-        reward_funcs: reward functions and reward models of the team's answer, as in `GRPOTrainer`. Functions are also
-            passed `turns` (a list of [`Turn`] per episode), `earned` (the reward that the turns of each episode earned
-            in the workflow) and `environments` (the environment of each episode, or `None`). Optional if the workflow
-            earns rewards.
-        args ([`MARFTConfig`], *optional*): training arguments. A `GRPOConfig` is accepted too.
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Base model of all agents. In a `PeftModel`, adapters that are named like the adapter of an agent are
+            trained further, and missing ones start as copies of the adapter `default`.
+        reward_funcs:
+            Reward functions and reward models of the team's answer, as in `GRPOTrainer`. Functions are also passed
+            `turns` (a list of [`Turn`] per episode), `earned` (the reward that the turns of each episode earned in the
+            workflow) and `environments` (the environment of each episode, or `None`). Optional if the workflow earns
+            rewards.
+        args ([`MARFTConfig`], *optional*):
+            Training arguments. A `GRPOConfig` is accepted too.
         train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers,
-        quantization_config: as in `GRPOTrainer`.
-        peft_config ([`~peft.PeftConfig`], *optional*): config of the adapters of agents without a `peft_config`. If no
-            agent has one either, all agents share one fully trained policy.
-        tools (`list[Callable]`, *optional*): functions that agents without `AgentSpec(tools=...)` may call, as in
-            `GRPOTrainer`. An agent with `AgentSpec(tools=[])` has none.
-        rollout_func: not supported. Write a [`Workflow`] instead.
-        environment_factory (`Callable` or `dict[str, Callable]`, *optional*): class of the environment, as in
-            `GRPOTrainer`. Short for `workflow=EnvironmentLoop(environment_factory)`, or for [`ByColumn`] if it is a
-            dictionary of several.
-        agents (`list[AgentSpec]`): agents of the team, in order.
-        critic_peft_config ([`~peft.PeftConfig`], *optional*): config of the critic's LoRAs. Defaults to the config of
-            the first agent's adapter.
-        workflow ([`Workflow`], *optional*, defaults to [`Sequential`]): program that decides which agent acts next and
-            what each agent is shown.
-        view (`Callable`, *optional*, defaults to [`team_view`]): function that makes observations:
-            `view(agent, prompt, seen)` returns the messages that an agent is shown.
-        eval_metrics (*optional*): metrics of the team's answers in evaluations: metrics of the `evaluate` package, or
-            callables `metric(answers, **columns)`.
-        eval_vote (`Callable[[str], Hashable]`, *optional*): what is compared of the texts of answers for `maj@k` in
-            evaluations (`eval_k`); `None` for a text without an answer. Defaults to the content of the last LaTeX box,
-            or else the whole text.
-        anonymous (`bool` or `str`, *optional*, defaults to `False`): anonymous ablation. Role prompts are replaced by
-            "You are agent 1 of 3 ..." (`True` or `"numbered"`) or left out (`"none"`). Teammates are shown as
-            `agent_1`, `agent_2`, ...
+        quantization_config:
+            As in `GRPOTrainer`.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            Config of the adapters of agents without a `peft_config`. If no agent has one either, all agents share one
+            fully trained policy.
+        tools (`list[Callable]`, *optional*):
+            Functions that agents without `AgentSpec(tools=...)` may call, as in `GRPOTrainer`. An agent with
+            `AgentSpec(tools=[])` has none.
+        rollout_func:
+            Not supported. Write a [`Workflow`] instead.
+        environment_factory (`Callable` or `dict[str, Callable]`, *optional*):
+            Class of the environment, as in `GRPOTrainer`. Short for `workflow=EnvironmentLoop(environment_factory)`,
+            or for [`ByColumn`] if it is a dictionary of several.
+        agents (`list[AgentSpec]`):
+            Agents of the team, in order.
+        critic_peft_config ([`~peft.PeftConfig`], *optional*):
+            Config of the critic's LoRAs. Defaults to the config of the first agent's adapter.
+        workflow ([`Workflow`], *optional*, defaults to [`Sequential`]):
+            Program that decides which agent acts next and what each agent is shown.
+        view (`Callable`, *optional*, defaults to [`team_view`]):
+            Function that makes observations: `view(agent, prompt, seen)` returns the messages that an agent is shown.
+        eval_metrics (*optional*):
+            Metrics of the team's answers in evaluations: metrics of the `evaluate` package, or callables
+            `metric(answers, **columns)`.
+        eval_vote (`Callable[[str], Hashable]`, *optional*):
+            What is compared of the texts of answers for `maj@k` in evaluations (`eval_k`); `None` for a text without
+            an answer. Defaults to the content of the last LaTeX box, or else the whole text.
+        anonymous (`bool` or `str`, *optional*, defaults to `False`):
+            Anonymous ablation. Role prompts are replaced by "You are agent 1 of 3 ..." (`True` or `"numbered"`) or
+            left out (`"none"`). Teammates are shown as `agent_1`, `agent_2`, ...
 
     Raises:
         ValueError, TypeError: an argument, or a combination of arguments, that cannot work. Raised before anything is
@@ -190,10 +198,8 @@ class MARFTTrainer(GRPOTrainer):
             self.add_callback(SyncReferences(self.policies))
         team_callbacks(self, [agent.name for agent in self.agents])
         samplings = {agent.name: Sampling.from_agent(agent, args) for agent in self.agents}
-        aliases = alias_names(self.agents) if self.anonymous else {}
-        team = TeamSetup(
-            self.agents, self.workflow, self.policies, self.critic, level, samplings, aliases, self.anonymous
-        )
+        parts = (self.agents, self.workflow, self.policies, self.critic, level)
+        team = TeamSetup(*parts, samplings, alias_names(self.agents) if self.anonymous else {}, self.anonymous)
         code = UserCode(view, turn_rewards, eval_metrics or [], eval_vote or last_box, failures)
         self.parts = Parts(self, team, self.schedule, code, engine)
         if sharding is not None:
@@ -250,9 +256,7 @@ class MARFTTrainer(GRPOTrainer):
         state = self.parts.state
         if self.schedule.is_due(state.micro_step) or state.slices is None:
             state.slices = self._generate_and_score_completions(generation_batch)
-        if self.parts.sequential is not None:
-            adapter = self.schedule.just_updated(state.micro_step)
-            state.slices = self.parts.sequential.after_update(state.slices, adapter)
+        state.slices = after_update(self.parts.sequential, state.slices, self.schedule.just_updated(state.micro_step))
         return state.slices[state.micro_step % len(state.slices)]
 
     def get_batch_samples(self, epoch_iterator, *args, **kwargs):
@@ -268,8 +272,7 @@ class MARFTTrainer(GRPOTrainer):
         with self.parts.updates.micro_step(model):
             loss = super().training_step(model, inputs, num_items_in_batch)
         self.parts.loss.end_step(self.accelerator.sync_gradients)
-        if self.accelerator.sync_gradients:
-            self.parts.updates.finish()
+        self.parts.updates.finish(self.accelerator.sync_gradients)
         return loss
 
     def compute_loss(self, model, inputs: Slice, return_outputs=False, num_items_in_batch=None) -> torch.Tensor:
@@ -315,10 +318,14 @@ class MARFTTrainer(GRPOTrainer):
         Run the team on an evaluation set, or on several.
 
         Args:
-            eval_dataset, ignore_keys, metric_key_prefix: as in [`~transformers.Trainer.evaluate`].
-            num_samples (`int`, *optional*): episodes of each question, instead of `num_generations_eval`.
-            sampling (`dict`, *optional*): sampling settings of all agents, instead of `eval_sampling`.
-            k (`Sequence[int]`, *optional*): values of k for pass@k and maj@k, instead of `eval_k`.
+            eval_dataset, ignore_keys, metric_key_prefix:
+                As in [`~transformers.Trainer.evaluate`].
+            num_samples (`int`, *optional*):
+                Episodes of each question, instead of `num_generations_eval`.
+            sampling (`dict`, *optional*):
+                Sampling settings of all agents, instead of `eval_sampling`.
+            k (`Sequence[int]`, *optional*):
+                Values of k for pass@k and maj@k, instead of `eval_k`.
 
         Returns: the metrics, as they are logged.
 

@@ -47,18 +47,25 @@ def vllm_command(
     environment that vLLM is installed in, once for each address in `vllm_server_base_url`.
 
     Args:
-        model (`str`): Name or folder of the base.
-        agents (`Sequence[AgentSpec]`): The team.
-        args ([`MARFTConfig`], *optional*): Training arguments.
-        peft_config ([`~peft.PeftConfig`], *optional*): Adapter config of agents without one of their own, as passed to
-            [`MARFTTrainer`].
-        port (`int`, *optional*, defaults to `8000`): Port of the server.
-        host (`str`, *optional*, defaults to `"127.0.0.1"`): Address that the server listens at. The server takes
-            adapters from whoever reaches it, so let only the trainer reach it.
-        max_model_len (`int`, *optional*): Longest prompt and turn together, in tokens. If `None`, the server takes the
-            model's window.
-        device (`str`, *optional*, defaults to `"cuda"`): `"cpu"` adds the flags that vLLM's CPU build needs.
-        extra (`Sequence[str]`, *optional*): Further flags, such as `["--tensor-parallel-size", "2"]`.
+        model (`str`):
+            Name or folder of the base.
+        agents (`Sequence[AgentSpec]`):
+            The team.
+        args ([`MARFTConfig`], *optional*):
+            Training arguments.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            Adapter config of agents without one of their own, as passed to [`MARFTTrainer`].
+        port (`int`, *optional*, defaults to `8000`):
+            Port of the server.
+        host (`str`, *optional*, defaults to `"127.0.0.1"`):
+            Address that the server listens at. The server takes adapters from whoever reaches it, so let only the
+            trainer reach it.
+        max_model_len (`int`, *optional*):
+            Longest prompt and turn together, in tokens. If `None`, the server takes the model's window.
+        device (`str`, *optional*, defaults to `"cuda"`):
+            `"cpu"` adds the flags that vLLM's CPU build needs.
+        extra (`Sequence[str]`, *optional*):
+            Further flags, such as `["--tensor-parallel-size", "2"]`.
 
     Returns: one line.
     """

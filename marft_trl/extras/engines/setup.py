@@ -244,15 +244,20 @@ class Servers:
     vLLM servers that have the base of a team. They get its adapters when the team is first asked.
 
     Args:
-        urls (`str` or `Sequence[str]`): Their addresses, such as `"http://127.0.0.1:8000"`.
-        adapter_dir (`str` or `os.PathLike`, *optional*): Folder for the adapters that the servers see under the same
-            path. Defaults to a temporary one, for servers on this machine.
-        request_timeout (`float`, *optional*, defaults to `600.0`): Seconds after which a request for a turn is given
-            up.
-        server_timeout (`float`, *optional*, defaults to `240.0`): Seconds to wait while no server answers.
-        max_inflight (`int`, *optional*, defaults to `256`): Largest number of turns at a server at the same time.
-        fidelity_tolerance (`float`, *optional*): Largest mean difference between log-probabilities of a server and
-            those of the loaded adapters. Defaults to 0.001 for a base in float32, and to 0.2 otherwise.
+        urls (`str` or `Sequence[str]`):
+            Their addresses, such as `"http://127.0.0.1:8000"`.
+        adapter_dir (`str` or `os.PathLike`, *optional*):
+            Folder for the adapters that the servers see under the same path. Defaults to a temporary one, for servers
+            on this machine.
+        request_timeout (`float`, *optional*, defaults to `600.0`):
+            Seconds after which a request for a turn is given up.
+        server_timeout (`float`, *optional*, defaults to `240.0`):
+            Seconds to wait while no server answers.
+        max_inflight (`int`, *optional*, defaults to `256`):
+            Largest number of turns at a server at the same time.
+        fidelity_tolerance (`float`, *optional*):
+            Largest mean difference between log-probabilities of a server and those of the loaded adapters. Defaults to
+            0.001 for a base in float32, and to 0.2 otherwise.
     """
 
     urls: str | Sequence[str]

@@ -42,19 +42,22 @@ def report(
     same call resumes a report.
 
     Args:
-        experiment ([`Experiment`] or `str`): Task, model, team and budget, or `"file.py:function"` of a function that
-            returns them.
-        output_dir (`str`, *optional*, defaults to `"report"`): Where runs, tables and pictures are written.
-        seeds (`Sequence[int]`, *optional*, defaults to `(0, 1, 2)`): Seeds of the runs. With one seed, intervals do
-            not contain the spread of training.
-        arms (`Sequence[str]`, *optional*): Arms in addition to the trained team: `"untrained"`, `"solo"`,
-            `"solo_untrained"`, `"anonymous"`, `"shared"` or `"own"`, `"frozen"`, `"without"` and `"emptied"`, each of
-            all agents or, with a colon and a name, of one, and the names of the `variants` of the experiment. Defaults
-            to all.
-        workers (`int`, *optional*, defaults to `1`): Number of runs in parallel, each in its own process. More than
-            one needs a named `experiment`.
-        margin (`float`, *optional*, defaults to `0.02`): Smallest difference in accuracy that matters.
-        settings (`dict`, *optional*): Arguments of the function that a named `experiment` is.
+        experiment ([`Experiment`] or `str`):
+            Task, model, team and budget, or `"file.py:function"` of a function that returns them.
+        output_dir (`str`, *optional*, defaults to `"report"`):
+            Where runs, tables and pictures are written.
+        seeds (`Sequence[int]`, *optional*, defaults to `(0, 1, 2)`):
+            Seeds of the runs. With one seed, intervals do not contain the spread of training.
+        arms (`Sequence[str]`, *optional*):
+            Arms in addition to the trained team: `"untrained"`, `"solo"`, `"solo_untrained"`,
+            `"anonymous"`, `"shared"` or `"own"`, `"frozen"`, `"without"` and `"emptied"`, each of all agents or,
+            with a colon and a name, of one, and the names of the `variants` of the experiment. Defaults to all.
+        workers (`int`, *optional*, defaults to `1`):
+            Number of runs in parallel, each in its own process. More than one needs a named `experiment`.
+        margin (`float`, *optional*, defaults to `0.02`):
+            Smallest difference in accuracy that matters.
+        settings (`dict`, *optional*):
+            Arguments of the function that a named `experiment` is.
 
     Returns: the [`Comparison`]. `report.md`, `report.csv` and pictures are in `output_dir`.
 

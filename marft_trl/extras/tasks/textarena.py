@@ -21,13 +21,16 @@ class TextArena(Workflow):
     the column `seed`, see [`game_seeds`]. A game ends by its own rules, or after `max_moves` without rewards.
 
     Args:
-        game (`str`): Name of the game, such as `"TicTacToe-v0"`.
-        seats (`Sequence[str | Sequence[str]]`): For each player an agent, or agents that act one after the other and
-            see one another's turns; the last one makes the move. An agent may have several seats; it then sees what
-            all of them see, and receives their mean. Rewards of several players are each one's own, that of a single
-            player is its team's.
-        max_moves (`int`, *optional*, defaults to `100`): Largest number of moves.
-        settings: As in `textarena.make`.
+        game (`str`):
+            Name of the game, such as `"TicTacToe-v0"`.
+        seats (`Sequence[str | Sequence[str]]`):
+            For each player an agent, or agents that act one after the other and see one another's turns; the last one
+            makes the move. An agent may have several seats; it then sees what all of them see, and receives their
+            mean. Rewards of several players are each one's own, that of a single player is its team's.
+        max_moves (`int`, *optional*, defaults to `100`):
+            Largest number of moves.
+        settings:
+            As in `textarena.make`.
     """
 
     earns = True
