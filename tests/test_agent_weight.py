@@ -38,7 +38,7 @@ def gradients(trainer, slice_, agent):
 
 
 @pytest.mark.parametrize(
-    "loss_type", ["grpo", "dapo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bnpo", "dr_grpo"))]
+    "loss_type", ["dapo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "bnpo", "dr_grpo"))]
 )
 def test_equal_weight_is_a_mean_over_agents(model_folder, tmp_path, loss_type):
     """In an episode, one agent has three turns, another one turn, and the third none."""

@@ -861,6 +861,7 @@ def test_episodes_on_servers_do_not_wait_for_each_other(model_folder, tmp_path, 
     assert not moved(first, trained("second"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tools", [pytest.param([], marks=pytest.mark.slow), [SCHEMA]], ids=["texts", "tools"])
 def test_the_same_application_runs_on_the_served_team(tools, model_folder, tmp_path):
     """Agents get messages and tools as in training, so that greedy answers are the same."""

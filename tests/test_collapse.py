@@ -85,6 +85,7 @@ def test_warnings_are_logged_once_and_change_no_weights(model_folder, tmp_path, 
     assert not moved(callback.weights[4], weights(trainer)) and moved(callback.weights[1], weights(trainer))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_restores_the_same(model_folder, tmp_path):
     """The checkpoint of the step at which the reward drops holds the adapters to restore."""
     rewards, settings = {1: 0.7, 3: 0.2}, {"save_strategy": "steps", "save_steps": 3}

@@ -86,6 +86,7 @@ def test_sampling_stops_at_the_limit_of_prompts(model_folder, tmp_path, most):
     assert step["frac_rows_without_signal"] == 1
 
 
+@pytest.mark.slow
 def test_nothing_more_is_drawn_where_all_groups_differ(model_folder, tmp_path):
     def different(completions, **kwargs):
         return [float(index) for index in range(len(completions))]

@@ -45,6 +45,7 @@ def test_exact_match_by_hand_and_by_resampling_whole_questions():
     assert grouped_width / width == pytest.approx(np.sqrt(2), abs=0.15)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("ab")), min_size=1, max_size=20))
 def test_the_interval_holds_the_share(pairs):
     predictions, references = zip(*pairs, strict=True)
@@ -97,6 +98,7 @@ def test_the_best_metric_is_that_of_a_set(model_folder, tmp_path):
     assert trainer.state.best_metric == max(best)
 
 
+@pytest.mark.slow
 def test_metrics_that_rewards_log_in_evaluation_are_reported_there(model_folder, tmp_path):
     def reward(completions, log_metric, log_extra, **kwargs):
         log_metric("length", float(len(completions)))
@@ -171,6 +173,7 @@ def test_evaluating_changes_no_update(model_folder, tmp_path, settings):
     assert len(logs) == 2 // settings.get("logging_steps", 1) and logs == plain_logs
 
 
+@pytest.mark.slow
 def test_the_loss_of_an_evaluation_is_that_of_training_on_the_same_episodes(model_folder, tmp_path):
     """With several agents, micro-batches and a critic."""
     settings = {**PPO, "per_device_train_batch_size": 8, "level": "action", "normalize_advantages": "none"}

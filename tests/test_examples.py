@@ -277,6 +277,7 @@ def test_self_play_learns(monkeypatch, tmp_path, opponent):
     assert after >= 0.85 and after - before >= 0.2
 
 
+@pytest.mark.slow
 def test_the_tiny_model_is_warmed_up_on_training_questions(tokenizer):
     numbers = re.compile(r"has (\d+) \w+, \w+ (\d+) and \w+ (\d+)")
     prompts = [tokenizer.decode(prompt) for prompt, _ in itertools.islice(_demonstrations(tokenizer, seed=0), 1024)]

@@ -109,6 +109,7 @@ def test_players_follow_their_own_returns_without_bias(tmp_path, is_shared, sett
     assert_same(world.of_groups(size), world.exact(), factor)
 
 
+@pytest.mark.slow
 def test_returns_of_the_team_are_another_gradient(tmp_path):
     """The check can fail: players that learn from the sum of all rewards have a different gradient."""
     world = Game(tmp_path, False, advantage="none", num_generations=1, returns="team")

@@ -38,6 +38,7 @@ def trainer_of(harness, model, tokenizer, folder, rows, app=None):
     return team_trainer(model, folder, workflow=workflow, **arguments)
 
 
+@pytest.mark.slow
 def test_the_model_is_taught_the_requests_of_the_harness(harness, monkeypatch, tmp_path):
     """The demonstrations contain the prompt of every request of the harness."""
     monkeypatch.setattr(harness, "SLIPS", 0)

@@ -109,6 +109,7 @@ def bfloat16_model(tokens=300):
     return model.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("adapter", ["one", "two"])
 def test_log_probabilities_of_a_half_precision_base_have_no_bias(adapter, autocast):

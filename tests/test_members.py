@@ -53,6 +53,7 @@ def continuation(model, turn):
     return tuple(sequences[0, len(turn.prompt_ids) :].tolist())
 
 
+@pytest.mark.slow
 def test_adapters_make_a_difference_here(load, before):
     """Otherwise no test in this file would notice a wrong adapter."""
     team = load()

@@ -204,6 +204,7 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(model_fold
     assert began_at(restarted) == 0 and not moved(weights(whole), weights(restarted))
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_started_again_trains_nothing(model_folder, tmp_path):
     settings = {**RESUME, "max_steps": 2, "lr_scheduler_type": "constant"}
     first = team_trainer(model_folder, tmp_path, settings=settings)
@@ -437,6 +438,7 @@ def test_a_push_that_fails_is_reported(hub, model_folder, tmp_path):
     assert (tmp_path / "out" / "checkpoint-2" / "actor" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_checkout_that_is_not_installed_saves(model_folder, tmp_path, monkeypatch):
     """Clusters run code from `PYTHONPATH`. Without metadata of the package, versions come from its code."""
     installed_version = importlib.metadata.version

@@ -5,6 +5,7 @@ import random
 from marft_trl import AgentSpec, Workflow
 
 import numpy as np
+import pytest
 import torch
 
 from .helpers import StopAt, moved, team_trainer, varied_reward, weights
@@ -71,6 +72,7 @@ def test_saving_and_planning_change_no_sample(model_folder, tmp_path):
     assert not moved(run(False), run(True, save_strategy="steps", save_steps=1))
 
 
+@pytest.mark.slow
 def test_users_code_draws_new_numbers_and_a_resumed_run_the_same(model_folder, tmp_path):
     drawn = []
 

@@ -213,6 +213,7 @@ def test_custom_arms(model_folder, tmp_path):
         report(slower, str(tmp_path), seeds=[0], arms=[*variants])
 
 
+@pytest.mark.slow
 def test_a_budget_ends_with_a_batch_that_is_used_up(model_folder, tmp_path):
     """With two updates per batch, a variant with the team's settings makes as many updates as the team."""
     variants = {"the same": lambda team: team.with_args(max_tool_calls=15)}
@@ -336,6 +337,7 @@ def test_a_run_that_was_killed_goes_on(model_folder, tmp_path, monkeypatch):
     assert not list((tmp_path / "cut").rglob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_does_not_go_on_as_another(model_folder, tmp_path, monkeypatch):
     """Changes are refused even where training would not notice. A run that starts over deletes the old budget."""
     experiment = make_experiment(model_folder, tmp_path / "unused", settings={**SAVE, "max_steps": 3})

@@ -270,6 +270,7 @@ def test_an_accepted_change_resumes_and_other_versions_are_logged(resuming, tmp_
     assert "versions.torch: 2.0 -> " in caplog.text and "not be bit-exact" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_code_that_ran_and_not_the_file_that_was_edited_meanwhile(small_model, tmp_path, caplog):
     file = tmp_path / "edited_rewards.py"
     text = "class Reward:\n    def __call__(self, completions, **columns):\n        return [1.0] * len(completions)\n"

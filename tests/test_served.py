@@ -126,6 +126,7 @@ def test_a_retried_episode_is_not_a_copy_of_another(model_folder, tmp_path, serv
     assert len(set(requests)) == len(requests)
 
 
+@pytest.mark.slow
 def test_skipped_episodes_count_for_their_own_batch(model_folder, tmp_path, server):
     settings = {"max_staleness": 3, "on_episode_error": "skip", "max_skipped_share": 0.3}
     workflow = Failing(lambda episode: episode.index % 4 == 3)
@@ -198,6 +199,7 @@ class Slow(Workflow):
         return random.random()
 
 
+@pytest.mark.slow
 def test_random_draws_in_rewards_do_not_depend_on_concurrent_rollouts(model_folder, tmp_path, server):
     def train(name, delay):
         server.delay = lambda body: delay * (body["seed"] % 7)

@@ -53,7 +53,7 @@ def agrees(gradients, exact):
     return bool(((gradients.mean(dim=0) - exact).abs() <= 4.5 * error + 1e-6).all())
 
 
-FAST = [("orchestrated", "removed"), ("game", "c3")]  # with fewer episodes, so with less power
+FAST = [("orchestrated", "removed")]  # with fewer episodes, so with less power
 CASES = [(team, estimator) for team in TEAMS for estimator in ESTIMATORS]
 # Every team with half of the estimators, and every estimator with half of the teams
 PER_COMMIT = [(t, e) for i, t in enumerate(TEAMS) for j, e in enumerate(ESTIMATORS) if (i + j) % 2 == 0]

@@ -221,6 +221,7 @@ def test_a_prompt_of_parts_is_refused():
         prompts.build([(AgentSpec("solver"), [{"role": "user", "content": [{"type": "text", "text": "x"}]}], [])])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lowering", "unigram"])
 def test_no_character_makes_a_line_that_is_read_as_a_speakers(kind):
     tokenizer = tokenizer_of(kind, "qwen3")

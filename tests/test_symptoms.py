@@ -64,6 +64,7 @@ def never(completions, **kwargs):
     return [0.0] * len(completions)
 
 
+@pytest.mark.slow
 @symptom("the reward stays 0")
 def test_no_episode_is_ever_right(model_folder, tmp_path, caplog):
     trainer = trained(model_folder, tmp_path, never, per_device_train_batch_size=8)
@@ -75,6 +76,7 @@ def of_the_question(prompts, **kwargs):
     return [float(len(str(prompt)) % 3) for prompt in prompts]
 
 
+@pytest.mark.slow
 @symptom("all episodes of a prompt get the same reward")
 def test_nothing_to_compare(model_folder, tmp_path, caplog):
     trainer = trained(model_folder, tmp_path, of_the_question, per_device_train_batch_size=8)
@@ -82,6 +84,7 @@ def test_nothing_to_compare(model_folder, tmp_path, caplog):
     assert caplog.text.count("THE REWARDS GIVE NO SIGNAL") == 1
 
 
+@pytest.mark.slow
 @symptom("turns end in the middle of a word")
 def test_turns_are_cut(model_folder, tmp_path):
     short = AgentSpec("reasoner", system_prompt=REASONER.system_prompt, max_completion_length=2)

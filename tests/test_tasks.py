@@ -217,6 +217,7 @@ def test_games_that_cannot_begin():
             rehearse(TextArena(game, seats), ["x", "o"], always("[1]"))
 
 
+@pytest.mark.slow
 def test_a_team_trains_in_a_game(model_folder, tmp_path):
     trainer = team_trainer(
         model_folder, tmp_path, agents=[AgentSpec("x"), AgentSpec("o", adapter="x")], reward_funcs=None,

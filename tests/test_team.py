@@ -450,6 +450,7 @@ def test_a_team_on_a_mixture_of_experts_makes_the_whole_round_trip(tokenizer, tm
     team_trainer(loaded, tmp_path / "on", peft_config=None, **arguments).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_lora_on_the_embeddings_makes_the_whole_round_trip(model_folder, tmp_path, share):
     """Trained, saved, resumed, loaded, published: the files contain no weights of the base."""

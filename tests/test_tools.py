@@ -24,6 +24,7 @@ from trl.chat_template_utils import qwen3_chat_template
 
 from .helpers import (
     SETTINGS,
+    SIZES,
     StopAt,
     add,
     began_at,
@@ -729,7 +730,7 @@ def test_hundreds_of_turns_are_dropped_in_a_moment():
 def test_an_empty_list_of_tools_means_none(tmp_path):
     """Neither the tools of the trainer nor those of the environment. Other agents get them, by name if requested."""
     tokenizer = tool_tokenizer()
-    model = tiny_model(len(tokenizer))
+    model = tiny_model(len(tokenizer), **SIZES)
 
     def advertised_tools(tools, environment_tools=None):
         agents = [AgentSpec("writer", tools=[]), AgentSpec("caller", tools=tools), AgentSpec("other")]

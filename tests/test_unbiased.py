@@ -77,6 +77,7 @@ def test_alternatives_of_every_turn_are_unbiased(tmp_path):
     assert_same(of_candidates(world), world.exact(), factor=2.0)
 
 
+@pytest.mark.slow
 def test_scaled_and_decayed_estimators_are_biased(tmp_path):
     for settings in (
         {"advantage": "group"},
