@@ -257,3 +257,24 @@ def test_a_server_whose_engine_has_died_ends_the_run(server):
     with pytest.raises(EngineDownError, match="has not answered for 1 seconds"):
         generate([server], new_requests(2), server_timeout=1.0)
     assert time.monotonic() - start < 10 and len(server.requests) < 20
+
+
+def test_another_kind_of_server_needs_only_its_own_client(server, monkeypatch):
+    keys = []
+
+    class OtherServer(engine.VLLMServer):
+        """Has another field for the adapter of a request, and its own key."""
+
+        key_variable = "OTHER_API_KEY"
+
+        def __init__(self, url, session, timeout, key=None):
+            super().__init__(url, session, timeout, key)
+            keys.append(key)
+
+        async def generate(self, request, on_tokens=None):
+            body = {**request.body(), "adapter": request.adapter}
+            return engine.whole_turn(await self._post("/v1/completions", body, self._timeout), request, self.url)
+
+    monkeypatch.setenv("OTHER_API_KEY", "other")
+    assert ids_of(generate([server], kind=OtherServer)) == expected()
+    assert {body["adapter"] for body in server.requests} == {"a-v1"} and keys == ["other"]

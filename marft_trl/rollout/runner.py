@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
@@ -23,6 +22,7 @@ from ..prompts.builder import Observation, Query
 from ..prompts.views import team_view
 from ..system.event_loop import StepContext
 from ..system.randomness import EpisodeRandomness, UserRandomness, UserState, make_seed
+from ..system.watchdog import TimeLimit
 from ..workflows import Workflow
 from .generator import Generator, LiveTurn, SampledTurn, check_sampled
 from .speaker import Speaker
@@ -80,6 +80,25 @@ class SeedKeys:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._runs = state["runs"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Session:
+    """Runs episodes in an event loop, for any number of its tasks. See [`EpisodeRunner.session`]."""
+
+    runner: EpisodeRunner
+    limit: TimeLimit | None  # of code that blocks the event loop
+
+    async def run(
+        self,
+        rows: Sequence[dict[str, Any]],
+        key: tuple,
+        failures: dict[int, EpisodeError] | None = None,
+        runner: EpisodeRunner | None = None,
+    ) -> list[Episode]:
+        """Like [`~EpisodeRunner.run`], with a key from [`~SeedKeys.next`], and a changed copy of the runner."""
+        with apply_time_limit(self.limit):
+            return await (runner or self.runner).collect(rows, key, failures=failures)
 
 
 class EpisodeRunner:
@@ -176,21 +195,12 @@ class EpisodeRunner:
         with self.randomness.user_states():
             return run_to_completion(self._workflow, self._limits.workflow_timeout, collected)
 
-    # ---- Episodes in the caller's event loop ----
-
     @contextlib.asynccontextmanager
-    async def connected(self) -> AsyncIterator[None]:
-        """Connect to the servers. Required around [`~EpisodeRunner.collect`]."""
-        async with self.open() as collect_context:
-            with collect_context():
-                yield
-
-    @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-        """As `connected`, for several tasks of a loop: each `collect` needs a context manager from what it yields."""
+    async def session(self) -> AsyncIterator[Session]:
+        """Connect to the servers, for episodes in the caller's event loop."""
         limiting = limit_blocking_code(self._workflow, self._limits.workflow_timeout)
         async with self._connected_servers(), limiting as limit:
-            yield functools.partial(apply_time_limit, limit)
+            yield Session(self, limit)
 
     def _connected_servers(self) -> contextlib.AbstractAsyncContextManager[Any]:
         return contextlib.nullcontext() if self.mode.is_rehearsal else self.generator.connected()
@@ -203,7 +213,7 @@ class EpisodeRunner:
         reruns: Sequence[Rerun] | None = None,
         failures: dict[int, EpisodeError] | None = None,
     ) -> list[Episode]:
-        """Like [`~EpisodeRunner.run`], with a key from [`~SeedKeys.next`]."""
+        """Run episodes within a session, or within a run of other episodes."""
         answer_requests = answer or self.answer
 
         async def answer_all(requests: Sequence[Request]) -> Sequence[Turn | EndOfEpisode]:

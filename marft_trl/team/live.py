@@ -19,7 +19,7 @@ import torch
 from ..episodes.records import Episode, Messages
 from ..prompts.builder import Observation
 from ..rollout.generator import Generator, SampledTurn
-from ..rollout.runner import EpisodeRunner, RunMode, SeedKeys
+from ..rollout.runner import EpisodeRunner, RunMode, SeedKeys, Session
 from ..system.event_loop import finished
 from ..workflows import Workflow
 from .events import Answer, Event, Narrator
@@ -177,7 +177,7 @@ class _Connection:
         self.users = 0
         self.opening = asyncio.Lock()
         self.stack = contextlib.AsyncExitStack()
-        self.within: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+        self.session: Session | None = None
 
 
 class LiveTeam:
@@ -188,18 +188,18 @@ class LiveTeam:
         self._connections = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection]()
 
     @contextlib.asynccontextmanager
-    async def connected(self) -> AsyncIterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    async def connected(self) -> AsyncIterator[Session]:
         """Keep the connections to servers, or the thread of the model, which each call of `run` makes otherwise."""
         loop = asyncio.get_running_loop()
         connection = self._connections.setdefault(loop, _Connection())
         connection.users += 1
         try:
             async with connection.opening:
-                if connection.within is None:
+                if connection.session is None:
                     runner = self._runner.changed(_CONCURRENT, generator=self._generator)
                     self._generator.publish(alone=True)
-                    connection.within = await connection.stack.enter_async_context(runner.open())
-            yield connection.within
+                    connection.session = await connection.stack.enter_async_context(runner.session())
+            yield connection.session
         finally:
             connection.users -= 1
             if not connection.users:
@@ -219,10 +219,9 @@ class LiveTeam:
             max_turns=question.max_turns,
         )
         key = SeedKeys("seeded", question.seed).next(0)
-        async with self.connected() as within:
+        async with self.connected() as session:
             try:
-                with within():
-                    return await runner.collect(question.rows, key)
+                return await session.run(question.rows, key, runner=runner)
             finally:
                 narrator.leave()
 

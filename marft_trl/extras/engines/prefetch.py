@@ -17,7 +17,7 @@ from ...config.team_setup import RunContext
 from ...episodes.records import Episode
 from ...learning.adapter_updates import Schedule
 from ...rollout.failures import Failures, run_episodes
-from ...rollout.runner import EpisodeRunner
+from ...rollout.runner import EpisodeRunner, Session
 from ...seams.trl import TrlState
 from .vllm_generator import VLLMGenerator
 
@@ -174,9 +174,9 @@ class _PrefetchThread:
         tasks: set[asyncio.Task] = set()
         while True:
             try:
-                async with self._runner.connected():
+                async with self._runner.session() as session:
                     while (job := await self._queue.get()) is not None:
-                        task = asyncio.ensure_future(self._episodes(job))
+                        task = asyncio.ensure_future(self._episodes(job, session))
                         tasks.add(task)
                         task.add_done_callback(tasks.discard)
                     for task in tasks:
@@ -189,13 +189,13 @@ class _PrefetchThread:
                     return
                 waiting.episodes.set_exception(error)
 
-    async def _episodes(self, job: _PrefetchJob) -> None:
+    async def _episodes(self, job: _PrefetchJob, session: Session) -> None:
         tries = itertools.count()
 
         async def run(rows, failures):  # a repeated episode is no copy of another one
             number = next(tries)
             key = job.key if number == 0 else (*job.key[:-1], f"try {number}", job.key[-1])
-            return await self._runner.collect(rows, key, failures=failures)
+            return await session.run(rows, key, failures)
 
         try:
             with self._generator.using(job.pin):

@@ -82,7 +82,12 @@ class GenerateRequest:
 
 
 class VLLMServer:
-    """A vLLM server. Its methods are awaited within one event loop."""
+    """
+    A vLLM server. Its methods are awaited within one event loop. A client of another server is a subclass, as the
+    `kind` of [`ServerSettings`].
+    """
+
+    key_variable = "VLLM_API_KEY"  # environment variable with the API key
 
     def __init__(self, url: str, session: Any, timeout: float, key: str | None = None):
         # `url` is shown in messages and is recorded with turns, so it has no secrets
@@ -211,7 +216,9 @@ class VLLMServer:
                     if answer.status >= down:
                         raise ServerDownError(problem)
                     if answer.status == 401:
-                        problem = f"{self.url} requires an API key. Set the environment variable `VLLM_API_KEY`."
+                        problem = (
+                            f"{self.url} requires an API key. Set the environment variable `{self.key_variable}`."
+                        )
                     raise RefusedError(problem, answer.status)
                 yield answer
         except ServerDownError:
@@ -279,18 +286,19 @@ class ServerSettings:
     max_inflight: int = 256  # concurrent requests per server
     health_timeout: float = 20.0  # without a response to health checks, after which a server counts as down
     own: Any | None = None  # the only server, an `OwnServer`, if this process started it
+    kind: type[VLLMServer] = VLLMServer  # the client of a server
     sleep: bool = False  # the own server frees its device memory while nothing is generated
 
     @contextlib.asynccontextmanager
     async def connected(self):
-        """Yield a [`VLLMServer`] per address, for the current event loop."""
+        """Yield a client per address, for the current event loop."""
         from aiohttp import ClientSession, TCPConnector
 
-        key = os.environ.get("VLLM_API_KEY") if self.own is None else self.own.key
+        key = os.environ.get(self.kind.key_variable) if self.own is None else self.own.key
         # Each request has its own connection: vLLM closes idle ones after 5 seconds, and with uvicorn 0.54, some
         # requests on connections that had been used before got no answer until then
         async with ClientSession(connector=TCPConnector(limit=0, force_close=True)) as session:
-            yield [VLLMServer(url, session, self.request_timeout, key) for url in self.urls]
+            yield [self.kind(url, session, self.request_timeout, key) for url in self.urls]
 
 
 async def put_to_sleep(settings: ServerSettings) -> None:
