@@ -203,6 +203,7 @@ def test_a_folder_belongs_to_one_run_at_a_time(small_model, tmp_path):
     assert trainer.state.global_step == 1 and (tmp_path / LOCK_NAME).exists()
 
 
+@pytest.mark.slow
 def test_a_removed_folder_is_locked_again(small_model, tmp_path, caplog):
     folder = tmp_path / "run"
     trainer_in(folder, small_model, [Do(2, on_step_begin=lambda: shutil.rmtree(folder))]).train()

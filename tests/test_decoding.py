@@ -16,7 +16,7 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from .families import FAMILIES, VOCABULARY, family_model, ragged_rows
-from .helpers import calling, chi_square_deviation, sampling_deviation, team_trainer
+from .helpers import calling, chi_square_deviation, in_turn, sampling_deviation, team_trainer
 
 
 ENDS = list(range(3, 14))
@@ -41,8 +41,7 @@ def noted_sizes(model):
     return sizes
 
 
-@pytest.mark.parametrize("others_words", [False, True], ids=["one_prompt", "others_words"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "others_words"), in_turn([(family,) for family in FAMILIES], False, True))
 def test_greedy_tokens_are_those_of_transformers(family, others_words):
     model = family_model(family)
     prompts, _ = ragged_rows(int(others_words), others_words)
@@ -237,8 +236,7 @@ def sampled(trainer):
     return answers(["reasoner"] * 3, [[5, 6, 7], [5, 6], [9]]), *used
 
 
-@pytest.mark.parametrize("others_words", [False, True], ids=["one_prompt", "others_words"])
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize(("family", "others_words"), in_turn([("qwen3",), ("gpt2",), ("gemma3_text",)], False, True))
 def test_prompts_that_are_filled_in_parts_give_the_same_tokens(family, others_words, monkeypatch):
     model, widths = family_model(family), []
     prompts, _ = ragged_rows(int(others_words), others_words)

@@ -127,7 +127,8 @@ def test_columns_of_reward_functions_stay_with_their_episodes_and_all_tokens_are
     assert list(asked_prompts) == expected and rollout.drawn is not None
 
 
-@pytest.mark.parametrize("advantage", ["c3", pytest.param("turn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("advantage", ["c3", "turn"])
 def test_candidates_move_with_their_episodes(model_folder, tmp_path, advantage):
     settings = {"advantage": advantage, "turn_candidates": 2, "num_generations": 1}
     settings |= {"per_device_train_batch_size": 4, "max_steps": 2, "most": 6.0}

@@ -73,6 +73,7 @@ def test_every_question_counts_once(model_folder, tmp_path):
     assert trainer.state.log_history[-1]["eval_reward"] == figures["eval_reward"]
 
 
+@pytest.mark.slow
 def test_several_and_streamed_evaluation_sets(model_folder, tmp_path):
     stream = IterableDataset.from_generator(lambda: iter(tiny_dataset(5, seed=3).to_list()))
     sets = {"held_out": tiny_dataset(4, seed=1), "stream": stream}
@@ -82,6 +83,7 @@ def test_several_and_streamed_evaluation_sets(model_folder, tmp_path):
     assert "eval_one_reward" in evaluated(model_folder, tmp_path, eval_dataset=as_dict).evaluate()
 
 
+@pytest.mark.slow
 def test_the_best_metric_is_that_of_a_set(model_folder, tmp_path):
     sets = {"easy": tiny_dataset(4, seed=1), "hard": tiny_dataset(4, seed=3)}
 
@@ -138,7 +140,7 @@ def test_the_table_has_every_evaluated_turn_once(model_folder, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"target_kl": 1e-3, "num_iterations": 2},
+        pytest.param({"target_kl": 1e-3, "num_iterations": 2}, marks=pytest.mark.slow),
         pytest.param(
             {"use_adaptive_entropy": True, "entropy_target": 0.3, "entropy_coef": 0.02}, marks=pytest.mark.slow
         ),

@@ -187,7 +187,9 @@ def test_moves_are_one_token_before_a_model_is_taught(kuhn, monkeypatch, tmp_pat
     assert len({teach("a/base"), teach("b/base"), teach("b/base", "cuda")}) == 3
 
 
-@pytest.mark.parametrize("players", [pytest.param("own", marks=pytest.mark.slow), "one", "copies"])
+@pytest.mark.parametrize(
+    "players", ["copies", *(pytest.param(name, marks=pytest.mark.slow) for name in ("own", "one"))]
+)
 def test_policies_are_read_where_the_games_are_played(kuhn, monkeypatch, tmp_path, players):
     """The prompts of the twelve information sets are those of turns in games, and of the agent that learns there."""
     words = [*kuhn.CARDS, "check", "bet", "fold", "call", "start", "or", "Kuhn", "poker", "environment"]

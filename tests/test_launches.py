@@ -34,11 +34,11 @@ def test_passes_do_not_depend_on_how_a_batch_is_split():
 
 GAE = {"advantage": "gae", "critic": "shared", "level": "token"}
 CASES = [
-    {"loss_type": "bnpo", "beta": 0.1, "num_iterations": 2},
     {"steps_per_generation": 1, "entropy_coef": 0.01, "agent_weight": "equal"},  # a step has rows of several batches
-    {**GAE, "critic": "per_agent", "beta": 0.1},
 ]
 SLOW_CASES = [
+    {"loss_type": "bnpo", "beta": 0.1, "num_iterations": 2},
+    {**GAE, "critic": "per_agent", "beta": 0.1},
     {"loss_type": "grpo", "num_iterations": 2, "target_kl": 0.02},
     {"loss_type": "dr_grpo", "steps_per_generation": 1, "num_iterations": 2},  # a step has the same rows twice
     {"update_order": "sequential", "steps_per_generation": 2, "loss_type": "dapo"},
@@ -252,6 +252,7 @@ def greedy(trainer):
     return calling(lambda *args, **kwargs: generate(*args, greedy=True, **kwargs))
 
 
+@pytest.mark.slow
 def test_graphs_are_used_again_after_the_adapters_have_changed(model_folder, tmp_path, tapes, monkeypatch):
     """Tokens are those without graphs: with the current weights, with the reference, and with fewer rows."""
     trainer = static_team(model_folder, tmp_path)
@@ -363,6 +364,7 @@ def test_where_steps_are_captured(model_folder, tmp_path, monkeypatch, caplog, k
     assert line in caplog.text
 
 
+@pytest.mark.slow
 def test_steps_of_a_base_in_4_bits_are_captured(model_folder, tmp_path, tapes, caplog):
     four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     ids_by_cache = []

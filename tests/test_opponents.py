@@ -99,7 +99,7 @@ def test_turns_written_by_a_function_are_never_trained(model_folder, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=SLOW),
         pytest.param({"advantage": "rae", "num_generations": 1}, marks=SLOW),
         pytest.param({"advantage": "turn", "num_generations": 1, "turn_candidates": 2}, marks=SLOW),
         pytest.param({"advantage": "turn", "turn_candidates": 2, "continue_from": "sampled"}, marks=SLOW),
@@ -315,6 +315,7 @@ def test_win_rates_by_hand():
     }
 
 
+@pytest.mark.slow
 def test_wins_are_those_of_the_episodes(model_folder, tmp_path):
     """In training and in evaluation, by the returns of each agent."""
     trainer = trainer_of(model_folder, tmp_path, AgentSpec("right", trainable=False), max_steps=1)

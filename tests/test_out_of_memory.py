@@ -119,7 +119,8 @@ def test_a_second_failure_ends_the_run_with_the_plan(model_folder, tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [True, False])
 def test_the_limit_that_has_fitted_is_kept(model_folder, tmp_path, checkpointing):
     trainer, _ = failing(model_folder, tmp_path, 2, gradient_checkpointing=checkpointing)
     limits, fit = [], trainer.parts.batcher.fit

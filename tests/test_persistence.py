@@ -257,6 +257,7 @@ def test_agents_in_another_order_keep_their_optimizer_state(model_folder, tmp_pa
     assert after.keys() == expected.keys() and not moved(expected, after)
 
 
+@pytest.mark.slow
 def test_the_best_model_is_loaded_for_all_agents(model_folder, tmp_path):
     settings = {**RESUME, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     settings |= {"metric_for_best_model": "reward", "greater_is_better": True, "per_device_eval_batch_size": 4}

@@ -43,7 +43,7 @@ def test_a_line_has_step_reward_change_seconds_and_each_agent():
     assert line({"something": 1}, 6, 100) is None
 
 
-@pytest.mark.parametrize(("disable_tqdm", "rich"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("disable_tqdm", "rich"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow)])
 def test_a_run_prints_a_line_a_log_and_keeps_all_metrics(
     model_folder, tmp_path, capfd, monkeypatch, disable_tqdm, rich
 ):

@@ -419,6 +419,7 @@ def test_an_agent_is_frozen_whose_adapter_others_share(model_folder, tmp_path):
     assert [agent.trainable for agent in agents] == [False, True]
 
 
+@pytest.mark.slow
 def test_questions_in_both_sets_log_a_warning(reported, caplog):
     experiment, folder = reported
     with caplog.at_level("WARNING"):
@@ -587,6 +588,7 @@ def test_a_reward_that_no_episode_is_right_by_is_named(arms):
         assert sum("NO EPISODE COUNTS AS RIGHT" in verdict for verdict in verdicts) == count
 
 
+@pytest.mark.slow
 def test_the_card_of_a_team_has_the_report_once(reported):
     experiment, folder = reported
     card = folder / "runs" / "team-0" / "README.md"

@@ -43,7 +43,7 @@ def generator_with(trainer, stop):
     return TransformersGenerator(engine, trainer.policies, {"solo": sampling}, share, records=True)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(data=st.data(), seed=st.integers(0, 10**6))
 def test_nothing_that_was_not_sampled_is_part_of_a_turn(trainer, data, seed):
     tokenizer = trainer.processing_class

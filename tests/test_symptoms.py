@@ -109,7 +109,7 @@ def deaf(agent, prompt, seen):
 
 
 @symptom("the solver ignores the planner")
-@pytest.mark.parametrize("view", [deaf, None])
+@pytest.mark.parametrize("view", [pytest.param(deaf, marks=pytest.mark.slow), None])
 def test_a_message_that_nobody_reads(model_folder, tmp_path, view):
     actor = AgentSpec("actor", system_prompt=ACTOR.system_prompt, max_completion_length=6, view=view)
     trainer = trained(model_folder, tmp_path, steps=1, agents=[REASONER, actor], eval_k=[1])

@@ -397,6 +397,7 @@ def test_configs_that_a_loaded_team_rejects(model_folder, team_folder, tmp_path,
         team_trainer(loaded, tmp_path, agents=agents, peft_config=peft_config, processing_class=tiny_tokenizer())
 
 
+@pytest.mark.slow
 def test_names_that_are_parts_of_a_prefix_are_saved_and_loaded(model_folder, tmp_path, recwarn):
     names = ("a", "l", "lora", "base", "r", "ora")
     agents = [AgentSpec(name, system_prompt=name) for name in names]
