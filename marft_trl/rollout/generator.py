@@ -117,8 +117,9 @@ class LiveRows(StoppingCriteria):
         device: torch.device,
     ):
         self.other: StoppingCriteria | None = None  # what else ends turns, in the loop of transformers
-        self._turns, self._end_token_ids = turns, frozenset(end_token_ids)
+        self.turns, self._end_token_ids = turns, frozenset(end_token_ids)
         self.limits = [min(longest, turn.limit or longest) for turn in turns]
+        self.reads_tokens = min(self.limits) < longest or any(turn.on_tokens is not None for turn in turns)
         self._counts, self._over = [0] * len(turns), [False] * len(turns)
         self._width: int | None = None
         self.draws = torch.stack([_numbers(turn.seed, longest) for turn in turns]).to(device) if samples else None
@@ -127,7 +128,7 @@ class LiveRows(StoppingCriteria):
         """Pass new tokens on, and tell which rows end here, see [`RowFollower`]."""
         heard: dict[asyncio.AbstractEventLoop, list[tuple[LiveTurn, list[int]]]] = {}
         for row, value, is_done in zip(rows, tokens, done, strict=True):
-            turn = self._turns[row]
+            turn = self.turns[row]
             new = [] if self._over[row] else self._up_to_end(row, value)
             self._over[row] = self._over[row] or is_done or turn.is_gone
             if new and turn.on_tokens is not None and not turn.is_gone:
@@ -151,7 +152,7 @@ class LiveRows(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
         if self._width is None:  # the first call comes after the first token
             self._width = input_ids.size(1) - 1
-        new, count = input_ids[:, self._width :].tolist(), len(self._turns)
+        new, count = input_ids[:, self._width :].tolist(), len(self.turns)
         self._width = input_ids.size(1)
         done = [False] * count if self.other is None else self.other(input_ids, scores).tolist()
         return torch.tensor(self.look(range(count), new, done), device=input_ids.device)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from itertools import compress
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -265,6 +265,8 @@ class RowFollower(Protocol):
 
     # (B, T), from 0 to 1, or `None` for torch's generator. Rows with their own numbers do not depend on other rows
     draws: torch.Tensor | None
+    turns: Sequence[Any]  # by row; with `is_gone=True`, the row is to end
+    reads_tokens: bool  # whether `look` is needed for each token, and not only for rows that are to end
 
     def look(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], done: Sequence[bool]) -> list[bool] | None:
         """
@@ -337,7 +339,7 @@ def decode(
             continue
         for criterion in late:
             done = done | criterion(tokens[:, : end + 1], None)
-        if watch is not None:
+        if watch is not None and (watch.reads_tokens or any(turn.is_gone for turn in watch.turns)):
             leaves = watch.look(rows.tolist(), tokens[:, looked : end + 1].tolist(), done.tolist())
             done = done if leaves is None else done | torch.tensor(leaves, device=done.device)
             looked = end + 1
