@@ -1796,8 +1796,13 @@ def test_a_server_decodes_under_the_schema_of_a_request(model_folder, tmp_path, 
 
 
 def test_options_of_programs_are_for_programs_and_texts(tmp_path):
-    with pytest.raises(TypeError, match=r"no argument `cwd`. Pass `ExternalApp\(Program\(command, cwd=...\)\)`"):
+    with pytest.raises(TypeError, match=r"no argument `cwd`. It is .* `ExternalApp\(Program\(command, cwd=...\)\)`"):
         ExternalApp("true", cwd=tmp_path)
+    for command in (None, ["true", 1]):
+        with pytest.raises(TypeError, match="`command` of `Program` must be a string or a list of strings"):
+            Program(command)
+    with pytest.raises(TypeError, match="`app` must be a command"):
+        ExternalApp(Program)
     with pytest.raises(ValueError, match="`cwd` of `Program` must be an existing folder"):
         Program("true", cwd=tmp_path / "none")
     for options in ({"env": {"A": 1}}, {"stdin_columns": "prompt"}):
@@ -1819,8 +1824,31 @@ def test_a_limit_of_episodes_at_a_time_holds_and_none_waits_for_those_in_the_que
     workflow = ExternalApp(app, together=0, max_concurrent_episodes=2, max_wait_for_episodes=None)
     episodes = collect(workflow, rows, ["ann"], repeat_last)
     assert highest == 2 and [episode.turns[0].text for episode in episodes] == [f"ann: {n}" for n in range(7)]
-    with pytest.raises(ValueError, match="`max_concurrent_episodes` must be at least 1, got 0"):
-        ExternalApp(app, max_concurrent_episodes=0)
+    for limit in (0, 1.5, True):
+        with pytest.raises(ValueError, match="`max_concurrent_episodes` of `ExternalApp` must be an integer of at le"):
+            ExternalApp(app, max_concurrent_episodes=limit)
+
+
+def test_reruns_do_not_wait_for_the_places_of_the_episodes_that_wait_for_them():
+    async def app(row, endpoint):
+        await Client(endpoint)("ann", user(row["prompt"]))
+
+    workflow = ExternalApp(app, together=0, max_concurrent_episodes=1)
+    row, context = {"prompt": "q"}, TeamContext(("ann",))
+    (record,) = collect(workflow, [row], ["ann"], repeat_last)
+
+    async def answer(requests):
+        rerun = await collector.collect_async(workflow, [row], context, repeat_last_later, [Rerun(record)])
+        return [request.make_turn(rerun[0].turns[0].text) for request in requests]
+
+    async def repeat_last_later(requests):
+        return repeat_last(requests)
+
+    async def run():
+        return await asyncio.wait_for(collector.collect_async(workflow, [row], context, answer), 60)
+
+    (episode,) = asyncio.run(run())
+    assert episode.turns[0].text == "ann: q"
 
 
 def test_a_column_does_not_shadow_the_folder_of_a_program():

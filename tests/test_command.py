@@ -13,7 +13,8 @@ import urllib.request
 from pathlib import Path
 
 from marft_trl import MARFTConfig, MARFTTrainer, Team, TeamManifest
-from marft_trl.extras.commands import COMMANDS, as_tokens, main, read_config
+from marft_trl.extras.apps import Program
+from marft_trl.extras.commands import COMMANDS, UsageError, as_tokens, main, read_config, scripts
 from marft_trl.extras.commands.scripts import Launcher, Recipe, reward_named
 from marft_trl.extras.commands.teams import KINDS
 from marft_trl.extras.sandbox import code_reward
@@ -385,6 +386,12 @@ def test_a_server_process_ends_on_sigterm(script, model_folder):
 
 def test_rewards_and_workflows_of_the_extras_have_names_in_yaml_files():
     assert reward_named("code_reward") is code_reward and reward_named("math_reward") is math_reward
+    workflow = scripts._workflow(
+        {"class": "ExternalApp", "app": {"command": "true", "env": {"A": "1"}}, "tools": True}
+    )
+    assert workflow.app == Program("true", env={"A": "1"}) and workflow.uses_tools
+    with pytest.raises(UsageError, match="`ExternalApp` has no argument `cwd`"):
+        scripts._workflow({"class": "ExternalApp", "app": "true", "cwd": "."})
 
 
 def test_errors_of_a_run_have_a_traceback_only_where_own_code_raised_them(script, capsys):

@@ -150,7 +150,7 @@ class FakeRunner:
         self.dropped_turns, self.fails, self.threads = 0, fails, set()
         self.keys, self.mode, self.randomness = SeedKeys("seed"), RunMode(), SimpleNamespace()
         self.generator = self
-        self.connected = contextlib.nullcontext
+        self.session = lambda: contextlib.nullcontext(self)
 
     def publish(self):
         self.version += 1
@@ -170,7 +170,7 @@ class FakeRunner:
         PINNED.set(pin)
         yield
 
-    async def collect(self, rows, key, failures):
+    async def run(self, rows, key, failures):
         self.threads.add(threading.get_ident())
         await asyncio.sleep(self.draw.random() * 0.01)
         if self.fails == key[1]:

@@ -441,7 +441,7 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
             over the other rows, and `frac_rows_without_signal` has the share of these. If `None`, it is the value of
             `share_prefixes`.
         completions_total_limit (`int`, *optional*, defaults to `None`):
-            Maximum number of logging steps whose transcripts and tables of completions are kept (`log_completions`).
+            With `log_completions`, the number of logging steps whose transcripts and tables of completions are kept.
             `None` keeps all.
         resume_changes (`dict`, *optional*, defaults to `None`):
             Intended changes of a resumed run, which is refused without them. `{"accept": ["dataset"]}`: parts that
@@ -493,7 +493,7 @@ class MARFTConfig(Copies, LimitSettings, EvaluationSettings, EngineSettings, GRP
     gradient_checkpointing: bool | None = option(None)  # type: ignore[assignment]
     share_prefixes: bool = option(True)
     skip_rows_without_signal: bool | None = option(None)
-    completions_total_limit: int | None = option(None, ABOVE_0, integer=True, none="all are kept", about="files")
+    completions_total_limit: int | None = option(None, ABOVE_0, integer=True, none="no limit", about="files")
     resume_changes: dict | str | None = option(None, about="files")
 
     def __new__(cls, *args, **kwargs):

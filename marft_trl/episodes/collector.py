@@ -183,6 +183,8 @@ class _EpisodeBatch:
         self._pending: list[list[Request]] = [[] for _ in rows]  # by episode
         self._reply_functions = context.scripts
         self._episodes = [EpisodeState(row, index, self._request_turn, context) for index, row in enumerate(rows)]
+        for state in self._episodes:
+            state.is_rerun = reruns is not None
         self._tasks: list[asyncio.Task] = []
         self._began = time.monotonic()  # the first steps are taken right away
         self._not_awaited: set[int] = set()  # indices of episodes that the other episodes do not wait for

@@ -63,6 +63,7 @@ class EpisodeState:
         self.answered_calls = 0
         # Program that drives the episode. Only turns count as progress: it may retry a rejected request forever
         self.waits_for: str | None = None
+        self.is_rerun = False  # of a recorded episode
         self.is_queued = False  # whether the limit of running episodes keeps it from starting; others do not wait
         self.step_context: StepContext = contextlib.nullcontext  # around user code. [`EpisodeGuard`] sets it
         self.limits, self._max_turns, self.trains = context.limits, context.max_turns, context.trains

@@ -210,8 +210,8 @@ def remove_old_completions(folder: Path, step: int, limit: int) -> None:
     steps = {file: int(match[1]) for file, match in matches.items() if match is not None and int(match[1]) <= step}
     kept = sorted({step, *steps.values()})[-limit:]
     for file in steps:
-        if steps[file] not in kept:
-            file.unlink()
+        if steps[file] not in kept and file.is_file():
+            file.unlink(missing_ok=True)
 
 
 def write_index(folder: Path, run: str = "") -> None:

@@ -83,7 +83,7 @@ class SeedKeys:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Session:
+class EpisodeSession:
     """Runs episodes in an event loop, for any number of its tasks. See [`EpisodeRunner.session`]."""
 
     runner: EpisodeRunner
@@ -196,11 +196,11 @@ class EpisodeRunner:
             return run_to_completion(self._workflow, self._limits.workflow_timeout, collected)
 
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[Session]:
+    async def session(self) -> AsyncIterator[EpisodeSession]:
         """Connect to the servers, for episodes in the caller's event loop."""
         limiting = limit_blocking_code(self._workflow, self._limits.workflow_timeout)
         async with self._connected_servers(), limiting as limit:
-            yield Session(self, limit)
+            yield EpisodeSession(self, limit)
 
     def _connected_servers(self) -> contextlib.AbstractAsyncContextManager[Any]:
         return contextlib.nullcontext() if self.mode.is_rehearsal else self.generator.connected()

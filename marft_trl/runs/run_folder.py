@@ -357,7 +357,9 @@ class RunFolder:
         return folder
 
     def close(self, folder: Path, settings: dict[str, Any]) -> None:
-        step = _parse_step(folder) or 0
+        step = _parse_step(folder)
+        if step is None:
+            raise ValueError(f"{folder} is not the folder of a checkpoint.")
         commit(folder, self.run, step, settings)
         if self.path.is_dir() and self.known_run() != self.run:
             self._write_facts(self.run)

@@ -339,7 +339,7 @@ def decode(
             continue
         for criterion in late:
             done = done | criterion(tokens[:, : end + 1], None)
-        if watch is not None and (watch.reads_tokens or any(turn.is_gone for turn in watch.turns)):
+        if watch is not None and (watch.reads_tokens or any(watch.turns[row].is_gone for row in rows.tolist())):
             leaves = watch.look(rows.tolist(), tokens[:, looked : end + 1].tolist(), done.tolist())
             done = done if leaves is None else done | torch.tensor(leaves, device=done.device)
             looked = end + 1

@@ -19,7 +19,7 @@ import torch
 from ..episodes.records import Episode, Messages
 from ..prompts.builder import Observation
 from ..rollout.generator import Generator, SampledTurn
-from ..rollout.runner import EpisodeRunner, RunMode, SeedKeys, Session
+from ..rollout.runner import EpisodeRunner, EpisodeSession, RunMode, SeedKeys
 from ..system.event_loop import finished
 from ..workflows import Workflow
 from .events import Answer, Event, Narrator
@@ -177,7 +177,7 @@ class _Connection:
         self.users = 0
         self.opening = asyncio.Lock()
         self.stack = contextlib.AsyncExitStack()
-        self.session: Session | None = None
+        self.session: EpisodeSession | None = None
 
 
 class LiveTeam:
@@ -188,7 +188,7 @@ class LiveTeam:
         self._connections = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection]()
 
     @contextlib.asynccontextmanager
-    async def connected(self) -> AsyncIterator[Session]:
+    async def connected(self) -> AsyncIterator[EpisodeSession]:
         """Keep the connections to servers, or the thread of the model, which each call of `run` makes otherwise."""
         loop = asyncio.get_running_loop()
         connection = self._connections.setdefault(loop, _Connection())

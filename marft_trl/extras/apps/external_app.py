@@ -18,8 +18,9 @@ from typing import Any, cast
 
 from ...episodes.live import LiveEpisode
 from ...episodes.records import EndOfEpisode, RequestedTurn, Turn
+from ...system.hints import checked_names
 from ...system.watchdog import end_thread
-from ...workflows.base import Workflow, callable_name
+from ...workflows.base import Workflow, callable_name, check_count
 from .program import AppResult, Program
 from .requests import ChatReply, ChatRequest, RequestError, to_request_error, with_format
 from .routing import AgentRule, describe_rule, named_agents, rebuild_rule
@@ -32,6 +33,16 @@ logger = logging.getLogger(__name__)
 _MOST_REFUSED = 1000
 _MOST_REASONS = 20  # maximum number of reasons of refused requests that are logged
 OUTPUT = "application"  # source of the feedback that holds the output of an application. Agents do not see it
+
+
+# Arguments that are set elsewhere, or have another name since 0.4
+_ELSEWHERE = {
+    **{
+        name: f"It is an argument of commands: `ExternalApp(Program(command, {name}=...))`."
+        for name in ("cwd", "copy_cwd", "env", "stdin_columns")
+    },
+    "holds_up": "It is named `max_wait_for_episodes` now.",
+}
 
 
 class ExternalApp(Workflow):
@@ -56,8 +67,8 @@ class ExternalApp(Workflow):
 
     Args:
         app (`str`, `Sequence[str]`, [`Program`] or `Callable`):
-            A command, whose `{column}` is a value of the row; a [`Program`], which is a command with a folder,
-            variables or standard input; or a function `app(row, endpoint)` of the dataset row and the
+            A command, in which `{column}` stands for a value of the row; a [`Program`], which is a command with a
+            folder, variables or standard input; or a function `app(row, endpoint)` of the dataset row and the
             [`AppEndpoint`]. A function may be `async`; others run in their own thread for each episode.
         answer (`str`, *optional*):
             Name of the agent whose last turn is the team's answer. Defaults to whoever speaks last.
@@ -67,15 +78,16 @@ class ExternalApp(Workflow):
             Whether the application rewards itself: it posts `{"reward": 1.0}`, or numbers by names of agents, to
             `{base_url}/reward`, or a function returns them.
         together (`float`, *optional*, defaults to `0.02`):
-            Seconds that further requests of an episode are waited for. Those that come by then are parallel turns, and
-            sampled together.
+            Seconds to wait for further requests of an episode. Requests that arrive in this time are parallel turns,
+            which are sampled together.
         max_wait_for_episodes (`float`, *optional*, defaults to `60.0`):
             Seconds that requests of other episodes wait for one that computes, so that results do not depend on how
             long anything takes. After that they are answered without it, with a warning. `None` for as long as it
             takes.
         max_concurrent_episodes (`int`, *optional*):
-            Maximum number of episodes of a process that run at the same time, for applications that need much memory
-            or a license. By default, the limit on open files bounds it.
+            Maximum number of episodes of a batch that run at the same time, for applications that need much memory or
+            a license. Re-runs for credit, which run within episodes, have as many places of their own. By default, the
+            limit on open files bounds it.
         agent_of (`Callable[[AppRequest], str]`, *optional*):
             Chooses the agent that answers a request, such as [`BySystemPrompt`] or [`ByTools`]. By default, the name
             of the model is the name of the agent.
@@ -85,6 +97,7 @@ class ExternalApp(Workflow):
     uses_tools = False  # set by `tools`
     described = {"answer": str, "tools": bool, "agent_of": dict[str, Any]}
 
+    @checked_names("ExternalApp", elsewhere=_ELSEWHERE)
     def __init__(
         self,
         app: str | Sequence[str] | Program | Callable | None,
@@ -95,25 +108,19 @@ class ExternalApp(Workflow):
         max_wait_for_episodes: float | None = 60.0,
         max_concurrent_episodes: int | None = None,
         agent_of: AgentRule | None = None,
-        **unknown: Any,
     ):
-        if unknown:
-            name = next(iter(unknown))
-            is_of_program = name in Program.__dataclass_fields__
-            fix = f"Pass `ExternalApp(Program(command, {name}=...))`." if is_of_program else "Leave it out."
-            raise TypeError(f"`ExternalApp` has no argument `{name}`. {fix}")
         is_command = isinstance(app, str) or (isinstance(app, Sequence) and all(isinstance(part, str) for part in app))
         if is_command and app:
             app = Program(cast(Any, app))
-        if app is not None and not callable(app) and not isinstance(app, Program):
+        if app is not None and (not callable(app) or isinstance(app, type)) and not isinstance(app, Program):
             raise TypeError(
                 "`app` must be a command such as 'python my_app.py --question={prompt}', a `Program`, or a function "
                 f"`app(row, endpoint)`, got {app!r}."
             )
         if not together >= 0:
             raise ValueError(f"`together` must be at least 0 seconds, got {together!r}.")
-        if max_concurrent_episodes is not None and not max_concurrent_episodes >= 1:
-            raise ValueError(f"`max_concurrent_episodes` must be at least 1, got {max_concurrent_episodes!r}.")
+        if max_concurrent_episodes is not None:
+            check_count("max_concurrent_episodes", max_concurrent_episodes, self)
         self.app, self.answer, self.uses_tools, self.earns = app, answer, bool(tools), bool(earns)
         self.together, self.max_wait_for_episodes = together, max_wait_for_episodes
         self.max_concurrent_episodes, self.agent_of = max_concurrent_episodes, agent_of
@@ -162,14 +169,17 @@ class ExternalApp(Workflow):
         from .server import Endpoint
 
         server = Endpoint.get_or_start()
-        places = server.places(self, self.max_concurrent_episodes)
-        if places.locked() and self.max_concurrent_episodes is None:
+        places = server.places()
+        if places.locked():
             self.say_once(
                 f"Only {server.at_once} episodes of {self.name} run at a time, because more could exceed the limit on "
                 "open files of this process. Raise the limit (`ulimit -n`) to run more at a time."
             )
+        limit: Any = contextlib.nullcontext()
+        if self.max_concurrent_episodes is not None:
+            limit = server.places_of(self, self.max_concurrent_episodes, episode.state.is_rerun)
         episode.state.is_queued = True
-        async with places:
+        async with limit, places:
             episode.state.is_queued = False
             await self._run(episode, server)
 

@@ -103,12 +103,16 @@ class Program:
     stdin_columns: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.command, (str, list, tuple)) or not all(isinstance(part, str) for part in self.command):
+            raise TypeError(f"`command` of `Program` must be a string or a list of strings, got {self.command!r}.")
         split_command(self.command)
-        if self.cwd is not None and not os.path.isdir(self.cwd):
-            raise ValueError(f"`cwd` of `Program` must be an existing folder, got {os.fspath(self.cwd)!r}.")
-        for name, texts in (("env", self.env.values()), ("stdin_columns", self.stdin_columns or [])):
-            if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-                raise TypeError(f"`{name}` of `Program` must have strings, got {getattr(self, name)!r}.")
+        if self.cwd is not None and not (isinstance(self.cwd, (str, os.PathLike)) and os.path.isdir(self.cwd)):
+            raise ValueError(f"`cwd` of `Program` must be an existing folder, got {str(self.cwd)!r}.")
+        if not isinstance(self.env, Mapping) or not all(isinstance(text, str) for text in self.env.values()):
+            raise TypeError(f"`env` of `Program` must have strings by name, got {self.env!r}.")
+        columns = self.stdin_columns or []
+        if isinstance(columns, str) or not all(isinstance(column, str) for column in columns):
+            raise TypeError(f"`stdin_columns` of `Program` must have strings, got {columns!r}.")
 
     async def run(self, row: Mapping[str, Any], endpoint: AppEndpoint) -> AppResult:
         """Run the command for an episode. Cancellation terminates it."""

@@ -53,16 +53,24 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}
         self.at_once = max(1, files_to_use() // _FILES)  # maximum number of concurrent episodes
         self.connections = Connections()
-        self._places = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, asyncio.Semaphore]]()
+        # By event loop and application; the key of the limit that all applications share is the endpoint
+        self._places: Any = weakref.WeakKeyDictionary()
         self._loop = asyncio.new_event_loop()
         started: Future[int] = Future()
         threading.Thread(target=self._work, args=(started,), name="marft-endpoint", daemon=True).start()
         self.base_url = f"http://127.0.0.1:{started.result()}/v1"
 
-    def places(self, app: Any, limit: int | None) -> asyncio.Semaphore:
-        """Return the semaphore of the caller's event loop for all applications, or for one that has its own limit."""
-        key, number = (None, self.at_once) if limit is None else (app, min(limit, self.at_once))
-        return self._places.setdefault(asyncio.get_running_loop(), {}).setdefault(key, asyncio.Semaphore(number))
+    def places(self) -> asyncio.Semaphore:
+        """Return the semaphore that limits concurrent episodes, in the event loop of the caller."""
+        return self.places_of(self, self.at_once)
+
+    def places_of(self, app: Any, limit: int, is_rerun: bool = False) -> asyncio.Semaphore:
+        """
+        Return the semaphore of an application with its own limit. Re-runs have another one, since the episodes that
+        wait for them keep their places.
+        """
+        by_app = self._places.setdefault(asyncio.get_running_loop(), weakref.WeakKeyDictionary())
+        return by_app.setdefault(app, {}).setdefault(is_rerun, asyncio.Semaphore(limit))
 
     @contextlib.contextmanager
     def open(self, session: Session) -> Iterator[AppEndpoint]:

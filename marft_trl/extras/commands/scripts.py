@@ -223,6 +223,8 @@ def _made(**value: Any) -> Workflow:
     if name == "ByColumn" and isinstance(value.get("workflows"), dict):
         value["workflows"] = {key: _workflow(workflow) for key, workflow in value["workflows"].items()}
     try:
+        if name == "ExternalApp" and isinstance(value.get("app"), dict):
+            value["app"] = apps.Program(**value["app"])
         if isinstance(value.get("agent_of"), dict):
             value["agent_of"] = rebuild_rule(value["agent_of"])
         return kind(**value)

@@ -17,7 +17,7 @@ from ...config.team_setup import RunContext
 from ...episodes.records import Episode
 from ...learning.adapter_updates import Schedule
 from ...rollout.failures import Failures, run_episodes
-from ...rollout.runner import EpisodeRunner, Session
+from ...rollout.runner import EpisodeRunner, EpisodeSession
 from ...seams.trl import TrlState
 from .vllm_generator import VLLMGenerator
 
@@ -189,7 +189,7 @@ class _PrefetchThread:
                     return
                 waiting.episodes.set_exception(error)
 
-    async def _episodes(self, job: _PrefetchJob, session: Session) -> None:
+    async def _episodes(self, job: _PrefetchJob, session: EpisodeSession) -> None:
         tries = itertools.count()
 
         async def run(rows, failures):  # a repeated episode is no copy of another one
