@@ -7,10 +7,11 @@ Kuhn poker between two language models, and how far they are from an equilibrium
     make kuhn                                             # all of them, three seeds
 
 Two players each hold one of three cards and have put one chip into the pot. The first may check or bet a second chip,
-and the other checks, bets, calls or folds; after "check" and "bet", the first calls or folds. The higher card wins the pot unless its player
-folds. A player sees its card and the moves, so it has six information sets, and a strategy is the probability of each
-move in them, which is read from the model's token probabilities. The exploitability is what switching to the best
-response gains, in chips, on average over both seats: 11/24 if both players toss coins, 0 in a Nash equilibrium.
+and the other checks, bets, calls or folds; after "check" and "bet", the first calls or folds. The higher card wins the
+pot unless its player folds. A player sees its card and the moves, so it has six information sets, and a strategy is
+the probability of each move in them, which is read from the model's token probabilities. The exploitability is what
+switching to the best response gains, in chips, on average over both seats: 11/24 if both players toss coins, 0 in a
+Nash equilibrium.
 
 The pretrained model first imitates players that toss coins. Then the players learn from their own games. The script
 prints the exploitability of their strategies every five steps, and that of the average of all strategies printed so
