@@ -147,7 +147,8 @@ class Experiment:
         variants (`dict[str, Callable[[Experiment], Experiment]]`, *optional*): Arms of your own by name: functions
             that return the experiment with something changed, such as
             `{"rate 1e-4": lambda experiment: experiment.with_args(learning_rate=1e-4)}`. Each is trained until it has
-            generated as many tokens as the team, or, if it changes `max_steps`, for these. A preset needs a new [`MARFTConfig`].
+            generated as many tokens as the team, or, if it changes `max_steps`, for these. A preset needs a
+            new [`MARFTConfig`].
         name (`str`, *optional*): Title of the report.
     """
 
