@@ -303,3 +303,22 @@ def test_turns_have_numbers_before_they_are_taken():
 
     episodes = streamed(Branches(), answer=noting)
     assert sorted(numbers) == [(index, turn.index) for index, episode in enumerate(episodes) for turn in episode.turns]
+
+
+def test_a_rerun_repeats_only_what_a_turn_was_shown():
+    """The window of the model may have left out the oldest turns."""
+
+    class Three(Workflow):
+        async def run(self, episode):
+            for name in ("a", "b", "c"):
+                await episode.turn(name)
+
+    def latest(requests):
+        return [request.make_turn(request.agent, request.seen[-1:], completion_ids=(7,)) for request in requests]
+
+    rows, context = [{"prompt": "q"}], TeamContext(("a", "b", "c"))
+    (record,) = collector.collect(Three(), rows, context, latest)
+    (again,) = collector.collect(Three(), rows, context, lambda requests: pytest.fail("generated"), [Rerun(record)])
+    for episode in (record, again):
+        assert [turn.sees for turn in episode.turns] == [(), (0,), (1,)]
+        assert [(turn.index, turn.completion_ids) for turn in episode.turns] == [(0, (7,)), (1, (7,)), (2, (7,))]
