@@ -167,7 +167,7 @@ class Health(TrainerCallback):
             is_first = f"silent/{agent}" not in self._num_consecutive
             first_message = (
                 f"Agent {agent!r} had no turn in the first generation batch. If the workflow should always call it, "
-                f"check `episode.turn({agent!r})` in the workflow."
+                f"check `episode.turn({agent!r})` in the workflow, or for an application the model of its requests."
             )
             message = (
                 f"THE AGENT {agent!r} HAS NO TURNS: it had none in {PATIENCE} generation batches in a row. Check "
