@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from marft_trl.extras.engines.own_server import OwnServer
-from marft_trl.extras.engines.server import EngineDownError
+from marft_trl.extras.engines.server import EngineDownError, RefusedError, VLLMServer
+from marft_trl.system.event_loop import run_coroutine
 
 import pytest
 
@@ -130,3 +131,13 @@ def test_settings_that_contradict_a_colocated_server_are_refused(tmp_path, model
     with pytest.raises(ValueError, match="got '/nowhere/python', which is not an executable"):
         team_trainer(model_folder, tmp_path, settings={**OWN, "vllm_python": "/nowhere/python"})
     assert not os.listdir(tmp_path)
+
+
+def test_a_port_that_another_program_answers_is_no_healthy_server(monkeypatch):
+    async def refused(server, timeout):
+        raise RefusedError("no such path", 404)
+
+    monkeypatch.setattr(VLLMServer, "check_health", refused)
+    server = object.__new__(OwnServer)
+    server.url, server.key = "http://127.0.0.1:9", "key"
+    assert run_coroutine(server._is_well) is False
