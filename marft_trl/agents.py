@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from .episodes.tools import tool_name
@@ -15,6 +16,7 @@ from .system.hints import brief, checked_names
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 # Names of folders, parameters and metrics. PEFT does not check them: "/tmp/x" would write elsewhere, "a/b" would nest
@@ -102,6 +104,14 @@ class AgentSpec:
             function needs type hints and a Google-style docstring with `Args:`. Functions may be `async`. Requires a
             chat template that supports tools. Defaults to the `tools` of the trainer; with `[]`, the agent has no
             tools, also none of an environment.
+        model (`str` or [`~transformers.PreTrainedModel`], *optional*): base model of the agent, if it is not the
+            trainer's `model`: a Hub id or folder, or a loaded model (a [`~peft.PeftModel`] too), for example in 4 bits
+            or on another device. Agents that name the same model share one base. If none of its agents has a
+            `peft_config`, and the trainer has none, the base itself is trained.
+        model_init_kwargs (`dict`, *optional*): arguments of `from_pretrained` for a `model` that is loaded by name.
+            The trainer's `model_init_kwargs` and `quantization_config` apply only to its own `model`.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*): tokenizer of `model`, if it is not
+            the one that is saved with the model.
         reply (`Callable`, *optional*): function `reply(messages)` that writes the agent's turns: a script, an API or a
             person. It gets what the agent is shown, as chat messages, and returns the text of the turn. It may be
             `async`. The agent has no adapter and is never trained.
@@ -124,10 +134,14 @@ class AgentSpec:
     view: Callable | None = None
     tools: Callable | Sequence[Callable] | None = None
     reply: Callable | None = None
+    model: str | PreTrainedModel | None = field(default=None, repr=False)  # a loaded one has a long text
+    model_init_kwargs: dict[str, Any] | None = None
+    processing_class: PreTrainedTokenizerBase | None = None
 
     def __post_init__(self):
         check_name(self.name, "an agent")
         self._check_reply()
+        self._check_model()
         if self.has_policy:
             object.__setattr__(self, "adapter", self.name if self.adapter is None else self.adapter)
             check_name(self.adapter, f"the adapter of agent {self.name!r}")
@@ -153,12 +167,27 @@ class AgentSpec:
             raise TypeError(self._complaint("reply", "a function `reply(messages)` or None"))
         if self.adapter == self.name:  # of a spec that is changed
             object.__setattr__(self, "adapter", None)
-        for name in ("adapter", "peft_config", "learning_rate", "tools", "reward_funcs", "stop"):
+        for name in ("adapter", "peft_config", "learning_rate", "tools", "reward_funcs", "stop", "model"):
             if getattr(self, name) not in (None, ()):
                 raise ValueError(
                     f"Agent {self.name!r} takes its turns from `reply`, so `{name}` would have no effect. Leave it "
                     "out."
                 )
+
+    def _check_model(self) -> None:
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
+        for name in ("model_init_kwargs", "processing_class"):
+            if getattr(self, name) is not None and self.model is None:
+                raise ValueError(
+                    f"Agent {self.name!r} sets `{name}` without `model`, so it would have no effect. Set `model`, or "
+                    f"pass `{name}` to the trainer."
+                )
+        if self.model_init_kwargs is not None and not isinstance(self.model, str):
+            raise ValueError(
+                f"Agent {self.name!r} sets `model_init_kwargs`, but its `model` is already loaded. Load the model "
+                "with them, or set `model` to the name or folder of the model."
+            )
 
     def _check_types(self) -> None:
         for field_name in ("system_prompt", "description"):
@@ -203,7 +232,7 @@ class AgentSpec:
     def to_dict(self) -> dict[str, Any]:
         """
         Return the spec as JSON-serializable data. The `peft_config`, which is saved in the adapter's folder, the
-        reward functions, the view, the tools and `reply` are not included.
+        reward functions, the view, the tools, `reply` and the base model are not included.
         """
         plain = {name: getattr(self, name) for name in self.stored_fields()}
         return {**plain, "stop": list(self.stop) if self.stop is not None else None}
@@ -212,7 +241,8 @@ class AgentSpec:
     def stored_fields(cls) -> list[str]:
         """Names of the fields that [`to_dict`] returns."""
         left_out = {"peft_config", "reward_funcs", "view", "tools", "reply"}
-        return [field.name for field in fields(cls) if field.name not in left_out]
+        left_out |= {"model", "model_init_kwargs", "processing_class"}
+        return [item.name for item in fields(cls) if item.name not in left_out]
 
 
 _PAST_COPIES = (
@@ -257,7 +287,7 @@ def _check_shared_adapters(agents: list[AgentSpec]) -> None:
     owners: dict[str, AgentSpec] = {}
     for agent in agents:
         owner = owners.setdefault(agent.adapter, agent)
-        for field_name in ("trainable", "learning_rate", "peft_config"):
+        for field_name in ("model", "trainable", "learning_rate", "peft_config"):
             value, owner_value = getattr(agent, field_name), getattr(owner, field_name)
             if value != owner_value:
                 raise ValueError(

@@ -99,8 +99,8 @@ def in_turn(cases: list[tuple], *options) -> list:
 tiny_dataset = functools.cache(tiny_dataset)  # as it never changes
 
 
-def lora(r: int = 4, **settings) -> LoraConfig:
-    return LoraConfig(r=r, lora_alpha=2 * r, target_modules="all-linear", **settings)
+def lora(r: int = 4, target_modules="all-linear", **settings) -> LoraConfig:
+    return LoraConfig(r=r, lora_alpha=2 * r, target_modules=target_modules, **settings)
 
 
 def varied_reward(completions, **kwargs):

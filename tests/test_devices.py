@@ -172,10 +172,10 @@ def test_the_dtype_of_a_loaded_base(caplog):
     def args(**settings):
         return SimpleNamespace(**{"bf16": True, "device": torch.device("cuda"), "model_init_kwargs": None} | settings)
 
-    assert choose_dtype(args(), True) == torch.bfloat16
-    assert choose_dtype(args(), False) is None  # weights are trained
+    assert choose_dtype(args(), True, {}) == torch.bfloat16
+    assert choose_dtype(args(), False, {}) is None  # weights are trained
     for settings in ({"bf16": False}, {"device": torch.device("cpu")}, {"model_init_kwargs": {"dtype": "float32"}}):
-        assert choose_dtype(args(**settings), True) is None
+        assert choose_dtype(args(**settings), True, settings.get("model_init_kwargs", {})) is None
     plain, whole = lora(), LoraConfig(modules_to_save=["lm_head"])
     assert stays_frozen([AgentSpec("a")], plain) and stays_frozen([AgentSpec("a", peft_config=plain)], None)
     assert not stays_frozen([AgentSpec("a")], None) and not stays_frozen([AgentSpec("a")], whole)
@@ -322,7 +322,7 @@ def test_a_4_bit_base_computes_in_the_type_that_the_base_is_loaded_in(caplog):
     PartialState(cpu=True)  # for a line in the log
     args = SimpleNamespace(bf16=True, device=torch.device("cuda"), model_init_kwargs=None)
     quantization_config = BitsAndBytesConfig(load_in_4bit=True)
-    resolved = computing_in(quantization_config, choose_dtype(args, True))
+    resolved = computing_in(quantization_config, choose_dtype(args, True, {}))
     assert resolved.bnb_4bit_compute_dtype == torch.bfloat16 and resolved.load_in_4bit
     assert quantization_config.bnb_4bit_compute_dtype == torch.float32  # the user's config is unchanged
     assert computing_in(quantization_config, None) is quantization_config

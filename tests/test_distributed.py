@@ -34,7 +34,8 @@ def launch(processes: int, script: str, *arguments: str, timeout: int = 280, env
 @pytest.mark.parametrize(
     ("kind", "loss_type"),
     [
-        ("ppo", "dapo"),
+        ("bases", "dapo"),  # as `ppo`, the second agent with its own model
+        pytest.param("ppo", "dapo", marks=pytest.mark.slow),
         *(pytest.param("uneven", name, marks=pytest.mark.slow) for name in ("dapo", "grpo", "bnpo")),
         *(pytest.param(kind, "grpo", marks=pytest.mark.slow) for kind in ("full", "sequential", "candidates")),
         *(pytest.param(kind, "dapo", marks=pytest.mark.slow) for kind in KINDS),

@@ -35,13 +35,15 @@ class Watched:
         self.layer = nn.Linear(3, 3)
         store = {"train": defaultdict(list), "eval": defaultdict(list)}
         self.metrics = Metrics(store, SimpleNamespace(model=self.layer))
-        policies = SimpleNamespace(trained=["planner"], has_adapters=True)
+        policies = SimpleNamespace(trained=["planner"], is_lora=lambda adapter: True)
         policies.is_trained = policies.trained.__contains__
         policies.get_agents = lambda adapter: [adapter] if adapter in NAMES else []
         args = MARFTConfig(str(tmp_path), use_cpu=True, **settings)
         parts = {"planner": dict(self.layer.named_parameters())}
         team = TeamSetup([AgentSpec(name) for name in NAMES], None, policies, None, None, {}, {}, None)
-        self.health = Health(team, RunContext(args, None, None, self.metrics, None), lambda: parts, 400)
+        self.health = Health(
+            team, RunContext(args, None, None, self.metrics, None), lambda: parts, dict.fromkeys(NAMES, 400)
+        )
         self.state = SimpleNamespace(global_step=0)
         self.health.on_train_begin(None, self.state, None)
 

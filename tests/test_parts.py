@@ -127,7 +127,7 @@ def test_a_report_without_a_model(tmp_path, processes, caplog):
     rewards = SimpleNamespace(names=["right"], weights=torch.ones(1))
     settings = SimpleNamespace(log_completions=True, num_completions_to_print=None, group_size=lambda training: 2)
     run = run_of(config(tmp_path, credit="removed"), processes, board, settings, state)
-    reporter = Reporter(team_of(), run, rewards, tokenizer, UserRandomness(0, torch.device("cpu")))
+    reporter = Reporter(team_of(), run, rewards, lambda agent: tokenizer, UserRandomness(0, torch.device("cpu")))
     advantages, rerun_counts = [[0.5, None], [[0.1, 0.3], None]], {"turns": 2, "tokens": 10, "reruns": 2, "lost": 0}
     # As if another process had lost some re-runs
     processes.gather = lambda gathered: (

@@ -81,7 +81,7 @@ def manifest_text(model_folder, tmp_path_factory):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.update(format=3), "format 3"),
+        (lambda data: data.update(format=4), "format 4"),
         (lambda data: data.update(base=[1]), "'base' must be a JSON object"),
         (lambda data: data["inference"].update(generation=[1]), r"has \[1\] as 'generation'"),
         (lambda data: data.update(adapters=None), "is damaged: TypeError"),

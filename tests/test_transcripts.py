@@ -175,7 +175,7 @@ def run_browser(page, *options):
 def test_characters_of_several_tokens_are_whole(model_folder, tmp_path):
     trainer = team_trainer(model_folder, tmp_path)
     ids = trainer.processing_class("aé日b")["input_ids"]
-    texts = trainer.parts.reporter.token_texts(ids)
+    texts = trainer.parts.reporter.token_texts("reasoner", ids)
     assert len(texts) == len(ids) and "".join(texts) == "aé日b"
 
 

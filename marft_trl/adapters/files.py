@@ -21,12 +21,13 @@ from peft.utils import CONFIG_NAME, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..agents import AgentSpec
 from ..seams.models import without_bitsandbytes
+from ..system.hints import did_you_mean
 from .lora import adapter_parameters, check_adapter_config, linear_shape
-from .manifest import MANIFEST_NAME, TeamManifest, is_hub_id, no_team
+from .manifest import MANIFEST_NAME, BaseModel, FurtherBaseModel, TeamManifest, is_hub_id, no_team
 
 
 logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
@@ -73,7 +74,11 @@ def forget_local_base(folder: Path) -> None:
 
 
 def load_adapters(
-    model: PreTrainedModel, team: str | os.PathLike, revision: str | None = None, token: str | bool | None = None
+    model: PreTrainedModel,
+    team: str | os.PathLike,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    agent: str | None = None,
 ) -> PeftModel:
     """
     Put the adapters of a saved team on a base model.
@@ -87,6 +92,8 @@ def load_adapters(
             Branch, tag or commit on the Hub.
         token (`str` or `bool`, *optional*):
             Token of the Hub.
+        agent (`str`, *optional*):
+            An agent on the base, if the team has several bases. By default, `model` is the first base.
 
     Returns: a [`~peft.PeftModel`] with the adapters of the team under their names. `set_adapter(name)` activates one.
 
@@ -98,14 +105,20 @@ def load_adapters(
             "The `model` of `load_adapters(model, team)` must be a loaded base model without adapters, such as "
             f"`AutoModelForCausalLM.from_pretrained(...)`, got {type(model).__name__}."
         )
-    return load_onto_base(model, team_folder(team, revision, token))
-
-
-def load_onto_base(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """Like [`load_adapters`], from a local folder. Weights keep the precision that they were saved in."""
+    folder = team_folder(team, revision, token)
     manifest = TeamManifest.load(folder)
-    owners = {agent.adapter: agent for agent in reversed(manifest.players)}
-    if not manifest.adapters:
+    if agent is None:
+        return load_onto_base(model, folder, manifest, manifest.base)
+    bases = {player.name: base for base in manifest.bases for player in manifest.players_on(base)}
+    if agent not in bases:
+        raise ValueError(f"The team has no agent {agent!r} with an adapter.{did_you_mean(agent, bases)}")
+    return load_onto_base(model, folder, manifest, bases[agent])
+
+
+def load_onto_base(model: PreTrainedModel, folder: Path, manifest: TeamManifest, base: BaseModel) -> PeftModel:
+    """Like [`load_adapters`], from a local folder. Weights keep the precision that they were saved in."""
+    owners = {agent.adapter: agent for agent in reversed(manifest.players_on(base))}
+    if not manifest.adapters_on(base):
         raise ValueError(
             f"The team in {folder} has no adapters: its agents share one fully trained policy. Load it with "
             "`AutoModelForCausalLM.from_pretrained`, or with `Team.from_pretrained`."
@@ -113,8 +126,8 @@ def load_onto_base(model: PreTrainedModel, folder: Path) -> PeftModel:
     for name, agent in owners.items():
         for file in (CONFIG_NAME, WEIGHTS_NAME):
             _check_link(folder / name / file, folder)
-        check_adapter(folder / name, agent, model, manifest.base.name)
-    first, *others = dict.fromkeys(agent.adapter for agent in manifest.players)
+        check_adapter(folder / name, agent, model, base.name)
+    first, *others = manifest.adapters_on(base)
     name = first
     try:
         with without_bitsandbytes(model):
@@ -129,6 +142,21 @@ def load_onto_base(model: PreTrainedModel, folder: Path) -> PeftModel:
     for name in owners:
         _as_saved(loaded, name, folder / name)
     return loaded
+
+
+def save_base(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    base: FurtherBaseModel,
+    adapters: Sequence[str],
+) -> None:
+    """Save the adapters on a further base of a team, or its weights if it is trained itself, and its tokenizer."""
+    if isinstance(model, PeftModel):
+        model.save_pretrained(str(folder), selected_adapters=list(adapters), save_embedding_layers=False)
+    else:
+        model.save_pretrained(folder / base.folder)
+    tokenizer.save_pretrained(folder / base.folder)
 
 
 def warn_of_leftovers(folder: Path, adapters: Sequence[str]) -> None:

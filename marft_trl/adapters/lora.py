@@ -238,6 +238,15 @@ def load_adapter_weights(model: PeftModel, adapter: str, folder: str | Path) -> 
         )
 
 
+def load_base_weights(model: PreTrainedModel, policy: str, folder: str | Path) -> None:
+    """Load the weights of a base that is trained itself, in place. Raises `ValueError` if they do not fit."""
+    saved = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True).state_dict()
+    present = model.state_dict()
+    if {name: tensor.shape for name, tensor in saved.items()} != {n: tensor.shape for n, tensor in present.items()}:
+        raise ValueError(f"The weights in {folder} do not fit the model of {policy!r}, a {type(model).__name__}.")
+    model.load_state_dict(saved)
+
+
 def linear_shape(layer: torch.nn.Module) -> tuple[int, int] | None:
     """Number of inputs and outputs of a linear layer, which may be quantized; `None` for other layers."""
     layer = getattr(layer, "base_layer", layer)

@@ -91,7 +91,8 @@ def _sha256(data: Any) -> str:
 
 
 MANIFEST_NAME = "marft_team.json"
-FORMAT = 2
+# Teams with one base are written as format 2, which versions 0.3 and 0.4 read
+_FORMATS = (2, 3)
 _PACKAGES = ("marft-trl", "trl", "transformers", "peft", "torch")
 _DAMAGED = (KeyError, TypeError, AttributeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError)
 
@@ -108,6 +109,15 @@ class BaseModel:
     config_hash: str = ""  # SHA-256 of the model config, without paths, versions and precision
     tokenizer_hash: str = ""  # SHA-256 of the vocabulary and special tokens
     chat_template_hash: str | None = None
+
+
+@dataclass(frozen=True)
+class FurtherBaseModel(BaseModel):
+    """The base model of agents that do not act with the first base of their team."""
+
+    agents: list[str] = field(default_factory=list)
+    folder: str = ""  # of the team, with the tokenizer, and with the weights if the base itself is trained
+    is_trained: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,16 +149,18 @@ class TeamManifest:
         workflow (`dict`):
             Description of the workflow, as returned by [`Workflow.describe`].
         adapters (`dict[str, dict]`):
-            `folder` and `trained` of each adapter. Empty if the team shares one fully trained policy, whose weights
-            are in the folder of the manifest.
+            `folder` and `trained` of each adapter. Without an adapter on the first base, its agents share one fully
+            trained policy, whose weights are in the folder of the manifest.
         base ([`BaseModel`]):
-            Base model.
+            Base model; the first, if the team has several.
         inference ([`Inference`]):
             Settings that episodes are run with.
         versions (`dict[str, str]`):
             Versions of the installed packages at the time of saving.
         anonymous (`str`, *optional*):
             Kind of anonymity, `"numbered"` or `"none"`, if agents see one another as `agent_1`, `agent_2`, ...
+        further_bases (`list[FurtherBaseModel]`, *optional*):
+            Bases of the agents that do not act with the first.
     """
 
     agents: list[AgentSpec]
@@ -158,6 +170,22 @@ class TeamManifest:
     inference: Inference
     versions: dict[str, str] = field(default_factory=dict)
     anonymous: str | None = None
+    further_bases: list[FurtherBaseModel] = field(default_factory=list)
+
+    @property
+    def bases(self) -> list[BaseModel]:
+        return [self.base, *self.further_bases]
+
+    def players_on(self, base: BaseModel) -> list[AgentSpec]:
+        """The agents whose turns a base writes."""
+        others = {name for further in self.further_bases for name in further.agents}
+        names = base.agents if isinstance(base, FurtherBaseModel) else {agent.name for agent in self.agents} - others
+        return [agent for agent in self.players if agent.name in names]
+
+    def adapters_on(self, base: BaseModel) -> list[str]:
+        """Names of the adapters on a base; none if the base itself is trained."""
+        names = dict.fromkeys(agent.adapter for agent in self.players_on(base))
+        return [name for name in names if name in self.adapters]
 
     @property
     def players(self) -> list[AgentSpec]:
@@ -183,10 +211,11 @@ class TeamManifest:
             raise FileNotFoundError(no_team(Path(folder)))
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            if data["format"] != FORMAT:
+            if data["format"] not in _FORMATS:
                 raise ValueError(
-                    f"{path} has format {data['format']!r}; this version of marft_trl reads format {FORMAT}. Use the "
-                    "version that the team was saved with, or a newer one."
+                    f"{path} has format {data['format']!r}; this version of marft_trl reads the formats "
+                    f"{' and '.join(map(str, _FORMATS))}. Use the version that the team was saved with, or a newer "
+                    "one."
                 )
             return cls._from_dict(data, path)
         except _DAMAGED as error:
@@ -216,33 +245,63 @@ class TeamManifest:
         kinds = typing.get_type_hints(Inference)
         inference = Inference(**check_fields(data["inference"], kinds, f"{path}: 'inference'"))
         _check_values(inference)
-        if not base.is_local and not is_hub_id(base.name):
-            raise ValueError(f"{path} names the base {base.name!r}, which is not a valid Hub id.")
+        kinds = typing.get_type_hints(FurtherBaseModel)
+        further = [
+            FurtherBaseModel(**check_fields(saved, kinds, f"{path}: 'further_bases'"))
+            for saved in data.get("further_bases", [])
+        ]
+        for model in (base, *further):
+            if not model.is_local and not is_hub_id(model.name):
+                raise ValueError(f"{path} names the base {model.name!r}, which is not a valid Hub id.")
         anonymous = data.get("anonymous")
         if anonymous not in (None, "numbered", "none"):
             raise TypeError(f"'anonymous' is {anonymous!r}")
-        manifest = cls(agents, workflow, adapters, base, inference, dict(data["versions"]), anonymous)
-        unsaved = sorted({agent.adapter for agent in manifest.players} - set(adapters)) if adapters else []
-        if unsaved:
-            raise KeyError(f"no adapter {unsaved[0]!r}")
-        if not manifest.players:
-            raise TypeError("no agent has a policy")
+        manifest = cls(agents, workflow, adapters, base, inference, dict(data["versions"]), anonymous, further)
+        _check_bases(manifest)
         return manifest
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write the manifest into a folder."""
         data = {
-            "format": FORMAT,
+            "format": _FORMATS[bool(self.further_bases)],
             "agents": [agent.to_dict() for agent in self.agents],
             "workflow": self.workflow,
             "adapters": self.adapters,
             "base": asdict(self.base),
+            **({"further_bases": [asdict(base) for base in self.further_bases]} if self.further_bases else {}),
             "inference": asdict(self.inference),
             "versions": {name: installed_version(name) for name in _PACKAGES},
             **({"anonymous": self.anonymous} if self.anonymous else {}),
         }
         path = Path(folder) / MANIFEST_NAME
         path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _check_bases(manifest: TeamManifest) -> None:
+    """Raise `KeyError`, `TypeError` or `ValueError` unless each agent has one base, and each adapter is saved."""
+    if not manifest.players_on(manifest.base):
+        raise TypeError("no agent has a policy on the first base" if manifest.players else "no agent has a policy")
+    names = [name for base in manifest.further_bases for name in base.agents]
+    unknown = sorted(set(names) - {agent.name for agent in manifest.players})
+    if unknown or len(set(names)) < len(names):
+        raise ValueError(
+            f"'further_bases' has the agent {(unknown or names)[0]!r}, which does not act or is there twice"
+        )
+    needed = {agent.adapter for agent in manifest.players_on(manifest.base)}
+    for base in manifest.further_bases:
+        own = {agent.adapter for agent in manifest.players_on(base)}
+        check_name(base.folder, "the folder of a base")
+        if base.folder not in own or own & needed:
+            raise ValueError(f"'further_bases' has the folder {base.folder!r}, or adapters, of agents of another base")
+        if base.is_trained and own & set(manifest.adapters):
+            raise ValueError(f"'further_bases' has a trained base with the adapter {base.folder!r}")
+    others = {agent.adapter for base in manifest.further_bases for agent in manifest.players_on(base)}
+    needed = needed if set(manifest.adapters) - others else set()  # without adapters, the first base is trained
+    trained = {
+        agent.adapter for base in manifest.further_bases if base.is_trained for agent in manifest.players_on(base)
+    }
+    if unsaved := sorted((needed | others) - trained - set(manifest.adapters)):
+        raise KeyError(f"no adapter {unsaved[0]!r}")
 
 
 def no_team(folder: Path) -> str:

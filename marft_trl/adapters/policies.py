@@ -28,27 +28,69 @@ NO_POLICY = "=none"
 class Policies:
     """
     The policies of a team: the parameters of each adapter, and the adapter that is active. `origins` is the result of
-    [`find_origins`]. Adapters are switched only through this class: PEFT's `set_adapter` sets `requires_grad=False` on
-    all others, and an adapter that is switched off between forward and backward loses its gradient without an error.
+    [`find_origins`], and `further` has the models of agents that do not act with `model`. Adapters are switched only
+    through this class: PEFT's `set_adapter` sets `requires_grad=False` on all others, and an adapter that is switched
+    off between forward and backward loses its gradient without an error.
     """
 
     def __init__(
-        self, model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec], origins: Mapping[str, str] | None = None
+        self,
+        model: PreTrainedModel | PeftModel,
+        agents: Sequence[AgentSpec],
+        origins: Mapping[str, str] | None = None,
+        further: Mapping[str, PreTrainedModel | PeftModel] | None = None,
     ):
-        self._model, self._origins = model, dict(origins or {})
+        self._model, self._origins, further = model, dict(origins or {}), dict(further or {})
+        self.further = list(dict.fromkeys(further.values()))  # models other than the trainer's
+        owners = {own: name for name, own in reversed(further.items())}
+        self.base_owners = {name: owners[own] for name, own in further.items()}  # the first agent on each of them
         self.has_adapters = isinstance(model, PeftModel)
-        names = {agent.name: agent.adapter if self.has_adapters else SHARED_POLICY for agent in agents}
-        self._adapter_of = {agent.name: names[agent.name] if agent.has_policy else NO_POLICY for agent in agents}
-        trained = {agent.adapter for agent in agents if agent.trainable}
-        self.trained = sorted(trained) if self.has_adapters else [SHARED_POLICY]
-        self.names = sorted(set(self._adapter_of.values()) - {NO_POLICY})
-        self._layers = AdapterLayers(model) if isinstance(model, PeftModel) else None
+        self._adapter_of: dict[str, str] = {}
+        self.models: dict[str, PreTrainedModel | PeftModel] = {}  # by adapter, those of the critic included
+        for agent in agents:
+            own = further.get(agent.name, model)
+            self._adapter_of[agent.name] = self._name_policy(agent, own) if agent.has_policy else NO_POLICY
+            if agent.has_policy:
+                self.models[self._adapter_of[agent.name]] = own
+        self.names = sorted(self.models)
+        self.trained = sorted({self._adapter_of[agent.name] for agent in agents if agent.trainable})
+        models = [item for item in (model, *self.further) if isinstance(item, PeftModel)]
+        self._layers = {item: AdapterLayers(item) for item in models}
         # For each adapter the names of its parameters, with the module and attribute that hold them
         self._parameter_locations: dict[str, list[tuple[str, torch.nn.Module, str]]] = {}
         self._reference_weights: dict[str, list[torch.Tensor]] = {}
         self._critics: list[str] = []
         self.has_pending_rows = False  # set by the loss, which may train on all slices of an optimizer step at once
         self.restore_requires_grad()
+
+    def _name_policy(self, agent: AgentSpec, model: PreTrainedModel | PeftModel) -> str:
+        if isinstance(model, PeftModel):
+            return agent.adapter
+        if model is self._model:
+            return SHARED_POLICY
+        # A fully trained base of some of the agents: their policy has the name of the first
+        return next((name for name, own in self.models.items() if own is model), agent.adapter)
+
+    def get_model(self, agent: str) -> PreTrainedModel | PeftModel:
+        """The base of an agent with its adapters."""
+        return self.models.get(self._adapter_of[agent], self._model)
+
+    def is_lora(self, adapter: str) -> bool:
+        """`False` for the policy of agents whose base itself is trained."""
+        return isinstance(self.models[adapter], PeftModel)
+
+    def get_adapters(self, model: PreTrainedModel | PeftModel) -> list[str]:
+        """Names of the policies on a model that are saved: those of agents and of the critic."""
+        return [name for name in self.saved_adapters if self.models[name] is model]
+
+    def with_further(self, model: nn.Module) -> nn.Module:
+        """The trainer's model, together with the models that the `Trainer` does not know, if there are any."""
+        return nn.ModuleList([model, *self.further]) if self.further else model
+
+    def find_trained(self, agents: Sequence[str]) -> str:
+        """An adapter of agents on one base, if possible one that is trained."""
+        names = {self._adapter_of[agent] for agent in agents} - {NO_POLICY}
+        return min(names, key=lambda name: (name not in self.trained, name))
 
     def get_adapter(self, agent: str) -> str:
         """Name of an agent's adapter: `"policy"` without adapters, [`NO_POLICY`] if a function writes its turns."""
@@ -75,25 +117,27 @@ class Policies:
 
     def parameters(self, adapter: str) -> dict[str, torch.nn.Parameter]:
         """Parameters of an adapter by name, in the order of the model."""
-        if self.has_adapters:
+        model = self.models[adapter]
+        if isinstance(model, PeftModel):
             if adapter not in self._parameter_locations:
-                parts = [(name, *name.rpartition(".")[::2]) for name in adapter_parameters(self._model, adapter)]
+                parts = [(name, *name.rpartition(".")[::2]) for name in adapter_parameters(model, adapter)]
                 self._parameter_locations[adapter] = [
-                    (name, self._model.get_submodule(module), attribute) for name, module, attribute in parts
+                    (name, model.get_submodule(module), attribute) for name, module, attribute in parts
                 ]
             # Looked up each time, because parameters may be replaced, for example on a move to another device
             return {name: getattr(module, attribute) for name, module, attribute in self._parameter_locations[adapter]}
-        return {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     def all_parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters of all adapters, including frozen adapters and the critic's adapters."""
         return [parameter for name in self.saved_adapters for parameter in self.parameters(name).values()]
 
-    def add_critic(self, name: str, config: PeftConfig) -> None:
+    def add_critic(self, name: str, config: PeftConfig, model: PeftModel) -> None:
         """Add an adapter for the critic. It is trained like the other adapters, but no agent uses it."""
-        with without_bitsandbytes(self._model):
-            self._model.add_adapter(name, copy.deepcopy(config))
+        with without_bitsandbytes(model):
+            model.add_adapter(name, copy.deepcopy(config))
         self._critics.append(name)
+        self.models[name] = model
         self.activate_first()
 
     def activate(self, agent: str) -> None:
@@ -101,35 +145,46 @@ class Policies:
         self.activate_adapter(self._adapter_of[agent])
 
     def activate_first(self) -> None:
-        self.activate_adapter(next(name for name in self._adapter_of.values() if name != NO_POLICY))
+        """Leave an agent's adapter active on every base, not the critic's."""
+        for model in (self._model, *self.further):
+            name = next((name for name in self._adapter_of.values() if self.models.get(name) is model), None)
+            if name is not None:  # a loaded team may have a function in place of the agents of a base
+                self.activate_adapter(name)
 
     def activate_adapter(self, name: str) -> None:
         """Activate an adapter by name, for example an adapter of the critic. See [`~Policies.activate`]."""
-        if self._layers:
-            self._layers.activate(name)
+        model = self.models[name]
+        if model is not self._model and model.training != self._model.training:
+            model.train(self._model.training)  # TRL switches only the model that it knows
+        if model in self._layers:
+            self._layers[model].activate(name)
             self.restore_requires_grad()  # `activate` may change it
 
     def restore_requires_grad(self) -> None:
         """Set `requires_grad=True` on all trained adapters and the critic's adapters, and `False` on all others."""
-        if self._layers:
-            trained = [*self.trained, *self._critics]
-            frozen = [name for name in self._model.peft_config if name not in trained]  # also adapters of no agent
-            self._layers.set_requires_grad(trained, True)
-            self._layers.set_requires_grad(frozen, False)
+        for model, layers in self._layers.items():
+            trained = [name for name in (*self.trained, *self._critics) if name in model.peft_config]
+            frozen = [name for name in model.peft_config if name not in trained]  # also adapters of no agent
+            layers.set_requires_grad(trained, True)
+            layers.set_requires_grad(frozen, False)
 
-    def copy_references(self, copy_all: bool = False) -> None:
+    def copy_references(self, copy_all: bool = False, has_kl: bool = True) -> None:
         """
         Copy the current weights as references. Adapters that do not change the base yet (`lora_B` is 0) need no copy,
-        because their reference is the base, unless [`~Policies.mix_references`] will update it (`copy_all`).
+        because their reference is the base, unless [`~Policies.mix_references`] will update it (`copy_all`). TRL has
+        the reference of its own model. A base that is trained itself is copied only where the loss `has_kl`.
         """
-        for name in self.names if self.has_adapters else []:
-            if copy_all or not self._is_identity(name):
+        for name in self.names:
+            needs_copy = copy_all or not self._is_identity(name)
+            if not self.is_lora(name):
+                needs_copy = has_kl and self.models[name] is not self._model
+            if needs_copy:
                 self._reference_weights[name] = [item.detach().clone() for item in self.parameters(name).values()]
 
     @torch.no_grad()
     def mix_references(self, alpha: float) -> None:
         """Set the reference of each trained adapter to `alpha * policy + (1 - alpha) * reference`."""
-        for name in self.trained:
+        for name in (name for name in self.trained if name in self._reference_weights):
             parameters = self.parameters(name).values()
             for reference, parameter in zip(self._reference_weights[name], parameters, strict=True):
                 reference.mul_(1.0 - alpha).add_(parameter, alpha=alpha)
@@ -144,11 +199,12 @@ class Policies:
         return self._adapter_of[agent] not in self._reference_weights
 
     @contextlib.contextmanager
-    def base(self) -> Iterator[None]:
-        """Deactivate all adapters within the context."""
-        if self._layers is None:
-            raise TypeError("The base policy is not available: the team has no adapters and trains the base itself.")
-        with self._layers.disabled():
+    def base(self, model: PreTrainedModel | PeftModel | None = None) -> Iterator[None]:
+        """Deactivate all adapters of a model, by default the trainer's, within the context."""
+        layers = self._layers.get(model or self._model)
+        if layers is None:
+            raise TypeError("The base policy is not available: the base has no adapters and is trained itself.")
+        with layers.disabled():
             yield
         self.restore_requires_grad()  # PEFT may have set `requires_grad=False` on all but the active adapter
 
@@ -157,7 +213,7 @@ class Policies:
         """Switch an agent to its reference within the context: the base, or the copied weights of its adapter."""
         adapter = self._adapter_of[agent]
         if self.base_is_reference(agent):
-            with self.base():
+            with self.base(self.models[adapter]):
                 yield
             return
         self.activate(agent)
@@ -184,7 +240,8 @@ class Policies:
                 parameter.data = data
 
     def _is_identity(self, adapter: str) -> bool:
-        config = self._model.peft_config[adapter]
+        model = self.models[adapter]
+        config = model.peft_config[adapter] if isinstance(model, PeftModel) else None
         outputs = [p for name, p in self.parameters(adapter).items() if "lora_B" in name or "lora_embedding_B" in name]
         is_plain_lora = isinstance(config, LoraConfig) and not config.use_dora
         return is_plain_lora and bool(outputs) and all(not weight.any() for weight in outputs)
@@ -206,9 +263,8 @@ class SyncReferences(TrainerCallback):
 
 def _references(policies: Policies, ref_model: nn.Module | None) -> dict[str, torch.Tensor]:
     """The reference weights by name: copies of the adapters, or the weights of TRL's reference model."""
-    if ref_model is None:
-        return policies.references()
-    return {name: parameter.detach() for name, parameter in ref_model.named_parameters()}
+    of_trl = {} if ref_model is None else {name: value.detach() for name, value in ref_model.named_parameters()}
+    return policies.references() | of_trl
 
 
 def save_references(policies: Policies, ref_model: nn.Module | None, folder: str | Path) -> None:

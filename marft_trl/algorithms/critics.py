@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -31,9 +31,10 @@ _MLP_WIDTHS = (1024, 512)
 class Critic:
     """
     Predicts the return that is still to come, before a turn (action level) or before each of its tokens (token level).
-    This class is the critic `"shared"`: one LoRA, one value head. Subclasses change the parts, the heads or the
-    features. To add a critic, write a subclass and give it a name in `CRITICS`. `parts` are the names of the parts and
-    of their adapters, `heads` the value head of each part.
+    This class is the critic `"shared"`: one LoRA, one value head, on each base of the team. Subclasses change the
+    parts, the heads or the features. To add a critic, write a subclass and give it a name in `CRITICS`. `parts` are
+    the names of the parts and of their adapters, `heads` the value head of each part. `peft_configs` are the configs
+    of the LoRAs, by agent.
     """
 
     name = "shared"
@@ -45,25 +46,29 @@ class Critic:
     def __init__(
         self,
         policies: Policies,
-        model: PeftModel,
         level: Level,
         agents: Sequence[AgentSpec],
-        peft_config: PeftConfig,
+        peft_configs: Mapping[str, PeftConfig],
         autocast: Callable[[], AbstractContextManager],
     ):
-        self._policies, self._model, self._autocast, self._level = policies, model, autocast, level
+        self._policies, self._autocast, self._level = policies, autocast, level
         self._agents = [agent.name for agent in agents]
+        owners = {self.get_part(name): name for name in reversed(self._agents)}  # the first agent of each part
         self.parts = list(dict.fromkeys(self.get_part(name) for name in self._agents))
+        self._models = {part: cast(PeftModel, policies.get_model(owners[part])) for part in self.parts}
         if self.has_adapters:
-            for part in self.parts:
-                policies.add_critic(part, peft_config)
-        width = model.config.get_text_config().hidden_size
-        heads = nn.ModuleDict({part: self.make_head(width) for part in self.parts})
-        self.heads = heads.to(next(model.parameters()).device)
+            for part, model in self._models.items():
+                policies.add_critic(part, peft_configs[owners[part]], model)
+        heads = {part: self._make_head(model) for part, model in self._models.items()}
+        self.heads = nn.ModuleDict(heads)
+
+    def _make_head(self, model: PeftModel) -> nn.Module:
+        return self.make_head(model.config.get_text_config().hidden_size).to(next(model.parameters()).device)
 
     def get_part(self, agent: str) -> str:
         """Name of the part, and of its adapter, that values the turns of an agent."""
-        return CRITIC_NAME
+        owner = self._policies.base_owners.get(agent)
+        return CRITIC_NAME if owner is None else f"{CRITIC_NAME}-{owner}"
 
     def make_head(self, width: int) -> nn.Module:
         """A value head for hidden states of this width; it gives one value, or one for each agent."""
@@ -89,7 +94,7 @@ class Critic:
         has to stay active until backward has run.
         """
         self._policies.activate_adapter(part)
-        return self._states(prompts, completions, share)
+        return self._states(part, prompts, completions, share)
 
     def values(self, part: str, features: torch.Tensor, agents: Sequence[str]) -> torch.Tensor:
         """Compute values `(B, V)` from [`~Critic.features`] `(B, V, H)`, for the agents of the `B` rows."""
@@ -126,13 +131,15 @@ class Critic:
         self.heads.load_state_dict(saved)
         if self.has_adapters:
             for part in self.parts:
-                load_adapter_weights(self._model, part, Path(folder) / part)
+                load_adapter_weights(self._models[part], part, Path(folder) / part)
         self._policies.restore_requires_grad()
 
-    def _states(self, prompts: Sequence[list[int]], completions: Sequence[list[int]], share: bool) -> torch.Tensor:
+    def _states(
+        self, part: str, prompts: Sequence[list[int]], completions: Sequence[list[int]], share: bool
+    ) -> torch.Tensor:
         completions = completions if self._level.reads_completions else [[] for _ in completions]
         with self._autocast():
-            return hidden_states(self._model.get_base_model().base_model, prompts, completions, share)
+            return hidden_states(self._models[part].get_base_model().base_model, prompts, completions, share)
 
 
 class PerAgentCritic(Critic):
@@ -172,8 +179,8 @@ class FrozenCritic(Critic):
         return nn.Sequential(*layers, nn.Linear(width, 1, bias=False))
 
     def features(self, part, prompts, completions, share=True):
-        with torch.no_grad(), self._policies.base():
-            return self._states(prompts, completions, share)
+        with torch.no_grad(), self._policies.base(self._models[part]):
+            return self._states(part, prompts, completions, share)
 
 
 def _linear(width: int, outputs: int) -> nn.Linear:

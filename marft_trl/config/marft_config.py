@@ -184,9 +184,10 @@ class EngineSettings:
         vllm_python (`str`, *optional*, defaults to `None`):
             Interpreter of an environment with vLLM, such as `"/opt/vllm/bin/python"`, for `vllm_mode="colocate"`. If
             `None`, it is the environment variable `MARFT_VLLM_PYTHON`, or else the interpreter that trains.
-        vllm_server_base_url (`str` or `list[str]`, *optional*, defaults to `None`):
+        vllm_server_base_url (`str`, `list[str]` or `dict`, *optional*, defaults to `None`):
             Addresses of the vLLM servers, such as `["http://node1:8000", "http://node2:8000"]`. Each has a whole copy
-            of the base. If `None`, there is one server, at `vllm_server_host` and `vllm_server_port`.
+            of the base. If `None`, there is one server, at `vllm_server_host` and `vllm_server_port`. For a team with
+            several bases, a dictionary of addresses by the name of the model.
         vllm_server_timeout (`float`, *optional*, defaults to `240.0`):
             Time in seconds that training waits while a server does not answer. After it, training stops with an error.
         vllm_request_timeout (`float`, *optional*, defaults to `600.0`):

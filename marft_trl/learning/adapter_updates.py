@@ -363,10 +363,12 @@ class AdapterUpdates:
     def micro_step(self, model: nn.Module) -> Iterator[None]:
         """
         Do not reduce gradients within the context: processes have different numbers of micro-batches. `finish` does.
-        The first micro-step of an optimizer step clears the value heads' gradients, which the Trainer does not know.
+        The first micro-step of an optimizer step clears the gradients of value heads and further bases, which the
+        Trainer does not know.
         """
-        if not self._is_within_step and self._critic is not None:
-            self._critic.zero_grad()
+        if not self._is_within_step:
+            for module in (*self._policies.further, *([self._critic] if self._critic is not None else [])):
+                module.zero_grad()
         self._is_within_step = True
         with self._accelerator.no_sync(model) if self._processes.count > 1 else contextlib.nullcontext():
             yield

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from trl.trainer.utils import pad
 
-from ..adapters.policies import Policies
 from ..algorithms.rows import Level, MicroBatch, Row, Slice
 from ..config.marft_config import MARFTConfig
 from ..config.team_setup import RunContext
@@ -75,12 +74,12 @@ class MicroBatcher:
     def __init__(
         self,
         passes: ModelPass,
-        policies: Policies,
+        activate: Callable[[], None],  # an adapter of the base, if possible one that is trained
         args: MARFTConfig,
         trained: Callable[[], Sequence[nn.Parameter]],
         has_optimizer_state: Callable[[], bool],
     ):
-        self._passes, self._policies, self._args, self.share = passes, policies, args, passes.share
+        self._passes, self._activate, self._args, self.share = passes, activate, args, passes.share
         self._trained, self._has_optimizer_state = trained, has_optimizer_state
         self.cost: ActivationCost | None = None  # measured for the first rows
         self.max_tokens = args.max_tokens_per_micro_batch
@@ -145,7 +144,7 @@ class MicroBatcher:
     def measure(self, length: int) -> ActivationCost:
         """Cost per token for rows of this length, measured on short rows. Collective if the base is sharded."""
         base, device = self._passes.base, self._passes.device
-        self._policies.activate_adapter(self._policies.trained[0])  # a frozen adapter saves no activations
+        self._activate()  # a frozen adapter saves no activations
         with (
             in_mode(base, training=True),
             self._passes.without_checkpointing(),
@@ -175,6 +174,39 @@ class MicroBatcher:
         reserved = 0 if self._has_optimizer_state() else count_bytes(trained) + optimizer_size(trained, optim)
         free = free_memory(device) - memory_of_server(self._args, device)
         return max(_MEMORY_FRACTION * (free - reserved) - head_size(vocabulary, num_scored, device) - fixed, 1.0)
+
+
+class TeamBatcher:
+    """Cuts rows of agents with different bases. `batchers` has the [`MicroBatcher`] of each agent's base."""
+
+    def __init__(self, batchers: Mapping[str, MicroBatcher]):
+        self._by_agent = batchers
+        self._batchers = list(dict.fromkeys(batchers.values()))
+
+    def _split(self, rows: Sequence[Row]) -> Iterator[tuple[MicroBatcher, list[Row]]]:
+        for batcher in self._batchers:
+            own = [row for row in rows if self._by_agent[row.agent] is batcher]
+            if own:
+                yield batcher, own
+
+    def cut(self, rows: Sequence[Row], **options: Any) -> Iterator[MicroBatch]:
+        for batcher, own in self._split(rows):
+            yield from batcher.cut(own, **options)
+
+    @property
+    def share(self) -> bool:
+        return any(batcher.share for batcher in self._batchers)
+
+    @property
+    def joins_slices(self) -> bool:
+        return all(batcher.joins_slices for batcher in self._batchers)
+
+    def fit(self, rows: Sequence[Row]) -> None:
+        for batcher, own in self._split(rows):
+            batcher.fit(own)
+
+    def shrink(self, rows: Sequence[Row]) -> str | None:
+        return next(filter(None, [batcher.shrink(own) for batcher, own in self._split(rows)]), None)
 
 
 def cut_slices(episodes: Sequence[list[Row]], order: torch.Tensor, size: int) -> list[list[Row]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from ..episodes.records import Episode, Feedback, Seen, Turn
 from ..rollout.rollouts import Rollout
 from ..rollout.runner import EpisodeRunner
 from ..system.processes import Processes
-from .batching import MicroBatcher
+from .batching import MicroBatcher, TeamBatcher
 
 
 _SMALLEST = 0.1  # deviation of targets that differ less: where nothing is earned, they are the noise of the critic
@@ -114,13 +114,19 @@ class CriticLearner:
     """Asks the critic for values and trains it."""
 
     def __init__(
-        self, team: TeamSetup, run: RunContext, batcher: MicroBatcher, runner: EpisodeRunner, scale: ValueScale
+        self,
+        team: TeamSetup,
+        run: RunContext,
+        batcher: MicroBatcher | TeamBatcher,
+        runner: EpisodeRunner,
+        scale: ValueScale,
+        share: Mapping[str, bool],  # by agent, whether passes share prefixes
     ):
         self._scale = scale
         self._critic = cast(Critic, team.critic)  # it is built for a team that has one
         self._batcher, self._runner, self._policies = batcher, runner, team.policies
         self._specs = {agent.name: agent for agent in team.agents}
-        self._args, self._processes, self._share = run.args, run.processes, batcher.share
+        self._args, self._processes, self._share = run.args, run.processes, share
 
     def with_values(self, rollout: Rollout, rows: Sequence[Row]) -> list[Row]:
         """
@@ -222,7 +228,8 @@ class CriticLearner:
             return self._padded([row.features for row in batch.rows])
         prompts = [row.prompt_ids.tolist() for row in batch.rows]
         completions = [row.completion_ids.tolist() for row in batch.rows]
-        return self._critic.features(batch.agent, prompts, completions, self._share)
+        share = self._share[batch.rows[0].agent]
+        return self._critic.features(batch.agent, prompts, completions, share)
 
     def _padded(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         present = [tensor for tensor in tensors if tensor is not None]
@@ -239,7 +246,8 @@ class CriticLearner:
 
     def compute_values(self, batch: MicroBatch) -> torch.Tensor:
         """The values `(B, V)` of one of [`~CriticLearner.batches`], with a gradient."""
-        return self._critic.values(batch.agent, self._features(batch), [row.agent for row in batch.rows])
+        values = self._critic.values(batch.agent, self._features(batch), [row.agent for row in batch.rows])
+        return values.to(self._processes.device)
 
     def loss(
         self, batch: MicroBatch, values: torch.Tensor, slice_: Slice, accumulation_steps: int, sums: ValueSums

@@ -34,7 +34,10 @@ logger = get_logger(__name__)
 
 
 class ModelPass:
-    """Passes of rows through a model. `reference` is TRL's, without adapters; `has_aux_loss`: routers have a loss."""
+    """
+    Passes of rows through a model: TRL's, on the device of the process, or a further one on `further_device`.
+    `reference` is TRL's, without adapters; `has_aux_loss`: routers have a loss.
+    """
 
     def __init__(
         self,
@@ -44,9 +47,11 @@ class ModelPass:
         accelerator: Accelerator,
         reference: PreTrainedModel | None = None,
         has_aux_loss: bool = False,
+        further_device: torch.device | None = None,
     ):
         self.model, self.reference, self._has_adapters = model, reference, has_adapters
-        self._args, self._accelerator = args, accelerator
+        self._args, self._accelerator, self._is_further = args, accelerator, further_device is not None
+        self.device = further_device or accelerator.device
         base = self.unwrap_base(model)
         self._warn_of_two_precisions(base)
         with self.autocast():  # a model may run in this precision alone, such as with FlashAttention
@@ -73,9 +78,9 @@ class ModelPass:
         """The language model that is trained, without wrappers."""
         return self.unwrap_base(self.model)
 
-    @property
-    def device(self) -> torch.device:
-        return self._accelerator.device
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """The model of these passes, where TRL passes its own `model`, which may have wrappers."""
+        return self.model if self._is_further else model
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """Compute in the precision of training within the context."""
@@ -157,20 +162,24 @@ Transform = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Ten
 
 
 class LogProbs:
-    """Scores completions under policies and references. `plain` is TRL's own pass, see [`trl_log_probs`]."""
+    """
+    Scores completions under policies and references. `plain` is TRL's own pass, see [`trl_log_probs`], and `passes`
+    has the model of each agent.
+    """
 
     def __init__(
         self,
         team: TeamSetup,
         temperature: ScoringTemperature,
         plain: Callable[..., tuple[torch.Tensor, Any, Any]],
-        passes: ModelPass,
+        passes: Mapping[str, ModelPass],
         cut: Callable[[Sequence[Row]], Iterable[MicroBatch]],
         collate: Callable[[Sequence[Row]], Mapping[str, torch.Tensor]],
     ):
         self._policies, self._samplings = team.policies, team.samplings
         self._temperature, self._plain = temperature, plain
-        self._passes, self._cut, self._collate = passes, cut, collate
+        self._pass_of, self._cut, self._collate = passes, cut, collate
+        self._passes = next(iter(passes.values()))  # of the agent that is active
         self._transform: Transform | None = None
         self._hidden: torch.Tensor | None = None  # states of a pass that has been run already
 
@@ -178,13 +187,17 @@ class LogProbs:
         """Let an agent's adapter act and be scored at the agent's temperature."""
         if self._hidden is None:
             self._policies.activate(agent)
+        self._passes = self._pass_of[agent]
         self._temperature.switch_to(self._samplings[agent].temperature)
 
     @contextlib.contextmanager
     def scoring(self, dropout: bool = True) -> Iterator[None]:
         """Keep nothing for a backward pass within the context, and do not checkpoint gradients."""
-        apart = contextlib.nullcontext() if dropout else forward.in_mode(self._passes.model, training=False)
-        with torch.no_grad(), self._passes.without_checkpointing(), apart:
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            for passes in dict.fromkeys(self._pass_of.values()):
+                stack.enter_context(passes.without_checkpointing())
+                if not dropout:
+                    stack.enter_context(forward.in_mode(passes.model, training=False))
             yield
 
     def with_old(self, rows: Sequence[Row]) -> list[Row]:
@@ -258,6 +271,7 @@ class LogProbs:
 
     def for_trl(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         """Log-probabilities, entropies and auxiliary loss, as `_get_per_token_logps_and_entropies` returns them."""
+        model = self._passes.wrapped(model)
         if self._passes.give_positions and self._transform is not None:
             logps, entropies, _ = self._placed(model, input_ids, attention_mask, logits_to_keep)
             aux_loss = None

@@ -23,7 +23,7 @@ from ..system.randomness import RandomStates
 from ..system.run_metrics import StepMetrics
 from . import batching, memory
 from .adapter_updates import AdapterUpdates, DivergenceSums
-from .batching import MicroBatcher
+from .batching import MicroBatcher, TeamBatcher
 from .critic_learner import CriticLearner, ValueSums
 from .log_probs import LogProbs
 
@@ -43,7 +43,13 @@ class OutOfMemory:
     micro-batches of half the size. `plan()` is shown if that fails; `release()` frees what generation keeps.
     """
 
-    def __init__(self, run: RunContext, batcher: MicroBatcher, updates: AdapterUpdates, randomness: RandomStates):
+    def __init__(
+        self,
+        run: RunContext,
+        batcher: MicroBatcher | TeamBatcher,
+        updates: AdapterUpdates,
+        randomness: RandomStates,
+    ):
         self._state, self._processes = run.state, run.processes
         self._batcher, self._updates, self._randomness = batcher, updates, randomness
         self.plan: Callable[[], memory.MemoryPlan] | None = None
@@ -152,7 +158,7 @@ class TeamLoss(TrainerCallback):
         run: RunContext,
         trl_loss: TrlLoss,
         log_probs: LogProbs,
-        batcher: MicroBatcher,
+        batcher: MicroBatcher | TeamBatcher,
         collate: Callable[[Sequence[Row]], dict[str, torch.Tensor]],
         critic: CriticLearner | None,
         updates: AdapterUpdates,
@@ -188,7 +194,7 @@ class TeamLoss(TrainerCallback):
             for compute in self._losses(model, waiting):
                 loss = compute()
                 backward(loss)
-                total += loss.detach()
+                total += loss.detach().to(total.device)
             return total.requires_grad_()  # the Trainer calls `backward` on it, which has nothing left to do
 
         self._unlogged += waiting
@@ -216,7 +222,7 @@ class TeamLoss(TrainerCallback):
         pending = self._pending(slice_, learning, DivergenceSums())
         total = torch.zeros((), device=self._processes.device)
         for compute in self._losses(model, [pending]):
-            total += compute()
+            total += compute().to(total.device)
         self._log(pending)
         self._policies.activate_first()
         return total
@@ -316,7 +322,8 @@ class TeamLoss(TrainerCallback):
         tensors = self._collate(batch.rows)
         if not args.use_policy_ratio:  # TRL then assumes that the current policy sampled: ratio 1
             tensors.pop(OLD_LOGPS, None)
-        tensors["num_items_in_batch"] = torch.tensor(weights.num_items_in_batch, device=self._processes.device)
+        num_items = torch.tensor(weights.num_items_in_batch, device=tensors["prompt_ids"].device)
+        tensors["num_items_in_batch"] = num_items
         self._log_probs.activate(batch.agent)
 
         def transform(logps: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -370,7 +377,7 @@ def _split_rows(batch: MicroBatch, entries: Sequence[_PendingSlice]) -> list[_Sl
 
 def _mask_above(known: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor, _threshold: float) -> torch.Tensor:
     """Mask tokens whose entropy is at least a fixed threshold, instead of the one that TRL finds per micro-batch."""
-    return (entropies * mask.float() >= known) & mask.bool()
+    return (entropies * mask.float() >= known.to(entropies.device)) & mask.bool()
 
 
 def loss_metrics(settings: TrlSettings, has_entropy_bonus: bool) -> list[str]:

@@ -38,6 +38,18 @@ class MemoryPlan:
     prefill: int  # what a layer computes of prompts, or the distributions of the next tokens, whichever is larger
     kept: int = 0  # what stays of keys, values and graphs while training runs, if decoding is captured
 
+    @classmethod
+    def join(cls, plans: Sequence[MemoryPlan]) -> MemoryPlan:
+        """The plan of a team from those of its bases. Only one base is in use at the same time."""
+        first, *others = plans
+        alone = ("activations", "cache", "prefill")
+        sums = {name: sum(getattr(plan, name) for plan in plans) for name in vars(first) if name not in alone}
+        return (
+            replace(first, **sums, **{name: max(getattr(plan, name) for plan in plans) for name in alone})
+            if others
+            else first
+        )
+
     @property
     def total(self) -> int:
         """Peak memory. Generation and training never run at the same time, so only the larger of the two counts."""

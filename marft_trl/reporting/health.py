@@ -44,10 +44,11 @@ class Health(TrainerCallback):
         team: TeamSetup,
         run: RunContext,
         get_parameters: Callable[[], Mapping[str, Mapping[str, nn.Parameter]]],
-        vocab_size: int,
+        vocab_sizes: Mapping[str, int],  # of each agent's model
     ):
         self._agents, self._trained, self._policies = team.names, team.trained, team.policies
-        self._max_entropy, self._get_parameters = math.log(vocab_size), get_parameters
+        self._max_entropies = {agent: math.log(size) for agent, size in vocab_sizes.items()}
+        self._get_parameters = get_parameters
         self._args, self._metrics = run.args, run.metrics
         self._num_consecutive: dict[str, int] = {}
         self._reported: set[str] = set()
@@ -116,7 +117,8 @@ class Health(TrainerCallback):
                     f"The weights of {self._describe(name)} are {dtype}, so updates below this precision are lost. "
                     "Keep trained adapters in float32 unless memory is short."
                 )
-                yield Symptom(f"precision/{name}", self._policies.has_adapters, 1, message)
+                is_lora = name not in self._policies.trained or self._policies.is_lora(name)
+                yield Symptom(f"precision/{name}", is_lora, 1, message)
 
     def _check_norms(self) -> Iterator[Symptom]:
         for name, norm in self._norms.items():
@@ -191,16 +193,16 @@ class Health(TrainerCallback):
 
     def _check_policy(self, agent: str, metrics: Mapping[str, float]) -> Iterator[Symptom]:
         if "entropy" in metrics:
-            entropy = metrics["entropy"]
+            entropy, max_entropy = metrics["entropy"], self._max_entropies[agent]
             collapsed = (
                 f"THE POLICY OF {agent!r} HAS COLLAPSED: the token entropy is {entropy:.2g}, so its episodes hardly "
                 "differ. Lower its learning rate, or set `entropy_coef`, `beta` or a higher `temperature`."
             )
             random = (
                 f"THE POLICY OF {agent!r} IS NEARLY RANDOM: the token entropy is {entropy:.2f}, and the maximum is "
-                f"{self._max_entropy:.2f}. Lower its learning rate or `entropy_coef`, or set `beta`."
+                f"{max_entropy:.2f}. Lower its learning rate or `entropy_coef`, or set `beta`."
             )
-            is_random = entropy > _MAX_ENTROPY_FRACTION * self._max_entropy
+            is_random = entropy > _MAX_ENTROPY_FRACTION * max_entropy
             yield Symptom(f"collapsed/{agent}", entropy < _MIN_ENTROPY, PATIENCE, collapsed)
             yield Symptom(f"noise/{agent}", is_random, PATIENCE, random)
         if "kl" in metrics:

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import functools
 import html
+import json
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Template
 
-from ..adapters.manifest import TeamManifest, is_hub_id
+from ..adapters.manifest import BaseModel, FurtherBaseModel, TeamManifest, is_hub_id
 from ..seams.libraries import installed_version
 from ..system.hints import brief
 
@@ -88,23 +90,26 @@ print(team("..."))  # `team.run(prompts)` returns whole episodes
 ```python
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-base = AutoModelForCausalLM.from_pretrained("{{ base_name }}")
-tokenizer = AutoTokenizer.from_pretrained("{{ repo }}")
-{{ first }} = PeftModel.from_pretrained(base, "{{ repo }}", subfolder="{{ first }}")
+{% for base in bases %}
+base = AutoModelForCausalLM.from_pretrained("{{ base.name }}")
+tokenizer = AutoTokenizer.from_pretrained("{{ repo }}"{{ base.tokenizer }})
+{{ base.first }} = PeftModel.from_pretrained(base, "{{ repo }}", subfolder="{{ base.first }}")
+{%- endfor %}
 ```
 
 ## Serve the team with vLLM
 
-One server has all adapters, each under its name as the model name. The server does not know the system prompts or the
-workflow: clients send the system prompt of an agent, from `marft_team.json`, and the messages that the workflow shows
-the agent.
+One server has all adapters of a base, each under its name as the model name. The server does not know the system
+prompts or the workflow: clients send the system prompt of an agent, from `marft_team.json`, and the messages that the
+workflow shows the agent.
 
 ```bash
 hf download {{ repo }} --local-dir team
-vllm serve {{ base_name }} --enable-lora --max-lora-rank {{ rank }} \\
-  --tokenizer team --chat-template team/chat_template.jinja \\
-  --lora-modules {{ modules }}
+{%- for base in bases %}
+vllm serve {{ base.name }} --enable-lora --max-lora-rank {{ rank }} \\
+  --tokenizer team{{ base.folder }} --chat-template team{{ base.folder }}/chat_template.jinja \\
+  --lora-modules {{ base.modules }}{% if base.port %} --port {{ base.port }}{% endif %}
+{%- endfor %}
 ```
 
 {% else %}## Use the policy alone
@@ -148,18 +153,28 @@ def team_card(
     facts: Mapping[str, str] | None = None,
 ) -> ModelCard:
     """The model card of a team. `picture` is a Mermaid flowchart, and `facts` say how the team was trained."""
-    base = manifest.base_model if is_hub_id(manifest.base_model or "") else None
+    hub_names = [base.name for base in manifest.bases if not base.is_local and is_hub_id(base.name)]
+    base = ", ".join(hub_names) if len(hub_names) == len(manifest.bases) else None
     repo = repo or model_name
     repo = repo if is_hub_id(repo) else "path/to/the/team"
-    base_name = base or "path/to/the/base/model"
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
-    arguments = "" if base or not manifest.adapters else f', model="{base_name}"'
+    bases = [
+        _of_base(manifest, item, place) for place, item in enumerate(manifest.bases) if manifest.adapters_on(item)
+    ]
+    arguments, option = "", ""
+    if bases and base is None:
+        local = [item for item in manifest.bases if item.is_local and manifest.adapters_on(item)]
+        paths = {item.name: "path/to/the/base/model" for item in local}
+        arguments = f", model={json.dumps(paths if manifest.further_bases else 'path/to/the/base/model')}"
+        option = "".join(
+            f" --model {f'{name}=' if manifest.further_bases else ''}path/to/the/base/model" for name in paths
+        )
     if manifest.inference.replies:
         arguments += f", replies={{{', '.join(f'{name!r}: ...' for name in manifest.inference.replies)}}}"
     entries = manifest.workflow.items()
     settings = ", ".join(f"{key}={value!r}" for key, value in entries if key != "class" and value is not None)
     card_data = ModelCardData(
-        base_model=base,
+        base_model=(hub_names if len(hub_names) > 1 else base) if base else None,
         library_name="peft" if manifest.adapters else "transformers",
         model_name=model_name,
         pipeline_tag="text-generation",
@@ -169,7 +184,7 @@ def team_card(
     content = _template(_CARD).render(
         card_data=card_data.to_yaml(),
         title=_markdown(model_name),
-        base=_link(base, "") if base else None,
+        base=" and ".join(_link(name, "") for name in hub_names) if base else None,
         dataset=", ".join(_link(name, "datasets/") for name in datasets),
         num_agents=len(manifest.agents),
         agents_table=_agents_table(manifest),
@@ -177,15 +192,13 @@ def team_card(
         picture=picture,
         metrics_table=_table("metric", "value", {name: f"{value:.4g}" for name, value in (metrics or {}).items()}),
         of_application=manifest.workflow["class"] == "ExternalApp",
-        has_adapters=bool(manifest.adapters),
+        has_adapters=bool(bases),
         arguments=arguments,
-        option="" if base or not manifest.adapters else f" --model {base_name}",
+        option=option,
         agent=manifest.players[0].name,
-        base_name=base_name,
+        bases=bases,
         repo=repo,
-        first=manifest.players[0].adapter,
         rank=max_rank,
-        modules=" ".join(f"{name}=team/{name}" for name in manifest.adapters),
         paper=PAPER,
         facts_table=_table("", "", facts or {}),
         versions="\n".join(f"- {name}: {installed_version(name)}" for name in _PACKAGES),
@@ -193,16 +206,34 @@ def team_card(
     return ModelCard(content)
 
 
+def _of_base(manifest: TeamManifest, base: BaseModel, place: int) -> dict[str, Any]:
+    """What the card says of a base and its adapters."""
+    is_further = isinstance(base, FurtherBaseModel)
+    folder = base.folder if isinstance(base, FurtherBaseModel) else ""
+    return {
+        "name": base.name if not base.is_local and is_hub_id(base.name) else "path/to/the/base/model",
+        "first": manifest.players_on(base)[0].adapter,
+        "tokenizer": f', subfolder="{folder}"' if is_further else "",
+        "folder": f"/{folder}" if is_further else "",
+        "modules": " ".join(f"{name}=team/{name}" for name in manifest.adapters_on(base)),
+        "port": 8000 + place if is_further else None,
+    }
+
+
 def _agents_table(manifest: TeamManifest) -> str:
-    rows = ["| agent | adapter | trained | system prompt |", "|---|---|---|---|"]
+    several = bool(manifest.further_bases)
+    rows = [f"| agent |{' base |' if several else ''} adapter | trained | system prompt |"]
+    rows.append("|---" * (4 + several) + "|")
     scripted = manifest.inference.replies
+    bases = {agent.name: base.name for base in manifest.bases for agent in manifest.players_on(base)}
     for agent in manifest.agents:
         adapter = manifest.adapters.get(agent.adapter)
         folder = f"[`{agent.adapter}`](./{agent.adapter})" if adapter else "shared policy"
         trained = "yes" if adapter is None or adapter["trained"] else "no"
         if agent.name in scripted:
             folder, trained = f"none: {_code(scripted[agent.name])}", "no"
-        rows.append(f"| {agent.name} | {folder} | {trained} | {_markdown(agent.system_prompt or '(none)')} |")
+        own = f" {_markdown(bases.get(agent.name, ''))} |" if several else ""
+        rows.append(f"| {agent.name} |{own} {folder} | {trained} | {_markdown(agent.system_prompt or '(none)')} |")
     return "\n".join(rows)
 
 

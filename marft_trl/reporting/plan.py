@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import math
+import os
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 from datasets import IterableDataset
-from transformers import PreTrainedTokenizerBase
+from trl.trainer.utils import get_config_model_id
 
 from ..agents import AgentSpec
 from ..algorithms.baselines import CREDITS
@@ -64,9 +65,7 @@ class Planner:
         team: TeamSetup,
         run: RunContext,
         runner: EpisodeRunner,
-        batcher: MicroBatcher,
-        model: Any,
-        tokenizer: PreTrainedTokenizerBase,
+        batchers: Mapping[str, MicroBatcher],  # by agent
         train_dataset: Callable[[], Any],
     ):
         self._agents, self._workflow, self._policies = team.agents, team.workflow, team.policies
@@ -74,8 +73,8 @@ class Planner:
         self._samplings, self._aliases, self._trained = team.samplings, team.aliases, team.trained
         self._with_policy = {agent.name for agent in team.agents if agent.has_policy}
         self._args, self._processes = run.args, run.processes
-        self._runner, self._batcher = runner, batcher
-        self._model, self._tokenizer, self._dataset = model, tokenizer, train_dataset
+        self._runner, self._batchers, self._dataset = runner, batchers, train_dataset
+        self._joins_slices = all(batcher.joins_slices for batcher in batchers.values())
         self._first_row: dict[str, Any] | None = None  # of a stream
         self._longest: tuple[Any, int] | None = None  # data set, and the place of its longest prompt
 
@@ -127,26 +126,39 @@ class Planner:
 
     def _shards(self) -> ShardSizes:
         is_half = self._args.bf16 or self._args.fp16
-        whole = self._policies.all_parameters()
-        return shard_sizes(self._model, whole, self._processes.count, 2 if is_half else None)
+        whole, model = self._policies.all_parameters(), self._policies.get_model(self._agents[0].name)
+        return shard_sizes(model, whole, self._processes.count, 2 if is_half else None)
 
     def memory_plan(self) -> MemoryPlan:
-        names = self._policies.names if self._policies.has_adapters else []
-        adapters = [p for name in names for p in self._policies.parameters(name).values()]
-        model, critic = self._model, self._critic
-        critic_parameters = [p for part in critic.parts for p in critic.parameters(part).values()] if critic else []
+        rehearsal = self.rehearse(self._example())
+        plans = []
+        for batcher in dict.fromkeys(self._batchers.values()):
+            agents = [agent for agent, own in self._batchers.items() if own is batcher]
+            plans.append(self._plan_base(batcher, agents, rehearsal))
+        return MemoryPlan.join(plans)
+
+    def _plan_base(self, batcher: MicroBatcher, agents: Sequence[str], rehearsal: Rehearsal) -> MemoryPlan:
+        model, critic = self._policies.get_model(agents[0]), self._critic
+        names = [name for name in self._policies.names if self._policies.models[name] is model]
+        adapters = [
+            p for name in filter(self._policies.is_lora, names) for p in self._policies.parameters(name).values()
+        ]
+        parts = dict.fromkeys(critic.get_part(agent) for agent in agents) if critic else []
+        critic_parameters = [p for part in parts for p in critic.parameters(part).values()] if critic else []
         apart = {id(tensor) for tensor in [*adapters, *critic_parameters]}
         base = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in apart]
         trained = [p for p in [*model.parameters(), *critic_parameters] if p.requires_grad]
         trained = list({id(p): p for p in trained}.values())
         config, width = model.config.get_text_config(), 2 if self._args.bf16 or self._args.fp16 else 4
-        rehearsal = self.rehearse(self._example())
         read = {agent.name for agent in self._agents if agent.has_policy or critic is not None}  # by a model
-        prompts = [prompt for prompt in rehearsal.prompts if prompt[0] in read]
+        prompts = [prompt for prompt in rehearsal.prompts if prompt[0] in read and prompt[0] in agents]
+        if not prompts:  # the rehearsal did not reach the agents of this base
+            prompts = [(agent, len(rehearsal.shown[agent].ids), 0) for agent in agents if agent in read]
         longest = max(length + self._samplings[agent].max_completion_length for agent, length, _ in prompts)
-        cost = self._batcher.measure(longest)
+        cost = batcher.measure(longest)
         self._processes.wait()  # the number of passes that it takes may differ
-        at_once = self._turns_at_once([agent for agent, *_ in prompts], rehearsal.generation_calls)
+        calls = [[agent for agent in wave if agent in agents] for wave in rehearsal.generation_calls]
+        at_once = self._turns_at_once([agent for agent, *_ in prompts], list(filter(None, calls)) or [agents])
         keeps = self._runner.generator.keeps_cache
         has_ddp = self._processes.count > 1 and not self._processes.is_base_sharded
         cache = memory.cache_size(config, at_once, longest + (-longest % ROOM if keeps else 0), width)
@@ -157,7 +169,7 @@ class Planner:
             # DDP keeps a second copy of all gradients, in its buckets
             gradients=memory.count_bytes(trained) * (2 if has_ddp else 1),
             optimizer=memory.optimizer_size(trained, str(getattr(self._args.optim, "value", self._args.optim))),
-            activations=self._activations(prompts, longest, cost),
+            activations=self._activations(batcher, prompts, longest, cost),
             cache=0 if keeps else cache,
             prefill=max(
                 round(cost.per_token * min(at_once * longest, PREFILL_TOKENS) / config.num_hidden_layers),
@@ -167,18 +179,20 @@ class Planner:
             kept=cache + memory.WORKSPACE_BYTES + 4 * at_once * config.vocab_size if keeps else 0,
         )
 
-    def _activations(self, prompts: Sequence[tuple[str, int, int]], longest: int, cost: ActivationCost) -> int:
+    def _activations(
+        self, batcher: MicroBatcher, prompts: Sequence[tuple[str, int, int]], longest: int, cost: ActivationCost
+    ) -> int:
         """Bytes of the largest micro-batch of an agent or of a trained critic."""
-        config, needed = self._model.config.get_text_config(), []
+        config, needed = self._policies.get_model(prompts[0][0]).config.get_text_config(), []
         work: list[tuple[int, ...]] = [self._count_tokens(*prompt) for prompt in prompts]
-        if self._batcher.joins_slices:  # a micro-batch may have all turns of an agent
+        if self._joins_slices:  # a micro-batch may have all turns of an agent
             agents = dict.fromkeys(agent for agent, *_ in prompts)
             pairs = list(zip(prompts, work, strict=True))
             turns = [[counts for prompt, counts in pairs if prompt[0] == name] for name in agents]
             work = [tuple(map(sum, zip(*counts, strict=True))) for counts in turns]
         for tokens, repeated, scored in [*work, *self._critic_work(prompts)]:
-            free = self._batcher.free_for_activations(scored, cost.fixed)
-            limit, checkpointing = self._batcher.compute_limits(longest, cost, free)
+            free = batcher.free_for_activations(scored, cost.fixed)
+            limit, checkpointing = batcher.compute_limits(longest, cost, free)
             share = min(limit / tokens, 1.0)
             kept = cost.size(round(share * tokens), round(share * repeated), checkpointing)
             needed.append(kept + memory.head_size(config.vocab_size, round(share * scored), self._processes.device))
@@ -191,7 +205,7 @@ class Planner:
         work: dict[Any, tuple[int, int, int]] = {}
         for number, prompt in enumerate(prompts):
             tokens, repeated, scored = self._count_tokens(*prompt)
-            part = self._critic.get_part(prompt[0]) if self._batcher.joins_slices else number
+            part = self._critic.get_part(prompt[0]) if self._joins_slices else number
             before = work.get(part, (0, 0, 0))
             tokens -= 0 if self._level.reads_completions else scored
             work[part] = before[0] + tokens, before[1] + repeated, 0
@@ -200,8 +214,8 @@ class Planner:
     def _count_tokens(self, agent: str, length: int, same: int) -> tuple[int, int, int]:
         """Numbers of computed, repeated and scored tokens of an agent's micro-batch."""
         rows, new = self._args.per_device_train_batch_size, self._samplings[agent].max_completion_length
-        rows *= self._args.gradient_accumulation_steps if self._batcher.joins_slices else 1
-        same = same if self._batcher.share else 0
+        rows *= self._args.gradient_accumulation_steps if self._joins_slices else 1
+        same = same if self._batchers[agent].share else 0
         tokens = math.ceil(rows / self._args.num_generations) * same + rows * (length - same + new)
         return tokens, rows * same, rows * new
 
@@ -241,7 +255,7 @@ class Planner:
                 tools[request.agent] = list(map(tool_name, request.functions))
                 observations.setdefault(request.agent, observation)
                 shared = self._shared_length(runner, request, observation)
-                prompts.append((request.agent, self._max_length(observation), shared))
+                prompts.append((request.agent, self._max_length(request.agent, observation), shared))
             if len(requests[0].episode.turns) >= _MAX_REHEARSAL_TURNS:
                 return [EndOfEpisode("the rehearsal has the maximum number of turns")] * len(requests)
             names = [self._aliases.get(request.agent, request.agent) for request in requests]
@@ -254,12 +268,12 @@ class Planner:
         observations |= {agent.name: observation for agent, observation in zip(rest, alone, strict=True)}
         return Rehearsal(episode, observations, prompts, generation_calls, tools)
 
-    def _max_length(self, observation: Observation) -> int:
+    def _max_length(self, agent: str, observation: Observation) -> int:
         """Return the number of tokens of an observation if all turns in it had maximum length."""
-        longer = 0
+        longer, tokenizer = 0, self._runner.prompts.for_agent(agent).tokenizer
         for item in observation.seen:
             if isinstance(item, Turn):
-                made_up = len(self._tokenizer(item.text, add_special_tokens=False)["input_ids"])
+                made_up = len(tokenizer(item.text, add_special_tokens=False)["input_ids"])
                 longer += max(self._samplings[item.agent].max_completion_length - made_up, 0)
         return len(observation.ids) + longer
 
@@ -306,6 +320,10 @@ class Planner:
         trained = f"learning rate {rate:g}" if agent.trainable else "frozen"
         where = self._policies.get_origin(adapter)
         facts = [f"adapter {adapter}, {weights:,} weights, {where}", trained]
+        if self._policies.further:
+            model = self._policies.get_model(agent.name)
+            base = get_config_model_id(model.config) or type(model).__name__
+            facts.insert(0, f"base {os.path.basename(base) if os.path.isdir(base) else base}")
         facts += [f"temperature {sampling.temperature:g}", most]
         facts += [f"tools {', '.join(tools)}"] if tools else []
         return f"{agent.name}: {'; '.join(facts)}"
@@ -323,7 +341,7 @@ class Planner:
         by_agent = ", ".join(f"{name} {count}" for name, count in turns.items())
         # Slices of a step go through the model together, with all turns of an agent
         together = args.per_device_train_batch_size
-        together *= args.gradient_accumulation_steps if self._batcher.joins_slices else 1
+        together *= args.gradient_accumulation_steps if self._joins_slices else 1
         turns_of_agent = max((turns[name] * self._candidates(name) for name in trained), default=1) or 1
         return [
             f"{_count(episodes, 'episode is', 'episodes are')} generated at once: "
@@ -378,13 +396,14 @@ class Planner:
         return f"{batches} per {steps}, with up to {longest:,} decoding steps in sequence{more}"
 
     def _describe_window(self, lengths: Sequence[tuple[str, int]]) -> list[str]:
-        window = self._runner.prompts.window_size
-        name, length = max(lengths, key=lambda item: item[1])
-        if window is None or length <= window:
+        windows = {name: self._runner.prompts.for_agent(name).window_size for name, _ in lengths}
+        too_long = [(length, name) for name, length in lengths if length > (windows[name] or math.inf)]
+        if not too_long:
             return []
+        length, name = max(too_long)
         return [
             f"TOO LONG: an observation and a turn of {name} may have {length:,} tokens, but the model's window is "
-            f"{window:,} tokens (context_overflow={self._args.context_overflow!r} applies)"
+            f"{windows[name]:,} tokens (context_overflow={self._args.context_overflow!r} applies)"
         ]
 
 

@@ -8,7 +8,7 @@ import csv
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,7 +131,7 @@ class Reporter:
         team: TeamSetup,
         run: RunContext,
         rewards: TrlRewards,
-        tokenizer: PreTrainedTokenizerBase,
+        get_tokenizer: Callable[[str], PreTrainedTokenizerBase],  # of an agent
         randomness: UserRandomness,
         eval_metrics: Sequence[evaluation.EvalMetric] = (),
         vote: evaluation.Vote = evaluation.last_box,
@@ -140,7 +140,7 @@ class Reporter:
         self._games = games
         self._agents, self._rewards, self._eval_metrics = team.names, rewards, list(eval_metrics)
         self._adapters = {agent.name: agent.adapter for agent in team.agents if agent.has_policy}
-        self._tokenizer, self._randomness = tokenizer, randomness
+        self._get_tokenizer, self._randomness = get_tokenizer, randomness
         self._args, self._settings = run.args, run.settings
         self._metrics, self._state, self._processes = run.metrics, run.state, run.processes
         self._table: dict[str, list[TableRow]] = {"train": [], "eval": []}
@@ -339,7 +339,7 @@ class Reporter:
             # If none is printed, the page still shows some
             if position < (self._settings.num_completions_to_print or MAX_TRANSCRIPTS):
                 title = f"step {step}, episode {before + position}"
-                tokens = [self.token_texts(turn.completion_ids) for turn in episode.turns]
+                tokens = [self.token_texts(turn.agent, turn.completion_ids) for turn in episode.turns]
                 known = (episode.row.get(name) for name in (self._args.eval_reference_column, "solution", "answer"))
                 reference = next((item for item in known if isinstance(item, str) and item), "")
                 total = _to_float(rollout.rewards[position])
@@ -373,15 +373,15 @@ class Reporter:
                 )
         return extra
 
-    def token_texts(self, ids: Sequence[int]) -> list[str]:
+    def token_texts(self, agent: str, ids: Sequence[int]) -> list[str]:
         """Decode each token. Of tokens that share a character, the first gets its text; the others are empty."""
-        texts = self._tokenizer.batch_decode([[index] for index in ids])
-        start = 0
+        tokenizer = self._get_tokenizer(agent)
+        texts, start = tokenizer.batch_decode([[index] for index in ids]), 0
         while start < len(texts):
             end = start + 1
             while _UNKNOWN in texts[start] and end < len(texts) and _UNKNOWN in texts[end]:
                 end += 1
-            texts[start:end] = [self._tokenizer.decode(ids[start:end]), *[""] * (end - start - 1)]
+            texts[start:end] = [tokenizer.decode(ids[start:end]), *[""] * (end - start - 1)]
             start = end
         return texts
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl import is_conversational
 
 from ..agents import AgentSpec
 from ..config.team_setup import Sampling
@@ -51,6 +52,34 @@ def find_template(
     return uses_tools, prepare_tools(tokenizer, agents, workflow) if uses_tools else None
 
 
+def make_tokenize(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | None, template_kwargs: Mapping[str, Any]
+) -> Callable[..., list[list[int]]]:
+    """Tokenization of prompts like `GRPOTrainer._tokenize_prompts` (TRL 1.16), without a trainer."""
+
+    def tokenize(prompts: list, functions: Sequence[Callable] = ()) -> list[list[int]]:
+        if not is_conversational({"prompt": prompts[0]}):
+            return tokenizer(text=prompts)["input_ids"]
+        return tokenizer.apply_chat_template(
+            conversation=prompts,
+            tools=list(functions) or None,
+            chat_template=chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **template_kwargs,
+        )["input_ids"]
+
+    return tokenize
+
+
+def find_end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end a turn, as `GRPOTrainer` (TRL 1.16) finds them: of the tokenizer and the generation config."""
+    ends = model.generation_config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else list(ends or [])
+    return [*dict.fromkeys([tokenizer.eos_token_id, *ends])]
+
+
 def make_speaker(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -62,9 +91,13 @@ def make_speaker(
     end_token_ids: Sequence[int],
     without_model: Collection[str] = (),
     max_model_len: int | None = None,
+    own: Collection[str] | None = None,
 ) -> Speaker:
-    """Make a speaker. Observations of agents `without_model` have no limit; servers accept `max_model_len` tokens."""
-    uses_tools = workflow.uses_tools or any(agent.tools for agent in agents)
+    """
+    Make a speaker. Observations of agents `without_model` have no limit, and servers accept `max_model_len` tokens.
+    `own` are the agents that act with this model, `None` for all: turns of others are only text to its tokenizer.
+    """
+    uses_tools = workflow.uses_tools or any(agent.tools for agent in agents if own is None or agent.name in own)
     template = ChatTemplate(tokenizer, settings.chat_template, settings.chat_template_kwargs)
     prompts = PromptBuilder(
         tokenizer,
@@ -77,6 +110,7 @@ def make_speaker(
         aliases=settings.aliases,
         is_single_agent=is_single_agent(agents, workflow),
         show_reasoning=settings.show_reasoning,
+        own=own,
     )
     warn_of_unprotected(prompts, uses_tools)
     reader = TurnReader(tokenizer, end_token_ids, template, uses_tools, is_lone=len(agents) == 1)

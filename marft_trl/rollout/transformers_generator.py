@@ -105,7 +105,9 @@ class TransformersGenerator(Generator):
         is_sharded: bool = False,
     ):
         model = engine.model
-        can_mix = share and not is_sharded and MixedLora.find_obstacle(model, policies.names) is None
+        names = list(dict.fromkeys(map(policies.get_adapter, samplings)))  # an agent without a policy has none
+        names = [name for name in names if policies.models.get(name) is model]
+        can_mix = share and not is_sharded and MixedLora.find_obstacle(model, names) is None
         self._mixed = MixedLora(model) if can_mix else None  # decodes few rows of several agents together
         self._share, self.records, self._is_sharded = share, share and records, is_sharded
         self._engine, self._policies, self._samplings = engine, policies, samplings

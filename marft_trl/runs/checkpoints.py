@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..adapters.lora import load_adapter_weights
+from ..adapters.lora import load_adapter_weights, load_base_weights
 from ..adapters.manifest import MANIFEST_NAME, TeamManifest
 from ..adapters.policies import Policies, load_references, save_references
 from ..algorithms.rows import Row, Slice
@@ -26,7 +27,6 @@ from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.records import SampledBy
 from ..learning.adapter_updates import Schedule
 from ..seams.libraries import get_logger
-from ..system.processes import other_devices
 from ..system.randomness import RandomStates, undisturbed
 from . import run_folder
 from .resume import RunSettings, check_same_team, check_structure, read_accepted, tunables
@@ -190,7 +190,7 @@ class Checkpoints:
         run: RunContext,
         stateful: Mapping[str, Stateful],
         schedule: Schedule,
-        model: Any,
+        devices: Sequence[torch.device],  # with random states, other than the device of the process
         ref_model: nn.Module | None,
         settings: RunSettings,
         best: BestAdapters | None,
@@ -200,10 +200,9 @@ class Checkpoints:
         self.folder = RunFolder(run.args.output_dir or ".")
         self.accepted = read_accepted(run.args.resume_changes)
         self._state, self._schedule, self._args, self._processes = run.state, schedule, run.args, run.processes
-        self._model, self._ref_model, self._policies, self._critic = model, ref_model, team.policies, team.critic
+        self._ref_model, self._policies, self._critic = ref_model, team.policies, team.critic
         self._agents, self._anonymous, self._settings = team.agents, team.anonymous, settings
-        device = run.processes.device
-        self._random = RandomStates(device, others=other_devices(model, device))
+        self._random = RandomStates(run.processes.device, others=devices)
         self._recorded_step: dict[str, Any] | None = None
         self._log_window: dict[str, Any] | None = None
 
@@ -427,7 +426,11 @@ class Checkpoints:
         saved = {agent.name for agent in manifest.agents} | set(manifest.adapters)
         check_same_team(saved, {agent.name for agent in self._agents} | set(policies.names), folder)
         for name in policies.names:
-            load_adapter_weights(self._model, name, Path(folder) / name)
+            model = policies.models[name]
+            if isinstance(model, PeftModel):
+                load_adapter_weights(model, name, Path(folder) / name)
+            elif model in policies.further:  # the Trainer has loaded the first base, if that is trained itself
+                load_base_weights(model, name, Path(folder) / name)
             if not all(torch.isfinite(value.detach()).all() for value in policies.parameters(name).values()):
                 raise ValueError(
                     f"The weights of the adapter {name!r} in {folder} are not finite. Resume from an earlier "

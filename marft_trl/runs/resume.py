@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import PeftModel
 from torch import nn
 from trl.trainer.utils import get_callable_name
 
-from ..adapters.manifest import BaseModel, hash_of_weights
+from ..adapters.manifest import BaseModel, FurtherBaseModel, hash_of_weights
 from ..config.marft_config import MARFTConfig
 from ..config.options import ALWAYS_UNUSED, INHERITED, collect_rules
 from ..config.team_setup import TeamSetup
@@ -61,7 +62,7 @@ class RunSettings:
         team: TeamSetup,
         args: MARFTConfig,
         model: Any,
-        base: Callable[[], BaseModel],
+        bases: Callable[[], Sequence[BaseModel]],  # descriptions, that of the trainer's `model` first
         rewards: Mapping[str, Sequence],
         weights: Sequence[float],
         view: Callable[[], View],
@@ -70,7 +71,7 @@ class RunSettings:
     ):
         self._args, self._agents, self._policies = args, team.agents, team.policies
         self._workflow, self._critic = team.workflow, team.critic
-        self._model, self._base, self._view = model, base, view
+        self._bases, self._view = bases, view
         self._weights, self._dataset, self._num_processes = list(weights), dataset, num_processes
         self._slow: dict[str, Any] | None = None
         # Now, as the files may be edited during the run
@@ -80,7 +81,8 @@ class RunSettings:
             functions |= {f"{owner or 'team'}.rewards[{index}]": item for index, item in enumerate(of_owner)}
         self._code = {name: compute_fingerprint(function) for name, function in functions.items()}
         # Now, because no process may have whole weights later
-        self._base_weights = hash_of_weights(model) if team.policies.has_adapters else None
+        models = (model, *team.policies.further)
+        self._base_weights = [hash_of_weights(item) if isinstance(item, PeftModel) else None for item in models]
 
     def collect(self) -> dict[str, Any]:
         args, has_critic = self._args, self._critic is not None
@@ -98,18 +100,22 @@ class RunSettings:
             "tunable": without_secrets(self._tunables()),
         }
         if self._slow is None:
-            base = self._base()
-            kind = {"config": base.config_hash, "quantization": base.quantization, "weights": self._base_weights}
-            tokenizer = {"vocabulary": base.tokenizer_hash, "chat_template": base.chat_template_hash}
-            self._slow = {"base": kind, "tokenizer": tokenizer, "dataset": dataset_hash(self._dataset)}
+            kinds: dict[str, Any] = {}
+            tokenizers: dict[str, Any] = {}
+            for base, weights in zip(self._bases(), self._base_weights, strict=True):
+                kind = {"config": base.config_hash, "quantization": base.quantization, "weights": weights}
+                tokenizer = {"vocabulary": base.tokenizer_hash, "chat_template": base.chat_template_hash}
+                if isinstance(base, FurtherBaseModel):  # by their first agents
+                    kinds[base.folder], tokenizers[base.folder] = kind, tokenizer
+                else:
+                    kinds, tokenizers = kinds | kind, tokenizers | tokenizer
+            self._slow = {"base": kinds, "tokenizer": tokenizers, "dataset": dataset_hash(self._dataset)}
         return json.loads(json.dumps({**parts, **self._slow}, default=str))
 
     def _adapters(self) -> dict[str, Any]:
-        if not self._policies.has_adapters:
-            return {}
         adapters = {}
-        for name in self._policies.names:
-            config = self._model.peft_config[name]
+        for name in filter(self._policies.is_lora, self._policies.names):
+            config = self._policies.models[name].peft_config[name]
             lora = {key: plain(getattr(config, key)) for key in _OF_LORA if hasattr(config, key)}
             adapters[name] = {"trained": name in self._policies.trained, **lora}
         return adapters

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
-from trl.trainer.utils import get_callable_name
+from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, get_callable_name
 
 from .libraries import get_logger
 from .swapping import swapped
@@ -113,6 +115,42 @@ def configure_grpo_trainer(trainer: GRPOTrainer, beta: float, ratio: str | None)
     trainer.eos_token_ids = list(dict.fromkeys([*trainer.eos_token_ids, *end_ids]))
     if not trainer.use_vllm:
         trainer.generation_kwargs["eos_token_id"] = trainer.eos_token_ids
+
+
+def prepare_further_model(trainer: GRPOTrainer, model: Any, tokenizer: Any) -> None:
+    """
+    Prepare a model that TRL does not know as `GRPOTrainer.__init__` (TRL 1.16) and `Trainer` prepare their own:
+    padding, precision of the adapters of a quantized base, checkpointing, dropout, TRL's LM head, and the device,
+    unless the model is on another accelerator. All processes get the trained weights of the first.
+    """
+    args, is_peft = trainer.args, isinstance(model, PeftModel)
+    base = model.get_base_model() if is_peft else model
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    if is_peft and isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        raise ValueError(
+            f"An adapter on the LM head of {base.name_or_path!r} would never be trained, as in GRPOTrainer. Remove "
+            "'lm_head' from its `target_modules`."
+        )
+    if is_peft and getattr(base, "is_quantized", False):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_magnitude_vector" not in name:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    if args.disable_dropout:
+        disable_dropout_in_model(model)
+    add_fused_lm_head(base, temperature=trainer.temperature, outputs=("log_probs", "entropy"))
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
+        if is_peft:
+            model.enable_input_require_grads()
+    if model.device.type == "cpu" and not getattr(base, "is_quantized", False):
+        model.to(trainer.accelerator.device)
+    if trainer.accelerator.num_processes > 1:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                torch.distributed.broadcast(parameter.data, 0)
 
 
 class TrlState:

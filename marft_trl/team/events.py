@@ -156,12 +156,12 @@ class Narrator:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        get_tokenizer: Callable[[str], PreTrainedTokenizerBase],  # of an agent
         on_event: Callable[[Event], None] | None = None,
         limit: int | None = None,
         schema: Mapping[str, Any] | None = None,  # of each turn
     ):
-        self._tokenizer, self._on_event, self._limit, self._schema = tokenizer, on_event, limit, schema
+        self._get_tokenizer, self._on_event, self._limit, self._schema = get_tokenizer, on_event, limit, schema
         self._turns: list[LiveTurn] = []
         self._begun: dict[Request, tuple[int, GrowingText]] = {}
         self._count = 0
@@ -169,7 +169,7 @@ class Narrator:
     def turn_started(self, request: Request, seed: int) -> LiveTurn:
         on_event, on_tokens = self._on_event, None
         if on_event is not None:
-            number, text = self._count, GrowingText(self._tokenizer)
+            number, text = self._count, GrowingText(self._get_tokenizer(request.agent))
             self._begun[request] = number, text
             self._count += 1
             on_event(TurnStarted(request.agent, number))
@@ -186,7 +186,7 @@ class Narrator:
             return
         if request not in self._begun:  # a function has written it
             self._on_event(TurnStarted(request.agent, self._count))
-            self._begun[request] = self._count, GrowingText(self._tokenizer)
+            self._begun[request] = self._count, GrowingText(self._get_tokenizer(request.agent))
             self._count += 1
         number, text = self._begun.pop(request)
         if rest := text.get_rest(turn.text):

@@ -211,7 +211,9 @@ class LiveTeam:
 
     async def run(self, question: Question, on_event: Callable[[Event], None] | None = None) -> list[Episode]:
         """Return the episodes, in order. `on_event` needs a question with one row. Canceling the task ends turns."""
-        narrator = Narrator(self._runner.prompts.tokenizer, on_event, question.max_tokens, question.schema)
+        prompts = self._runner.prompts
+        get_tokenizer = lambda agent: prompts.for_agent(agent).tokenizer  # noqa: E731
+        narrator = Narrator(get_tokenizer, on_event, question.max_tokens, question.schema)
         runner = self._runner.changed(
             dataclasses.replace(_CONCURRENT, options=dict(question.options), listener=narrator),
             generator=self._generator,

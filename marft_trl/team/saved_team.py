@@ -12,13 +12,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import PartialState
 from peft import PeftModel
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
-from trl import is_conversational
 from trl.trainer.utils import create_model_from_path
 
-from ..adapters.files import check_no_adapter, forget_local_base, warn_of_leftovers
-from ..adapters.manifest import Inference, TeamManifest, describe_base, loading_model
+from ..adapters.files import check_no_adapter, forget_local_base, load_onto_base, save_base, warn_of_leftovers
+from ..adapters.manifest import BaseModel, FurtherBaseModel, Inference, TeamManifest, describe_base, loading_model
 from ..adapters.policies import Policies
 from ..agents import AgentSpec, as_tools
 from ..config.team_setup import Sampling
@@ -28,11 +28,12 @@ from ..prompts.views import View
 from ..reporting.model_card import CARD_NAME, TAGS, team_card
 from ..rollout.generator import Generator
 from ..rollout.runner import EpisodeLimits, EpisodeRunner
-from ..rollout.speaker import PromptSettings, make_speaker
+from ..rollout.speaker import PromptSettings, Speaker, find_end_tokens, find_template, make_speaker, make_tokenize
 from ..rollout.transformers_generator import ModelEngine, TransformersGenerator
 from ..seams.generation import HALF
 from ..seams.models import keep_4bit_weights
 from ..shared_prefix.forward import find_obstacle
+from ..system.hints import did_you_mean
 from ..system.processes import device_map_kwargs
 from ..system.randomness import UserRandomness
 from ..workflows import Workflow
@@ -136,11 +137,17 @@ def rebuild_workflow(manifest: TeamManifest, environment_factory: Any) -> Workfl
     return rebuild(manifest.workflow, environment_factory)
 
 
-def as_servers(engine: Any) -> Servers | None:
+def as_servers(engine: Any, base: BaseModel, is_only: bool) -> Servers | None:
+    """The servers of a base; `None` if this process generates."""
     if engine is None:
         return None
-    from ..extras.engines.setup import Servers
+    from ..extras.engines.setup import Servers, choose_servers
 
+    if not is_only and not isinstance(engine, Mapping):
+        raise ValueError(
+            "The team has several bases, so `engine` must have the servers of each: `engine={model: address, ...}`."
+        )
+    engine = choose_servers(engine, base.name, "engine")
     return engine if isinstance(engine, Servers) else Servers(engine)
 
 
@@ -159,11 +166,31 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
+def choose_models(manifest: TeamManifest, model: Any) -> list[Any]:
+    """The `model` of each base of a team, in order; `None` for those that are loaded as in training."""
+    if not isinstance(model, Mapping):
+        return [model, *(None for _ in manifest.further_bases)]
+    names = [base.name for base in manifest.bases]
+    for name in model:
+        if name not in names:
+            raise ValueError(
+                f"`model=` has {name!r}, but the bases of the team are {', '.join(map(repr, names))}."
+                f"{did_you_mean(name, names)}"
+            )
+    return [model.get(name) for name in names]
+
+
 def load_base(
-    manifest: TeamManifest, folder: Path, model: Any, quantization_config: Any, device: torch.device
+    manifest: TeamManifest,
+    base: BaseModel,
+    folder: Path,
+    model: Any,
+    quantization_config: Any,
+    device: torch.device,
 ) -> PreTrainedModel:
-    base = manifest.base
-    if model is not None and not manifest.adapters:
+    """Load a base of a team. `folder` has its weights if it is trained itself."""
+    has_adapters, is_only = bool(manifest.adapters_on(base)), not manifest.further_bases
+    if model is not None and not has_adapters:
         raise ValueError(
             "The agents of this team share one fully trained policy, whose weights are loaded from the folder of the "
             "team. Leave `model` out."
@@ -180,15 +207,16 @@ def load_base(
         )
     # If `trust_remote_code` were not set, transformers would ask the user
     options: dict[str, Any] = {"trust_remote_code": False, **device_map_kwargs(device)}
-    if model is None and not manifest.adapters:
+    if model is None and not has_adapters:
         model = folder  # the folder of the manifest contains the full weights
         options["use_safetensors"] = True  # no pickles
         check_no_adapter(folder)
-    elif model is None and manifest.base_model is not None:
-        model, options["revision"] = manifest.base_model, base.revision
+    elif model is None and not base.is_local:
+        model, options["revision"] = base.name, base.revision
     if model is None:
         raise ValueError(
-            f"The team was trained on the local base {base.name!r}. Pass its folder or the loaded model as `model=`."
+            f"The team was trained on the local base {base.name!r}. Pass its folder or the loaded model as "
+            + ("`model=`." if is_only else f"`model={{{base.name!r}: ...}}`.")
         )
     if base.dtype is not None:
         options["dtype"] = base.dtype
@@ -202,49 +230,102 @@ def load_base(
     return loaded
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedTeam:
-    """The parts of a saved team other than its weights, agents and workflow."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedBase:
+    """A base of a loaded team with the adapters of its agents."""
 
-    manifest: TeamManifest
+    description: BaseModel
+    model: PreTrainedModel | PeftModel
     tokenizer: PreTrainedTokenizerBase
-    view: View  # of agents without their own
+    chat_template: str | None  # instead of the tokenizer's
+    agents: Sequence[str]  # that act with it
     servers: Servers | None = None  # that sample the turns; `None`: this process does
 
-    def make_runner(
-        self, agents: Sequence[AgentSpec], workflow: Workflow, model: PreTrainedModel, chat_template: str | None
-    ) -> EpisodeRunner:
-        """Make what runs the episodes. `chat_template` replaces the tokenizer's, where it is not `None`."""
-        inference, tokenizer = self.manifest.inference, self.tokenizer
-        engine = ModelEngine(
-            model, tokenizer, make_generate_settings(inference, model, tokenizer), HALF.get(inference.mixed_precision)
-        )
-        samplings = {agent.name: _get_sampling(agent, inference) for agent in agents}
-        policies, max_model_len = Policies(model, agents), None
-        if self.servers is not None:
-            max_model_len = self.servers.find_max_model_len()
-            generator: Generator = self.servers.generator(agents, policies, samplings, engine)
-        else:
-            base = model.get_base_model() if isinstance(model, PeftModel) else model
-            share = inference.share_prefixes and find_obstacle(base) is None
-            generator = TransformersGenerator(engine, policies, samplings, share)
 
-        def tokenize(prompts: list, functions: Sequence[Callable] = ()) -> list[list[int]]:
-            """Like `GRPOTrainer._tokenize_prompts` (TRL 1.16)."""
-            if not is_conversational({"prompt": prompts[0]}):
-                return tokenizer(text=prompts)["input_ids"]
-            return tokenizer.apply_chat_template(
-                conversation=prompts,
-                tools=list(functions) or None,
-                chat_template=chat_template,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **inference.chat_template_kwargs,
-            )["input_ids"]
+def load_bases(
+    manifest: TeamManifest,
+    folder: Path,
+    agents: Sequence[AgentSpec],
+    workflow: Workflow,
+    model: Any,
+    quantization_config: Any,
+    processing_class: PreTrainedTokenizerBase | None,
+    engine: Any,
+) -> list[LoadedBase]:
+    """Load the bases of a team with their tokenizers and adapters. Servers compare weights, so a CPU is enough."""
+    device, bases = torch.device("cpu") if engine is not None else PartialState().device, []
+    for base, chosen in zip(manifest.bases, choose_models(manifest, model), strict=True):
+        is_further = isinstance(base, FurtherBaseModel)
+        own_folder = folder / base.folder if isinstance(base, FurtherBaseModel) else folder
+        tokenizer = None if is_further else processing_class
+        tokenizer = tokenizer or load_tokenizer(own_folder)
+        if tokenizer.pad_token is None:  # as in training
+            tokenizer.pad_token = tokenizer.eos_token
+        servers = as_servers(engine, base, is_only=not manifest.further_bases)
+        loaded = load_base(manifest, base, own_folder, chosen, quantization_config, device)
+        names = [agent.name for agent in manifest.players_on(base)]
+        _, template = find_template([agent for agent in agents if agent.name in names], workflow, tokenizer)
+        check_base_matches(base, loaded, tokenizer, template)
+        if manifest.adapters_on(base):
+            loaded = load_onto_base(loaded, folder, manifest, base)
+        loaded.requires_grad_(False)
+        bases.append(LoadedBase(base, loaded, tokenizer, template, names, servers))
+    return bases
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedTeam:
+    """The parts of a saved team other than its agents and workflow."""
+
+    manifest: TeamManifest
+    bases: Sequence[LoadedBase]
+    view: View  # of agents without their own
+
+    def make_runner(self, agents: Sequence[AgentSpec], workflow: Workflow) -> EpisodeRunner:
+        """Make what runs the episodes."""
+        inference, first = self.manifest.inference, self.bases[0]
+        samplings = {agent.name: _get_sampling(agent, inference) for agent in agents}
+        further = {name: base.model for base in self.bases[1:] for name in base.agents}
+        policies = Policies(first.model, agents, further=further)
+        speaker = self._make_speaker(first, agents, workflow, samplings, policies)
+        if further:
+            from ..rollout.several_bases import join_speakers
+
+            speakers = dict.fromkeys(samplings, speaker)
+            for base in self.bases[1:]:
+                own = self._make_speaker(base, agents, workflow, samplings, policies)
+                speakers |= dict.fromkeys(base.agents, own)
+            speaker = join_speakers(speakers)
+        limits = EpisodeLimits(ToolLimits(**inference.tool_limits), inference.workflow_timeout)
+        return EpisodeRunner(agents, workflow, speaker, UserRandomness(0, first.model.device), limits)
+
+    def _make_speaker(
+        self,
+        base: LoadedBase,
+        agents: Sequence[AgentSpec],
+        workflow: Workflow,
+        samplings: Mapping[str, Sampling],
+        policies: Policies,
+    ) -> Speaker:
+        inference, model, tokenizer, chat_template = (
+            self.manifest.inference,
+            base.model,
+            base.tokenizer,
+            base.chat_template,
+        )
+        settings = make_generate_settings(inference, model, tokenizer, is_first=base is self.bases[0])
+        engine = ModelEngine(model, tokenizer, settings, HALF.get(inference.mixed_precision))
+        is_only, max_model_len = len(self.bases) == 1, None
+        samplings_of_base = samplings if is_only else {name: samplings[name] for name in base.agents}
+        if base.servers is not None:
+            max_model_len = base.servers.find_max_model_len()
+            generator: Generator = base.servers.generator(agents, policies, samplings_of_base, engine)
+        else:
+            share = inference.share_prefixes and find_obstacle(without_adapters(model)) is None
+            generator = TransformersGenerator(engine, policies, samplings_of_base, share)
 
         prompt_settings = PromptSettings(
-            tokenize,
+            make_tokenize(tokenizer, chat_template, inference.chat_template_kwargs),
             chat_template,
             inference.chat_template_kwargs,
             view=self.view,
@@ -252,7 +333,7 @@ class SavedTeam:
             context_overflow=inference.context_overflow,
             show_reasoning=inference.show_reasoning,
         )
-        speaker = make_speaker(
+        return make_speaker(
             model,
             tokenizer,
             generator,
@@ -263,30 +344,36 @@ class SavedTeam:
             engine.end_token_ids,
             without_model=[agent.name for agent in agents if not agent.has_policy],
             max_model_len=max_model_len,
+            own=None if is_only else base.agents,
         )
-        limits = EpisodeLimits(ToolLimits(**inference.tool_limits), inference.workflow_timeout)
-        return EpisodeRunner(agents, workflow, speaker, UserRandomness(0, model.device), limits)
 
-    def save(self, folder: Path, model: PreTrainedModel) -> None:
+    def save(self, folder: Path) -> None:
         """Save the team with its weights to a folder, in the same format as [`MARFTTrainer`]."""
-        manifest, base = self.manifest, model
         folder.mkdir(parents=True, exist_ok=True)
-        max_rank = 0
-        if isinstance(model, PeftModel):
-            base, names = model.get_base_model(), list(manifest.adapters)
-            model.save_pretrained(str(folder), selected_adapters=names, save_embedding_layers=False)
-            warn_of_leftovers(folder, names)
-            max_rank = max(getattr(model.peft_config[name], "r", 0) for name in names)
-        else:
-            model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        current = describe_base(base, self.tokenizer, self.tokenizer.chat_template)
-        if manifest.base.config_hash != current.config_hash:
-            manifest = dataclasses.replace(manifest, base=current)
-        if manifest.base_model is None:  # the base is a local folder, which other machines do not have
-            for name in manifest.adapters:
-                forget_local_base(folder / name)
+        manifest, saved = self.manifest, []
+        descriptions: list[Any] = []
+        for base in self.bases:
+            names, description = manifest.adapters_on(base.description), base.description
+            if isinstance(description, FurtherBaseModel):
+                save_base(base.model, base.tokenizer, folder, description, names)
+            elif isinstance(base.model, PeftModel):
+                base.model.save_pretrained(str(folder), selected_adapters=names, save_embedding_layers=False)
+            else:
+                base.model.save_pretrained(folder)
+            saved += [base.model.peft_config[name] for name in names]
+            current = describe_base(without_adapters(base.model), base.tokenizer, base.tokenizer.chat_template)
+            if description.config_hash != current.config_hash:
+                description = dataclasses.replace(description, **vars(current))
+            descriptions.append(description)
+            if description.is_local:  # a folder that other machines do not have
+                for name in names:
+                    forget_local_base(folder / name)
+        self.bases[0].tokenizer.save_pretrained(folder)
+        if saved:
+            warn_of_leftovers(folder, list(manifest.adapters))
+        manifest = dataclasses.replace(manifest, base=descriptions[0], further_bases=descriptions[1:])
         manifest.save(folder)
+        max_rank = max((getattr(config, "r", 0) for config in saved), default=0)
         facts = {"base model": manifest.base.name}
         card = team_card(manifest, folder.name, tags=TAGS, max_rank=max_rank, facts=facts)
         card.save(folder / CARD_NAME)
@@ -304,24 +391,28 @@ def _load_quantization_config(quantization: Mapping[str, Any]) -> BitsAndBytesCo
         ) from error
 
 
+def without_adapters(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
 def check_base_matches(
-    manifest: TeamManifest, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat_template: str | None
+    saved: BaseModel, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat_template: str | None
 ) -> None:
     """Warn if base, tokenizer or template differ from training. Raises if the base's vocabulary is too small."""
     current = describe_base(base, tokenizer, chat_template or tokenizer.chat_template)
     kinds = {"config_hash": "base", "tokenizer_hash": "tokenizer", "chat_template_hash": "chat template"}
-    different = [kind for name, kind in kinds.items() if getattr(current, name) != getattr(manifest.base, name)]
+    different = [kind for name, kind in kinds.items() if getattr(current, name) != getattr(saved, name)]
     vocab_size = base.get_input_embeddings().weight.size(0)
     if "base" in different and len(tokenizer) > vocab_size:  # the base of training may lack tokens, too
         raise ValueError(
             f"The tokenizer of the team has {len(tokenizer):,} tokens, but the base has only {vocab_size:,}. Pass "
-            f"the base of training ({manifest.base.name!r}) as `model=`: another one, or the same one with the tokens "
+            f"the base of training ({saved.name!r}) as `model=`: another one, or the same one with the tokens "
             "that were added to it before training (`resize_token_embeddings`, then `save_pretrained`)."
         )
     if different:
         logger.warning(
             f"The {' and the '.join(different)} differ{'s' if len(different) == 1 else ''} from what the team was "
-            f"trained with ({manifest.base.name!r}), so its answers may be worse. Pass the `model=` and the "
+            f"trained with ({saved.name!r}), so its answers may be worse. Pass the `model=` and the "
             "`processing_class=` of training."
         )
 
@@ -339,12 +430,14 @@ _EXCLUDED_SETTINGS = {"num_return_sequences", "num_beams", "return_dict_in_gener
 
 
 def make_generate_settings(
-    inference: Inference, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    inference: Inference, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, is_first: bool = True
 ) -> dict[str, Any]:
-    """Return the settings of `generate`. Unknown settings are dropped, because the manifest is not trusted."""
+    """
+    Return the settings of `generate`. Unknown settings are dropped, because the manifest is not trusted, and tokens of
+    the first base unless the model `is_first`.
+    """
     known = (model.generation_config.to_dict().keys() | {"do_sample"}) - _EXCLUDED_SETTINGS
+    known = known if is_first else {name for name in known if not name.endswith("_token_id")}
     settings = {name: value for name, value in inference.generation.items() if name in known}
-    end_ids = model.generation_config.eos_token_id
-    end_ids = [end_ids] if isinstance(end_ids, int) else list(end_ids or [])
-    end_ids = [*dict.fromkeys([tokenizer.eos_token_id, *end_ids])]
-    return {"do_sample": True, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": end_ids, **settings}
+    ends = find_end_tokens(model, tokenizer)
+    return {"do_sample": True, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": ends, **settings}

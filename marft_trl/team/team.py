@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import os
 import random
 import secrets
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from huggingface_hub import CommitInfo, HfApi
 from peft import PeftModel
@@ -30,7 +28,6 @@ from ..agents import AgentSpec
 from ..episodes.records import Episode, Messages
 from ..prompts.views import View, team_view
 from ..rollout.runner import EpisodeRunner, RunMode, SeedKeys
-from ..rollout.speaker import find_template
 from ..shared_prefix.forward import in_mode
 from ..system.hints import NearNames, checked_names, did_you_mean
 from ..system.randomness import UserRandomness
@@ -71,6 +68,7 @@ class Team(NearNames):
         seeds (`random.Random`, *optional*): source of seeds for `run`. The global random states stay unchanged.
         finish (`Callable[[], None]`, *optional*): called at the end of a run, which other processes may reach later.
         saved ([`SavedTeam`], *optional*): further parts of a loaded team. Without them, it cannot be saved.
+        further (`dict`, *optional*): models of the agents that do not act with `model`.
     """
 
     also_called = dict.fromkeys(("to", "cuda"), "Team.from_pretrained(..., device=...)")
@@ -84,7 +82,9 @@ class Team(NearNames):
         seeds: random.Random | None = None,
         finish: Callable[[], None] = lambda: None,
         saved: SavedTeam | None = None,
+        further: Mapping[str, PreTrainedModel] | None = None,
     ):
+        self._further = further or {}
         self.agents, self.workflow, self.model = list(agents), workflow, model
         self._runner, self._seeds, self._finish = runner, seeds, finish
         self._live: LiveTeam | None = None
@@ -99,7 +99,7 @@ class Team(NearNames):
     def from_pretrained(
         cls,
         team: str | os.PathLike,
-        model: str | PreTrainedModel | None = None,
+        model: str | PreTrainedModel | Mapping[str, str | PreTrainedModel] | None = None,
         quantization_config: Any = None,
         revision: str | None = None,
         *,
@@ -110,7 +110,7 @@ class Team(NearNames):
         processing_class: PreTrainedTokenizerBase | None = None,
         token: str | bool | None = None,
         replies: Mapping[str, Callable] | None = None,
-        engine: str | Sequence[str] | Servers | None = None,
+        engine: str | Sequence[str] | Servers | Mapping[str, Any] | None = None,
     ) -> Team:
         """
         Load a team that `MARFTTrainer` saved or pushed.
@@ -121,9 +121,10 @@ class Team(NearNames):
             model (`str` or [`~transformers.PreTrainedModel`], *optional*):
                 Base model: a Hub id, a folder, or a loaded model without adapters. Defaults to the Hub model that the
                 team was trained on. Required if the team was trained on a local base. The base is loaded onto one
-                device. If it needs several devices, pass a loaded model, for example with `device_map="auto"`.
+                device. If it needs several devices, pass a loaded model, for example with `device_map="auto"`. For a
+                team with several bases, a dictionary by the names of the bases.
             quantization_config (*optional*):
-                Quantization config used to load the base. Defaults to the config of training. `False` disables
+                Quantization config used to load each base. Defaults to the config of training. `False` disables
                 quantization.
             revision (`str`, *optional*):
                 Branch, tag or commit of the team on the Hub.
@@ -139,7 +140,7 @@ class Team(NearNames):
                 View that the team was trained with, if it was not the default: a function, or a dictionary that maps
                 agent names to functions if agents have their own views.
             processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-                Tokenizer to use instead of the one saved with the team.
+                Tokenizer of the first base to use instead of the one saved with the team.
             token (`str` or `bool`, *optional*):
                 Hub token.
             replies (`dict[str, Callable]`, *optional*):
@@ -149,7 +150,8 @@ class Team(NearNames):
                 Address of a vLLM server, or a list of addresses. The servers sample the turns. They need the base, the
                 flags from [`vllm_command`], and a folder shared with this process. Each adapter is loaded under a
                 unique name and compared with the local adapter, for which the base is loaded onto the CPU. `close()`,
-                or the end of the process, removes the adapters from the servers.
+                or the end of the process, removes the adapters from the servers. For a team with several bases, a
+                dictionary by the names of the bases.
 
         Raises:
             FileNotFoundError: The folder does not exist.
@@ -168,20 +170,14 @@ class Team(NearNames):
         agents = saved_team.attach_functions(manifest.agents, inference, tools, views)
         agents = saved_team.attach_replies(agents, inference, replies or {})
         workflow.check([agent.name for agent in agents])
-        tokenizer = processing_class or saved_team.load_tokenizer(folder)
-        if tokenizer.pad_token is None:  # as in training
-            tokenizer.pad_token = tokenizer.eos_token
-        servers = saved_team.as_servers(engine)
-        device = torch.device("cpu") if servers is not None else PartialState().device
-        base = saved_team.load_base(manifest, folder, model, quantization_config, device)
-        _, template = find_template(agents, workflow, tokenizer)
-        saved_team.check_base_matches(manifest, base, tokenizer, template)
-        loaded = files.load_onto_base(base, folder) if manifest.adapters else base
-        loaded.requires_grad_(False)
-        saved = SavedTeam(manifest, tokenizer, views.get(None, team_view), servers)
-        runner = saved.make_runner(agents, workflow, loaded, template)
-        loaded_team = cls(agents, workflow, runner, loaded, saved=saved)
-        if servers is not None:
+        bases = saved_team.load_bases(
+            manifest, folder, agents, workflow, model, quantization_config, processing_class, engine
+        )
+        saved = SavedTeam(manifest, bases, views.get(None, team_view))
+        runner = saved.make_runner(agents, workflow)
+        further = {name: base.model for base in bases[1:] for name in base.agents}
+        loaded_team = cls(agents, workflow, runner, bases[0].model, saved=saved, further=further)
+        if engine is not None:
             weakref.finalize(loaded_team, _close, runner)
         return loaded_team
 
@@ -346,7 +342,7 @@ class Team(NearNames):
     def live(self) -> LiveTeam:
         """The [`LiveTeam`] that runs episodes in event loops."""
         if self._live is None:
-            generator, most = self._runner.generator, functools.partial(saved_team.max_concurrent_turns, self.model)
+            generator, most = self._runner.generator, self._max_concurrent_turns
             generator = DeviceThread(generator, self._reserve_model, most) if generator.batches else generator
             self._live = LiveTeam(self._runner, generator)
         return self._live
@@ -357,12 +353,19 @@ class Team(NearNames):
             seed = secrets.randbits(62) if self._seeds is None else self._seeds.getrandbits(62)
         return Question(rows, seed, options)
 
+    @property
+    def _models(self) -> list[PreTrainedModel]:
+        return list(dict.fromkeys([self.model, *self._further.values()]))
+
+    def _max_concurrent_turns(self, tokens: int) -> int:
+        return min(saved_team.max_concurrent_turns(model, tokens) for model in self._models)
+
     def _episodes_that_fit(self, rows: Sequence[Mapping[str, Any]]) -> int:
         if not self._runner.generator.batches:
             return len(rows)
         lengths = [self._runner.generator.settings(agent.name)["max_new_tokens"] for agent in self.agents]
         longest = max(len(str(row.get("prompt", ""))) for row in rows)  # a token has at least one character
-        return saved_team.max_concurrent_turns(self.model, longest + sum(lengths))
+        return self._max_concurrent_turns(longest + sum(lengths))
 
     def to_dataset(
         self,
@@ -416,19 +419,18 @@ class Team(NearNames):
         Return an agent as a PEFT model with only its adapter: `team["solver"].generate(...)`. The adapter is a copy,
         and the base is shared, so it takes no further memory. For a team without adapters, return the shared model.
         """
-        adapter = self._find_agent(agent).adapter
+        adapter, model = self._find_agent(agent).adapter, self._further.get(agent, self.model)
         with self._reserve_model():
-            return files.alone(self.model, adapter) if isinstance(self.model, PeftModel) else self.model
+            return files.alone(model, adapter) if isinstance(model, PeftModel) else model
 
     def merge(self, agent: str) -> PreTrainedModel:
         """
         Return a copy of the base with the adapter of an agent merged into its weights, for use without PEFT. It does
         not include the agent's prompts, which are in `team.agents`.
         """
-        adapter = self._find_agent(agent).adapter
+        adapter, model = self._find_agent(agent).adapter, self._further.get(agent, self.model)
         with self._reserve_model():
-            has_adapters = isinstance(self.model, PeftModel)
-            return files.merged(self.model, adapter) if has_adapters else copy.deepcopy(self.model)
+            return files.merged(model, adapter) if isinstance(model, PeftModel) else copy.deepcopy(model)
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """
@@ -439,7 +441,7 @@ class Team(NearNames):
             folder (`str` or `os.PathLike`): target folder, which is created if it does not exist.
         """
         with self._reserve_model():
-            self._require_loaded("save_pretrained").save(Path(folder), self.model)
+            self._require_loaded("save_pretrained").save(Path(folder))
 
     def push_to_hub(
         self,
@@ -463,7 +465,7 @@ class Team(NearNames):
         with self._reserve_model(), tempfile.TemporaryDirectory() as parent:
             name = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
             folder = Path(parent) / name.rpartition("/")[2]  # the model card has the name of the folder
-            saved.save(folder, self.model)
+            saved.save(folder)
             return hub.upload_folder(
                 repo_id=name,
                 folder_path=folder,
@@ -489,11 +491,12 @@ class Team(NearNames):
     @contextlib.contextmanager
     def _running(self, options: dict[str, Any], seed: int | None) -> Iterator[EpisodeRunner]:
         model = self.model
-        devices = [] if model.device.type == "cpu" else [model.device]
+        devices = list(dict.fromkeys(item.device for item in self._models if item.device.type != "cpu"))
         with self._reserve_model():
             randomness = UserRandomness(seed, model.device) if seed is not None else None
             runner = self._runner.changed(RunMode(options), randomness=randomness, keys=SeedKeys("seeded", seed or 0))
-            with torch.random.fork_rng(devices, enabled=seed is not None, device_type=model.device.type):
+            kind = devices[0].type if devices else "cpu"
+            with torch.random.fork_rng(devices, enabled=seed is not None, device_type=kind):
                 if seed is not None:
                     torch.manual_seed(seed)
                 runner.generator.publish(alone=True)
@@ -503,7 +506,9 @@ class Team(NearNames):
     @contextlib.contextmanager
     def _reserve_model(self) -> Iterator[None]:
         """Reserve the model for this thread and turn dropout off within the context."""
-        with self._runner.device_lock, in_mode(self.model, training=False):
+        with self._runner.device_lock, contextlib.ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(in_mode(model, training=False))
             yield
 
 

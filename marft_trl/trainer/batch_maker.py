@@ -12,7 +12,15 @@ from ..algorithms.rows import Row, Slice
 from ..config.team_setup import RunContext, TeamSetup
 from ..learning.adapter_updates import Schedule
 from ..learning.advantages import Estimated, Estimator
-from ..learning.batching import MicroBatcher, Pools, count_rows, cut_slices, make_groups_adjacent, make_slices
+from ..learning.batching import (
+    MicroBatcher,
+    Pools,
+    TeamBatcher,
+    count_rows,
+    cut_slices,
+    make_groups_adjacent,
+    make_slices,
+)
 from ..learning.critic_learner import CriticLearner
 from ..learning.log_probs import LogProbs
 from ..reporting.reporter import Reporter
@@ -78,7 +86,7 @@ class BatchMaker:
         rollouts: Rollouts | DynamicSampling,
         outputs: ModelOutputs,
         estimator: Estimator,
-        batcher: MicroBatcher,
+        batcher: MicroBatcher | TeamBatcher,
         reporter: Reporter,
         reach: RewardReachChecker,
         collapse: Collapse | None,

@@ -15,10 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
 
-from ..adapters.files import check_loadable
-from ..adapters.lora import add_adapters, find_origins
 from ..adapters.manifest import TeamManifest
-from ..adapters.policies import Policies, SyncReferences
+from ..adapters.policies import SyncReferences
 from ..agents import AgentSpec, check_team
 from ..algorithms.rows import Slice, make_level
 from ..config.marft_config import MARFTConfig
@@ -35,15 +33,19 @@ from ..runs.checkpoints import raise_failed_push
 from ..seams import runs
 from ..seams.libraries import get_logger, hush, warn_of_newer_versions
 from ..seams.sharding import as_if_not_sharded
-from ..seams.trl import configure_grpo_trainer, constructing_grpo_trainer, without_printed_table
+from ..seams.trl import (
+    configure_grpo_trainer,
+    constructing_grpo_trainer,
+    prepare_further_model,
+    without_printed_table,
+)
 from ..system.hints import checked_names
 from ..system.redaction import published
 from ..team import Team
 from ..workflows import Workflow
 from ..workflows.base import alias_names, anonymity
-from . import setup
+from . import bases, setup
 from .parts import Parts, UserCode
-from .setup import load_base, stays_frozen
 
 
 logger = get_logger(__name__)
@@ -58,8 +60,8 @@ class MARFTTrainer(GRPOTrainer):
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Base model of all agents. In a `PeftModel`, adapters that are named like the adapter of an agent are
-            trained further, and missing ones start as copies of the adapter `default`.
+            Base model of all agents without `AgentSpec(model=...)`. In a `PeftModel`, adapters that are named like the
+            adapter of an agent are trained further, and missing ones start as copies of the adapter `default`.
         reward_funcs:
             Reward functions and reward models of the team's answer, as in `GRPOTrainer`. Functions are also passed
             `turns` (a list of [`Turn`] per episode), `earned` (the reward that the turns of each episode earned in the
@@ -156,32 +158,30 @@ class MARFTTrainer(GRPOTrainer):
         )
         if eval_metrics is not None:
             eval_metrics = check_eval_metrics(eval_metrics, eval_dataset, args.eval_reference_column)
+        groups = bases.split_by_base(self.agents, model)
+        bases.check_settings(args, groups, sharding)
         set_seed(args.seed)  # adapters start at random
-        # The base is loaded here, not by TRL: its adapters have to be there when TRL counts what is trained
-        base = load_base(model, args, quantization_config, stays_frozen(self.agents, peft_config))
-        processing_class = setup.load_tokenizer(processing_class, base, args)
-        origins = find_origins(base, self.agents)  # before new adapters hide which ones came with the model
-        base = check_loadable(add_adapters(base, self.agents, peft_config), self.agents)
-        self.policies = Policies(base, self.agents, origins)
-        setup.check_learning(args, self.policies, base, sharding)
+        options = {"quantization_config": quantization_config, "processing_class": processing_class}
+        first, *further = bases.load_all(groups, model, args, peft_config, sharding, **options)
+        self.policies = bases.make_policies(first, further, self.agents)
         # The critic makes adapters of its own, so it comes after the policies and before the optimizer
         level = make_level(args)
         self.critic = setup.make_critic(
-            args, self.policies, base, self.agents, critic_peft_config, level, lambda: self.accelerator.autocast()
+            args, self.policies, self.agents, critic_peft_config, level, lambda: self.accelerator.autocast()
         )
         critics = self.critic.parts if self.critic is not None else []
         self.schedule = Schedule.from_args(args, self.policies.trained_in_order, critics)
         failures = Failures(args.on_episode_error) if args.on_episode_error != "raise" else None
         # A server needs the names and ranks of all adapters, and TRL's constructor needs none
-        engine = setup.make_engine(args, self.policies, base, self.agents)
+        engines = setup.make_engines(args, self.policies, self.agents)
         with constructing_grpo_trainer(args, self.policies.has_adapters, isinstance(model, str), level.ratio, weights):
             super().__init__(
-                model=base,
+                model=first.model,
                 reward_funcs=[wrap_reward_function(func, args.reward_timeout, failures) for func in reward_funcs],
                 args=args,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
-                processing_class=processing_class,
+                processing_class=first.tokenizer,
                 reward_processing_classes=reward_processing_classes,
                 callbacks=callbacks,
                 optimizers=optimizers,
@@ -190,18 +190,20 @@ class MARFTTrainer(GRPOTrainer):
         self.reward_func_names: list[str] = setup.named_apart(self.reward_func_names)  # type: ignore[has-type]
         setup.check_votes(args, eval_vote, self.reward_func_names)
         configure_grpo_trainer(self, args.beta, level.ratio)
+        for base in further:
+            prepare_further_model(self, base.model, base.tokenizer)
         if sharding is not None:
             sharding.keep_adapters_whole(self, self.policies)
         # What adapters are now is what the KL is measured from
-        self.policies.copy_references(copy_all=args.sync_ref_model)
-        if args.sync_ref_model and self.policies.has_adapters:
+        self.policies.copy_references(copy_all=args.sync_ref_model, has_kl=args.beta != 0.0)
+        if args.sync_ref_model and (self.policies.has_adapters or further):
             self.add_callback(SyncReferences(self.policies))
         team_callbacks(self, [agent.name for agent in self.agents])
         samplings = {agent.name: Sampling.from_agent(agent, args) for agent in self.agents}
         parts = (self.agents, self.workflow, self.policies, self.critic, level)
         team = TeamSetup(*parts, samplings, alias_names(self.agents) if self.anonymous else {}, self.anonymous)
         code = UserCode(view, turn_rewards, eval_metrics or [], eval_vote or last_box, failures)
-        self.parts = Parts(self, team, self.schedule, code, engine)
+        self.parts = Parts(self, team, self.schedule, code, engines, further)
         if sharding is not None:
             sharding.keep_in_step(self, self.parts.processes)
         # In this order: what a step has shown, what is undone, and then what is saved
@@ -228,7 +230,8 @@ class MARFTTrainer(GRPOTrainer):
         """The team with its present weights, to be run: `trainer.team("question")`."""
         model = self.accelerator.unwrap_model(self.model)
         wait = self.parts.processes.wait  # processes may have asked for different numbers of passes
-        return Team(self.agents, self.workflow, self.parts.runner, model, seeds=self.parts.seeds, finish=wait)
+        models = {name: self.policies.get_model(name) for name in self.policies.base_owners}
+        return Team(self.agents, self.workflow, self.parts.runner, model, self.parts.seeds, wait, further=models)
 
     def plan(self) -> str:
         """
@@ -296,7 +299,7 @@ class MARFTTrainer(GRPOTrainer):
         is_ours = self.optimizer is None
         # The optimizer takes the trainable parameters: after the user's `model.set_adapter`, only those of one adapter
         self.policies.restore_requires_grad()
-        optimizer = super().create_optimizer(model)
+        optimizer = super().create_optimizer(self.policies.with_further(model or self.model))
         self.parts.updates.split_groups(optimizer, is_ours)
         return optimizer
 
@@ -390,7 +393,8 @@ class MARFTTrainer(GRPOTrainer):
             super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        with published(), runs.saving_adapters_alone(self, self.policies.saved_adapters):
+        names = self.policies.get_adapters(self.accelerator.unwrap_model(self.model))
+        with published(), runs.saving_adapters_alone(self, names):
             super()._save(output_dir, state_dict)
         if self.args.should_save:
             self.parts.files.save(Path(output_dir or self.args.output_dir), self.state.log_history)
@@ -408,10 +412,10 @@ class MARFTTrainer(GRPOTrainer):
         self.parts.checkpoints.save(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        if self.policies.has_adapters:
-            self.parts.checkpoints.load_weights(resume_from_checkpoint)
-        else:
+        if not self.policies.has_adapters:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.policies.has_adapters or self.policies.further:
+            self.parts.checkpoints.load_weights(resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -420,10 +424,10 @@ class MARFTTrainer(GRPOTrainer):
             self.parts.checkpoints.load(checkpoint)
 
     def _load_best_model(self) -> None:
-        if self.policies.has_adapters:
-            self.parts.checkpoints.load_weights(self.state.best_model_checkpoint)
-        else:
+        if not self.policies.has_adapters:
             super()._load_best_model()
+        if self.policies.has_adapters or self.policies.further:
+            self.parts.checkpoints.load_weights(self.state.best_model_checkpoint)
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags=None) -> None:
         if self.is_world_process_zero():

@@ -7,19 +7,23 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from ..adapters.manifest import describe_base
 from ..agents import AgentSpec
 from ..algorithms.baselines import BASELINES, CREDITS
+from ..algorithms.rows import Row
 from ..config.checks import uses_candidates
 from ..config.options import warn_of_unused
 from ..config.team_setup import RunContext, Sampling, TeamSetup
 from ..learning.adapter_updates import AdapterUpdates, Schedule, SequentialFactors
 from ..learning.advantages import BaselineEstimator, CreditAssigner, CriticEstimator, Estimator
-from ..learning.batching import MicroBatcher, collate
+from ..learning.batching import MicroBatcher, TeamBatcher, collate
 from ..learning.critic_learner import CriticLearner, ValueScale
 from ..learning.log_probs import LogProbs, ModelPass
 from ..learning.losses import OutOfMemory, TeamLoss
@@ -35,13 +39,13 @@ from ..rollout.generator import Generator
 from ..rollout.reward_scorer import AgentReturns, RewardReachChecker, RewardScorer
 from ..rollout.rollouts import Rollouts
 from ..rollout.runner import EpisodeLimits, EpisodeRunner, RunMode
-from ..rollout.speaker import PromptSettings, find_template, make_speaker
-from ..rollout.transformers_generator import TransformersGenerator
+from ..rollout.speaker import PromptSettings, find_end_tokens, find_template, make_speaker
+from ..rollout.transformers_generator import ModelEngine, TransformersGenerator
 from ..runs.checkpoints import BestAdapters, Checkpoints
 from ..runs.collapse import Collapse
 from ..runs.resume import RunSettings
 from ..runs.run import Run
-from ..seams.generation import TrlEngine
+from ..seams.generation import HALF, TrlEngine
 from ..seams.models import ScoringTemperature, check_fused_head
 from ..seams.runs import save_checkpoint_now
 from ..seams.trl import TrlLoss, TrlPrompts, TrlRewards, TrlSettings, TrlState, trl_log_probs
@@ -49,6 +53,7 @@ from ..system.processes import Processes, other_devices
 from ..system.randomness import RandomStates, UserRandomness, UserState
 from ..system.run_metrics import Metrics
 from . import setup
+from .bases import Base, make_further_speaker
 from .batch_maker import BatchMaker, ModelOutputs
 from .evaluation_options import EvaluationOptions
 from .team_files import TeamFiles
@@ -75,9 +80,16 @@ class Parts:
     """The objects of a trainer, in the order of their dependencies. What a feature needs is `None` if it is off."""
 
     def __init__(
-        self, trainer: GRPOTrainer, team: TeamSetup, schedule: Schedule, code: UserCode, engine: Engine | None = None
+        self,
+        trainer: GRPOTrainer,
+        team: TeamSetup,
+        schedule: Schedule,
+        code: UserCode,
+        engines: Mapping[PreTrainedModel | PeftModel, Engine],  # by base; empty if this process generates
+        further: Sequence[Base] = (),  # bases that TRL does not know
     ):
-        self._trainer, self._team, self._schedule, self._code, self._engine = trainer, team, schedule, code, engine
+        self._trainer, self._team, self._schedule, self._code, self._engines = trainer, team, schedule, code, engines
+        self._further = further
         self._args, self._model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
         self.state, self.processes = TrlState(trainer), Processes(trainer.accelerator)
         metrics = Metrics(self.state.metrics, trainer)
@@ -97,9 +109,7 @@ class Parts:
             self._team,
             self._context,
             self.runner,
-            self.batcher,
-            self._model,
-            self._trainer.processing_class,
+            self.batchers,
             train_dataset=lambda: self._trainer.train_dataset,
         )
 
@@ -108,17 +118,24 @@ class Parts:
         trainer, args, policies = self._trainer, self._args, self._team.policies
         accelerator = trainer.accelerator
         base = self._base = self._model.get_base_model() if policies.has_adapters else self._model
+        bases = [base, *(other.language_model for other in self._further)]
         # `check_fused_head` compares TRL's head with the model's own, before anything is scored
         temperature = ScoringTemperature(
-            [base] if trainer.ref_model is None else [base, trainer.ref_model],
+            bases if trainer.ref_model is None else [*bases, trainer.ref_model],
             [sampling.temperature for sampling in self._team.samplings.values()],
             default=trainer.temperature,
             head={"cast_lm_head_to_fp32": args.cast_lm_head_to_fp32, "outputs": ("log_probs", "entropy")},
         )
-        check_fused_head(base, trainer.temperature)
+        for language_model in bases:
+            check_fused_head(language_model, trainer.temperature)
         model, ref_model, has_aux_loss = trainer.model, trainer.ref_model, trainer.aux_loss_enabled
         self.passes = ModelPass(model, policies.has_adapters, args, accelerator, ref_model, has_aux_loss)
-        warn_of_unused(args, self.passes.share)
+        self.pass_of = dict.fromkeys(self._team.names, self.passes)
+        for other in self._further:
+            has_adapters, device = isinstance(other.model, PeftModel), other.model.device
+            passes = ModelPass(other.model, has_adapters, args, accelerator, further_device=device)
+            self.pass_of |= dict.fromkeys(other.names, passes)
+        warn_of_unused(args, any(passes.share for passes in self.pass_of.values()))
         self.updates = AdapterUpdates(self._team, self._context, accelerator)
 
         def trained():
@@ -127,27 +144,38 @@ class Parts:
         def has_optimizer_state():
             return trainer.optimizer is not None and bool(trainer.optimizer.state)
 
-        self.batcher = MicroBatcher(self.passes, policies, args, trained, has_optimizer_state)
-        self._collate = functools.partial(
-            collate,
-            pad_token_id=trainer.processing_class.pad_token_id,
-            pad_to_multiple_of=trainer.pad_to_multiple_of,
-            device=accelerator.device,
-        )
+        self.batchers: dict[str, MicroBatcher] = {}  # by agent
+        for passes in dict.fromkeys(self.pass_of.values()):
+            agents = [name for name in self._team.names if self.pass_of[name] is passes]
+            activate = functools.partial(policies.activate_adapter, policies.find_trained(agents))
+            batcher = MicroBatcher(passes, activate, args, trained, has_optimizer_state)
+            self.batchers |= dict.fromkeys(agents, batcher)
+        self.batcher = TeamBatcher(self.batchers) if self._further else self.batchers[self._team.names[0]]
+        pad_tokens = dict.fromkeys(self._team.names, trainer.processing_class.pad_token_id)
+        for other in self._further:
+            pad_tokens |= dict.fromkeys(other.names, other.tokenizer.pad_token_id)
+
+        def collate_rows(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+            agent = rows[0].agent
+            return collate(rows, pad_tokens[agent], trainer.pad_to_multiple_of, self.pass_of[agent].device)
+
+        self._collate = collate_rows
         of_trl, cut = trl_log_probs(trainer), self.batcher.cut
-        self.log_probs = LogProbs(self._team, temperature, of_trl, self.passes, cut, self._collate)
+        self.log_probs = LogProbs(self._team, temperature, of_trl, self.pass_of, cut, self._collate)
         # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
         needs_old = args.gradient_accumulation_steps % self._schedule.generate_every != 0
         needs_old &= args.use_policy_ratio or args.update_order == "sequential"
         self._needs_old = needs_old | args.use_vllm  # what servers have sampled is compared with them
         if self._needs_old:
-            self.passes.warn_of_dropout(policies)
+            for passes in dict.fromkeys(self.pass_of.values()):
+                passes.warn_of_dropout(policies)
 
     def _make_episodes(self) -> None:
         """How the team acts, with the random states and the objects of users' code."""
         trainer, team, args, code = self._trainer, self._team, self._args, self._code
         tokenizer, device = trainer.processing_class, trainer.accelerator.device
-        uses_tools, template = find_template(team.agents, team.workflow, tokenizer)
+        own = [agent for agent in team.agents if agent.name in self._own_agents]
+        uses_tools, template = find_template(own, team.workflow, tokenizer)
         if uses_tools:
             trainer.chat_template = template
         prompt_settings = PromptSettings(
@@ -159,20 +187,34 @@ class Parts:
             context_overflow=args.context_overflow,
             show_reasoning=args.show_reasoning,
         )
-        speaker = make_speaker(
+        make = functools.partial(
+            make_speaker,
+            agents=team.agents,
+            workflow=team.workflow,
+            samplings=team.samplings,
+            without_model=[agent.name for agent in team.agents if team.critic is None and not agent.has_policy],
+        )
+        speaker = make(
             self._base,
             tokenizer,
             self._generator(),
-            team.agents,
-            team.workflow,
-            team.samplings,
-            prompt_settings,
-            trainer.eos_token_ids,
-            without_model=[agent.name for agent in team.agents if team.critic is None and not agent.has_policy],
-            max_model_len=self._engine.max_model_len if self._engine is not None else None,
+            settings=prompt_settings,
+            end_token_ids=trainer.eos_token_ids,
+            max_model_len=self._find_max_model_len(self._model),
+            own=self._own_agents if self._further else None,
         )
+        if self._further:
+            from ..rollout.several_bases import join_speakers
+
+            speakers = dict.fromkeys(team.names, speaker)
+            for other in self._further:
+                limit = functools.partial(make, max_model_len=self._find_max_model_len(other.model))
+                generator = self._further_generator(other)
+                further = make_further_speaker(limit, other, team.workflow, generator, prompt_settings)
+                speakers |= dict.fromkeys(other.names, further)
+            speaker = join_speakers(speakers)
         seed = args.seed + args.process_index
-        self._randomness = UserRandomness(seed, device, other_devices(trainer.model, device))
+        self._randomness = UserRandomness(seed, device, self._other_devices())
         # Checkpoints save the state of users' own functions, which are wrapped to name the one that fails
         functions = [getattr(function, "__wrapped__", function) for function in TrlRewards(trainer).functions]
         self._users = UserState(setup.user_objects(functions, code.turn_rewards, team.workflow, team.agents))
@@ -181,6 +223,32 @@ class Parts:
             team.agents, team.workflow, speaker, self._randomness, limits, users=self._users, seed=args.seed
         )
         self.runner = runner.changed(RunMode(trains=True))
+
+    @property
+    def _own_agents(self) -> list[str]:
+        """The agents that act with the trainer's model."""
+        return [name for name in self._team.names if self.pass_of[name] is self.passes]
+
+    def _other_devices(self) -> list[torch.device]:
+        device, further = self.processes.device, [other.model for other in self._further]
+        devices = [item for model in (self._model, *further) for item in other_devices(model, device)]
+        devices += [model.device for model in further if model.device not in (device, torch.device("cpu"))]
+        return list(dict.fromkeys(devices))
+
+    def _further_generator(self, base: Base) -> Generator:
+        """Make what samples the turns of agents on a further base."""
+        passes, model = self.pass_of[base.names[0]], base.model
+        end_token_ids = find_end_tokens(model, base.tokenizer)
+        half = HALF.get(self._trainer.accelerator.mixed_precision)
+        settings = {**TrlEngine(self._trainer, {}).settings(self._team.samplings[base.names[0]])}
+        tokens = {name: getattr(base.tokenizer, name) for name in ("pad_token_id", "bos_token_id")}
+        settings |= {**tokens, "eos_token_id": end_token_ids}
+        engine = ModelEngine(model, base.tokenizer, settings, half)
+        if self._engines:
+            return self._vllm_generator(model, engine.settings, base.tokenizer, end_token_ids)
+        records = self._needs_old and passes.sample_what_they_score()
+        samplings = {name: self._team.samplings[name] for name in base.names}
+        return TransformersGenerator(engine, self._team.policies, samplings, passes.share, records)
 
     def _generator(self) -> Generator:
         """
@@ -192,23 +260,33 @@ class Parts:
         settings = Sampling.from_agent(AgentSpec("solo"), self._args).as_generation_kwargs()
         calls, policies = TrlEngine(trainer, settings), self._team.policies
         is_exact = passes.sample_what_they_score()
-        if self._engine is None:
+        if not self._engines:
             records = self._needs_old and is_exact
+            samplings = {name: self._team.samplings[name] for name in self._own_agents}
             return TransformersGenerator(
-                calls, policies, self._team.samplings, passes.share, records, self.processes.is_base_sharded
+                calls, policies, samplings, passes.share, records, self.processes.is_base_sharded
             )
+        return self._vllm_generator(self._model, calls.settings, trainer.processing_class, trainer.eos_token_ids)
+
+    def _find_max_model_len(self, model: PreTrainedModel | PeftModel) -> int | None:
+        return self._engines[model].max_model_len if self._engines else None
+
+    def _vllm_generator(
+        self, model: PeftModel, settings: Any, tokenizer: Any, end_token_ids: Sequence[int]
+    ) -> Generator:
         from ..extras.engines.setup import make_vllm_generator
 
+        passes = next(item for item in self.pass_of.values() if item.base is model.get_base_model())
         return make_vllm_generator(
             self._team,
             self._context,
-            self._engine.servers,
-            self._model,
-            calls.settings,
-            trainer.processing_class,
-            end_token_ids=trainer.eos_token_ids,
-            vocabulary=self._base.get_input_embeddings().weight.size(0),
-            is_exact=is_exact,
+            self._engines[model].servers,
+            model,
+            settings,
+            tokenizer,
+            end_token_ids=end_token_ids,
+            vocabulary=passes.base.get_input_embeddings().weight.size(0),
+            is_exact=passes.sample_what_they_score(),
             next_token=self.log_probs.next_token,
         )
 
@@ -243,14 +321,14 @@ class Parts:
             # The heads are no part of the base, so accelerate does not move them
             team.critic.heads.to(trainer.accelerator.device)
             self._scale = ValueScale(args.normalize_values, team.critic.parts, self.processes)
-            self.critic = CriticLearner(team, run, batcher, self.runner, self._scale)
+            share = {name: passes.share for name, passes in self.pass_of.items()}
+            self.critic = CriticLearner(team, run, batcher, self.runner, self._scale, share)
             self._estimator: Estimator = CriticEstimator(team, run, credit, self._scale)
         else:
             make_state = BASELINES[args.advantage].state
             self._running = make_state(args) if make_state is not None else None
             self._estimator = BaselineEstimator(team, run, credit, self._rewards, self._running)
-        device = self.processes.device
-        random_states = RandomStates(device, others=other_devices(self._model, device))
+        random_states = RandomStates(self.processes.device, others=self._other_devices())
         out_of_memory, trl_loss = OutOfMemory(run, batcher, self.updates, random_states), TrlLoss(trainer)
         self.loss = TeamLoss(
             team, run, trl_loss, self.log_probs, batcher, self._collate, self.critic, self.updates, out_of_memory
@@ -262,7 +340,7 @@ class Parts:
         if args.use_vllm:
             from ..extras.engines.setup import sampling_correction
 
-            is_exact = self.passes.sample_what_they_score()
+            is_exact = all(passes.sample_what_they_score() for passes in dict.fromkeys(self.pass_of.values()))
             self._correction = sampling_correction(run, self.runner.generator, is_exact)
 
     def _make_reports(self) -> None:
@@ -275,7 +353,7 @@ class Parts:
             team,
             run,
             self._rewards,
-            self._trainer.processing_class,
+            lambda agent: self.runner.prompts.for_agent(agent).tokenizer,
             self._randomness,
             code.eval_metrics,
             code.vote,
@@ -283,8 +361,9 @@ class Parts:
         )
         self.loss.out_of_memory.plan = lambda: self.planner.memory_plan()
         self.loss.out_of_memory.release = self.runner.generator.drop_cache
-        vocabulary = self._base.config.get_text_config().vocab_size
-        self.health = Health(team, run, self.updates.trained_parameters, vocabulary)
+        configs = {name: passes.base.config.get_text_config() for name, passes in self.pass_of.items()}
+        sizes = {name: config.vocab_size for name, config in configs.items()}
+        self.health = Health(team, run, self.updates.trained_parameters, sizes)
         # Copies of all adapters and of their moments: only where they may be put back
         restores = self._args.on_collapse == "restore"
         self._best = BestAdapters(team.policies, lambda: self._trainer.optimizer) if restores else None
@@ -336,12 +415,16 @@ class Parts:
         stateful = {name: owner for name, owner in owners.items() if owner is not None}
         template = trainer.chat_template or trainer.processing_class.chat_template
         revision = (args.model_init_kwargs or {}).get("revision")
-        base = functools.partial(describe_base, self._base, trainer.processing_class, template, revision=revision)
+        describe = functools.partial(describe_base, self._base, trainer.processing_class, template, revision=revision)
+        prompts = self.runner.prompts
+        further = [
+            (other, other.describe(prompts.for_agent(other.names[0]).template.source)) for other in self._further
+        ]
         settings = RunSettings(
             team,
             args,
-            trainer.model,
-            base,
+            self._model,
+            lambda: [describe(), *(description for _, description in further)],
             rewards={"": self._rewards.functions, **self._code.turn_rewards},
             weights=self._rewards.weights.tolist(),
             view=lambda: self.runner.prompts.view,
@@ -349,7 +432,14 @@ class Parts:
             num_processes=self.processes.count,
         )
         self.checkpoints = Checkpoints(
-            team, self._context, stateful, self._schedule, trainer.model, trainer.ref_model, settings, self._best
+            team,
+            self._context,
+            stateful,
+            self._schedule,
+            self._other_devices(),
+            trainer.ref_model,
+            settings,
+            self._best,
         )
         inference = {
             "chat_template_kwargs": dict(trainer.chat_template_kwargs),
@@ -357,10 +447,12 @@ class Parts:
             # With adapters, generation is not inside of autocast
             "mixed_precision": "no" if team.policies.has_adapters else trainer.accelerator.mixed_precision,
         }
-        self.files = TeamFiles(team, trainer, self.runner, base(), lambda: self.planner.draw_workflow(), inference)
+        self.files = TeamFiles(
+            team, trainer, self.runner, describe(), lambda: self.planner.draw_workflow(), inference, further
+        )
         # Weights and both moments of Adam; a warning compares it with the room on the disk
-        trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+        models = (trainer.model, *team.policies.further)
+        trained = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
         size = 3 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
         save = functools.partial(save_checkpoint_now, trainer)
-        try_out = functools.partial(self.files.try_out, getattr(trainer.model, "peft_config", {}))
-        self.run = Run(self.checkpoints, args, self.processes, save, size, try_out, self.rollouts.close)
+        self.run = Run(self.checkpoints, args, self.processes, save, size, self.files.try_out, self.rollouts.close)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -70,12 +70,15 @@ def as_marft_config(args: GRPOConfig | None, model: str | PreTrainedModel | Peft
 
 
 def load_tokenizer(
-    processing_class: PreTrainedTokenizerBase | None, model: PreTrainedModel | PeftModel, args: MARFTConfig
+    processing_class: PreTrainedTokenizerBase | None,
+    model: PreTrainedModel | PeftModel,
+    args: MARFTConfig,
+    init_kwargs: Mapping[str, Any] | None,
 ) -> PreTrainedTokenizerBase:
     if processing_class is None:
         processing_class = AutoProcessor.from_pretrained(
             get_config_model_id(model.config),
-            revision=(args.model_init_kwargs or {}).get("revision"),
+            revision=(init_kwargs or {}).get("revision"),
             truncation_side="left",
             padding_side="left",
             trust_remote_code=args.trust_remote_code,
@@ -133,12 +136,17 @@ def check_launcher(args: MARFTConfig) -> ModuleType | None:
     return fsdp2
 
 
-def make_engine(args: MARFTConfig, policies: Policies, base: Any, agents: Sequence[AgentSpec]) -> Engine | None:
+def make_engines(args: MARFTConfig, policies: Policies, agents: Sequence[AgentSpec]) -> dict[Any, Engine]:
+    """The servers of each model; none if this process generates."""
     if not args.use_vllm:
-        return None
+        return {}
     from ..extras.engines.setup import start_engine
 
-    return start_engine(args, policies, base, agents)
+    engines = {}
+    for model in dict.fromkeys(policies.models[name] for name in policies.names):
+        own = [agent for agent in agents if agent.has_policy and policies.get_model(agent.name) is model]
+        engines[model] = start_engine(args, model, own)
+    return engines
 
 
 def named_apart(names: Sequence[str]) -> list[str]:
@@ -440,12 +448,11 @@ def check_stream(args: MARFTConfig, train_dataset: Any) -> None:
         )
 
 
-def check_learning(
-    args: MARFTConfig, policies: Policies, base: PreTrainedModel | PeftModel, sharding: ModuleType | None
-) -> None:
+def check_learning(args: MARFTConfig, base: PreTrainedModel | PeftModel, sharding: ModuleType | None) -> None:
+    has_adapters = isinstance(base, PeftModel)
     if sharding is not None:
-        sharding.check_team(policies.has_adapters)
-    if not policies.has_adapters:
+        sharding.check_team(has_adapters)
+    if not has_adapters:
         needs = {"critic": args.critic is not None, "credit": CREDITS[args.credit].uses_references}
         needs["on_collapse"] = args.on_collapse == "restore"
         for name, is_set in needs.items():
@@ -454,7 +461,7 @@ def check_learning(
                     f"`{name}={getattr(args, name)!r}` needs a frozen base, but without a `peft_config` the base "
                     "itself is trained. Pass `peft_config=LoraConfig(...)`."
                 )
-    if args.cast_lm_head_to_fp32 and policies.has_adapters and base.config.get_text_config().tie_word_embeddings:
+    if args.cast_lm_head_to_fp32 and has_adapters and base.config.get_text_config().tie_word_embeddings:
         raise ValueError(
             "`cast_lm_head_to_fp32=True` does not support adapters on a base with tied embeddings "
             "(`tie_word_embeddings`): GRPOTrainer cannot cast the LM head alone. Leave it out, or load the base in "
@@ -465,7 +472,6 @@ def check_learning(
 def make_critic(
     args: MARFTConfig,
     policies: Policies,
-    model: PreTrainedModel | PeftModel,
     agents: Sequence[AgentSpec],
     peft_config: PeftConfig | None,
     level: Level,
@@ -476,29 +482,37 @@ def make_critic(
         raise ValueError(f"`critic_peft_config` was passed, but `critic={args.critic!r}` has no LoRA. Leave it out.")
     if kind is None:
         return None
-    if peft_config is None:
-        # Layers and rank of a policy are known to fit the base
-        peft_config = copy.deepcopy(model.peft_config[next(agent.adapter for agent in agents if agent.has_policy)])
-        peft_config.inference_mode = False
-        if hasattr(peft_config, "init_lora_weights"):
-            peft_config.init_lora_weights = True  # other values may change the base, which the policies share
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    check_adapter_config(AgentSpec("critic"), peft_config, base)
-    return kind(policies, model, level, agents, peft_config, autocast)
+    configs: dict[str, PeftConfig] = {}
+    for agent in agents:
+        model, config = cast(PeftModel, policies.get_model(agent.name)), peft_config
+        if config is None:
+            # Layers and rank of a policy are known to fit the base
+            fitting = (other.adapter for other in agents if other.has_policy and other.adapter in model.peft_config)
+            config = copy.deepcopy(model.peft_config[next(fitting)])
+            config.inference_mode = False
+            if hasattr(config, "init_lora_weights"):
+                config.init_lora_weights = True  # other values may change the base, which the policies share
+        check_adapter_config(AgentSpec("critic"), config, model.get_base_model())
+        configs[agent.name] = config
+    return kind(policies, level, agents, configs, autocast)
 
 
 def load_base(
-    model: str | PreTrainedModel | PeftModel, args: MARFTConfig, quantization_config: Any, is_frozen: bool
+    model: str | PreTrainedModel | PeftModel,
+    args: MARFTConfig,
+    quantization_config: Any,
+    is_frozen: bool,
+    init_kwargs: Mapping[str, Any] | None,
 ) -> PreTrainedModel | PeftModel:
     """
     Return the base model. A name is loaded like in `GRPOTrainer`, but for the precision of a frozen base, see
     [`choose_dtype`], and for its device: one process has one, and TRL's `device_map="auto"` would spread the base over
-    all that the machine shows.
+    all that the machine shows. `init_kwargs` are those of `from_pretrained`.
     """
     make_output_dir(args)
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
     if isinstance(model, str):
-        base = _load_by_name(model, args, quantization_config, is_frozen)
+        base = _load_by_name(model, args, quantization_config, is_frozen, dict(init_kwargs or {}))
     elif isinstance(model, (PreTrainedModel, PeftModel)):
         base = model
         if quantization_config is not None:
@@ -517,15 +531,15 @@ def load_base(
     return base
 
 
-def _load_by_name(model: str, args: MARFTConfig, quantization_config: Any, is_frozen: bool) -> PreTrainedModel:
+def _load_by_name(
+    model: str, args: MARFTConfig, quantization_config: Any, is_frozen: bool, model_init_kwargs: dict[str, Any]
+) -> PreTrainedModel:
     if (Path(model) / MANIFEST_NAME).is_file():
         raise ValueError(
             f"`model={model!r}` is the folder of a saved team. To continue training, load its adapters onto the base: "
             f"`model=load_adapters(AutoModelForCausalLM.from_pretrained(base), {model!r})`. For inference, use "
             f"`Team.from_pretrained({model!r})`."
         )
-    # A copy: the arguments are saved with the run as the user gave them
-    model_init_kwargs = dict(args.model_init_kwargs or {})
     if isinstance(quantization_config, bool):
         raise TypeError("`quantization_config` must be a config such as `BitsAndBytesConfig(load_in_4bit=True)`.")
     if quantization_config is not None:
@@ -539,7 +553,7 @@ def _load_by_name(model: str, args: MARFTConfig, quantization_config: Any, is_fr
         model_init_kwargs["device_map"] = None  # "auto" fails in distributed training
     elif "device_map" not in model_init_kwargs:
         model_init_kwargs |= device_map_kwargs(args.device)
-    dtype = choose_dtype(args, is_frozen)
+    dtype = choose_dtype(args, is_frozen, model_init_kwargs)
     if dtype is not None:
         model_init_kwargs["dtype"] = dtype
         if "quantization_config" in model_init_kwargs:
@@ -569,7 +583,7 @@ def stays_frozen(agents: Sequence[AgentSpec], peft_config: PeftConfig | None) ->
     return bool(configs) and not any(getattr(config, name, None) for config in configs for name in whole)
 
 
-def choose_dtype(args: MARFTConfig, is_frozen: bool) -> torch.dtype | None:
+def choose_dtype(args: MARFTConfig, is_frozen: bool, init_kwargs: Mapping[str, Any]) -> torch.dtype | None:
     """
     Precision of the weights of a base that is loaded by name, if the user sets none; `None` for TRL's float32.
 
@@ -577,7 +591,7 @@ def choose_dtype(args: MARFTConfig, is_frozen: bool) -> torch.dtype | None:
     which takes more memory and time, and samples from other numbers than are scored. A base that stays frozen loses
     nothing in bfloat16 that training would need. Adapters stay in float32.
     """
-    if not args.bf16 or args.device.type == "cpu" or "dtype" in (args.model_init_kwargs or {}):
+    if not args.bf16 or args.device.type == "cpu" or "dtype" in init_kwargs:
         return None
     if is_frozen:
         logger.info(

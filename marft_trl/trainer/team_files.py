@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCard
-from peft import PeftConfig
 from trl import GRPOTrainer
 
-from ..adapters.files import forget_local_base, warn_of_leftovers
-from ..adapters.manifest import MANIFEST_NAME, BaseModel, Inference, TeamManifest
+from ..adapters.files import forget_local_base, save_base, warn_of_leftovers
+from ..adapters.manifest import MANIFEST_NAME, BaseModel, FurtherBaseModel, Inference, TeamManifest
 from ..algorithms.critics import CRITIC_NAME
 from ..config.team_setup import TeamSetup, general_settings, own_settings
 from ..episodes.tools import tool_name
@@ -27,6 +26,7 @@ from ..reporting.progress import differ
 from ..rollout.runner import EpisodeRunner
 from ..system.redaction import without_secrets
 from ..workflows.base import callable_name
+from .bases import Base
 from .setup import tool_limits
 
 
@@ -45,12 +45,18 @@ class TeamFiles:
         base: BaseModel,
         draw_workflow: Callable[[], str],
         inference: Mapping[str, Any],
+        further: Sequence[tuple[Base, FurtherBaseModel]] = (),
     ):
+        self._further = further
         self._team, self._trainer, self._args, self._runner = team, trainer, trainer.args, runner
         self._base, self._draw_workflow, self._inference = base, draw_workflow, without_secrets(dict(inference))
-        self._adapters = team.policies.names if team.policies.has_adapters else []
+        self._adapters = [name for name in team.policies.names if team.policies.is_lora(name)]
+        models = (trainer.model, *team.policies.further)
+        self._configs = {
+            name: config for model in models for name, config in getattr(model, "peft_config", {}).items()
+        }
         # 0 without LoRA
-        self._max_rank = max((getattr(trainer.model.peft_config[name], "r", 0) for name in self._adapters), default=0)
+        self._max_rank = max((getattr(self._configs[name], "r", 0) for name in self._adapters), default=0)
 
     def manifest(self) -> TeamManifest:
         agents, trained = self._team.agents, self._team.policies.trained
@@ -76,6 +82,7 @@ class TeamFiles:
                 show_reasoning=self._args.show_reasoning,
             ),
             anonymous=self._team.anonymous,
+            further_bases=[description for _, description in self._further],
         )
 
     def _writers(self) -> dict[str, Callable[[Path], object]]:
@@ -86,23 +93,26 @@ class TeamFiles:
         return writers
 
     def save(self, folder: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
+        for base, description in self._further:
+            save_base(base.model, base.tokenizer, folder, description, self._team.policies.get_adapters(base.model))
         for write in self._writers().values():
             write(folder)
         # A folder may be that of a run whose team had other agents
         warn_of_leftovers(folder, self._team.policies.saved_adapters if self._adapters else [])
         # A folder of this machine says nothing to others, and may tell more than is meant
-        if self.manifest().base_model is None:
-            for name in self._adapters:
+        manifest = self.manifest()
+        for saved_base in manifest.bases:
+            for name in manifest.adapters_on(saved_base) if saved_base.is_local else []:
                 forget_local_base(folder / name)
         # PEFT's own card names a local base, which the Hub refuses
         self.card(log_history, folder.name).save(folder / CARD_NAME)
 
-    def try_out(self, configs: Mapping[str, PeftConfig]) -> None:
+    def try_out(self) -> None:
         """Write all but weights into a folder that is removed. What cannot be saved raises here, before training."""
         with tempfile.TemporaryDirectory(prefix="marft_trial_") as name:
             folder = Path(name)
             self.manifest().save(folder)
-            for adapter, config in configs.items():
+            for adapter, config in self._configs.items():
                 config.save_pretrained(str(folder / adapter))
             torch.save(self._args, folder / "training_args.bin")
             # Without the picture, for which the workflow would run
@@ -152,7 +162,8 @@ class TeamFiles:
         """Copy the files of the team to the folder that is pushed. The parent copies only those of one model."""
         # With the critic, as `save` does. The Hub does not get it: transformers uploads no name that begins with "_"
         parts = self._team.critic.parts if self._team.critic is not None else []
-        for name in dict.fromkeys([*self._writers(), *self._adapters, *parts]):
+        bases = [description.folder for _, description in self._further]
+        for name in dict.fromkeys([*self._writers(), *self._adapters, *bases, *parts]):
             if (source / name).is_dir():
                 shutil.copytree(source / name, target / name, dirs_exist_ok=True)
             elif (source / name).exists():

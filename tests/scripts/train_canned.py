@@ -1,6 +1,7 @@
 """Trains a team on episodes that depend on the prompts alone, and saves its weights: one process or several."""
 
 import asyncio
+import dataclasses
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from tests.helpers import add, logged_steps, lora, team_trainer, varied_reward
 import aiohttp
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 from trl.chat_template_utils import qwen3_chat_template
 
 
@@ -85,6 +87,7 @@ LEARNING = {
     "counterfactual": {"advantage": "leave_one_out", "credit": "counterfactual", "scale_rewards": "none"},
     "candidates": {"advantage": "turn", "turn_candidates": 2},
     "orchestrated": {},
+    "bases": {**PPO, "critic": "shared", "target_kl": 1.0, "use_adaptive_entropy": True, "max_steps": 2},
     "opponents": {"max_steps": 4},
     "dynamic": {"dynamic_sampling": True, "entropy_coef": 0.0, "beta": 0.0},
 }
@@ -120,6 +123,10 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
     tokenizer = tiny_tokenizer()
     if kind == "opponents":
         agents += [AgentSpec("rival", trainable=False), AgentSpec("judge", reply=judge)]
+    if kind == "bases":
+        agents[1] = dataclasses.replace(
+            agents[1], model=AutoModelForCausalLM.from_pretrained(model_folder), processing_class=tokenizer
+        )
     if kind == "tools":
         agents[0] = AgentSpec("reasoner", system_prompt="Write the steps.", max_completion_length=128, tools=[add])
         tokenizer.chat_template = qwen3_chat_template
@@ -141,11 +148,13 @@ def main(model_folder: str, output: str, kind: str, loss_type: str) -> None:
         },
     )
     trainer.parts.runner.generator.generate = canned(trainer, kind)
-    start = {"start/" + n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    models = (trainer.model, *trainer.policies.further)
+    trained = {n: p for model in models for n, p in model.named_parameters() if p.requires_grad}
+    start = {"start/" + n: p.detach().clone() for n, p in trained.items()}
     trainer.train()
     figures = trainer.evaluate()
     if trainer.accelerator.is_main_process:
-        tensors = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+        tensors = {n: p.detach().clone() for n, p in trained.items()}
         log, steps = trainer.state.log_history, logged_steps(trainer)
         numbers = {
             "losses": [step["loss"] for step in steps],

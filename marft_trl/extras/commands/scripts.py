@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from ... import rewards, workflows
-from ...adapters.lora import load_adapter_weights
+from ...adapters.lora import load_adapter_weights, load_base_weights
 from ...adapters.manifest import MANIFEST_NAME
 from ...agents import AgentSpec
 from ...config.marft_config import MARFTConfig
@@ -396,7 +396,12 @@ def _train(trainer: MARFTTrainer, code: str | None) -> None:
         trainer.push_to_hub()
     if trainer.accelerator.is_main_process:
         folder, base = trainer.args.output_dir, trainer.manifest()
-        local = "" if base.base_model or not base.adapters else f" --model {trainer.model.name_or_path}"
+        paths = [str(model.name_or_path) for model in (trainer.model, *trainer.policies.further)]
+        needed = [
+            pair for pair in zip(base.bases, paths, strict=True) if pair[0].is_local and base.adapters_on(pair[0])
+        ]
+        several = len(paths) > 1
+        local = "".join(f" --model {f'{saved.name}=' if several else ''}{path}" for saved, path in needed)
         local += f" --code {code}" if code else ""
         print(f"\nThe team is saved in {folder}. Try it:")
         print(f"  marft chat {folder}{local}\n  marft serve {folder}{local}")
@@ -426,7 +431,8 @@ def _evaluate(trainer: MARFTTrainer, path: str) -> None:
     if missing:
         raise UsageError(f"{folder} contains a different team: it has no adapter {missing[0]!r}.")
     for name in trainer.policies.names:
-        load_adapter_weights(trainer.model, name, folder / name)
+        load = load_adapter_weights if trainer.policies.is_lora(name) else load_base_weights
+        load(trainer.policies.models[name], name, folder / name)
     print(f"Evaluating the team in {folder}", flush=True)
     metrics = trainer.evaluate()
     width = max(map(len, metrics))

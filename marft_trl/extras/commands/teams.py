@@ -28,6 +28,7 @@ from ...adapters.manifest import TeamManifest
 from ...seams.libraries import TESTED, installed_version
 from ...system.redaction import for_log, printable
 from ...team import Answer, Team, TextDelta, TurnEnded, TurnStarted
+from ...team.saved_team import choose_models
 from ..engines.own_server import vllm_command
 from ..report import report
 from ..report.__main__ import ReportArguments
@@ -39,11 +40,25 @@ from .scripts import base_named, load_module
 
 def add_team_arguments(parser: argparse.ArgumentParser, samples: bool = True) -> None:
     parser.add_argument("team", help="folder of a saved team, or its Hub id")
-    parser.add_argument("--model", help="base model if the team was trained on a local model: a folder, or 'tiny'")
+    help_text = (
+        "base model if the team was trained on a local model: a folder, or 'tiny'; of several, NAME=FOLDER each"
+    )
+    parser.add_argument("--model", action="append", help=help_text)
     parser.add_argument("--revision", help="branch, tag or commit of the team on the Hub")
     if samples:
         parser.add_argument("--engine", nargs="+", help="addresses of vLLM servers that sample the turns")
         parser.add_argument("--code", help="script with your own code in `TEAM`: `workflow`, `tools`, ...")
+
+
+def chosen_bases(values: list[str] | None) -> Any:
+    """The base of `--model`, or several by name."""
+    if not values:
+        return None
+    if len(values) == 1 and "=" not in values[0]:
+        return base_named(values[0])
+    if not all("=" in value for value in values):
+        raise UsageError("For a team with several bases, pass `--model NAME=FOLDER` for each.")
+    return {name: base_named(folder) for name, _, folder in (value.partition("=") for value in values)}
 
 
 def load_team(args: argparse.Namespace) -> Team:
@@ -54,8 +69,9 @@ def load_team(args: argparse.Namespace) -> Team:
                 f"{args.code} must define `TEAM = {{...}}` with arguments of `Team.from_pretrained`, such as "
                 "`workflow`."
             )
-        base = base_named(args.model)
-        return Team.from_pretrained(args.team, base, revision=args.revision, engine=args.engine, **own)
+        return Team.from_pretrained(
+            args.team, chosen_bases(args.model), revision=args.revision, engine=args.engine, **own
+        )
     except (FileNotFoundError, ValueError, TypeError) as error:
         hint = str(error).replace(
             "Pass its folder or the loaded model as `model=`",
@@ -177,15 +193,19 @@ def vllm_command_options(parser: Parser) -> None:
 def run_vllm_command(args: argparse.Namespace) -> None:
     folder = team_folder(args.team, args.revision)
     manifest = TeamManifest.load(folder)
-    model = base_named(args.model) or manifest.base_model
     if not manifest.adapters:
         raise UsageError(f"The team in {args.team} has no adapters. Serve its model with `vllm serve`.")
-    if model is None:
-        raise UsageError("The team was trained on a local base model. Pass its folder as `--model`.")
-    configs = [PeftConfig.from_pretrained(folder / name) for name in manifest.adapters]
-    largest = max(configs, key=lambda config: getattr(config, "r", 0))
-    limits = {name: getattr(args, name) for name in ("port", "host", "max_model_len", "device")}
-    print(vllm_command(model, manifest.agents, peft_config=largest, **limits))
+    limits = {name: getattr(args, name) for name in ("host", "max_model_len", "device")}
+    models = zip(manifest.bases, choose_models(manifest, chosen_bases(args.model)), strict=True)
+    for number, (base, chosen) in enumerate(models):
+        model = chosen or (None if base.is_local else base.name)
+        if model is None:
+            raise UsageError("The team was trained on a local base model. Pass its folder as `--model`.")
+        if not manifest.adapters_on(base):
+            raise UsageError(f"The base {base.name!r} was trained itself. Serve it with `vllm serve`.")
+        configs = [PeftConfig.from_pretrained(folder / name) for name in manifest.adapters_on(base)]
+        largest = max(configs, key=lambda config: getattr(config, "r", 0))
+        print(vllm_command(model, manifest.players_on(base), peft_config=largest, port=args.port + number, **limits))
 
 
 def transcripts_options(parser: Parser) -> None:

@@ -26,6 +26,7 @@ from ...config.team_setup import RunContext, Sampling, TeamSetup
 from ...rollout.transformers_generator import ModelEngine
 from ...seams.libraries import get_logger
 from ...system.event_loop import run_coroutine
+from ...system.hints import did_you_mean
 from .library import AdapterLibrary, ServedAdapter, adapter_tensors, check_servable, served_config, zero_tensors
 from .own_server import MODULE, UPDATES, OwnServer, server_flags
 from .server import ServerSettings, find_max_model_len, parse_addresses, put_to_sleep
@@ -62,15 +63,27 @@ def sampling_correction(run: RunContext, generator: Any, is_exact: bool) -> Samp
     return SamplingCorrection(run, choose_tolerance(run.args.fidelity_tolerance, is_exact), generator.staleness)
 
 
-def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequence[AgentSpec]) -> Engine:
+def choose_servers(addresses: Any, base: str, argument: str = "vllm_server_base_url") -> Any:
+    """Of addresses by model, those of the model `base`. Other addresses stay as they are."""
+    if not isinstance(addresses, Mapping):
+        return addresses
+    if base not in addresses:
+        raise ValueError(
+            f"`{argument}` has no servers for the model {base!r}, only for {', '.join(map(repr, addresses))}."
+            f"{did_you_mean(base, addresses)}"
+        )
+    return addresses[base]
+
+
+def start_engine(args: MARFTConfig, model: Any, agents: Sequence[AgentSpec]) -> Engine:
     """
-    Check that servers can generate for a team, start the server of this process if it has one, and wait until they
-    run. Raises an `ImportError` without the HTTP client or vLLM, a `ValueError` if the team cannot be served, and an
-    [`EngineDownError`] if a server does not run.
+    Check that servers can generate for the agents on a base, start the server of this process if it has one, and wait
+    until they run. Raises an `ImportError` without the HTTP client or vLLM, a `ValueError` if the team cannot be
+    served, and an [`EngineDownError`] if a server does not run.
     """
     if importlib.util.find_spec("aiohttp") is None:
         raise ImportError("`use_vllm=True` needs aiohttp. Install it with `pip install aiohttp`.")
-    if not policies.has_adapters:
+    if not isinstance(model, PeftModel):
         raise ValueError(
             "`use_vllm=True` needs adapters: servers receive the weights of adapters after each update, never those "
             "of the base. Pass `peft_config=LoraConfig(...)`, or set `use_vllm=False`."
@@ -89,7 +102,8 @@ def start_engine(args: MARFTConfig, policies: Policies, model: Any, agents: Sequ
                 "The base is quantized. Servers that load it in another precision sample from a different "
                 "distribution than the trained one; `sampling/sampling_logp_difference/mean` logs the difference."
             )
-        urls = parse_addresses(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
+        addresses = choose_servers(args.vllm_server_base_url, str(model.get_base_model().name_or_path))
+        urls = parse_addresses(addresses, args.vllm_server_host, args.vllm_server_port)
     servers = ServerSettings(
         urls=urls,
         request_timeout=args.vllm_request_timeout,
@@ -117,17 +131,18 @@ def make_vllm_generator(
     next_token: NextToken,
 ) -> VLLMGenerator:
     """The generator of a team on vLLM servers. `is_exact`: whether the trainer computes in float32."""
-    args = run.args
-    served = [agent for agent in team.agents if agent.has_policy]
-    entries = _entries(args, served, team.policies, model, next_token)
-    folder = args.vllm_adapter_dir or Path(args.output_dir or ".") / "_adapters"
+    args, policies = run.args, team.policies
+    served = [agent for agent in team.agents if agent.has_policy and policies.get_model(agent.name) is model]
+    entries = _entries(args, served, policies, model, next_token)
+    folder = Path(args.vllm_adapter_dir or Path(args.output_dir or ".") / "_adapters")
+    if model in policies.further:
+        folder = folder / served[0].name
+    samplings = {name: team.samplings[name] for name in team.names if policies.get_model(name) is model}
     tolerance = choose_tolerance(args.fidelity_tolerance, is_exact)
     library = AdapterLibrary(folder, entries, servers, vocabulary, tolerance)
-    generator = VLLMGenerator(
-        team.policies, team.samplings, library, servers, settings, tokenizer, end_token_ids, run.processes
-    )
+    generator = VLLMGenerator(policies, samplings, library, servers, settings, tokenizer, end_token_ids, run.processes)
     others = [agent.name for agent in served if not generator.samples_scored_distribution(agent.name)]
-    trained = [agent.name for agent in team.agents if agent.name in others and agent.trainable]
+    trained = [agent.name for agent in served if agent.name in others and agent.trainable]
     if trained and args.max_staleness:
         raise ValueError(
             f"`max_staleness={args.max_staleness}` weights turns by the probability ratio of the current to the "
@@ -300,7 +315,7 @@ class Servers:
         Args:
             agents (`Sequence[AgentSpec]`): the team.
             policies ([`Policies`]): of the team.
-            samplings (`Mapping[str, Sampling]`): sampling settings of each agent.
+            samplings (`Mapping[str, Sampling]`): sampling settings of each agent on the base.
             engine ([`ModelEngine`]): has the model with the adapters, whose log-probabilities the servers' are
                 compared with.
         """
@@ -310,7 +325,7 @@ class Servers:
                 "`engine=` needs a team with adapters, but the agents of this team share one fully trained policy. "
                 "Remove `engine`, or serve the folder of the team with vLLM itself."
             )
-        served = [agent for agent in agents if agent.has_policy]
+        served = [agent for agent in agents if agent.has_policy and agent.name in samplings]
         for agent in served:
             check_servable(agent, model.peft_config[agent.adapter])
 

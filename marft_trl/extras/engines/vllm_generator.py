@@ -206,6 +206,10 @@ class VLLMGenerator(Generator):
     def settings(self, agent: str) -> dict[str, Any]:
         return self._settings(self._samplings[agent])
 
+    @property
+    def adapters(self) -> set[str]:
+        return set(map(self._policies.get_adapter, self._samplings))
+
     def holds_stop(self, agent: str, ids: Sequence[int]) -> bool:
         return self._stops[self._samplings[agent]].are_in(ids)
 

@@ -43,6 +43,8 @@ def collect_settings(experiment: Experiment) -> dict[str, Any]:
         settings |= {f"{place}.{name}": plain(value) for name, value in agent.to_dict().items()}
         settings[f"{place}.reward_funcs"] = _codes(agent.reward_funcs)
         settings[f"{place}.peft_config"] = _peft(agent.peft_config)
+        if agent.model is not None:
+            settings[f"{place}.model"] = agent.model if isinstance(agent.model, str) else type(agent.model).__name__
         functions = {"view": agent.view, "reply": agent.reply, "tools": agent.tools}
         settings |= {f"{place}.{name}": _codes(value) for name, value in functions.items() if value is not None}
     settings |= {

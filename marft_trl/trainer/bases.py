@@ -1,0 +1,185 @@
+# Copyright 2026 The marft_trl authors. Licensed under the Apache License, Version 2.0.
+"""The base models of a team: what cannot work, loading, and how those that TRL does not know take turns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..adapters.files import check_loadable
+from ..adapters.lora import add_adapters, find_origins
+from ..adapters.manifest import FurtherBaseModel, check_model_name, describe_base
+from ..adapters.policies import Policies
+from ..agents import AgentSpec
+from ..config.marft_config import MARFTConfig
+from ..rollout.generator import Generator
+from ..rollout.speaker import PromptSettings, Speaker, find_end_tokens, find_template, make_tokenize
+from ..system.hints import brief
+from ..workflows import Workflow
+from . import setup
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Base:
+    """A base model with the adapters of its agents, and their tokenizer."""
+
+    model: PreTrainedModel | PeftModel
+    tokenizer: PreTrainedTokenizerBase
+    agents: tuple[AgentSpec, ...]
+    origins: Mapping[str, str]  # where the weights of each adapter come from
+
+    @property
+    def language_model(self) -> PreTrainedModel:
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+
+    @property
+    def names(self) -> list[str]:
+        return [agent.name for agent in self.agents]
+
+    def describe(self, chat_template: str | None) -> FurtherBaseModel:
+        """The base for the manifest. `chat_template` replaces the tokenizer's, where it is not `None`."""
+        revision = (self.agents[0].model_init_kwargs or {}).get("revision")
+        template = chat_template or self.tokenizer.chat_template
+        base = describe_base(self.language_model, self.tokenizer, template, revision=revision)
+        is_trained, folder = self.language_model is self.model, self.agents[0].adapter
+        return FurtherBaseModel(**vars(base), agents=self.names, folder=folder, is_trained=is_trained)
+
+
+def split_by_base(agents: Sequence[AgentSpec], model: Any) -> list[list[AgentSpec]]:
+    """
+    Return the agents by base, those that act with the trainer's `model` first: agents that name the same model share
+    one. Raises a `ValueError` if no agent acts with `model`, or agents of one base differ in its tokenizer.
+    """
+    trainer_key = _key(model, None)
+    groups: dict[Any, list[AgentSpec]] = {trainer_key: []}
+    for agent in agents:
+        if isinstance(agent.model, str):
+            check_model_name(agent.model, f"model of {agent.name!r}")
+        elif not isinstance(agent.model, (PreTrainedModel, PeftModel, type(None))):
+            raise TypeError(
+                f"`model` of agent {agent.name!r} must be the name or folder of a model, a `PreTrainedModel` or a "
+                f"`PeftModel`, got {brief(repr(agent.model), 80)} of type {type(agent.model).__name__}."
+            )
+        key = trainer_key if agent.model is None else _key(agent.model, agent.model_init_kwargs)
+        group = groups.setdefault(key, [])
+        if key != trainer_key and group and agent.processing_class is not group[0].processing_class:
+            raise ValueError(
+                f"Agents {group[0].name!r} and {agent.name!r} act with the same model, but have different "
+                "`processing_class`. Set the same tokenizer for both."
+            )
+        group.append(agent)
+    if len(groups) > 1 and not any(agent.has_policy for agent in groups[trainer_key]):
+        example = next(agent for agent in agents if agent.model is not None)
+        raise ValueError(
+            f"No agent acts with the trainer's `model={_text(model)}`, because each names its own. Pass "
+            f"{_text(example.model)} as `model`, and leave `AgentSpec({example.name!r}, model=...)` out."
+        )
+    return list(groups.values())
+
+
+def _key(model: Any, init_kwargs: Mapping[str, Any] | None) -> Any:
+    """What is equal for models that are loaded once. A copy with other arguments is another base."""
+    if not isinstance(model, str):
+        return id(model)
+    settings = sorted((name, repr(argument)) for name, argument in (init_kwargs or {}).items())
+    return str(Path(model).resolve()) if Path(model).is_dir() else model, tuple(settings)
+
+
+def _text(model: Any) -> str:
+    return repr(model) if isinstance(model, str) else f"a loaded {type(model).__name__}"
+
+
+def check_settings(args: MARFTConfig, groups: Sequence[Sequence[AgentSpec]], sharding: ModuleType | None) -> None:
+    """Raise a `ValueError` for settings that do not support several bases, before anything is loaded."""
+    if len(groups) == 1:
+        return
+    who = ", ".join(repr(agent.name) for group in groups[1:] for agent in group)
+    refused = {
+        "FSDP2 shards one base; start the run without it, and load large bases in 4 bits": sharding is not None,
+        "`cast_lm_head_to_fp32=True` casts the head of one base; leave it out": args.cast_lm_head_to_fp32,
+        "`torch_compile=True` compiles one base; leave it out": args.torch_compile,
+        "`vllm_mode='colocate'` serves one base; set `vllm_mode='server'` and give the servers of each model: "
+        "`vllm_server_base_url={model: address, ...}`": args.use_vllm and args.vllm_mode == "colocate",
+        "`vllm_server_base_url` has the servers of one base; give those of each model: "
+        "`vllm_server_base_url={model: address, ...}`": args.use_vllm
+        and not isinstance(args.vllm_server_base_url, Mapping),
+        "`router_aux_loss_coef` trains the routers of one base; leave it out": bool(args.router_aux_loss_coef),
+    }
+    for reason, is_set in refused.items():
+        if is_set:
+            raise ValueError(f"{who} set `AgentSpec(model=...)`, so the team has several bases, but {reason}.")
+
+
+def load_all(groups: Sequence[Sequence[AgentSpec]], *arguments: Any, **options: Any) -> list[Base]:
+    return [load(groups, number, *arguments, **options) for number in range(len(groups))]
+
+
+def load(
+    groups: Sequence[Sequence[AgentSpec]],
+    number: int,
+    model: Any,
+    args: MARFTConfig,
+    peft_config: PeftConfig | None,
+    sharding: ModuleType | None,
+    quantization_config: Any,
+    processing_class: PreTrainedTokenizerBase | None,
+) -> Base:
+    """Load a base with the adapters of its agents. The trainer's `model`, number 0, has the trainer's settings."""
+    agents, init_kwargs = groups[number], args.model_init_kwargs
+    if number:
+        model, init_kwargs, processing_class = agents[0].model, agents[0].model_init_kwargs, agents[0].processing_class
+        quantization_config = None
+    base = setup.load_base(model, args, quantization_config, setup.stays_frozen(agents, peft_config), init_kwargs)
+    tokenizer = setup.load_tokenizer(processing_class, base, args, init_kwargs)
+    origins = find_origins(base, agents)  # before new adapters hide which ones came with the model
+    adapters = {agent.adapter for agent in agents if agent.has_policy}
+    if len(groups) > 1 and isinstance(base, PeftModel) and adapters <= base.peft_config.keys():
+        peft_config = None  # it is for agents of other bases
+    try:
+        base = check_loadable(add_adapters(base, agents, peft_config), agents)
+    except ValueError as error:
+        if not number:
+            raise
+        names = ", ".join(repr(agent.name) for agent in agents)
+        raise ValueError(
+            f"The adapters of {names} cannot be added to {_text(model)}: {error} A config for this base alone can be "
+            "set with `AgentSpec(peft_config=...)`."
+        ) from error
+    setup.check_learning(args, base, sharding)
+    if number and not isinstance(base, PeftModel) and getattr(base, "is_quantized", False):
+        raise ValueError(
+            f"The base of agent {agents[0].name!r} is quantized, so it cannot be trained itself. Set "
+            "`AgentSpec(peft_config=LoraConfig(...))`."
+        )
+    return Base(base, tokenizer, tuple(agents), origins)
+
+
+def make_policies(first: Base, further: Sequence[Base], agents: Sequence[AgentSpec]) -> Policies:
+    origins = {adapter: origin for base in (first, *further) for adapter, origin in base.origins.items()}
+    return Policies(first.model, agents, origins, {name: base.model for base in further for name in base.names})
+
+
+def make_further_speaker(
+    make: Callable[..., Speaker],
+    base: Base,
+    workflow: Workflow,
+    generator: Generator,
+    settings: PromptSettings,
+) -> Speaker:
+    """The speaker of a further base. `make` is [`make_speaker`] for the team; `settings` are of the first base."""
+    _, template = find_template(base.agents, workflow, base.tokenizer)
+    tokenize = make_tokenize(base.tokenizer, template, settings.chat_template_kwargs)
+    return make(
+        base.language_model,
+        base.tokenizer,
+        generator,
+        settings=dataclasses.replace(settings, tokenize=tokenize, chat_template=template),
+        end_token_ids=find_end_tokens(base.model, base.tokenizer),
+        own=base.names,
+    )

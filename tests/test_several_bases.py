@@ -1,0 +1,449 @@
+"""Teams of different models: each agent's turns, gradients, files and settings belong to its own base."""
+
+import dataclasses
+import json
+import shutil
+
+from marft_trl import AgentSpec, Team, load_adapters
+from marft_trl.adapters.manifest import MANIFEST_NAME, TeamManifest
+from marft_trl.config.presets import PRESETS
+from marft_trl.extras.apps import ExternalApp
+from marft_trl.tiny import tiny_agents, tiny_dataset
+from tests.families import family_base
+from tests.helpers import add, logged_steps, lora, only_slice, shake, team_trainer
+from tests.tokenizers_and_templates import tokenizer_of
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def agents_on(second, tokenizer, **settings) -> list[AgentSpec]:
+    """The tiny team, whose second agent acts with another model."""
+    reasoner, actor = tiny_agents()
+    return [reasoner, dataclasses.replace(actor, model=second, processing_class=tokenizer, **settings)]
+
+
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def adapters(trainer) -> dict[str, torch.Tensor]:
+    parts = trainer.parts.updates.trained_parameters()
+    return {f"{part}/{name}": value.detach().clone() for part in parts for name, value in parts[part].items()}
+
+
+def random_start(trainer, source=None) -> None:
+    """Random weights of all adapters, or those of another trainer."""
+    for name in trainer.policies.names:
+        for position, parameter in enumerate(trainer.policies.parameters(name).values()):
+            values = None if source is None else list(source.policies.parameters(name).values())[position]
+            parameter.data.copy_(torch.randn_like(parameter) * 0.05 if values is None else values.detach())
+    trainer.policies.copy_references(copy_all=True)
+
+
+# ---- Two copies of one model ----
+
+
+LEARNING = {
+    "plain passes": {"share_prefixes": False, "beta": 0.1},
+    "entropy": {"entropy_coef": 0.01, "top_entropy_quantile": 0.5},
+    "counterfactual": {"credit": "counterfactual", "advantage": "leave_one_out", "scale_rewards": "none"},
+    "candidates": {"advantage": "turn", "turn_candidates": 2},
+    "old turns": {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.1, "gradient_checkpointing": True},
+    "in turn": {"update_order": "sequential", "max_steps": 4},
+    "critics": {"advantage": "gae", "critic": "per_agent", "num_generations": 1, "critic_sees": "history"},
+}
+
+
+ALIKE = ("marft-t", "dr-mas", "magrpo", "reinforce++", "rloo", "ccpo")  # another preset takes the same way
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*LEARNING, *(pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in PRESETS)],
+)
+def test_two_copies_of_a_model_train_as_one(small_model, tokenizer, tmp_path, kind):
+    settings = LEARNING.get(kind) or {"preset": kind}
+    if kind in PRESETS and "critic" in PRESETS[kind].settings:
+        settings = {**settings, "critic": "per_agent"}  # the part of each agent is on its own base
+    settings = {"learning_rate": 1e-2, "max_tokens_per_micro_batch": 500, **settings}
+    agents = agents_on(loaded(small_model), tokenizer)
+    one = team_trainer(small_model, tmp_path / "one", settings=settings)
+    two = team_trainer(small_model, tmp_path / "two", settings=settings, agents=agents)
+    random_start(one)
+    random_start(two, one)
+    if one.critic is not None:
+        for part in one.critic.parts:
+            for own, other in zip(
+                two.critic.parameters(part).values(), one.critic.parameters(part).values(), strict=True
+            ):
+                own.data.copy_(other.detach())
+    before = adapters(one)
+    for trainer in (one, two):
+        torch.manual_seed(0)
+        trainer.train()
+    first, second = adapters(one), adapters(two)
+    assert first.keys() == second.keys() and len(two.policies.further) == 1
+    assert all(any(not before[n].equal(first[n]) for n in first if n.startswith(f"{part}/")) for part in ("actor",))
+    for name in first:
+        torch.testing.assert_close(second[name], first[name], rtol=1e-4, atol=1e-6, msg=name)
+    for name in ("loss", "grad_norm"):
+        values = [[log[name] for log in trainer.state.log_history if name in log] for trainer in (one, two)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("critic", ["shared", "multi_head", "frozen"])
+def test_a_critic_has_a_part_on_each_base(small_model, model_folder, tokenizer, tmp_path, critic):
+    """The bases have different widths. A part learns from the turns of the agents on its base."""
+    settings = {"advantage": "gae", "critic": critic, "num_generations": 1, "critic_learning_rate": 1e-2}
+    agents = [*agents_on(model_folder, None), AgentSpec("judge", model=model_folder, trainable=False)]
+    trainer = team_trainer(small_model, tmp_path, settings=settings, agents=agents)
+    before = adapters(trainer)
+    trainer.train()
+    assert trainer.critic.parts == ["_critic", "_critic-actor"]
+    after = adapters(trainer)
+    still = {name.split("/")[0] for name in after} - {n.split("/")[0] for n in after if not before[n].equal(after[n])}
+    assert not still and "judge" not in {name.split("/")[0] for name in after}
+    assert (
+        trainer.critic.heads["_critic-actor"].state_dict().keys()
+        == trainer.critic.heads["_critic"].state_dict().keys()
+    )
+
+
+# ---- What moves ----
+
+
+@pytest.mark.parametrize("frozen", ["reasoner", "actor"])
+def test_trained_agents_move_and_frozen_ones_do_not(small_model, model_folder, tmp_path, frozen):
+    agents = [dataclasses.replace(agent, trainable=agent.name != frozen) for agent in agents_on(model_folder, None)]
+    trainer = team_trainer(small_model, tmp_path, agents=agents)
+    models = [trainer.model, *trainer.policies.further]
+    before = [{name: value.clone() for name, value in model.state_dict().items()} for model in models]
+    trainer.train()
+    moved = {
+        name
+        for model, old in zip(models, before, strict=True)
+        for name, value in model.state_dict().items()
+        if not old[name].equal(value)
+    }
+    trained = "actor" if frozen == "reasoner" else "reasoner"
+    assert moved and all(f".{trained}." in name for name in moved)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_fully_trained_weights_for_each_agent(small_model, model_folder, tmp_path, beta):
+    """Both models move, and are saved and loaded whole. The reference of each is its own start."""
+    settings = {"beta": beta, "learning_rate": 1e-2}
+    agents = agents_on(model_folder, None)
+    trainer = team_trainer(small_model, tmp_path, agents=agents, peft_config=None, settings=settings)
+    assert trainer.policies.names == ["actor", "policy"]
+    before = adapters(trainer)
+    assert len(before) == len(dict(trainer.model.named_parameters())) + len(
+        dict(loaded(model_folder).named_parameters())
+    )
+    trainer.train()
+    after = adapters(trainer)
+    assert {name.split("/")[0] for name in after if not before[name].equal(after[name])} == {"actor", "policy"}
+    if beta:
+        kls = [
+            [log[f"agents/{agent.name}/kl"] for log in trainer.state.log_history if "loss" in log] for agent in agents
+        ]
+        assert all(abs(kl[0]) < 1e-5 < kl[1] for kl in kls)
+    expected = trainer.team("1 + 2 =", greedy=True)
+    trainer.save_model(tmp_path / "saved")
+    team = Team.from_pretrained(tmp_path / "saved")
+    assert team("1 + 2 =", greedy=True) == expected
+    manifest = TeamManifest.load(tmp_path / "saved")
+    assert not manifest.adapters and manifest.further_bases[0].is_trained
+    for name, value in team["actor"].state_dict().items():
+        assert value.equal(trainer.policies.further[0].state_dict()[name])
+
+
+def test_agents_that_name_the_same_model_share_one_base(small_model, model_folder, tmp_path):
+    reasoner, actor = tiny_agents()
+    agents = [
+        reasoner,
+        dataclasses.replace(actor, model=model_folder),
+        AgentSpec("checker", model=model_folder),
+        AgentSpec("judge", model=small_model),  # that of the trainer
+        AgentSpec("copy", model=model_folder, model_init_kwargs={"dtype": "bfloat16"}),
+    ]
+    policies = team_trainer(small_model, tmp_path, agents=agents).policies
+    models = {agent.name: policies.get_model(agent.name) for agent in agents}
+    assert models["actor"] is models["checker"] is not models["copy"] and models["judge"] is models["reasoner"]
+    assert models["copy"].dtype == torch.bfloat16 and len(policies.further) == 2
+
+
+# ---- Different tokenizers, templates and end tokens ----
+
+
+@pytest.fixture(scope="module")
+def families(built_once):
+    """Folders of a tiny Qwen 3 and a tiny Llama 3 with their tokenizers and templates."""
+
+    def build(kind, family, config, end):
+        def save(folder):
+            tokenizer = tokenizer_of(kind, family)
+            model = family_base(config, vocabulary=len(tokenizer) + 8)
+            model.config.max_position_embeddings = 1024
+            model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(end)
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+        return built_once(f"family-{family}", save)
+
+    return {
+        "qwen3": build("byte_level", "qwen3", "qwen3", "<|im_end|>"),
+        "llama3": build("metaspace", "llama3", "llama", "<|eot_id|>"),
+    }
+
+
+def test_two_families_by_hand(families, tmp_path):
+    """Turns cross as text, in the template and the tokens of the reader, and are scored by their own model."""
+    settings = {"beta": 0.1, "num_iterations": 2, "temperature": 0.7}
+    agents = [AgentSpec("planner", system_prompt="Plan."), AgentSpec("solver", "Solve.", model=families["llama3"])]
+    data = tiny_dataset(8)
+    trainer = team_trainer(families["qwen3"], tmp_path, agents=agents, settings=settings, train_dataset=data)
+    tokenizers = {name: trainer.parts.runner.prompts.for_agent(name).tokenizer for name in ("planner", "solver")}
+    assert len(tokenizers["planner"]) != len(tokenizers["solver"])
+    for model in (trainer.model, *trainer.policies.further):
+        shake(model, 0.2)
+    slice_ = only_slice(trainer, [row for row in data.select(range(2)) for _ in range(4)])
+    assert {row.agent for row in slice_.rows} == {"planner", "solver"}
+    turns = {}
+    for row in sorted(slice_.rows, key=lambda row: row.agent):
+        model, tokenizer = trainer.policies.get_model(row.agent), tokenizers[row.agent]
+        messages = [
+            {"role": "system", "content": "Plan." if row.agent == "planner" else "Solve."},
+            {"role": "user", "content": data[row.episode // 4]["prompt"]},
+        ]
+        ids = row.completion_ids.tolist()
+        if row.agent == "planner":
+            turns[row.episode] = tokenizer.decode(ids, skip_special_tokens=True)
+        else:
+            messages[1]["content"] += f"\n\n[planner]\n{turns[row.episode]}"
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert tokenizer.decode(row.prompt_ids) == rendered
+        whole = torch.tensor([[*row.prompt_ids.tolist(), *ids]])
+        trainer.policies.activate(row.agent)
+        logits = model(input_ids=whole).logits[0, len(row.prompt_ids) - 1 : -1].float() / 0.7
+        by_hand = logits.log_softmax(-1).gather(1, row.completion_ids.unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(row.old_per_token_logps, by_hand, rtol=1e-5, atol=1e-5)
+        with trainer.policies.reference(row.agent):
+            logits = model(input_ids=whole).logits[0, len(row.prompt_ids) - 1 : -1].float() / 0.7
+        by_hand = logits.log_softmax(-1).gather(1, row.completion_ids.unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(row.ref_per_token_logps, by_hand, rtol=1e-5, atol=1e-5)
+    trainer.train()
+
+
+async def relay(row, endpoint):
+    """An application that shows a model what another one has written, as its own earlier turn."""
+    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+        messages = [{"role": "user", "content": row["prompt"]}]
+        for agent in ("planner", "solver", "planner"):
+            reply = (await client.chat.completions.create(model=agent, messages=messages)).choices[0].message
+            messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": "Go on."}]
+
+
+def test_turns_of_another_model_in_a_conversation_are_text(families, tmp_path):
+    agents = [AgentSpec("planner"), AgentSpec("solver", model=families["llama3"])]
+    arguments = {"agents": agents, "workflow": ExternalApp(relay), "train_dataset": tiny_dataset(8)}
+    trainer = team_trainer(families["qwen3"], tmp_path, **arguments)
+    (episode,) = trainer.team.run(["1 + 2 ="], seed=1)
+    first, second, third = episode.turns
+    tokenizers = {name: trainer.parts.runner.prompts.for_agent(name).tokenizer for name in ("planner", "solver")}
+    assert tokenizers["solver"].decode(second.prompt_ids).count(first.raw_text) == 1
+    assert len(second.prompt_ids) and max(second.prompt_ids) < len(tokenizers["solver"])
+    # The planner keeps its own tokens, and reads those of the solver as text
+    own = first.completion_ids[:-1] or first.completion_ids
+    text = str(third.prompt_ids)[1:-1]
+    assert str(own)[1:-1] in text and tokenizers["planner"].decode(third.prompt_ids).count(second.raw_text) == 1
+    trainer.train()
+
+
+def test_tools_on_one_of_two_bases(families, tmp_path):
+    """Only the template of an agent with tools has to support them."""
+    agents = [AgentSpec("planner", tools=[add]), AgentSpec("solver", model=families["llama3"])]
+    trainer = team_trainer(families["qwen3"], tmp_path, agents=agents)
+    tokenizer = trainer.processing_class
+    call = tokenizer('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>')["input_ids"]
+    generators = trainer.parts.runner.generator
+    generate, calls = generators.generate, []
+
+    async def with_call(observed, **options):
+        turns = await generate(observed, **options)
+        if observed[0].agent == "planner" and not calls:
+            calls.append(observed)
+            turns = [turn._replace(ids=[*call, tokenizer.eos_token_id], logps=None) for turn in turns]
+        return turns
+
+    generators.generate = with_call
+    (episode,) = trainer.team.run(["1 + 2 ="], seed=1)
+    assert [turn.agent for turn in episode.turns] == ["planner", "planner", "solver"]
+    assert "3" in tokenizer.decode(episode.turns[1].prompt_ids)[-80:]
+
+
+# ---- Files ----
+
+
+@pytest.fixture(scope="module")
+def saved(small_model, model_folder, tmp_path_factory):
+    """A trained team, its folder and its greedy answer."""
+    folder = tmp_path_factory.mktemp("several") / "team"
+    trainer = team_trainer(small_model, folder, agents=agents_on(model_folder, None), settings={"learning_rate": 1e-1})
+    trainer.train()
+    trainer.save_model()
+    return trainer, folder, trainer.team("1 + 2 =", greedy=True)
+
+
+def models_of(folder, small_model, model_folder):
+    names = [base.name for base in TeamManifest.load(folder).bases]
+    return dict(zip(names, (small_model, model_folder), strict=True))
+
+
+def test_a_saved_team_answers_as_in_training(saved, small_model, model_folder, tmp_path):
+    trainer, folder, answer = saved
+    data = json.loads((folder / MANIFEST_NAME).read_text())
+    assert data["format"] == 3 and [base["agents"] for base in data["further_bases"]] == [["actor"]]
+    models = models_of(folder, small_model, model_folder)
+    team = Team.from_pretrained(folder, model=models)
+    assert team("1 + 2 =", greedy=True) == answer
+    team.save_pretrained(tmp_path / "again")
+    shutil.copytree(tmp_path / "again", tmp_path / "moved")
+    again = Team.from_pretrained(tmp_path / "moved", model=models)
+    assert again("1 + 2 =", greedy=True) == answer
+    own = trainer.policies.parameters("actor")
+    alone = dict(again["actor"].named_parameters())
+    assert all(alone[name].equal(parameter) for name, parameter in own.items())
+    # One agent by PEFT alone, as the card says
+    model = load_adapters(loaded(model_folder), folder, agent="actor")
+    assert all(dict(model.named_parameters())[name].equal(parameter) for name, parameter in own.items())
+    card = (folder / "README.md").read_text()
+    assert 'subfolder="reasoner"' in card and 'subfolder="actor"' in card
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda base: base.update(agents=["reasoner", "actor"]), "no agent has a policy on the first base"),
+        (lambda base: base.update(agents=["actor", "stranger"]), "'stranger'"),
+        (lambda base: base.update(folder="../reasoner"), "the folder of a base"),
+        (lambda base: base.update(folder="reasoner"), "agents of another base"),
+        (lambda base: base.update(is_trained=True), "a trained base with the adapter"),
+        (lambda base: base.update(is_local=False, name="../x y"), "not a valid Hub id"),
+    ],
+)
+def test_a_manifest_that_lies_about_bases_is_refused(saved, tmp_path, change, message):
+    _, folder, _ = saved
+    shutil.copytree(folder, tmp_path / "team")
+    data = json.loads((folder / MANIFEST_NAME).read_text())
+    change(data["further_bases"][0])
+    (tmp_path / "team" / MANIFEST_NAME).write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=message):
+        TeamManifest.load(tmp_path / "team")
+
+
+def test_missing_and_wrong_bases_are_named(saved, small_model, model_folder):
+    _, folder, _ = saved
+    first, second = models_of(folder, small_model, model_folder)
+    with pytest.raises(ValueError, match=f"local base '{second}'.*model={{'{second}': ...}}"):
+        Team.from_pretrained(folder, model=small_model)
+    with pytest.raises(ValueError, match="`model=` has 'other', but the bases of the team are"):
+        Team.from_pretrained(folder, model={"other": small_model})
+    with pytest.raises(ValueError, match="for another base"):
+        Team.from_pretrained(folder, model={first: model_folder, second: small_model})
+
+
+# ---- Resume ----
+
+
+@pytest.mark.parametrize("settings", [{}, {"advantage": "gae", "critic": "shared", "num_generations": 1}])
+def test_killed_and_resumed_equals_uninterrupted(small_model, model_folder, tmp_path, settings):
+    """In the middle of a generation batch, with a critic on each base."""
+    settings = {"max_steps": 4, "steps_per_generation": 2, "num_iterations": 2, "save_strategy": "steps", **settings}
+    settings |= {"save_steps": 1, "learning_rate": 1e-2}
+    agents = agents_on(model_folder, None)
+    whole = team_trainer(small_model, tmp_path / "whole", agents=agents, settings=settings)
+    whole.train()
+    for step in (1, 3):
+        again = team_trainer(small_model, tmp_path / f"again-{step}", agents=agents, settings=settings)
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        expected, found = adapters(whole), adapters(again)
+        assert all(found[name].equal(value) for name, value in expected.items())
+        names = ("step", "loss", "grad_norm")
+        expected, found = ([[log[name] for name in names] for log in logged_steps(t)] for t in (whole, again))
+        assert found[step:] == expected[step:]
+
+
+def test_a_changed_base_is_not_resumed(small_model, model_folder, deep_folder, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    team_trainer(small_model, tmp_path, agents=agents_on(model_folder, None), settings=settings).train()
+    other = team_trainer(small_model, tmp_path, agents=agents_on(deep_folder, None), settings=settings)
+    with pytest.raises(ValueError, match=r"(?s)base\.actor\.config"):
+        other.train(resume_from_checkpoint=True)
+
+
+# ---- Before anything is loaded ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"torch_compile": True}, "`torch_compile=True` compiles one base"),
+        ({"cast_lm_head_to_fp32": True}, "casts the head of one base"),
+        ({"use_vllm": True, "vllm_mode": "colocate"}, "serves one base"),
+        ({"use_vllm": True, "vllm_mode": "server"}, "has the servers of one base"),
+    ],
+)
+def test_settings_for_one_base_are_refused_before_loading(tmp_path, settings, message):
+    agents = [AgentSpec("left"), AgentSpec("right", model="no/such-model")]
+    with pytest.raises(ValueError, match=f"'right' set .*{message}"):
+        team_trainer("no/such-first", tmp_path, agents=agents, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("agents", "error", "message"),
+    [
+        ([{"model": 3}], TypeError, "`model` of agent 'left' must be the name"),
+        ([{"model": "no such"}], FileNotFoundError, "neither a folder"),
+        ([{"model": "a/b"}, {"model": "c/d"}], ValueError, "No agent acts with the trainer's"),
+        ([{}, {"model": "a/b", "adapter": "left"}], ValueError, "share the adapter 'left' but differ in `model`"),
+        ([{"processing_class": object()}], ValueError, "sets `processing_class` without `model`"),
+        ([{"model": object(), "model_init_kwargs": {}}], ValueError, "its `model` is already loaded"),
+        ([{"model": "a/b", "reply": str}], ValueError, "`model` would have no effect"),
+        (
+            [{}, {"model": "a/b", "processing_class": object()}, {"model": "a/b"}],
+            ValueError,
+            "Agents 'right' and 'third' act with the same model",
+        ),
+    ],
+)
+def test_models_of_agents_that_cannot_work(small_model, tmp_path, agents, error, message):
+    names = ("left", "right", "third")
+    with pytest.raises(error, match=message):
+        specs = [AgentSpec(name, **settings) for name, settings in zip(names, agents, strict=False)]
+        team_trainer(small_model, tmp_path, agents=specs)
+
+
+def test_an_adapter_that_does_not_fit_its_base_is_named(families, small_model, tmp_path):
+    agents = [
+        AgentSpec("left"),
+        AgentSpec("right", model=families["llama3"], peft_config=lora(target_modules="c_attn")),
+    ]
+    with pytest.raises(ValueError, match="adapters of 'right' cannot be added to .*AgentSpec\\(peft_config"):
+        team_trainer(small_model, tmp_path, agents=agents)
+
+
+# ---- The plan ----
+
+
+def test_the_plan_names_the_base_of_each_agent(small_model, model_folder, tmp_path):
+    trainer = team_trainer(small_model, tmp_path, agents=agents_on(model_folder, None))
+    plan, memory = trainer.plan(), trainer.memory_plan()
+    assert "reasoner: base small-model" in plan and "actor: base warm-model" in plan
+    weights = [sum(p.numel() for p in loaded(folder).parameters()) * 4 for folder in (small_model, model_folder)]
+    assert memory.base >= sum(weights)
+    alone = team_trainer(model_folder, tmp_path).memory_plan()
+    assert memory.base < alone.base + 1.1 * weights[0] and memory.activations >= alone.activations * 0.5
