@@ -65,6 +65,17 @@ def test_a_base_that_is_spread_over_devices_trains_as_on_one(team, agents):
     assert whole["waits"]["generate"]["to the device"] <= 60
 
 
+@pretended
+@pytest.mark.slow
+@pytest.mark.parametrize("team", ["critic", "parallel"])
+def test_a_second_base_on_another_device_trains_as_on_one(team):
+    layouts = train(team, "--layouts", "near", "apart")
+    near, apart = layouts["near"], layouts["apart"]
+    assert near["devices"] == ["pretend:0"] and apart["devices"] == ["pretend:0", "pretend:1"]
+    assert near["moved"] == apart["moved"] and len(near["moved"]) == {"critic": 2, "parallel": 4}[team]
+    assert (near["losses"], near["weights"]) == (apart["losses"], apart["weights"])
+
+
 TEACH = """
 import pretend_device
 device = pretend_device.install()

@@ -446,7 +446,7 @@ class AdapterUpdates:
             if self._accelerator.scaler is None:  # with fp16, the gradient scaler handles overflow
                 self._skip_if_not_finite(adapter, norm, present, names)
             if is_policy and norm.isfinite():
-                norms[adapter] = norm
+                norms[adapter] = norm.to(self._processes.device)
             for name in names:
                 self._metrics.add(f"{name}/grad_norm", norm.item())
         if len(norms) == 1:

@@ -2,11 +2,12 @@
 """
 Trains a tiny team on a pretended device (`tests/pretend_device.py`) and prints the results as JSON.
 
-    python tests/scripts/train_pretended.py solo|duo|half|critic|parallel [--layouts whole spread named]
+    python tests/scripts/train_pretended.py solo|duo|half|critic|parallel [--layouts whole spread named near apart]
 """
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import sys
 import tempfile
@@ -54,7 +55,7 @@ TEAMS = {
     "solo": (PLAIN, 1, None),
     "duo": (PLAIN, 2, None),
     "half": ({}, 2, None),
-    "critic": (PLAIN | {"advantage": "gae", "critic": "shared"}, 2, None),
+    "critic": (PLAIN | {"advantage": "gae", "critic": "shared", "beta": 0.1, "num_iterations": 2}, 2, None),
     "parallel": (PLAIN, 4, Fan()),
 }
 
@@ -70,7 +71,7 @@ def base(layout: str, tokenizer, folder: str):
         with pretend_device.apart():
             model.save_pretrained(folder)
         return folder
-    if layout == "whole":
+    if layout in ("whole", "near", "apart"):
         return model
     layers = len(model.model.layers)
     devices = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 0}  # embeddings are tied
@@ -114,12 +115,17 @@ def weights_of(policies) -> dict[str, list]:
 def train(team: str, layout: str, overrides: dict) -> dict:
     settings, count, workflow = TEAMS[team]
     tokenizer = tiny_tokenizer()
+    places = {"near": "pretend:0", "apart": "pretend:1"}  # of a second base
     with pretend_device.Pretend(), tempfile.TemporaryDirectory() as folder:
         args = MARFTConfig(f"{folder}/run", **{**SETTINGS, **settings, **overrides})
+        agents = [AgentSpec(f"a{index}", system_prompt=f"Work {index}.") for index in range(count)]
+        if layout in places:
+            second = tiny_model(len(tokenizer)).to(places[layout])
+            agents[1] = dataclasses.replace(agents[1], model=second, processing_class=tokenizer)
         trainer = MARFTTrainer(
             model=base(layout, tokenizer, f"{folder}/base"),
             processing_class=tokenizer,
-            agents=[AgentSpec(f"a{index}", system_prompt=f"Work {index}.") for index in range(count)],
+            agents=agents,
             workflow=workflow,
             reward_funcs=reward,
             args=args,
@@ -137,7 +143,7 @@ def train(team: str, layout: str, overrides: dict) -> dict:
         frozen = [parameter for parameter in trainer.model.parameters() if not parameter.requires_grad]
         return {
             "moved": [name for name in after if not all(map(torch.equal, before[name], after[name]))],
-            "devices": sorted({str(parameter.device) for parameter in trainer.model.parameters()}),
+            "devices": sorted({str(p.device) for m in (trainer.model, *policies.further) for p in m.parameters()}),
             "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
             "weights": sum(float(weight.sum()) for weight in weights),
             "dtypes": {
@@ -152,7 +158,9 @@ def train(team: str, layout: str, overrides: dict) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("team", choices=sorted(TEAMS))
-    parser.add_argument("--layouts", nargs="+", default=["whole"], choices=["whole", "spread", "named"])
+    parser.add_argument(
+        "--layouts", nargs="+", default=["whole"], choices=["whole", "spread", "named", *("near", "apart")]
+    )
     parser.add_argument("--settings", type=json.loads, default={})
     options = parser.parse_args()
     results = {layout: train(options.team, layout, options.settings) for layout in options.layouts}
