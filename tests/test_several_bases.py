@@ -2,16 +2,21 @@
 
 import dataclasses
 import json
+import math
 import shutil
 
 from marft_trl import AgentSpec, Team, load_adapters
 from marft_trl.adapters.manifest import MANIFEST_NAME, TeamManifest
 from marft_trl.config.presets import PRESETS
 from marft_trl.extras.apps import ExternalApp
+from marft_trl.extras.commands import UsageError, main
+from marft_trl.extras.commands.teams import chosen_bases
+from marft_trl.team import TextDelta, TurnEnded
 from marft_trl.tiny import tiny_agents, tiny_dataset
 from tests.families import family_base
 from tests.helpers import add, logged_steps, lora, only_slice, shake, team_trainer
 from tests.tokenizers_and_templates import tokenizer_of
+from tests.vllm_server import fake_servers
 
 import openai
 import pytest
@@ -447,3 +452,61 @@ def test_the_plan_names_the_base_of_each_agent(small_model, model_folder, tmp_pa
     assert memory.base >= sum(weights)
     alone = team_trainer(model_folder, tmp_path).memory_plan()
     assert memory.base < alone.base + 1.1 * weights[0] and memory.activations >= alone.activations * 0.5
+
+
+# ---- Servers ----
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_each_model_has_its_own_servers(small_model, model_folder, tokenizer, tmp_path, ahead):
+    """Also with episodes that are sampled ahead, from older adapters of both."""
+    with fake_servers(2) as servers:
+        flat = -math.log(len(tokenizer))
+        for server in servers:
+            server.logps = lambda adapter, ids, temperature: {5: flat if temperature > 1 else flat + 0.5}
+        addresses = {small_model: servers[0].url, model_folder: [servers[1].url]}
+        settings = {"use_vllm": True, "vllm_server_base_url": addresses, "fidelity_tolerance": 1e9, "max_steps": 3}
+        settings |= {"max_staleness": ahead, "vllm_importance_sampling_mode": "token_truncate"}
+        trainer = team_trainer(small_model, tmp_path, agents=agents_on(model_folder, None), settings=settings)
+        before = adapters(trainer)
+        trainer.train()
+        after = adapters(trainer)
+        assert {name.split("/")[0] for name in after if not before[name].equal(after[name])} == {"reasoner", "actor"}
+        for server, agent in zip(servers, ("reasoner", "actor"), strict=True):
+            assert server.requests and all(f"-{agent}-" in request["model"] for request in server.requests)
+        steps = [log for log in trainer.state.log_history if "loss" in log]
+        assert all("sampling/staleness" in log for log in steps)
+
+
+def test_a_model_without_servers_is_named(small_model, model_folder, tmp_path):
+    with fake_servers() as (server,):
+        settings = {"use_vllm": True, "vllm_server_base_url": {small_model: server.url, "other": server.url}}
+        with pytest.raises(ValueError, match=f"has no servers for the model '{model_folder}', only for"):
+            team_trainer(small_model, tmp_path, agents=agents_on(model_folder, None), settings=settings)
+
+
+# ---- In use ----
+
+
+def test_a_team_of_two_families_streams_the_text_of_each(families, tmp_path):
+    agents = [AgentSpec("planner"), AgentSpec("solver", model=families["llama3"])]
+    team = team_trainer(families["qwen3"], tmp_path, agents=agents).team
+    texts = {}
+    for event in team.stream("1 + 2 =", seed=0):
+        if isinstance(event, TextDelta):
+            texts[event.agent] = texts.get(event.agent, "") + event.text
+        elif isinstance(event, TurnEnded):
+            assert texts.get(event.agent, "") == event.text
+    assert event.episode.turns[1].text == texts["solver"]
+
+
+def test_a_command_takes_the_folder_of_each_base(saved, small_model, model_folder, capsys):
+    _, folder, _ = saved
+    models = models_of(folder, small_model, model_folder)
+    flags = [flag for name, path in models.items() for flag in ("--model", f"{name}={path}")]
+    main(["vllm-command", str(folder), *flags])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "serve" in line]
+    assert len(lines) == 2 and small_model in lines[0] and model_folder in lines[1]
+    assert chosen_bases([flag for flag in flags if "=" in flag]) == models
+    with pytest.raises(UsageError, match="NAME=FOLDER"):
+        chosen_bases([small_model, f"x={model_folder}"])

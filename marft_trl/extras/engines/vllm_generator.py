@@ -171,8 +171,6 @@ _IGNORED_SETTINGS = (
 )
 # Number of the latest pins over which staleness is counted
 _MAX_PINS = 1000
-# Versions to sample from, if not the current versions
-_PINNED: contextvars.ContextVar[dict[str, Version] | None] = contextvars.ContextVar("marft_pinned", default=None)
 # Library entry of the base model without an adapter. It is not a valid agent name.
 BASE = "=base"
 
@@ -201,6 +199,8 @@ class VLLMGenerator(Generator):
         self._connections: dict[asyncio.AbstractEventLoop, ServerPool] = {}
         self._pins: list[dict[str, Version]] = []
         self._recent_pins: deque[dict[str, int]] = deque(maxlen=_MAX_PINS)  # version numbers of the latest pins
+        # Versions to sample from, if not the current versions
+        self._pinned = contextvars.ContextVar[dict[str, Version] | None]("marft_pinned", default=None)
         self._asleep = servers.sleep  # in sleep mode, servers start asleep
 
     def settings(self, agent: str) -> dict[str, Any]:
@@ -251,11 +251,11 @@ class VLLMGenerator(Generator):
     @contextlib.contextmanager
     def using(self, pin: dict[str, Version]) -> Iterator[None]:
         """Sample turns from the versions of a [`~VLLMGenerator.pin`] within the context."""
-        reset_token = _PINNED.set(pin)
+        reset_token = self._pinned.set(pin)
         try:
             yield
         finally:
-            _PINNED.reset(reset_token)
+            self._pinned.reset(reset_token)
 
     def staleness(self, adapter: str, version: int) -> int:
         """Return how many different pinned versions of an adapter are newer than `version`."""
@@ -312,7 +312,7 @@ class VLLMGenerator(Generator):
         entry = self._policies.get_adapter(agent)
         if observed.by_reference:
             entry = BASE if self._policies.base_is_reference(agent) else make_reference_name(entry)
-        version, seed = (_PINNED.get() or self.library.current)[entry], make_seed(observed.key)
+        version, seed = (self._pinned.get() or self.library.current)[entry], make_seed(observed.key)
         overrides = {"temperature": 0.0} if greedy else sampling or {}
         settings = {**self._requests[agent], "seed": seed, **overrides}
         limit = agent_sampling.max_completion_length
