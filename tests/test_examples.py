@@ -189,6 +189,13 @@ def test_quickstart_improves_the_team_over_five_seeds(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_two_models_train_together(model_folder, tmp_path):
+    options = ["--reasoner", model_folder, "--max_steps", "1", "--teaching_steps", "1", "--output_dir", "."]
+    output = run([str(ROOT / "examples" / "two_models.py"), *options], tmp_path)
+    assert "actor: base small-base" in output and "the saved team answers" in output
+
+
 def test_warm_up_trains_on_the_best_turns_of_the_team(model_folder, tmp_path):
     """With a replaced check for right answers: the tiny model cannot add."""
     options = ["--model", model_folder, "--max_steps", "1", "--questions", "8", "--num_samples", "4"]

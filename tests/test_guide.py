@@ -9,6 +9,7 @@ import contextlib
 import doctest
 import itertools
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,7 @@ def made_small(code: str, model: str, team: str) -> str:
     code = re.sub(r'Team\.from_pretrained\("me/[^"]+"', f'Team.from_pretrained("{team}", model="{model}"', code)
     code = re.sub(r'"me/[^"]+"', f'"{team}"', code)
     code = re.sub(r', engine="[^"]+"', "", code)  # `make test-vllm` has servers
+    code = re.sub(r'"HuggingFaceTB/[^"]+"', '"other-base"', code)
     code = re.sub(r'"Qwen/[^"]+"', f'"{model}"', code).replace("smollm2()", f'"{model}"')
     code = code.replace("tiny_team_model()", f'"{model}"')
     code = re.sub(r"\bload_dataset\(", "rows(", code)
@@ -93,6 +95,8 @@ def test_every_block_of_a_page_runs(page, model_folder, team, tmp_path, monkeypa
         samples = [{"question": str(q), "sample": s, "right": q % 2 == s % 2} for q in range(4) for s in range(4)]
         for run in [f"{name}-{seed}" for name in ("ours", "theirs") for seed in range(5)]:
             write_samples(tmp_path / run, samples, "eval", 1, 0)
+    if page.stem == "different_models":
+        shutil.copytree(model_folder, "other-base")
     if page.stem == "tasks":  # a package of OpenEnv, which is not on PyPI
         monkeypatch.setitem(sys.modules, "echo_env", SimpleNamespace(EchoEnv=dict, EchoAction=dict))
     server = contextlib.nullcontext("")

@@ -568,3 +568,35 @@ def test_a_frozen_adapter_that_a_callback_changes_is_published(model_folder, tmp
         with torch.no_grad():
             expected = plain_logps(trainer, row)
         torch.testing.assert_close(torch.tensor(turn.logps), expected, rtol=0, atol=2e-3)
+
+
+# ---- Teams of different models ----
+
+
+def test_each_base_has_its_own_server(model_folder, deep_folder, tmp_path, server):
+    """Turns have the log-probabilities of the agent's own model, and updates reach its server."""
+    other = Server(deep_folder, PORT + 5, tmp_path / "log").start().wait()
+    try:
+        agents = tiny_agents()
+        agents[1] = replace(agents[1], model=deep_folder)
+        addresses = {"vllm_server_base_url": {model_folder: server.url, deep_folder: other.url}}
+        trainer = served(
+            model_folder, tmp_path / "run", [], settings={**addresses, "learning_rate": 1e-2}, agents=agents
+        )
+        for model in (trainer.model, *trainer.policies.further):
+            shake(model, 0.05)
+        rows = sampled(trainer)
+        assert {row.agent for row in rows} == {"reasoner", "actor"} and largest_difference(rows) < 1e-3
+        before = [weight.clone() for weight in trainer.policies.parameters("actor").values()]
+        trainer.train()
+        assert not all(map(torch.equal, before, trainer.policies.parameters("actor").values()))
+        assert largest_difference(sampled(trainer)) < 1e-3
+        trainer.save_model()
+        bases = [base.name for base in trainer.manifest().bases]
+        folders, urls = (
+            dict(zip(bases, pair, strict=True)) for pair in ((model_folder, deep_folder), (server.url, other.url))
+        )
+        with Team.from_pretrained(trainer.args.output_dir, model=folders, engine=urls) as team:
+            assert team(QUESTIONS[0], greedy=True) == trainer.team(QUESTIONS[0], greedy=True)
+    finally:
+        other.kill()
