@@ -7,7 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -38,7 +38,10 @@ MIXED_ROWS = 16
 
 
 class ModelEngine:
-    """Runs `generate` of a model under its active adapter. `generation` has the settings that all agents share."""
+    """
+    Runs `generate` of a model under its active adapter. `generation` has the settings that all agents share, and
+    `of_agent` those of an agent; tokens are always the model's.
+    """
 
     def __init__(
         self,
@@ -46,14 +49,16 @@ class ModelEngine:
         tokenizer: PreTrainedTokenizerBase,
         generation: Mapping[str, Any],
         autocast: torch.dtype | None = None,
+        of_agent: Callable[[Sampling], Mapping[str, Any]] = Sampling.as_generation_kwargs,
     ):
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self._of_agent = model, tokenizer, of_agent
+        self._tokens = {name: value for name, value in generation.items() if name.endswith("_token_id")}
         self._generation, self.autocast = dict(generation), autocast
         ends = self._generation.get("eos_token_id", tokenizer.eos_token_id)
         self.end_token_ids: list[int] = [ends] if isinstance(ends, int) else list(ends)
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
-        return {**self._generation, **sampling.as_generation_kwargs()}
+        return {**self._generation, **self._of_agent(sampling), **self._tokens}
 
     @torch.no_grad()
     def generate(

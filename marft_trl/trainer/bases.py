@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,10 +18,7 @@ from ..adapters.manifest import FurtherBaseModel, check_model_name, describe_bas
 from ..adapters.policies import Policies
 from ..agents import AgentSpec
 from ..config.marft_config import MARFTConfig
-from ..rollout.generator import Generator
-from ..rollout.speaker import PromptSettings, Speaker, find_end_tokens, find_template, make_tokenize
 from ..system.hints import brief
-from ..workflows import Workflow
 from . import setup
 
 
@@ -160,26 +157,7 @@ def load(
     return Base(base, tokenizer, tuple(agents), origins)
 
 
-def make_policies(first: Base, further: Sequence[Base], agents: Sequence[AgentSpec]) -> Policies:
-    origins = {adapter: origin for base in (first, *further) for adapter, origin in base.origins.items()}
-    return Policies(first.model, agents, origins, {name: base.model for base in further for name in base.names})
-
-
-def make_further_speaker(
-    make: Callable[..., Speaker],
-    base: Base,
-    workflow: Workflow,
-    generator: Generator,
-    settings: PromptSettings,
-) -> Speaker:
-    """The speaker of a further base. `make` is [`make_speaker`] for the team; `settings` are of the first base."""
-    _, template = find_template(base.agents, workflow, base.tokenizer)
-    tokenize = make_tokenize(base.tokenizer, template, settings.chat_template_kwargs)
-    return make(
-        base.language_model,
-        base.tokenizer,
-        generator,
-        settings=dataclasses.replace(settings, tokenize=tokenize, chat_template=template),
-        end_token_ids=find_end_tokens(base.model, base.tokenizer),
-        own=base.names,
-    )
+def make_policies(bases: Sequence[Base], agents: Sequence[AgentSpec]) -> Policies:
+    origins = {adapter: origin for base in bases for adapter, origin in base.origins.items()}
+    further = {name: base.model for base in bases[1:] for name in base.names}
+    return Policies(bases[0].model, agents, origins, further)

@@ -162,8 +162,8 @@ class MARFTTrainer(GRPOTrainer):
         bases.check_settings(args, groups, sharding)
         set_seed(args.seed)  # adapters start at random
         options = {"quantization_config": quantization_config, "processing_class": processing_class}
-        first, *further = bases.load_all(groups, model, args, peft_config, sharding, **options)
-        self.policies = bases.make_policies(first, further, self.agents)
+        loaded = bases.load_all(groups, model, args, peft_config, sharding, **options)
+        self.policies = bases.make_policies(loaded, self.agents)
         # The critic makes adapters of its own, so it comes after the policies and before the optimizer
         level = make_level(args)
         self.critic = setup.make_critic(
@@ -176,12 +176,12 @@ class MARFTTrainer(GRPOTrainer):
         engines = setup.make_engines(args, self.policies, self.agents)
         with constructing_grpo_trainer(args, self.policies.has_adapters, isinstance(model, str), level.ratio, weights):
             super().__init__(
-                model=first.model,
+                model=loaded[0].model,
                 reward_funcs=[wrap_reward_function(func, args.reward_timeout, failures) for func in reward_funcs],
                 args=args,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
-                processing_class=first.tokenizer,
+                processing_class=loaded[0].tokenizer,
                 reward_processing_classes=reward_processing_classes,
                 callbacks=callbacks,
                 optimizers=optimizers,
@@ -190,20 +190,20 @@ class MARFTTrainer(GRPOTrainer):
         self.reward_func_names: list[str] = setup.named_apart(self.reward_func_names)  # type: ignore[has-type]
         setup.check_votes(args, eval_vote, self.reward_func_names)
         configure_grpo_trainer(self, args.beta, level.ratio)
-        for base in further:
+        for base in loaded[1:]:
             prepare_further_model(self, base.model, base.tokenizer)
         if sharding is not None:
             sharding.keep_adapters_whole(self, self.policies)
         # What adapters are now is what the KL is measured from
         self.policies.copy_references(copy_all=args.sync_ref_model, has_kl=args.beta != 0.0)
-        if args.sync_ref_model and (self.policies.has_adapters or further):
+        if args.sync_ref_model and (self.policies.has_adapters or self.policies.further):
             self.add_callback(SyncReferences(self.policies))
         team_callbacks(self, [agent.name for agent in self.agents])
         samplings = {agent.name: Sampling.from_agent(agent, args) for agent in self.agents}
         parts = (self.agents, self.workflow, self.policies, self.critic, level)
         team = TeamSetup(*parts, samplings, alias_names(self.agents) if self.anonymous else {}, self.anonymous)
         code = UserCode(view, turn_rewards, eval_metrics or [], eval_vote or last_box, failures)
-        self.parts = Parts(self, team, self.schedule, code, engines, further)
+        self.parts = Parts(self, team, self.schedule, code, engines, loaded)
         if sharding is not None:
             sharding.keep_in_step(self, self.parts.processes)
         # In this order: what a step has shown, what is undone, and then what is saved

@@ -7,7 +7,7 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from peft import PeftModel
@@ -39,7 +39,7 @@ from ..rollout.generator import Generator
 from ..rollout.reward_scorer import AgentReturns, RewardReachChecker, RewardScorer
 from ..rollout.rollouts import Rollouts
 from ..rollout.runner import EpisodeLimits, EpisodeRunner, RunMode
-from ..rollout.speaker import PromptSettings, find_end_tokens, find_template, make_speaker
+from ..rollout.speaker import PromptSettings, Speaker, find_end_tokens, find_template, make_speaker, make_tokenize
 from ..rollout.transformers_generator import ModelEngine, TransformersGenerator
 from ..runs.checkpoints import BestAdapters, Checkpoints
 from ..runs.collapse import Collapse
@@ -53,7 +53,7 @@ from ..system.processes import Processes, other_devices
 from ..system.randomness import RandomStates, UserRandomness, UserState
 from ..system.run_metrics import Metrics
 from . import setup
-from .bases import Base, make_further_speaker
+from .bases import Base
 from .batch_maker import BatchMaker, ModelOutputs
 from .evaluation_options import EvaluationOptions
 from .team_files import TeamFiles
@@ -86,10 +86,10 @@ class Parts:
         schedule: Schedule,
         code: UserCode,
         engines: Mapping[PreTrainedModel | PeftModel, Engine],  # by base; empty if this process generates
-        further: Sequence[Base] = (),  # bases that TRL does not know
+        bases: Sequence[Base],  # that of TRL first
     ):
         self._trainer, self._team, self._schedule, self._code, self._engines = trainer, team, schedule, code, engines
-        self._further = further
+        self._bases = bases
         self._args, self._model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
         self.state, self.processes = TrlState(trainer), Processes(trainer.accelerator)
         metrics = Metrics(self.state.metrics, trainer)
@@ -117,24 +117,23 @@ class Parts:
         """How rows go through the model."""
         trainer, args, policies = self._trainer, self._args, self._team.policies
         accelerator = trainer.accelerator
-        base = self._base = self._model.get_base_model() if policies.has_adapters else self._model
-        bases = [base, *(other.language_model for other in self._further)]
         # `check_fused_head` compares TRL's head with the model's own, before anything is scored
+        models = [base.language_model for base in self._bases]
         temperature = ScoringTemperature(
-            bases if trainer.ref_model is None else [*bases, trainer.ref_model],
+            models if trainer.ref_model is None else [*models, trainer.ref_model],
             [sampling.temperature for sampling in self._team.samplings.values()],
             default=trainer.temperature,
             head={"cast_lm_head_to_fp32": args.cast_lm_head_to_fp32, "outputs": ("log_probs", "entropy")},
         )
-        for language_model in bases:
-            check_fused_head(language_model, trainer.temperature)
-        model, ref_model, has_aux_loss = trainer.model, trainer.ref_model, trainer.aux_loss_enabled
-        self.passes = ModelPass(model, policies.has_adapters, args, accelerator, ref_model, has_aux_loss)
-        self.pass_of = dict.fromkeys(self._team.names, self.passes)
-        for other in self._further:
-            has_adapters, device = isinstance(other.model, PeftModel), other.model.device
-            passes = ModelPass(other.model, has_adapters, args, accelerator, further_device=device)
-            self.pass_of |= dict.fromkeys(other.names, passes)
+        for model in models:
+            check_fused_head(model, trainer.temperature)
+        of_trl = trainer.ref_model, trainer.aux_loss_enabled
+        self.passes = ModelPass(trainer.model, policies.has_adapters, args, accelerator, *of_trl)
+        self.pass_of = dict.fromkeys(self._bases[0].names, self.passes)
+        for base in self._bases[1:]:
+            options = {"further_device": base.model.device}
+            passes = ModelPass(base.model, isinstance(base.model, PeftModel), args, accelerator, **options)
+            self.pass_of |= dict.fromkeys(base.names, passes)
         warn_of_unused(args, any(passes.share for passes in self.pass_of.values()))
         self.updates = AdapterUpdates(self._team, self._context, accelerator)
 
@@ -145,23 +144,21 @@ class Parts:
             return trainer.optimizer is not None and bool(trainer.optimizer.state)
 
         self.batchers: dict[str, MicroBatcher] = {}  # by agent
-        for passes in dict.fromkeys(self.pass_of.values()):
-            agents = [name for name in self._team.names if self.pass_of[name] is passes]
-            activate = functools.partial(policies.activate_adapter, policies.find_trained(agents))
-            batcher = MicroBatcher(passes, activate, args, trained, has_optimizer_state)
-            self.batchers |= dict.fromkeys(agents, batcher)
-        self.batcher = TeamBatcher(self.batchers) if self._further else self.batchers[self._team.names[0]]
-        pad_tokens = dict.fromkeys(self._team.names, trainer.processing_class.pad_token_id)
-        for other in self._further:
-            pad_tokens |= dict.fromkeys(other.names, other.tokenizer.pad_token_id)
+        pad_tokens: dict[str, int] = {}
+        for base in self._bases:
+            activate = functools.partial(policies.activate_adapter, policies.find_trained(base.names))
+            batcher = MicroBatcher(self.pass_of[base.names[0]], activate, args, trained, has_optimizer_state)
+            self.batchers |= dict.fromkeys(base.names, batcher)
+            pad_tokens |= dict.fromkeys(base.names, base.tokenizer.pad_token_id)
+        self.batcher = batcher if len(self._bases) == 1 else TeamBatcher(self.batchers)
 
         def collate_rows(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
             agent = rows[0].agent
             return collate(rows, pad_tokens[agent], trainer.pad_to_multiple_of, self.pass_of[agent].device)
 
         self._collate = collate_rows
-        of_trl, cut = trl_log_probs(trainer), self.batcher.cut
-        self.log_probs = LogProbs(self._team, temperature, of_trl, self.pass_of, cut, self._collate)
+        plain, cut = trl_log_probs(trainer), self.batcher.cut
+        self.log_probs = LogProbs(self._team, temperature, plain, self.pass_of, cut, self._collate)
         # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
         needs_old = args.gradient_accumulation_steps % self._schedule.generate_every != 0
         needs_old &= args.use_policy_ratio or args.update_order == "sequential"
@@ -173,48 +170,16 @@ class Parts:
     def _make_episodes(self) -> None:
         """How the team acts, with the random states and the objects of users' code."""
         trainer, team, args, code = self._trainer, self._team, self._args, self._code
-        tokenizer, device = trainer.processing_class, trainer.accelerator.device
-        own = [agent for agent in team.agents if agent.name in self._own_agents]
-        uses_tools, template = find_template(own, team.workflow, tokenizer)
-        if uses_tools:
-            trainer.chat_template = template
-        prompt_settings = PromptSettings(
-            tokenize=TrlPrompts(trainer).tokenize,
-            chat_template=trainer.chat_template,
-            chat_template_kwargs=trainer.chat_template_kwargs,
-            view=code.view,
-            aliases=team.aliases,
-            context_overflow=args.context_overflow,
-            show_reasoning=args.show_reasoning,
-        )
-        make = functools.partial(
-            make_speaker,
-            agents=team.agents,
-            workflow=team.workflow,
-            samplings=team.samplings,
-            without_model=[agent.name for agent in team.agents if team.critic is None and not agent.has_policy],
-        )
-        speaker = make(
-            self._base,
-            tokenizer,
-            self._generator(),
-            settings=prompt_settings,
-            end_token_ids=trainer.eos_token_ids,
-            max_model_len=self._find_max_model_len(self._model),
-            own=self._own_agents if self._further else None,
-        )
-        if self._further:
+        speakers: dict[str, Speaker] = {}
+        for base in self._bases:
+            speakers |= dict.fromkeys(base.names, self._make_speaker(base))
+        speaker = speakers[self._bases[0].names[0]]
+        if len(self._bases) > 1:
             from ..rollout.several_bases import join_speakers
 
-            speakers = dict.fromkeys(team.names, speaker)
-            for other in self._further:
-                limit = functools.partial(make, max_model_len=self._find_max_model_len(other.model))
-                generator = self._further_generator(other)
-                further = make_further_speaker(limit, other, team.workflow, generator, prompt_settings)
-                speakers |= dict.fromkeys(other.names, further)
             speaker = join_speakers(speakers)
         seed = args.seed + args.process_index
-        self._randomness = UserRandomness(seed, device, self._other_devices())
+        self._randomness = UserRandomness(seed, self.processes.device, self._other_devices())
         # Checkpoints save the state of users' own functions, which are wrapped to name the one that fails
         functions = [getattr(function, "__wrapped__", function) for function in TrlRewards(trainer).functions]
         self._users = UserState(setup.user_objects(functions, code.turn_rewards, team.workflow, team.agents))
@@ -224,69 +189,74 @@ class Parts:
         )
         self.runner = runner.changed(RunMode(trains=True))
 
-    @property
-    def _own_agents(self) -> list[str]:
-        """The agents that act with the trainer's model."""
-        return [name for name in self._team.names if self.pass_of[name] is self.passes]
-
     def _other_devices(self) -> list[torch.device]:
-        device, further = self.processes.device, [other.model for other in self._further]
-        devices = [item for model in (self._model, *further) for item in other_devices(model, device)]
-        devices += [model.device for model in further if model.device not in (device, torch.device("cpu"))]
+        device, models = self.processes.device, [self._model, *self._team.policies.further]
+        devices = [item for model in models for item in other_devices(model, device)]
+        devices += [model.device for model in models[1:] if model.device not in (device, torch.device("cpu"))]
         return list(dict.fromkeys(devices))
 
-    def _further_generator(self, base: Base) -> Generator:
-        """Make what samples the turns of agents on a further base."""
-        passes, model = self.pass_of[base.names[0]], base.model
-        end_token_ids = find_end_tokens(model, base.tokenizer)
-        half = HALF.get(self._trainer.accelerator.mixed_precision)
-        settings = {**TrlEngine(self._trainer, {}).settings(self._team.samplings[base.names[0]])}
-        tokens = {name: getattr(base.tokenizer, name) for name in ("pad_token_id", "bos_token_id")}
-        settings |= {**tokens, "eos_token_id": end_token_ids}
-        engine = ModelEngine(model, base.tokenizer, settings, half)
-        if self._engines:
-            return self._vllm_generator(model, engine.settings, base.tokenizer, end_token_ids)
-        records = self._needs_old and passes.sample_what_they_score()
-        samplings = {name: self._team.samplings[name] for name in base.names}
-        return TransformersGenerator(engine, self._team.policies, samplings, passes.share, records)
+    def _make_speaker(self, base: Base) -> Speaker:
+        trainer, team, args, is_first = self._trainer, self._team, self._args, base is self._bases[0]
+        uses_tools, template = find_template(base.agents, team.workflow, base.tokenizer)
+        if is_first and uses_tools:
+            trainer.chat_template = template
+        template = trainer.chat_template if is_first else template
+        own = make_tokenize(base.tokenizer, template, trainer.chat_template_kwargs)
+        settings = PromptSettings(
+            tokenize=TrlPrompts(trainer).tokenize if is_first else own,
+            chat_template=template,
+            chat_template_kwargs=trainer.chat_template_kwargs,
+            view=self._code.view,
+            aliases=team.aliases,
+            context_overflow=args.context_overflow,
+            show_reasoning=args.show_reasoning,
+        )
+        end_token_ids = trainer.eos_token_ids if is_first else find_end_tokens(base.model, base.tokenizer)
+        return make_speaker(
+            base.language_model,
+            base.tokenizer,
+            self._generator(base, end_token_ids),
+            team.agents,
+            team.workflow,
+            team.samplings,
+            settings,
+            end_token_ids,
+            without_model=[agent.name for agent in team.agents if team.critic is None and not agent.has_policy],
+            max_model_len=self._engines[base.model].max_model_len if self._engines else None,
+            own=base.names if len(self._bases) > 1 else None,
+        )
 
-    def _generator(self) -> Generator:
+    def _generator(self, base: Base, end_token_ids: list[int]) -> Generator:
         """
         Make what samples turns. Another generator gets its line here. If its log-probabilities differ from those of
         scoring, set `_needs_old` (`_make_scoring`) and `_correction` (`_make_learning`) as for vLLM.
         """
-        trainer, passes = self._trainer, self.passes
+        trainer, passes, policies = self._trainer, self.pass_of[base.names[0]], self._team.policies
         # Generation settings of an agent that overrides none
         settings = Sampling.from_agent(AgentSpec("solo"), self._args).as_generation_kwargs()
-        calls, policies = TrlEngine(trainer, settings), self._team.policies
+        calls: TrlEngine | ModelEngine = TrlEngine(trainer, settings)
+        if base is not self._bases[0]:
+            tokens = {name: getattr(base.tokenizer, name) for name in ("pad_token_id", "bos_token_id")}
+            tokens["eos_token_id"] = end_token_ids
+            half = HALF.get(trainer.accelerator.mixed_precision)
+            calls = ModelEngine(base.model, base.tokenizer, tokens, half, calls.settings)
         is_exact = passes.sample_what_they_score()
         if not self._engines:
-            records = self._needs_old and is_exact
-            samplings = {name: self._team.samplings[name] for name in self._own_agents}
-            return TransformersGenerator(
-                calls, policies, samplings, passes.share, records, self.processes.is_base_sharded
-            )
-        return self._vllm_generator(self._model, calls.settings, trainer.processing_class, trainer.eos_token_ids)
-
-    def _find_max_model_len(self, model: PreTrainedModel | PeftModel) -> int | None:
-        return self._engines[model].max_model_len if self._engines else None
-
-    def _vllm_generator(
-        self, model: PeftModel, settings: Any, tokenizer: Any, end_token_ids: Sequence[int]
-    ) -> Generator:
+            records, samplings = self._needs_old and is_exact, {n: self._team.samplings[n] for n in base.names}
+            is_sharded = self.processes.is_base_sharded
+            return TransformersGenerator(calls, policies, samplings, passes.share, records, is_sharded)
         from ..extras.engines.setup import make_vllm_generator
 
-        passes = next(item for item in self.pass_of.values() if item.base is model.get_base_model())
         return make_vllm_generator(
             self._team,
             self._context,
-            self._engines[model].servers,
-            model,
-            settings,
-            tokenizer,
+            self._engines[base.model].servers,
+            base.model,
+            calls.settings,
+            base.tokenizer,
             end_token_ids=end_token_ids,
-            vocabulary=passes.base.get_input_embeddings().weight.size(0),
-            is_exact=passes.sample_what_they_score(),
+            vocabulary=base.language_model.get_input_embeddings().weight.size(0),
+            is_exact=is_exact,
             next_token=self.log_probs.next_token,
         )
 
@@ -413,18 +383,18 @@ class Parts:
         }
         # Do not rename: existing checkpoints have these names
         stateful = {name: owner for name, owner in owners.items() if owner is not None}
-        template = trainer.chat_template or trainer.processing_class.chat_template
         revision = (args.model_init_kwargs or {}).get("revision")
-        describe = functools.partial(describe_base, self._base, trainer.processing_class, template, revision=revision)
-        prompts = self.runner.prompts
-        further = [
-            (other, other.describe(prompts.for_agent(other.names[0]).template.source)) for other in self._further
-        ]
+        first, *others = self._bases
+        template = trainer.chat_template or first.tokenizer.chat_template
+        describe = functools.partial(describe_base, first.language_model, first.tokenizer, template, revision=revision)
+        further = {
+            base: base.describe(self.runner.prompts.for_agent(base.names[0]).template.source) for base in others
+        }
         settings = RunSettings(
             team,
             args,
             self._model,
-            lambda: [describe(), *(description for _, description in further)],
+            lambda: [describe(), *further.values()],
             rewards={"": self._rewards.functions, **self._code.turn_rewards},
             weights=self._rewards.weights.tolist(),
             view=lambda: self.runner.prompts.view,
@@ -443,7 +413,7 @@ class Parts:
         )
         inference = {
             "chat_template_kwargs": dict(trainer.chat_template_kwargs),
-            "share_prefixes": self.passes.share,
+            "share_prefixes": any(passes.share for passes in self.pass_of.values()),
             # With adapters, generation is not inside of autocast
             "mixed_precision": "no" if team.policies.has_adapters else trainer.accelerator.mixed_precision,
         }

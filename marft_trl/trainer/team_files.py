@@ -45,7 +45,7 @@ class TeamFiles:
         base: BaseModel,
         draw_workflow: Callable[[], str],
         inference: Mapping[str, Any],
-        further: Sequence[tuple[Base, FurtherBaseModel]] = (),
+        further: Mapping[Base, FurtherBaseModel],
     ):
         self._further = further
         self._team, self._trainer, self._args, self._runner = team, trainer, trainer.args, runner
@@ -82,7 +82,7 @@ class TeamFiles:
                 show_reasoning=self._args.show_reasoning,
             ),
             anonymous=self._team.anonymous,
-            further_bases=[description for _, description in self._further],
+            further_bases=list(self._further.values()),
         )
 
     def _writers(self) -> dict[str, Callable[[Path], object]]:
@@ -93,7 +93,7 @@ class TeamFiles:
         return writers
 
     def save(self, folder: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
-        for base, description in self._further:
+        for base, description in self._further.items():
             save_base(base.model, base.tokenizer, folder, description, self._team.policies.get_adapters(base.model))
         for write in self._writers().values():
             write(folder)
@@ -162,7 +162,7 @@ class TeamFiles:
         """Copy the files of the team to the folder that is pushed. The parent copies only those of one model."""
         # With the critic, as `save` does. The Hub does not get it: transformers uploads no name that begins with "_"
         parts = self._team.critic.parts if self._team.critic is not None else []
-        bases = [description.folder for _, description in self._further]
+        bases = [description.folder for description in self._further.values()]
         for name in dict.fromkeys([*self._writers(), *self._adapters, *bases, *parts]):
             if (source / name).is_dir():
                 shutil.copytree(source / name, target / name, dirs_exist_ok=True)
