@@ -287,7 +287,7 @@ def _check_shared_adapters(agents: list[AgentSpec]) -> None:
     owners: dict[str, AgentSpec] = {}
     for agent in agents:
         owner = owners.setdefault(agent.adapter, agent)
-        for field_name in ("model", "trainable", "learning_rate", "peft_config"):
+        for field_name in ("trainable", "learning_rate", "peft_config"):
             value, owner_value = getattr(agent, field_name), getattr(owner, field_name)
             if value != owner_value:
                 raise ValueError(

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 from marft_trl import AgentSpec, Team, load_adapters
 from marft_trl.adapters.manifest import MANIFEST_NAME, TeamManifest
@@ -13,6 +15,7 @@ from marft_trl.extras.commands import UsageError, main
 from marft_trl.extras.commands.teams import chosen_bases
 from marft_trl.team import TextDelta, TurnEnded
 from marft_trl.tiny import tiny_agents, tiny_dataset
+from marft_trl.trainer.bases import check_settings
 from tests.families import family_base
 from tests.helpers import add, logged_steps, lora, only_slice, shake, team_trainer
 from tests.tokenizers_and_templates import tokenizer_of
@@ -21,6 +24,7 @@ from tests.vllm_server import fake_servers
 import openai
 import pytest
 import torch
+from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 
@@ -161,7 +165,7 @@ def test_fully_trained_weights_for_each_agent(small_model, model_folder, tmp_pat
     team = Team.from_pretrained(tmp_path / "saved")
     assert team("1 + 2 =", greedy=True) == expected
     manifest = TeamManifest.load(tmp_path / "saved")
-    assert not manifest.adapters and manifest.further_bases[0].is_trained
+    assert not manifest.adapters and manifest.further_bases[0].folder == "actor"
     for name, value in team["actor"].state_dict().items():
         assert value.equal(trainer.policies.further[0].state_dict()[name])
 
@@ -329,6 +333,26 @@ def test_a_saved_team_answers_as_in_training(saved, small_model, model_folder, t
     assert 'subfolder="reasoner"' in card and 'subfolder="actor"' in card
 
 
+def test_bases_of_the_same_name_are_chosen_by_agent(small_model, model_folder, tmp_path):
+    for source, place in ((small_model, "one"), (model_folder, "two")):
+        shutil.copytree(source, tmp_path / place / "final")
+    folders = [str(tmp_path / place / "final") for place in ("one", "two")]
+    trainer = team_trainer(folders[0], tmp_path / "team", agents=agents_on(folders[1], None))
+    trainer.save_model()
+    with pytest.raises(ValueError, match="'final', which is the name of several bases"):
+        Team.from_pretrained(tmp_path / "team", model={"final": folders[0]})
+    team = Team.from_pretrained(tmp_path / "team", model=dict(zip(("reasoner", "actor"), folders, strict=True)))
+    assert team("1 + 2 =", greedy=True) == trainer.team("1 + 2 =", greedy=True)
+
+
+def test_a_function_replaces_a_base_that_is_not_loaded(saved, small_model, tmp_path):
+    _, folder, _ = saved
+    team = Team.from_pretrained(folder, model=small_model, replies={"actor": lambda messages: "seven"})
+    assert team("1 + 2 =") == "seven"
+    with pytest.raises(ValueError, match="`replies` replace all agents of a base"):
+        team.save_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -336,7 +360,7 @@ def test_a_saved_team_answers_as_in_training(saved, small_model, model_folder, t
         (lambda base: base.update(agents=["actor", "stranger"]), "'stranger'"),
         (lambda base: base.update(folder="../reasoner"), "the folder of a base"),
         (lambda base: base.update(folder="reasoner"), "agents of another base"),
-        (lambda base: base.update(is_trained=True), "a trained base with the adapter"),
+        (lambda base: base.update(is_trained=True), "unknown field 'is_trained'"),
         (lambda base: base.update(is_local=False, name="../x y"), "not a valid Hub id"),
     ],
 )
@@ -353,9 +377,9 @@ def test_a_manifest_that_lies_about_bases_is_refused(saved, tmp_path, change, me
 def test_missing_and_wrong_bases_are_named(saved, small_model, model_folder):
     _, folder, _ = saved
     first, second = models_of(folder, small_model, model_folder)
-    with pytest.raises(ValueError, match=f"local base '{second}'.*model={{'{second}': ...}}"):
+    with pytest.raises(ValueError, match=f"local base '{second}'.*model={{'actor': ...}}"):
         Team.from_pretrained(folder, model=small_model)
-    with pytest.raises(ValueError, match="`model=` has 'other', but the bases of the team are"):
+    with pytest.raises(ValueError, match="`model=` has 'other', which is no base of the team"):
         Team.from_pretrained(folder, model={"other": small_model})
     with pytest.raises(ValueError, match="for another base"):
         Team.from_pretrained(folder, model={first: model_folder, second: small_model})
@@ -382,11 +406,35 @@ def test_killed_and_resumed_equals_uninterrupted(small_model, model_folder, tmp_
         assert found[step:] == expected[step:]
 
 
+@pytest.mark.parametrize("second", [None, lora()])
+def test_fully_trained_bases_are_resumed_and_the_best_restored(small_model, model_folder, tmp_path, second):
+    settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "beta": 0.1, "sync_ref_model": True}
+    settings |= {"ref_model_sync_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    settings |= {"metric_for_best_model": "eval_reward", "greater_is_better": True, "per_device_eval_batch_size": 8}
+    arguments = {"agents": agents_on(model_folder, None, peft_config=second), "peft_config": None}
+    arguments |= {"settings": settings, "eval_dataset": tiny_dataset(2, seed=1)}
+    whole = team_trainer(small_model, tmp_path / "whole", **arguments)
+    whole.train()
+    again = team_trainer(small_model, tmp_path / "again", **arguments)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    expected, found = adapters(whole), adapters(again)
+    assert len(expected) > 4 and all(found[name].equal(value) for name, value in expected.items())
+
+
+def test_an_agent_that_moved_to_another_base_is_not_resumed(small_model, model_folder, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    agents = [*agents_on(model_folder, None), AgentSpec("third", model=model_folder)]
+    team_trainer(small_model, tmp_path, agents=agents, settings=settings).train()
+    agents[2] = AgentSpec("third", model=small_model)
+    with pytest.raises(ValueError, match=r"(?s)base\.further\.actor\.agents"):
+        team_trainer(small_model, tmp_path, agents=agents, settings=settings).train(resume_from_checkpoint=True)
+
+
 def test_a_changed_base_is_not_resumed(small_model, model_folder, deep_folder, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     team_trainer(small_model, tmp_path, agents=agents_on(model_folder, None), settings=settings).train()
     other = team_trainer(small_model, tmp_path, agents=agents_on(deep_folder, None), settings=settings)
-    with pytest.raises(ValueError, match=r"(?s)base\.actor\.config"):
+    with pytest.raises(ValueError, match=r"(?s)base\.further\.actor\.config"):
         other.train(resume_from_checkpoint=True)
 
 
@@ -414,14 +462,27 @@ def test_settings_for_one_base_are_refused_before_loading(tmp_path, settings, me
         ([{"model": 3}], TypeError, "`model` of agent 'left' must be the name"),
         ([{"model": "no such"}], FileNotFoundError, "neither a folder"),
         ([{"model": "a/b"}, {"model": "c/d"}], ValueError, "No agent acts with the trainer's"),
-        ([{}, {"model": "a/b", "adapter": "left"}], ValueError, "share the adapter 'left' but differ in `model`"),
+        (
+            [{}, {"model": "a/b", "adapter": "left"}],
+            ValueError,
+            "share the adapter 'left', but act with different models",
+        ),
+        (
+            [
+                {},
+                {"model": "a/b", "adapter": "x"},
+                {"model": "a/b", "adapter": "x", "model_init_kwargs": {"dtype": "bfloat16"}},
+            ],
+            ValueError,
+            "share the adapter 'x', but act with different models",
+        ),
         ([{"processing_class": object()}], ValueError, "sets `processing_class` without `model`"),
         ([{"model": object(), "model_init_kwargs": {}}], ValueError, "its `model` is already loaded"),
         ([{"model": "a/b", "reply": str}], ValueError, "`model` would have no effect"),
         (
             [{}, {"model": "a/b", "processing_class": object()}, {"model": "a/b"}],
             ValueError,
-            "Agents 'right' and 'third' act with the same model",
+            "'third' acts with the same model as agent 'right', but has another `processing_class`",
         ),
     ],
 )
@@ -439,6 +500,44 @@ def test_an_adapter_that_does_not_fit_its_base_is_named(families, small_model, t
     ]
     with pytest.raises(ValueError, match="adapters of 'right' cannot be added to .*AgentSpec\\(peft_config"):
         team_trainer(small_model, tmp_path, agents=agents)
+
+
+def test_the_name_of_a_fully_trained_base_is_taken(small_model, model_folder, tmp_path):
+    agents = [AgentSpec("left"), AgentSpec("policy", model=model_folder)]
+    with pytest.raises(ValueError, match="An adapter is named 'policy'"):
+        team_trainer(small_model, tmp_path, agents=agents, peft_config=None)
+
+
+def test_a_tokenizer_for_the_model_of_the_trainer_is_refused(small_model, tokenizer, tmp_path):
+    agents = [AgentSpec("left"), AgentSpec("right", model=Path(small_model), processing_class=tokenizer)]
+    with pytest.raises(ValueError, match="'right' acts with the same model as the trainer"):
+        team_trainer(Path(small_model), tmp_path, agents=agents)
+
+
+def test_several_processes_need_a_trained_agent_on_the_first_base():
+    args = SimpleNamespace(world_size=2)
+    groups = [[AgentSpec("left", trainable=False)], [AgentSpec("right", model="a/b")]]
+    with pytest.raises(ValueError, match="Pass the model of a trained agent as `model`, and that of 'left'"):
+        check_settings(args, groups, None)
+
+
+def test_adapters_of_a_loaded_model_are_trained_further(small_model, model_folder, tokenizer, tmp_path):
+    """The config of the trainer is for the other base."""
+    start = get_peft_model(loaded(model_folder), lora())
+    shake(start, 0.05)
+    weights = {name: value.clone() for name, value in start.state_dict().items() if "lora" in name}
+    trainer = team_trainer(small_model, tmp_path, agents=agents_on(start, tokenizer))
+    copies = trainer.policies.parameters("actor")
+    assert all(weights[name.replace(".actor", ".default")].equal(value) for name, value in copies.items())
+
+
+def test_generation_kwargs_hold_for_every_base(small_model, model_folder, tmp_path):
+    settings = {"generation_kwargs": {"temperature": 0.5, "top_p": 0.9}, "temperature": 0.7}
+    agents = [*agents_on(model_folder, None), AgentSpec("own", model=model_folder, temperature=0.3)]
+    generator = team_trainer(small_model, tmp_path, agents=agents, settings=settings).parts.runner.generator
+    found = {agent.name: generator.settings(agent.name) for agent in agents}
+    assert [found[name]["temperature"] for name in ("reasoner", "actor", "own")] == [0.5, 0.5, 0.3]
+    assert all(values["top_p"] == 0.9 for values in found.values())
 
 
 # ---- The plan ----

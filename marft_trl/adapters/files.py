@@ -27,7 +27,7 @@ from ..agents import AgentSpec
 from ..seams.models import without_bitsandbytes
 from ..system.hints import did_you_mean
 from .lora import adapter_parameters, check_adapter_config, linear_shape
-from .manifest import MANIFEST_NAME, BaseModel, FurtherBaseModel, TeamManifest, is_hub_id, no_team
+from .manifest import MANIFEST_NAME, BaseModel, TeamManifest, is_hub_id, no_team
 
 
 logger = logging.getLogger(__name__)  # that of accelerate needs the state of a trainer
@@ -119,9 +119,10 @@ def load_onto_base(model: PreTrainedModel, folder: Path, manifest: TeamManifest,
     """Like [`load_adapters`], from a local folder. Weights keep the precision that they were saved in."""
     owners = {agent.adapter: agent for agent in reversed(manifest.players_on(base))}
     if not manifest.adapters_on(base):
+        names = ", ".join(repr(agent.name) for agent in manifest.players_on(base))
         raise ValueError(
-            f"The team in {folder} has no adapters: its agents share one fully trained policy. Load it with "
-            "`AutoModelForCausalLM.from_pretrained`, or with `Team.from_pretrained`."
+            f"{names} of the team in {folder} have no adapters, but share one fully trained policy. Load it with "
+            f"`AutoModelForCausalLM.from_pretrained({str(folder / base.folder)!r})`, or with `Team.from_pretrained`."
         )
     for name, agent in owners.items():
         for file in (CONFIG_NAME, WEIGHTS_NAME):
@@ -148,10 +149,10 @@ def save_base(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-    base: FurtherBaseModel,
+    base: BaseModel,
     adapters: Sequence[str],
 ) -> None:
-    """Save the adapters on a further base of a team, or its weights if it is trained itself, and its tokenizer."""
+    """Save the adapters on a base of a team, or its weights if it is trained itself, and its tokenizer."""
     if isinstance(model, PeftModel):
         model.save_pretrained(str(folder), selected_adapters=list(adapters), save_embedding_layers=False)
     else:

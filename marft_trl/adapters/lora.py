@@ -247,6 +247,10 @@ def load_base_weights(model: PreTrainedModel, policy: str, folder: str | Path) -
     model.load_state_dict(saved)
 
 
+def without_adapters(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    return cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
+
+
 def linear_shape(layer: torch.nn.Module) -> tuple[int, int] | None:
     """Number of inputs and outputs of a linear layer, which may be quantized; `None` for other layers."""
     layer = getattr(layer, "base_layer", layer)

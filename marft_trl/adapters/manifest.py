@@ -11,10 +11,10 @@ import inspect
 import json
 import os
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.errors import HFValidationError
@@ -109,6 +109,7 @@ class BaseModel:
     config_hash: str = ""  # SHA-256 of the model config, without paths, versions and precision
     tokenizer_hash: str = ""  # SHA-256 of the vocabulary and special tokens
     chat_template_hash: str | None = None
+    folder: ClassVar[str] = ""  # of the team: its own
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,8 @@ class FurtherBaseModel(BaseModel):
     """The base model of agents that do not act with the first base of their team."""
 
     agents: list[str] = field(default_factory=list)
-    folder: str = ""  # of the team, with the tokenizer, and with the weights if the base itself is trained
-    is_trained: bool = False
+    # Of the team, with the tokenizer, and with the weights if the base itself is trained
+    folder: str = ""  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,28 @@ class TeamManifest:
     @property
     def bases(self) -> list[BaseModel]:
         return [self.base, *self.further_bases]
+
+    def choose(self, values: Any, argument: str) -> list[Any]:
+        """
+        For each base, the value of a mapping for its name or for one of its agents, or `None`. Anything else is for
+        the first base. Raises a `ValueError` for another name, and for the name of several bases.
+        """
+        if not isinstance(values, Mapping):
+            return [values, *(None for _ in self.further_bases)]
+        keys = {base.name: index for index, base in enumerate(self.bases)}
+        keys |= {agent.name: index for index, base in enumerate(self.bases) for agent in self.players_on(base)}
+        chosen: list[Any] = [None] * len(self.bases)
+        for key, value in values.items():
+            alike = [base for base in self.bases if base.name == key]
+            if key not in keys or len(alike) > 1:
+                why = "which is the name of several bases" if alike else "which is no base"
+                accepted = ", ".join(map(repr, keys))
+                raise ValueError(
+                    f"`{argument}=` has {key!r}, {why} of the team. Use the name of an agent on the base, or of a "
+                    f"base: {accepted}.{did_you_mean(key, keys)}"
+                )
+            chosen[keys[key]] = value
+        return chosen
 
     def players_on(self, base: BaseModel) -> list[AgentSpec]:
         """The agents whose turns a base writes."""
@@ -287,21 +310,18 @@ def _check_bases(manifest: TeamManifest) -> None:
         raise ValueError(
             f"'further_bases' has the agent {(unknown or names)[0]!r}, which does not act or is there twice"
         )
-    needed = {agent.adapter for agent in manifest.players_on(manifest.base)}
-    for base in manifest.further_bases:
-        own = {agent.adapter for agent in manifest.players_on(base)}
-        check_name(base.folder, "the folder of a base")
-        if base.folder not in own or own & needed:
+    taken: set[str] = set()
+    for base in manifest.bases:
+        own, saved = {agent.adapter for agent in manifest.players_on(base)}, manifest.adapters_on(base)
+        if isinstance(base, FurtherBaseModel):
+            check_name(base.folder, "the folder of a base")
+        if taken & own or (base.folder and base.folder not in own):
             raise ValueError(f"'further_bases' has the folder {base.folder!r}, or adapters, of agents of another base")
-        if base.is_trained and own & set(manifest.adapters):
-            raise ValueError(f"'further_bases' has a trained base with the adapter {base.folder!r}")
-    others = {agent.adapter for base in manifest.further_bases for agent in manifest.players_on(base)}
-    needed = needed if set(manifest.adapters) - others else set()  # without adapters, the first base is trained
-    trained = {
-        agent.adapter for base in manifest.further_bases if base.is_trained for agent in manifest.players_on(base)
-    }
-    if unsaved := sorted((needed | others) - trained - set(manifest.adapters)):
-        raise KeyError(f"no adapter {unsaved[0]!r}")
+        taken |= own
+        if unsaved := sorted(own - set(saved)):
+            is_trained = not saved and (manifest.further_bases or not manifest.adapters)
+            if not is_trained:
+                raise KeyError(f"no adapter {unsaved[0]!r}")
 
 
 def no_team(folder: Path) -> str:

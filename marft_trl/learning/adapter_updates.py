@@ -359,6 +359,11 @@ class AdapterUpdates:
         self.divergence.sums.clear()
         self._is_within_step = False
 
+    def clear_gradients(self) -> None:
+        """Clear the gradients of modules that the Trainer does not know."""
+        for module in (*self._policies.further, *([self._critic] if self._critic is not None else [])):
+            module.zero_grad()
+
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module) -> Iterator[None]:
         """
@@ -367,8 +372,7 @@ class AdapterUpdates:
         Trainer does not know.
         """
         if not self._is_within_step:
-            for module in (*self._policies.further, *([self._critic] if self._critic is not None else [])):
-                module.zero_grad()
+            self.clear_gradients()
         self._is_within_step = True
         with self._accelerator.no_sync(model) if self._processes.count > 1 else contextlib.nullcontext():
             yield

@@ -216,6 +216,9 @@ class TeamLoss(TrainerCallback):
             self._batcher.fit([row for slice_ in self._state.slices for row in slice_.rows])
             self._processes.wait()
 
+    def on_step_end(self, args, state, control, **kwargs):
+        self._updates.clear_gradients()
+
     @torch.no_grad()
     def evaluation_loss(self, model: nn.Module, slice_: Slice, learning: frozenset[str]) -> torch.Tensor:
         """Compute the loss of an evaluation batch, without an effect on the statistics of training."""

@@ -41,13 +41,9 @@ class MemoryPlan:
     @classmethod
     def join(cls, plans: Sequence[MemoryPlan]) -> MemoryPlan:
         """The plan of a team from those of its bases. Only one base is in use at the same time."""
-        first, *others = plans
         alone = ("activations", "cache", "prefill")
-        sums = {name: sum(getattr(plan, name) for plan in plans) for name in vars(first) if name not in alone}
-        return (
-            replace(first, **sums, **{name: max(getattr(plan, name) for plan in plans) for name in alone})
-            if others
-            else first
+        return cls(
+            **{name: (max if name in alone else sum)(getattr(p, name) for p in plans) for name in vars(plans[0])}
         )
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Template
 
-from ..adapters.manifest import BaseModel, FurtherBaseModel, TeamManifest, is_hub_id
+from ..adapters.manifest import BaseModel, TeamManifest, is_hub_id
 from ..seams.libraries import installed_version
 from ..system.hints import brief
 
@@ -208,15 +208,13 @@ def team_card(
 
 def _of_base(manifest: TeamManifest, base: BaseModel, place: int) -> dict[str, Any]:
     """What the card says of a base and its adapters."""
-    is_further = isinstance(base, FurtherBaseModel)
-    folder = base.folder if isinstance(base, FurtherBaseModel) else ""
     return {
         "name": base.name if not base.is_local and is_hub_id(base.name) else "path/to/the/base/model",
         "first": manifest.players_on(base)[0].adapter,
-        "tokenizer": f', subfolder="{folder}"' if is_further else "",
-        "folder": f"/{folder}" if is_further else "",
+        "tokenizer": f', subfolder="{base.folder}"' if base.folder else "",
+        "folder": f"/{base.folder}" if base.folder else "",
         "modules": " ".join(f"{name}=team/{name}" for name in manifest.adapters_on(base)),
-        "port": 8000 + place if is_further else None,
+        "port": 8000 + place if place else None,
     }
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -99,11 +100,17 @@ class TeamGenerator(Generator):
     async def generate(
         self, observed: Sequence[Observation], greedy: bool = False, sampling: Mapping[str, float] | None = None
     ) -> list[SampledTurn]:
+        groups = _places(self._generators, [item.agent for item in observed])
+        calls = [
+            generator.generate([observed[place] for place in places], greedy=greedy, sampling=sampling)
+            for generator, places in groups.items()
+        ]
+        # Servers sample at the same time
+        results = [await call for call in calls] if self.batches else await asyncio.gather(*calls)
         turns: dict[int, SampledTurn] = {}
-        for generator, places in _places(self._generators, [item.agent for item in observed]).items():
-            own = [observed[place] for place in places]
-            sampled = await generator.generate(own, greedy=greedy, sampling=sampling)
-            check_sampled(sampled, [item.agent for item in own], self._vocabularies[own[0].agent])
+        for places, sampled in zip(groups.values(), results, strict=True):
+            agents = [observed[place].agent for place in places]
+            check_sampled(sampled, agents, self._vocabularies[agents[0]])
             turns |= zip(places, sampled, strict=True)
         return [turns[place] for place in range(len(observed))]
 

@@ -21,7 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..adapters.lora import load_adapter_weights, load_base_weights
 from ..adapters.manifest import MANIFEST_NAME, TeamManifest
-from ..adapters.policies import Policies, load_references, save_references
+from ..adapters.policies import SHARED_POLICY, Policies, load_references, save_references
 from ..algorithms.rows import Row, Slice
 from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.records import SampledBy
@@ -424,7 +424,8 @@ class Checkpoints:
                 f"trainer has `anonymous={self._anonymous or False!r}`. Resume with the same value."
             )
         saved = {agent.name for agent in manifest.agents} | set(manifest.adapters)
-        check_same_team(saved, {agent.name for agent in self._agents} | set(policies.names), folder)
+        names = {agent.name for agent in self._agents} | set(policies.names) - {SHARED_POLICY}
+        check_same_team(saved, names, folder)
         for name in policies.names:
             model = policies.models[name]
             if isinstance(model, PeftModel):

@@ -106,9 +106,10 @@ class RunSettings:
                 kind = {"config": base.config_hash, "quantization": base.quantization, "weights": weights}
                 tokenizer = {"vocabulary": base.tokenizer_hash, "chat_template": base.chat_template_hash}
                 if isinstance(base, FurtherBaseModel):  # by their first agents
-                    kinds[base.folder], tokenizers[base.folder] = kind, tokenizer
+                    kinds.setdefault("further", {})[base.folder] = {**kind, "agents": base.agents}
+                    tokenizers.setdefault("further", {})[base.folder] = tokenizer
                 else:
-                    kinds, tokenizers = kinds | kind, tokenizers | tokenizer
+                    kinds, tokenizers = kind, tokenizer
             self._slow = {"base": kinds, "tokenizer": tokenizers, "dataset": dataset_hash(self._dataset)}
         return json.loads(json.dumps({**parts, **self._slow}, default=str))
 

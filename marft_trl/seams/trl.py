@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -129,11 +128,6 @@ def prepare_further_model(trainer: GRPOTrainer, model: Any, tokenizer: Any) -> N
         tokenizer.pad_token = tokenizer.eos_token
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    if is_peft and isinstance(model.get_output_embeddings(), BaseTunerLayer):
-        raise ValueError(
-            f"An adapter on the LM head of {base.name_or_path!r} would never be trained, as in GRPOTrainer. Remove "
-            "'lm_head' from its `target_modules`."
-        )
     if is_peft and getattr(base, "is_quantized", False):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "lora_magnitude_vector" not in name:

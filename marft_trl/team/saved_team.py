@@ -18,7 +18,8 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, Pre
 from trl.trainer.utils import create_model_from_path
 
 from ..adapters.files import check_no_adapter, forget_local_base, load_onto_base, save_base, warn_of_leftovers
-from ..adapters.manifest import BaseModel, FurtherBaseModel, Inference, TeamManifest, describe_base, loading_model
+from ..adapters.lora import without_adapters
+from ..adapters.manifest import BaseModel, Inference, TeamManifest, describe_base, loading_model
 from ..adapters.policies import Policies
 from ..agents import AgentSpec, as_tools
 from ..config.team_setup import Sampling
@@ -33,7 +34,6 @@ from ..rollout.transformers_generator import ModelEngine, TransformersGenerator
 from ..seams.generation import HALF
 from ..seams.models import keep_4bit_weights
 from ..shared_prefix.forward import find_obstacle
-from ..system.hints import did_you_mean
 from ..system.processes import device_map_kwargs
 from ..system.randomness import UserRandomness
 from ..workflows import Workflow
@@ -137,17 +137,12 @@ def rebuild_workflow(manifest: TeamManifest, environment_factory: Any) -> Workfl
     return rebuild(manifest.workflow, environment_factory)
 
 
-def as_servers(engine: Any, base: BaseModel, is_only: bool) -> Servers | None:
+def as_servers(engine: Any) -> Servers | None:
     """The servers of a base; `None` if this process generates."""
     if engine is None:
         return None
-    from ..extras.engines.setup import Servers, choose_servers
+    from ..extras.engines.setup import Servers
 
-    if not is_only and not isinstance(engine, Mapping):
-        raise ValueError(
-            "The team has several bases, so `engine` must have the servers of each: `engine={model: address, ...}`."
-        )
-    engine = choose_servers(engine, base.name, "engine")
     return engine if isinstance(engine, Servers) else Servers(engine)
 
 
@@ -166,20 +161,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def choose_models(manifest: TeamManifest, model: Any) -> list[Any]:
-    """The `model` of each base of a team, in order; `None` for those that are loaded as in training."""
-    if not isinstance(model, Mapping):
-        return [model, *(None for _ in manifest.further_bases)]
-    names = [base.name for base in manifest.bases]
-    for name in model:
-        if name not in names:
-            raise ValueError(
-                f"`model=` has {name!r}, but the bases of the team are {', '.join(map(repr, names))}."
-                f"{did_you_mean(name, names)}"
-            )
-    return [model.get(name) for name in names]
-
-
 def load_base(
     manifest: TeamManifest,
     base: BaseModel,
@@ -189,11 +170,12 @@ def load_base(
     device: torch.device,
 ) -> PreTrainedModel:
     """Load a base of a team. `folder` has its weights if it is trained itself."""
-    has_adapters, is_only = bool(manifest.adapters_on(base)), not manifest.further_bases
+    has_adapters, agents = bool(manifest.adapters_on(base)), [agent.name for agent in manifest.players_on(base)]
     if model is not None and not has_adapters:
         raise ValueError(
-            "The agents of this team share one fully trained policy, whose weights are loaded from the folder of the "
-            "team. Leave `model` out."
+            f"The agents {', '.join(map(repr, agents))} share one fully trained policy, whose weights are loaded from "
+            "the folder of the team. Leave `model` out"
+            + (f", or in a dictionary {base.name!r}." if manifest.further_bases else ".")
         )
     if isinstance(model, PreTrainedModel):
         if quantization_config is not None:
@@ -216,7 +198,7 @@ def load_base(
     if model is None:
         raise ValueError(
             f"The team was trained on the local base {base.name!r}. Pass its folder or the loaded model as "
-            + ("`model=`." if is_only else f"`model={{{base.name!r}: ...}}`.")
+            + (f"`model={{{agents[0]!r}: ...}}`." if manifest.further_bases else "`model=`.")
         )
     if base.dtype is not None:
         options["dtype"] = base.dtype
@@ -254,22 +236,28 @@ def load_bases(
 ) -> list[LoadedBase]:
     """Load the bases of a team with their tokenizers and adapters. Servers compare weights, so a CPU is enough."""
     device, bases = torch.device("cpu") if engine is not None else PartialState().device, []
-    for base, chosen in zip(manifest.bases, choose_models(manifest, model), strict=True):
-        is_further = isinstance(base, FurtherBaseModel)
-        own_folder = folder / base.folder if isinstance(base, FurtherBaseModel) else folder
-        tokenizer = None if is_further else processing_class
-        tokenizer = tokenizer or load_tokenizer(own_folder)
+    models, engines = manifest.choose(model, "model"), manifest.choose(engine, "engine")
+    for base, chosen, own_engine in zip(manifest.bases, models, engines, strict=True):
+        names = [agent.name for agent in manifest.players_on(base)]
+        own = [agent for agent in agents if agent.name in names]
+        if base.folder and not any(agent.has_policy for agent in own):  # functions write their turns
+            continue
+        if engine is not None and own_engine is None:
+            raise ValueError(
+                f"`engine` has no servers for the base {base.name!r} of {', '.join(map(repr, names))}. Pass the "
+                f"servers of each base: `engine={{{names[0]!r}: address, ...}}`."
+            )
+        own_folder = folder / base.folder
+        tokenizer = (None if base.folder else processing_class) or load_tokenizer(own_folder)
         if tokenizer.pad_token is None:  # as in training
             tokenizer.pad_token = tokenizer.eos_token
-        servers = as_servers(engine, base, is_only=not manifest.further_bases)
         loaded = load_base(manifest, base, own_folder, chosen, quantization_config, device)
-        names = [agent.name for agent in manifest.players_on(base)]
-        _, template = find_template([agent for agent in agents if agent.name in names], workflow, tokenizer)
+        _, template = find_template(own, workflow, tokenizer)
         check_base_matches(base, loaded, tokenizer, template)
         if manifest.adapters_on(base):
             loaded = load_onto_base(loaded, folder, manifest, base)
         loaded.requires_grad_(False)
-        bases.append(LoadedBase(base, loaded, tokenizer, template, names, servers))
+        bases.append(LoadedBase(base, loaded, tokenizer, template, names, as_servers(own_engine)))
     return bases
 
 
@@ -307,14 +295,11 @@ class SavedTeam:
         samplings: Mapping[str, Sampling],
         policies: Policies,
     ) -> Speaker:
-        inference, model, tokenizer, chat_template = (
-            self.manifest.inference,
-            base.model,
-            base.tokenizer,
-            base.chat_template,
-        )
+        inference, model, tokenizer = self.manifest.inference, base.model, base.tokenizer
         settings = make_generate_settings(inference, model, tokenizer, is_first=base is self.bases[0])
-        engine = ModelEngine(model, tokenizer, settings, HALF.get(inference.mixed_precision))
+        # With adapters, generation is not inside of autocast
+        half = None if isinstance(model, PeftModel) else HALF.get(inference.mixed_precision)
+        engine = ModelEngine(model, tokenizer, settings, half)
         is_only, max_model_len = len(self.bases) == 1, None
         samplings_of_base = samplings if is_only else {name: samplings[name] for name in base.agents}
         if base.servers is not None:
@@ -325,8 +310,8 @@ class SavedTeam:
             generator = TransformersGenerator(engine, policies, samplings_of_base, share)
 
         prompt_settings = PromptSettings(
-            make_tokenize(tokenizer, chat_template, inference.chat_template_kwargs),
-            chat_template,
+            make_tokenize(tokenizer, base.chat_template, inference.chat_template_kwargs),
+            base.chat_template,
             inference.chat_template_kwargs,
             view=self.view,
             aliases=alias_names(agents) if self.manifest.anonymous else {},
@@ -349,17 +334,17 @@ class SavedTeam:
 
     def save(self, folder: Path) -> None:
         """Save the team with its weights to a folder, in the same format as [`MARFTTrainer`]."""
-        folder.mkdir(parents=True, exist_ok=True)
         manifest, saved = self.manifest, []
+        if len(self.bases) < len(manifest.bases):
+            raise ValueError(
+                "The team cannot be saved: functions in `replies` replace all agents of a base, which was not loaded. "
+                "Load the team without these functions."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
         descriptions: list[Any] = []
         for base in self.bases:
             names, description = manifest.adapters_on(base.description), base.description
-            if isinstance(description, FurtherBaseModel):
-                save_base(base.model, base.tokenizer, folder, description, names)
-            elif isinstance(base.model, PeftModel):
-                base.model.save_pretrained(str(folder), selected_adapters=names, save_embedding_layers=False)
-            else:
-                base.model.save_pretrained(folder)
+            save_base(base.model, base.tokenizer, folder, description, names)
             saved += [base.model.peft_config[name] for name in names]
             current = describe_base(without_adapters(base.model), base.tokenizer, base.tokenizer.chat_template)
             if description.config_hash != current.config_hash:
@@ -368,7 +353,6 @@ class SavedTeam:
             if description.is_local:  # a folder that other machines do not have
                 for name in names:
                     forget_local_base(folder / name)
-        self.bases[0].tokenizer.save_pretrained(folder)
         if saved:
             warn_of_leftovers(folder, list(manifest.adapters))
         manifest = dataclasses.replace(manifest, base=descriptions[0], further_bases=descriptions[1:])
@@ -389,10 +373,6 @@ def _load_quantization_config(quantization: Mapping[str, Any]) -> BitsAndBytesCo
             f"The quantization of the base in the manifest is not supported: {error} Pass `quantization_config=`, or "
             "`quantization_config=False` for no quantization."
         ) from error
-
-
-def without_adapters(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def check_base_matches(

@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..adapters.files import check_loadable
-from ..adapters.lora import add_adapters, find_origins
+from ..adapters.lora import add_adapters, find_origins, without_adapters
 from ..adapters.manifest import FurtherBaseModel, check_model_name, describe_base
-from ..adapters.policies import Policies
+from ..adapters.policies import SHARED_POLICY, Policies
 from ..agents import AgentSpec
 from ..config.marft_config import MARFTConfig
 from ..system.hints import brief
@@ -33,7 +35,7 @@ class Base:
 
     @property
     def language_model(self) -> PreTrainedModel:
-        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        return without_adapters(self.model)
 
     @property
     def names(self) -> list[str]:
@@ -44,17 +46,20 @@ class Base:
         revision = (self.agents[0].model_init_kwargs or {}).get("revision")
         template = chat_template or self.tokenizer.chat_template
         base = describe_base(self.language_model, self.tokenizer, template, revision=revision)
-        is_trained, folder = self.language_model is self.model, self.agents[0].adapter
-        return FurtherBaseModel(**vars(base), agents=self.names, folder=folder, is_trained=is_trained)
+        return FurtherBaseModel(**vars(base), agents=self.names, folder=self.agents[0].adapter)
 
 
-def split_by_base(agents: Sequence[AgentSpec], model: Any) -> list[list[AgentSpec]]:
+def split_by_base(
+    agents: Sequence[AgentSpec], model: Any, processing_class: PreTrainedTokenizerBase | None
+) -> list[list[AgentSpec]]:
     """
     Return the agents by base, those that act with the trainer's `model` first: agents that name the same model share
-    one. Raises a `ValueError` if no agent acts with `model`, or agents of one base differ in its tokenizer.
+    one. Raises a `ValueError` if no agent acts with `model`, agents of one base differ in its tokenizer, or agents of
+    several bases share an adapter.
     """
-    trainer_key = _key(model, None)
+    trainer_key = _key(os.fspath(model) if isinstance(model, os.PathLike) else model, None)
     groups: dict[Any, list[AgentSpec]] = {trainer_key: []}
+    tokenizers = {trainer_key: processing_class}
     for agent in agents:
         if isinstance(agent.model, str):
             check_model_name(agent.model, f"model of {agent.name!r}")
@@ -64,19 +69,30 @@ def split_by_base(agents: Sequence[AgentSpec], model: Any) -> list[list[AgentSpe
                 f"`PeftModel`, got {brief(repr(agent.model), 80)} of type {type(agent.model).__name__}."
             )
         key = trainer_key if agent.model is None else _key(agent.model, agent.model_init_kwargs)
-        group = groups.setdefault(key, [])
-        if key != trainer_key and group and agent.processing_class is not group[0].processing_class:
+        tokenizer = tokenizers.setdefault(key, agent.processing_class)
+        follows = key == trainer_key and agent.processing_class is None
+        if agent.processing_class is not tokenizer and not follows:
             raise ValueError(
-                f"Agents {group[0].name!r} and {agent.name!r} act with the same model, but have different "
-                "`processing_class`. Set the same tokenizer for both."
+                f"Agent {agent.name!r} acts with the same model as "
+                + ("the trainer" if key == trainer_key else f"agent {groups[key][0].name!r}")
+                + ", but has another `processing_class`. Set the same tokenizer for both."
             )
-        group.append(agent)
+        groups.setdefault(key, []).append(agent)
     if len(groups) > 1 and not any(agent.has_policy for agent in groups[trainer_key]):
         example = next(agent for agent in agents if agent.model is not None)
         raise ValueError(
             f"No agent acts with the trainer's `model={_text(model)}`, because each names its own. Pass "
             f"{_text(example.model)} as `model`, and leave `AgentSpec({example.name!r}, model=...)` out."
         )
+    owners: dict[str, tuple[Any, AgentSpec]] = {}
+    for key, group in groups.items():
+        for agent in (agent for agent in group if agent.has_policy):
+            other_key, other = owners.setdefault(agent.adapter, (key, agent))
+            if other_key != key:
+                raise ValueError(
+                    f"Agents {other.name!r} and {agent.name!r} share the adapter {agent.adapter!r}, but act with "
+                    "different models. Give them different adapters, or the same `model`."
+                )
     return list(groups.values())
 
 
@@ -97,6 +113,12 @@ def check_settings(args: MARFTConfig, groups: Sequence[Sequence[AgentSpec]], sha
     if len(groups) == 1:
         return
     who = ", ".join(repr(agent.name) for group in groups[1:] for agent in group)
+    if args.world_size > 1 and not any(agent.trainable for agent in groups[0]):
+        raise ValueError(
+            "No agent of the trainer's `model` is trained, which several processes do not support. Pass the model of "
+            f"a trained agent as `model`, and that of {', '.join(repr(agent.name) for agent in groups[0])} as "
+            "`AgentSpec(model=...)`."
+        )
     refused = {
         "FSDP2 shards one base; start the run without it, and load large bases in 4 bits": sharding is not None,
         "`cast_lm_head_to_fp32=True` casts the head of one base; leave it out": args.cast_lm_head_to_fp32,
@@ -136,7 +158,8 @@ def load(
     tokenizer = setup.load_tokenizer(processing_class, base, args, init_kwargs)
     origins = find_origins(base, agents)  # before new adapters hide which ones came with the model
     adapters = {agent.adapter for agent in agents if agent.has_policy}
-    if len(groups) > 1 and isinstance(base, PeftModel) and adapters <= base.peft_config.keys():
+    known = set(base.peft_config) if isinstance(base, PeftModel) else set()
+    if len(groups) > 1 and known and ("default" in known or adapters <= known):
         peft_config = None  # it is for agents of other bases
     try:
         base = check_loadable(add_adapters(base, agents, peft_config), agents)
@@ -148,6 +171,11 @@ def load(
             f"The adapters of {names} cannot be added to {_text(model)}: {error} A config for this base alone can be "
             "set with `AgentSpec(peft_config=...)`."
         ) from error
+    if isinstance(base, PeftModel) and isinstance(base.get_output_embeddings(), BaseTunerLayer):
+        raise ValueError(
+            f"The adapter of {agents[0].name!r} on the LM head would never be trained, as in GRPOTrainer. Remove "
+            "'lm_head' from its `target_modules`."
+        )
     setup.check_learning(args, base, sharding)
     if number and not isinstance(base, PeftModel) and getattr(base, "is_quantized", False):
         raise ValueError(
@@ -158,6 +186,13 @@ def load(
 
 
 def make_policies(bases: Sequence[Base], agents: Sequence[AgentSpec]) -> Policies:
+    """The policies on all bases. Raises a `ValueError` for an adapter named like a fully trained first base."""
+    names = {agent.adapter for base in bases[1:] for agent in base.agents}
+    if not isinstance(bases[0].model, PeftModel) and SHARED_POLICY in names:
+        raise ValueError(
+            f"An adapter is named {SHARED_POLICY!r}, which is the name of the trainer's `model`, as that is trained "
+            "itself. Choose another name for the adapter or its agent."
+        )
     origins = {adapter: origin for base in bases for adapter, origin in base.origins.items()}
     further = {name: base.model for base in bases[1:] for name in base.names}
     return Policies(bases[0].model, agents, origins, further)

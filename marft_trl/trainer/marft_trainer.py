@@ -158,7 +158,7 @@ class MARFTTrainer(GRPOTrainer):
         )
         if eval_metrics is not None:
             eval_metrics = check_eval_metrics(eval_metrics, eval_dataset, args.eval_reference_column)
-        groups = bases.split_by_base(self.agents, model)
+        groups = bases.split_by_base(self.agents, model, processing_class)
         bases.check_settings(args, groups, sharding)
         set_seed(args.seed)  # adapters start at random
         options = {"quantization_config": quantization_config, "processing_class": processing_class}

@@ -411,11 +411,11 @@ class Parts:
             settings,
             self._best,
         )
+        is_lora = [isinstance(base.model, PeftModel) for base in self._bases]
         inference = {
             "chat_template_kwargs": dict(trainer.chat_template_kwargs),
             "share_prefixes": any(passes.share for passes in self.pass_of.values()),
-            # With adapters, generation is not inside of autocast
-            "mixed_precision": "no" if team.policies.has_adapters else trainer.accelerator.mixed_precision,
+            "mixed_precision": "no" if all(is_lora) else trainer.accelerator.mixed_precision,
         }
         self.files = TeamFiles(
             team, trainer, self.runner, describe(), lambda: self.planner.draw_workflow(), inference, further

@@ -28,7 +28,6 @@ from ...adapters.manifest import TeamManifest
 from ...seams.libraries import TESTED, installed_version
 from ...system.redaction import for_log, printable
 from ...team import Answer, Team, TextDelta, TurnEnded, TurnStarted
-from ...team.saved_team import choose_models
 from ..engines.own_server import vllm_command
 from ..report import report
 from ..report.__main__ import ReportArguments
@@ -196,7 +195,7 @@ def run_vllm_command(args: argparse.Namespace) -> None:
     if not manifest.adapters:
         raise UsageError(f"The team in {args.team} has no adapters. Serve its model with `vllm serve`.")
     limits = {name: getattr(args, name) for name in ("host", "max_model_len", "device")}
-    models = zip(manifest.bases, choose_models(manifest, chosen_bases(args.model)), strict=True)
+    models = zip(manifest.bases, manifest.choose(chosen_bases(args.model), "model"), strict=True)
     for number, (base, chosen) in enumerate(models):
         model = chosen or (None if base.is_local else base.name)
         if model is None:

@@ -137,6 +137,8 @@ def _adapter_arms(experiment: Experiment) -> list[Arm]:
     adapters = [agent.adapter for agent in _trained(experiment)]
     alone = "only one agent is trained" if len(adapters) < 2 else None
     alone = alone if _has_adapters(experiment) else "there are no adapters"
+    if len({agent.model for agent in _trained(experiment)}) > 1:
+        alone = "the agents have different models"
     arms = []
     if len({*adapters}) > 1 or alone:
         change = partial(_with_adapters, lambda agent: "team")

@@ -177,6 +177,12 @@ class Experiment:
                 "`model` of an `Experiment` must be a Hub id or a folder, which each run loads, got "
                 f"{type(self.model).__name__}."
             )
+        loaded = next((agent for agent in self.agents if not isinstance(agent.model, (str, type(None)))), None)
+        if loaded is not None:
+            raise TypeError(
+                f"`model` of agent {loaded.name!r} in an `Experiment` must be a Hub id or a folder, which each run "
+                f"loads, got {type(loaded.model).__name__}."
+            )
         if not isinstance(self.eval_dataset, Dataset) or not len(self.eval_dataset):
             raise ValueError("`eval_dataset` of an `Experiment` must be a `Dataset` with at least one row.")
         if not isinstance(self.variants, Mapping):
@@ -236,8 +242,9 @@ class Experiment:
 
     def trainer(self, callbacks: Sequence[Any] = ()) -> MARFTTrainer:
         """Create the trainer of a run."""
+        models = [agent.model for agent in self.agents if agent.has_policy]  # of an arm
         return MARFTTrainer(
-            model=self.model,
+            model=models[0] if None not in models and self.model not in models else self.model,
             reward_funcs=self.reward_funcs,
             args=self.args,
             train_dataset=self.train_dataset,
