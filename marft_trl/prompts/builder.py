@@ -101,6 +101,8 @@ def make_window(
 
 
 class PromptBuilder:
+    own_agents: Collection[str] | None = None  # whose tokens are those of the tokenizer; `None`: all agents
+
     def __init__(
         self,
         tokenizer,
@@ -119,7 +121,6 @@ class PromptBuilder:
         # nothing quoted. Otherwise no prompt has control tokens, and no prompt or result the line of a speaker
         is_single_agent: bool = False,
         show_reasoning: bool = False,  # whether earlier turns keep reasoning that the chat template removes
-        own: Collection[str] | None = None,  # agents whose tokens are those of the tokenizer; `None`: all agents
     ):
         if not isinstance(chat_template, ChatTemplate):
             chat_template = ChatTemplate(tokenizer, chat_template)
@@ -133,7 +134,6 @@ class PromptBuilder:
         self.aliases, self._is_single_agent, self.show_reasoning = aliases or {}, is_single_agent, show_reasoning
         self._folds_system = not self._keeps_text_prompts and not self.template.renders_system
         self._reasoning = None if self._keeps_text_prompts else EarlierReasoning(self.template)
-        self._own = own
         self._schemas: dict[int, str] = {}  # tool schemas of prompts, by the hash of the token ids
 
     def for_agent(self, agent: str) -> PromptBuilder:
@@ -183,8 +183,8 @@ class PromptBuilder:
         shown = [
             item if turn is None else self._as_turn(item, turn) for item, turn in zip(messages, turns, strict=True)
         ]
-        if self._own is not None:  # the others are text, as their tokens are not of this tokenizer
-            turns = [turn if turn is not None and turn.agent in self._own else None for turn in turns]
+        if self.own_agents is not None:  # the others are text, as their tokens are not of this tokenizer
+            turns = [turn if turn is not None and turn.agent in self.own_agents else None for turn in turns]
         observation = Observation(shown, [], list(query.seen))
         try:
             if (first := self._first_tokens(agent, shown)) is not None:

@@ -110,8 +110,8 @@ def make_speaker(
         aliases=settings.aliases,
         is_single_agent=is_single_agent(agents, workflow),
         show_reasoning=settings.show_reasoning,
-        own=own,
     )
+    prompts.own_agents = own
     warn_of_unprotected(prompts, uses_tools)
     reader = TurnReader(tokenizer, end_token_ids, template, uses_tools, is_lone=len(agents) == 1)
     return Speaker(prompts, generator, reader, model.get_input_embeddings().weight.size(0))
