@@ -1,5 +1,7 @@
 """Teams of different models: each agent's turns, gradients, files and settings belong to its own base."""
 
+import contextlib
+import copy
 import dataclasses
 import json
 import math
@@ -13,6 +15,7 @@ from marft_trl.config.presets import PRESETS
 from marft_trl.extras.apps import ExternalApp
 from marft_trl.extras.commands import UsageError, main
 from marft_trl.extras.commands.teams import chosen_bases
+from marft_trl.seams.models import is_checkpointing
 from marft_trl.team import TextDelta, TurnEnded
 from marft_trl.tiny import tiny_agents, tiny_dataset
 from marft_trl.trainer.bases import check_settings
@@ -62,6 +65,7 @@ LEARNING = {
     "candidates": {"advantage": "turn", "turn_candidates": 2},
     "old turns": {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.1, "gradient_checkpointing": True},
     "in turn": {"update_order": "sequential", "max_steps": 4},
+    "dropout": {"with": lora(lora_dropout=0.3), "share_prefixes": False},
     "critics": {"advantage": "gae", "critic": "per_agent", "num_generations": 1, "critic_sees": "history"},
 }
 
@@ -78,9 +82,10 @@ def test_two_copies_of_a_model_train_as_one(small_model, tokenizer, tmp_path, ki
     if kind in PRESETS and "critic" in PRESETS[kind].settings:
         settings = {**settings, "critic": "per_agent"}  # the part of each agent is on its own base
     settings = {"learning_rate": 1e-2, "max_tokens_per_micro_batch": 500, **settings}
+    arguments = {"peft_config": settings.pop("with", lora())}
     agents = agents_on(loaded(small_model), tokenizer)
-    one = team_trainer(small_model, tmp_path / "one", settings=settings)
-    two = team_trainer(small_model, tmp_path / "two", settings=settings, agents=agents)
+    one = team_trainer(small_model, tmp_path / "one", settings=settings, **arguments)
+    two = team_trainer(small_model, tmp_path / "two", settings=settings, agents=agents, **arguments)
     random_start(one)
     random_start(two, one)
     if one.critic is not None:
@@ -115,10 +120,43 @@ def test_a_critic_has_a_part_on_each_base(small_model, model_folder, tokenizer, 
     after = adapters(trainer)
     still = {name.split("/")[0] for name in after} - {n.split("/")[0] for n in after if not before[n].equal(after[n])}
     assert not still and "judge" not in {name.split("/")[0] for name in after}
-    assert (
-        trainer.critic.heads["_critic-actor"].state_dict().keys()
-        == trainer.critic.heads["_critic"].state_dict().keys()
-    )
+    rows = only_slice(trainer, [row for row in tiny_dataset(4) for _ in range(2)]).rows
+    row = next(row for row in rows if row.agent == "actor" and row.critic is not None)
+    model = trainer.policies.get_model("actor")
+    trainer.policies.activate_adapter("actor" if critic == "frozen" else "_critic-actor")
+    with torch.no_grad(), model.disable_adapter() if critic == "frozen" else contextlib.nullcontext():
+        ids = torch.cat([row.prompt_ids, row.completion_ids]).unsqueeze(0)
+        states = model.get_base_model().model(input_ids=ids).last_hidden_state
+        values = trainer.critic.heads["_critic-actor"](states[0, len(row.prompt_ids) - 1 : -1])
+    index = [agent.name for agent in agents].index("actor") if critic == "multi_head" else 0
+    torch.testing.assert_close(row.old_values, values[:, index], rtol=1e-4, atol=1e-5)
+
+
+def test_a_further_base_is_prepared_as_trl_prepares_its_own(small_model, model_folder, tmp_path):
+    settings = {"disable_dropout": True, "gradient_checkpointing": True, "max_steps": 1}
+    agents = agents_on(model_folder, None, peft_config=lora(lora_dropout=0.5))
+    trainer = team_trainer(small_model, tmp_path, agents=agents, settings=settings)
+    (model,) = trainer.policies.further
+    assert all(module.p == 0 for module in model.modules() if isinstance(module, torch.nn.Dropout))
+    assert is_checkpointing(model) and trainer.policies.find_trained(["actor"]) == "actor"
+    trainer.train()
+    assert model.training and all(parameter.grad is None for parameter in model.parameters())  # freed after the step
+    trainer.model.eval()
+    trainer.policies.activate("actor")
+    assert not model.training
+
+
+def test_rows_are_padded_with_a_token_of_their_model(families, small_model, tokenizer, tmp_path):
+    """The padding of the first base is no token of the second."""
+    first = copy.deepcopy(tokenizer)
+    first.pad_token = first.convert_ids_to_tokens(len(first) - 1)
+    second = loaded(families["llama3"])
+    assert first.pad_token_id >= second.get_input_embeddings().weight.size(0)
+    agents = [AgentSpec("left"), AgentSpec("right", model=families["llama3"])]
+    arguments = {"agents": agents, "processing_class": first, "settings": {"share_prefixes": False}}
+    trainer = team_trainer(small_model, tmp_path, **arguments)
+    trainer.train()
+    assert trainer.state.global_step == 2
 
 
 # ---- What moves ----
@@ -217,6 +255,9 @@ def test_two_families_by_hand(families, tmp_path):
     trainer = team_trainer(families["qwen3"], tmp_path, agents=agents, settings=settings, train_dataset=data)
     tokenizers = {name: trainer.parts.runner.prompts.for_agent(name).tokenizer for name in ("planner", "solver")}
     assert len(tokenizers["planner"]) != len(tokenizers["solver"])
+    ends = {name: trainer.parts.runner.generator.settings(name)["eos_token_id"] for name in tokenizers}
+    named = {"planner": "<|im_end|>", "solver": "<|eot_id|>"}
+    assert all(tokenizers[name].convert_tokens_to_ids(end) in ends[name] for name, end in named.items())
     for model in (trainer.model, *trainer.policies.further):
         shake(model, 0.2)
     slice_ = only_slice(trainer, [row for row in data.select(range(2)) for _ in range(4)])
@@ -240,7 +281,7 @@ def test_two_families_by_hand(families, tmp_path):
         logits = model(input_ids=whole).logits[0, len(row.prompt_ids) - 1 : -1].float() / 0.7
         by_hand = logits.log_softmax(-1).gather(1, row.completion_ids.unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(row.old_per_token_logps, by_hand, rtol=1e-5, atol=1e-5)
-        with trainer.policies.reference(row.agent):
+        with model.disable_adapter():  # nothing was trained before: the reference is the base
             logits = model(input_ids=whole).logits[0, len(row.prompt_ids) - 1 : -1].float() / 0.7
         by_hand = logits.log_softmax(-1).gather(1, row.completion_ids.unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(row.ref_per_token_logps, by_hand, rtol=1e-5, atol=1e-5)
@@ -318,6 +359,9 @@ def test_a_saved_team_answers_as_in_training(saved, small_model, model_folder, t
     assert data["format"] == 3 and [base["agents"] for base in data["further_bases"]] == [["actor"]]
     models = models_of(folder, small_model, model_folder)
     team = Team.from_pretrained(folder, model=models)
+    for agent in ("reasoner", "actor"):
+        settings = [item._runner.generator.settings(agent) for item in (team, trainer.team)]
+        assert settings[0]["eos_token_id"] == settings[1]["eos_token_id"] == [2]
     assert team("1 + 2 =", greedy=True) == answer
     team.save_pretrained(tmp_path / "again")
     shutil.copytree(tmp_path / "again", tmp_path / "moved")
@@ -377,8 +421,15 @@ def test_a_manifest_that_lies_about_bases_is_refused(saved, tmp_path, change, me
 def test_missing_and_wrong_bases_are_named(saved, small_model, model_folder):
     _, folder, _ = saved
     first, second = models_of(folder, small_model, model_folder)
-    with pytest.raises(ValueError, match=f"local base '{second}'.*model={{'actor': ...}}"):
-        Team.from_pretrained(folder, model=small_model)
+    with pytest.raises(
+        ValueError,
+        match=f"'{first}' \\(of 'reasoner'\\), '{second}' \\(of 'actor'\\).*{{'reasoner': ..., 'actor': ...}}",
+    ):
+        Team.from_pretrained(folder)
+    with pytest.raises(ValueError, match="same loaded model for several bases"):
+        Team.from_pretrained(folder, model=dict.fromkeys(("reasoner", "actor"), loaded(small_model)))
+    with pytest.raises(ValueError, match="several bases: .*Pass `agent=`"):
+        load_adapters(loaded(small_model), folder)
     with pytest.raises(ValueError, match="`model=` has 'other', which is no base of the team"):
         Team.from_pretrained(folder, model={"other": small_model})
     with pytest.raises(ValueError, match="for another base"):

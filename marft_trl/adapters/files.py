@@ -93,7 +93,7 @@ def load_adapters(
         token (`str` or `bool`, *optional*):
             Token of the Hub.
         agent (`str`, *optional*):
-            An agent on the base, if the team has several bases. By default, `model` is the first base.
+            An agent on the base. Required if the team has several bases.
 
     Returns: a [`~peft.PeftModel`] with the adapters of the team under their names. `set_adapter(name)` activates one.
 
@@ -107,6 +107,11 @@ def load_adapters(
         )
     folder = team_folder(team, revision, token)
     manifest = TeamManifest.load(folder)
+    if agent is None and manifest.further_bases:
+        names = ", ".join(
+            f"{base.name!r} ({', '.join(p.name for p in manifest.players_on(base))})" for base in manifest.bases
+        )
+        raise ValueError(f"The team in {folder} has several bases: {names}. Pass `agent=` with an agent on this base.")
     if agent is None:
         return load_onto_base(model, folder, manifest, manifest.base)
     bases = {player.name: base for base in manifest.bases for player in manifest.players_on(base)}

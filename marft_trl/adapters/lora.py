@@ -141,8 +141,8 @@ def _check_shared_policy(agents: Sequence[AgentSpec]) -> None:
         if not agent.trainable or agent.learning_rate is not None:
             raise ValueError(
                 f"Agent {agent.name!r} sets `{'learning_rate' if agent.trainable else 'trainable'}`, but without a "
-                "`peft_config` all agents share one fully trained policy. Pass `peft_config=LoraConfig(...)` to give "
-                "each agent its own adapter, or leave the setting out."
+                "`peft_config` all agents on a base share one fully trained policy. Pass "
+                "`peft_config=LoraConfig(...)` to give each agent its own adapter, or leave the setting out."
             )
 
 

@@ -177,6 +177,10 @@ class TeamManifest:
     def bases(self) -> list[BaseModel]:
         return [self.base, *self.further_bases]
 
+    @property
+    def base_names(self) -> str:
+        return ", ".join(dict.fromkeys(base.name for base in self.bases))
+
     def choose(self, values: Any, argument: str) -> list[Any]:
         """
         For each base, the value of a mapping for its name or for one of its agents, or `None`. Anything else is for

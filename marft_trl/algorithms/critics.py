@@ -59,11 +59,10 @@ class Critic:
         if self.has_adapters:
             for part, model in self._models.items():
                 policies.add_critic(part, peft_configs[owners[part]], model)
-        heads = {part: self._make_head(model) for part, model in self._models.items()}
-        self.heads = nn.ModuleDict(heads)
-
-    def _make_head(self, model: PeftModel) -> nn.Module:
-        return self.make_head(model.config.get_text_config().hidden_size).to(next(model.parameters()).device)
+        self.heads = nn.ModuleDict()
+        for part, model in self._models.items():
+            head = self.make_head(model.config.get_text_config().hidden_size)
+            self.heads[part] = head.to(next(model.parameters()).device)
 
     def get_part(self, agent: str) -> str:
         """Name of the part, and of its adapter, that values the turns of an agent."""

@@ -247,8 +247,7 @@ def step_discount_credit(reward: float, num_turns: int, discount: float) -> torc
     Source: the second MARFT implementation. If the credits are used as rewards, they are summed, and the first turn
     has the largest return. If they are used as returns, the last turn has the largest return.
     """
-    exponents = torch.arange(num_turns - 1, -1, -1)
-    return float(reward) * torch.tensor(float(discount)) ** exponents
+    return float(reward) * torch.tensor(float(discount)) ** torch.arange(num_turns - 1, -1, -1)
 
 
 def counterfactual_credit(reward: float | torch.Tensor, counterfactuals: torch.Tensor) -> torch.Tensor:
@@ -392,8 +391,7 @@ def token_gae(
     Source: MARFT (2504.16129), token-level Bellman backup with `token_gamma = 1`; the original's code
     (`token_level_buffer.py`) has `token_gamma = gamma` and `token_gae_lambda = gae_lambda`.
     """
-    positions = torch.arange(values.size(1), device=values.device)
-    mask = positions < lengths.unsqueeze(1)
+    mask = torch.arange(values.size(1), device=values.device) < lengths.unsqueeze(1)
     advantages = torch.zeros_like(values)
     next_value, next_advantage = last_value, 0.0
     last = int(steps.max())

@@ -52,11 +52,10 @@ def set_dependent_defaults(config: Any) -> None:
 
 def _is_distributed(use_cpu: bool) -> bool:
     """Return `True` if a launcher started this process, according to the variables that accelerate reads."""
-    if torch.distributed.is_initialized():
-        return True
     variables = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
     has_several_processes = any(int(os.environ.get(name, 1)) > 1 for name in variables)
-    return has_several_processes or (not use_cpu and "LOCAL_RANK" in os.environ)
+    is_launched = has_several_processes or (not use_cpu and "LOCAL_RANK" in os.environ)
+    return torch.distributed.is_initialized() or is_launched
 
 
 EPISODE_RETRIES = 2  # maximum number of retries of a failed call, with `on_episode_error="retry"`
@@ -356,13 +355,12 @@ def check_engine(args: Any) -> None:
         name = "Megatron"
     else:
         return
-    data_parallel = "plain data parallelism, `accelerate launch --multi_gpu`"
     fsdp2 = (
         "FSDP2, `accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP` "
         "(docs/reference/sharding.md)"
     )
     advice = "" if stage is None else "Stages below 3 do not shard a frozen base. "
-    advice += f"Use {data_parallel}, or to shard the base, {fsdp2}."
+    advice += f"Use plain data parallelism, `accelerate launch --multi_gpu`, or to shard the base, {fsdp2}."
     if stage == 3:
         advice = f"To shard the base, use {fsdp2}."
     raise ValueError(

@@ -106,9 +106,8 @@ def has_other_content(message: Mapping[str, Any]) -> bool:
 
 def read_prompts(dataset: Dataset) -> Iterable[dict[str, Any]]:
     """Rows with their prompts alone, read in parts."""
-    only = dataset.select_columns("prompt")
-    for start in range(0, len(only), _SCAN_ROWS):
-        for prompt in only[start : start + _SCAN_ROWS]["prompt"]:
+    for part in dataset.select_columns("prompt").iter(_SCAN_ROWS):
+        for prompt in part["prompt"]:
             yield {"prompt": prompt}
 
 

@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Preset:
+class Preset(NamedTuple):
     """Settings of one publication, without sizes, which depend on the task and the machine."""
 
     source: str  # name and reference, shown by `print(config)`
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any]
 
 
 _PPO = {
+    "advantage": "gae",
+    "adam_epsilon": 1e-5,
     "num_generations": 1,
     "gamma": 0.99,
     "gae_lambda": 0.95,
@@ -26,13 +26,13 @@ _PPO = {
     "value_loss": "huber",
     "entropy_coef": 0.01,
 }
+# For papers that fine-tune without a KL, with clipped ratios
+_CLIPPED = {"epsilon": 0.2, "beta": 0.0, "learning_rate": 1e-6}
 _MARFT_V1 = {
-    "advantage": "gae",
     "critic": "frozen",
     **_PPO,
     "beta": 0.0,
     "max_grad_norm": 0.5,
-    "adam_epsilon": 1e-5,
     "learning_rate": 5e-7,
     "critic_learning_rate": 5e-4,
     "lr_scheduler_type": "constant",
@@ -99,9 +99,7 @@ PRESETS: dict[str, Preset] = {
             "turn_candidates": 8,
             "num_generations": 1,
             "level": "token",
-            "epsilon": 0.2,
-            "beta": 0.0,
-            "learning_rate": 1e-6,
+            **_CLIPPED,
         },
     ),
     "ccpo": Preset(
@@ -112,15 +110,12 @@ PRESETS: dict[str, Preset] = {
             "credit": "removed",
             "level": "action",
             "action_logprob": "token",
-            "epsilon": 0.2,
-            "beta": 0.0,
-            "learning_rate": 1e-6,
+            **_CLIPPED,
         },
     ),
     "mappo": Preset(
         "MAPPO (arXiv 2103.01955): a central critic with normalized values",
         {
-            "advantage": "gae",
             "critic": "shared",
             "critic_sees": "history",
             "normalize_values": True,
@@ -128,7 +123,6 @@ PRESETS: dict[str, Preset] = {
             "action_logprob": "sum",
             **_PPO,
             "max_grad_norm": 10.0,
-            "adam_epsilon": 1e-5,
         },
     ),
 }

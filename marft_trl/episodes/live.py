@@ -214,7 +214,6 @@ class LiveEpisode(NearNames):
                 Methods of an environment that the agents could have called, or that agents could have by name.
         """
         seen = sees if isinstance(sees, Mapping) else {agent: sees}
-        names = dict.fromkeys([agent, *(turn.agent for turn in self.turns)])
         self.state.horizons = tuple(
             Horizon(
                 name,
@@ -224,7 +223,7 @@ class LiveEpisode(NearNames):
                     *((tools.get(name, ()) if isinstance(tools, Mapping) else tools) or ()),
                 ),
             )
-            for name in names
+            for name in dict.fromkeys([agent, *(turn.agent for turn in self.turns)])
         )
 
     @property

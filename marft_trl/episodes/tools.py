@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import weakref
@@ -56,11 +57,8 @@ async def call_tool(
     """
     known = {tool_name(function): function for function in functions}
     if call.problem is not None:
-        return _failure(
-            call.name,
-            call.problem,
-            "The call could not be read. Write it as the instructions show, with its arguments as valid JSON.",
-        )
+        text = "The call could not be read. Write it as the instructions show, with its arguments as valid JSON."
+        return _failure(call.name, call.problem, text)
     if call.name not in known:
         return _failure(call.name, "unknown", f"Tool {call.name} not found. There is {', '.join(known) or 'none'}.")
     function = known[call.name]
@@ -89,10 +87,8 @@ class _GaveUp(Exception):
 def _as_result(value: Any) -> tuple[str, list[Any] | None]:
     """A returned value as a text, and as plain JSON data if it is a list with elements."""
     if isinstance(value, list) and value:
-        try:
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
             return str(value), json.loads(as_plain(json.dumps(value, allow_nan=False, ensure_ascii=False)))
-        except (TypeError, ValueError, RecursionError):
-            pass
     return str(value), None
 
 

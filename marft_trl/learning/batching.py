@@ -161,7 +161,8 @@ class MicroBatcher:
         if self._args.gradient_checkpointing is None and not checkpointing:
             checkpointing = max(longest, limit or 0) * cost.per_token > free_bytes
         if limit is None:
-            num_fitting = max(free_bytes / cost.bytes_per_token(checkpointing), 1)
+            # A pass of frozen adapters keeps nothing
+            num_fitting = max(free_bytes / (cost.bytes_per_token(checkpointing) or 1.0), 1)
             # A power of 2, so that other programs on the device rarely change how rows are cut
             limit = max(2 ** int(math.log2(num_fitting)), longest)
         return limit, checkpointing

@@ -101,8 +101,6 @@ def make_window(
 
 
 class PromptBuilder:
-    own_agents: Collection[str] | None = None  # whose tokens are those of the tokenizer; `None`: all agents
-
     def __init__(
         self,
         tokenizer,
@@ -146,7 +144,7 @@ class PromptBuilder:
         for index, query in enumerate(restricted):
             if query.messages is not None:
                 built[index] = self._build_from_messages(query)
-            elif self._get_view(query.agent) is team_view:  # it shows the whole prompt
+            elif (query.agent.view or self.view) is team_view:  # it shows the whole prompt
                 cut = self._first_tokens(query.agent, query.prompt)
                 if cut is not None:
                     built[index] = self._fit(query._replace(seen=()), cut)
@@ -155,7 +153,8 @@ class PromptBuilder:
         alike: dict[tuple, list[int]] = {}
         for index in contents:
             query = restricted[index]
-            if not query.seen and self._get_view(query.agent) is team_view and self._is_safe(contents[index]):
+            view = query.agent.view or self.view
+            if not query.seen and view is team_view and self._is_safe(contents[index]):
                 kind = isinstance(contents[index], list), tuple(map(unbound, query.functions))  # type: ignore[arg-type]
                 alike.setdefault(kind, []).append(index)
         for indices in alike.values():
@@ -183,8 +182,6 @@ class PromptBuilder:
         shown = [
             item if turn is None else self._as_turn(item, turn) for item, turn in zip(messages, turns, strict=True)
         ]
-        if self.own_agents is not None:  # the others are text, as their tokens are not of this tokenizer
-            turns = [turn if turn is not None and turn.agent in self.own_agents else None for turn in turns]
         observation = Observation(shown, [], list(query.seen))
         try:
             if (first := self._first_tokens(agent, shown)) is not None:
@@ -247,16 +244,12 @@ class PromptBuilder:
             if not tail:
                 break
             after.append([*ids, *self._encode_pieces(tail, found)])
-            if self._was_shown(turn, messages[:last], functions):
+            schemas = self._schemas.get(hash(tuple(turn.prompt_ids)))  # those of the latest turns are known
+            if messages[:last] == turn.observation and schemas == repr(list(functions)):
                 return [*turn.prompt_ids, *(token for ids in reversed(after) for token in ids)]
             messages, pieces = messages[:last], before
             found = {index: turn for index, turn in found.items() if index < last}
         return [*self._encode_pieces(pieces, found), *(token for ids in reversed(after) for token in ids)]
-
-    def _was_shown(self, turn: Turn, messages: Messages, functions: Sequence[Function]) -> bool:
-        """Return `True` if a turn was sampled from these messages and tools, of which only latest turns are known."""
-        shown = self._schemas.get(hash(tuple(turn.prompt_ids)))
-        return messages == turn.observation and shown == repr(list(functions))
 
     def _tail(
         self, ids: Sequence[int], before: Pieces, pieces: Pieces, until: Messages, functions: Sequence[Function]
@@ -392,9 +385,6 @@ class PromptBuilder:
         shortest = without(enough)
         return self._fit(query._replace(seen=shortest.seen, after=None), shortest)
 
-    def _get_view(self, agent: AgentSpec) -> View:
-        return agent.view or self.view
-
     def _observe(self, query: Query) -> str | Messages:
         prompt = query.prompt
         if query.after is not None and not isinstance(query.after.observation, str):
@@ -410,7 +400,7 @@ class PromptBuilder:
         shown = query.seen
         if self._reasoning is not None and not self.show_reasoning:
             shown = self._reasoning.shown(query.seen, query.after)
-        if (view := self._get_view(query.agent)) is team_view:
+        if (view := query.agent.view or self.view) is team_view:
             shown = [
                 replace(item, tool_calls=())
                 if isinstance(item, Turn) and item.tool_calls and not self._shows(make_message_calls(item))
@@ -496,11 +486,8 @@ class PromptBuilder:
         """Return the unchanged tokens of a turn and its prompt, followed by the results of its calls, as TRL does."""
         _, *results = self._own_messages(query, turn)
         ids = self._with_end_token(turn)
-        return [
-            *turn.prompt_ids,
-            *ids,
-            *self._encode_pieces(self.template.pieces_after(results, query.functions, self._ending(ids))),
-        ]
+        following = self.template.pieces_after(results, query.functions, self._ending(ids))
+        return [*turn.prompt_ids, *ids, *self._encode_pieces(following)]
 
 
 def is_plain(agents: Sequence[AgentSpec], uses_tools: bool) -> bool:

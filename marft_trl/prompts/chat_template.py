@@ -212,8 +212,7 @@ def naming_templates(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> 
 
 
 def _calling(name: str = "x", count: int = 1) -> Messages:
-    calls = [make_call(name) for _ in range(count)]
-    return [_USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+    return [_USER, {"role": "assistant", "content": "", "tool_calls": [make_call(name)] * count}]
 
 
 def make_call(name: str, arguments: Any = None) -> dict[str, Any]:
@@ -234,15 +233,12 @@ def _find_pieces(messages: Messages, render: Callable[[Messages], str]) -> Piece
     ]
     for shown in [messages] if as_texts == messages else [messages, as_texts]:
         with contextlib.suppress(PromptError):
-            mark, marked, parts = _mark(shown, fills=True)
-            pieces = _split(render(marked), mark, parts)
+            pieces = _find_marked(shown, render, fills=True)
             whole = render(shown)
             aligned = None if pieces is None or not _shows_lists(shown, render) else _align(pieces, whole)
             if aligned is not None and not _moves_texts(aligned, shown, render):
                 return aligned
-    messages = as_texts
-    mark, marked, parts = _mark(messages, fills=False)
-    pieces = _split(render(marked), mark, parts)
+    pieces = _find_marked(as_texts, render, fills=False)
     return pieces if pieces is None or whole is None else _align(pieces, whole) or pieces
 
 
@@ -255,8 +251,7 @@ def _moves_texts(pieces: Pieces, messages: Messages, render: Callable[[Messages]
     tags = set(_TAG.findall(texts))
     if not tags:
         return False
-    mark, marked, parts = _mark(messages, fills=False)
-    hollow = _split(render(marked), mark, parts)
+    hollow = _find_marked(messages, render, fills=False)
     between, known = "\n".join(pieces[::2]), "\n".join([] if hollow is None else hollow[::2])
     return any(between.count(tag) > known.count(tag) for tag in tags)
 
@@ -279,8 +274,8 @@ def _shows_lists(messages: Messages, render: Callable[[Messages], str]) -> bool:
     return not count or render(shown).count(str(number)) == count
 
 
-def _mark(messages: Messages, fills: bool) -> tuple[str, Messages, list[Part]]:
-    """Return a random mark, the messages with two marks around their texts or instead of them, and these texts."""
+def _find_marked(messages: Messages, render: Callable[[Messages], str], fills: bool) -> Pieces | None:
+    """Split the rendered messages at their texts, by two random marks around each of them or instead of them."""
     # From the operating system: no text can guess the mark, and the random states of training do not change.
     mark = f"@@{secrets.token_hex(8)}@@"
     parts: list[Part] = []
@@ -305,7 +300,7 @@ def _mark(messages: Messages, fills: bool) -> tuple[str, Messages, list[Part]]:
         elif content or not has_other_content(message):  # many have a line break before a content
             fields["content"] = put(Part(number, content or ""))
         marked.append({**message, **fields})
-    return mark, marked, parts
+    return _split(render(marked), mark, parts)
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
@@ -387,8 +382,7 @@ class EarlierReasoning:
         tags = sorted(set(_TAG.findall(self._template.text)))
         for closing in tags:
             if self._cuts("".join(tag for tag in tags if tag != closing), closing):
-                found = (tag for tag in ("", *tags) if self._cuts(tag, closing))
-                return next(found, ""), closing
+                return next((tag for tag in ("", *tags) if self._cuts(tag, closing)), ""), closing
         return "", ""
 
     def _cuts(self, opening: str, closing: str) -> bool:
@@ -451,10 +445,9 @@ class PlainEncoder:
     def __init__(self, tokenizer, chat_template: str | None = None):
         self._tokenizer = tokenizer
         template = chat_template or str(tokenizer.chat_template)
-        added = tokenizer.added_tokens_decoder
         self._control = {
             index: token.content
-            for index, token in added.items()
+            for index, token in tokenizer.added_tokens_decoder.items()
             if token.special or (len(token.content) > 1 and not _is_text(token.content, template))
         }
         unknown = getattr(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), "unk_token", None)

@@ -108,9 +108,7 @@ def _decode_byte_tokens(text: str, positions: list[int]) -> tuple[str, list[int]
 
 def said_by(turn: Seen) -> str:
     """Return a turn or feedback as teammates see it: a line with the speaker's name, then the text, quoted."""
-    text = turn.raw_text
-    if isinstance(turn, Turn) and turn.without_calls is not None:
-        text = turn.without_calls
+    text = turn.without_calls if isinstance(turn, Turn) and turn.without_calls is not None else turn.raw_text
     return f"{speaker_line(turn.agent)}\n{quote_speaker_lines(text)}"
 
 
@@ -137,13 +135,11 @@ def team_view(agent: AgentSpec, prompt: Messages, seen: Sequence[Seen]) -> Messa
 
 
 def _as_message(agent: AgentSpec, item: Seen) -> dict[str, Any]:
-    if isinstance(item, Turn):
-        if item.agent != agent.name:
-            return {"role": "user", "content": said_by(item)}
+    if isinstance(item, Turn) and item.agent == agent.name:
         calls = make_message_calls(item)
         fields = {"content": item.without_calls or "", "tool_calls": calls} if calls else {"content": item.raw_text}
         return {"role": "assistant", **fields}
-    if item.tool is not None and item.audience == agent.name:  # result of the agent's own call
+    if isinstance(item, Feedback) and item.tool is not None and item.audience == agent.name:  # of its own call
         return result_message(item, quote_speaker_lines)
     return {"role": "user", "content": said_by(item)}
 

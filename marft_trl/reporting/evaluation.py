@@ -202,8 +202,7 @@ def summarize(records: Sequence[dict[str, Any]], agents: Sequence[str]) -> dict[
     for name in records[0]["rewards"]:
         values = [record["rewards"][name] for record in records]
         metrics |= {f"rewards/{name}/mean": _mean(values), f"rewards/{name}/std": _std(values)}
-    turns = [turn for record in records for turn in record["turns"]]
-    metrics |= _lengths(turns)
+    metrics |= _lengths([turn for record in records for turn in record["turns"]])
     for agent in agents:
         agent_turns = [
             (turn, record["reward"]) for record in records for turn in record["turns"] if turn.agent == agent

@@ -177,10 +177,10 @@ def interval(
         ValueError: there are no scores, one of them is not a number or beyond the bounds, or `confidence` is not
             between 0 and 1.
     """
-    return _interval(scores, confidence, n_resamples, seed, bounds, _ADDED_TO_ONE)
+    return _interval(scores, bounds, _ADDED_TO_ONE, confidence, n_resamples, seed)
 
 
-def _interval(scores, confidence: float, n_resamples: int, seed: int, bounds, added) -> Interval:
+def _interval(scores, bounds, added, confidence: float = 0.95, n_resamples: int = 4000, seed: int = 0) -> Interval:
     table = np.atleast_2d(np.asarray(scores, dtype=float))
     if table.ndim != 2 or not table.size:
         raise ValueError(f"`scores` must have the shape (seeds, questions), got {np.shape(scores)}.")
@@ -243,10 +243,9 @@ def paired_difference(scores, others, bounds: tuple[float, float] | None = (0.0,
         raise ValueError(
             f"Paired scores need the same seeds and questions, got shapes {np.shape(scores)} and {np.shape(others)}."
         )
-    settings = {"confidence": 0.95, "n_resamples": 4000, "seed": 0, **options}
     reach = None if bounds is None else (bounds[0] - bounds[1], bounds[1] - bounds[0])
     difference = np.asarray(scores, dtype=float) - np.asarray(others, dtype=float)
-    return _interval(difference, **settings, bounds=reach, added=_ADDED_TO_PAIRS)
+    return _interval(difference, reach, _ADDED_TO_PAIRS, **options)
 
 
 def team_exact_match() -> evaluate.EvaluationModule:

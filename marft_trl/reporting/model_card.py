@@ -112,15 +112,17 @@ vllm serve {{ base.name }} --enable-lora --max-lora-rank {{ rank }} \\
 {%- endfor %}
 ```
 
-{% else %}## Use the policy alone
+{% endif %}{% if policies %}## Use the policy alone
 
-All agents share one fully trained policy; `marft_team.json` contains their system prompts and the workflow.
+{% if policies|length == 1 %}All agents{% else %}The agents of a base{% endif %} share one fully trained policy; \
+`marft_team.json` contains their system prompts and the workflow.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{{ repo }}")
-tokenizer = AutoTokenizer.from_pretrained("{{ repo }}")
+{% for policy in policies %}
+model = AutoModelForCausalLM.from_pretrained("{{ repo }}"{{ policy.tokenizer }})
+tokenizer = AutoTokenizer.from_pretrained("{{ repo }}"{{ policy.tokenizer }})
+{%- endfor %}
 ```
 
 {% endif %}
@@ -158,13 +160,12 @@ def team_card(
     repo = repo or model_name
     repo = repo if is_hub_id(repo) else "path/to/the/team"
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
-    bases = [
-        _of_base(manifest, item, place) for place, item in enumerate(manifest.bases) if manifest.adapters_on(item)
-    ]
+    every = [_of_base(manifest, item, place) for place, item in enumerate(manifest.bases)]
+    bases, policies = ([item for item in every if bool(item["modules"]) is has] for has in (True, False))
     arguments, option = "", ""
     if bases and base is None:
         local = [item for item in manifest.bases if item.is_local and manifest.adapters_on(item)]
-        paths = {item.name: "path/to/the/base/model" for item in local}
+        paths = {manifest.players_on(item)[0].name: "path/to/the/base/model" for item in local}
         arguments = f", model={json.dumps(paths if manifest.further_bases else 'path/to/the/base/model')}"
         option = "".join(
             f" --model {f'{name}=' if manifest.further_bases else ''}path/to/the/base/model" for name in paths
@@ -174,7 +175,7 @@ def team_card(
     entries = manifest.workflow.items()
     settings = ", ".join(f"{key}={value!r}" for key, value in entries if key != "class" and value is not None)
     card_data = ModelCardData(
-        base_model=(hub_names if len(hub_names) > 1 else base) if base else None,
+        base_model=hub_names if len(hub_names) > 1 else next(iter(hub_names), None),
         library_name="peft" if manifest.adapters else "transformers",
         model_name=model_name,
         pipeline_tag="text-generation",
@@ -197,6 +198,7 @@ def team_card(
         option=option,
         agent=manifest.players[0].name,
         bases=bases,
+        policies=policies,
         repo=repo,
         rank=max_rank,
         paper=PAPER,
@@ -226,7 +228,9 @@ def _agents_table(manifest: TeamManifest) -> str:
     bases = {agent.name: base.name for base in manifest.bases for agent in manifest.players_on(base)}
     for agent in manifest.agents:
         adapter = manifest.adapters.get(agent.adapter)
-        folder = f"[`{agent.adapter}`](./{agent.adapter})" if adapter else "shared policy"
+        folder = (
+            f"[`{agent.adapter}`](./{agent.adapter})" if adapter else "all weights" if several else "shared policy"
+        )
         trained = "yes" if adapter is None or adapter["trained"] else "no"
         if agent.name in scripted:
             folder, trained = f"none: {_code(scripted[agent.name])}", "no"

@@ -147,8 +147,7 @@ class Planner:
         critic_parameters = [p for part in parts for p in critic.parameters(part).values()] if critic else []
         apart = {id(tensor) for tensor in [*adapters, *critic_parameters]}
         base = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in apart]
-        trained = [p for p in [*model.parameters(), *critic_parameters] if p.requires_grad]
-        trained = list({id(p): p for p in trained}.values())
+        trained = list({id(p): p for p in [*model.parameters(), *critic_parameters] if p.requires_grad}.values())
         config, width = model.config.get_text_config(), 2 if self._args.bf16 or self._args.fp16 else 4
         read = {agent.name for agent in self._agents if agent.has_policy or critic is not None}  # by a model
         prompts = [prompt for prompt in rehearsal.prompts if prompt[0] in read and prompt[0] in agents]
@@ -285,8 +284,7 @@ class Planner:
             return 0
         others = [replace(item, text="?", raw_text="?") if isinstance(item, Turn) else item for item in request.seen]
         agent = next(agent for agent in self._agents if agent.name == request.agent)
-        query = Query(agent, request.episode.prompt, others, request.functions)
-        (other,) = runner.observe([query])
+        (other,) = runner.observe([Query(agent, request.episode.prompt, others, request.functions)])
         (cluster, *_) = clusters([observation.ids, other.ids])
         return cluster.length if len(cluster.rows) > 1 else 0
 
@@ -318,8 +316,7 @@ class Planner:
         weights = sum(p.numel() for p in self._policies.parameters(adapter).values())
         rate = self._args.learning_rate if agent.learning_rate is None else agent.learning_rate
         trained = f"learning rate {rate:g}" if agent.trainable else "frozen"
-        where = self._policies.get_origin(adapter)
-        facts = [f"adapter {adapter}, {weights:,} weights, {where}", trained]
+        facts = [f"adapter {adapter}, {weights:,} weights, {self._policies.get_origin(adapter)}", trained]
         if self._policies.further:
             model = self._policies.get_model(agent.name)
             base = get_config_model_id(model.config) or type(model).__name__
@@ -333,16 +330,15 @@ class Planner:
         episodes = self._episodes_at_once() * processes
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
         turns = Counter(turn.agent for turn in rehearsal.episode.turns)
-        trained = self._trained
-        rows = sum(turns[name] * self._candidates(name) for name in trained)
+        rows = sum(turns[name] * self._candidates(name) for name in self._trained)
         most = {name: sampling.max_completion_length for name, sampling in self._samplings.items()}
         lengths = [(name, prompt + most[name]) for name, prompt, _ in rehearsal.prompts]
-        longest = sum(length * self._candidates(name) for name, length in lengths if name in trained)
+        longest = sum(length * self._candidates(name) for name, length in lengths if name in self._trained)
         by_agent = ", ".join(f"{name} {count}" for name, count in turns.items())
         # Slices of a step go through the model together, with all turns of an agent
         together = args.per_device_train_batch_size
         together *= args.gradient_accumulation_steps if self._joins_slices else 1
-        turns_of_agent = max((turns[name] * self._candidates(name) for name in trained), default=1) or 1
+        turns_of_agent = max((turns[name] * self._candidates(name) for name in self._trained), default=1) or 1
         return [
             f"{_count(episodes, 'episode is', 'episodes are')} generated at once: "
             f"{_count(episodes // args.num_generations, 'prompt')} x "
@@ -385,13 +381,12 @@ class Planner:
         return Fraction(args.steps_per_generation * args.num_iterations * phases, args.gradient_accumulation_steps)
 
     def _describe_generation(self, rehearsal: Rehearsal) -> str:
-        args = self._args
         every = self._steps_per_batch()
         batches = _count(every.denominator, "generation batch", "generation batches")
         steps = "optimizer step" if every.numerator == 1 else f"{every.numerator} optimizer steps"
         turns = [turn.agent for turn in rehearsal.episode.turns if turn.agent in self._with_policy]
         longest = sum(self._samplings[name].max_completion_length for name in turns)
-        has_more = completes_candidates(args) or CREDITS[args.credit].reruns
+        has_more = completes_candidates(self._args) or CREDITS[self._args.credit].reruns
         more = ", plus those of candidates and re-runs" if has_more else ""
         return f"{batches} per {steps}, with up to {longest:,} decoding steps in sequence{more}"
 

@@ -64,12 +64,16 @@ class Transcript:
         reference: str = "",
     ) -> Transcript:
         """Make a transcript. `advantages`, `tokens` and `own_rewards` have an item for each turn."""
-        names, has_lineages = _numbered(episode.turns), _has_lineages(episode.turns)
-        entries = []
+        turns, names, entries = episode.turns, _numbered(episode.turns), []
+        # Of several conversations of an application, and not just one request to each agent
+        has_lineages = len({turn.lineage for turn in turns}) > 1 and len({turn.agent for turn in turns}) < len(turns)
         for item in episode.history:
             if isinstance(item, Turn):
+                earned, own = episode.earned[item.index], own_rewards[item.index] if own_rewards else {}
+                known = {name: value for name, value in own.items() if value == value}
                 notes = [f"lineage {item.lineage}"] if has_lineages else []
-                notes += _reward_notes(item, episode, own_rewards)
+                notes += [f"earned {earned:.3g}"] if earned else []
+                notes += [f"own reward: {_scores(known)}"] if known else []
                 entries.append(_turn_entry(item, names, item is episode.answer, notes, advantages, tokens))
             else:
                 note = "feedback" if item.tool is None else f"result of {item.tool}, for {item.audience}"
@@ -140,20 +144,6 @@ def _turn_entry(
         tokens=tuple(tokens[turn.index]) if tokens is not None else (),
         advantages=tuple(advantage) if isinstance(advantage, Sequence) else advantage,
     )
-
-
-def _reward_notes(turn: Turn, episode: Episode, own_rewards: Sequence[Mapping[str, float]] | None) -> list[str]:
-    """Rewards of the turn itself: by the environment, and by reward functions of single turns."""
-    earned = episode.earned[turn.index]
-    own = own_rewards[turn.index] if own_rewards else {}
-    known = {name: value for name, value in own.items() if value == value}
-    notes = [f"earned {earned:.3g}"] if earned else []
-    return notes + ([f"own reward: {_scores(known)}"] if known else [])
-
-
-def _has_lineages(turns: Sequence[Turn]) -> bool:
-    """Whether there are several conversations of an application, and not just one request to each agent."""
-    return len({turn.lineage for turn in turns}) > 1 and len({turn.agent for turn in turns}) < len(turns)
 
 
 def _numbered(turns: Sequence[Turn]) -> list[str]:

@@ -95,7 +95,7 @@ def make_speaker(
 ) -> Speaker:
     """
     Make a speaker. Observations of agents `without_model` have no limit, and servers accept `max_model_len` tokens.
-    `own` are the agents that act with this model, `None` for all: turns of others are only text to its tokenizer.
+    `own` are the agents that act with this model, `None` for all.
     """
     uses_tools = workflow.uses_tools or any(agent.tools for agent in agents if own is None or agent.name in own)
     template = ChatTemplate(tokenizer, settings.chat_template, settings.chat_template_kwargs)
@@ -111,7 +111,6 @@ def make_speaker(
         is_single_agent=is_single_agent(agents, workflow),
         show_reasoning=settings.show_reasoning,
     )
-    prompts.own_agents = own
     warn_of_unprotected(prompts, uses_tools)
     reader = TurnReader(tokenizer, end_token_ids, template, uses_tools, is_lone=len(agents) == 1)
     return Speaker(prompts, generator, reader, model.get_input_embeddings().weight.size(0))

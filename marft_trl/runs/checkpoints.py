@@ -83,11 +83,9 @@ def load_rollouts(
         )
     stem = Path(folder) / ROLLOUTS_NAME.format(rank=rank)
     state = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
-    if state["slices"] is None:
-        return state["step"], None, state.get("extra", {})
     tensors = load_file(stem.with_suffix(".safetensors"))
     slices = []
-    for s, slice_state in enumerate(state["slices"]):
+    for s, slice_state in enumerate(state["slices"] or []):
         rows = []
         for r, row_state in enumerate(slice_state.pop("rows")):
             names = [field.name for field in fields(Row) if f"{s}.{r}.{field.name}" in tensors]
@@ -95,7 +93,7 @@ def load_rollouts(
                 row_state["sampled_by"] = SampledBy(*row_state["sampled_by"])
             rows.append(Row(**row_state, **{name: tensors[f"{s}.{r}.{name}"] for name in names}))
         slices.append(Slice(rows, **{**slice_state, "adapters": frozenset(slice_state["adapters"])}))
-    return state["step"], slices, state.get("extra", {})
+    return state["step"], None if state["slices"] is None else slices, state.get("extra", {})
 
 
 BEST_NAME = "marft_best.safetensors"
@@ -146,15 +144,13 @@ class BestAdapters:
                 current[key] = value.to(devices.get(key, parameter.device), copy=True) if is_tensor else value
 
     def save(self, folder: str | Path) -> None:
-        tensors, scalars = {}, {}
+        saved: dict[str, Any] = {}  # as in `load`
         for name, weights in self._weights.items():
             for position, (weight, state_copy) in enumerate(zip(weights, self._state_copies[name], strict=True)):
-                tensors[f"{name}.{position}"] = weight.contiguous()
-                for key, value in state_copy.items():
-                    if isinstance(value, torch.Tensor):
-                        tensors[f"{name}.{position}.{key}"] = value.contiguous()
-                    else:
-                        scalars[f"{name}.{position}.{key}"] = value
+                saved[f"{name}.{position}"] = weight
+                saved |= {f"{name}.{position}.{key}": value for key, value in state_copy.items()}
+        tensors = {key: value.contiguous() for key, value in saved.items() if isinstance(value, torch.Tensor)}
+        scalars = {key: value for key, value in saved.items() if key not in tensors}
         save_file(tensors, Path(folder) / BEST_NAME, metadata={"plain": json.dumps(scalars)})
 
     def load(self, folder: str | Path) -> None:

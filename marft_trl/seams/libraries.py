@@ -12,6 +12,7 @@ from collections.abc import MutableMapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from accelerate import PartialState
 from accelerate.logging import MultiProcessAdapter
 from packaging.version import Version
 
@@ -36,8 +37,6 @@ class _Adapter(MultiProcessAdapter):
 
 
 def _is_alone() -> bool:
-    from accelerate import PartialState
-
     return PartialState().num_processes == 1
 
 
@@ -87,8 +86,7 @@ _metadata_version = functools.cache(version)  # reads a file at each call
 
 def release(text: str) -> tuple[int, int]:
     """Major and minor version; patches are ignored."""
-    major, minor, *_ = (*Version(text).release, 0)
-    return major, minor
+    return Version(text).major, Version(text).minor
 
 
 def newer_than_tested() -> dict[str, str]:

@@ -17,6 +17,8 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.nn import functional as F
 
+from .swapping import swapped
+
 
 # Names of the classes of PEFT (0.21) whose forward pass is that of their base layer plus B(A(dropout(x))) * scaling
 PLAIN_LORAS = ("Linear", "Linear4bit", "Linear8bitLt")
@@ -65,15 +67,12 @@ class MixedLora:
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """Mix passes within the context. Call [`~MixedLora.use`] before each of them."""
-        for layer in self._layers:
-            layer.forward = functools.partial(self._forward, layer)
-        try:
-            yield
-        finally:
+        with contextlib.ExitStack() as stack:
             for layer in self._layers:
-                del layer.forward
-            self._stacked.clear()
-            self._order.clear()
+                stack.enter_context(swapped(layer, {"forward": functools.partial(self._forward, layer)}))
+            stack.callback(self._stacked.clear)
+            stack.callback(self._order.clear)
+            yield
 
     def use(self, adapters: Sequence[str]) -> None:
         """Set the adapter of each row of the next pass."""
@@ -177,22 +176,19 @@ class DecodingLayers:
     @contextlib.contextmanager
     def on(self) -> Iterator[Hashable | None]:
         """Use these layers within the context. Yields a key of the addresses of weights, `None` if they may change."""
-        patched: list[nn.Module] = []
-        try:
-            yield self._patch(patched)
-        finally:
-            for module in patched:
-                del module.forward
-            for pack in self._packs.values():
-                pack.forget()
+        with contextlib.ExitStack() as patches:
+            try:
+                yield self._patch(patches)
+            finally:
+                for pack in self._packs.values():
+                    pack.forget()
 
-    def _patch(self, patched: list[nn.Module]) -> Hashable | None:
+    def _patch(self, patches: contextlib.ExitStack) -> Hashable | None:
         if self._norms is None:
             self._norms = [module for module in self._model().modules() if _is_plain_norm(module)]
         for norm in self._norms:
             if "forward" not in vars(norm):
-                norm.forward = functools.partial(_rms_norm, norm)
-                patched.append(norm)
+                patches.enter_context(swapped(norm, {"forward": functools.partial(_rms_norm, norm)}))
         layers: dict[str, Any] = {}
         adapters: set[str] = set()
         for name, module in self._model().named_modules():
@@ -219,8 +215,7 @@ class DecodingLayers:
             pack = self._packs[adapter] = _Pack(adapter, layers, embeddings.dtype)
         pack.refresh()
         for name, layer in layers.items():
-            layer.forward = pack.forwards[name]
-            patched.append(layer)
+            patches.enter_context(swapped(layer, {"forward": pack.forwards[name]}))
         return pack, place
 
 

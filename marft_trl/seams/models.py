@@ -87,18 +87,6 @@ def _with_states(model: PreTrainedModel, hidden: torch.Tensor) -> Iterator[list[
         yield calls
 
 
-@contextlib.contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode within the context. Each module's own mode is restored."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 @torch.no_grad()
 def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
     """
@@ -112,8 +100,7 @@ def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
             f"{model.base_model_prefix!r} (`base_model_prefix`), so its hidden states cannot be computed without the "
             "LM head. Use a model of another family."
         )
-    head = model.get_output_embeddings()
-    weight = getattr(head, "weight", None)
+    weight = getattr(model.get_output_embeddings(), "weight", None)
     if weight is None or weight.is_meta or not weight.is_floating_point():  # sharded later, or quantized
         return
     # A separate generator: the check must not move the run's random numbers
@@ -123,7 +110,9 @@ def check_fused_head(model: PreTrainedModel, temperature: float) -> None:
     with _with_states(model, hidden) as calls:
         logits = model(input_ids=ids.unsqueeze(0)).logits[0].float()
     if not calls:  # the model calls a part of its backbone (OPT), so this was a whole pass
-        with _evaluated(model):
+        with contextlib.ExitStack() as stack:
+            for module in model.modules():
+                stack.enter_context(swapped(module, {"training": False}))
             hidden = model.base_model(input_ids=ids.unsqueeze(0)).last_hidden_state[0]
             logits = model(input_ids=ids.unsqueeze(0)).logits[0].float()
     found = fused_head(model, hidden, ids).log_probs[0].float()
@@ -224,22 +213,17 @@ class AdapterLayers:
             with self._model.disable_adapter():
                 yield
             return
-        before = [layer._disable_adapters for layer in layers]
-        try:
+        with contextlib.ExitStack() as stack:
             for layer in layers:
-                layer._disable_adapters = True
-            with swapped(self._model, {"_adapters_disabled": True}):
-                yield
-        finally:
-            for layer, was_disabled in zip(layers, before, strict=True):
-                layer._disable_adapters = was_disabled
+                stack.enter_context(swapped(layer, {"_disable_adapters": True}))
+            stack.enter_context(swapped(self._model, {"_adapters_disabled": True}))
+            yield
 
 
 def _is_plain(layer: Any) -> bool:
     """`True` if a layer switches adapters like `BaseTunerLayer` of PEFT (0.21), by names alone."""
-    kind = type(layer)
     return isinstance(layer, BaseTunerLayer) and all(
-        getattr(kind, name) is getattr(BaseTunerLayer, name)
+        getattr(type(layer), name) is getattr(BaseTunerLayer, name)
         for name in ("set_adapter", "set_requires_grad", "enable_adapters", "disable_adapters", "active_adapter")
     )
 

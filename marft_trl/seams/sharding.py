@@ -59,16 +59,15 @@ class WholeAdapters:
         for module in self._whole:
             module.to(self._accelerator.device)  # upstream moves what it shards, and no more
         optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
-        saved_parameters = [[group["params"] for group in optimizer.param_groups] for optimizer in optimizers]
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = []
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        saved_parameters = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = []
         try:
             return tuple(self._shard(*args))
         finally:
-            for optimizer, groups in zip(optimizers, saved_parameters, strict=True):
-                for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-                    group["params"] = parameters
+            for group, parameters in zip(groups, saved_parameters, strict=True):
+                group["params"] = parameters
 
 
 def names_of_layers(model: nn.Module) -> list[str]:
@@ -137,8 +136,7 @@ def constants(model: nn.Module) -> int:
 
 def storage_of_4bit(model: nn.Module) -> torch.dtype | None:
     """Storage type of 4-bit weights (bitsandbytes 0.50); `None` without any."""
-    stored = (parameter.dtype for parameter in model.parameters() if hasattr(parameter, "quant_state"))
-    return next(stored, None)
+    return next((parameter.dtype for parameter in model.parameters() if hasattr(parameter, "quant_state")), None)
 
 
 def in_the_precision_of_the_head(model: nn.Module) -> None:

@@ -297,8 +297,7 @@ class TrlSettings:
 
     def override_eval_group_size(self, num_samples: int | None) -> contextlib.AbstractContextManager[None]:
         """Set the number of episodes per prompt in evaluations, unless it is `None`, within the context."""
-        group_size = num_samples or self._trainer.num_generations_eval
-        return swapped(self._trainer, {"num_generations_eval": group_size})
+        return swapped(self._trainer, {"num_generations_eval": num_samples or self._trainer.num_generations_eval})
 
 
 def without_printed_table(trainer: GRPOTrainer) -> contextlib.AbstractContextManager[None]:

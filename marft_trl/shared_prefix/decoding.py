@@ -140,9 +140,8 @@ class FixedSteps(GrowingSteps):
         return min([size for size in SIZES if count - finished <= size < count], default=count)
 
     def keep_rows(self, stay: torch.Tensor, free: torch.Tensor, moved: torch.Tensor) -> None:
-        for layer in self.cache.layers:
-            layer.keep_rows(len(stay), free, moved)
-        mask, positions = self._mask[stay], self._positions[stay]
+        super().keep_rows(stay, free, moved)
+        mask, positions = self._mask, self._positions
         self._use(len(stay))
         self._mask.copy_(mask)
         self._positions.copy_(positions)
@@ -328,7 +327,9 @@ def decode(
         if recorder is not None and end == width:
             recorder.start((batch, size - width), logits, logits_processor)
         step_draws = None if draws is None else draws[rows, end - width].unsqueeze(1)
-        chosen, logps = _choose(scores, generation_config.do_sample, step_draws)
+        logps = scores.log_softmax(dim=-1)
+        chosen = draw(logps.exp(), step_draws) if generation_config.do_sample else scores.argmax(dim=-1, keepdim=True)
+        chosen, logps = chosen.squeeze(1), logps.gather(1, chosen).squeeze(1)
         failed = failed | ~logps.isfinite().all()  # no token can be sampled from NaN logits
         if recorder is not None:
             recorder.add(rows, end - width, logps)
@@ -360,13 +361,6 @@ def decode(
     return result
 
 
-def _choose(scores: torch.Tensor, do_sample: bool, draws: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose a token for each row. Returns the tokens and their log-probabilities, each `(B,)`."""
-    logps = scores.log_softmax(dim=-1)
-    chosen = draw(logps.exp(), draws) if do_sample else scores.argmax(dim=-1, keepdim=True)
-    return chosen.squeeze(1), logps.gather(1, chosen).squeeze(1)
-
-
 def draw(probabilities: torch.Tensor, draws: torch.Tensor | None = None) -> torch.Tensor:
     """
     Draw one token `(B, 1)` from each row of probabilities `(B, V)`, by inverse transform sampling with `draws` `(B,
@@ -376,8 +370,7 @@ def draw(probabilities: torch.Tensor, draws: torch.Tensor | None = None) -> torc
     sums = probabilities.double().cumsum(dim=-1)
     if draws is None:
         draws = torch.rand(len(sums), 1, dtype=torch.double, device=sums.device)
-    place = draws * sums[:, -1:]
-    return torch.searchsorted(sums, place, right=True).clamp(max=sums.size(1) - 1)
+    return torch.searchsorted(sums, draws * sums[:, -1:], right=True).clamp(max=sums.size(1) - 1)
 
 
 def _leave(

@@ -102,10 +102,7 @@ class PeerMonitor:
 
     def diagnose(self) -> str:
         """Return why the connection was lost, after a few seconds at most."""
-        message = _call_with_timeout(_DIAGNOSIS_SECONDS + 2 * _POLL_SECONDS, self._find_cause)
-        if message is not None:
-            return message
-        return (
+        return _call_with_timeout(_DIAGNOSIS_SECONDS + 2 * _POLL_SECONDS, self._find_cause) or (
             "Lost the connection to the other processes of the run, and the machine of process 0 "
             f"({self._processes[0].host}), which keeps the list of processes, does not respond: the machine or the "
             "network is down."
@@ -326,8 +323,7 @@ class Processes:
         if error is None:
             index, message = next(iter(failures.items()))
             error = OtherProcessError(f"Process {index} of the run failed: {message}")
-        self._shared_error = error
-        raise error
+        raise self.mark_shared(error)
 
     def is_shared(self, error: BaseException) -> bool:
         """`True` if all processes have raised this error, or an [`OtherProcessError`] about it."""

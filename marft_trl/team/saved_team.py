@@ -170,10 +170,11 @@ def load_base(
     device: torch.device,
 ) -> PreTrainedModel:
     """Load a base of a team. `folder` has its weights if it is trained itself."""
-    has_adapters, agents = bool(manifest.adapters_on(base)), [agent.name for agent in manifest.players_on(base)]
+    has_adapters = bool(manifest.adapters_on(base))
     if model is not None and not has_adapters:
+        names = ", ".join(repr(agent.name) for agent in manifest.players_on(base))
         raise ValueError(
-            f"The agents {', '.join(map(repr, agents))} share one fully trained policy, whose weights are loaded from "
+            f"{names} share one fully trained policy, whose weights are loaded from "
             "the folder of the team. Leave `model` out"
             + (f", or in a dictionary {base.name!r}." if manifest.further_bases else ".")
         )
@@ -195,11 +196,6 @@ def load_base(
         check_no_adapter(folder)
     elif model is None and not base.is_local:
         model, options["revision"] = base.name, base.revision
-    if model is None:
-        raise ValueError(
-            f"The team was trained on the local base {base.name!r}. Pass its folder or the loaded model as "
-            + (f"`model={{{agents[0]!r}: ...}}`." if manifest.further_bases else "`model=`.")
-        )
     if base.dtype is not None:
         options["dtype"] = base.dtype
     if quantization_config is None and base.quantization is not None:
@@ -237,6 +233,7 @@ def load_bases(
     """Load the bases of a team with their tokenizers and adapters. Servers compare weights, so a CPU is enough."""
     device, bases = torch.device("cpu") if engine is not None else PartialState().device, []
     models, engines = manifest.choose(model, "model"), manifest.choose(engine, "engine")
+    _check_missing(manifest, models, [agent.name for agent in agents if agent.has_policy])
     for base, chosen, own_engine in zip(manifest.bases, models, engines, strict=True):
         names = [agent.name for agent in manifest.players_on(base)]
         own = [agent for agent in agents if agent.name in names]
@@ -259,6 +256,30 @@ def load_bases(
         loaded.requires_grad_(False)
         bases.append(LoadedBase(base, loaded, tokenizer, template, names, as_servers(own_engine)))
     return bases
+
+
+def _check_missing(manifest: TeamManifest, models: Sequence[Any], players: Sequence[str]) -> None:
+    """Raise `ValueError` for local bases that were not passed, and for a loaded model that is to be several bases."""
+    missing = {}
+    for base, model in zip(manifest.bases, models, strict=True):
+        names = [agent.name for agent in manifest.players_on(base)]
+        is_needed = not base.folder or set(names) & set(players)
+        if model is None and base.is_local and manifest.adapters_on(base) and is_needed:
+            missing[names[0]] = base.name
+    if missing and not manifest.further_bases:
+        (name,) = missing.values()
+        raise ValueError(
+            f"The team was trained on the local base {name!r}. Pass its folder or the loaded model as `model=`."
+        )
+    if missing:
+        bases = ", ".join(f"{name!r} (of {agent!r})" for agent, name in missing.items())
+        needed = ", ".join(f"{agent!r}: ..." for agent in missing)
+        raise ValueError(
+            f"The team was trained on the local bases {bases}. Pass folders or loaded models as `model={{{needed}}}`."
+        )
+    loaded = [id(model) for model in models if isinstance(model, PreTrainedModel)]
+    if len(set(loaded)) < len(loaded):
+        raise ValueError("`model=` has the same loaded model for several bases. Load it once for each base.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,7 +379,7 @@ class SavedTeam:
         manifest = dataclasses.replace(manifest, base=descriptions[0], further_bases=descriptions[1:])
         manifest.save(folder)
         max_rank = max((getattr(config, "r", 0) for config in saved), default=0)
-        facts = {"base model": manifest.base.name}
+        facts = {"base model": manifest.base_names}
         card = team_card(manifest, folder.name, tags=TAGS, max_rank=max_rank, facts=facts)
         card.save(folder / CARD_NAME)
 

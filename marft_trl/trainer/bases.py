@@ -193,6 +193,7 @@ def make_policies(bases: Sequence[Base], agents: Sequence[AgentSpec]) -> Policie
             f"An adapter is named {SHARED_POLICY!r}, which is the name of the trainer's `model`, as that is trained "
             "itself. Choose another name for the adapter or its agent."
         )
-    origins = {adapter: origin for base in bases for adapter, origin in base.origins.items()}
+    with_adapters = [base for base in bases if isinstance(base.model, PeftModel)]
+    origins = {adapter: origin for base in with_adapters for adapter, origin in base.origins.items()}
     further = {name: base.model for base in bases[1:] for name in base.names}
     return Policies(bases[0].model, agents, origins, further)

@@ -149,7 +149,7 @@ class TeamFiles:
         args, names = self._args, [key.split("/")[1] for key in latest if key.startswith("rewards/")]
         rates = {agent.learning_rate or args.learning_rate for agent in self._team.agents if agent.trainable}
         facts = {
-            "base model": self._base.name or "",
+            "base model": self.manifest().base_names,
             "data": _described(self._trainer.train_dataset, dataset_name),
             "reward functions": ", ".join(dict.fromkeys(names)),
             "method": ", ".join(f"{name}={getattr(args, name)!r}" for name in _OF_METHOD if getattr(args, name)),

@@ -76,6 +76,9 @@ def load_team(args: argparse.Namespace) -> Team:
             "Pass its folder or the loaded model as `model=`",
             "Pass its folder, or `tiny` for the embedded model, as `--model`",
         )
+        if several := re.search(r"Pass folders or loaded models as `model=\{(.+)\}`", hint):
+            flags = " ".join(f"--model {agent}=FOLDER" for agent in re.findall(r"'([\w-]+)'", several[1]))
+            hint = hint.replace(several[0], f"Pass `{flags}`")
         code = ("`workflow=`", "environment_factory", "`tools=`", "`view=`", "`replies=")
         if args.code is None and any(name in hint for name in code):
             hint += " Pass the script that defines it in `TEAM = {...}`: `--code team.py`."
@@ -199,7 +202,8 @@ def run_vllm_command(args: argparse.Namespace) -> None:
     for number, (base, chosen) in enumerate(models):
         model = chosen or (None if base.is_local else base.name)
         if model is None:
-            raise UsageError("The team was trained on a local base model. Pass its folder as `--model`.")
+            flag = f"{manifest.players_on(base)[0].name}=FOLDER" if manifest.further_bases else "FOLDER"
+            raise UsageError(f"The team was trained on the local base {base.name!r}. Pass `--model {flag}`.")
         if not manifest.adapters_on(base):
             raise UsageError(f"The base {base.name!r} was trained itself. Serve it with `vllm serve`.")
         configs = [PeftConfig.from_pretrained(folder / name) for name in manifest.adapters_on(base)]
