@@ -40,7 +40,7 @@ _MODULES = {
     "TeamManifest": "adapters.manifest",
     "Turn": "episodes",
     "Workflow": "workflows",
-    "load_adapters": "trainer",
+    "load_adapters": "adapters.files",
 }
 __all__ = [
     "AgentSpec",

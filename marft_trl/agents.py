@@ -151,7 +151,7 @@ class AgentSpec:
         if self.tools is not None:
             object.__setattr__(self, "tools", as_tools(self.tools, f"agent {self.name!r}"))
         self._check_types()
-        self._check_ranges()
+        self._check_numbers()
         if self.reply is not None:
             object.__setattr__(self, "trainable", False)
 
@@ -200,24 +200,20 @@ class AgentSpec:
             raise TypeError(self._complaint("trainable", "True or False"))
         if self.stop is not None and not all(isinstance(text, str) and text for text in self.stop):
             raise TypeError(self._complaint("stop", "a non-empty string or a list of non-empty strings"))
-        integers = dict.fromkeys(("max_completion_length", "top_k"), (int, "an integer"))
-        numbers = dict.fromkeys(("learning_rate", "temperature", "top_p", "min_p"), (int | float, "a number"))
-        for field_name, (kind, needed) in (integers | numbers).items():
+
+    def _check_numbers(self) -> None:
+        ranges = {
+            "learning_rate": (int | float, lambda v: v >= 0, "a number of at least 0"),
+            "max_completion_length": (int, lambda v: v >= 1, "an integer of at least 1"),
+            "temperature": (int | float, lambda v: v > 0, "a number above 0"),
+            "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
+            "top_k": (int, lambda v: v >= 0, "an integer of at least 0"),
+            "min_p": (int | float, lambda v: 0 <= v <= 1, "a number in [0, 1]"),
+        }
+        for field_name, (kind, holds, needed) in ranges.items():
             value = getattr(self, field_name)
             if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
                 raise TypeError(self._complaint(field_name, needed))
-
-    def _check_ranges(self) -> None:
-        ranges = {
-            "learning_rate": (lambda v: v >= 0, "a number of at least 0"),
-            "max_completion_length": (lambda v: v >= 1, "an integer of at least 1"),
-            "temperature": (lambda v: v > 0, "a number above 0"),
-            "top_p": (lambda v: 0 < v <= 1, "a number in (0, 1]"),
-            "top_k": (lambda v: v >= 0, "an integer of at least 0"),
-            "min_p": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
-        }
-        for field_name, (holds, needed) in ranges.items():
-            value = getattr(self, field_name)
             if value is not None and not (abs(value) <= sys.float_info.max and holds(value)):
                 raise ValueError(self._complaint(field_name, needed))
 
@@ -262,30 +258,23 @@ def check_team(agents: object) -> list[AgentSpec]:
         )
     if not agents:
         raise ValueError("`agents` is empty: a team needs at least one agent, e.g. `agents=[AgentSpec('solver')]`.")
+    seen: dict[str, AgentSpec] = {}
     for agent in agents:
         if not isinstance(agent, AgentSpec):
             raise TypeError(
                 f"`agents` must be a list of `AgentSpec`, got an item of type {type(agent).__name__}. Write "
                 + (f"`AgentSpec({agent!r})`." if isinstance(agent, str) else "`AgentSpec(name, ...)`.")
             )
-    seen: dict[str, AgentSpec] = {}
-    for agent in agents:
         if agent.name in seen:
             raise ValueError(f"Two agents have the name {agent.name!r}; names must be unique in a team.")
         seen[agent.name] = agent
-    _check_shared_adapters([agent for agent in agents if agent.has_policy])
-    for agent in agents:
-        if agent.has_policy and agent.adapter in seen and not seen[agent.adapter].has_policy:
+    owners: dict[str, AgentSpec] = {}
+    for agent in (agent for agent in agents if agent.has_policy):
+        if agent.adapter in seen and not seen[agent.adapter].has_policy:
             raise ValueError(
                 f"Agent {agent.name!r} uses the adapter {agent.adapter!r}, but {agent.adapter!r} is the name of an "
                 "agent whose turns a function writes. Choose another name for the adapter."
             )
-    return list(agents)
-
-
-def _check_shared_adapters(agents: list[AgentSpec]) -> None:
-    owners: dict[str, AgentSpec] = {}
-    for agent in agents:
         owner = owners.setdefault(agent.adapter, agent)
         for field_name in ("trainable", "learning_rate", "peft_config"):
             value, owner_value = getattr(agent, field_name), getattr(owner, field_name)
@@ -295,3 +284,4 @@ def _check_shared_adapters(agents: list[AgentSpec]) -> None:
                     f"`{field_name}` ({brief(repr(owner_value), 60)} and {brief(repr(value), 60)}). Set the same "
                     "value on both, or give them different adapters."
                 )
+    return list(agents)

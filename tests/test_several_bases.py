@@ -132,7 +132,7 @@ def test_a_critic_has_a_part_on_each_base(small_model, model_folder, tokenizer, 
     torch.testing.assert_close(row.old_values, values[:, index], rtol=1e-4, atol=1e-5)
 
 
-def test_a_further_base_is_prepared_as_trl_prepares_its_own(small_model, model_folder, tmp_path):
+def test_prepare_further_model_as_trl_prepares_its_own(small_model, model_folder, tmp_path):
     settings = {"disable_dropout": True, "gradient_checkpointing": True, "max_steps": 1}
     agents = agents_on(model_folder, None, peft_config=lora(lora_dropout=0.5))
     trainer = team_trainer(small_model, tmp_path, agents=agents, settings=settings)
@@ -389,10 +389,19 @@ def test_bases_of_the_same_name_are_chosen_by_agent(small_model, model_folder, t
     assert team("1 + 2 =", greedy=True) == trainer.team("1 + 2 =", greedy=True)
 
 
+def test_a_loaded_team_with_a_function_and_several_bases(small_model, model_folder, tmp_path):
+    agents = [AgentSpec("human", reply=lambda messages: "seven"), *agents_on(model_folder, None)]
+    trainer = team_trainer(small_model, tmp_path, agents=agents)
+    trainer.save_model()
+    models = {"reasoner": small_model, "actor": model_folder}
+    team = Team.from_pretrained(tmp_path, model=models, replies={"human": lambda messages: "seven"})
+    assert team("1 + 2 =", greedy=True) == trainer.team("1 + 2 =", greedy=True)
+
+
 def test_a_function_replaces_a_base_that_is_not_loaded(saved, small_model, tmp_path):
     _, folder, _ = saved
     team = Team.from_pretrained(folder, model=small_model, replies={"actor": lambda messages: "seven"})
-    assert team("1 + 2 =") == "seven"
+    assert team("1 + 2 =") == "seven" and len(team.run(["1 + 2 ="] * 2)) == 2
     with pytest.raises(ValueError, match="`replies` replace all agents of a base"):
         team.save_pretrained(tmp_path)
 
@@ -497,8 +506,8 @@ def test_a_changed_base_is_not_resumed(small_model, model_folder, deep_folder, t
     [
         ({"torch_compile": True}, "`torch_compile=True` compiles one base"),
         ({"cast_lm_head_to_fp32": True}, "casts the head of one base"),
-        ({"use_vllm": True, "vllm_mode": "colocate"}, "serves one base"),
-        ({"use_vllm": True, "vllm_mode": "server"}, "has the servers of one base"),
+        ({"use_vllm": True, "vllm_mode": "colocate"}, "needs servers of each model"),
+        ({"use_vllm": True, "vllm_mode": "server"}, "needs servers of each model"),
     ],
 )
 def test_settings_for_one_base_are_refused_before_loading(tmp_path, settings, message):

@@ -66,11 +66,13 @@ def team_folder(team: str | os.PathLike, revision: str | None = None, token: str
         ) from error
 
 
-def forget_local_base(folder: Path) -> None:
-    """Remove the path of a local base from the config of an adapter, which may be uploaded."""
-    path = folder / CONFIG_NAME
-    config = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**config, "base_model_name_or_path": None}, indent=2, sort_keys=True))
+def forget_local_bases(folder: Path, manifest: TeamManifest) -> None:
+    """Remove the paths of local bases from configs of adapters: uploaded, they may tell more than is meant."""
+    for base in manifest.bases:
+        for name in manifest.adapters_on(base) if base.is_local else []:
+            path = folder / name / CONFIG_NAME
+            config = json.loads(path.read_text(encoding="utf-8"))
+            path.write_text(json.dumps({**config, "base_model_name_or_path": None}, indent=2, sort_keys=True))
 
 
 def load_adapters(
@@ -112,12 +114,10 @@ def load_adapters(
             f"{base.name!r} ({', '.join(p.name for p in manifest.players_on(base))})" for base in manifest.bases
         )
         raise ValueError(f"The team in {folder} has several bases: {names}. Pass `agent=` with an agent on this base.")
-    if agent is None:
-        return load_onto_base(model, folder, manifest, manifest.base)
     bases = {player.name: base for base in manifest.bases for player in manifest.players_on(base)}
-    if agent not in bases:
+    if agent is not None and agent not in bases:
         raise ValueError(f"The team has no agent {agent!r} with an adapter.{did_you_mean(agent, bases)}")
-    return load_onto_base(model, folder, manifest, bases[agent])
+    return load_onto_base(model, folder, manifest, manifest.base if agent is None else bases[agent])
 
 
 def load_onto_base(model: PreTrainedModel, folder: Path, manifest: TeamManifest, base: BaseModel) -> PeftModel:

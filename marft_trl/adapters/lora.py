@@ -29,10 +29,7 @@ _IDENTITY_STARTS = (True, "gaussian", "orthogonal", "eva")
 
 
 def add_adapters(
-    model: PreTrainedModel | PeftModel,
-    agents: Sequence[AgentSpec],
-    peft_config: PeftConfig | None,
-    autocast_adapter_dtype: bool = True,
+    model: PreTrainedModel | PeftModel, agents: Sequence[AgentSpec], peft_config: PeftConfig | None
 ) -> PreTrainedModel | PeftModel:
     """
     Add one adapter to the base model for every adapter name of the team. In a `PeftModel`, those of agents are trained
@@ -45,7 +42,13 @@ def add_adapters(
         return _complete(model, agents, peft_config)
     configs = {agent.adapter: agent.peft_config or peft_config for agent in agents}
     if all(config is None for config in configs.values()):
-        _check_shared_policy(agents)
+        for agent in agents:
+            if not agent.trainable or agent.learning_rate is not None:
+                raise ValueError(
+                    f"Agent {agent.name!r} sets `{'learning_rate' if agent.trainable else 'trainable'}`, but without "
+                    "a `peft_config` all agents on a base share one fully trained policy. Pass "
+                    "`peft_config=LoraConfig(...)` to give each agent its own adapter, or leave the setting out."
+                )
         if len(agents) > 1:
             logger.warning(
                 f"No `peft_config` was passed: the {len(agents)} agents share ONE policy, and all of its "
@@ -62,11 +65,10 @@ def add_adapters(
         check_adapter_config(agent, configs[agent.adapter], model)
         _check_name_is_free(agent, model)
     (first, config), *others = configs.items()
-    options = {"adapter_name": first, "autocast_adapter_dtype": autocast_adapter_dtype}
     with without_adapter_name_warning(), without_bitsandbytes(model):
-        model = get_peft_model(model, copy.deepcopy(config), **options)
+        model = get_peft_model(model, copy.deepcopy(config), adapter_name=first)
         for name, config in others:
-            model.add_adapter(name, copy.deepcopy(config), autocast_adapter_dtype=autocast_adapter_dtype)
+            model.add_adapter(name, copy.deepcopy(config))
     return model
 
 
@@ -134,16 +136,6 @@ def _complete(model: PeftModel, agents: Sequence[AgentSpec], peft_config: PeftCo
         model.set_adapter(agents[0].adapter)
         model.delete_adapter("default")
     return model
-
-
-def _check_shared_policy(agents: Sequence[AgentSpec]) -> None:
-    for agent in agents:
-        if not agent.trainable or agent.learning_rate is not None:
-            raise ValueError(
-                f"Agent {agent.name!r} sets `{'learning_rate' if agent.trainable else 'trainable'}`, but without a "
-                "`peft_config` all agents on a base share one fully trained policy. Pass "
-                "`peft_config=LoraConfig(...)` to give each agent its own adapter, or leave the setting out."
-            )
 
 
 def check_adapter_config(agent: AgentSpec, config: PeftConfig | None, base: PreTrainedModel) -> None:

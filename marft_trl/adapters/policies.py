@@ -45,13 +45,14 @@ class Policies:
         owners = {own: name for name, own in reversed(further.items())}
         self.base_owners = {name: owners[own] for name, own in further.items()}  # the first agent on each of them
         self.has_adapters = isinstance(model, PeftModel)
-        self._adapter_of: dict[str, str] = {}
+        self._adapter_of = {agent.name: NO_POLICY for agent in agents}
         self.models: dict[str, PreTrainedModel | PeftModel] = {}  # by adapter, those of the critic included
-        for agent in agents:
+        fully_trained = {model: SHARED_POLICY}  # another one has the name of the first of its agents
+        for agent in (agent for agent in agents if agent.has_policy):
             own = further.get(agent.name, model)
-            self._adapter_of[agent.name] = self._name_policy(agent, own) if agent.has_policy else NO_POLICY
-            if agent.has_policy:
-                self.models[self._adapter_of[agent.name]] = own
+            is_lora = isinstance(own, PeftModel)
+            name = agent.adapter if is_lora else fully_trained.setdefault(own, agent.adapter)
+            self._adapter_of[agent.name], self.models[name] = name, own
         self.names = sorted(self.models)
         self.trained = sorted({self._adapter_of[agent.name] for agent in agents if agent.trainable})
         models = [item for item in (model, *self.further) if isinstance(item, PeftModel)]
@@ -62,14 +63,6 @@ class Policies:
         self._critics: list[str] = []
         self.has_pending_rows = False  # set by the loss, which may train on all slices of an optimizer step at once
         self.restore_requires_grad()
-
-    def _name_policy(self, agent: AgentSpec, model: PreTrainedModel | PeftModel) -> str:
-        if isinstance(model, PeftModel):
-            return agent.adapter
-        if model is self._model:
-            return SHARED_POLICY
-        # A fully trained base of some of the agents: their policy has the name of the first
-        return next((name for name, own in self.models.items() if own is model), agent.adapter)
 
     def get_model(self, agent: str) -> PreTrainedModel | PeftModel:
         """The base of an agent with its adapters."""

@@ -136,11 +136,6 @@ class Schedule:
 _MIN_EFFECTIVE_SHARE = 0.5
 
 
-def after_update(factors: SequentialFactors | None, slices: Sequence[Slice], adapter: str | None) -> list[Slice]:
-    """Apply [`SequentialFactors.after_update`] if updates are sequential; otherwise return the slices unchanged."""
-    return list(slices) if factors is None else factors.after_update(slices, adapter)
-
-
 class SequentialFactors:
     """Multiplies advantages by ratios of updated agents of the same joint action: `M` of HAPPO (2109.11251)."""
 
@@ -277,7 +272,7 @@ class AdapterUpdates:
             step_without_gradients(accelerator.scaler)
         self.divergence = DivergenceSums()
         self._is_within_step = False
-        self._active_adapters: set[str] = set()  # adapters with a row on any process since the last update
+        self.active_adapters: set[str] = set()  # adapters with a row on any process since the last update
         self._skipped_in_a_row: dict[str, int] = defaultdict(int)
         # By adapter: coefficient of the entropy bonus and last entropy, `inf` before the first: no bonus yet
         self._entropy_control = dict.fromkeys(team.policies.trained, (run.state.entropy_coef, math.inf))
@@ -349,13 +344,9 @@ class AdapterUpdates:
                 "changed `learning_rate` has no effect."
             )
 
-    def note_adapters(self, adapters: Iterable[str]) -> None:
-        """Record adapters that have rows in the optimizer step on any process."""
-        self._active_adapters |= set(adapters)
-
     def forget(self) -> None:
         """Forget an optimizer step, which has ended or which training did not finish."""
-        self._active_adapters.clear()
+        self.active_adapters.clear()
         self.divergence.sums.clear()
         self._is_within_step = False
 
@@ -366,11 +357,7 @@ class AdapterUpdates:
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module) -> Iterator[None]:
-        """
-        Do not reduce gradients within the context: processes have different numbers of micro-batches. `finish` does.
-        The first micro-step of an optimizer step clears the gradients of value heads and further bases, which the
-        Trainer does not know.
-        """
+        """Do not reduce gradients within the context, as `finish` does: processes have different micro-batches."""
         if not self._is_within_step:
             self.clear_gradients()
         self._is_within_step = True
@@ -386,7 +373,7 @@ class AdapterUpdates:
         if not is_update:
             return
         adapters = self.trained_parameters()
-        used = [list(adapters[adapter].values()) for adapter in adapters if adapter in self._active_adapters]
+        used = [list(adapters[adapter].values()) for adapter in adapters if adapter in self.active_adapters]
         if self._processes.count > 1:
             average_gradients([parameter for parameters in used for parameter in parameters], self._processes.count)
         for parameters in used:  # rows without a gradient skip the backward pass: set the missing gradients to 0

@@ -18,7 +18,6 @@ from ..algorithms.rows import Discounts, Row
 from ..config.marft_config import MARFTConfig
 from ..config.team_setup import RunContext, TeamSetup
 from ..episodes.records import Episode, Turn
-from ..rewards import environment_reward
 from ..rollout.alternatives import Alternatives, Node
 from ..rollout.reward_scorer import AgentReturns, RewardScorer
 from ..rollout.rollouts import Rollout
@@ -36,12 +35,11 @@ class CreditAssigner:
         self,
         run: RunContext,
         scorer: RewardScorer,
-        rewards: TrlRewards,
         own: AgentReturns,
         earns: bool,
         alternatives: Alternatives | None = None,
     ):
-        self._alternatives, self._scorer, self._rewards, self._earns = alternatives, scorer, rewards, earns
+        self._alternatives, self._scorer, self._earns = alternatives, scorer, earns
         self._args, self._metrics, self._processes, self._own = run.args, run.metrics, run.processes, own
         self._own_rewards: list[list[dict[str, float]]] = []
 
@@ -60,6 +58,8 @@ class CreditAssigner:
             rerun_rewards = cast(Alternatives, self._alternatives).counterfactual_rewards(episodes)
             pairs = zip(rewards, rerun_rewards, episodes, strict=True)
             return [functional.counterfactual_credit(self._by_turn(r, pair), other) for r, other, pair in pairs]
+        if rollout.has_own_returns and not as_rewards:
+            return self._own_returns(rollout, credit)
         # As rewards, or with a rule that scores turns, earned rewards stay with the turns that earned them
         earned = [torch.zeros(len(episode.turns)) for episode in episodes]
         if as_rewards or rule.scores_turns:
@@ -99,10 +99,9 @@ class CreditAssigner:
             streams.append(agent_rewards)
         return streams
 
-    def own_returns(self, rollout: Rollout, credit: str) -> list[torch.Tensor]:
+    def _own_returns(self, rollout: Rollout, credit: str) -> list[torch.Tensor]:
         """For each episode here, the return of every turn `(K,)`: what its agent received, divided by a rule."""
-        rule, args = CREDITS[credit], self._args
-        weight = args.own_reward_weight if rule.scores_turns else 0.0
+        rule, args, weight = CREDITS[credit], self._args, self._args.own_reward_weight
         scores = self._own_turn_rewards(rollout, self._earns) if rule.scores_turns else None
         found = []
         for index, (episode, reward) in enumerate(zip(rollout.episodes, rollout.local_rewards, strict=True)):
@@ -133,8 +132,7 @@ class CreditAssigner:
         if not any(episode.earned):
             return torch.zeros(len(episode.turns))
         # Earned rewards do not go through the reward functions, so their weight is applied here
-        weight = self._rewards.weights[self._rewards.names.index(environment_reward.__name__)].item()
-        return weight * torch.tensor(episode.earned, dtype=torch.float32)
+        return self._own.weight * torch.tensor(episode.earned, dtype=torch.float32)
 
     def _own_turn_rewards(self, rollout: Rollout, is_sum: bool) -> list[torch.Tensor]:
         """Compute the own rewards of turns `(K,)`. Unscored turns are NaN, or 0 with `is_sum` (to be added up)."""
@@ -295,8 +293,6 @@ class BaselineEstimator:
 
     def _returns(self, rollout: Rollout, credit: str) -> list[torch.Tensor]:
         gamma, as_returns = self._args.gamma, self._args.credit_kind == "returns"
-        if rollout.has_own_returns and as_returns and not CREDITS[credit].reruns:
-            return self._credit.own_returns(rollout, credit)
         if rollout.has_own_returns and not as_returns:
             # Streams of an agent go on while others act, so its turns are discounted by joint steps
             pairs = zip(rollout.episodes, self._credit.streams(rollout, credit), strict=True)
@@ -351,10 +347,7 @@ class CriticEstimator:
             filled = [self._own_gae(*value) for value in zip(rollout.episodes, rows, streams, strict=True)]
             returns = [own_returns_to_go(*pair, 1.0) for pair in zip(rollout.episodes, streams, strict=True)]
             return self._normalized_all(rollout, filled, returns, training)
-        if rollout.has_own_returns and not CREDITS[rule].reruns:
-            credits = self._credit.own_returns(rollout, rule)
-        else:
-            credits = self._credit.assign(rollout, rule)
+        credits = self._credit.assign(rollout, rule)
         filled, returns = [], []
         for episode, its_rows, credit in zip(rollout.episodes, rows, credits, strict=True):
             steps = torch.tensor(episode.joint_steps())

@@ -54,14 +54,11 @@ def split_by_gradient(rows: Sequence[Row], run: RunContext) -> tuple[list[Row], 
     with_gradient: list[Row] = []
     without_gradient: list[Row] = []
     for row in rows:
-        has_gradient = not len(row.completion_ids) or (row.counts and (keeps_counted or _has_advantage(row)))
+        is_nonzero = row.advantage.any() if isinstance(row.advantage, torch.Tensor) else row.advantage != 0.0
+        has_advantage = row.factor != 0.0 and bool(is_nonzero)
+        has_gradient = not len(row.completion_ids) or (row.counts and (keeps_counted or has_advantage))
         (with_gradient if has_gradient else without_gradient).append(row)
     return with_gradient, without_gradient
-
-
-def _has_advantage(row: Row) -> bool:
-    advantage = row.advantage
-    return row.factor != 0.0 and bool(advantage.any() if isinstance(advantage, torch.Tensor) else advantage)
 
 
 # Fraction of the free memory that micro-batches may use. The rest is for short-lived tensors and fragmentation
@@ -76,11 +73,11 @@ class MicroBatcher:
         passes: ModelPass,
         activate: Callable[[], None],  # an adapter of the base, if possible one that is trained
         args: MARFTConfig,
-        trained: Callable[[], Sequence[nn.Parameter]],
-        has_optimizer_state: Callable[[], bool],
+        get_parameters: Callable[[], Mapping[str, Mapping[str, nn.Parameter]]],  # that are trained, by adapter
+        get_optimizer: Callable[[], Any],
     ):
         self._passes, self._activate, self._args, self.share = passes, activate, args, passes.share
-        self._trained, self._has_optimizer_state = trained, has_optimizer_state
+        self._get_parameters, self._get_optimizer = get_parameters, get_optimizer
         self.cost: ActivationCost | None = None  # measured for the first rows
         self.max_tokens = args.max_tokens_per_micro_batch
         self._free_bytes = math.inf
@@ -170,9 +167,11 @@ class MicroBatcher:
     def free_for_activations(self, num_scored: int, fixed: float = 0.0) -> float:
         """Bytes that are free for tensors that grow with the tokens of a pass, besides its `fixed` bytes."""
         device, vocabulary = self._passes.device, self._passes.base.config.get_text_config().vocab_size
-        trained, optim = self._trained(), str(getattr(self._args.optim, "value", self._args.optim))
+        trained = [parameter for part in self._get_parameters().values() for parameter in part.values()]
+        optim, optimizer = str(getattr(self._args.optim, "value", self._args.optim)), self._get_optimizer()
         # Gradients and optimizer state that are not allocated yet
-        reserved = 0 if self._has_optimizer_state() else count_bytes(trained) + optimizer_size(trained, optim)
+        has_state = optimizer is not None and bool(optimizer.state)
+        reserved = 0 if has_state else count_bytes(trained) + optimizer_size(trained, optim)
         free = free_memory(device) - memory_of_server(self._args, device)
         return max(_MEMORY_FRACTION * (free - reserved) - head_size(vocabulary, num_scored, device) - fixed, 1.0)
 

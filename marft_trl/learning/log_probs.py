@@ -50,7 +50,7 @@ class ModelPass:
         further_device: torch.device | None = None,
     ):
         self.model, self.reference, self._has_adapters = model, reference, has_adapters
-        self._args, self._accelerator, self._is_further = args, accelerator, further_device is not None
+        self._args, self._accelerator, self.is_further = args, accelerator, further_device is not None
         self.device = further_device or accelerator.device
         base = self.unwrap_base(model)
         self._warn_of_two_precisions(base)
@@ -77,10 +77,6 @@ class ModelPass:
     def base(self) -> PreTrainedModel:
         """The language model that is trained, without wrappers."""
         return self.unwrap_base(self.model)
-
-    def wrapped(self, model: nn.Module) -> nn.Module:
-        """The model of these passes, where TRL passes its own `model`, which may have wrappers."""
-        return self.model if self._is_further else model
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """Compute in the precision of training within the context."""
@@ -271,7 +267,7 @@ class LogProbs:
 
     def for_trl(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         """Log-probabilities, entropies and auxiliary loss, as `_get_per_token_logps_and_entropies` returns them."""
-        model = self._passes.wrapped(model)
+        model = self._passes.model if self._passes.is_further else model  # TRL passes its own, maybe with wrappers
         if self._passes.give_positions and self._transform is not None:
             logps, entropies, _ = self._placed(model, input_ids, attention_mask, logits_to_keep)
             aux_loss = None

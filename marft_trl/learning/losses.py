@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from ..algorithms.rows import MicroBatch, Row, Slice
 from ..config.team_setup import RunContext, TeamSetup
 from ..seams.libraries import get_logger
-from ..seams.trl import LOSSES, OLD_LOGPS, TrlLoss, TrlSettings
+from ..seams.trl import LOSSES, OLD_LOGPS, TrlLoss
 from ..system.randomness import RandomStates
 from ..system.run_metrics import StepMetrics
 from . import batching, memory
@@ -182,7 +182,7 @@ class TeamLoss(TrainerCallback):
         Add a slice to those that wait, and with the last slice of an optimizer step, run the forward and backward
         passes of all of them. `learning` has the adapters and parts of the critic that are trained.
         """
-        self._updates.note_adapters(slice_.adapters & learning)
+        self._updates.active_adapters |= slice_.adapters & learning
         self._waiting.append(self._pending(slice_, learning, self._updates.divergence))
         self._policies.has_pending_rows = self._batcher.joins_slices and not self._state.is_update
         if self._policies.has_pending_rows:
@@ -244,7 +244,12 @@ class TeamLoss(TrainerCallback):
             self._metrics.add("entropy_coef", self._state.entropy_coef)
 
     def _log(self, pending: _PendingSlice) -> None:
-        names = loss_metrics(self._settings, self._state.has_entropy_bonus)
+        # Names of the metrics that TRL's loss adds with these settings, the same on every process
+        names = ["entropy", batching.FRACTION_WITHOUT_SIGNAL]
+        names += ["kl"] if self._settings.beta != 0.0 else []
+        names += ["policy_loss"] if self._state.has_entropy_bonus else []
+        names += ["aux_loss"] if self._settings.aux_loss_enabled else []
+        names += LOSSES[self._settings.loss_type].metrics
         metrics = pending.metrics.join(names, self._processes)
         if pending.values is not None:
             metrics |= pending.values.metrics(self._processes)
@@ -273,7 +278,6 @@ class TeamLoss(TrainerCallback):
         return losses
 
     def _critic_losses(self, critic: CriticLearner, waiting: Sequence[_PendingSlice]) -> LossFunctions:
-        """Return the losses of the micro-batches of the critic."""
         terms: LossFunctions = []
         steps = self._state.accumulation_steps
         learned = [(owner, [row for row in owner.slice.rows if row.critic in owner.learning]) for owner in waiting]
@@ -381,12 +385,3 @@ def _split_rows(batch: MicroBatch, entries: Sequence[_PendingSlice]) -> list[_Sl
 def _mask_above(known: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor, _threshold: float) -> torch.Tensor:
     """Mask tokens whose entropy is at least a fixed threshold, instead of the one that TRL finds per micro-batch."""
     return (entropies * mask.float() >= known.to(entropies.device)) & mask.bool()
-
-
-def loss_metrics(settings: TrlSettings, has_entropy_bonus: bool) -> list[str]:
-    """Return the names of the metrics that TRL's loss adds with these settings, the same on every process."""
-    names = ["entropy", batching.FRACTION_WITHOUT_SIGNAL]
-    names += ["kl"] if settings.beta != 0.0 else []
-    names += ["policy_loss"] if has_entropy_bonus else []
-    names += ["aux_loss"] if settings.aux_loss_enabled else []
-    return [*names, *LOSSES[settings.loss_type].metrics]

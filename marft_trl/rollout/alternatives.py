@@ -99,10 +99,8 @@ class Alternatives:
             worth = (1 - own_weight) * (rewards.squeeze(1) if samples == 1 else rewards.nanmean(dim=1))
         if own_weight > 0:
             worth = worth + own_weight * self._scorer.score_turns(episodes, flat).sums
-        returns: dict[int, list[float]] = {index: [] for index in turns}
-        for (index, _), value in zip(jobs, worth.tolist(), strict=True):
-            returns[index].append(value)
-        return returns
+        values = iter(worth.tolist())  # in the order of `jobs`
+        return {index: [next(values) for _ in candidates_of] for index, candidates_of in turns.items()}
 
     def counterfactual_rewards(self, episodes: Sequence[Episode]) -> list[torch.Tensor]:
         """

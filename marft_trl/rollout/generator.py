@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ def check_sampled(sampled: Sequence[SampledTurn], agents: Sequence[str], vocabul
             )
 
 
+@dataclass(eq=False)
 class LiveTurn:
     """
     A turn that is followed while it is sampled. Its tokens depend on `seed` and not on other turns in the batch,
@@ -46,16 +48,12 @@ class LiveTurn:
     Where the generator can constrain decoding, the turn follows the JSON `schema`.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        limit: int | None = None,
-        on_tokens: Callable[[list[int]], None] | None = None,
-        schema: Mapping[str, Any] | None = None,
-    ):
-        self.seed, self.limit, self.on_tokens, self.schema = seed, limit, on_tokens, schema
-        self.loop = asyncio.get_running_loop()
-        self.is_gone = False  # set from any thread once nobody waits for the turn, which then ends
+    seed: int
+    limit: int | None = None
+    on_tokens: Callable[[list[int]], None] | None = None
+    schema: Mapping[str, Any] | None = None
+    loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
+    is_gone: bool = field(init=False, default=False)  # set from any thread once nobody waits: the turn then ends
 
 
 class Generator:

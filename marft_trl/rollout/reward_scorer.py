@@ -237,9 +237,8 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def check_turn_reward_functions(functions: Mapping[str, Sequence[Callable]], train_dataset) -> None:
-    columns = train_dataset.column_names
     for func in itertools.chain.from_iterable(functions.values()):
-        _check_arguments(func, "train_dataset", columns, TURN_ARGUMENTS)
+        _check_arguments(func, "train_dataset", train_dataset.column_names, TURN_ARGUMENTS)
 
 
 def _check_arguments(
@@ -524,8 +523,6 @@ class RewardScorer:
 
     def score_episodes(self, episodes: Sequence[Episode]) -> torch.Tensor:
         """The team's reward `(E,)` for episodes of this process; NaN if no function scored an episode."""
-        if not episodes:
-            return torch.zeros(0)
         with self._rewards.locally():
             return self.combine_rewards(self._score_completed(episodes)).cpu()
 

@@ -374,7 +374,8 @@ class EpisodeRunner:
             raise RuntimeError(f"`reply` of agent {agent.name!r} failed: {type(error).__name__}: {error}") from error
         if not isinstance(text, str):
             raise TypeError(f"`reply` of agent {agent.name!r} must return a string, got {text!r}.")
-        ids, is_truncated = await self._run_locked(self.prompts.tokenize_reply, agent.name, text)
+        tokenize = self.prompts.for_agent(agent.name).tokenize_reply
+        ids, is_truncated = await self._run_locked(tokenize, agent.name, text)
         turn = await self._run_locked(self._reader.read_reply, request, observation, text, ids, is_truncated)
         self.dropped_turns += observation.dropped
         return self._finish_turn(request, turn)

@@ -55,33 +55,19 @@ class TeamPrompts:
             built |= zip(places, builder.build([as_queries[place] for place in places]), strict=True)
         return [built[place] for place in range(len(as_queries))]
 
-    def tokenize_reply(self, agent: str, text: str) -> tuple[list[int], bool]:
-        return self._builders[agent].tokenize_reply(agent, text)
 
-
-class TeamReader:
+class TeamReader(TurnReader):
     """A [`TurnReader`] for agents with different tokenizers."""
 
     def __init__(self, readers: Mapping[str, TurnReader]):
         self._readers = readers
         self.uses_tools = any(reader.uses_tools for reader in readers.values())
 
-    def read_samples(
-        self,
-        requests: Sequence[Request],
-        observations: Sequence[Observation],
-        sampled_turns: Sequence[SampledTurn],
-        generator: Generator,
-    ) -> list[Turn | EndOfEpisode]:
-        turns: dict[int, Turn | EndOfEpisode] = {}
-        for reader, places in _places(self._readers, [request.agent for request in requests]).items():
-            own, shown = [requests[place] for place in places], [observations[place] for place in places]
-            sampled = [sampled_turns[place] for place in places]
-            turns |= zip(places, reader.read_samples(own, shown, sampled, generator), strict=True)
-        return [turns[place] for place in range(len(requests))]
+    def read_sample(self, request: Request, *arguments: Any) -> Turn | EndOfEpisode:
+        return self._readers[request.agent].read_sample(request, *arguments)
 
-    def read_reply(self, request: Request, observation: Observation, text: str, ids: list[int], is_truncated: bool):
-        return self._readers[request.agent].read_reply(request, observation, text, ids, is_truncated)
+    def read_reply(self, request: Request, *arguments: Any) -> Turn:
+        return self._readers[request.agent].read_reply(request, *arguments)
 
 
 class TeamGenerator(Generator):
@@ -162,9 +148,12 @@ class TeamGenerator(Generator):
 
 def join_speakers(speakers: Mapping[str, Speaker]) -> Speaker:
     """The speaker of a team from the speakers of its agents. Agents on the same base have the same speaker."""
+    first, *others = dict.fromkeys(speakers.values())
+    if not others:
+        return first
     return Speaker(
         prompts=TeamPrompts({agent: speaker.prompts for agent, speaker in speakers.items()}),  # type: ignore[arg-type]
         generator=TeamGenerator(speakers),
-        reader=TeamReader({agent: speaker.reader for agent, speaker in speakers.items()}),  # type: ignore[arg-type]
+        reader=TeamReader({agent: speaker.reader for agent, speaker in speakers.items()}),
         vocabulary=max(speaker.vocabulary for speaker in speakers.values()),
     )

@@ -35,7 +35,7 @@ class Speaker:
 class PromptSettings:
     """How agents are shown messages."""
 
-    tokenize: Callable[..., list[list[int]]]  # TRL's tokenization of prompts, see [`PromptBuilder`]
+    tokenize: Callable[..., list[list[int]]] | None = None  # TRL's, instead of that of [`make_tokenize`]
     chat_template: str | None = None  # instead of the tokenizer's
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     view: View = team_view  # of agents without their own
@@ -91,17 +91,17 @@ def make_speaker(
     end_token_ids: Sequence[int],
     without_model: Collection[str] = (),
     max_model_len: int | None = None,
-    own: Collection[str] | None = None,
+    own: Collection[str] = (),
 ) -> Speaker:
     """
     Make a speaker. Observations of agents `without_model` have no limit, and servers accept `max_model_len` tokens.
-    `own` are the agents that act with this model, `None` for all.
+    `own` are the agents that act with this model.
     """
-    uses_tools = workflow.uses_tools or any(agent.tools for agent in agents if own is None or agent.name in own)
+    uses_tools = workflow.uses_tools or any(agent.tools for agent in agents if agent.name in own)
     template = ChatTemplate(tokenizer, settings.chat_template, settings.chat_template_kwargs)
     prompts = PromptBuilder(
         tokenizer,
-        tokenize=settings.tokenize,
+        tokenize=settings.tokenize or make_tokenize(tokenizer, settings.chat_template, settings.chat_template_kwargs),
         view=settings.view,
         chat_template=template,
         keeps_text_prompts=is_plain(agents, uses_tools),

@@ -99,19 +99,17 @@ class TurnReader:
         sampled_turns: Sequence[SampledTurn],
         generator: Generator,
     ) -> list[Turn | EndOfEpisode]:
-        sampled_turns = [self._truncate(*pair) for pair in zip(requests, sampled_turns, strict=True)]
-        texts = self._tokenizer.batch_decode([sampled.ids for sampled in sampled_turns], skip_special_tokens=True)
-        return [
-            EndOfEpisode(observation.problem, observation.is_too_long)
-            if observation.problem is not None
-            else self._make_turn(request, observation, text, sampled, generator)
-            for request, text, observation, sampled in zip(requests, texts, observations, sampled_turns, strict=True)
-        ]
+        triples = zip(requests, observations, sampled_turns, strict=True)
+        return [self.read_sample(*triple, generator) for triple in triples]
 
-    def _make_turn(
-        self, request: Request, observation: Observation, text: str, sampled: SampledTurn, generator: Generator
-    ) -> Turn:
-        ids, logps, sampled_by = sampled
+    def read_sample(
+        self, request: Request, observation: Observation, sampled: SampledTurn, generator: Generator
+    ) -> Turn | EndOfEpisode:
+        """Make the turn of a request; its episode ends instead if the observation is not valid."""
+        if observation.problem is not None:
+            return EndOfEpisode(observation.problem, observation.is_too_long)
+        ids, logps, sampled_by = self._truncate(request, sampled)
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
         has_end = bool(ids) and ids[-1] in (*self._end_token_ids, self._tokenizer.pad_token_id)
         own_stops = request.requested_turn.stop if request.requested_turn else ()
         has_end = has_end or any(stop in text for stop in own_stops)
@@ -148,7 +146,9 @@ class TurnReader:
             count = bisect.bisect_left(range(count), True, key=stops)
         return sampled._replace(ids=ids[:count], logps=None if sampled.logps is None else sampled.logps[:count])
 
-    def read_reply(self, request: Request, observation: Observation, text: str, ids: list[int], is_truncated: bool):
+    def read_reply(
+        self, request: Request, observation: Observation, text: str, ids: list[int], is_truncated: bool
+    ) -> Turn:
         """Make the turn of a request from a text and its tokens, which lack its end if `is_truncated`."""
         return request.make_turn(
             self._tokenizer.decode(ids) if is_truncated else as_plain(text),

@@ -43,9 +43,8 @@ def to_dataset(
             rows += _pairs([(scores[index], episodes[index]) for index in indices], names)
         elif kind == "kto":
             mean = sum(scores[index] for index in indices) / len(indices)
-            limit = mean if threshold is None else threshold
             for index in indices:
-                desirable = scores[index] >= limit if threshold is not None else scores[index] > limit
+                desirable = scores[index] > mean if threshold is None else scores[index] >= threshold
                 rows += [
                     {**_to_prompt_completion(turn), "label": desirable, "agent": turn.agent}
                     for turn in _turns(episodes[index], names)

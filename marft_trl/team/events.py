@@ -14,6 +14,7 @@ from ..config.dataset_checks import check_prompts
 from ..config.marft_config import check_sampling
 from ..config.team_setup import decoding
 from ..episodes.records import EndOfEpisode, Episode, Request, Turn
+from ..prompts.builder import PromptBuilder
 from ..rollout.generator import LiveTurn
 
 
@@ -37,7 +38,14 @@ def questions(
     check_count("num_samples", num_samples)
     if greedy and sampling:
         raise ValueError("`greedy=True` and `sampling` were both passed. Leave one of them out.")
-    prompts = [dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in _as_list(prompts)]
+    is_single = prompts is None or isinstance(prompts, (str, Mapping))
+    if is_single or (len(prompts) and is_conversational({"prompt": prompts})):
+        raise TypeError(
+            "`prompts` must be a list of prompts. For a single prompt, pass `[prompt]`, or call `team(prompt)`."
+        )
+    if not len(prompts):
+        raise ValueError("`prompts` is empty. Pass at least one prompt.")
+    prompts = [dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
     rows = [dict(row) for row in prompts for _ in range(num_samples)]
     texts = [row.get("prompt", "?") for row in rows]
     empty = [index for index, text in enumerate(texts) if isinstance(text, str | None) and not (text or "").strip()]
@@ -63,18 +71,6 @@ def check_single_question(question: Any, where: str) -> None:
 def check_count(name: str, number: Any) -> None:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"`{name}` must be an integer of at least 1, got {number!r}.")
-
-
-def _as_list(prompts: Any) -> list:
-    is_single = prompts is None or isinstance(prompts, (str, Mapping))
-    if is_single or (len(prompts) and is_conversational({"prompt": prompts})):
-        raise TypeError(
-            "`prompts` must be a list of prompts. For a single prompt, pass `[prompt]`, or call `team(prompt)`."
-        )
-    prompts = list(prompts)
-    if not prompts:
-        raise ValueError("`prompts` is empty. Pass at least one prompt.")
-    return prompts
 
 
 @dataclass(frozen=True)
@@ -156,23 +152,25 @@ class Narrator:
 
     def __init__(
         self,
-        get_tokenizer: Callable[[str], PreTrainedTokenizerBase],  # of an agent
+        prompts: PromptBuilder,
         on_event: Callable[[Event], None] | None = None,
         limit: int | None = None,
         schema: Mapping[str, Any] | None = None,  # of each turn
     ):
-        self._get_tokenizer, self._on_event, self._limit, self._schema = get_tokenizer, on_event, limit, schema
+        self._prompts, self._on_event, self._limit, self._schema = prompts, on_event, limit, schema
         self._turns: list[LiveTurn] = []
         self._begun: dict[Request, tuple[int, GrowingText]] = {}
         self._count = 0
 
+    def _begin(self, request: Request, on_event: Callable[[Event], None]) -> tuple[int, GrowingText]:
+        number, self._count = self._count, self._count + 1
+        on_event(TurnStarted(request.agent, number))
+        return number, GrowingText(self._prompts.for_agent(request.agent).tokenizer)
+
     def turn_started(self, request: Request, seed: int) -> LiveTurn:
         on_event, on_tokens = self._on_event, None
         if on_event is not None:
-            number, text = self._count, GrowingText(self._get_tokenizer(request.agent))
-            self._begun[request] = number, text
-            self._count += 1
-            on_event(TurnStarted(request.agent, number))
+            number, text = self._begun[request] = self._begin(request, on_event)
 
             def on_tokens(ids: list[int]) -> None:
                 if new := text.add(ids):
@@ -184,11 +182,8 @@ class Narrator:
     def turn_ended(self, request: Request, turn: Turn | EndOfEpisode) -> None:
         if self._on_event is None or isinstance(turn, EndOfEpisode):
             return
-        if request not in self._begun:  # a function has written it
-            self._on_event(TurnStarted(request.agent, self._count))
-            self._begun[request] = self._count, GrowingText(self._get_tokenizer(request.agent))
-            self._count += 1
-        number, text = self._begun.pop(request)
+        # A turn that a function has written begins here
+        number, text = self._begun.pop(request) if request in self._begun else self._begin(request, self._on_event)
         if rest := text.get_rest(turn.text):
             self._on_event(TextDelta(request.agent, number, rest))
         self._on_event(TurnEnded(request.agent, number, turn.text))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import queue
 import threading
 import time
@@ -26,7 +25,6 @@ from .events import Answer, Event, Narrator
 
 
 _PAUSE = 0.002  # seconds that the thread waits for further turns when it has had nothing to do
-_CONCURRENT = RunMode(is_concurrent=True)
 
 
 class _GenerationJob(NamedTuple):
@@ -196,7 +194,7 @@ class LiveTeam:
         try:
             async with connection.opening:
                 if connection.session is None:
-                    runner = self._runner.changed(_CONCURRENT, generator=self._generator)
+                    runner = self._runner.changed(RunMode(is_concurrent=True), generator=self._generator)
                     self._generator.publish(alone=True)
                     connection.session = await connection.stack.enter_async_context(runner.session())
             yield connection.session
@@ -211,11 +209,9 @@ class LiveTeam:
 
     async def run(self, question: Question, on_event: Callable[[Event], None] | None = None) -> list[Episode]:
         """Return the episodes, in order. `on_event` needs a question with one row. Canceling the task ends turns."""
-        prompts = self._runner.prompts
-        get_tokenizer = lambda agent: prompts.for_agent(agent).tokenizer  # noqa: E731
-        narrator = Narrator(get_tokenizer, on_event, question.max_tokens, question.schema)
+        narrator = Narrator(self._runner.prompts, on_event, question.max_tokens, question.schema)
         runner = self._runner.changed(
-            dataclasses.replace(_CONCURRENT, options=dict(question.options), listener=narrator),
+            RunMode(dict(question.options), is_concurrent=True, listener=narrator),
             generator=self._generator,
             workflow=question.workflow,
             max_turns=question.max_turns,

@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import create_model_from_path
 
-from ..adapters.files import check_no_adapter, forget_local_base, load_onto_base, save_base, warn_of_leftovers
+from ..adapters.files import check_no_adapter, forget_local_bases, load_onto_base, save_base, warn_of_leftovers
 from ..adapters.lora import without_adapters
 from ..adapters.manifest import BaseModel, Inference, TeamManifest, describe_base, loading_model
 from ..adapters.policies import Policies
@@ -29,7 +29,8 @@ from ..prompts.views import View
 from ..reporting.model_card import CARD_NAME, TAGS, team_card
 from ..rollout.generator import Generator
 from ..rollout.runner import EpisodeLimits, EpisodeRunner
-from ..rollout.speaker import PromptSettings, Speaker, find_end_tokens, find_template, make_speaker, make_tokenize
+from ..rollout.several_bases import join_speakers
+from ..rollout.speaker import PromptSettings, Speaker, find_end_tokens, find_template, make_speaker
 from ..rollout.transformers_generator import ModelEngine, TransformersGenerator
 from ..seams.generation import HALF
 from ..seams.models import keep_4bit_weights
@@ -37,7 +38,7 @@ from ..shared_prefix.forward import find_obstacle
 from ..system.processes import device_map_kwargs
 from ..system.randomness import UserRandomness
 from ..workflows import Workflow
-from ..workflows.base import alias_names, rebuild
+from ..workflows.base import alias_names
 
 
 if TYPE_CHECKING:
@@ -129,21 +130,6 @@ def attach_replies(
         dataclasses.replace(agent, reply=replies[agent.name], **unset) if agent.name in replies else agent
         for agent in agents
     ]
-
-
-def rebuild_workflow(manifest: TeamManifest, environment_factory: Any) -> Workflow:
-    from ..extras.apps import external_app  # noqa: F401 - `rebuild` finds the classes that are imported
-
-    return rebuild(manifest.workflow, environment_factory)
-
-
-def as_servers(engine: Any) -> Servers | None:
-    """The servers of a base; `None` if this process generates."""
-    if engine is None:
-        return None
-    from ..extras.engines.setup import Servers
-
-    return engine if isinstance(engine, Servers) else Servers(engine)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -254,7 +240,11 @@ def load_bases(
         if manifest.adapters_on(base):
             loaded = load_onto_base(loaded, folder, manifest, base)
         loaded.requires_grad_(False)
-        bases.append(LoadedBase(base, loaded, tokenizer, template, names, as_servers(own_engine)))
+        if own_engine is not None:
+            from ..extras.engines.setup import Servers
+
+            own_engine = own_engine if isinstance(own_engine, Servers) else Servers(own_engine)
+        bases.append(LoadedBase(base, loaded, tokenizer, template, names, own_engine))
     return bases
 
 
@@ -291,22 +281,17 @@ class SavedTeam:
     view: View  # of agents without their own
 
     def make_runner(self, agents: Sequence[AgentSpec], workflow: Workflow) -> EpisodeRunner:
-        """Make what runs the episodes."""
         inference, first = self.manifest.inference, self.bases[0]
         samplings = {agent.name: _get_sampling(agent, inference) for agent in agents}
         further = {name: base.model for base in self.bases[1:] for name in base.agents}
         policies = Policies(first.model, agents, further=further)
-        speaker = self._make_speaker(first, agents, workflow, samplings, policies)
-        if further:
-            from ..rollout.several_bases import join_speakers
-
-            speakers = dict.fromkeys(samplings, speaker)
-            for base in self.bases[1:]:
-                own = self._make_speaker(base, agents, workflow, samplings, policies)
-                speakers |= dict.fromkeys(base.agents, own)
-            speaker = join_speakers(speakers)
+        speakers: dict[str, Speaker] = {}
+        for base in self.bases:  # the first has the speaker of agents whose turns functions write, too
+            speaker = self._make_speaker(base, agents, workflow, samplings, policies)
+            speakers |= dict.fromkeys(base.agents if speakers else samplings, speaker)
         limits = EpisodeLimits(ToolLimits(**inference.tool_limits), inference.workflow_timeout)
-        return EpisodeRunner(agents, workflow, speaker, UserRandomness(0, first.model.device), limits)
+        randomness = UserRandomness(0, first.model.device)
+        return EpisodeRunner(agents, workflow, join_speakers(speakers), randomness, limits)
 
     def _make_speaker(
         self,
@@ -321,8 +306,11 @@ class SavedTeam:
         # With adapters, generation is not inside of autocast
         half = None if isinstance(model, PeftModel) else HALF.get(inference.mixed_precision)
         engine = ModelEngine(model, tokenizer, settings, half)
-        is_only, max_model_len = len(self.bases) == 1, None
-        samplings_of_base = samplings if is_only else {name: samplings[name] for name in base.agents}
+        max_model_len = None
+        further = {name for other in self.bases[1:] for name in other.agents}
+        # The first base also stands for agents whose turns functions write
+        names = base.agents if base.description.folder else [name for name in samplings if name not in further]
+        samplings_of_base = {name: samplings[name] for name in names}
         if base.servers is not None:
             max_model_len = base.servers.find_max_model_len()
             generator: Generator = base.servers.generator(agents, policies, samplings_of_base, engine)
@@ -331,9 +319,8 @@ class SavedTeam:
             generator = TransformersGenerator(engine, policies, samplings_of_base, share)
 
         prompt_settings = PromptSettings(
-            make_tokenize(tokenizer, base.chat_template, inference.chat_template_kwargs),
-            base.chat_template,
-            inference.chat_template_kwargs,
+            chat_template=base.chat_template,
+            chat_template_kwargs=inference.chat_template_kwargs,
             view=self.view,
             aliases=alias_names(agents) if self.manifest.anonymous else {},
             context_overflow=inference.context_overflow,
@@ -350,7 +337,7 @@ class SavedTeam:
             engine.end_token_ids,
             without_model=[agent.name for agent in agents if not agent.has_policy],
             max_model_len=max_model_len,
-            own=None if is_only else base.agents,
+            own=names,
         )
 
     def save(self, folder: Path) -> None:
@@ -371,13 +358,11 @@ class SavedTeam:
             if description.config_hash != current.config_hash:
                 description = dataclasses.replace(description, **vars(current))
             descriptions.append(description)
-            if description.is_local:  # a folder that other machines do not have
-                for name in names:
-                    forget_local_base(folder / name)
         if saved:
             warn_of_leftovers(folder, list(manifest.adapters))
         manifest = dataclasses.replace(manifest, base=descriptions[0], further_bases=descriptions[1:])
         manifest.save(folder)
+        forget_local_bases(folder, manifest)
         max_rank = max((getattr(config, "r", 0) for config in saved), default=0)
         facts = {"base model": manifest.base_names}
         card = team_card(manifest, folder.name, tags=TAGS, max_rank=max_rank, facts=facts)

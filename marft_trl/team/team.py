@@ -32,6 +32,7 @@ from ..shared_prefix.forward import in_mode
 from ..system.hints import NearNames, checked_names, did_you_mean
 from ..system.randomness import UserRandomness
 from ..workflows import Workflow
+from ..workflows.base import rebuild
 from . import saved_team
 from .as_dataset import to_dataset
 from .events import SET_ELSEWHERE, Event, check_count, check_single_question, questions
@@ -163,7 +164,9 @@ class Team(NearNames):
         manifest = TeamManifest.load(folder)
         inference = manifest.inference
         if workflow is None:
-            workflow = saved_team.rebuild_workflow(manifest, environment_factory)
+            from ..extras.apps import external_app  # noqa: F401 - `rebuild` finds the classes that are imported
+
+            workflow = rebuild(manifest.workflow, environment_factory)
         elif environment_factory is not None:
             raise ValueError("`workflow` and `environment_factory` were both passed. Pass only `workflow`.")
         views = saved_team.resolve_views(inference, view)
@@ -490,10 +493,9 @@ class Team(NearNames):
 
     @contextlib.contextmanager
     def _running(self, options: dict[str, Any], seed: int | None) -> Iterator[EpisodeRunner]:
-        model = self.model
         devices = list(dict.fromkeys(item.device for item in self._models if item.device.type != "cpu"))
         with self._reserve_model():
-            randomness = UserRandomness(seed, model.device) if seed is not None else None
+            randomness = UserRandomness(seed, self.model.device) if seed is not None else None
             runner = self._runner.changed(RunMode(options), randomness=randomness, keys=SeedKeys("seeded", seed or 0))
             kind = devices[0].type if devices else "cpu"
             with torch.random.fork_rng(devices, enabled=seed is not None, device_type=kind):

@@ -119,24 +119,18 @@ def check_settings(args: MARFTConfig, groups: Sequence[Sequence[AgentSpec]], sha
             f"a trained agent as `model`, and that of {', '.join(repr(agent.name) for agent in groups[0])} as "
             "`AgentSpec(model=...)`."
         )
+    is_by_model = isinstance(args.vllm_server_base_url, Mapping)
     refused = {
         "FSDP2 shards one base; start the run without it, and load large bases in 4 bits": sharding is not None,
         "`cast_lm_head_to_fp32=True` casts the head of one base; leave it out": args.cast_lm_head_to_fp32,
         "`torch_compile=True` compiles one base; leave it out": args.torch_compile,
-        "`vllm_mode='colocate'` serves one base; set `vllm_mode='server'` and give the servers of each model: "
-        "`vllm_server_base_url={model: address, ...}`": args.use_vllm and args.vllm_mode == "colocate",
-        "`vllm_server_base_url` has the servers of one base; give those of each model: "
-        "`vllm_server_base_url={model: address, ...}`": args.use_vllm
-        and not isinstance(args.vllm_server_base_url, Mapping),
+        "`use_vllm=True` needs servers of each model; set `vllm_mode='server'` and `vllm_server_base_url={model: "
+        "address, ...}`": args.use_vllm and not (args.vllm_mode == "server" and is_by_model),
         "`router_aux_loss_coef` trains the routers of one base; leave it out": bool(args.router_aux_loss_coef),
     }
     for reason, is_set in refused.items():
         if is_set:
             raise ValueError(f"{who} set `AgentSpec(model=...)`, so the team has several bases, but {reason}.")
-
-
-def load_all(groups: Sequence[Sequence[AgentSpec]], *arguments: Any, **options: Any) -> list[Base]:
-    return [load(groups, number, *arguments, **options) for number in range(len(groups))]
 
 
 def load(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,28 +45,24 @@ _ADVANTAGES_ADVICE = "Check the magnitude of the rewards and of the critic's val
 _MODEL_OUTPUT_ADVICE = dict.fromkeys(("old_per_token_logps", "ref_per_token_logps", "old_values"), _WEIGHTS_ADVICE)
 
 
+@dataclass(frozen=True, eq=False)
 class ModelOutputs:
     """Adds to rows what passes through the model give: log-probabilities of the policies that matter, and values."""
 
-    def __init__(
-        self,
-        run: RunContext,
-        log_probs: LogProbs,
-        needs_old: bool,
-        learner: CriticLearner | None,
-        correction: SamplingCorrection | None,
-    ):
-        self._log_probs, self._needs_old, self._needs_reference = log_probs, needs_old, run.settings.beta != 0.0
-        self._learner, self._correction = learner, correction
+    log_probs: LogProbs
+    needs_old: bool
+    needs_reference: bool
+    learner: CriticLearner | None
+    correction: SamplingCorrection | None
 
     def add(self, rollout: Rollout, rows: list[Row], training: bool) -> list[Row]:
         """Add old and reference log-probabilities, then values. Later ones use what earlier ones add."""
-        log_probs, learner, correction = self._log_probs, self._learner, self._correction
-        if training and self._needs_old:
+        log_probs, learner, correction = self.log_probs, self.learner, self.correction
+        if training and self.needs_old:
             with log_probs.scoring(dropout=correction is None):  # servers sample without dropout
                 rows = log_probs.with_old(rows)
             rows = rows if correction is None else correction.corrected(rows)
-        if self._needs_reference:
+        if self.needs_reference:
             kept = [] if learner is None else [learner.num_features_of_reference]
             with log_probs.scoring():
                 rows = log_probs.with_reference(rows, *kept)

@@ -16,12 +16,11 @@ from ..learning.losses import TeamLoss
 from ..reporting.reporter import Reporter
 from ..rollout.runner import RunMode
 from ..runs.collapse import Collapse
+from ..seams.swapping import swapped
 from ..team.events import check_count
 
 
 class EvaluationOptions:
-    """Settings of evaluation, from the training arguments or from a call of `evaluate`."""
-
     def __init__(self, run: RunContext, agents: Sequence[str], reporter: Reporter, collapse: Collapse | None):
         self._args, self._settings, self._agents, self._reporter = run.args, run.settings, agents, reporter
         self._collapse = collapse
@@ -51,41 +50,27 @@ class EvaluationOptions:
             )
         values = self._reporter.k_values if k is None else k
         check_k(values, count, "eval_k" if k is None else "k")
-        # `evaluate` calls itself for each of several sets. The inner calls keep the settings of the outer call
-        outer = self._sampling, self._reporter.k_values
         is_other = is_other_set or num_samples is not None or sampling is not None
         watch = self._collapse.ignoring_evaluations(is_other) if self._collapse else contextlib.nullcontext()
-        self._sampling = self._sampling if sampling is None else sampling
-        self._reporter.k_values = values
-        try:
-            with watch, self._settings.override_eval_group_size(num_samples):
-                yield
-        finally:
-            self._sampling, self._reporter.k_values = outer
-
-    @contextlib.contextmanager
-    def without_losses(self) -> Iterator[None]:
-        """Evaluate without a loss within the context, which saves a forward pass. Other metrics stay the same."""
-        self._with_losses = False
-        try:
+        # `evaluate` calls itself for each of several sets. The inner calls keep the settings of the outer call
+        own_sampling = swapped(self, {"_sampling": self._sampling if sampling is None else sampling})
+        own_values = swapped(self._reporter, {"k_values": values})
+        with watch, own_sampling, own_values, self._settings.override_eval_group_size(num_samples):
             yield
-        finally:
-            self._with_losses = True
+
+    def without_losses(self) -> contextlib.AbstractContextManager[None]:
+        """Evaluate without a loss within the context, which saves a forward pass. Other metrics stay the same."""
+        return swapped(self, {"_with_losses": False})
 
     def loss(self, losses: TeamLoss, *batch: Any) -> torch.Tensor | None:
         return losses.evaluation_loss(*batch) if self._with_losses else None
 
-    @contextlib.contextmanager
-    def silence_agents(self, *names: str) -> Iterator[None]:
+    def silence_agents(self, *names: str) -> contextlib.AbstractContextManager[None]:
         """Replace turns of these agents by empty text within the context, also for environments and answers."""
         for name in names:
             if name not in self._agents:
                 raise ValueError(unknown_agent(name, self._agents, "`silence_agents`"))
-        outer, self._silent = self._silent, frozenset(names)
-        try:
-            yield
-        finally:
-            self._silent = outer
+        return swapped(self, {"_silent": frozenset(names)})
 
     @property
     def mode(self) -> RunMode:

@@ -21,7 +21,7 @@ from ..agents import AgentSpec, check_team
 from ..algorithms.rows import Slice, make_level
 from ..config.marft_config import MARFTConfig
 from ..config.team_setup import Sampling, TeamSetup
-from ..learning.adapter_updates import Schedule, after_update
+from ..learning.adapter_updates import Schedule
 from ..learning.memory import MemoryPlan
 from ..prompts.views import View, check_view, team_view
 from ..reporting.evaluation import EvalMetric, Vote, check_eval_metrics, last_box
@@ -161,8 +161,8 @@ class MARFTTrainer(GRPOTrainer):
         groups = bases.split_by_base(self.agents, model, processing_class)
         bases.check_settings(args, groups, sharding)
         set_seed(args.seed)  # adapters start at random
-        options = {"quantization_config": quantization_config, "processing_class": processing_class}
-        loaded = bases.load_all(groups, model, args, peft_config, sharding, **options)
+        arguments = (model, args, peft_config, sharding, quantization_config, processing_class)
+        loaded = [bases.load(groups, number, *arguments) for number in range(len(groups))]
         self.policies = bases.make_policies(loaded, self.agents)
         # The critic makes adapters of its own, so it comes after the policies and before the optimizer
         level = make_level(args)
@@ -173,7 +173,7 @@ class MARFTTrainer(GRPOTrainer):
         self.schedule = Schedule.from_args(args, self.policies.trained_in_order, critics)
         failures = Failures(args.on_episode_error) if args.on_episode_error != "raise" else None
         # A server needs the names and ranks of all adapters, and TRL's constructor needs none
-        engines = setup.make_engines(args, self.policies, self.agents)
+        engines = setup.make_engines(args, {base.model: base.agents for base in loaded})
         with constructing_grpo_trainer(args, self.policies.has_adapters, isinstance(model, str), level.ratio, weights):
             super().__init__(
                 model=loaded[0].model,
@@ -259,7 +259,7 @@ class MARFTTrainer(GRPOTrainer):
         state = self.parts.state
         if self.schedule.is_due(state.micro_step) or state.slices is None:
             state.slices = self._generate_and_score_completions(generation_batch)
-        state.slices = after_update(self.parts.sequential, state.slices, self.schedule.just_updated(state.micro_step))
+        state.slices = self.parts.sequential.after_update(state.slices, self.schedule.just_updated(state.micro_step))
         return state.slices[state.micro_step % len(state.slices)]
 
     def get_batch_samples(self, epoch_iterator, *args, **kwargs):

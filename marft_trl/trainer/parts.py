@@ -39,7 +39,8 @@ from ..rollout.generator import Generator
 from ..rollout.reward_scorer import AgentReturns, RewardReachChecker, RewardScorer
 from ..rollout.rollouts import Rollouts
 from ..rollout.runner import EpisodeLimits, EpisodeRunner, RunMode
-from ..rollout.speaker import PromptSettings, Speaker, find_end_tokens, find_template, make_speaker, make_tokenize
+from ..rollout.several_bases import join_speakers
+from ..rollout.speaker import PromptSettings, Speaker, find_end_tokens, find_template, make_speaker
 from ..rollout.transformers_generator import ModelEngine, TransformersGenerator
 from ..runs.checkpoints import BestAdapters, Checkpoints
 from ..runs.collapse import Collapse
@@ -136,27 +137,14 @@ class Parts:
             self.pass_of |= dict.fromkeys(base.names, passes)
         warn_of_unused(args, any(passes.share for passes in self.pass_of.values()))
         self.updates = AdapterUpdates(self._team, self._context, accelerator)
-
-        def trained():
-            return [parameter for part in self.updates.trained_parameters().values() for parameter in part.values()]
-
-        def has_optimizer_state():
-            return trainer.optimizer is not None and bool(trainer.optimizer.state)
-
+        sources = self.updates.trained_parameters, lambda: trainer.optimizer
         self.batchers: dict[str, MicroBatcher] = {}  # by agent
-        pad_tokens: dict[str, int] = {}
+        self._pad_tokens = {name: base.tokenizer.pad_token_id for base in self._bases for name in base.names}
         for base in self._bases:
             activate = functools.partial(policies.activate_adapter, policies.find_trained(base.names))
-            batcher = MicroBatcher(self.pass_of[base.names[0]], activate, args, trained, has_optimizer_state)
+            batcher = MicroBatcher(self.pass_of[base.names[0]], activate, args, *sources)
             self.batchers |= dict.fromkeys(base.names, batcher)
-            pad_tokens |= dict.fromkeys(base.names, base.tokenizer.pad_token_id)
         self.batcher = batcher if len(self._bases) == 1 else TeamBatcher(self.batchers)
-
-        def collate_rows(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-            agent = rows[0].agent
-            return collate(rows, pad_tokens[agent], trainer.pad_to_multiple_of, self.pass_of[agent].device)
-
-        self._collate = collate_rows
         plain, cut = trl_log_probs(trainer), self.batcher.cut
         self.log_probs = LogProbs(self._team, temperature, plain, self.pass_of, cut, self._collate)
         # As in TRL: rows of the policy that is about to be updated need no old log-probabilities
@@ -167,17 +155,17 @@ class Parts:
             for passes in dict.fromkeys(self.pass_of.values()):
                 passes.warn_of_dropout(policies)
 
+    def _collate(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        agent, multiple = rows[0].agent, self._trainer.pad_to_multiple_of
+        return collate(rows, self._pad_tokens[agent], multiple, self.pass_of[agent].device)
+
     def _make_episodes(self) -> None:
         """How the team acts, with the random states and the objects of users' code."""
         trainer, team, args, code = self._trainer, self._team, self._args, self._code
         speakers: dict[str, Speaker] = {}
         for base in self._bases:
             speakers |= dict.fromkeys(base.names, self._make_speaker(base))
-        speaker = speakers[self._bases[0].names[0]]
-        if len(self._bases) > 1:
-            from ..rollout.several_bases import join_speakers
-
-            speaker = join_speakers(speakers)
+        speaker = join_speakers(speakers)
         seed = args.seed + args.process_index
         self._randomness = UserRandomness(seed, self.processes.device, self._other_devices())
         # Checkpoints save the state of users' own functions, which are wrapped to name the one that fails
@@ -201,9 +189,8 @@ class Parts:
         if is_first and uses_tools:
             trainer.chat_template = template
         template = trainer.chat_template if is_first else template
-        own = make_tokenize(base.tokenizer, template, trainer.chat_template_kwargs)
         settings = PromptSettings(
-            tokenize=TrlPrompts(trainer).tokenize if is_first else own,
+            tokenize=TrlPrompts(trainer).tokenize if is_first else None,
             chat_template=template,
             chat_template_kwargs=trainer.chat_template_kwargs,
             view=self._code.view,
@@ -223,7 +210,7 @@ class Parts:
             end_token_ids,
             without_model=[agent.name for agent in team.agents if team.critic is None and not agent.has_policy],
             max_model_len=self._engines[base.model].max_model_len if self._engines else None,
-            own=base.names if len(self._bases) > 1 else None,
+            own=base.names,
         )
 
     def _generator(self, base: Base, end_token_ids: list[int]) -> Generator:
@@ -283,9 +270,7 @@ class Parts:
     def _make_learning(self) -> None:
         """From rows to losses."""
         trainer, team, run, args, batcher = self._trainer, self._team, self._context, self._args, self.batcher
-        credit = CreditAssigner(
-            run, self._scorer, self._rewards, self._own_returns, team.workflow.earns, self._alternatives
-        )
+        credit = CreditAssigner(run, self._scorer, self._own_returns, team.workflow.earns, self._alternatives)
         self.critic = self._running = self._scale = None
         if team.critic is not None:
             # The heads are no part of the base, so accelerate does not move them
@@ -304,8 +289,7 @@ class Parts:
             team, run, trl_loss, self.log_probs, batcher, self._collate, self.critic, self.updates, out_of_memory
         )
         trainer.add_callback(self.loss)
-        is_sequential = args.update_order == "sequential"
-        self.sequential = SequentialFactors(team, run, self.log_probs) if is_sequential else None
+        self.sequential = SequentialFactors(team, run, self.log_probs)
         self._correction = None
         if args.use_vllm:
             from ..extras.engines.setup import sampling_correction
@@ -331,8 +315,7 @@ class Parts:
         )
         self.loss.out_of_memory.plan = lambda: self.planner.memory_plan()
         self.loss.out_of_memory.release = self.runner.generator.drop_cache
-        configs = {name: passes.base.config.get_text_config() for name, passes in self.pass_of.items()}
-        sizes = {name: config.vocab_size for name, config in configs.items()}
+        sizes = {name: passes.base.config.get_text_config().vocab_size for name, passes in self.pass_of.items()}
         self.health = Health(team, run, self.updates.trained_parameters, sizes)
         # Copies of all adapters and of their moments: only where they may be put back
         restores = self._args.on_collapse == "restore"
@@ -348,13 +331,13 @@ class Parts:
             self._sampling = DynamicSampling(
                 run, self.rollouts, lambda: self._trainer.train_dataset, self._own_returns
             )
-        outputs = ModelOutputs(run, self.log_probs, self._needs_old, self.critic, self._correction)
+        has_kl = run.settings.beta != 0.0
         self.batch_maker = BatchMaker(
             self._team,
             run,
             self._schedule,
             self._sampling or self.rollouts,
-            outputs,
+            ModelOutputs(self.log_probs, self._needs_old, has_kl, self.critic, self._correction),
             self._estimator,
             self.batcher,
             self.reporter,
@@ -375,7 +358,7 @@ class Parts:
             "running_baselines": self._running,
             "value_scale": self._scale if args.normalize_values else None,
             "updates": self.updates,
-            "sequential": self.sequential,
+            "sequential": self.sequential if args.update_order == "sequential" else None,
             "health": self.health,
             "users": self._users,
             "runner": self.runner.keys,

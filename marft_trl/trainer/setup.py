@@ -136,17 +136,13 @@ def check_launcher(args: MARFTConfig) -> ModuleType | None:
     return fsdp2
 
 
-def make_engines(args: MARFTConfig, policies: Policies, agents: Sequence[AgentSpec]) -> dict[Any, Engine]:
-    """The servers of each model; none if this process generates."""
+def make_engines(args: MARFTConfig, agents: Mapping[Any, Sequence[AgentSpec]]) -> dict[Any, Engine]:
+    """The servers of each model, given its agents; none if this process generates."""
     if not args.use_vllm:
         return {}
     from ..extras.engines.setup import start_engine
 
-    engines = {}
-    for model in dict.fromkeys(policies.models[name] for name in policies.names):
-        own = [agent for agent in agents if agent.has_policy and policies.get_model(agent.name) is model]
-        engines[model] = start_engine(args, model, own)
-    return engines
+    return {model: start_engine(args, model, own) for model, own in agents.items()}
 
 
 def named_apart(names: Sequence[str]) -> list[str]:
@@ -177,9 +173,7 @@ def user_objects(
             while isinstance(reply, functools.partial):
                 reply = reply.func
             objects[f"{agent.name}.reply"] = getattr(reply, "__self__", reply)
-    objects["workflow"] = workflow
-    objects["environment"] = getattr(workflow, "environment", None)
-    return objects
+    return {**objects, "workflow": workflow, "environment": getattr(workflow, "environment", None)}
 
 
 def tool_limits(args: MARFTConfig) -> ToolLimits:
@@ -296,8 +290,8 @@ def check_best_metric(args: MARFTConfig, eval_dataset: Any) -> None:
     if not isinstance(eval_dataset, dict) or not eval_dataset or metric is None:
         return
     names = [f"{name}_" for name in eval_dataset]
-    if not metric.removeprefix("eval_").startswith(tuple(names)):
-        own = metric.removeprefix("eval_")  # with several sets, the Trainer looks for `eval_<set>_<name>`
+    own = metric.removeprefix("eval_")  # with several sets, the Trainer looks for `eval_<set>_<name>`
+    if not own.startswith(tuple(names)):
         raise ValueError(
             f"`metric_for_best_model={metric!r}` is not a metric of the evaluation sets "
             f"{', '.join(map(repr, eval_dataset))}: each metric starts with the name of a set. Set e.g. "
@@ -557,8 +551,7 @@ def _load_by_name(
     if dtype is not None:
         model_init_kwargs["dtype"] = dtype
         if "quantization_config" in model_init_kwargs:
-            quantization = model_init_kwargs["quantization_config"]
-            model_init_kwargs["quantization_config"] = computing_in(quantization, dtype)
+            model_init_kwargs["quantization_config"] = computing_in(model_init_kwargs["quantization_config"], dtype)
     model_init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
     with loading_model(model):
         return create_model_from_path(model, **model_init_kwargs)

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import ModelCard
 from trl import GRPOTrainer
 
-from ..adapters.files import forget_local_base, save_base, warn_of_leftovers
+from ..adapters.files import forget_local_bases, save_base, warn_of_leftovers
 from ..adapters.manifest import MANIFEST_NAME, BaseModel, FurtherBaseModel, Inference, TeamManifest
 from ..algorithms.critics import CRITIC_NAME
 from ..config.team_setup import TeamSetup, general_settings, own_settings
@@ -55,8 +55,6 @@ class TeamFiles:
         self._configs = {
             name: config for model in models for name, config in getattr(model, "peft_config", {}).items()
         }
-        # 0 without LoRA
-        self._max_rank = max((getattr(self._configs[name], "r", 0) for name in self._adapters), default=0)
 
     def manifest(self) -> TeamManifest:
         agents, trained = self._team.agents, self._team.policies.trained
@@ -85,25 +83,16 @@ class TeamFiles:
             further_bases=list(self._further.values()),
         )
 
-    def _writers(self) -> dict[str, Callable[[Path], object]]:
-        """Writers of the files next to the adapters. The model card is apart: it bears the name of its folder."""
-        writers: dict[str, Callable[[Path], object]] = {MANIFEST_NAME: lambda folder: self.manifest().save(folder)}
-        if self._team.critic is not None:
-            writers[CRITIC_NAME] = self._team.critic.save
-        return writers
-
     def save(self, folder: Path, log_history: Sequence[Mapping[str, Any]]) -> None:
         for base, description in self._further.items():
             save_base(base.model, base.tokenizer, folder, description, self._team.policies.get_adapters(base.model))
-        for write in self._writers().values():
-            write(folder)
+        manifest = self.manifest()
+        manifest.save(folder)
+        if self._team.critic is not None:
+            self._team.critic.save(folder)
         # A folder may be that of a run whose team had other agents
         warn_of_leftovers(folder, self._team.policies.saved_adapters if self._adapters else [])
-        # A folder of this machine says nothing to others, and may tell more than is meant
-        manifest = self.manifest()
-        for saved_base in manifest.bases:
-            for name in manifest.adapters_on(saved_base) if saved_base.is_local else []:
-                forget_local_base(folder / name)
+        forget_local_bases(folder, manifest)
         # PEFT's own card names a local base, which the Hub refuses
         self.card(log_history, folder.name).save(folder / CARD_NAME)
 
@@ -125,9 +114,8 @@ class TeamFiles:
         dataset_name: str | None = None,
         tags: str | Sequence[str] | None = None,
     ) -> ModelCard:
-        latest: dict[str, float] = {}
-        for entry in log_history:
-            latest |= {key: value for key, value in entry.items() if isinstance(value, (int, float))}
+        numbers = ((key, value) for entry in log_history for key, value in entry.items())
+        latest = {key: value for key, value in numbers if isinstance(value, (int, float))}
         shown = {key: value for key, value in latest.items() if _CARD_METRICS.fullmatch(key)}
         for prefix in ("", "eval_"):  # without returns of their own, agents only repeat the team's reward
             rewards = [key for key in shown if key.startswith(f"{prefix}agents/") and key.endswith("/reward")]
@@ -140,7 +128,7 @@ class TeamFiles:
             dataset_name=dataset_name,
             tags=[*([tags] if isinstance(tags, str) else tags or ()), *TAGS],
             metrics=shown,
-            max_rank=self._max_rank,
+            max_rank=max((getattr(self._configs[name], "r", 0) for name in self._adapters), default=0),
             facts=self._facts(latest, dataset_name),
             picture=self._draw_workflow(),
         )
@@ -161,9 +149,9 @@ class TeamFiles:
     def copy_checkpoint(self, source: Path, target: Path) -> None:
         """Copy the files of the team to the folder that is pushed. The parent copies only those of one model."""
         # With the critic, as `save` does. The Hub does not get it: transformers uploads no name that begins with "_"
-        parts = self._team.critic.parts if self._team.critic is not None else []
+        critic = [CRITIC_NAME, *self._team.critic.parts] if self._team.critic is not None else []
         bases = [description.folder for description in self._further.values()]
-        for name in dict.fromkeys([*self._writers(), *self._adapters, *bases, *parts]):
+        for name in dict.fromkeys([MANIFEST_NAME, *self._adapters, *bases, *critic]):
             if (source / name).is_dir():
                 shutil.copytree(source / name, target / name, dirs_exist_ok=True)
             elif (source / name).exists():

@@ -16,15 +16,10 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "AppEndpoint": "session",
-    "AppRequest": "routing",
-    "AppResult": "program",
-    "BySystemPrompt": "routing",
-    "ByTools": "routing",
     "ExternalApp": "external_app",
-    "ServeSettings": "served_team",
-    "Program": "program",
-    "application": "served_team",
-    "serve": "served_team",
+    **dict.fromkeys(("AppRequest", "BySystemPrompt", "ByTools"), "routing"),
+    **dict.fromkeys(("AppResult", "Program"), "program"),
+    **dict.fromkeys(("ServeSettings", "application", "serve"), "served_team"),
 }
 __all__ = [
     "AppEndpoint",

@@ -24,9 +24,6 @@ from .requests import (
 )
 
 
-_ROLES = {**ROLES, "tool": "tool"}
-
-
 def read(body: bytes, models: Sequence[str] | None, stored: Any = None) -> ChatRequest:
     """Read a request. A [`RequestError`] names the field, its value and what is accepted."""
     own = ("messages", "response_format")
@@ -39,12 +36,11 @@ def _messages(request: Mapping[str, Any]) -> list[dict[str, Any]]:
         form = '[{"role": "user", "content": "..."}]'
         raise RequestError(f"`messages` must be a list of messages such as `{form}`.", field="messages")
     check_number_of_messages(items, "messages")
-    messages = [_message(item, f"messages[{number}]") for number, item in enumerate(items)]
-    return with_names(messages, "messages")
+    return with_names([_message(item, f"messages[{number}]") for number, item in enumerate(items)], "messages")
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    role = read_role(check_object(message, where), where, _ROLES)
+    role = read_role(check_object(message, where), where, {**ROLES, "tool": "tool"})
     calls, content = message.get("tool_calls"), message.get("content")
     if calls and (role != "assistant" or not isinstance(calls, list)):
         raise RequestError(

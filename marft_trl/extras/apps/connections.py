@@ -82,20 +82,18 @@ async def listen(host: str, port: int) -> list[socket.socket]:
     infos = await asyncio.get_running_loop().getaddrinfo(host, port, **hints)
     sockets: list[socket.socket] = []
     missing: OSError | None = None
-    try:
+    with contextlib.ExitStack() as opened:
         for family, address in dict.fromkeys((family, address) for family, _, _, _, address in infos):
             if sockets and port == 0:  # a free port of the first address
                 break
             try:
-                sockets.append(socket.create_server(address[:2], family=family, backlog=BACKLOG))
+                listening = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+                sockets.append(opened.enter_context(listening))
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # a machine without IPv6
                     raise
                 missing = error
-    except OSError:
-        for listening in sockets:
-            listening.close()
-        raise
+        opened.pop_all()  # they stay open
     if missing is not None and not sockets:
         raise missing
     return sockets

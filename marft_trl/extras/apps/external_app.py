@@ -169,7 +169,7 @@ class ExternalApp(Workflow):
         from .server import Endpoint
 
         server = Endpoint.get_or_start()
-        places = server.places()
+        places = server.places_of(server, server.at_once)
         if places.locked():
             self.say_once(
                 f"Only {server.at_once} episodes of {self.name} run at a time, because more could exceed the limit on "
@@ -184,13 +184,11 @@ class ExternalApp(Workflow):
             await self._run(episode, server)
 
     async def _run(self, episode: LiveEpisode, server: Any) -> None:
-        count = episode.state.count_tokens
-        session = Session(episode.agents, self.uses_tools, self.earns, self.agent_of, count)
+        session = Session(episode.agents, self.uses_tools, self.earns, self.agent_of, episode.state.count_tokens)
         with server.open(session) as endpoint:
             running = asyncio.ensure_future(self._result(episode, endpoint, server))
-            conversation = _Conversation(self, episode, session)
             try:
-                await conversation.hold(running)
+                await _Conversation(self, episode, session).hold(running)
             except BaseException:
                 running.cancel()
                 await asyncio.wait([running])
@@ -353,9 +351,8 @@ class _Conversation:
             waiting.settle(to_request_error(error))
 
     async def _turn(self, chat_request: ChatRequest, seen: tuple[Turn, ...]) -> Turn:
-        episode = self._episode
         ignored = ["seed"] if chat_request.seed is not None else []
-        if episode.state.trains:
+        if self._episode.state.trains:
             ignored += [*chat_request.sampling, *(["max_tokens"] if chat_request.max_tokens is not None else [])]
         for name in ignored:
             self._app.say_once(
@@ -379,7 +376,7 @@ class _Conversation:
             lineage,
         )
         try:
-            return await episode.turn_on(chat_request.model, requested_turn, sees=seen)
+            return await self._episode.turn_on(chat_request.model, requested_turn, sees=seen)
         except BaseException:
             if earlier is not None:
                 self._continued.discard(earlier.index)
@@ -395,8 +392,9 @@ class _Conversation:
         for count, answer in enumerate(chat_request.messages):
             if answer["role"] != "assistant":
                 continue
+            ids = [call.get("id") for call in answer.get("tool_calls") or ()]
             for turn, reply in self._replies.after(chat_request.model, prefixes[count], answer):
-                rank = (_has_ids(answer, reply), count, turn.index not in self._continued)
+                rank = (ids == [call.id for call in reply.calls], count, turn.index not in self._continued)
                 if rank >= best:
                     best, found = rank, turn
         return found
@@ -471,12 +469,7 @@ def _said(message: Mapping[str, Any]) -> tuple[str, str]:
 
 def _said_by(reply: ChatReply) -> tuple[str, str]:
     """Text and calls of a reply, as the same key."""
-    calls = [[call.name, json.loads(call.arguments)] for call in reply.calls]
-    return reply.text, json.dumps(calls, sort_keys=True)
-
-
-def _has_ids(message: Mapping[str, Any], reply: ChatReply) -> bool:
-    return [call.get("id") for call in message.get("tool_calls") or ()] == [call.id for call in reply.calls]
+    return reply.text, json.dumps([[call.name, json.loads(call.arguments)] for call in reply.calls], sort_keys=True)
 
 
 async def _in_own_thread(function: Callable[[], Any]) -> Any:

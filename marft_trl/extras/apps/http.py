@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,8 @@ DIALECTS: dict[str, Dialect] = {"/v1/chat/completions": chat, "/v1/responses": r
 # Maximum seconds for reading a request body, and seconds between keep-alive comments in an idle stream, for proxies
 _BODY_SECONDS, _KEEP_ALIVE_SECONDS = 60.0, 15.0
 _MAX_CHUNKS_PER_WRITE = 256  # of a stream
-_CLIENT, _MODEL = web.RequestKey("marft_client", object), web.RequestKey("marft_model", str)
+CLIENT: web.RequestKey[Any] = web.RequestKey("marft_client", object)
+_MODEL = web.RequestKey("marft_model", str)
 # `on_text(text, is_answer, agent, turn)` is called with new text. `is_answer`: whether the text is part of the answer
 TextListener = Callable[[str, bool, str, int], None]
 
@@ -89,7 +91,7 @@ class HTTPApplication:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name}", self._model)
         for path, dialect in DIALECTS.items():
-            app.router.add_post(path, self._handler(dialect))
+            app.router.add_post(path, functools.partial(self._answer, dialect))
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         return app
 
@@ -101,7 +103,7 @@ class HTTPApplication:
         headers: dict[str, str] = {}
         try:
             try:
-                client = request[_CLIENT] = self._backend.admit(request)
+                client = request[CLIENT] = self._backend.admit(request)
                 with self._backend.connections.answering(request.transport):
                     response = await handler(request)
             except web.HTTPException as error:
@@ -127,11 +129,11 @@ class HTTPApplication:
             self._backend.ended(request, client, outcome)
 
     async def _models(self, request: web.Request) -> web.Response:
-        models = [chat.model(name) for name in get_client(request).models]
+        models = [chat.model(name) for name in request[CLIENT].models]
         return web.json_response({"object": "list", "data": models, "has_more": False})
 
     async def _model(self, request: web.Request) -> web.Response:
-        name, known = request.match_info["name"], get_client(request).models
+        name, known = request.match_info["name"], request[CLIENT].models
         if name not in known:
             there = ", ".join(map(repr, known))
             raise RequestError(f"Unknown model {name[:80]!r}. Models: {there}.", 404, "model", "model_not_found")
@@ -141,7 +143,7 @@ class HTTPApplication:
         """Read a request. Returns it as the client wrote it, the same for the agent that answers, and the body."""
         if self._backend.json_only and request.content_type != "application/json":
             raise RequestError("`Content-Type` must be `application/json`.", 415)
-        client, body = get_client(request), await read_body(request)
+        client, body = request[CLIENT], await read_body(request)
         body = client.as_shown(body.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
         if client.agent_of is None:
             chat_request = routed = dialect.read(body, client.models, client.responses)
@@ -154,45 +156,35 @@ class HTTPApplication:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         _, routed, _ = await self._read(request, messages)
         async with asyncio.timeout(self._backend.timeout):
-            return web.json_response({"input_tokens": await get_client(request).count_tokens(routed)})
+            return web.json_response({"input_tokens": await request[CLIENT].count_tokens(routed)})
 
-    def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def answer(request: web.Request) -> web.StreamResponse:
-            chat_request, routed, body = await self._read(request, dialect)
-            is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
-            reply_id = secrets.token_hex(12)
-            if chat_request.stream:
-                stream = dialect.stream(reply_id, chat_request)
-                return await self._streamed(request, dialect, stream, routed, body, is_retry)
-            async with asyncio.timeout(self._backend.timeout):
-                replies = await get_client(request).answer(routed, body, is_retry, None)
-            response = web.json_response(dialect.answer(reply_id, chat_request, replies.messages))
-            if self._backend.closes_connections:
-                response.force_close()
-            try:
-                with _sending():
-                    await response.prepare(request)
-                    await response.write_eof()
-            except (_ClientDisconnected, asyncio.CancelledError):
-                replies.on_send_failed()
-                raise
-            return response
-
-        return answer
+    async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        chat_request, routed, body = await self._read(request, dialect)
+        is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
+        reply_id = secrets.token_hex(12)
+        answer = functools.partial(request[CLIENT].answer, routed, body, is_retry)
+        if chat_request.stream:
+            return await self._streamed(request, dialect, dialect.stream(reply_id, chat_request), answer)
+        async with asyncio.timeout(self._backend.timeout):
+            replies = await answer(None)
+        response = web.json_response(dialect.answer(reply_id, chat_request, replies.messages))
+        if self._backend.closes_connections:
+            response.force_close()
+        try:
+            with _sending():
+                await response.prepare(request)
+                await response.write_eof()
+        except (_ClientDisconnected, asyncio.CancelledError):
+            replies.on_send_failed()
+            raise
+        return response
 
     async def _streamed(
-        self,
-        request: web.Request,
-        dialect: Dialect,
-        stream: ReplyStream,
-        chat_request: ChatRequest,
-        body: bytes,
-        is_retry: bool,
+        self, request: web.Request, dialect: Dialect, stream: ReplyStream, answer: Callable[[TextListener], Any]
     ) -> web.StreamResponse:
         """Send server-sent events. Generation does not wait for a client that reads slowly."""
         texts: asyncio.Queue[tuple[str, bool, str, int] | None] = asyncio.Queue()
-        answer = get_client(request).answer(chat_request, body, is_retry, lambda *text: texts.put_nowait(text))
-        work = asyncio.ensure_future(answer)
+        work = asyncio.ensure_future(answer(lambda *text: texts.put_nowait(text)))
         work.add_done_callback(lambda _: texts.put_nowait(None))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         if self._backend.closes_connections:
@@ -229,9 +221,7 @@ class HTTPApplication:
             raise
         finally:
             work.cancel()
-            await asyncio.wait([work])
-            if not work.cancelled():
-                work.exception()  # else asyncio logs it
+            await asyncio.gather(work, return_exceptions=True)
 
 
 class _ClientDisconnected(Exception):
@@ -269,10 +259,6 @@ async def _write(response: web.StreamResponse, texts: asyncio.Queue, encoded: Ca
                 break
             except TimeoutError:
                 written = [b": keep-alive\n\n"]
-
-
-def get_client(request: web.Request) -> Any:
-    return request[_CLIENT]
 
 
 def get_api_key(request: web.Request) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import shlex
@@ -116,8 +115,7 @@ class Program:
 
     async def run(self, row: Mapping[str, Any], endpoint: AppEndpoint) -> AppResult:
         """Run the command for an episode. Cancellation terminates it."""
-        launch = await asyncio.to_thread(self.prepare, row, endpoint)  # which may copy a folder
-        return await run_program(launch, endpoint)
+        return await run_program(await asyncio.to_thread(self.prepare, row, endpoint), endpoint)  # may copy a folder
 
     def prepare(self, row: Mapping[str, Any], endpoint: AppEndpoint) -> Launch:
         """Fill in the command and the variables. A copy of the folder exists for as long as the returned object."""
@@ -127,8 +125,7 @@ class Program:
         if "cwd" in row and any("{cwd}" in text for text in (*split_command(self.command), *self.env.values())):
             raise ValueError("`{cwd}` is the folder of the program, and the dataset has a column `cwd`. Rename it.")
         folder = os.fspath(self.cwd) if self.cwd is not None else os.getcwd()
-        is_copied = self.cwd is not None and self.copy_cwd
-        copy = _FolderCopy(folder, folder_name(endpoint.api_key)) if is_copied else None
+        copy = _FolderCopy(folder, folder_name(endpoint.api_key)) if self.cwd is not None and self.copy_cwd else None
         cwd = copy.path if copy is not None else folder
         values = {**row, "prompt": prompt, "base_url": endpoint.base_url, "api_key": endpoint.api_key, "cwd": cwd}
         texts = {name: v if isinstance(v, str) else json.dumps(v, default=str) for name, v in values.items()}
@@ -157,14 +154,14 @@ class _FolderCopy:
         os.mkdir(top, 0o700)
         self.path = os.path.join(top, os.path.basename(os.path.abspath(source)) or "cwd")
         weakref.finalize(self, shutil.rmtree, top, ignore_errors=True)
-        shutil.copytree(source, self.path, symlinks=True, ignore=functools.partial(_not_copied, os.path.realpath(top)))
+        shutil.copytree(source, self.path, symlinks=True, ignore=_not_copied)
 
 
-def _not_copied(top: str, folder: str, names: list[str]) -> list[str]:
+def _not_copied(folder: str, names: list[str]) -> list[str]:
     """Sockets and pipes, which belong to other programs, and the copies themselves."""
 
     def is_left_out(path: str) -> bool:
-        is_copy = os.path.realpath(path).startswith(os.path.join(os.path.dirname(top), "marftapp"))
+        is_copy = os.path.realpath(path).startswith(os.path.join(os.path.realpath(tempfile.gettempdir()), "marftapp"))
         return is_copy or not (os.path.islink(path) or os.path.isfile(path) or os.path.isdir(path))
 
     return [name for name in names if is_left_out(os.path.join(folder, name))]
@@ -196,12 +193,7 @@ def split_command(command: str | Sequence[str]) -> list[str]:
             f"The command {command!r} {problem}. Pass a program and its arguments, or `['bash', '-c', '...']`, which "
             "runs values of the row as code."
         )
-    _check_fields(command, parts)
-    return parts
-
-
-def _check_fields(command: str | Sequence[str], parts: Sequence[str]) -> None:
-    """Check that no value of a row can be parsed as an option, or name the program, whatever it starts with."""
+    # No value of a row may be parsed as an option, or name the program, whatever it starts with
     are_values = False  # after `--`
     for number, part in enumerate(parts):
         before, column, *_ = next(iter(string.Formatter().parse(part)), ("", None))
@@ -214,6 +206,7 @@ def _check_fields(command: str | Sequence[str], parts: Sequence[str]) -> None:
                 f"or pass the value on standard input with `stdin_columns=[{column!r}]`."
             )
         are_values = part == "--" or (are_values and is_of_row)  # `--` of a launcher ends before its program
+    return parts
 
 
 class _Plain(string.Formatter):

@@ -199,13 +199,6 @@ def read_max_tokens(body: Mapping[str, Any]) -> int | None:
     return min((length for length in lengths if length is not None), default=None)
 
 
-def read_count(body: Mapping[str, Any], is_stream: bool) -> int:
-    count = read_integer(body, "n", 1, _MOST_ANSWERS) or 1
-    if is_stream and count > 1:
-        raise RequestError("`n` must be 1 if `stream` is true. Remove `stream` to get several answers.", field="n")
-    return count
-
-
 def read_row(body: Mapping[str, Any]) -> dict[str, Any]:
     row = body.get("row") or {}
     if not isinstance(row, dict) or "prompt" in row:
@@ -360,7 +353,10 @@ class ChatRequest:
         text_format = check_object(body.get("text") or {}, "text").get("format")
         schema = read_format(body.get("response_format"), "response_format")
         schema = read_format(text_format, "text.format") if schema is None else schema
-        is_stream = read_flag(body, "stream", False)
+        is_stream, count = read_flag(body, "stream", False), read_integer(body, "n", 1, _MOST_ANSWERS) or 1
+        if is_stream and count > 1:
+            raise RequestError("`n` must be 1 if `stream` is true. Remove `stream` to get several answers.", field="n")
+        options = check_object(body.get("stream_options") or {}, "stream_options")
         tools, namespaces = _without_namespaces(body.get("tools") or [])
         return cls(
             model=model,
@@ -370,12 +366,10 @@ class ChatRequest:
             schema=schema,
             stop=read_stops(body),
             stream=is_stream,
-            with_usage=read_flag(
-                check_object(body.get("stream_options") or {}, "stream_options"), "include_usage", False
-            ),
+            with_usage=read_flag(options, "include_usage", False),
             sampling=read_sampling(body),
             max_tokens=read_max_tokens(body),
-            count=read_count(body, is_stream),
+            count=count,
             seed=read_integer(body, "seed", -(2**63), 2**63 - 1),
             row=read_row(body),
             show_turns=read_flag(body, "show_turns", True),

@@ -174,8 +174,7 @@ class ResponseStream:
     def end(self, reply: ChatReply) -> list[dict[str, Any]]:
         """Return the last events, with the text if none of it was sent."""
         found = self.delta(reply.text) if not self._has_text and (reply.text or not reply.calls) else []
-        items = _output(self._identity, self._chat_request, reply)
-        for index, item in enumerate(items):
+        for index, item in enumerate(_output(self._identity, self._chat_request, reply)):
             if item["type"] == "message":
                 found.append(self._event("response.output_text.done", **self._place, text=reply.text, logprobs=[]))
                 found.append(self._event("response.content_part.done", **self._place, part=_part(reply.text)))
@@ -208,7 +207,6 @@ def failed(error: RequestError) -> dict[str, Any]:
 def _response(
     identity: str, chat_request: ChatRequest, status: str, output: list[dict[str, Any]], reply: ChatReply | None = None
 ) -> dict[str, Any]:
-    is_truncated = reply is not None and reply.is_truncated
     return {
         "id": f"resp_{identity}",
         "object": "response",
@@ -217,7 +215,7 @@ def _response(
         "model": chat_request.model,
         "output": output,
         "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if reply is not None and reply.is_truncated else None,
         "instructions": None,
         "metadata": {},
         "parallel_tool_calls": True,

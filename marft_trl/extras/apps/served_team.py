@@ -263,8 +263,7 @@ async def listening(team: Team, settings: ServeSettings) -> AsyncIterator[str]:
         sockets = await listen(settings.host, settings.port)
         accept = backend.connections.accept
         tasks = [asyncio.ensure_future(accept(open_socket, runner.server)) for open_socket in sockets]
-        url = URL.build(scheme="http", host=settings.host, port=sockets[0].getsockname()[1])
-        yield str(url).rstrip("/")
+        yield str(URL.build(scheme="http", host=settings.host, port=sockets[0].getsockname()[1])).rstrip("/")
     finally:
         for task in tasks:
             task.cancel()
@@ -374,8 +373,7 @@ class _TeamBackend:
 
     async def count_tokens(self, chat_request: ChatRequest) -> int:
         """Count the tokens that an agent is shown; for the team, its first agent."""
-        names = self._agent_names
-        agent = chat_request.model if chat_request.model in names else names[0]
+        agent = chat_request.model if chat_request.model in self._agent_names else self._agent_names[0]
         try:
             async with self._queue.place():
                 messages = with_format(chat_request.messages, chat_request.schema)

@@ -56,13 +56,15 @@ class Endpoint:
         # By event loop and application; the key of the limit that all applications share is the endpoint
         self._places: Any = weakref.WeakKeyDictionary()
         self._loop = asyncio.new_event_loop()
-        started: Future[int] = Future()
-        threading.Thread(target=self._work, args=(started,), name="marft-endpoint", daemon=True).start()
-        self.base_url = f"http://127.0.0.1:{started.result()}/v1"
-
-    def places(self) -> asyncio.Semaphore:
-        """Return the semaphore that limits concurrent episodes, in the event loop of the caller."""
-        return self.places_of(self, self.at_once)
+        self._loop.set_exception_handler(
+            lambda loop, context: logger.error(context["message"], exc_info=context.get("exception"))
+        )
+        threading.Thread(target=self._loop.run_forever, name="marft-endpoint", daemon=True).start()
+        try:
+            self.base_url = f"http://127.0.0.1:{self.run(self._start()).result()}/v1"
+        except BaseException:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise
 
     def places_of(self, app: Any, limit: int, is_rerun: bool = False) -> asyncio.Semaphore:
         """
@@ -87,30 +89,19 @@ class Endpoint:
         """Run a coroutine in the event loop of the server, which nothing blocks."""
         return asyncio.run_coroutine_threadsafe(job, self._loop)
 
-    def _work(self, started: Future[int]) -> None:
+    async def _start(self) -> int:
+        """Accept connections, and return the port."""
         from aiohttp import web
 
-        async def start() -> int:
-            settings: dict[str, Any] = {"access_log": None, "auto_decompress": False, "logger": logger}
-            runner = web.AppRunner(self._application(), handler_cancellation=True, **settings)
-            await runner.setup()
-            (listening,) = await listen("127.0.0.1", 0)
-            self._accepting = asyncio.ensure_future(self.connections.accept(listening, runner.server))
-            return listening.getsockname()[1]
-
-        asyncio.set_event_loop(self._loop)
-        self._loop.set_exception_handler(
-            lambda loop, context: logger.error(context["message"], exc_info=context.get("exception"))
-        )
-        try:
-            started.set_result(self._loop.run_until_complete(start()))
-        except BaseException as error:
-            started.set_exception(error)
-            return
-        self._loop.run_forever()
+        settings: dict[str, Any] = {"access_log": None, "auto_decompress": False, "logger": logger}
+        runner = web.AppRunner(self._application(), handler_cancellation=True, **settings)
+        await runner.setup()
+        (listening,) = await listen("127.0.0.1", 0)
+        self._accepting = asyncio.ensure_future(self.connections.accept(listening, runner.server))
+        return listening.getsockname()[1]
 
     def _application(self) -> web.Application:
-        from .http import HTTPApplication, get_client, read_body
+        from .http import CLIENT, HTTPApplication, read_body
 
         async def reward(request: web.Request) -> web.Response:
             from aiohttp import web
@@ -120,7 +111,7 @@ class Endpoint:
                 raise RequestError(
                     'The body must be {"reward": ...} with a number, or an object that maps agent names to numbers.'
                 )
-            get_client(request).reward(body["reward"])
+            request[CLIENT].reward(body["reward"])
             return web.json_response({"status": "ok"})
 
         app = HTTPApplication(self).application()

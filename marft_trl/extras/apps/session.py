@@ -106,23 +106,20 @@ def _get_key(module: str) -> Any:
     return getattr(sys.modules.get(module), "api_key", None)
 
 
-class _Once(logging.Filter):
-    """Lets each message through once, so that clients cannot fill a disk with them."""
+_LOGGED: set[tuple[str, Any]] = set()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._logged: set[tuple[str, Any]] = set()
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        key = str(record.msg), record.exc_info[0] if record.exc_info else None
-        is_new = key not in self._logged
-        self._logged.add(key)
-        return is_new
+def _is_new(record: logging.LogRecord) -> bool:
+    """Let each message through once, so that clients cannot fill a disk with them."""
+    key = str(record.msg), record.exc_info[0] if record.exc_info else None
+    is_new = key not in _LOGGED
+    _LOGGED.add(key)
+    return is_new
 
 
 # Logger of errors that clients can cause
 logger = logging.getLogger(__name__)
-logger.addFilter(_Once())
+logger.addFilter(_is_new)
 
 
 class Waiting:
@@ -131,7 +128,6 @@ class Waiting:
     def __init__(self, chat_request: ChatRequest, seen: tuple[Turn, ...]):
         self.chat_request, self.seen = chat_request, seen  # `seen`: turns that were answered before it came
         self.answer: asyncio.Future[tuple[ChatReply, Turn]] = asyncio.get_running_loop().create_future()
-        self.loop = asyncio.get_running_loop()
         self.clients = 0
         self.is_gone = self.is_settled = False
         self.task: asyncio.Task | None = None
@@ -149,7 +145,7 @@ class Waiting:
             return
         self.is_settled = True
         error = result if isinstance(result, BaseException) else None
-        self.loop.call_soon_threadsafe(settle_future, self.answer, result, error)
+        self.answer.get_loop().call_soon_threadsafe(settle_future, self.answer, result, error)
 
 
 class Session:
@@ -195,11 +191,9 @@ class Session:
         waiting = self._earlier(same, is_retry, self._firsts[key])
         if waiting is not None:
             self.counts["retried"] += 1
+        elif self._num_waiting >= _MOST_WAITING:
+            raise RequestError(f"This episode already has {_MOST_WAITING} unanswered requests. Wait for answers.", 429)
         else:
-            if self._num_waiting >= _MOST_WAITING:
-                raise RequestError(
-                    f"This episode already has {_MOST_WAITING} unanswered requests. Wait for answers.", 429
-                )
             waiting = Waiting(chat_request, tuple(self._answered))
             same.append(waiting)
             self.counts["requests"] += 1
@@ -235,8 +229,7 @@ class Session:
         if self._count is None:
             raise RequestError("Tokens cannot be counted here.", 404)
         messages = with_format(chat_request.messages, chat_request.schema)
-        count = functools.partial(self._count, chat_request.model, messages, chat_request.tools)
-        return await asyncio.to_thread(count)
+        return await asyncio.to_thread(self._count, chat_request.model, messages, chat_request.tools)
 
     def on_send_failed(self, waiting: Waiting) -> None:
         """Handle a client that disconnected before or while its answer was sent. It may retry."""

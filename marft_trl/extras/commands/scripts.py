@@ -106,8 +106,7 @@ def _load_script_recipe(path: str) -> Recipe:
     parameters = list(inspect.signature(make).parameters.values())
     if not parameters:
         raise UsageError(f"`make` of {path} takes no arguments. {_FORM}")
-    own = _as_dataclass(parameters[1:], path)
-    parser = _TrlParser((MARFTConfig, own), allow_abbrev=False)
+    parser = _TrlParser((MARFTConfig, _as_dataclass(parameters[1:], path)), allow_abbrev=False)
 
     def trainer(parsed: Sequence[Any]) -> MARFTTrainer:
         args, more = parsed
@@ -301,9 +300,8 @@ class Launcher:
 
     def launch(self, options: Sequence[str], argv: Sequence[str]) -> int:
         """Run a command in the processes of `accelerate launch`. Returns the exit status."""
-        args = self._parser.parse_args([*options, "--module", "marft_trl", *argv])
         try:
-            launch_command(args)
+            launch_command(self._parser.parse_args([*options, "--module", "marft_trl", *argv]))
         except subprocess.CalledProcessError as error:
             return error.returncode  # the process has printed its error
         except ChildFailedError:
@@ -366,8 +364,7 @@ def run_on_trainer(name: str, sentence: str, argv: Sequence[str]) -> int | None:
         elif name == "plan":
             print(trainer.plan())
         elif name == "rehearse":
-            row = dict(next(iter(trainer.train_dataset)))
-            episode = trainer.parts.planner.rehearse(row).episode
+            episode = trainer.parts.planner.rehearse(dict(next(iter(trainer.train_dataset)))).episode
             print(format_episode(episode, title="rehearsal, placeholder turns"))
             print(_system_prompts(episode), end="")
         else:
@@ -400,8 +397,7 @@ def _train(trainer: MARFTTrainer, code: str | None) -> None:
         needed = [
             pair for pair in zip(base.bases, paths, strict=True) if pair[0].is_local and base.adapters_on(pair[0])
         ]
-        several = len(paths) > 1
-        local = "".join(f" --model {f'{saved.name}=' if several else ''}{path}" for saved, path in needed)
+        local = "".join(f" --model {f'{saved.name}=' if len(paths) > 1 else ''}{path}" for saved, path in needed)
         local += f" --code {code}" if code else ""
         print(f"\nThe team is saved in {folder}. Try it:")
         print(f"  marft chat {folder}{local}\n  marft serve {folder}{local}")

@@ -32,7 +32,6 @@ from ..engines.own_server import vllm_command
 from ..report import report
 from ..report.__main__ import ReportArguments
 from ..report.comparison import as_markdown
-from ..report.experiment import load_experiment
 from . import Parser, UsageError
 from .scripts import base_named, load_module
 
@@ -249,10 +248,6 @@ def report_options(parser: Parser) -> None:
 
 
 def run_report(args: argparse.Namespace) -> None:
-    try:
-        load_experiment(args.experiment, args.settings)
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        raise UsageError(f"`--experiment {args.experiment}`: {error}") from error
     arguments = {field.name: getattr(args, field.name) for field in dataclasses.fields(ReportArguments)}
     print(as_markdown(report(**arguments)))  # errors of runs are collected into a `RuntimeError`
 

@@ -49,7 +49,6 @@ class LockStep:
         self.is_in_pass = False
         self._num_open = 0  # forward passes of its own that wait for their backward pass
         self._lent: list[tuple[torch.Tensor, torch.Tensor]] = []  # forward passes that wait for theirs
-        self.num_lent = 0  # passes, forward or backward
         backbone.register_forward_pre_hook(self._before_forward)
         backbone.register_forward_hook(self._after_forward)
 
@@ -130,14 +129,12 @@ class LockStep:
 
     def _lend_backward(self, passes: int) -> None:
         """Go back through forward passes that were lent."""
-        self.num_lent += passes
         with self._lending():
             for _ in range(passes):
                 hidden, start = self._lent.pop()
                 torch.autograd.grad(hidden.sum(), start)  # gradients of no parameter
 
     def _lend_forward(self, with_gradients: bool) -> None:
-        self.num_lent += 1
         starts: list[torch.Tensor] = []
         embeddings = self._backbone.get_input_embeddings()
         handle = embeddings.register_forward_hook(lambda module, args, output: starts.append(output))
@@ -223,7 +220,6 @@ def _check_base(trainer: GRPOTrainer) -> None:
 def keep_in_step(trainer: GRPOTrainer, processes: Processes) -> None:
     """Keep the passes of the processes in step if the base is sharded. Their collectives then wait for passes."""
     if trainer.accelerator.is_fsdp2 and processes.count > 1:
-        backbone = trainer.model.get_base_model().base_model
-        steps = LockStep(trainer.model, backbone, timeout_of_processes())
+        steps = LockStep(trainer.model, trainer.model.get_base_model().base_model, timeout_of_processes())
         processes.set_hooks(steps.wait, lambda: steps.is_in_pass)
         trainer.accelerator.backward = steps.backward(trainer.accelerator.backward)

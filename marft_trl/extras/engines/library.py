@@ -154,7 +154,7 @@ class AdapterLibrary:
     ):
         self._run = secrets.token_hex(4)  # of this process: a name is never given twice, also after a restart
         self._folder = Path(folder).absolute() / self._run
-        self._entries, self._servers, self._tolerance = dict(entries), servers, tolerance
+        self._entries, self.servers, self._tolerance = dict(entries), servers, tolerance
         draw = random.Random(0)  # noqa: S311
         self._probes = [[draw.randrange(vocabulary) for _ in range(length)] for length in _PROBE_LENGTHS]
         self._current: dict[str, Version] = {}
@@ -246,17 +246,16 @@ class AdapterLibrary:
         self._current[entry] = Version(entry, number, name, str(folder), digest, probes)
 
     async def _make_all_ready(self) -> None:
-        async with self._servers.connected() as servers:
-            errors = await asyncio.gather(*map(self.make_ready, servers), return_exceptions=True)
-        for error in errors:
-            if isinstance(error, ServerDownError):  # it is made ready when it is back
-                logger.warning(f"{error} The server receives the adapters when it is back.")
-            elif isinstance(error, BaseException):
-                raise error
+        async with self.servers.connected() as servers:
+            for error in await asyncio.gather(*map(self.make_ready, servers), return_exceptions=True):
+                if isinstance(error, ServerDownError):  # it is made ready when it is back
+                    logger.warning(f"{error} The server receives the adapters when it is back.")
+                elif isinstance(error, BaseException):
+                    raise error
 
     async def make_ready(self, server: VLLMServer) -> None:
         """Load what a server lacks, and compare. Errors: `ServerDownError`, `MismatchError`, `RefusedError`."""
-        known, live = await server.models(self._servers.health_timeout), list(self._live.values())
+        known, live = await server.models(self.servers.health_timeout), list(self._live.values())
         is_new = not any(version.name in known for version in live)
         for version in live:
             pair = server.url, version.name
@@ -271,7 +270,7 @@ class AdapterLibrary:
 
     async def _check_flags(self, server: VLLMServer, version: Version) -> None:
         """Check that a server has no settings under which turns would be wrong, or slow."""
-        seconds, probe = self._servers.server_timeout, version.probes[-1]
+        seconds, probe = self.servers.server_timeout, version.probes[-1]
         hot = await server.next_token(version.name, probe.ids, _HOT, seconds)
         if _difference(hot, probe.logps) < _difference(hot, probe.hot_logps):
             raise RefusedError(
@@ -288,13 +287,13 @@ class AdapterLibrary:
 
     async def _load(self, server: VLLMServer, version: Version) -> None:
         try:
-            await server.load(version.name, version.folder, self._servers.server_timeout)
+            await server.load(version.name, version.folder, self.servers.server_timeout)
         except RefusedError as error:
             text = f"The adapter {version.entry!r} cannot be loaded. {error} {_advice(str(error), error.status)}"
             raise RefusedError(text, error.status) from error
 
     async def _compare(self, server: VLLMServer, version: Version) -> None:
-        seconds = self._servers.server_timeout
+        seconds = self.servers.server_timeout
         try:
             found = [await server.next_token(version.name, probe.ids, 1.0, seconds) for probe in version.probes]
         except (AnswerError, RefusedError) as error:
@@ -315,22 +314,22 @@ class AdapterLibrary:
     async def sleep(self) -> None:
         """Let the servers free the memory of the device. They forget the adapters."""
         await self._unload(list(self._live.values()))
-        await put_to_sleep(self._servers)
+        await put_to_sleep(self.servers)
 
     async def wake(self) -> None:
         """Let the servers take the memory of the device. Adapters are loaded and compared when they are needed."""
-        async with self._servers.connected() as servers:
+        async with self.servers.connected() as servers:
             for server in servers:
-                await server.wake(self._servers.server_timeout)
+                await server.wake(self.servers.server_timeout)
 
     async def _unload(self, versions: Sequence[Version]) -> None:
         async def unload(server: VLLMServer) -> None:
             with contextlib.suppress(ServerDownError):  # it has forgotten them when it is back, or keeps old ones
                 for version in versions:
                     self._compared.discard((server.url, version.name))
-                    await server.unload(version.name, self._servers.health_timeout)
+                    await server.unload(version.name, self.servers.health_timeout)
 
-        async with self._servers.connected() as servers:
+        async with self.servers.connected() as servers:
             await asyncio.gather(*map(unload, servers))
 
 

@@ -131,14 +131,13 @@ class OwnServer:
         self.url, self.key, self._log = f"http://127.0.0.1:{port}", secrets.token_hex(16), log
         log.parent.mkdir(parents=True, exist_ok=True)
         names = [name for name in os.environ if name not in _NOT_INHERITED and not name.startswith(_PREFIXES)]
-        inherited = {name: os.environ[name] for name in names}
         with open(log, "ab") as output:
             self._process = subprocess.Popen(  # noqa: S603
                 [python, *flags(port)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**inherited, **(variables or {}), "VLLM_API_KEY": self.key},
+                env={**{name: os.environ[name] for name in names}, **(variables or {}), "VLLM_API_KEY": self.key},
                 start_new_session=True,
             )
         keep(f"server-{self._process.pid}", self._process.pid)

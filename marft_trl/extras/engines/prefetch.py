@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple, cast
 
 from ...config.team_setup import RunContext
@@ -73,7 +73,7 @@ class _PrefetchJob(NamedTuple):
     key: tuple
     pin: Any
     failures: Failures | None
-    episodes: concurrent.futures.Future[list[Episode]]
+    episodes: Future[list[Episode]]
 
 
 class Prefetcher:
@@ -119,15 +119,13 @@ class Prefetcher:
             self._worker = _PrefetchThread(self._runner)
         key = self._runner.keys.next(self._processes.index * len(rows))
         failures = None if self._failures is None else self._failures.apart()
-        job = self._jobs[number] = _PrefetchJob(
-            list(rows), key, self._generator.pin(), failures, concurrent.futures.Future()
-        )
+        job = self._jobs[number] = _PrefetchJob(list(rows), key, self._generator.pin(), failures, Future())
         self._worker.begin(job)
 
     def _take(self, number: int) -> list[Episode]:
         job = self._jobs[number]
         try:
-            episodes = job.episodes.result()
+            return job.episodes.result()
         finally:
             del self._jobs[number]
             self._generator.release(job.pin)
@@ -135,7 +133,6 @@ class Prefetcher:
                 self._failures.add(job.failures)
             if self._worker is not None:
                 self._runner.dropped_turns += self._worker.take_dropped()
-        return episodes
 
 
 class _PrefetchThread:
@@ -199,8 +196,7 @@ class _PrefetchThread:
 
         try:
             with self._generator.using(job.pin):
-                failures = job.failures
-                episodes = await (run_episodes(run, job.rows, failures) if failures else run(job.rows, None))
+                episodes = await (run_episodes(run, job.rows, job.failures) if job.failures else run(job.rows, None))
         except asyncio.CancelledError:
             job.episodes.cancel()
             raise

@@ -52,16 +52,12 @@ class RefusedError(ValueError):
 
 
 class GeneratedTurn(NamedTuple):
-    """A generated turn."""
-
     ids: list[int]  # up to and including the token that ends the turn
     logps: list[float]  # in the distribution that the tokens were sampled from
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A generation request."""
-
     adapter: str  # its name on the server
     prompt_ids: Sequence[int]
     max_tokens: int
@@ -367,7 +363,7 @@ class ServerPool:
             if on_tokens is not None and new:
                 on_tokens(new)
 
-        while True:
+        while num_failures < _MAX_FAILURES:
             num_repeated = num_heard
             try:
                 return await server.generate(request, None if on_tokens is None else pass_on)
@@ -383,8 +379,6 @@ class ServerPool:
                     await self._wait_until_ready(server)
             except AnswerError as error:
                 num_failures, failed = num_failures + 1, error
-            if num_failures >= _MAX_FAILURES:
-                break
         if not isinstance(failed, ServerDownError):
             raise failed
         raise AnswerError(

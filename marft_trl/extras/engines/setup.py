@@ -140,7 +140,7 @@ def make_vllm_generator(
     samplings = {name: team.samplings[name] for name in team.names if policies.get_model(name) is model}
     tolerance = choose_tolerance(args.fidelity_tolerance, is_exact)
     library = AdapterLibrary(folder, entries, servers, vocabulary, tolerance)
-    generator = VLLMGenerator(policies, samplings, library, servers, settings, tokenizer, end_token_ids, run.processes)
+    generator = VLLMGenerator(policies, samplings, library, settings, tokenizer, end_token_ids, run.processes)
     others = [agent.name for agent in served if not generator.samples_scored_distribution(agent.name)]
     trained = [agent.name for agent in served if agent.name in others and agent.trainable]
     if trained and args.max_staleness:
@@ -229,8 +229,7 @@ def start_own_server(args: MARFTConfig, model: Any, adapters: Mapping[str, int])
     further += ["--enable-sleep-mode"] if args.vllm_enable_sleep_mode else []
 
     def flags(port: int) -> list[str]:
-        longest = args.vllm_max_model_length
-        own = server_flags(name, adapters, args, port, max_model_len=longest, device=device.type)
+        own = server_flags(name, adapters, args, port, max_model_len=args.vllm_max_model_length, device=device.type)
         return ["-m", MODULE, *own, *further]
 
     log = Path(args.output_dir or ".") / "_vllm" / f"server-{args.process_index}.log"
@@ -338,6 +337,4 @@ class Servers:
         tolerance = choose_tolerance(self.fidelity_tolerance, is_exact)
         entries, vocabulary = adapter_entries(served, model, next_token), model.get_input_embeddings().weight.size(0)
         library = AdapterLibrary(folder, entries, self.settings, vocabulary, tolerance)
-        return VLLMGenerator(
-            policies, samplings, library, self.settings, engine.settings, engine.tokenizer, engine.end_token_ids
-        )
+        return VLLMGenerator(policies, samplings, library, engine.settings, engine.tokenizer, engine.end_token_ids)

@@ -28,7 +28,7 @@ from ...system.event_loop import run_coroutine
 from ...system.processes import Processes
 from ...system.randomness import make_seed
 from .library import AdapterLibrary, Version
-from .server import GenerateRequest, ServerPool, ServerSettings
+from .server import GenerateRequest, ServerPool
 
 
 logger = get_logger(__name__)
@@ -45,13 +45,8 @@ class FidelityError(RuntimeError):
 class SamplingCorrection:
     """Weights tokens by importance sampling. A mean difference of log-probabilities above `tolerance` ends the run."""
 
-    def __init__(
-        self,
-        run: RunContext,
-        tolerance: float,
+    def __init__(self, run: RunContext, tolerance: float, staleness: Callable[[str, int], int]):
         # `staleness(adapter, version)`: number of newer versions that were published
-        staleness: Callable[[str, int], int] = lambda adapter, version: 0,
-    ):
         self._args, self._tolerance = run.args, tolerance
         self._metrics, self._processes, self._staleness = run.metrics, run.processes, staleness
         self._warned: set[tuple[str, str]] = set()
@@ -176,8 +171,6 @@ BASE = "=base"
 
 
 class VLLMGenerator(Generator):
-    """Generates turns on vLLM servers."""
-
     batches = False
 
     def __init__(
@@ -185,13 +178,12 @@ class VLLMGenerator(Generator):
         policies: Policies,
         samplings: Mapping[str, Sampling],
         library: AdapterLibrary,
-        servers: ServerSettings,
         settings: Callable[[Sampling], dict[str, Any]],  # all settings of `generate`
         tokenizer: PreTrainedTokenizerBase,
         end_token_ids: Sequence[int],
         processes: Processes | None = None,  # of which the first publishes for all
     ):
-        self.library, self.servers, self._policies = library, servers, policies
+        self.library, self.servers, self._policies = library, library.servers, policies
         self._samplings, self._settings, self._end_token_ids = samplings, settings, list(end_token_ids)
         self._processes = processes
         self._stops = {sampling: StopStrings(tokenizer, sampling.stop) for sampling in samplings.values()}
@@ -201,7 +193,7 @@ class VLLMGenerator(Generator):
         self._recent_pins: deque[dict[str, int]] = deque(maxlen=_MAX_PINS)  # version numbers of the latest pins
         # Versions to sample from, if not the current versions
         self._pinned = contextvars.ContextVar[dict[str, Version] | None]("marft_pinned", default=None)
-        self._asleep = servers.sleep  # in sleep mode, servers start asleep
+        self._asleep = self.servers.sleep  # in sleep mode, servers start asleep
 
     def settings(self, agent: str) -> dict[str, Any]:
         return self._settings(self._samplings[agent])

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ...agents import AgentSpec, check_team
@@ -85,8 +84,7 @@ def _team_arms(experiment: Experiment) -> list[Arm]:
     def nameless(experiment: Experiment) -> Experiment:
         return experiment.changed(options={**experiment.options, "anonymous": True})
 
-    is_alone = len(experiment.agents) == 1
-    alone = "the team is one agent" if is_alone else _solo_workflow(experiment)[1]
+    alone = "the team is one agent" if len(experiment.agents) == 1 else _solo_workflow(experiment)[1]
     anonymous = "the team is anonymous" if experiment.options.get("anonymous") else None
     return [
         Arm("team", "the team, trained"),
@@ -100,24 +98,19 @@ def _team_arms(experiment: Experiment) -> list[Arm]:
 
 def _variant_arms(experiment: Experiment, taken: Collection[str]) -> list[Arm]:
     """Make the arms of the user's `variants`, whose names must be new."""
-    variants = dict(experiment.variants)
-    if twice := sorted({*variants} & {*taken, *map(make_folder_name, taken)}):
+    if twice := sorted({*experiment.variants} & {*taken, *map(make_folder_name, taken)}):
         raise ValueError(f"`variants` of the `Experiment` must not have names of other arms, got {', '.join(twice)}.")
-    alone = experiment.changed(variants={})
-    return [
-        Arm(name, name, change, is_budgeted=_checked(name, change(alone)).args.max_steps == alone.args.max_steps,
-            is_variant=True)
-        for name, change in variants.items()
-    ]  # fmt: skip
-
-
-def _checked(name: str, made: object) -> Experiment:
-    if not isinstance(made, Experiment):
-        raise TypeError(
-            f"The variant {name!r} must return an `Experiment`, such as `experiment.with_args(...)`, got "
-            f"{type(made).__name__}."
-        )
-    return made
+    arms, alone = [], experiment.changed(variants={})
+    for name, change in experiment.variants.items():
+        made = change(alone)
+        if not isinstance(made, Experiment):
+            raise TypeError(
+                f"The variant {name!r} must return an `Experiment`, such as `experiment.with_args(...)`, got "
+                f"{type(made).__name__}."
+            )
+        is_budgeted = made.args.max_steps == alone.args.max_steps
+        arms.append(Arm(name, name, change, is_budgeted=is_budgeted, is_variant=True))
+    return arms
 
 
 def _solo_workflow(experiment: Experiment) -> tuple[Workflow | None, str | None]:
@@ -150,15 +143,14 @@ def _adapter_arms(experiment: Experiment) -> list[Arm]:
 
 
 def _agent_arms(experiment: Experiment) -> list[Arm]:
-    agents = list(experiment.agents)
     trained = [agent.name for agent in _trained(experiment)]
     last = "it is the last agent, whose turns no teammate reads"
     is_chain = experiment.workflow is None or type(experiment.workflow) is Sequential
     adapters = None if _has_adapters(experiment) else "there are no adapters"
     arms: list[Arm] = []
-    for agent in agents:
-        name, is_last = agent.name, agent is agents[-1] and is_chain
-        only = "the team is one agent" if len(agents) == 1 else None
+    for agent in experiment.agents:
+        name, is_last = agent.name, agent is experiment.agents[-1] and is_chain
+        only = "the team is one agent" if len(experiment.agents) == 1 else None
         others = None if set(trained) - {name} else "no other agent is trained"
         frozen = adapters or others if name in trained else "it is not trained"
         without = only or others or (None if is_chain else "the workflow is not a chain")
@@ -179,33 +171,28 @@ def _has_adapters(experiment: Experiment) -> bool:
     return experiment.peft_config is not None or any(agent.peft_config is not None for agent in experiment.agents)
 
 
-def _replaced(experiment: Experiment, change: Callable[[AgentSpec], AgentSpec]) -> Experiment:
-    return experiment.changed(agents=[change(agent) for agent in experiment.agents])
-
-
 def _with_adapters(name: Callable[[AgentSpec], str], experiment: Experiment) -> Experiment:
     trained = {agent.name for agent in _trained(experiment)}
-    return _replaced(
-        experiment, lambda agent: dataclasses.replace(agent, adapter=name(agent)) if agent.name in trained else agent
-    )
+    agents = [replace(agent, adapter=name(agent)) if agent.name in trained else agent for agent in experiment.agents]
+    return experiment.changed(agents=agents)
 
 
 def _frozen(name: str, experiment: Experiment) -> Experiment:
     # If agents share an adapter, the frozen agent gets its own, which stays untrained
     others = {agent.adapter for agent in experiment.agents if agent.name != name}
     adapter = next(free for free in (name + "-frozen" * count for count in itertools.count()) if free not in others)
-    return _replaced(
-        experiment,
-        lambda agent: dataclasses.replace(agent, trainable=False, adapter=adapter) if agent.name == name else agent,
-    )
+    agents = [
+        replace(agent, trainable=False, adapter=adapter) if agent.name == name else agent
+        for agent in experiment.agents
+    ]
+    return experiment.changed(agents=agents)
 
 
 def _without(name: str, experiment: Experiment) -> Experiment:
     workflow = experiment.workflow
     if isinstance(workflow, Sequential) and workflow.agents is not None:
         workflow = Sequential([agent for agent in workflow.agents if agent != name], workflow.rounds)
-    agents = [agent for agent in experiment.agents if agent.name != name]
-    return experiment.changed(agents=agents, workflow=workflow)
+    return experiment.changed(agents=[agent for agent in experiment.agents if agent.name != name], workflow=workflow)
 
 
 def check_arms(experiment: Experiment, arms: Sequence[Arm]) -> None:

@@ -35,9 +35,8 @@ _NOT_RECORDED = fields_about("files", "machines") | {"seed"}
 
 def collect_settings(experiment: Experiment) -> dict[str, Any]:
     """Collect the settings by name, JSON-serializable, without secrets, equal in every process."""
-    args = experiment.args
     names = [item.name for item in dataclasses.fields(MARFTConfig) if item.name not in _NOT_RECORDED]
-    settings: dict[str, Any] = {f"args.{name}": plain(getattr(args, name)) for name in names}
+    settings: dict[str, Any] = {f"args.{name}": plain(getattr(experiment.args, name)) for name in names}
     agents = {agent.name: agent for agent in experiment.agents}
     for place, agent in {**agents, "solo": experiment.solo_agent()}.items():
         settings |= {f"{place}.{name}": plain(value) for name, value in agent.to_dict().items()}
@@ -52,8 +51,8 @@ def collect_settings(experiment: Experiment) -> dict[str, Any]:
         "agents": list(agents),
         "reward_funcs": _codes(experiment.reward_funcs),
         "peft_config": _peft(experiment.peft_config),
-        "workflow": _workflow(experiment.workflow),
-        "solo.workflow": _workflow(experiment.solo_workflow),
+        "workflow": _value(experiment.workflow),
+        "solo.workflow": _value(experiment.solo_workflow),
         "train_dataset": dataset_hash(experiment.train_dataset),
         "eval_dataset": dataset_hash(experiment.eval_dataset),
     }
@@ -75,10 +74,8 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list
     return [f"{name} was {recorded.get(name)!r}, is {current.get(name)!r}" for name in names]
 
 
-def _workflow(workflow: Workflow | None) -> Any:
+def _workflow(workflow: Workflow) -> dict[str, Any]:
     """Describe a workflow, its code and its plain attributes: custom workflows need not describe their settings."""
-    if workflow is None:
-        return None
     return {
         "describes": _value(dict(workflow.describe())),
         "code": compute_fingerprint(workflow) if is_of_user(workflow) else None,
@@ -240,7 +237,7 @@ class Experiment:
         training_questions = {*trained}
         return sum(question in training_questions for question in evaluated) if len({*evaluated}) > 1 else 0
 
-    def trainer(self, callbacks: Sequence[Any] = ()) -> MARFTTrainer:
+    def trainer(self) -> MARFTTrainer:
         """Create the trainer of a run."""
         models = [agent.model for agent in self.agents if agent.has_policy]  # of an arm
         return MARFTTrainer(
@@ -252,7 +249,6 @@ class Experiment:
             peft_config=copy.deepcopy(self.peft_config),
             agents=list(self.agents),
             workflow=self.workflow,
-            callbacks=list(callbacks),
             **self.options,
         )
 

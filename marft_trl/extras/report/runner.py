@@ -80,7 +80,9 @@ def report(
             f"{count} of the {len(made.eval_dataset)} evaluation questions are also training questions, so the "
             "report partly measures memorization. Remove them from `train_dataset`."
         )
-    cells = _cells(chosen, seeds, folder)
+    # Those with a budget come last, because the team's run with the same seed sets it
+    ran = sorted((arm for arm in chosen if not arm.of and arm.skip_reason is None), key=lambda arm: arm.is_budgeted)
+    cells = [Cell(arm.name, seed, folder / "runs" / f"{arm.folder}-{seed}") for arm in ran for seed in seeds]
     _check_runs_before(made, chosen, cells)
     waiting = [cell for cell in cells if not cell.is_done]
     _print_work(made, chosen, cells, waiting)
@@ -99,12 +101,6 @@ def report(
             "them again.\n" + "\n".join(failed.values())
         )
     return comparison
-
-
-def _cells(arms: Sequence[Arm], seeds: Sequence[int], folder: Path) -> list[Cell]:
-    """List the runs. Those with a budget come last, because the team's run with the same seed sets it."""
-    ran = sorted((arm for arm in arms if not arm.of and arm.skip_reason is None), key=lambda arm: arm.is_budgeted)
-    return [Cell(arm.name, seed, folder / "runs" / f"{arm.folder}-{seed}") for arm in ran for seed in seeds]
 
 
 def _check_arguments(seeds: Sequence[int], margin: float, workers: int, arms: Sequence[Arm]) -> None:
@@ -137,22 +133,18 @@ def _print_work(experiment: Experiment, arms: Sequence[Arm], cells: Sequence[Cel
 
 def _check_schedule(experiment: Experiment, arms: Sequence[Arm]) -> None:
     """Check for a constant learning rate: the number of steps of a single agent is not known in advance."""
-    budgeted = [arm for arm in arms if arm.is_budgeted and arm.skip_reason is None]
-    kind = _schedule(experiment)
-    for arm in budgeted:
-        variant_kind = _schedule(arm.changed(experiment)) if arm.is_variant else kind
-        if kind.startswith("constant") and not variant_kind.startswith("constant"):
+    for arm in (arm for arm in arms if arm.is_budgeted and arm.skip_reason is None):
+        kind, place, trained = _schedule(experiment), "experiment", "single agent"
+        other = "leave the arm `solo` out of `arms`"
+        if arm.is_variant and kind.startswith("constant"):
+            kind, place, trained = _schedule(arm.changed(experiment)), f"variant {arm.name!r}", "variant"
+            other = "a `max_steps` that differs from the team's"
+        if not kind.startswith("constant"):
             raise ValueError(
-                f"`lr_scheduler_type` of the variant {arm.name!r} must not decay, got {variant_kind!r}: the variant "
-                "trains until it has generated as many tokens as the team, in an unknown number of steps. Set "
-                "`lr_scheduler_type='constant_with_warmup'`, or a `max_steps` that differs from the team's."
+                f"`lr_scheduler_type` of the {place} must not decay, got {kind!r}: the {trained} trains until it has "
+                "generated as many tokens as the team, in an unknown number of steps. Set "
+                f"`lr_scheduler_type='constant_with_warmup'`, or {other}."
             )
-    if budgeted and not kind.startswith("constant"):
-        raise ValueError(
-            f"`lr_scheduler_type` of the experiment must not decay, got {kind!r}: the single agent trains until it "
-            "has generated as many tokens as the team, in an unknown number of steps. Set "
-            "`lr_scheduler_type='constant_with_warmup'`, or leave the arm `solo` out of `arms`."
-        )
 
 
 def _schedule(experiment: Experiment) -> str:
@@ -227,8 +219,7 @@ def _side_by_side(
     place: str, settings: Mapping[str, Any] | None, cells: Sequence[Cell], emptied: Sequence[str], workers: int
 ) -> dict[str, str]:
     """Run cells in separate processes. Returns the errors of those that failed, by arm."""
-    threads = str(max((os.cpu_count() or 1) // workers, 1))
-    environment = {"OMP_NUM_THREADS": threads, **os.environ}
+    environment = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // workers, 1)), **os.environ}
     teams: dict[int, Future] = {}
     children = ChildProcesses()
 
@@ -238,9 +229,8 @@ def _side_by_side(
         cell.folder.mkdir(parents=True, exist_ok=True)
         with open(cell.folder / "log.txt", "a", encoding="utf-8") as log:
             command = [sys.executable, "-W", "ignore", "-m", "marft_trl.extras.report", "--cell", json.dumps(values)]
-            code = children.run(command, environment, log)
-        if code:
-            raise RuntimeError((cell.folder / "log.txt").read_text(encoding="utf-8")[-2000:])
+            if children.run(command, environment, log):
+                raise RuntimeError((cell.folder / "log.txt").read_text(encoding="utf-8")[-2000:])
 
     def wait_and_run(cell: Cell) -> dict[str, str]:
         # Teams come first in the pool, so runs that wait for a team never block it

@@ -150,23 +150,17 @@ def _allowed_with() -> list:
     return rules
 
 
-def _seccomp():
-    """Load libseccomp and declare the types of its functions."""
-    library = ctypes.CDLL("libseccomp.so.2")
-    library.seccomp_init.restype = ctypes.c_void_p
-    library.seccomp_init.argtypes = [ctypes.c_uint32]
-    library.seccomp_load.argtypes = [ctypes.c_void_p]
-    library.seccomp_attr_set.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32]
-    library.seccomp_syscall_resolve_name.argtypes = [ctypes.c_char_p]
-    library.seccomp_rule_add_array.argtypes = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint]
-    library.seccomp_rule_add_array.argtypes += [ctypes.POINTER(_Comparison)]
-    return library
-
-
 def fence_calls() -> bool:
     """Use seccomp to refuse every system call that is not known to stay within the process and its folder."""
     try:
-        library = _seccomp()
+        library = ctypes.CDLL("libseccomp.so.2")
+        library.seccomp_init.restype = ctypes.c_void_p
+        library.seccomp_init.argtypes = [ctypes.c_uint32]
+        library.seccomp_load.argtypes = [ctypes.c_void_p]
+        library.seccomp_attr_set.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32]
+        library.seccomp_syscall_resolve_name.argtypes = [ctypes.c_char_p]
+        library.seccomp_rule_add_array.argtypes = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint]
+        library.seccomp_rule_add_array.argtypes += [ctypes.POINTER(_Comparison)]
     except (OSError, AttributeError):
         return False
     filter_ = library.seccomp_init(_ERRNO | errno.EPERM)

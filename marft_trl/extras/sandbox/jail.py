@@ -198,7 +198,8 @@ def _run(
     (folder / "main.py").write_text(code, encoding="utf-8", errors="replace")
     with contextlib.ExitStack() as stack:
         files = SimpleNamespace(**{name: stack.enter_context(tempfile.TemporaryFile()) for name in _FILES})
-        _fill(files.source, stdin.encode("utf-8", errors="replace"))
+        files.source.write(stdin.encode("utf-8", errors="replace"))
+        files.source.seek(0)
         command = _bubblewrap(folder, limits.disk)
         readable, packages = _readable()
         settings = {
@@ -208,10 +209,10 @@ def _run(
             **{"results": files.results.fileno(), "report": files.report.fileno()},
             "parent": 0 if command else os.getpid(),  # bubblewrap, which then is the parent, kills the process
         }
-        _fill(files.wishes, marshal.dumps(settings))
+        files.wishes.write(marshal.dumps(settings))
+        files.wishes.seek(0)
         start = time.monotonic()
         process = _start(command, files, folder)
-        excess = ""
         try:
             excess = _watch(process, folder, limits, files.report)
         finally:
@@ -337,11 +338,6 @@ def _readable() -> tuple[list[str], list[str]]:
     return list(dict.fromkeys([*_SYSTEM, *_SYSTEM_FILES, *own])), packages
 
 
-def _fill(file: Any, content: bytes) -> None:
-    file.write(content)
-    file.seek(0)
-
-
 def _bubblewrap(folder: Path, disk: int) -> list[str]:
     """Command line of bubblewrap, which adds separate namespaces to the fence. Empty if it does not work here."""
     command, inside, program = _working_bubblewrap(), str(folder), str(folder / "main.py")
@@ -402,12 +398,11 @@ def _remove(folder: str) -> None:
         os.unlink(os.path.join(folder, "main.py"))
         os.rmdir(folder)
         return
-    problem: object = ""
     try:
         # System tools handle locked folders, deep nesting and odd names. `chmod -R` does not follow symbolic links
         command = ["/bin/sh", "-c", 'chmod -R u+rwx "$1"; rm -rf "$1"', "sh", folder]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_REMOVAL_SECONDS)  # noqa: S603
-        problem = done.stderr.decode(errors="replace")[-200:]
+        problem: object = done.stderr.decode(errors="replace")[-200:]
     except (OSError, subprocess.SubprocessError) as error:
         problem = error
     if os.path.lexists(folder):

@@ -132,8 +132,7 @@ def open_env(
     """
 
     class OpenEnv(Environment):
-        def __init__(self):
-            self.client: Any = None
+        client: Any = None
 
         async def reset(self, **row: Any) -> str:  # type: ignore[override]
             self.client = client()

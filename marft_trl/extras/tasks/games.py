@@ -62,8 +62,13 @@ def find_information_sets(game: Node) -> dict[str, Decision]:
         ValueError: positions of an information set differ in the player, in the moves, or in what the player did
             before (perfect recall), or the probabilities of a random event do not sum to 1.
     """
+    return _find_with_past(game)[0]
+
+
+def _find_with_past(game: Node) -> tuple[dict[str, Decision], dict[str, tuple[tuple[str, str], ...]]]:
+    """The information sets, and for each of them those of the same player before, with its moves there."""
     positions: dict[str, Decision] = {}
-    past: dict[str, tuple[tuple[str, str], ...]] = {}  # information sets and moves of the same player before
+    past: dict[str, tuple[tuple[str, str], ...]] = {}
 
     def walk(node: Node, done: Mapping[int, tuple[tuple[str, str], ...]]) -> None:
         if isinstance(node, Chance):
@@ -88,7 +93,7 @@ def find_information_sets(game: Node) -> dict[str, Decision]:
                 walk(following, {**done, node.player: (*own, (name, move))})
 
     walk(game, {})
-    return positions
+    return positions, past
 
 
 def expected_returns(game: Node, policy: Policy) -> tuple[float, ...]:
@@ -193,24 +198,11 @@ def average_policy(game: Node, policies: Sequence[Policy]) -> dict[str, dict[str
     """
     if not policies:
         raise ValueError("`policies` must not be empty.")
-    reach: dict[str, list[float]] = {}
-
-    def walk(node: Node, weights: dict[int, list[float]]) -> None:
-        if isinstance(node, Chance):
-            for _, following in node.outcomes:
-                walk(following, weights)
-        elif isinstance(node, Decision):
-            own = weights.get(node.player, [1.0] * len(policies))
-            reach[node.information_set] = own
-            for move, following in node.moves.items():
-                likely = (policy[node.information_set][move] for policy in policies)
-                moved = [weight * probability for weight, probability in zip(own, likely, strict=True)]
-                walk(following, {**weights, node.player: moved})
-
-    walk(game, {})
     averaged = {}
-    for name, position in find_information_sets(game).items():
-        weights = reach[name] if sum(reach[name]) else [1.0] * len(policies)
+    positions, past = _find_with_past(game)
+    for name, position in positions.items():
+        reach = [math.prod(policy[place][move] for place, move in past[name]) for policy in policies]
+        weights = reach if sum(reach) else [1.0] * len(policies)
         averaged[name] = {
             move: math.fsum(w * policy[name][move] for w, policy in zip(weights, policies, strict=True)) / sum(weights)
             for move in position.moves

@@ -100,22 +100,18 @@ def reasoning_gym(
     """
     load("reasoning_gym", "reasoning-gym", "`reasoning_gym`")
     family = json.dumps({"name": name, **settings}, sort_keys=True)
+    if without is not None and "entry" not in without.column_names:
+        raise ValueError(
+            f"`without` must be a dataset of `reasoning_gym` with the column `entry`, got {without.column_names}."
+        )
     # Of entries, since prompts may have been changed, as by a hint at the format
-    known = sorted({str(parse_entry(entry)["question"]) for entry in _entries(without)})
+    entries = () if without is None else without["entry"]
+    known = sorted({str(parse_entry(entry)["question"]) for entry in entries})
     arguments: dict[str, Any] = {"family": family, "size": size, "seed": seed, "known": known, "distinct": distinct}
-    if not sys.flags.hash_randomization or not _names_in(family) & _HASHED:  # this process has the hash seed 0
+    names = {name, *(str(part.get("name")) for part in settings.get("datasets") or () if isinstance(part, Mapping))}
+    if not sys.flags.hash_randomization or not names & _HASHED:  # this process has the hash seed 0
         return Dataset.from_list(draw(**arguments))
     return Dataset.from_list(call_with_fixed_hashes(__name__, "draw", arguments))
-
-
-def _entries(questions: Dataset | None) -> Sequence[str]:
-    if questions is None:
-        return ()
-    if "entry" not in questions.column_names:
-        raise ValueError(
-            f"`without` must be a dataset of `reasoning_gym` with the column `entry`, got {questions.column_names}."
-        )
-    return questions["entry"]
 
 
 def draw(family: str, size: int, seed: int, known: Sequence[str], distinct: bool) -> list[dict[str, Any]]:
@@ -139,12 +135,6 @@ def draw(family: str, size: int, seed: int, known: Sequence[str], distinct: bool
         f"`size` is {size}, but {len(entries):,} draws from {family} gave only {len(rows)} usable {kind}. Lower "
         "`size`, or choose settings with more questions."
     )
-
-
-def _names_in(family: str) -> set[str]:
-    settings = json.loads(family)
-    datasets = settings.get("datasets") or ()
-    return {settings["name"], *(str(dataset.get("name")) for dataset in datasets if isinstance(dataset, Mapping))}
 
 
 @functools.lru_cache(maxsize=256)

