@@ -276,7 +276,7 @@ def check_team(agents: object) -> list[AgentSpec]:
                 "agent whose turns a function writes. Choose another name for the adapter."
             )
         owner = owners.setdefault(agent.adapter, agent)
-        for field_name in ("trainable", "learning_rate", "peft_config"):
+        for field_name in ("trainable", "learning_rate", "peft_config", "model", "model_init_kwargs"):
             value, owner_value = getattr(agent, field_name), getattr(owner, field_name)
             if value != owner_value:
                 raise ValueError(

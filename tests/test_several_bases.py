@@ -430,14 +430,11 @@ def test_a_manifest_that_lies_about_bases_is_refused(saved, tmp_path, change, me
 def test_missing_and_wrong_bases_are_named(saved, small_model, model_folder):
     _, folder, _ = saved
     first, second = models_of(folder, small_model, model_folder)
-    with pytest.raises(
-        ValueError,
-        match=f"'{first}' \\(of 'reasoner'\\), '{second}' \\(of 'actor'\\).*{{'reasoner': ..., 'actor': ...}}",
-    ):
+    with pytest.raises(ValueError, match=f"local base '{first}' and '{second}'.*{{'reasoner': ..., 'actor': ...}}"):
         Team.from_pretrained(folder)
     with pytest.raises(ValueError, match="same loaded model for several bases"):
         Team.from_pretrained(folder, model=dict.fromkeys(("reasoner", "actor"), loaded(small_model)))
-    with pytest.raises(ValueError, match="several bases: .*Pass `agent=`"):
+    with pytest.raises(ValueError, match="`agent` must be an agent on this base, one of 'reasoner'"):
         load_adapters(loaded(small_model), folder)
     with pytest.raises(ValueError, match="`model=` has 'other', which is no base of the team"):
         Team.from_pretrained(folder, model={"other": small_model})
@@ -525,7 +522,7 @@ def test_settings_for_one_base_are_refused_before_loading(tmp_path, settings, me
         (
             [{}, {"model": "a/b", "adapter": "left"}],
             ValueError,
-            "share the adapter 'left', but act with different models",
+            "share the adapter 'left' but differ in `model`",
         ),
         (
             [
@@ -534,7 +531,7 @@ def test_settings_for_one_base_are_refused_before_loading(tmp_path, settings, me
                 {"model": "a/b", "adapter": "x", "model_init_kwargs": {"dtype": "bfloat16"}},
             ],
             ValueError,
-            "share the adapter 'x', but act with different models",
+            "share the adapter 'x' but differ in `model_init_kwargs`",
         ),
         ([{"processing_class": object()}], ValueError, "sets `processing_class` without `model`"),
         ([{"model": object(), "model_init_kwargs": {}}], ValueError, "its `model` is already loaded"),

@@ -25,7 +25,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..agents import AgentSpec
 from ..seams.models import without_bitsandbytes
-from ..system.hints import did_you_mean
 from .lora import adapter_parameters, check_adapter_config, linear_shape
 from .manifest import MANIFEST_NAME, BaseModel, TeamManifest, is_hub_id, no_team
 
@@ -109,15 +108,11 @@ def load_adapters(
         )
     folder = team_folder(team, revision, token)
     manifest = TeamManifest.load(folder)
-    if agent is None and manifest.further_bases:
-        names = ", ".join(
-            f"{base.name!r} ({', '.join(p.name for p in manifest.players_on(base))})" for base in manifest.bases
-        )
-        raise ValueError(f"The team in {folder} has several bases: {names}. Pass `agent=` with an agent on this base.")
     bases = {player.name: base for base in manifest.bases for player in manifest.players_on(base)}
-    if agent is not None and agent not in bases:
-        raise ValueError(f"The team has no agent {agent!r} with an adapter.{did_you_mean(agent, bases)}")
-    return load_onto_base(model, folder, manifest, manifest.base if agent is None else bases[agent])
+    if agent not in bases and (agent is not None or manifest.further_bases):
+        on_bases = ", ".join(f"{name!r} (on {base.name!r})" for name, base in bases.items())
+        raise ValueError(f"`agent` must be an agent on this base, one of {on_bases}, got {agent!r}.")
+    return load_onto_base(model, folder, manifest, bases.get(agent or "", manifest.base))
 
 
 def load_onto_base(model: PreTrainedModel, folder: Path, manifest: TeamManifest, base: BaseModel) -> PeftModel:

@@ -134,7 +134,7 @@ def _each(value: _Value, *names: str) -> dict[str, _Value]:
     return dict.fromkeys(names, value)
 
 
-# A setting without a line here may be anything, and is compared by a resumed run; so is one that a later version adds
+# A setting without a line here or in `UNUSED` may be anything, and is compared by a resumed run; so is a new one
 INHERITED: dict[str, Rule] = {
     **_each(
         Rule((AT_LEAST_0,)),
@@ -170,12 +170,7 @@ INHERITED: dict[str, Rule] = {
         *("include_num_input_tokens_seen", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
         *("debug", "skip_memory_metrics"),
     ),
-    **_each(
-        Rule(about="evaluations"),
-        *("do_train", "do_eval", "do_predict", "per_device_eval_batch_size", "num_generations_eval"),
-        *("eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
-        *("batch_eval_metrics", "label_names"),
-    ),
+    **_each(Rule(about="evaluations"), "per_device_eval_batch_size", "num_generations_eval", "include_for_metrics"),
     **_each(
         Rule(about="machines"),
         *("local_rank", "use_cpu", "torch_empty_cache_steps", "fsdp", "fsdp_config", "deepspeed"),

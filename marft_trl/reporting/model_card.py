@@ -35,6 +35,7 @@ PAPER = {
 }""",
 }
 
+_PLACE = "path/to/the/base/model"  # of a local base
 _CARD = """---
 {{ card_data }}
 ---
@@ -85,7 +86,7 @@ team = Team.from_pretrained("{{ repo }}"{{ arguments }})
 print(team("..."))  # `team.run(prompts)` returns whole episodes
 ```
 
-{% endif %}{% if has_adapters %}## Use one agent with PEFT
+{% endif %}{% if bases %}## Use one agent with PEFT
 
 ```python
 from peft import PeftModel
@@ -162,14 +163,14 @@ def team_card(
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
     every = [_of_base(manifest, item, place) for place, item in enumerate(manifest.bases)]
     bases, policies = ([item for item in every if bool(item["modules"]) is has] for has in (True, False))
-    arguments, option = "", ""
-    if bases and base is None:
-        local = [item for item in manifest.bases if item.is_local and manifest.adapters_on(item)]
-        paths = {manifest.players_on(item)[0].name: "path/to/the/base/model" for item in local}
-        arguments = f", model={json.dumps(paths if manifest.further_bases else 'path/to/the/base/model')}"
-        option = "".join(
-            f" --model {f'{name}=' if manifest.further_bases else ''}path/to/the/base/model" for name in paths
-        )
+    local = [
+        manifest.players_on(item)[0].name for item in manifest.bases if item.is_local and manifest.adapters_on(item)
+    ]
+    arguments, option = "", "".join(f" --model {name}={_PLACE}" for name in local)
+    if local:
+        arguments = f", model={json.dumps(dict.fromkeys(local, _PLACE))}"
+    if local and not manifest.further_bases:
+        arguments, option = f', model="{_PLACE}"', f" --model {_PLACE}"
     if manifest.inference.replies:
         arguments += f", replies={{{', '.join(f'{name!r}: ...' for name in manifest.inference.replies)}}}"
     entries = manifest.workflow.items()
@@ -193,7 +194,6 @@ def team_card(
         picture=picture,
         metrics_table=_table("metric", "value", {name: f"{value:.4g}" for name, value in (metrics or {}).items()}),
         of_application=manifest.workflow["class"] == "ExternalApp",
-        has_adapters=bool(bases),
         arguments=arguments,
         option=option,
         agent=manifest.players[0].name,
@@ -211,7 +211,7 @@ def team_card(
 def _of_base(manifest: TeamManifest, base: BaseModel, place: int) -> dict[str, Any]:
     """What the card says of a base and its adapters."""
     return {
-        "name": base.name if not base.is_local and is_hub_id(base.name) else "path/to/the/base/model",
+        "name": base.name if not base.is_local and is_hub_id(base.name) else _PLACE,
         "first": manifest.players_on(base)[0].adapter,
         "tokenizer": f', subfolder="{base.folder}"' if base.folder else "",
         "folder": f"/{base.folder}" if base.folder else "",

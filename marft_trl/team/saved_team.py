@@ -256,16 +256,11 @@ def _check_missing(manifest: TeamManifest, models: Sequence[Any], players: Seque
         is_needed = not base.folder or set(names) & set(players)
         if model is None and base.is_local and manifest.adapters_on(base) and is_needed:
             missing[names[0]] = base.name
-    if missing and not manifest.further_bases:
-        (name,) = missing.values()
-        raise ValueError(
-            f"The team was trained on the local base {name!r}. Pass its folder or the loaded model as `model=`."
-        )
     if missing:
-        bases = ", ".join(f"{name!r} (of {agent!r})" for agent, name in missing.items())
         needed = ", ".join(f"{agent!r}: ..." for agent in missing)
         raise ValueError(
-            f"The team was trained on the local bases {bases}. Pass folders or loaded models as `model={{{needed}}}`."
+            f"The team was trained on the local base {' and '.join(map(repr, missing.values()))}. Pass its folder or "
+            f"the loaded model as `model={f'{{{needed}}}' if manifest.further_bases else ''}`."
         )
     loaded = [id(model) for model in models if isinstance(model, PreTrainedModel)]
     if len(set(loaded)) < len(loaded):

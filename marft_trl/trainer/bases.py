@@ -54,8 +54,7 @@ def split_by_base(
 ) -> list[list[AgentSpec]]:
     """
     Return the agents by base, those that act with the trainer's `model` first: agents that name the same model share
-    one. Raises a `ValueError` if no agent acts with `model`, agents of one base differ in its tokenizer, or agents of
-    several bases share an adapter.
+    one. Raises a `ValueError` if no agent acts with `model`, or agents of one base differ in its tokenizer.
     """
     trainer_key = _key(os.fspath(model) if isinstance(model, os.PathLike) else model, None)
     groups: dict[Any, list[AgentSpec]] = {trainer_key: []}
@@ -84,15 +83,6 @@ def split_by_base(
             f"No agent acts with the trainer's `model={_text(model)}`, because each names its own. Pass "
             f"{_text(example.model)} as `model`, and leave `AgentSpec({example.name!r}, model=...)` out."
         )
-    owners: dict[str, tuple[Any, AgentSpec]] = {}
-    for key, group in groups.items():
-        for agent in (agent for agent in group if agent.has_policy):
-            other_key, other = owners.setdefault(agent.adapter, (key, agent))
-            if other_key != key:
-                raise ValueError(
-                    f"Agents {other.name!r} and {agent.name!r} share the adapter {agent.adapter!r}, but act with "
-                    "different models. Give them different adapters, or the same `model`."
-                )
     return list(groups.values())
 
 

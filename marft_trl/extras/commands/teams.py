@@ -75,7 +75,7 @@ def load_team(args: argparse.Namespace) -> Team:
             "Pass its folder or the loaded model as `model=`",
             "Pass its folder, or `tiny` for the embedded model, as `--model`",
         )
-        if several := re.search(r"Pass folders or loaded models as `model=\{(.+)\}`", hint):
+        if several := re.search(r"Pass its folder or the loaded model as `model=\{(.+)\}`", hint):
             flags = " ".join(f"--model {agent}=FOLDER" for agent in re.findall(r"'([\w-]+)'", several[1]))
             hint = hint.replace(several[0], f"Pass `{flags}`")
         code = ("`workflow=`", "environment_factory", "`tools=`", "`view=`", "`replies=")

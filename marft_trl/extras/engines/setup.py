@@ -63,18 +63,6 @@ def sampling_correction(run: RunContext, generator: Any, is_exact: bool) -> Samp
     return SamplingCorrection(run, choose_tolerance(run.args.fidelity_tolerance, is_exact), generator.staleness)
 
 
-def choose_servers(addresses: Any, base: str, argument: str = "vllm_server_base_url") -> Any:
-    """Of addresses by model, those of the model `base`. Other addresses stay as they are."""
-    if not isinstance(addresses, Mapping):
-        return addresses
-    if base not in addresses:
-        raise ValueError(
-            f"`{argument}` has no servers for the model {base!r}, only for {', '.join(map(repr, addresses))}."
-            f"{did_you_mean(base, addresses)}"
-        )
-    return addresses[base]
-
-
 def start_engine(args: MARFTConfig, model: Any, agents: Sequence[AgentSpec]) -> Engine:
     """
     Check that servers can generate for the agents on a base, start the server of this process if it has one, and wait
@@ -102,7 +90,15 @@ def start_engine(args: MARFTConfig, model: Any, agents: Sequence[AgentSpec]) -> 
                 "The base is quantized. Servers that load it in another precision sample from a different "
                 "distribution than the trained one; `sampling/sampling_logp_difference/mean` logs the difference."
             )
-        addresses = choose_servers(args.vllm_server_base_url, str(model.get_base_model().name_or_path))
+        addresses: Any = args.vllm_server_base_url
+        if isinstance(addresses, Mapping):
+            base = str(model.get_base_model().name_or_path)
+            if base not in addresses:
+                raise ValueError(
+                    f"`vllm_server_base_url` has no servers for the model {base!r}, only for "
+                    f"{', '.join(map(repr, addresses))}.{did_you_mean(base, addresses)}"
+                )
+            addresses = addresses[base]
         urls = parse_addresses(addresses, args.vllm_server_host, args.vllm_server_port)
     servers = ServerSettings(
         urls=urls,

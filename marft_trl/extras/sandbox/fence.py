@@ -70,10 +70,6 @@ _RIGHTS = ((1 << 13) - 1, (1 << 14) - 1, (1 << 15) - 1, (1 << 15) - 1, (1 << 16)
 _PDEATHSIG, _NO_NEW_PRIVILEGES = 1, 38
 
 
-class _RulesetAttr(ctypes.Structure):
-    _fields_ = [("handled_access_fs", ctypes.c_uint64)]
-
-
 class _PathAttr(ctypes.Structure):
     _pack_ = 1
     _fields_ = [("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32)]
@@ -110,7 +106,7 @@ def fence_files(libc, folder: str, readable: list) -> bool:
     if abi < 1:
         return False
     handled = _RIGHTS[min(abi, len(_RIGHTS)) - 1]
-    attr = _RulesetAttr(handled)
+    attr = ctypes.c_uint64(handled)
     ruleset = libc.syscall(_LANDLOCK_CREATE, ctypes.byref(attr), ctypes.sizeof(attr), 0)
     rules = [(path, _READ) for path in (*readable, "/proc/self/fd/0")]  # the last is what /dev/stdin opens
     rules += [("/dev/null", _READ | _WRITE), (folder, handled & ~(_NODES | _IOCTL_DEV))]
