@@ -70,13 +70,7 @@ LEARNING = {
 }
 
 
-ALIKE = ("marft-t", "dr-mas", "magrpo", "reinforce++", "rloo", "ccpo")  # another preset takes the same way
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [*LEARNING, *(pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in PRESETS)],
-)
+@pytest.mark.parametrize("kind", [*LEARNING, *(pytest.param(name, marks=pytest.mark.slow) for name in PRESETS)])
 def test_two_copies_of_a_model_train_as_one(small_model, tokenizer, tmp_path, kind):
     settings = LEARNING.get(kind) or {"preset": kind}
     if kind in PRESETS and "critic" in PRESETS[kind].settings:
