@@ -15,6 +15,7 @@ from marft_trl.config.presets import PRESETS
 from marft_trl.extras.apps import ExternalApp
 from marft_trl.extras.commands import UsageError, main
 from marft_trl.extras.commands.teams import chosen_bases
+from marft_trl.learning.batching import TeamBatcher
 from marft_trl.seams.models import is_checkpointing
 from marft_trl.team import TextDelta, TurnEnded
 from marft_trl.tiny import tiny_agents, tiny_dataset
@@ -114,6 +115,8 @@ def test_a_critic_has_a_part_on_each_base(small_model, model_folder, tokenizer, 
     after = adapters(trainer)
     still = {name.split("/")[0] for name in after} - {n.split("/")[0] for n in after if not before[n].equal(after[n])}
     assert not still and "judge" not in {name.split("/")[0] for name in after}
+    for trained in (trainer.model, *trainer.policies.further):
+        shake(trained, 0.3)
     rows = only_slice(trainer, [row for row in tiny_dataset(4) for _ in range(2)]).rows
     row = next(row for row in rows if row.agent == "actor" and row.critic is not None)
     model = trainer.policies.get_model("actor")
@@ -244,7 +247,8 @@ def families(built_once):
 def test_two_families_by_hand(families, tmp_path):
     """Turns cross as text, in the template and the tokens of the reader, and are scored by their own model."""
     settings = {"beta": 0.1, "num_iterations": 2, "temperature": 0.7}
-    agents = [AgentSpec("planner", system_prompt="Plan."), AgentSpec("solver", "Solve.", model=families["llama3"])]
+    planner = AgentSpec("planner", system_prompt="Plan.", max_completion_length=40)
+    agents = [planner, AgentSpec("solver", "Solve.", model=families["llama3"])]
     data = tiny_dataset(8)
     trainer = team_trainer(families["qwen3"], tmp_path, agents=agents, settings=settings, train_dataset=data)
     tokenizers = {name: trainer.parts.runner.prompts.for_agent(name).tokenizer for name in ("planner", "solver")}
@@ -279,7 +283,28 @@ def test_two_families_by_hand(families, tmp_path):
             logits = model(input_ids=whole).logits[0, len(row.prompt_ids) - 1 : -1].float() / 0.7
         by_hand = logits.log_softmax(-1).gather(1, row.completion_ids.unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(row.ref_per_token_logps, by_hand, rtol=1e-5, atol=1e-5)
+    # The plan counts the planner's text in tokens of the solver
+    solver = tokenizers["solver"]
+    rehearsal = trainer.parts.planner.rehearse(data[0])
+    shown, made_up = rehearsal.shown["solver"], solver("(what planner says)", add_special_tokens=False)["input_ids"]
+    assert len(made_up) != len(tokenizers["planner"]("(what planner says)")["input_ids"])
+    (planned,) = [length for agent, length, _ in rehearsal.prompts if agent == "solver"]
+    assert planned == len(shown.ids) - len(made_up) + 40
     trainer.train()
+    trainer.save_model()
+    folders = dict(zip(("planner", "solver"), (families["qwen3"], families["llama3"]), strict=True))
+    team = Team.from_pretrained(tmp_path, model=folders)
+    assert all(team._runner.generator.settings(name)["eos_token_id"] == end for name, end in ends.items())
+    assert team("1 + 2 =", greedy=True) == trainer.team("1 + 2 =", greedy=True)
+
+
+def test_slices_are_joined_if_every_base_joins_them():
+    class Batcher:
+        def __init__(self, joins_slices):
+            self.joins_slices = joins_slices
+
+    both, one = {"left": Batcher(True), "right": Batcher(True)}, {"left": Batcher(True), "right": Batcher(False)}
+    assert TeamBatcher(both).joins_slices and not TeamBatcher(one).joins_slices
 
 
 async def relay(row, endpoint):
