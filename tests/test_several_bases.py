@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -16,6 +17,7 @@ from marft_trl.extras.apps import ExternalApp
 from marft_trl.extras.commands import UsageError, main
 from marft_trl.extras.commands.teams import chosen_bases
 from marft_trl.learning.batching import TeamBatcher
+from marft_trl.rollout.generator import SampledTurn
 from marft_trl.seams.models import is_checkpointing
 from marft_trl.team import TextDelta, TurnEnded
 from marft_trl.tiny import tiny_agents, tiny_dataset
@@ -244,6 +246,21 @@ def families(built_once):
     }
 
 
+def say(trainer, texts) -> None:
+    """Let agents write texts, each with its number, in the tokens of their own model."""
+    counts = itertools.count()
+
+    async def generate(observed, **options):
+        turns = []
+        for observation in observed:
+            tokenizer = trainer.parts.runner.prompts.for_agent(observation.agent).tokenizer
+            ids = tokenizer(f"{texts[observation.agent]} {next(counts) % 5}", add_special_tokens=False)["input_ids"]
+            turns.append(SampledTurn([*ids, tokenizer.eos_token_id]))
+        return turns
+
+    trainer.parts.runner.generator.generate = generate
+
+
 def test_two_families_by_hand(families, tmp_path):
     """Turns cross as text, in the template and the tokens of the reader, and are scored by their own model."""
     settings = {"beta": 0.1, "num_iterations": 2, "temperature": 0.7}
@@ -258,6 +275,8 @@ def test_two_families_by_hand(families, tmp_path):
     assert all(tokenizers[name].convert_tokens_to_ids(end) in ends[name] for name, end in named.items())
     for model in (trainer.model, *trainer.policies.further):
         shake(model, 0.2)
+    generate = trainer.parts.runner.generator.generate
+    say(trainer, {"planner": "the answer is", "solver": "not"})
     slice_ = only_slice(trainer, [row for row in data.select(range(2)) for _ in range(4)])
     assert {row.agent for row in slice_.rows} == {"planner", "solver"}
     turns = {}
@@ -283,6 +302,7 @@ def test_two_families_by_hand(families, tmp_path):
             logits = model(input_ids=whole).logits[0, len(row.prompt_ids) - 1 : -1].float() / 0.7
         by_hand = logits.log_softmax(-1).gather(1, row.completion_ids.unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(row.ref_per_token_logps, by_hand, rtol=1e-5, atol=1e-5)
+    trainer.parts.runner.generator.generate = generate
     # The plan counts the planner's text in tokens of the solver
     solver = tokenizers["solver"]
     rehearsal = trainer.parts.planner.rehearse(data[0])
@@ -320,15 +340,20 @@ def test_turns_of_another_model_in_a_conversation_are_text(families, tmp_path):
     agents = [AgentSpec("planner"), AgentSpec("solver", model=families["llama3"])]
     arguments = {"agents": agents, "workflow": ExternalApp(relay), "train_dataset": tiny_dataset(8)}
     trainer = team_trainer(families["qwen3"], tmp_path, **arguments)
+    generate = trainer.parts.runner.generator.generate
+    say(trainer, {"planner": "the answer is", "solver": "not"})
     (episode,) = trainer.team.run(["1 + 2 ="], seed=1)
+    trainer.parts.runner.generator.generate = generate
     first, second, third = episode.turns
     tokenizers = {name: trainer.parts.runner.prompts.for_agent(name).tokenizer for name in ("planner", "solver")}
     assert tokenizers["solver"].decode(second.prompt_ids).count(first.raw_text) == 1
     assert len(second.prompt_ids) and max(second.prompt_ids) < len(tokenizers["solver"])
     # The planner keeps its own tokens, and reads those of the solver as text
-    own = first.completion_ids[:-1] or first.completion_ids
     text = str(third.prompt_ids)[1:-1]
-    assert str(own)[1:-1] in text and tokenizers["planner"].decode(third.prompt_ids).count(second.raw_text) == 1
+    assert (
+        str(first.completion_ids[:-1])[1:-1] in text
+        and tokenizers["planner"].decode(third.prompt_ids).count(second.raw_text) == 1
+    )
     trainer.train()
 
 
