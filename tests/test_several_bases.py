@@ -105,7 +105,7 @@ def test_two_copies_of_a_model_train_as_one(small_model, tokenizer, tmp_path, ki
         assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize("critic", ["shared", "multi_head", "frozen"])
+@pytest.mark.parametrize("critic", ["shared", pytest.param("multi_head", marks=pytest.mark.slow), "frozen"])
 def test_a_critic_has_a_part_on_each_base(small_model, model_folder, tokenizer, tmp_path, critic):
     """The bases have different widths. A part learns from the turns of the agents on its base."""
     settings = {"advantage": "gae", "critic": critic, "num_generations": 1, "critic_learning_rate": 1e-2}
@@ -489,7 +489,10 @@ def test_missing_and_wrong_bases_are_named(saved, small_model, model_folder):
 # ---- Resume ----
 
 
-@pytest.mark.parametrize("settings", [{}, {"advantage": "gae", "critic": "shared", "num_generations": 1}])
+PPO = {"advantage": "gae", "critic": "shared", "num_generations": 1}
+
+
+@pytest.mark.parametrize("settings", [pytest.param({}, marks=pytest.mark.slow), PPO])
 def test_killed_and_resumed_equals_uninterrupted(small_model, model_folder, tmp_path, settings):
     """In the middle of a generation batch, with a critic on each base."""
     settings = {"max_steps": 4, "steps_per_generation": 2, "num_iterations": 2, "save_strategy": "steps", **settings}
@@ -507,7 +510,7 @@ def test_killed_and_resumed_equals_uninterrupted(small_model, model_folder, tmp_
         assert found[step:] == expected[step:]
 
 
-@pytest.mark.parametrize("second", [None, lora()])
+@pytest.mark.parametrize("second", [None, pytest.param(lora(), marks=pytest.mark.slow)])
 def test_fully_trained_bases_are_resumed_and_the_best_restored(small_model, model_folder, tmp_path, second):
     settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "beta": 0.1, "sync_ref_model": True}
     settings |= {"ref_model_sync_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
@@ -657,7 +660,7 @@ def test_the_plan_names_the_base_of_each_agent(small_model, model_folder, tmp_pa
 # ---- Servers ----
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_each_model_has_its_own_servers(small_model, model_folder, tokenizer, tmp_path, ahead):
     """Also with episodes that are sampled ahead, from older adapters of both."""
     with fake_servers(2) as servers:
