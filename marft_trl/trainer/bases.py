@@ -120,7 +120,7 @@ def check_settings(args: MARFTConfig, groups: Sequence[Sequence[AgentSpec]], sha
     }
     for reason, is_set in refused.items():
         if is_set:
-            raise ValueError(f"{who} set `AgentSpec(model=...)`, so the team has several bases, but {reason}.")
+            raise ValueError(f"The team has several bases (`AgentSpec(model=...)` of {who}), but {reason}.")
 
 
 def load(
