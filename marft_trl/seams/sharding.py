@@ -59,15 +59,16 @@ class WholeAdapters:
         for module in self._whole:
             module.to(self._accelerator.device)  # upstream moves what it shards, and no more
         optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        saved_parameters = [group["params"] for group in groups]
-        for group in groups:
-            group["params"] = []
+        saved_parameters = [[group["params"] for group in optimizer.param_groups] for optimizer in optimizers]
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = []
         try:
             return tuple(self._shard(*args))
         finally:
-            for group, parameters in zip(groups, saved_parameters, strict=True):
-                group["params"] = parameters
+            for optimizer, groups in zip(optimizers, saved_parameters, strict=True):
+                for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+                    group["params"] = parameters
 
 
 def names_of_layers(model: nn.Module) -> list[str]:
