@@ -14,13 +14,13 @@ import dataclasses
 import json
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.tiny import tiny_agents, tiny_dataset, tiny_model, tiny_tokenizer
 
 import torch
+from peers_worker import step
 from peft import LoraConfig
 from transformers.utils import logging
 
@@ -68,12 +68,7 @@ def steps_of(trainer):
     trainer.current_gradient_accumulation_steps = 1
     rows = iter(trainer.get_train_dataloader())
     while True:
-        batch, start = next(rows), time.process_time()
-        trainer.training_step(trainer.model, batch, None)
-        trainer._clip_grad_norm(trainer.model)
-        trainer.optimizer.step()
-        trainer.model.zero_grad()
-        yield time.process_time() - start
+        yield step(trainer, next(rows))
 
 
 def main():

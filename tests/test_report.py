@@ -25,7 +25,7 @@ from marft_trl.workflows import Debate, EnvironmentLoop
 
 import numpy as np
 import pytest
-from transformers import TrainerCallback, set_seed
+from transformers import AutoModelForCausalLM, TrainerCallback, set_seed
 
 from .helpers import config, logged_steps, lora, team_trainer
 
@@ -427,6 +427,21 @@ def test_questions_in_both_sets_log_a_warning(reported, caplog):
     assert comparison.questions_in_both == 6
     assert "6 of the 6 evaluation questions are also training questions" in caplog.text
     assert "6 of the 6 questions are also training questions" in (folder / "report.md").read_text()
+
+
+def test_arms_of_agents_with_different_models(small_model, model_folder, tmp_path):
+    """Without an agent on the first model, an arm trains on the model that is left."""
+    experiment = make_experiment(small_model, tmp_path)
+    reasoner, actor = experiment.agents
+    experiment = experiment.changed(agents=[reasoner, dataclasses.replace(actor, model=model_folder)])
+    arms = {arm.name: arm for arm in make_arms(experiment)}
+    assert arms["shared"].skip_reason == "the agents have different models"
+    for name in ("solo", "without:reasoner"):
+        trainer = arms[name].changed(experiment).trainer()
+        assert trainer.model.name_or_path == model_folder and not trainer.policies.further
+    loaded = AutoModelForCausalLM.from_pretrained(model_folder)
+    with pytest.raises(TypeError, match="`model` of agent 'actor' in an `Experiment`"):
+        experiment.changed(agents=[reasoner, dataclasses.replace(actor, model=loaded)])
 
 
 def test_the_warm_up_of_one_agent_is_that_of_the_team(model_folder, tmp_path):

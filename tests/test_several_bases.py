@@ -17,6 +17,7 @@ from marft_trl.extras.apps import ExternalApp
 from marft_trl.extras.commands import UsageError, main
 from marft_trl.extras.commands.teams import chosen_bases
 from marft_trl.learning.batching import TeamBatcher
+from marft_trl.learning.memory import count_bytes, readable
 from marft_trl.rollout.generator import SampledTurn
 from marft_trl.seams.models import is_checkpointing
 from marft_trl.team import TextDelta, TurnEnded
@@ -651,6 +652,9 @@ def test_the_plan_names_the_base_of_each_agent(small_model, model_folder, tmp_pa
     trainer = team_trainer(small_model, tmp_path, agents=agents_on(model_folder, None))
     plan, memory = trainer.plan(), trainer.memory_plan()
     assert "reasoner: base small-model" in plan and "actor: base warm-model" in plan
+    bases = [loaded(folder) for folder in (small_model, model_folder)]
+    sizes = [readable(count_bytes([*base.parameters(), *base.buffers()])) for base in bases]
+    assert f"of the base of reasoner: {sizes[0]}" in plan and f"of the base of actor: {sizes[1]}" in plan
     weights = [sum(p.numel() for p in loaded(folder).parameters()) * 4 for folder in (small_model, model_folder)]
     assert memory.base >= sum(weights)
     alone = team_trainer(model_folder, tmp_path).memory_plan()

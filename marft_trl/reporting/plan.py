@@ -115,7 +115,12 @@ class Planner:
         return "\n".join(lines[1:])
 
     def _describe_memory(self) -> list[str]:
-        lines = str(self.memory_plan()).splitlines()
+        plans = self._plans()
+        lines = str(MemoryPlan.join(list(plans.values()))).splitlines()
+        for agents, plan in plans.items() if len(plans) > 1 else ():
+            lines.append(
+                f"of the base of {agents}: {memory.readable(plan.base)}, {memory.readable(plan.total)} at once"
+            )
         if self._processes.is_base_sharded:
             sizes = self._shards()
             held, gathered = memory.readable(sizes.held), memory.readable(sizes.gathered)
@@ -130,12 +135,15 @@ class Planner:
         return shard_sizes(model, whole, self._processes.count, 2 if is_half else None)
 
     def memory_plan(self) -> MemoryPlan:
-        rehearsal = self.rehearse(self._example())
-        plans = []
+        return MemoryPlan.join(list(self._plans().values()))
+
+    def _plans(self) -> dict[str, MemoryPlan]:
+        """The plan of each base, by the names of its agents."""
+        rehearsal, plans = self.rehearse(self._example()), {}
         for batcher in dict.fromkeys(self._batchers.values()):
             agents = [agent for agent, own in self._batchers.items() if own is batcher]
-            plans.append(self._plan_base(batcher, agents, rehearsal))
-        return MemoryPlan.join(plans)
+            plans[", ".join(agents)] = self._plan_base(batcher, agents, rehearsal)
+        return plans
 
     def _plan_base(self, batcher: MicroBatcher, agents: Sequence[str], rehearsal: Rehearsal) -> MemoryPlan:
         model, critic = self._policies.get_model(agents[0]), self._critic
