@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 
 from marft_trl import AgentSpec, MARFTConfig, MARFTTrainer, Team, load_adapters
-from marft_trl.episodes.records import Turn
+from marft_trl.episodes.records import Episode, Request, Turn
 from marft_trl.prompts.builder import PromptBuilder
 from marft_trl.prompts.chat_template import ChatTemplate, EarlierReasoning
 from marft_trl.prompts.tool_calls import prepare_tools
@@ -72,7 +72,9 @@ def is_right(tokenizer):
 
     question = [{"role": "user", "content": "1 + 1?"}]
     turns = [Turn("planner", "Add them.", 0), Turn("solver", "2", 1), Turn("planner", "Sure?", 2)]
-    (shown,) = PromptBuilder(tokenizer, tokenize).build([(TEAM[1], question, turns)])
+    (shown,) = PromptBuilder(ChatTemplate(tokenizer), tokenize, TEAM).build(
+        [Request(Episode(question, {}, 0), TEAM[1].name, turns)]
+    )
     return tokenizer.decode(shown.ids) == tokenizer.apply_chat_template(
         shown.content, tokenize=False, add_generation_prompt=True
     )

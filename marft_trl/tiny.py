@@ -26,9 +26,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from .agents import AgentSpec
 from .episodes.collector import collect
-from .episodes.records import Request, Seen, TeamContext, Turn
+from .episodes.records import Episode, Request, Seen, TeamContext, Turn
 from .episodes.state import EpisodeState
 from .prompts.builder import PromptBuilder
+from .prompts.chat_template import ChatTemplate
 from .workflows import Workflow
 
 
@@ -143,14 +144,16 @@ def exact_answer(completions, solution, **kwargs) -> list[float]:
 
 def _demonstrations(tokenizer, seed: int) -> Iterator[tuple[list[int], list[int]]]:
     """Endless demonstrations of the reasoner and the actor on training questions: `(prompt_ids, completion_ids)`."""
-    reasoner, actor = tiny_agents()
-    builder = _prompt_builder(tokenizer)
+    builder = _prompt_builder(tokenizer, tiny_agents())
     draw = random.Random(seed)
     while True:
         rows = questions(256, seed=2 * draw.randrange(10**9))
+        episodes = [Episode(row["prompt"], row, index) for index, row in enumerate(rows)]
         steps = [Turn("reasoner", row["steps"], index=0) for row in rows]
-        plans = builder.build([(reasoner, row["prompt"], ()) for row in rows])
-        answers = builder.build([(actor, row["prompt"], (turn,)) for row, turn in zip(rows, steps, strict=True)])
+        plans = builder.build([Request(episode, "reasoner") for episode in episodes])
+        answers = builder.build(
+            [Request(episode, "actor", (turn,)) for episode, turn in zip(episodes, steps, strict=True)]
+        )
         for row, plan, answer in zip(rows, plans, answers, strict=True):
             yield plan.ids, [*tokenizer(_with_slip(row["steps"], draw))["input_ids"], tokenizer.eos_token_id]
             yield answer.ids, [*tokenizer(_with_slip(row["solution"], draw))["input_ids"], tokenizer.eos_token_id]
@@ -176,29 +179,27 @@ def scripted_turns(
     Endless turns of scripted agents in a workflow, as demonstrations `(prompt_ids, completion_ids)` for [`warm_up`].
     `rows(draw)` returns a dataset row, and `reply(episode, agent, seen, draw)` the text of the agent's turn.
     """
-    builder = _prompt_builder(tokenizer)
-    specs, draw = {agent.name: agent for agent in agents}, random.Random(seed)
+    builder, draw = _prompt_builder(tokenizer, agents), random.Random(seed)
     while True:
         demonstrations: list[tuple[list[int], list[int]]] = []
 
         def answer(requests: Sequence[Request], demonstrations: list = demonstrations) -> list[Turn]:
-            queries = [(specs[request.agent], request.episode.prompt, request.seen) for request in requests]
             texts = [reply(request.episode, request.agent, request.seen, draw) for request in requests]
-            for observation, text in zip(builder.build(queries), texts, strict=True):
+            for observation, text in zip(builder.build(requests), texts, strict=True):
                 written = tokenizer(text, add_special_tokens=False)["input_ids"]
                 demonstrations.append((observation.ids, [*written, tokenizer.eos_token_id]))
             return [request.make_turn(text) for request, text in zip(requests, texts, strict=True)]
 
-        collect(workflow, [rows(draw) for _ in range(64)], TeamContext(tuple(specs)), answer)
+        collect(workflow, [rows(draw) for _ in range(64)], TeamContext(tuple(builder.agents)), answer)
         draw.shuffle(demonstrations)
         yield from demonstrations
 
 
-def _prompt_builder(tokenizer) -> PromptBuilder:
+def _prompt_builder(tokenizer, agents: Sequence[AgentSpec]) -> PromptBuilder:
     def tokenize(prompts):
         return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
 
-    return PromptBuilder(tokenizer, tokenize)
+    return PromptBuilder(ChatTemplate(tokenizer), tokenize, agents)
 
 
 def warm_up(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from marft_trl import MARFTConfig, MARFTTrainer
 from marft_trl.episodes import collector
-from marft_trl.episodes.records import TeamContext
+from marft_trl.episodes.records import Episode, Request, RequestedTurn, TeamContext
 from marft_trl.episodes.tools import ToolLimits
 from marft_trl.prompts.builder import Observation
 from marft_trl.system.event_loop import finished
@@ -271,6 +271,16 @@ def add(a: int, b: int) -> int:
         b: the second
     """
     return a + b
+
+
+def build_observation(prompts, agent, prompt, seen=(), functions=(), after=None, messages=None):
+    """Return what a prompt builder shows to an agent, an `AgentSpec`."""
+    prompts.agents[agent.name] = agent
+    requested_turn = None if messages is None else RequestedTurn(messages)
+    episode = Episode(prompt, {}, 0)
+    request = Request(episode, agent.name, tuple(seen), tuple(functions), after, requested_turn=requested_turn)
+    (observation,) = prompts.build([request])
+    return observation
 
 
 def ended(episodes, cut=()):

@@ -14,6 +14,7 @@ from marft_trl.adapters.manifest import MANIFEST_NAME
 from marft_trl.agents import check_team
 from marft_trl.config.team_setup import TeamSetup
 from marft_trl.episodes.guard import EpisodeError
+from marft_trl.episodes.records import Episode, Request
 from marft_trl.episodes.rerun import Rerun
 from marft_trl.reporting.reporter import GameMetrics
 from marft_trl.workflows import EnvironmentLoop, Sequential, Workflow, together
@@ -357,11 +358,11 @@ def test_functions_have_no_window(model_folder, tmp_path):
     """No model reads their prompts, unless a critic does."""
     trainer = trainer_of(model_folder, tmp_path, AgentSpec("right", reply=parrot))
     trainer.parts.runner.prompts.window_size = 40
-    spec = trainer.agents[1]
-    (observation,) = trainer.parts.runner.observe([(spec, "many " * 100, (), ())])
+    question = Episode("many " * 100, {}, 0)
+    (observation,) = trainer.parts.runner.observe([Request(question, "right")])
     assert len(observation.ids) > 40
     with pytest.raises(ValueError, match="window"):
-        trainer.parts.runner.observe([(trainer.agents[0], "many " * 100, (), ())])
+        trainer.parts.runner.observe([Request(question, trainer.agents[0].name)])
     long = AgentSpec("right", reply=parrot, max_completion_length=500)
     unseen = {"workflow": EnvironmentLoop(Alternating, turns="one", shows="own")}
     short, long = (trainer_of(model_folder, tmp_path, agent, arguments=unseen) for agent in (trainer.agents[1], long))

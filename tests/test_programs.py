@@ -8,7 +8,8 @@ from dataclasses import replace
 from marft_trl import AgentSpec, Turn, Workflow, workflows
 from marft_trl.episodes import Feedback
 from marft_trl.episodes.tools import ToolCall
-from marft_trl.prompts.builder import PromptBuilder, Query
+from marft_trl.prompts.builder import PromptBuilder
+from marft_trl.prompts.chat_template import ChatTemplate
 from marft_trl.prompts.tool_calls import prepare_template
 from marft_trl.reporting.transcripts import Transcript
 from marft_trl.workflows import EnvironmentLoop, rehearse, together
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .helpers import collect, team_trainer, varied_reward
+from .helpers import build_observation, collect, team_trainer, varied_reward
 from .test_tools import TOKENIZER, add
 
 
@@ -67,15 +68,10 @@ class Program(Workflow):
 def play(program, rows):
     """Episodes with real prompts; every turn has a unique tag, and the caller calls its tool once per turn."""
     build = builder()
-    specs = {agent.name: agent for agent in AGENTS}
 
     def answer(requests):
-        queries = [
-            Query(specs[request.agent], request.episode.prompt, request.seen, request.functions, request.after)
-            for request in requests
-        ]
         taken, turns = Counter(), []
-        for request, observation in zip(requests, build.build(queries), strict=True):
+        for request, observation in zip(requests, build.build(requests), strict=True):
             number = len(request.episode.turns) + taken[request.episode.index]
             taken[request.episode.index] += 1
             calls = (ToolCall("add", {"a": 70 + number, "b": 0}),) if request.functions and not request.after else ()
@@ -87,7 +83,14 @@ def play(program, rows):
         return turns
 
     tools = {agent.name: agent.functions for agent in AGENTS if agent.functions}
-    return collect(program, [{"prompt": f"q{index}"} for index in range(rows)], list(specs), answer, None, tools)
+    return collect(
+        program,
+        [{"prompt": f"q{index}"} for index in range(rows)],
+        [agent.name for agent in AGENTS],
+        answer,
+        None,
+        tools,
+    )
 
 
 def tokenize(prompts, functions=()):
@@ -207,7 +210,7 @@ def can_be_shown(text):
     """Whether prompts with the text as a turn, feedback and a tool result have no additional control tokens."""
     counts = []
     for words in (text, "a"):
-        observations = builder().build([(agent, "q", turns_and_feedback(words)) for agent in AGENTS[:2]])
+        observations = [build_observation(builder(), agent, "q", turns_and_feedback(words)) for agent in AGENTS[:2]]
         counts.append(
             [sum(index in TOKENIZER.added_tokens_decoder for index in observation.ids) for observation in observations]
         )
@@ -216,7 +219,9 @@ def can_be_shown(text):
 
 @functools.cache
 def builder():
-    return PromptBuilder(TOKENIZER, tokenize, chat_template=prepare_template(TOKENIZER, "x"), end_token_ids=[2])
+    return PromptBuilder(
+        ChatTemplate(TOKENIZER, prepare_template(TOKENIZER, "x")), tokenize, AGENTS, end_token_ids=[2]
+    )
 
 
 def turns_and_feedback(text):

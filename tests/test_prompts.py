@@ -3,8 +3,8 @@
 from marft_trl import AgentSpec, Turn
 from marft_trl.config.dataset_checks import check_prompts
 from marft_trl.learning.batching import collate
-from marft_trl.prompts.builder import PromptBuilder, Query, Window
-from marft_trl.prompts.chat_template import PlainEncoder, naming_templates
+from marft_trl.prompts.builder import PromptBuilder, Window
+from marft_trl.prompts.chat_template import ChatTemplate, PlainEncoder, naming_templates
 from marft_trl.prompts.views import merge_consecutive, team_view
 from marft_trl.tiny import tiny_tokenizer
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jinja2.exceptions import SecurityError
 from transformers import PreTrainedTokenizerFast
 
-from .helpers import by_hand, calling, team_trainer
+from .helpers import build_observation, by_hand, calling, team_trainer
 from .tokenizers_and_templates import chat_template
 
 
@@ -33,7 +33,7 @@ def builder(tokenizer, **settings) -> PromptBuilder:
     def tokenize(prompts):
         return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
 
-    return PromptBuilder(tokenizer, tokenize, **settings)
+    return PromptBuilder(ChatTemplate(tokenizer), tokenize, **settings)
 
 
 TOKENIZER = fancy_tokenizer()
@@ -68,7 +68,7 @@ def test_templates_that_demand_alternating_roles_and_know_no_system():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = chat_template("gemma")
     turns = [Turn("reasoner", "plan", 0), Turn("critic", "fine", 1)]
-    (observation,) = builder(tokenizer).build([(AgentSpec("actor", system_prompt="Act."), "Q", turns)])
+    observation = build_observation(builder(tokenizer), AgentSpec("actor", system_prompt="Act."), "Q", turns)
     text = tokenizer.decode(observation.ids)
     assert "Act.\n\nQ\n\n[reasoner]\nplan\n\n[critic]\nfine" in text
     assert text.count("<start_of_turn>user") == 1 and text.endswith("<start_of_turn>model\n")
@@ -88,10 +88,10 @@ def test_messages_that_only_call_tools_or_reason_are_shown_as_the_template_shows
     tokenizer.chat_template = chat_template(family)
     prompt = with_call({"content": "", "reasoning_content": "Add."}, {"role": "assistant", "content": "2"})
     check_prompts([{"prompt": prompt}], "train_dataset")
-    (observation,) = builder(tokenizer).build([(AgentSpec("actor"), prompt, [])])
+    observation = build_observation(builder(tokenizer), AgentSpec("actor"), prompt, [])
     whole = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(observation.ids) == whole
-    (observation,) = builder(tokenizer).build([(AgentSpec("actor"), prompt, [Turn("planner", "Yes.", 0)])])
+    observation = build_observation(builder(tokenizer), AgentSpec("actor"), prompt, [Turn("planner", "Yes.", 0)])
     assert "[planner]" in str(observation.content[-1])  # rendered in pieces, as texts of models are
     whole = tokenizer.apply_chat_template(observation.content, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(observation.ids) == whole
@@ -107,16 +107,16 @@ def test_results_and_calls_that_a_template_does_not_show_are_not_lost(text, othe
     )
     prompt = with_call({"content": text})
     if text:
-        (observation,) = builder(tokenizer).build([(AgentSpec("actor"), prompt, [])])
+        observation = build_observation(builder(tokenizer), AgentSpec("actor"), prompt, [])
         assert "[tool]\n42" in tokenizer.decode(observation.ids)
     else:
         with pytest.raises(ValueError, match="Message 1 of a prompt contains only tool calls, which the chat templ"):
-            builder(tokenizer).build([(AgentSpec("actor"), prompt, [])])
+            build_observation(builder(tokenizer), AgentSpec("actor"), prompt, [])
 
 
 def test_generated_control_tokens_are_shown_spelled_out(tokenizer):
     turn = Turn("reasoner", "a b", 0, raw_text="a <|im_start|>b")
-    (observation,) = builder(tokenizer).build([(AgentSpec("actor"), "Q", [turn])])
+    observation = build_observation(builder(tokenizer), AgentSpec("actor"), "Q", [turn])
     assert "a <|im_start|>b" in tokenizer.decode(observation.ids)
     assert observation.ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
 
@@ -126,15 +126,16 @@ def test_a_template_that_drops_messages_is_refused():
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     turns = [Turn("actor", "a", 0), Turn("judge", "b", 1)]
     with pytest.raises(ValueError, match="drops or changes messages"):
-        builder(tokenizer).build([(AgentSpec("actor", system_prompt="x"), "Q", turns)])
+        build_observation(builder(tokenizer), AgentSpec("actor", system_prompt="x"), "Q", turns)
 
 
 def test_without_a_chat_template_everything_is_text():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    build = PromptBuilder(tokenizer, lambda prompts: tokenizer(prompts)["input_ids"])
+    build = PromptBuilder(ChatTemplate(tokenizer), lambda prompts: tokenizer(prompts)["input_ids"])
     agent = AgentSpec("actor", system_prompt="Act.")
-    fresh, later = build.build([(agent, "Q", []), (agent, "Q", [Turn("reasoner", "<|im_end|>plan", 0)])])
+    fresh = build_observation(build, agent, "Q")
+    later = build_observation(build, agent, "Q", [Turn("reasoner", "<|im_end|>plan", 0)])
     assert tokenizer.decode(fresh.ids) == "Act.\n\nQ"
     assert tokenizer.decode(later.ids) == "Act.\n\nQ\n\n[reasoner]\n<|im_end|>plan"
     assert tokenizer.eos_token_id not in later.ids
@@ -143,16 +144,16 @@ def test_without_a_chat_template_everything_is_text():
 def test_long_observations_raise_or_drop_whole_turns(tokenizer):
     turns = [Turn("reasoner", "steps " * 10, 0), Turn("critic", "answer " * 10, 1)]
     agent = AgentSpec("actor")
-    (whole,) = builder(tokenizer).build([(agent, "Q", turns)])
+    whole = build_observation(builder(tokenizer), agent, "Q", turns)
     window = len(whole.ids) + 5
-    assert not builder(tokenizer, window=Window(window, {"actor": 5})).build([(agent, "Q", turns)])[0].dropped
+    assert not build_observation(builder(tokenizer, window=Window(window, {"actor": 5})), agent, "Q", turns).dropped
     with pytest.raises(ValueError, match="'actor'.*window"):
-        builder(tokenizer, window=Window(window - 1, {"actor": 5})).build([(agent, "Q", turns)])
+        build_observation(builder(tokenizer, window=Window(window - 1, {"actor": 5})), agent, "Q", turns)
     tight = builder(tokenizer, window=Window(window - 1, {"actor": 5}, "drop_oldest_turn"))
-    (cut,) = tight.build([(agent, "Q", turns)])
+    cut = build_observation(tight, agent, "Q", turns)
     assert cut.dropped == 1 and cut.seen == [turns[1]] and "steps" not in tokenizer.decode(cut.ids)
     with pytest.raises(ValueError, match="window"):
-        tight.build([(agent, "Q " * 300, turns)])
+        build_observation(tight, agent, "Q " * 300, turns)
 
 
 def test_views_of_the_user_are_encoded_without_control_tokens(tokenizer):
@@ -160,7 +161,7 @@ def test_views_of_the_user_are_encoded_without_control_tokens(tokenizer):
         return [{"role": "user", "content": "said: " + seen[0].text}]
 
     turn = Turn("reasoner", "<|im_end|>", 0)
-    (observation,) = builder(tokenizer, view=view).build([(AgentSpec("actor"), "Q", [turn])])
+    observation = build_observation(builder(tokenizer, view=view), AgentSpec("actor"), "Q", [turn])
     assert observation.ids.count(tokenizer.eos_token_id) == 1
 
 
@@ -196,7 +197,7 @@ def test_a_hostile_template_runs_in_the_sandbox_of_transformers():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(ValueError, match="SecurityError") as raised:
-        builder(tokenizer).build([(AgentSpec("solo"), "q", ())])
+        build_observation(builder(tokenizer), AgentSpec("solo"), "q", ())
     assert isinstance(raised.value.__cause__, SecurityError)
 
 
@@ -214,7 +215,7 @@ def test_a_conversation_is_rendered_as_often_whatever_its_length():
     prompts.template.render = lambda *args, **kwargs: rendered.append(1) or render(*args, **kwargs)
     messages = [{"role": "user", "content": "q"}]
     for number in range(8):
-        (prompt,) = prompts.build([Query(agent, "q", (), (), messages=messages)])
+        prompt = build_observation(prompts, agent, "q", (), (), messages=messages)
         counts.append(len(rendered))
         ids = [*tokenizer("yes", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         fields = {"observation": prompt.content, "prompt_ids": tuple(prompt.ids), "completion_ids": tuple(ids)}

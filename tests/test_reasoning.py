@@ -7,7 +7,7 @@ from marft_trl.tiny import tiny_tokenizer
 
 import pytest
 
-from .helpers import team_trainer
+from .helpers import build_observation, team_trainer
 from .tokenizers_and_templates import chat_template
 
 
@@ -18,7 +18,7 @@ CHANNELS = "<|channel|>analysis<|message|>first 3, then 4<|end|><|start|>assista
 
 def builder(source, **options):
     tokenizer = tiny_tokenizer()
-    return PromptBuilder(tokenizer, tokenize=lambda *_: pytest.fail("not alike"), chat_template=source, **options)
+    return PromptBuilder(ChatTemplate(tokenizer, source), tokenize=lambda *_: pytest.fail("not alike"), **options)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,8 @@ def test_agents_see_answers_without_reasoning(source, text):
     for agent in (planner, solver):
         prompt = [{"role": "user", "content": "3+4"}]
         answers_only, with_reasoning = (
-            builder(source, show_reasoning=on).build([(agent, prompt, (turn,))])[0].content for on in (False, True)
+            build_observation(builder(source, show_reasoning=on), agent, prompt, (turn,)).content
+            for on in (False, True)
         )
         assert "7." in str(answers_only) and "first 3" not in str(answers_only) and "think" not in str(answers_only)
         assert "first 3" in str(with_reasoning)
@@ -56,7 +57,7 @@ def test_earlier_turns_match_the_chat_template():
     """A planner's second prompt, token for token as of a conversation that goes through the template."""
     tokenizer, planner = tiny_tokenizer(), AgentSpec("planner")
     turns = [Turn("planner", TAGGED, index=0), Turn("solver", "Are you sure?", index=1)]
-    (observation,) = builder(QWEN3).build([(planner, [{"role": "user", "content": "3+4"}], turns)])
+    observation = build_observation(builder(QWEN3), planner, [{"role": "user", "content": "3+4"}], turns)
     messages = [{"role": "user", "content": "3+4"}, {"role": "assistant", "content": TAGGED}, observation.content[-1]]
     whole = tokenizer.apply_chat_template(messages, chat_template=QWEN3, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(observation.ids) == tokenizer.decode(

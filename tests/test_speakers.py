@@ -9,14 +9,14 @@ import unicodedata
 from marft_trl import AgentSpec, Turn
 from marft_trl.episodes.records import Feedback
 from marft_trl.prompts.builder import PromptBuilder, is_single_agent
-from marft_trl.prompts.chat_template import PlainEncoder
+from marft_trl.prompts.chat_template import ChatTemplate, PlainEncoder
 from marft_trl.prompts.views import _FIRST_CHARACTERS, _normalize, quote_speaker_lines
 from marft_trl.tiny import tiny_tokenizer
 from marft_trl.workflows import EnvironmentLoop, Sequential
 
 import pytest
 
-from .helpers import grows_linearly, team_trainer
+from .helpers import build_observation, grows_linearly, team_trainer
 from .test_environment import Countdown
 from .tokenizers_and_templates import FAMILIES, KINDS, PLAIN_MARKS, READS_NO_LINES, tokenizer_of
 
@@ -79,7 +79,7 @@ def prompts_of(tokenizer, is_single_agent=False):
         ]
         return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
 
-    return PromptBuilder(tokenizer, tokenize, is_single_agent=is_single_agent)
+    return PromptBuilder(ChatTemplate(tokenizer), tokenize, is_single_agent=is_single_agent)
 
 
 def control_ids(tokenizer, ids):
@@ -108,7 +108,7 @@ def observe(prompts, task, other, result, feedback, own="fine"):
         Feedback(result, "tool", 2, tool="search", audience="solver"),
     ]
     task = [{"role": "user", "content": task}]
-    (observation,) = prompts.build([(AgentSpec("solver", system_prompt="Solve."), task, seen)])
+    observation = build_observation(prompts, AgentSpec("solver", system_prompt="Solve."), task, seen)
     return observation.ids
 
 
@@ -124,8 +124,8 @@ def assert_nothing_is_forged(kind, family, texts):
             assert speakers(tokenizer, ids) == speakers(tokenizer, benign), texts[start : start + 4]
         own = observe(prompts, "x", "x", "x", "x", own=texts[start])
         assert control_ids(tokenizer, own) == control_ids(tokenizer, benign), texts[start]
-        (first,) = prompts.build([(AgentSpec("solver"), texts[start], [])])
-        (plain,) = prompts.build([(AgentSpec("solver"), "x", [])])
+        first = build_observation(prompts, AgentSpec("solver"), texts[start], [])
+        plain = build_observation(prompts, AgentSpec("solver"), "x", [])
         assert control_ids(tokenizer, first.ids) == control_ids(tokenizer, plain.ids), texts[start]
         assert kind in READS_NO_LINES or not speakers(tokenizer, first.ids), texts[start]
 
@@ -163,7 +163,7 @@ def test_results_of_an_agents_own_call_cannot_name_speakers(kind, family):
     def ids(result):
         call = Turn("solver", "call", 0, observation=[{"role": "user", "content": "Q"}], prompt_ids=[5, 6])
         feedback = Feedback(result, "tool", 0, tool="search", audience="solver")
-        (observation,) = prompts.build([(AgentSpec("solver"), "Q", [call, feedback], (search,), call)])
+        observation = build_observation(prompts, AgentSpec("solver"), "Q", [call, feedback], (search,), call)
         return observation.ids
 
     benign = ids("x")
@@ -175,10 +175,10 @@ def test_results_of_an_agents_own_call_cannot_name_speakers(kind, family):
 
 def test_without_a_template_an_agents_own_turns_cannot_name_speakers():
     tokenizer, draw = tokenizer_of("unigram", "llama3"), random.Random(0)
-    prompts = PromptBuilder(tokenizer, tokenize=None, keeps_text_prompts=True)
+    prompts = PromptBuilder(ChatTemplate(tokenizer), tokenize=None, keeps_text_prompts=True)
     for text in [hostile(draw) for _ in range(100)]:
         seen = [Turn("solver", text, 0), Turn("planner", text, 1)]
-        (observation,) = prompts.build([(AgentSpec("solver"), text, seen)])
+        observation = build_observation(prompts, AgentSpec("solver"), text, seen)
         assert speakers(tokenizer, observation.ids) == ["[solver]", "[planner]"], text
 
 
@@ -187,7 +187,7 @@ def test_a_lone_agent_is_prompted_as_in_trl():
     prompts = prompts_of(tokenizer, is_single_agent=True)
     for text in [hostile(draw) for _ in range(20)]:
         task = [{"role": "user", "content": text}]
-        (observation,) = prompts.build([(AgentSpec("solver"), task, [])])
+        observation = build_observation(prompts, AgentSpec("solver"), task, [])
         rendered = tokenizer.apply_chat_template(task, add_generation_prompt=True, tokenize=False)
         assert observation.ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
@@ -212,13 +212,15 @@ def test_other_fields_of_a_prompt_cannot_spell_control_tokens(message):
     prompt = [{"role": "system", "content": "x", "name": None}, message]
     error = "Message 1 of a prompt has the field '(role|name|tool_calls)' .* control token"
     with pytest.raises(ValueError, match=error):
-        prompts.build([(AgentSpec("solver"), prompt, [])])
+        build_observation(prompts, AgentSpec("solver"), prompt, [])
 
 
 def test_a_prompt_of_parts_is_refused():
     prompts = prompts_of(tokenizer_of("byte_level", "qwen3"))
     with pytest.raises(ValueError, match="Message 0 of a prompt has the content .* not a string"):
-        prompts.build([(AgentSpec("solver"), [{"role": "user", "content": [{"type": "text", "text": "x"}]}], [])])
+        build_observation(
+            prompts, AgentSpec("solver"), [{"role": "user", "content": [{"type": "text", "text": "x"}]}], []
+        )
 
 
 @pytest.mark.slow
@@ -308,7 +310,7 @@ def test_results_between_plain_marks_are_warned_of():
 
 def test_tokenizers_without_line_breaks_or_templates_are_warned_of():
     assert "line breaks as spaces" in gap_of(tokenizer_of("wordpiece", "qwen3"))
-    prompts = PromptBuilder(tokenizer_of("byte_level", "qwen3"), tokenize=None, keeps_text_prompts=True)
+    prompts = PromptBuilder(ChatTemplate(tokenizer_of("byte_level", "qwen3")), tokenize=None, keeps_text_prompts=True)
     assert "no chat template" in prompts.find_protection_gap(uses_tools=False)
 
 
@@ -327,7 +329,7 @@ def test_fields_that_datasets_fills_with_none_are_ignored():
     prompts = prompts_of(tokenizer)
     for task in ({"role": "user", "content": "hi", "name": None}, {"role": "user"}, {"role": "user", "content": None}):
         for seen in ([], [Turn("planner", "plan", 0)]):
-            (observation,) = prompts.build([(AgentSpec("solver"), [{"content": None, **task}], seen)])
+            observation = build_observation(prompts, AgentSpec("solver"), [{"content": None, **task}], seen)
             assert tokenizer.decode(observation.ids).count("<start_of_turn>user") == 1
 
 
@@ -349,7 +351,7 @@ def test_a_spelled_unknown_token_is_a_control_token():
     tokenizer = copy.deepcopy(tokenizer_of("wordpiece", "qwen3"))
     message = {"role": "user", "name": "\u6f22", "content": "\u6f22"}
     assert tokenizer.unk_token_id in tokenizer("\u6f22")["input_ids"]  # and not refused
-    prompts_of(tokenizer).build([(AgentSpec("solver"), [message], [Turn("planner", "\u6f22", 0)])])
+    build_observation(prompts_of(tokenizer), AgentSpec("solver"), [message], [Turn("planner", "\u6f22", 0)])
     tokenizer.eos_token = tokenizer.unk_token
     encode = PlainEncoder(tokenizer)
     spells = encode.contains_control_token

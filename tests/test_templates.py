@@ -11,7 +11,7 @@ from marft_trl.episodes.records import TOOL, Feedback
 from marft_trl.episodes.tools import ToolCall
 from marft_trl.extras.apps import ExternalApp, chat
 from marft_trl.prompts import team_view
-from marft_trl.prompts.builder import PromptBuilder, Query
+from marft_trl.prompts.builder import PromptBuilder
 from marft_trl.prompts.chat_template import ChatTemplate
 from marft_trl.prompts.tool_calls import prepare_template
 from marft_trl.rollout.generator import SampledTurn
@@ -22,7 +22,7 @@ import pytest
 from tokenizers import AddedToken
 from trl.chat_template_utils import supports_tool_calling
 
-from .helpers import add, collect
+from .helpers import add, build_observation, collect
 from .test_applications import SCHEMA, Client, user
 from .tokenizers_and_templates import chat_template
 
@@ -113,7 +113,7 @@ class Family:
             return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
         template = ChatTemplate(self.tokenizer, self.source)
-        return PromptBuilder(self.tokenizer, tokenize, chat_template=template, end_token_ids=self.ends)
+        return PromptBuilder(template, tokenize, end_token_ids=self.ends)
 
 
 # System prompt, question, result of a tool, further question
@@ -148,8 +148,8 @@ def test_prompts_are_the_conversation_as_the_template_renders_it(name, contents)
         (request,) = requests
         tools = tuple(request.requested_turn.tools)
         messages = request.requested_turn.messages
-        (observation,) = builder.build([Query(agent, "q", request.seen, tools, messages=messages)])
-        (served_observation,) = served.build([Query(agent, "q", (), tools, messages=received[-1])])
+        observation = build_observation(builder, agent, "q", request.seen, tools, messages=messages)
+        served_observation = build_observation(served, agent, "q", (), tools, messages=received[-1])
         training_prompts.append(observation.problem or family.tokenizer.decode(observation.ids))
         whole = family.render(conversation, add_generation_prompt=True)
         assert observation.ids == family.tokenizer(whole, add_special_tokens=False)["input_ids"]
@@ -182,9 +182,9 @@ def test_prompts_are_the_conversation_as_the_template_renders_it(name, contents)
     if family.has_tools:
         sampled = (*turns[0].prompt_ids, *turns[0].completion_ids)
         assert turns[1].prompt_ids[: len(sampled)] == sampled
-        (observation,) = builder.build([Query(agent, start, visible_turns[:2], tools, turns[0])])
+        observation = build_observation(builder, agent, start, visible_turns[:2], tools, turns[0])
         assert family.tokenizer.decode(observation.ids) == rendered_prompts[1]
-    (observation,) = builder.build([Query(agent, start, (*visible_turns, Turn("ben", second_question, 9)), tools)])
+    observation = build_observation(builder, agent, start, (*visible_turns, Turn("ben", second_question, 9)), tools)
     conversation[-2:] = [user(f"[ben]\n{second_question}")]
     answers = [turn if turn["role"] != "assistant" else without_reasons(turn) for turn in conversation]
     possible = [family.render(messages, add_generation_prompt=True) for messages in (conversation, answers)]
@@ -205,14 +205,14 @@ def test_a_list_that_a_tool_returns_is_shown_as_the_template_shows_lists(name):
     question = "3+4?"
     builder, start = family.builder(), [user(question)]
     message = family.said("", "" if "nothink" in name else "3", [CALL])
-    (first_observation,) = builder.build([Query(agent, start, (), (add,))])
+    first_observation = build_observation(builder, agent, start, (), (add,))
     ids = tuple(family.sampled(message))
     fields = {"observation": start, "prompt_ids": tuple(first_observation.ids), "completion_ids": ids}
     text = family.tokenizer.decode(ids)
     turn = Turn("ann", text, 0, raw_text=text, tool_calls=(ToolCall("add", {"a": 3, "b": 4}),), **fields)
     for elements in LISTS:
         result = Feedback(str(elements), TOOL, tool="add", audience="ann", elements=elements)
-        (observation,) = builder.build([Query(agent, start, (turn, result), (add,), turn)])
+        observation = build_observation(builder, agent, start, (turn, result), (add,), turn)
         result = {"role": "tool", "name": "add", "content": str(elements)}
         as_text = family.render([*start, message, result], True)
         try:
@@ -229,7 +229,7 @@ def test_a_list_that_a_tool_returns_is_shown_as_the_template_shows_lists(name):
 def test_keys_and_strings_of_a_list_cannot_become_control_tokens():
     family, agent = Family("gptoss"), AgentSpec("ann")
     builder, start = family.builder(), [user("3+4?")]
-    (first_observation,) = builder.build([Query(agent, start, (), (add,))])
+    first_observation = build_observation(builder, agent, start, (), (add,))
     ids = tuple(family.sampled(family.said("", "3", [CALL])))
     fields = {"observation": start, "prompt_ids": tuple(first_observation.ids), "completion_ids": ids}
     turn = Turn("ann", "", 0, tool_calls=(ToolCall("add", {"a": 3, "b": 4}),), **fields)
@@ -237,7 +237,7 @@ def test_keys_and_strings_of_a_list_cannot_become_control_tokens():
     for word in ("plain", family.end):
         for elements in ([word], [{"a": word}], [{word: 1}]):
             result = Feedback(str(elements), TOOL, tool="add", audience="ann", elements=elements)
-            (observation,) = builder.build([Query(agent, start, (turn, result), (add,), turn)])
+            observation = build_observation(builder, agent, start, (turn, result), (add,), turn)
             counts.append(observation.ids.count(family.ends[0]))
     assert len(set(counts)) == 1
 
@@ -263,11 +263,11 @@ def test_views_that_wrap_the_default_read_texts_of_lists():
         return [{**message, "content": message["content"].strip()} for message in team_view(agent, prompt, seen)]
 
     builder, agent = family.builder(), AgentSpec("ann", view=view)
-    (first_observation,) = builder.build([Query(agent, [user("q")], (), (add,))])
+    first_observation = build_observation(builder, agent, [user("q")], (), (add,))
     calls = (ToolCall("add", {"a": 3, "b": 4}),)
     turn = Turn("ann", "x", 0, raw_text="x", prompt_ids=tuple(first_observation.ids), tool_calls=calls)
     result = Feedback("['x']", TOOL, tool="add", audience="ann", elements=["x"])
-    (observation,) = builder.build([Query(agent, [user("q")], (turn, result), (add,))])
+    observation = build_observation(builder, agent, [user("q")], (turn, result), (add,))
     assert "['x']" in family.tokenizer.decode(observation.ids)
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from marft_trl import AgentSpec, Sequential, Team, Workflow
 from marft_trl.episodes.tools import ToolCall, ToolLimits, call_tool, call_tools
 from marft_trl.prompts import team_view
-from marft_trl.prompts.builder import PromptBuilder, Query, Window
+from marft_trl.prompts.builder import PromptBuilder, Window
+from marft_trl.prompts.chat_template import ChatTemplate
 from marft_trl.prompts.tool_calls import call_opening, call_pattern, parse_calls, prepare_template
 from marft_trl.rollout.generator import SampledTurn
 from marft_trl.tiny import tiny_model, tiny_tokenizer
@@ -28,6 +29,7 @@ from .helpers import (
     StopAt,
     add,
     began_at,
+    build_observation,
     by_hand,
     collect,
     earned,
@@ -356,19 +358,19 @@ def test_an_agent_goes_on_with_the_very_tokens_of_trl(model_folder, tmp_path):
         grpo.tools = list(functions)
         return grpo._tokenize_prompts(prompts)[0]
 
-    build = PromptBuilder(tokenizer, tokenize, chat_template=template, end_token_ids=[tokenizer.eos_token_id])
+    build = PromptBuilder(ChatTemplate(tokenizer, template), tokenize, end_token_ids=[tokenizer.eos_token_id])
     agent = AgentSpec("solver", tools=[add])
     prompt = ROWS[0]["prompt"]
-    (first,) = build.build([Query(agent, prompt, (), (add,))])
+    first = build_observation(build, agent, prompt, (), (add,))
     assert '"name": "add"' in tokenizer.decode(first.ids)
     episode = rehearse(Sequential(), ["solver"], calculates, prompt, {"solver": [add, fail]})
     call, _ = episode.turns
     call = replace(call, prompt_ids=first.ids, completion_ids=ids_of(CALL))
-    (second,) = build.build([Query(agent, prompt, (call, *episode.feedback), (add,), call)])
+    second = build_observation(build, agent, prompt, (call, *episode.feedback), (add,), call)
     messages = [{"role": "tool", "name": feedback.tool, "content": feedback.text} for feedback in episode.feedback]
     assert second.ids == [*first.ids, *ids_of(CALL), *grpo._get_tool_suffix_ids(messages)]
     call = replace(call, completion_ids=ids_of(CALL)[:-1])  # ended by a stop text
-    assert build.build([Query(agent, prompt, (call, *episode.feedback), (add,), call)])[0].ids == second.ids
+    assert build_observation(build, agent, prompt, (call, *episode.feedback), (add,), call).ids == second.ids
     assert [message["role"] for message in second.content] == ["user", "assistant", "tool", "tool"]
 
 
@@ -705,24 +707,25 @@ def test_prompts_after_a_call_keep_the_view_of_the_call():
     def view(agent, prompt, seen):
         return team_view(agent, prompt, seen[-1:])
 
-    build = PromptBuilder(TOKENIZER, None, view=view, chat_template=TEMPLATE, end_token_ids=[2])
+    build = PromptBuilder(ChatTemplate(TOKENIZER, TEMPLATE), None, view=view, end_token_ids=[2])
     episode = rehearse(Sequential(), ["planner", "judge", "solver"], calculates, "q", {"solver": [add, fail]})
     planner, judge, call, _ = episode.turns
     agent = AgentSpec("solver", tools=[add])
-    (first,) = build.build([Query(agent, "q", (planner, judge), (add,))])
+    first = build_observation(build, agent, "q", (planner, judge), (add,))
     fields = {"sees": (judge.index,), "hears": (), "observation": first.content, "prompt_ids": first.ids}
     call = replace(call, **fields, completion_ids=ids_of(CALL))
-    (second,) = build.build([Query(agent, "q", (planner, judge, call, *episode.feedback), (add,), call)])
+    second = build_observation(build, agent, "q", (planner, judge, call, *episode.feedback), (add,), call)
     assert second.seen == [judge, call, *episode.feedback]
     assert second.content[: len(first.content)] == first.content
     assert "planner saw" not in TOKENIZER.decode(second.ids) and "judge saw" in TOKENIZER.decode(second.ids)
 
 
 def test_hundreds_of_turns_are_dropped_in_a_moment():
-    build = PromptBuilder(TOKENIZER, lambda prompts: [[1]], window=Window(200, {"solver": 10}, "drop_oldest_turn"))
+    window = Window(200, {"solver": 10}, "drop_oldest_turn")
+    build = PromptBuilder(ChatTemplate(TOKENIZER), lambda prompts: [[1]], window=window)
     episode = rehearse(Sequential(rounds=1200), ["solver"], lambda *_: "word", "q")
     start = time.process_time()
-    (observation,) = build.build([Query(AgentSpec("solver"), "q", tuple(episode.turns))])
+    observation = build_observation(build, AgentSpec("solver"), "q", tuple(episode.turns))
     assert 0 < len(observation.seen) < 1200 and observation.dropped == 1200 - len(observation.seen)
     assert len(observation.ids) + 10 <= 200 and time.process_time() - start < 60
 

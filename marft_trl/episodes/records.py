@@ -47,7 +47,7 @@ class Request:
 
     episode: Any  # the `EpisodeState` that the turn becomes a part of
     agent: str
-    seen: tuple[Seen, ...]
+    seen: tuple[Seen, ...] = ()
     functions: tuple[Function, ...] = ()
     after: Turn | None = None  # turn of the same agent that called functions and that this turn goes on from
     order: int = 0  # position among the requests of its episode; a turn and those that go on from it share one

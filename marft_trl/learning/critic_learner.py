@@ -15,7 +15,7 @@ from ..algorithms import functional
 from ..algorithms.critics import Critic
 from ..algorithms.rows import MicroBatch, Row, Slice
 from ..config.team_setup import RunContext, TeamSetup
-from ..episodes.records import Episode, Feedback, Seen, Turn
+from ..episodes.records import Episode, Feedback, Request, Seen, Turn
 from ..rollout.rollouts import Rollout
 from ..rollout.runner import EpisodeRunner
 from ..system.processes import Processes
@@ -125,7 +125,6 @@ class CriticLearner:
         self._scale = scale
         self._critic = cast(Critic, team.critic)  # it is built for a team that has one
         self._batcher, self._runner, self._policies = batcher, runner, team.policies
-        self._specs = {agent.name: agent for agent in team.agents}
         self._args, self._processes, self._share = run.args, run.processes, share
 
     def with_values(self, rollout: Rollout, rows: Sequence[Row]) -> list[Row]:
@@ -147,14 +146,14 @@ class CriticLearner:
 
     def _with_histories(self, rollout: Rollout, rows: Sequence[Row]) -> list[Row]:
         """Rows, one for each turn, that the critic reads with all that had happened before their joint step."""
-        queries = []
+        requests = []
         for episode in rollout.episodes:
             steps = episode.joint_steps()
             for turn in episode.turns:
                 before = episode.history[: episode.history.index(turn)]
                 seen = [past for past in before if not isinstance(past, Turn) or steps[past.index] < steps[turn.index]]
-                queries.append((self._specs[turn.agent], episode.prompt, _with_messages(episode, seen, turn), ()))
-        prompts = [torch.tensor(observation.ids, dtype=torch.long) for observation in self._runner.observe(queries)]
+                requests.append(Request(episode, turn.agent, _with_messages(episode, seen, turn)))
+        prompts = [torch.tensor(observation.ids, dtype=torch.long) for observation in self._runner.observe(requests)]
         return [replace(row, critic_prompt_ids=prompt) for row, prompt in zip(rows, prompts, strict=True)]
 
     def num_features_of_reference(self, row: Row) -> int:
@@ -170,9 +169,9 @@ class CriticLearner:
         cut = [(index, value) for index, episode in enumerate(rollout.episodes) for value in episode.horizons[:count]]
         sees_all = self._args.critic_sees == "history"
         observations = self._runner.observe(
-            (
-                self._specs[horizon.agent],
-                rollout.episodes[index].prompt,
+            Request(
+                rollout.episodes[index],
+                horizon.agent,
                 _with_messages(rollout.episodes[index], rollout.episodes[index].history) if sees_all else horizon.seen,
                 () if sees_all else horizon.functions,
             )

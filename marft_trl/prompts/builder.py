@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from peft import PeftModel
 from transformers import PreTrainedModel
 
 from ..agents import AgentSpec
 from ..config.team_setup import Sampling
-from ..episodes.records import Feedback, Function, Messages, PromptError, Seen, Turn
+from ..episodes.records import Feedback, Function, Messages, PromptError, Request, Seen, Turn
 from ..episodes.tools import tool_name, unbound
 from ..seams.libraries import get_logger
 from ..workflows import Sequential, Workflow
@@ -68,15 +68,6 @@ class Observation:
         return f"{'more than ' if self.is_truncated else ''}{len(self.ids)} tokens"
 
 
-class Query(NamedTuple):
-    agent: AgentSpec
-    prompt: str | Messages
-    seen: Sequence[Seen] = ()
-    functions: tuple[Function, ...] = ()
-    after: Turn | None = None  # the agent's own turn with tool calls, whose results are the last items of `seen`
-    messages: Messages | None = None  # shown to the agent instead of its view, see [`RequestedTurn`]
-
-
 @dataclass(frozen=True)
 class Window:
     size: int | None = None  # number of tokens that the model can attend to; `None`: no limit
@@ -103,12 +94,12 @@ def make_window(
 class PromptBuilder:
     def __init__(
         self,
-        tokenizer,
+        template: ChatTemplate,
         # TRL's tokenization, `tokenize(prompts)` or `tokenize(prompts, functions)`, for observations of the default
         # view without turns or feedback, so that the prompts of a single agent equal those of `GRPOTrainer`
         tokenize: Callable[..., list[list[int]]],
+        agents: Sequence[AgentSpec] = (),
         view: View = team_view,  # the contents of its messages are encoded without control tokens
-        chat_template: str | ChatTemplate | None = None,  # instead of the tokenizer's
         # Whether text prompts are not made a user message: for a single agent without a system prompt, as in
         # `GRPOTrainer`, and always for tokenizers without a chat template
         keeps_text_prompts: bool = False,
@@ -120,10 +111,9 @@ class PromptBuilder:
         is_single_agent: bool = False,
         show_reasoning: bool = False,  # whether earlier turns keep reasoning that the chat template removes
     ):
-        if not isinstance(chat_template, ChatTemplate):
-            chat_template = ChatTemplate(tokenizer, chat_template)
-        self.template = chat_template
-        self.tokenizer, self._tokenize, self.view = tokenizer, tokenize, view
+        tokenizer = template.tokenizer
+        self.template, self.tokenizer, self._tokenize, self.view = template, tokenizer, tokenize, view
+        self.agents = {agent.name: agent for agent in agents}
         self._keeps_text_prompts = keeps_text_prompts or tokenizer.chat_template is None
         self._encode = PlainEncoder(tokenizer, self.template.source)
         window = window or Window()
@@ -137,25 +127,28 @@ class PromptBuilder:
     def for_agent(self, agent: str) -> PromptBuilder:
         return self
 
-    def build(self, queries: Iterable[Query | tuple]) -> list[Observation]:
+    def _view(self, request: Request) -> View:
+        return self.agents[request.agent].view or self.view
+
+    def build(self, requests: Iterable[Request]) -> list[Observation]:
         """Build observations in order. Raise a `ValueError` if one cannot be rendered, or does not fit the window."""
-        restricted: list[Query] = [_as_shown(Query(*query)) for query in queries]
+        restricted = list(map(_as_shown, requests))
         built: dict[int, Observation] = {}
-        for index, query in enumerate(restricted):
-            if query.messages is not None:
-                built[index] = self._build_from_messages(query)
-            elif (query.agent.view or self.view) is team_view:  # it shows the whole prompt
-                cut = self._first_tokens(query.agent, query.prompt)
+        for index, request in enumerate(restricted):
+            if request.requested_turn is not None:
+                built[index] = self._build_from_messages(request)
+            elif (self._view(request)) is team_view:  # it shows the whole prompt
+                cut = self._first_tokens(request.agent, request.episode.prompt)
                 if cut is not None:
-                    built[index] = self._fit(query._replace(seen=()), cut)
-        contents = {index: self._observe(query) for index, query in enumerate(restricted) if index not in built}
+                    built[index] = self._fit(replace(request, seen=()), cut)
+        contents = {index: self._observe(request) for index, request in enumerate(restricted) if index not in built}
         ids: dict[int, list[int]] = {}
         alike: dict[tuple, list[int]] = {}
         for index in contents:
-            query = restricted[index]
-            view = query.agent.view or self.view
-            if not query.seen and view is team_view and self._is_safe(contents[index]):
-                kind = isinstance(contents[index], list), tuple(map(unbound, query.functions))  # type: ignore[arg-type]
+            request = restricted[index]
+            view = self._view(request)
+            if not request.seen and view is team_view and self._is_safe(contents[index]):
+                kind = isinstance(contents[index], list), tuple(map(unbound, request.functions))  # type: ignore[arg-type]
                 alike.setdefault(kind, []).append(index)
         for indices in alike.values():
             functions = restricted[indices[0]].functions
@@ -165,29 +158,29 @@ class PromptBuilder:
                 tokenized = self._tokenize(batch, *([functions] if functions else []))
             ids |= {index: list(token_ids) for index, token_ids in zip(indices, tokenized, strict=True)}
         for index, content in contents.items():
-            query = restricted[index]
-            if query.after is not None:
-                own = self._continue_turn(query, query.after)
+            request = restricted[index]
+            if request.after is not None:
+                own = self._continue_turn(request, request.after)
             else:
-                own = ids[index] if index in ids else self._join(content, query.functions)
-            built[index] = self._fit(query, Observation(content, own, list(query.seen)))
+                own = ids[index] if index in ids else self._join(content, request.functions)
+            built[index] = self._fit(request, Observation(content, own, list(request.seen)))
         return [built[index] for index in range(len(restricted))]
 
-    def _build_from_messages(self, query: Query) -> Observation:
+    def _build_from_messages(self, request: Request) -> Observation:
         """Build the observation of messages from another program. If they are not valid, set its `problem`."""
-        agent, messages = query.agent, [dict(message) for message in query.messages or ()]
+        agent, messages = self.agents[request.agent], list(map(dict, request.requested_turn.messages))  # type: ignore[union-attr]
         if agent.system_prompt is not None and all(message["role"] != "system" for message in messages):
             messages.insert(0, {"role": "system", "content": agent.system_prompt})
         turns = [message["content"] if isinstance(message["content"], Turn) else None for message in messages]
         shown = [
             item if turn is None else self._as_turn(item, turn) for item, turn in zip(messages, turns, strict=True)
         ]
-        observation = Observation(shown, [], list(query.seen))
+        observation = Observation(shown, [], list(request.seen))
         try:
-            if (first := self._first_tokens(agent, shown)) is not None:
-                return self._mark_too_long(agent, first)
+            if (first := self._first_tokens(agent.name, shown)) is not None:
+                return self._mark_too_long(agent.name, first)
             self._check(shown)
-            for schema in query.functions:
+            for schema in request.functions:
                 if self._encode.contains_control_token(_strings(schema)):
                     raise PromptError(f"The schema of the tool {tool_name(schema)!r} contains a control token.")
             if not self.template.renders_results:
@@ -195,27 +188,27 @@ class PromptBuilder:
             if self._folds_system:
                 folded = fold_system_message(shown)
                 shown, turns = folded, turns[len(shown) - len(folded) :]
-            observation.content, observation.ids = shown, self._encode_messages(shown, turns, query.functions)
+            observation.content, observation.ids = shown, self._encode_messages(shown, turns, request.functions)
             self._schemas = {} if len(self._schemas) >= _MAX_CACHED_PROMPTS else self._schemas
-            self._schemas[hash(tuple(observation.ids))] = repr(list(query.functions))
+            self._schemas[hash(tuple(observation.ids))] = repr(list(request.functions))
         except (MemoryError, TimeoutError):
             raise
         except Exception as error:  # any error concerns only this request
             observation.problem = str(error) or type(error).__name__
             return observation
-        return observation if self._fits(agent, observation.ids) else self._mark_too_long(agent, observation)
+        return observation if self._fits(agent.name, observation.ids) else self._mark_too_long(agent.name, observation)
 
-    def _mark_too_long(self, agent: AgentSpec, observation: Observation) -> Observation:
+    def _mark_too_long(self, agent: str, observation: Observation) -> Observation:
         observation.is_too_long = True
         observation.problem = (
-            f"The messages have {observation.size} and {agent.name!r} may generate "
-            f"{self._reserved.get(agent.name, 0)} more, but the model's window is {self.window_size} tokens."
+            f"The messages have {observation.size} and {agent!r} may generate "
+            f"{self._reserved.get(agent, 0)} more, but the model's window is {self.window_size} tokens."
         )
         return observation
 
-    def _first_tokens(self, agent: AgentSpec, prompt: str | Messages) -> Observation | None:
+    def _first_tokens(self, agent: str, prompt: str | Messages) -> Observation | None:
         """Return the first tokens of a prompt that is longer than twice the window, otherwise `None`."""
-        if self.window_size is None or agent.name in self._without_model:
+        if self.window_size is None or agent in self._without_model:
             return None
         contents = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
         text = "\n".join(content for content in contents if isinstance(content, str))
@@ -316,10 +309,10 @@ class PromptBuilder:
         ending = self.tokenizer.eos_token_id
         return [*turn.completion_ids, *([] if closed or ending is None else [ending])]
 
-    def _fits(self, agent: AgentSpec, ids: Sequence[int]) -> bool:
-        if self.window_size is None or agent.name in self._without_model:
+    def _fits(self, agent: str, ids: Sequence[int]) -> bool:
+        if self.window_size is None or agent in self._without_model:
             return True
-        return len(ids) + self._reserved.get(agent.name, 0) <= self.window_size
+        return len(ids) + self._reserved.get(agent, 0) <= self.window_size
 
     def tokenize_reply(self, agent: str, text: str) -> tuple[list[int], bool]:
         """Tokenize a turn that a function wrote, without control tokens. Also return whether it was truncated."""
@@ -339,20 +332,20 @@ class PromptBuilder:
             return f"the chat template marks messages with plain text ({marks}), not with control tokens"
         return None
 
-    def _fit(self, query: Query, observation: Observation) -> Observation:
-        agent, prompt = query.agent, query.prompt
+    def _fit(self, request: Request, observation: Observation) -> Observation:
+        agent, prompt = request.agent, request.episode.prompt
         if not observation.ids:
             raise ValueError(
-                f"The observation of agent {agent.name!r} has no tokens: the chat template of the tokenizer "
+                f"The observation of agent {agent!r} has no tokens: the chat template of the tokenizer "
                 f"{self.tokenizer.name_or_path!r} renders nothing. Set another template (`tokenizer.chat_template = "
                 "...`)."
             )
-        reserved = self._reserved.get(agent.name, 0)
+        reserved = self._reserved.get(agent, 0)
         if self._fits(agent, observation.ids):
             return observation
         if self._overflow != "drop_oldest_turn" or not observation.seen:
             problem = (
-                f"The observation of agent {agent.name!r} has {observation.size} and its turn up to {reserved}, "
+                f"The observation of agent {agent!r} has {observation.size} and its turn up to {reserved}, "
                 f"but the model's window is {self.window_size} tokens ({len(observation.seen)} turns shown). Lower "
                 "`max_completion_length`, show fewer turns (`sees=`), set "
                 + ("" if self._overflow == "drop_oldest_turn" else "`context_overflow='drop_oldest_turn'` or ")
@@ -362,45 +355,45 @@ class PromptBuilder:
                 raise PromptError(problem, is_too_long=True)
             observation.problem, observation.is_too_long = problem, True
             return observation
-        return self._shorter(query, observation)
+        return self._shorter(request, observation)
 
-    def _shorter(self, query: Query, observation: Observation) -> Observation:
+    def _shorter(self, request: Request, observation: Observation) -> Observation:
         """Drop as few of the oldest turns as necessary. A binary search finds the number."""
 
         def without(count: int) -> Observation:
             seen = list(observation.seen[count:])
             while seen and isinstance(seen[0], Feedback) and seen[0].tool is not None:  # its call was dropped
                 seen.pop(0)
-            rest = query._replace(seen=seen, after=None)
+            rest = replace(request, seen=tuple(seen), after=None)
             content = self._observe(rest)
-            shown = Observation(content, self._join(content, query.functions), list(rest.seen))
+            shown = Observation(content, self._join(content, request.functions), list(rest.seen))
             shown.dropped = observation.dropped + len(observation.seen) - len(rest.seen)
             return shown
 
         too_few, enough = 0, len(observation.seen)
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
-            fits = self._fits(query.agent, without(middle).ids)
+            fits = self._fits(request.agent, without(middle).ids)
             too_few, enough = (too_few, middle) if fits else (middle, enough)
         shortest = without(enough)
-        return self._fit(query._replace(seen=shortest.seen, after=None), shortest)
+        return self._fit(replace(request, seen=tuple(shortest.seen), after=None), shortest)
 
-    def _observe(self, query: Query) -> str | Messages:
-        prompt = query.prompt
-        if query.after is not None and not isinstance(query.after.observation, str):
-            return [*query.after.observation, *self._own_messages(query, query.after)]
+    def _observe(self, request: Request) -> str | Messages:
+        prompt = request.episode.prompt
+        if request.after is not None and not isinstance(request.after.observation, str):
+            return [*request.after.observation, *self._own_messages(request, request.after)]
         prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not self._is_single_agent:  # otherwise, messages stay as in `GRPOTrainer`
             prompt_messages = [  # without the empty fields that `datasets` adds
                 {name: value for name, value in message.items() if value is not None or name in ("role", "content")}
                 for message in prompt_messages
             ]
-        if not self._is_single_agent or query.seen:
+        if not self._is_single_agent or request.seen:
             self._check(prompt_messages)
-        shown = query.seen
+        shown: Sequence[Seen] = request.seen
         if self._reasoning is not None and not self.show_reasoning:
-            shown = self._reasoning.shown(query.seen, query.after)
-        if (view := query.agent.view or self.view) is team_view:
+            shown = self._reasoning.shown(request.seen, request.after)
+        if (view := self._view(request)) is team_view:
             shown = [
                 replace(item, tool_calls=())
                 if isinstance(item, Turn) and item.tool_calls and not self._shows(make_message_calls(item))
@@ -409,11 +402,13 @@ class PromptBuilder:
             ]
         else:  # other views read texts
             shown = list(map(_without_elements, shown))
-        agent, seen = renamed(query.agent, shown, self.aliases) if self.aliases else (query.agent, shown)
+        agent, seen = self.agents[request.agent], shown
+        if self.aliases:
+            agent, seen = renamed(agent, seen, self.aliases)
         messages = call_view(view, agent, self._quoted(prompt_messages), seen)
         if not self.template.renders_results:
             messages = merge_consecutive(convert_tool_messages(messages, self.template.renders_called_results()))
-        if self._keeps_text_prompts and isinstance(prompt, str) and not query.functions:
+        if self._keeps_text_prompts and isinstance(prompt, str) and not request.functions:
             return SEPARATOR.join(_as_text(message, agent.name) for message in messages)
         return fold_system_message(messages) if self._folds_system else messages
 
@@ -450,8 +445,8 @@ class PromptBuilder:
         texts = [content] if isinstance(content, str) else [message.get("content") or "" for message in content]
         return all(map(self._encode.is_plain, texts))
 
-    def _own_messages(self, query: Query, turn: Turn) -> Messages:
-        results = [item for item in query.seen[query.seen.index(turn) + 1 :] if isinstance(item, Feedback)]
+    def _own_messages(self, request: Request, turn: Turn) -> Messages:
+        results = [item for item in request.seen[request.seen.index(turn) + 1 :] if isinstance(item, Feedback)]
         quote = str if self._is_single_agent else quote_speaker_lines
         messages = [result_message(result, quote) for result in map(self._with_plain_keys, results)]
         return [{"role": "assistant", "content": turn.raw_text}, *messages]
@@ -482,11 +477,11 @@ class PromptBuilder:
                 ids += self._encode(piece.text)
         return ids
 
-    def _continue_turn(self, query: Query, turn: Turn) -> list[int]:
+    def _continue_turn(self, request: Request, turn: Turn) -> list[int]:
         """Return the unchanged tokens of a turn and its prompt, followed by the results of its calls, as TRL does."""
-        _, *results = self._own_messages(query, turn)
+        _, *results = self._own_messages(request, turn)
         ids = self._with_end_token(turn)
-        following = self.template.pieces_after(results, query.functions, self._ending(ids))
+        following = self.template.pieces_after(results, request.functions, self._ending(ids))
         return [*turn.prompt_ids, *ids, *self._encode_pieces(following)]
 
 
@@ -516,15 +511,15 @@ def warn_of_unprotected(prompts: PromptBuilder, uses_tools: bool) -> None:
     )
 
 
-def _as_shown(query: Query) -> Query:
-    """Restrict a query after tool calls to the items that the calling turn saw, so that its prompt is unchanged."""
-    after = query.after
+def _as_shown(request: Request) -> Request:
+    """Restrict a request after tool calls to the items that the calling turn saw, so that its prompt is unchanged."""
+    after = request.after
     if after is None:
-        return query
-    start = query.seen.index(after)
-    before, rest = query.seen[:start], query.seen[start:]
+        return request
+    start = request.seen.index(after)
+    before, rest = request.seen[:start], request.seen[start:]
     kept = [item for item in before if item.index in (after.sees if isinstance(item, Turn) else after.hears)]
-    return query._replace(seen=[*kept, *rest])
+    return replace(request, seen=(*kept, *rest))
 
 
 def _strings(value: Any) -> str:

@@ -55,7 +55,7 @@ class ChatTemplate:
     """Chat template of a tokenizer, rendered with marks around the contents of messages."""
 
     def __init__(self, tokenizer, source: str | None = None, options: dict[str, Any] | None = None):
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.source = source  # instead of the tokenizer's own
         self.options = dict(options or {})  # keyword arguments of the template
         self._ids: dict[str, list[int]] = {}
@@ -64,13 +64,13 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        return self.source or str(self._tokenizer.chat_template)
+        return self.source or str(self.tokenizer.chat_template)
 
     def encode(self, piece: str) -> list[int]:
         if piece not in self._ids:  # cached, since all observations consist of the same few pieces
             if len(self._ids) >= _MOST_PIECES:  # but for what other programs send
                 self._ids.clear()
-            self._ids[piece] = self._tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
+            self._ids[piece] = self.tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
         return self._ids[piece]
 
     def pieces(
@@ -98,7 +98,7 @@ class ChatTemplate:
         name = messages[0]["name"]
         turn = _calling(name)
         before = self.render(turn, functions, add_generation_prompt=False)
-        end = self._tokenizer.eos_token or ""
+        end = self.tokenizer.eos_token or ""
         if end and end in before[max(before.rfind(name), 0) :]:  # a line break after it was not sampled
             before = before[: before.rindex(end) + len(end)]
         are_kept = True
@@ -123,8 +123,8 @@ class ChatTemplate:
         self, messages: Messages, functions: Sequence[Function] = (), add_generation_prompt: bool = True
     ) -> str:
         schemas = self.schemas(functions) or None
-        with naming_templates(self._tokenizer, messages):
-            return self._tokenizer.apply_chat_template(
+        with naming_templates(self.tokenizer, messages):
+            return self.tokenizer.apply_chat_template(
                 messages,
                 tools=schemas,
                 chat_template=self.source,
@@ -178,7 +178,7 @@ class ChatTemplate:
         return [piece for piece in dict.fromkeys(openings) if self._is_plain(piece)]
 
     def _is_plain(self, piece: str) -> bool:
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         common = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
         control, ids = tokenizer.added_tokens_decoder.keys(), self.encode(piece)
         if control.isdisjoint(ids):
@@ -443,7 +443,7 @@ class PlainEncoder:
     """
 
     def __init__(self, tokenizer, chat_template: str | None = None):
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         template = chat_template or str(tokenizer.chat_template)
         self._control = {
             index: token.content
@@ -469,15 +469,15 @@ class PlainEncoder:
 
     def is_plain(self, text: str) -> bool:
         """`True` if a text yields no control token, also when it is tokenized as a template is."""
-        return self._is_clean(self._tokenizer(as_plain(text), add_special_tokens=False)["input_ids"])
+        return self._is_clean(self.tokenizer(as_plain(text), add_special_tokens=False)["input_ids"])
 
     def contains_control_token(self, text: str) -> bool:
         """As not `is_plain`, but an unknown character may become a token that is also a control token, as in GPT-2."""
-        ids = self._control.keys() & self._tokenizer(as_plain(text), add_special_tokens=False)["input_ids"]
+        ids = self._control.keys() & self.tokenizer(as_plain(text), add_special_tokens=False)["input_ids"]
         return any(index not in self._unknown or self._control[index] in text for index in ids)
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
     def _is_clean(self, ids: list[int]) -> bool:
         return self._control.keys().isdisjoint(ids)

@@ -25,7 +25,7 @@ from ..episodes.tools import tool_name
 from ..learning import memory
 from ..learning.batching import MicroBatcher
 from ..learning.memory import ActivationCost, MemoryPlan
-from ..prompts.builder import Observation, Query
+from ..prompts.builder import Observation
 from ..rollout.runner import EpisodeRunner
 from ..rollout.transformers_generator import MIXED_ROWS
 from ..seams.sharding import ShardSizes, shard_sizes
@@ -257,7 +257,7 @@ class Planner:
 
         async def answer(requests: Sequence[Request], key: tuple) -> list[Turn | EndOfEpisode]:
             generation_calls.append([request.agent for request in requests])
-            built = runner.observe(runner.query(request)._replace(after=None) for request in requests)
+            built = runner.observe(replace(request, after=None) for request in requests)
             for request, observation in zip(requests, built, strict=True):
                 tools[request.agent] = list(map(tool_name, request.functions))
                 observations.setdefault(request.agent, observation)
@@ -271,7 +271,7 @@ class Planner:
         with self._runner.rehearsal_runner() as runner:
             (episode,) = runner.run([row], answer)
             rest = [agent for agent in self._agents if agent.name not in observations]
-            alone = runner.observe(Query(agent, row["prompt"], (), agent.functions) for agent in rest)
+            alone = runner.observe(Request(episode, agent.name, (), agent.functions) for agent in rest)
         observations |= {agent.name: observation for agent, observation in zip(rest, alone, strict=True)}
         return Rehearsal(episode, observations, prompts, generation_calls, tools)
 
@@ -290,9 +290,10 @@ class Planner:
             return len(observation.ids) - 1
         if request.requested_turn is not None:  # another program wrote the observation
             return 0
-        others = [replace(item, text="?", raw_text="?") if isinstance(item, Turn) else item for item in request.seen]
-        agent = next(agent for agent in self._agents if agent.name == request.agent)
-        (other,) = runner.observe([Query(agent, request.episode.prompt, others, request.functions)])
+        others = tuple(
+            replace(item, text="?", raw_text="?") if isinstance(item, Turn) else item for item in request.seen
+        )
+        (other,) = runner.observe([replace(request, seen=others, after=None)])
         (cluster, *_) = clusters([observation.ids, other.ids])
         return cluster.length if len(cluster.rows) > 1 else 0
 

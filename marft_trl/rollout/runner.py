@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
@@ -15,10 +16,20 @@ from ..agents import AgentSpec
 from ..config.team_setup import decoding
 from ..episodes.collector import apply_time_limit, collect_async, limit_blocking_code, run_to_completion
 from ..episodes.guard import EpisodeError
-from ..episodes.records import EndOfEpisode, Episode, Function, Messages, PromptError, Request, TeamContext, Turn
+from ..episodes.records import (
+    EndOfEpisode,
+    Episode,
+    Function,
+    Messages,
+    PromptError,
+    Request,
+    RequestedTurn,
+    TeamContext,
+    Turn,
+)
 from ..episodes.rerun import Rerun
 from ..episodes.tools import ToolLimits, tool_name
-from ..prompts.builder import Observation, Query
+from ..prompts.builder import Observation
 from ..prompts.views import team_view
 from ..system.event_loop import StepContext
 from ..system.randomness import EpisodeRandomness, UserRandomness, UserState, make_seed
@@ -121,7 +132,7 @@ class EpisodeRunner:
         self.prompts, self.generator = speaker.prompts, speaker.generator
         self._users = users or UserState({})
         self.mode, self.keys, self.uses_tools = RunMode(), SeedKeys(seed), speaker.reader.uses_tools
-        self._first_observations: list[tuple[Query, Observation | PromptError]] = []  # a cache
+        self._first_observations: list[tuple[tuple, Observation | PromptError]] = []  # a cache
         self.device_lock = threading.RLock()  # held while the model generates
         self._tokenizer_lock = threading.RLock()  # for code that is not thread-safe: tokenizers, and TRL's use of them
         self.dropped_turns = 0  # turns left out of observations because they did not fit the context window
@@ -252,9 +263,9 @@ class EpisodeRunner:
 
     def count_tokens(self, agent: str, messages: Messages, tools: Sequence[Function] = ()) -> int:
         """Count the tokens an agent is shown. Raises `PromptError` if they do not fit or cannot be rendered."""
-        query = Query(self._specs[agent], messages, (), tuple(tools), None, messages)
+        request = Request(Episode(messages, {}, 0), agent, (), tuple(tools), requested_turn=RequestedTurn(messages))
         with self._tokenizer_lock:
-            (observation,) = self.prompts.build([query])
+            (observation,) = self.prompts.build([request])
         return len(observation.ids)
 
     @contextlib.contextmanager
@@ -268,25 +279,26 @@ class EpisodeRunner:
         finally:
             self._users.load_state_dict(state)
 
-    def observe(self, queries: Iterable[Query | tuple]) -> list[Observation]:
+    def observe(self, requests: Iterable[Request]) -> list[Observation]:
         """Build observations. Views are user code, so they run with the random states of user code."""
         user_states = contextlib.nullcontext() if self.mode.is_concurrent else self.randomness.user_states()
         with self._tokenizer_lock, user_states:
             if self.mode.listener is None:
-                return self.prompts.build(queries)
-            return list(map(self._observe_cached, queries))
+                return self.prompts.build(requests)
+            return list(map(self._observe_cached, requests))
 
-    def _observe_cached(self, query: Query | tuple) -> Observation:
+    def _observe_cached(self, request: Request) -> Observation:
         """Return an observation. First ones are cached, since all samples of a question share them."""
-        query = Query(*query)
-        if query.seen:
-            return self.prompts.build([query])[0]
-        if (cached := next((value for key, value in self._first_observations if key == query), None)) is None:
+        if request.seen:
+            return self.prompts.build([request])[0]
+        messages = request.requested_turn.messages if request.requested_turn is not None else None
+        shown = (request.agent, request.episode.prompt, request.functions, messages)
+        if (cached := next((value for key, value in self._first_observations if key == shown), None)) is None:
             try:
-                (cached,) = self.prompts.build([query])
+                (cached,) = self.prompts.build([request])
             except PromptError as error:
                 cached = error
-            self._first_observations.append((query, cached))
+            self._first_observations.append((shown, cached))
         if isinstance(cached, PromptError):
             raise cached
         return copy.copy(cached)
@@ -300,11 +312,6 @@ class EpisodeRunner:
 
         return locked() if self.mode.listener is None else await asyncio.to_thread(locked)
 
-    def query(self, request: Request) -> Query:
-        agent = self._specs[request.agent]
-        messages = request.requested_turn.messages if request.requested_turn is not None else None
-        return Query(agent, request.episode.prompt, request.seen, request.functions, request.after, messages)
-
     async def answer(self, requests: Sequence[Request], key: tuple) -> list[Turn | EndOfEpisode]:
         undeclared = next((request for request in requests if request.functions and not self.uses_tools), None)
         if undeclared is not None:
@@ -313,12 +320,11 @@ class EpisodeRunner:
                 f"{undeclared.agent!r} ({', '.join(map(tool_name, undeclared.functions))}), so calls of these tools "
                 "would not be parsed. List all functions that the workflow passes as `tools=` in its `functions`."
             )
-        queries = list(map(self.query, requests))
         if self._has_user_views:  # views may draw random numbers
             with contextlib.nullcontext() if self._batches_episodes else requests[0].episode.step_context():
-                observations = self.observe(queries)
+                observations = self.observe(requests)
         else:
-            observations = await self._run_locked(self.observe, queries)
+            observations = await self._run_locked(self.observe, requests)
         sampled = await self._sample(requests, observations, key)
         self.dropped_turns += sum(observation.dropped for observation in observations)
         turns = await self._run_locked(self._reader.read_samples, requests, observations, sampled, self.generator)
@@ -361,9 +367,8 @@ class EpisodeRunner:
     async def _run_reply(self, request: Request) -> Turn | EndOfEpisode:
         agent = self._specs[request.agent]
         function = cast(Callable, agent.reply)
-        queries = [self.query(request)]
-        observations = self.observe(queries) if self._has_user_views else await self._run_locked(self.observe, queries)
-        (observation,) = observations
+        observe = functools.partial(self.observe, [request])
+        (observation,) = observe() if self._has_user_views else await self._run_locked(observe)
         if observation.problem is not None:
             return EndOfEpisode(observation.problem, observation.is_too_long)
         content = observation.content

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ..episodes.records import EndOfEpisode, Request, Turn
-from ..prompts.builder import Observation, PromptBuilder, Query
+from ..prompts.builder import Observation, PromptBuilder
 from ..prompts.views import View
 from .generator import Generator, SampledTurn, check_sampled
 from .speaker import Speaker
@@ -48,12 +48,12 @@ class TeamPrompts:
         for builder in self._builders.values():
             builder.view = view
 
-    def build(self, queries: Iterable[Query | tuple]) -> list[Observation]:
-        as_queries = [Query(*query) for query in queries]
+    def build(self, requests: Iterable[Request]) -> list[Observation]:
+        requests = list(requests)
         built: dict[int, Observation] = {}
-        for builder, places in _places(self._builders, [query.agent.name for query in as_queries]).items():
-            built |= zip(places, builder.build([as_queries[place] for place in places]), strict=True)
-        return [built[place] for place in range(len(as_queries))]
+        for builder, places in _places(self._builders, [request.agent for request in requests]).items():
+            built |= zip(places, builder.build([requests[place] for place in places]), strict=True)
+        return [built[place] for place in range(len(requests))]
 
 
 class TeamReader(TurnReader):

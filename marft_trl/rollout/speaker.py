@@ -100,10 +100,10 @@ def make_speaker(
     uses_tools = workflow.uses_tools or any(agent.tools for agent in agents if agent.name in own)
     template = ChatTemplate(tokenizer, settings.chat_template, settings.chat_template_kwargs)
     prompts = PromptBuilder(
-        tokenizer,
+        template,
         tokenize=settings.tokenize or make_tokenize(tokenizer, settings.chat_template, settings.chat_template_kwargs),
+        agents=agents,
         view=settings.view,
-        chat_template=template,
         keeps_text_prompts=is_plain(agents, uses_tools),
         window=make_window(model, samplings, settings.context_overflow, without_model, max_model_len),
         end_token_ids=end_token_ids,
